@@ -107,9 +107,9 @@ def score(run: Path, file: Path, limit: int) -> None:
     data = open_data(spec, print)
     total, count = 0.0, 0
     for batch in validation_batches(data.validation, 4, 0, 1, rules=data.rules):
-        arrays = (batch.tokens_BS, batch.targets_BS, batch.position_ids_BS, batch.document_ids_BS)
-        tokens, targets, positions, documents = (torch.from_numpy(a) for a in arrays)
-        total += float(model(tokens, targets, position_ids_BS=positions, document_ids_BS=documents))
+        arrays = (batch.tokens_BS, batch.targets_BS, batch.position_ids_BS, batch.cu_seqlens_N1)
+        tokens, targets, positions, borders = (torch.from_numpy(a) for a in arrays)
+        total += float(model(tokens, targets, position_ids_BS=positions, cu_seqlens_N1=borders))
         count += batch.num_targets
     print(f"loss {total / count:.4f} nats per token of an answer, over {count} tokens")
 

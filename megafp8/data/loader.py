@@ -40,14 +40,16 @@ class DocumentRules:
         positions_BS: NDArray[np.int64] = places_BS - np.maximum.accumulate(starts_BS, axis=1)
         return positions_BS
 
-    def document_ids(self, tokens_BS: NDArray[np.int64]) -> NDArray[np.int32] | None:
-        """Return a number for each token's document in its sample, from 0 up, int32 [B, S].
+    def cu_seqlens(self, tokens_BS: NDArray[np.int64]) -> NDArray[np.int32] | None:
+        """Return where each document begins among the B * S tokens, then B * S: int32 [N + 1].
 
-        The result is None if `reset_attention_mask` is off.
+        Each sample begins with a document. The result is None if `reset_attention_mask` is off.
         """
         if not self.reset_attention_mask:
             return None
-        return np.cumsum(self._begins(tokens_BS), axis=1, dtype=np.int32)
+        begins_BS = self._begins(tokens_BS)
+        begins_BS[:, 0] = True
+        return np.append(np.flatnonzero(begins_BS), begins_BS.size).astype(np.int32)
 
     def targets(
         self, tokens_BS: NDArray[np.int64], targets_BS: NDArray[np.int64]
@@ -69,20 +71,21 @@ class DocumentRules:
         return begins_BS
 
 
-# B samples of a microbatch, S tokens of a sample
+# B samples of a microbatch, S tokens of a sample, N documents of a microbatch
 @dataclass(frozen=True)
 class Microbatch:
     """Holds what one forward pass reads: writable, contiguous int64 arrays of [B, S].
 
     `targets_BS` is IGNORE (-100) where nothing is predicted. If documents are kept apart,
-    `position_ids_BS` counts from each document's first token, and a token attends only to tokens
-    with the same number in `document_ids_BS` (int32).
+    `position_ids_BS` counts from each document's first token, and `cu_seqlens_N1` (int32) has the
+    place of each document's first token among all B * S tokens, then B * S. A token attends only to
+    tokens of its document.
     """
 
     tokens_BS: NDArray[np.int64]  # noqa: N815 (shape suffix)
     targets_BS: NDArray[np.int64]  # noqa: N815 (shape suffix)
     position_ids_BS: NDArray[np.int64] | None = None  # noqa: N815 (shape suffix)
-    document_ids_BS: NDArray[np.int32] | None = None  # noqa: N815 (shape suffix)
+    cu_seqlens_N1: NDArray[np.int32] | None = None  # noqa: N815 (shape suffix)
 
     @property
     def num_targets(self) -> int:
@@ -111,7 +114,7 @@ def microbatch(
         tokens_BS,
         rules.targets(raw_BS, targets_BS),
         rules.position_ids(raw_BS),
-        rules.document_ids(raw_BS),
+        rules.cu_seqlens(raw_BS),
     )
 
 

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.models.attention_block import Block, attend_widened
+from megafp8.models.documents import Area, Documents
+from megafp8.models.packed import BlockOf, attend_blocks, attend_varlen, uses_varlen
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
 from megafp8.ops.bf16 import is_widened
@@ -66,11 +68,14 @@ class AttentionContext:
     """Holds the inputs of attention that all layers share; it is made once per microbatch.
 
     `mask` is boolean, True where a query may attend, or a bias that is added to the scores. It is
-    broadcast to [B, H, S, K]. None means causal attention over the whole sequence.
+    broadcast to [B, H, S, K]. None means causal attention over the whole sequence, or within
+    `documents`, with ALiBi's slopes where it has them.
     """
 
     rotary: Rotary | None = None
     mask: torch.Tensor | None = None
+    documents: Documents | None = None
+    slopes_H: torch.Tensor | None = None  # noqa: N815 (shape suffix)
     cache: KVCache | None = None
     recompute_attention: bool = False
 
@@ -83,12 +88,20 @@ def attention_context(
     device: torch.device,
     *,
     position_ids_BS: torch.Tensor | None = None,
+    cu_seqlens_N1: torch.Tensor | None = None,
     document_ids_BS: torch.Tensor | None = None,
     cache: KVCache | None = None,
 ) -> AttentionContext:
-    """Return the context of `seq` new tokens, for the query heads that this rank holds."""
+    """Return the context of `seq` new tokens, for the query heads that this rank holds.
+
+    Documents are kept apart by `cu_seqlens_N1` (see `Documents`), or by `document_ids_BS` and a
+    mask of all their scores.
+    """
     past = 0 if cache is None else cache.length
-    turn = None
+    has_documents = cu_seqlens_N1 is not None or document_ids_BS is not None
+    assert past == 0 or not has_documents, "generation has no documents"
+    is_alibi = spec.position_embedding_type == "alibi"
+    turn, slopes, documents = None, None, None
     if spec.position_embedding_type == "rope":
         positions = position_ids_BS
         if positions is None:
@@ -96,19 +109,24 @@ def attention_context(
         turn = rotary(
             positions, spec.rotary_size, spec.rotary_base, spec.seq_len_interpolation_factor
         )
+    if is_alibi:
+        slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
+    if cu_seqlens_N1 is not None:
+        cuts_queries = is_alibi or spec.attention_dropout > 0
+        documents = Documents(cu_seqlens_N1, seq, device, cuts_queries)
+        if is_alibi or not documents.are_whole_rows:
+            return AttentionContext(turn, None, documents, slopes)
     mask = None
-    if document_ids_BS is not None or past > 0 or spec.position_embedding_type == "alibi":
+    if document_ids_BS is not None or past > 0 or is_alibi:
         keys = torch.arange(past + seq, device=device)
         mask = keys <= keys[past:, None]
         if document_ids_BS is not None:
-            assert past == 0, "generation has no documents"
             same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
             mask = (mask & same_BSS)[:, None]
-        if spec.position_embedding_type == "alibi":
-            slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
-            bias = alibi_bias(slopes, seq, past + seq).to(dtype)
+        if slopes is not None:
+            bias = alibi_bias(slopes, keys[past:], keys).to(dtype)
             mask = bias.masked_fill(~mask, float("-inf"))
-    return AttentionContext(turn, mask, cache)
+    return AttentionContext(turn, mask, cache=cache)
 
 
 class AttentionCore(nn.Module):
@@ -169,12 +187,12 @@ class AttentionCore(nn.Module):
         causal_flops = None
         if not torch.compiler.is_compiling():  # for a compiled layer its caller counts the FLOPs
             batch, heads, seq, _ = q_BHSE.shape
-            causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2])
+            causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2], context.documents)
         if self.training and self.dropout > 0:
             with self.streams.keyed(self.site, q_BHSE.device, sharded=True):
-                out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, self.dropout)
+                out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context, self.dropout)
         else:
-            out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context.mask, 0.0)
+            out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context, 0.0)
         if causal_flops is not None and out_BHSE.requires_grad:
             self.count_backward(out_BHSE, causal_flops)
         return out_BHSE.transpose(1, 2).flatten(2)
@@ -184,24 +202,33 @@ class AttentionCore(nn.Module):
         q_BHSE: torch.Tensor,
         k_BGSE: torch.Tensor,
         v_BGSE: torch.Tensor,
-        mask: torch.Tensor | None,
+        context: AttentionContext,
         dropout: float,
     ) -> torch.Tensor:
         scale = None
         if self.layer_scaling != 1:
             q_BHSE = q_BHSE / self.layer_scaling
             scale = self.layer_scaling / self.head_size**0.5
-        return self._softmax_product(q_BHSE, k_BGSE, v_BGSE, mask, dropout, scale)
+        return self._softmax_product(q_BHSE, k_BGSE, v_BGSE, context, dropout, scale)
 
     def _softmax_product(
         self,
         q_BHSE: torch.Tensor,
         k_BGSE: torch.Tensor,
         v_BGSE: torch.Tensor,
-        mask: torch.Tensor | None,
+        context: AttentionContext,
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
+        mask = context.mask
+        if context.documents is not None:
+            documents, has_bias = context.documents, context.slopes_H is not None
+            scale, device = scale or self.head_size**-0.5, q_BHSE.device
+            traits = (device, q_BHSE.dtype, self.head_size)
+            if uses_varlen(*traits, dropout=dropout, has_bias=has_bias):
+                return attend_varlen(q_BHSE, k_BGSE, v_BGSE, documents, scale)
+            block_of = self._block_of(context, documents, dropout, scale, q_BHSE)
+            return attend_blocks(q_BHSE, k_BGSE, v_BGSE, documents, block_of)
         if dropout == 0 and is_widened(q_BHSE):  # with dropout torch itself computes in FP32
             scale = scale or self.head_size**-0.5
             block = Block(scale, is_causal=mask is None, mask=mask)
@@ -217,14 +244,61 @@ class AttentionCore(nn.Module):
             enable_gqa=self.queries_per_group > 1,
         )
 
-    def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
+    def _block_of(
+        self,
+        context: AttentionContext,
+        documents: Documents,
+        dropout: float,
+        scale: float,
+        q_BHSE: torch.Tensor,
+    ) -> BlockOf:
+        """Return what gives a block its masks: those of the documents, ALiBi's and dropout's."""
+        # The position is saved here because backward may run much later.
+        position, heads, dtype = self.streams.position, q_BHSE.shape[1], q_BHSE.dtype
+        slopes_H = context.slopes_H
+
+        def block_of(number: int, area: Area) -> Block:
+            mask = keep = None
+            if slopes_H is not None:
+                bias = alibi_bias(slopes_H, *documents.places(area)).to(dtype)
+                mask = bias.masked_fill(~documents.seen(area), float("-inf"))
+            elif not area.is_causal:
+                mask = documents.seen(area)
+            if dropout > 0:
+                shape = (1, heads, area.stop - area.first_query, area.stop - area.first_key)
+                site = f"{self.site} block {number}"
+                with self.streams.at(position):
+                    keep = self.kept(site, shape, q_BHSE.device, dropout)
+            return Block(scale, is_causal=mask is None, keep=keep, mask=mask)
+
+        return block_of
+
+    def kept(
+        self, site: str, shape: tuple[int, ...], device: torch.device, dropout: float
+    ) -> torch.Tensor:
+        """Return dropout's mask: 0 for dropped elements, 1 / (1 - p) for the others."""
+        with self.streams.keyed(site, device, sharded=True):
+            keep = torch.empty(shape, device=device)
+            return keep.bernoulli_(1 - dropout).div_(1 - dropout)
+
+    def count_forward(
+        self,
+        batch: int,
+        heads: int,
+        seq: int,
+        num_keys: int,
+        documents: Documents | None = None,
+    ) -> int:
         """Count and return the FLOPs of the two forward products, halved by the causal mask.
+
+        Between documents no score is seen, and none is counted.
 
         They are counted before the products run: a recomputation for backward stops inside the last
         product. Backward has four such products.
         """
-        seen = seq * (2 * num_keys - seq)  # 2 x the mean number of visible keys, over all queries
-        causal_flops = 2 * batch * heads * seen * self.head_size
+        # 2 x the mean number of visible keys, over all queries
+        seen = batch * seq * (2 * num_keys - seq) if documents is None else documents.num_seen
+        causal_flops = 2 * heads * seen * self.head_size
         self.count_flops(causal_flops)
         return causal_flops
 

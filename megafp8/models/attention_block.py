@@ -27,7 +27,7 @@ class Block:
     If `is_causal`, the i-th query sees the first i + 1 keys, else all keys. `keep` is dropout's
     mask, broadcast to [B, H, S, K]: 0 for dropped elements, 1 / (1 - p) for the others. `mask`,
     broadcast likewise, is boolean (True where a query may attend) or a bias that is added to the
-    scores. `mask` works on CPUs only and excludes `keep`.
+    scores. Each query must see a key.
     """
 
     scale: float
@@ -56,9 +56,8 @@ def attend(
             scale=block.scale,
         )
         return out_BHSE, lse_BHS
-    assert block.mask is None, "only torch's kernel for CPUs takes one here"
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
-    if block.keep is None and _has_flash_kernel(q_BHSE):
+    if _has_flash_kernel(q_BHSE, block):
         out_BHSE, lse_BHS, *_ = torch_private.flash_attention(
             q_BHSE, k_BHKE, v_BHKE, 0.0, block.is_causal, scale=block.scale
         )
@@ -97,9 +96,8 @@ def attend_backward(
             scale=block.scale,
         )
         return grads
-    assert block.mask is None, "only torch's kernel for CPUs takes one here"
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
-    if block.keep is None and _has_flash_kernel(q_BHSE):
+    if _has_flash_kernel(q_BHSE, block):
         lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)  # seed and offset
         dq_BHSE, dk_BHKE, dv_BHKE = torch_private.flash_attention_backward(
@@ -189,7 +187,9 @@ def _bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return bias[(None,) * (4 - bias.ndim)]
 
 
-def _has_flash_kernel(q_BHSE: torch.Tensor) -> bool:
+def _has_flash_kernel(q_BHSE: torch.Tensor, block: Block) -> bool:
+    if block.keep is not None or block.mask is not None:
+        return False
     is_half = q_BHSE.dtype in (torch.bfloat16, torch.float16)
     return q_BHSE.device.type == "cuda" and is_half and q_BHSE.shape[-1] in range(8, 257, 8)
 
@@ -205,4 +205,9 @@ def _scores(q_BHSE: torch.Tensor, k_BHKE: torch.Tensor, block: Block) -> torch.T
     if block.is_causal:
         later_SK = torch.ones_like(scores_BHSK[0, 0], dtype=torch.bool).triu(1)
         scores_BHSK.masked_fill_(later_SK, float("-inf"))
+    if block.mask is not None:
+        if block.mask.dtype == torch.bool:
+            scores_BHSK.masked_fill_(~block.mask, float("-inf"))
+        else:
+            scores_BHSK.add_(block.mask)
     return scores_BHSK

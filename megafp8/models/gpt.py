@@ -52,16 +52,22 @@ class GPT(nn.Module):
         targets_BS: torch.Tensor,
         *,
         position_ids_BS: torch.Tensor | None = None,
+        cu_seqlens_N1: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the sum of the cross entropy over counted targets: an FP32 scalar in nats.
 
-        Tokens [B, S] attend to earlier tokens with the same document id. Positions count from 0
-        over the sequence unless `position_ids_BS` is given.
+        Tokens [B, S] attend to earlier tokens of the same document. Documents are given by the
+        places where they begin (`cu_seqlens_N1`, see `Documents`), or by an id for each token,
+        which takes a mask of S x S elements. Positions count from 0 over the sequence unless
+        `position_ids_BS` is given.
         """
         x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
         x_BSD = self.forward_layers(
-            x_BSD, position_ids_BS=position_ids_BS, document_ids_BS=document_ids_BS
+            x_BSD,
+            position_ids_BS=position_ids_BS,
+            cu_seqlens_N1=cu_seqlens_N1,
+            document_ids_BS=document_ids_BS,
         )
         return self.forward_head(x_BSD, targets_BS)
 
@@ -77,6 +83,7 @@ class GPT(nn.Module):
         x_BSD: torch.Tensor,
         *,
         position_ids_BS: torch.Tensor | None = None,
+        cu_seqlens_N1: torch.Tensor | None = None,
         document_ids_BS: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
@@ -88,6 +95,7 @@ class GPT(nn.Module):
             self.parts.sequence_length(x_BSD),
             x_BSD.device,
             position_ids_BS=position_ids_BS,
+            cu_seqlens_N1=cu_seqlens_N1,
             document_ids_BS=document_ids_BS,
             cache=cache,
         )

@@ -60,12 +60,12 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(num_heads - power)]
 
 
-def alibi_bias(slopes_H: torch.Tensor, num_queries: int, num_keys: int) -> torch.Tensor:
-    """Return the bias [H, S, K] of the last S of K positions: -slope * distance.
+def alibi_bias(
+    slopes_H: torch.Tensor, queries_S: torch.Tensor, keys_K: torch.Tensor
+) -> torch.Tensor:
+    """Return the bias [H, S, K] of queries and keys at these positions: -slope * distance.
 
     The bias is 0 above the diagonal, where the causal mask applies.
     """
-    keys = torch.arange(num_keys, device=slopes_H.device)
-    queries = keys[num_keys - num_queries :]
-    distance_SK = (queries[:, None] - keys).clamp(min=0)
+    distance_SK = (queries_S[:, None] - keys_K).clamp(min=0)
     return -slopes_H[:, None, None] * distance_SK

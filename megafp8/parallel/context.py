@@ -22,8 +22,9 @@ from typing import Any, Protocol
 
 import torch
 
-from megafp8.models.attention import AttentionCore
+from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.attention_block import Block, attend, attend_backward, merge_
+from megafp8.models.documents import Documents
 from megafp8.parallel.collectives import Axis
 
 
@@ -109,11 +110,13 @@ class RingAttentionCore(AttentionCore):
         q_BHSE: torch.Tensor,
         k_BGSE: torch.Tensor,
         v_BGSE: torch.Tensor,
-        mask: torch.Tensor | None,
+        context: AttentionContext,
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
-        assert mask is None, "documents and ALiBi are refused before the run"
+        assert context.mask is None and context.documents is None, (
+            "documents and ALiBi are refused before the run"
+        )
         streams, position = (
             self.streams,
             self.streams.position,
@@ -123,17 +126,23 @@ class RingAttentionCore(AttentionCore):
             keep_BHSK = None
             if dropout > 0:
                 site = f"{self.site} turn {turn}"
-                with streams.at(position), streams.keyed(site, q_BHSE.device, sharded=True):
-                    keep_BHSK = torch.empty(
-                        *q_BHSE.shape[:3], k_BGKE.shape[2], device=q_BHSE.device
-                    )
-                    keep_BHSK.bernoulli_(1 - dropout).div_(1 - dropout)
+                shape = (*q_BHSE.shape[:3], k_BGKE.shape[2])
+                with streams.at(position):
+                    keep_BHSK = self.kept(site, shape, q_BHSE.device, dropout)
             return Block(scale or self.head_size**-0.5, is_causal=turn == 0, keep=keep_BHSK)
 
         return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of)
 
-    def count_forward(self, batch: int, heads: int, seq: int, num_keys: int) -> int:
+    def count_forward(
+        self,
+        batch: int,
+        heads: int,
+        seq: int,
+        num_keys: int,
+        documents: Documents | None = None,
+    ) -> int:
         """Count and return this rank's share of the whole sequence's FLOPs, equal on all ranks."""
+        assert documents is None
         return super().count_forward(batch, heads, seq, num_keys * (self.cp.size + 1) // 2)
 
 

@@ -42,9 +42,9 @@ from megafp8.specs.parallel import (
 class Batch(NamedTuple):
     """Holds one microbatch on the device: int64 [B, S] each, target -100 where nothing is counted.
 
-    `documents` holds keyword arguments of the model: `position_ids_BS` and `document_ids_BS` that
-    separate a sample's documents or, with context parallelism, `position_ids_BS` of this rank's
-    tokens.
+    `documents` holds keyword arguments of the model: `position_ids_BS` and `cu_seqlens_N1` (which
+    stays on the CPU) that separate a sample's documents or, with context parallelism,
+    `position_ids_BS` of this rank's tokens.
     """
 
     tokens_BS: torch.Tensor  # noqa: N815 (shape suffix)
@@ -145,12 +145,12 @@ class PipelinedGPT(nn.Module):
         targets_BS: torch.Tensor,
         *,
         position_ids_BS: torch.Tensor | None = None,
-        document_ids_BS: torch.Tensor | None = None,
+        cu_seqlens_N1: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the summed loss on the rank that holds the head, 0 on others: FP32 scalar, in
         nats.
         """
-        x_BSD = self._pass(tokens_BS, position_ids_BS, document_ids_BS, None)
+        x_BSD = self._pass(tokens_BS, position_ids_BS, cu_seqlens_N1, None)
         last = self._gpt(self.num_stages - 1)
         if last is None or x_BSD is None:
             return torch.zeros((), device=tokens_BS.device)
@@ -183,7 +183,7 @@ class PipelinedGPT(nn.Module):
         self,
         tokens_BS: torch.Tensor,
         position_ids_BS: torch.Tensor | None,
-        document_ids_BS: torch.Tensor | None,
+        cu_seqlens_N1: torch.Tensor | None,
         cache: KVCache | None,
     ) -> torch.Tensor | None:
         """Pass one microbatch through this rank's stages; return the last stage's output or None.
@@ -207,7 +207,7 @@ class PipelinedGPT(nn.Module):
             x_BSD = gpt.forward_layers(
                 x_BSD,
                 position_ids_BS=position_ids_BS,
-                document_ids_BS=document_ids_BS,
+                cu_seqlens_N1=cu_seqlens_N1,
                 cache=cache,
             )
             if index + 1 < self.num_stages and after != self.pp.rank:
@@ -294,12 +294,12 @@ class _Work(nn.Module):
     def forward(self, x_BSD: torch.Tensor | None = None) -> torch.Tensor:
         assert self.current is not None
         position_ids_BS = self.current.documents.get("position_ids_BS")
-        document_ids_BS = self.current.documents.get("document_ids_BS")
+        cu_seqlens_N1 = self.current.documents.get("cu_seqlens_N1")
         if self.gpt.has_embedding:
             x_BSD = self.gpt.forward_embedding(self.current.tokens_BS, position_ids_BS)
         assert x_BSD is not None
         x_BSD = self.gpt.forward_layers(
-            x_BSD, position_ids_BS=position_ids_BS, document_ids_BS=document_ids_BS
+            x_BSD, position_ids_BS=position_ids_BS, cu_seqlens_N1=cu_seqlens_N1
         )
         return self.gpt.forward_head(x_BSD, self.current.targets_BS) if self.gpt.has_head else x_BSD
 

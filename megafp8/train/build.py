@@ -46,7 +46,12 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     graphs = make_graphs(spec, mesh, model, backend.scaling, sinks, counter)
     compiled = None
     if spec.train.compile == "block":
-        compiled = compile_layers(model, mesh.device, is_sharded=spec.parallel.fsdp is not None)
+        compiled = compile_layers(
+            model,
+            mesh.device,
+            is_sharded=spec.parallel.fsdp is not None,
+            has_documents=spec.data.reset_attention_mask,
+        )
     masters = make_masters(spec, mesh, model, backend)
     connect_gradients(spec, sinks, masters)
     backend.connect(model, sinks.main)

@@ -5,6 +5,7 @@ is one operation of the graph (train/compiled_ops.py). These operations run eage
 break the graph:
 
 - attention with dropout, whose mask is computed from its position in the model
+- attention within documents (`data.reset_attention_mask`), whose blocks differ in each microbatch
 - attention that is recomputed in the backward pass
   (`activations_checkpoint_granularity=selective`)
 - linears under zero-bubble schedules: the work that they defer would outlive the graph's memory
@@ -83,13 +84,18 @@ def cannot_trace() -> str | None:
 
 
 def compile_layers(
-    model: nn.Module, device: torch.device, *, is_sharded: bool = False
+    model: nn.Module,
+    device: torch.device,
+    *,
+    is_sharded: bool = False,
+    has_documents: bool = False,
 ) -> CompileCounter:
     """Compile each layer's training pass in place; layers of equal shapes share their graphs.
 
     `is_sharded` says that FSDP will gather the layers' parameters, outside of the graphs, and reads
-    their gradients from `.grad`. The scaling state must be on `device` already, since the kernels
-    that cast on that device determine the memory layout of FP8 tensors.
+    their gradients from `.grad`; `has_documents` says that attention keeps documents apart. The
+    scaling state must be on `device` already, since the kernels that cast on that device determine
+    the memory layout of FP8 tensors.
 
     Raises:
         ConfigError: Torch cannot compile here, or the backend has layers of its own.
@@ -122,7 +128,7 @@ def compile_layers(
         if recompute is not None and recompute.granularity == "selective":
             counter.stay_eager(parts, "recomputed", "attention: the backward pass recomputes it")
     for layer in layers:
-        _compile(layer, counter, untraced)
+        _compile(layer, counter, untraced, has_documents=has_documents)
     return counter
 
 
@@ -132,11 +138,16 @@ def _trace(module: Linear | Dropout) -> None:
     trace_linear(module) if isinstance(module, Linear) else trace_mask(module)
 
 
-def _compile(layer: TransformerLayer, counter: CompileCounter, untraced: str | None) -> None:
+def _compile(
+    layer: TransformerLayer, counter: CompileCounter, untraced: str | None, *, has_documents: bool
+) -> None:
     core = next(module for module in layer.modules() if isinstance(module, AttentionCore))
-    is_core_eager = untraced is not None or core.dropout > 0
+    is_core_eager = untraced is not None or core.dropout > 0 or has_documents
     if is_core_eager:
-        reason = untraced or "its dropout depends on its position"
+        changing = "its dropout depends on its position"
+        if has_documents and not core.dropout:
+            changing = "each microbatch has documents of its own"
+        reason = untraced or changing
         counter.stay_eager(core, "forward", f"attention: {reason}")
     parts, eager = layer.parts, layer.forward
     heads = parts.local_heads()

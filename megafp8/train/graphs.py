@@ -33,6 +33,7 @@ from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.quantizer import Operands
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import CachedFp8, StoredFp8
+from megafp8.models.documents import document_ids
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import Batch
 
@@ -183,6 +184,10 @@ class MicrobatchGraphs:
         if self._recorder is None:
             self._recorder = make_recorder(self.device)
         given = {"tokens_BS": batch.tokens_BS, "targets_BS": batch.targets_BS, **batch.documents}
+        if (cu_seqlens_N1 := given.pop("cu_seqlens_N1", None)) is not None:
+            # A recording has fixed shapes, and the host plans no blocks in a replay.
+            ids_BS = document_ids(cu_seqlens_N1, batch.tokens_BS.shape[1])
+            given["document_ids_BS"] = ids_BS.to(self.device, non_blocking=True)
         if self._is_eager or is_first not in self._has_run or not self._fits(given):
             self._has_run.add(is_first)
             self._is_eager = self._is_eager or is_first  # recordings read recorded casts alone

@@ -184,12 +184,12 @@ def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:
     def own(array: NDArray[np.integer]) -> torch.Tensor:
         return own_tokens(torch.from_numpy(array).to(mesh.device, non_blocking=True), mesh.cp)
 
-    arrays = {
-        "position_ids_BS": microbatch.position_ids_BS,
-        "document_ids_BS": microbatch.document_ids_BS,
-    }
-    more = {name: own(array) for name, array in arrays.items() if array is not None}
-    if mesh.cp.size > 1 and microbatch.position_ids_BS is None:
+    more = {}
+    if microbatch.cu_seqlens_N1 is not None:
+        more["cu_seqlens_N1"] = torch.from_numpy(microbatch.cu_seqlens_N1)
+    if microbatch.position_ids_BS is not None:
+        more["position_ids_BS"] = own(microbatch.position_ids_BS)
+    elif mesh.cp.size > 1:
         shape = microbatch.tokens_BS.shape
         more["position_ids_BS"] = own_positions(shape, mesh.cp, mesh.device)
     return Batch(own(microbatch.tokens_BS), own(microbatch.targets_BS), more)

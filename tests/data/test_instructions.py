@@ -20,6 +20,7 @@ from megafp8.errors import DataError
 from megafp8.specs import DataSpec, InstructionSpec
 from megafp8.specs.data import IGNORE, template_fields
 from tests.data.helpers import data_spec
+from tests.documents import ids_of
 
 SEQ = 48
 GOOD = [{"input": f"What is {n}?", "output": "x" * (n % 7 + 1)} for n in range(40)]
@@ -266,10 +267,10 @@ def test_samples_are_the_examples_and_their_masks(tmp_path: Path, tokenizer: Jso
     data = prepared(spec_of(path, validation_files=(str(path),)), tokenizer)
     seen = []
     for batch in validation_batches(data.validation, 3, 0, 1, rules=data.rules):
-        assert batch.position_ids_BS is not None and batch.document_ids_BS is not None
+        assert batch.position_ids_BS is not None and batch.cu_seqlens_N1 is not None
         for row in range(3):
             tokens, targets = batch.tokens_BS[row], batch.targets_BS[row]
-            positions, documents = batch.position_ids_BS[row], batch.document_ids_BS[row]
+            positions, documents = batch.position_ids_BS[row], ids_of(batch)[row]
             for number in range(documents.max() + 1):
                 own = documents == number
                 assert positions[own].tolist() == list(range(own.sum()))

@@ -24,6 +24,7 @@ from megafp8.data.loader import (
 )
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.step import local_batch
+from tests.documents import ids_of
 
 EOD = 3
 
@@ -35,17 +36,18 @@ def test_positions_documents_and_targets(tokens: list[int], padding: int) -> Non
         eod_id=EOD, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
     )
     batch = microbatch([window, window], rules)
+    documents = ids_of(batch)
     position = document = 0
     inputs = window[:-1].tolist()
     for place, token in enumerate(inputs):
         assert batch.position_ids_BS[1, place] == position
-        assert batch.document_ids_BS[1, place] == document
+        assert documents[1, place] == document
         target = IGNORE if token == EOD else window[place + 1]
         assert batch.targets_BS[1, place] == target
         position += 1
         if token == EOD:  # it belongs to the document that it ends
             position, document = 0, document + 1
-    assert batch.document_ids_BS.dtype == np.int32 and batch.position_ids_BS.dtype == np.int64
+    assert batch.cu_seqlens_N1.dtype == np.int32 and batch.position_ids_BS.dtype == np.int64
     assert (batch.tokens_BS >= 0).all()
 
 
@@ -54,13 +56,13 @@ def test_each_switch_alone() -> None:
     plain = microbatch(windows)
     none = microbatch(windows, DocumentRules(eod_id=EOD))
     for batch in (plain, none):
-        assert batch.position_ids_BS is None and batch.document_ids_BS is None
+        assert batch.position_ids_BS is None and batch.cu_seqlens_N1 is None
         assert batch.targets_BS.tolist() == [[EOD, 2, 4, EOD, 1]]
     positions = microbatch(windows, DocumentRules(eod_id=EOD, reset_position_ids=True))
     assert positions.position_ids_BS.tolist() == [[0, 1, 0, 1, 2]]
-    assert positions.document_ids_BS is None
+    assert positions.cu_seqlens_N1 is None
     documents = microbatch(windows, DocumentRules(eod_id=EOD, reset_attention_mask=True))
-    assert documents.document_ids_BS.tolist() == [[0, 0, 1, 1, 1]]
+    assert documents.cu_seqlens_N1.tolist() == [0, 2, 5]
     assert documents.position_ids_BS is None
     masked = microbatch(windows, DocumentRules(eod_id=EOD, eod_mask_loss=True))
     assert masked.targets_BS.tolist() == [[EOD, IGNORE, 4, EOD, IGNORE]]
@@ -72,7 +74,7 @@ def test_padding_that_looks_like_an_end_is_none() -> None:
     batch = microbatch([np.array([5, 6, IGNORE, IGNORE, IGNORE])], rules)
     assert batch.tokens_BS.tolist() == [[5, 6, 0, 0]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3]]
-    assert batch.document_ids_BS.tolist() == [[0, 0, 0, 0]]
+    assert batch.cu_seqlens_N1.tolist() == [0, 4]
 
 
 SEQ = 4

@@ -90,6 +90,7 @@ def test_files_are_the_same_bytes_and_each_reads_the_others(theirs, name: str) -
 def test_positions_masks_and_losses_are_megatrons(theirs, samples) -> None:  # type: ignore[no-untyped-def]
     from megafp8.data.loader import DocumentRules, microbatch
     from megafp8.specs.data import IGNORE
+    from tests.documents import ids_of
 
     rules = DocumentRules(
         eod_id=3, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True
@@ -97,7 +98,7 @@ def test_positions_masks_and_losses_are_megatrons(theirs, samples) -> None:  # t
     batch = microbatch([np.array([*row, 1]) for row in samples[0]], rules)
     causal = np.tril(np.ones((24, 24), bool))
     for number, (mask, loss, position) in enumerate(theirs[1]):
-        documents = batch.document_ids_BS[number]
+        documents = ids_of(batch)[number]
         same = documents[:, None] == documents[None, :]
         # Theirs is True where attention is not allowed.
         assert np.array_equal(same & causal, ~np.array(mask, bool))

@@ -18,6 +18,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import Given, NativeParts
 from megafp8.specs import GPTSpec
+from tests.documents import borders_of
 from tests.models.reference import loss_of
 from tests.tiny import VOCAB, gpt_spec
 
@@ -107,6 +108,10 @@ def documents() -> dict[str, torch.Tensor]:
     return {"positions": places, "documents": ids}
 
 
+def borders(ids: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(borders_of(ids.numpy()))
+
+
 def compare(model: GPT, bound: float, dropout: Any = None, **ids: torch.Tensor) -> None:
     """Loss, and the gradient of each logical tensor relative to its largest element."""
     inputs = batch()
@@ -114,7 +119,7 @@ def compare(model: GPT, bound: float, dropout: Any = None, **ids: torch.Tensor) 
         inputs["tokens"],
         inputs["targets"],
         position_ids_BS=ids.get("positions"),
-        document_ids_BS=ids.get("documents"),
+        cu_seqlens_N1=None if "documents" not in ids else borders(ids["documents"]),
     )
     loss.backward()
     pieces = {piece.name: (p, piece.local) for p in model.parameters() for piece in pieces_of(p)}
@@ -161,7 +166,7 @@ def test_a_document_does_not_depend_on_its_neighbours() -> None:
     tokens = batch()["tokens"]
     found = model.forward_layers(
         model.forward_embedding(tokens), position_ids_BS=ids["positions"],
-        document_ids_BS=ids["documents"],
+        cu_seqlens_N1=borders(ids["documents"]),
     )  # fmt: skip
     alone = model.forward_layers(model.forward_embedding(tokens[:1, 3:]))
     torch.testing.assert_close(found[:1, 3:], alone, rtol=0, atol=1e-12)

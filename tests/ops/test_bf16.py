@@ -22,6 +22,7 @@ from megafp8.train.build import build
 from megafp8.train.generate import sample
 from megafp8.train.report.header import precision_of
 from megafp8.train.step import train_step
+from tests.documents import borders_of
 from tests.tiny import SEQ, gpt_spec, microbatch, run_spec
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "flash_attention_for_cpu", "linear", "matmul")
@@ -154,7 +155,7 @@ def test_nothing_multiplies_bf16_where_the_cpu_cannot(name: str, has_bf16: bool)
     batches = [microbatch(0), microbatch(1)]
     if name == "documents":
         ends = np.tile(np.arange(SEQ), (2, 1)) // 5
-        batches = [dataclasses.replace(b, document_ids_BS=ends.astype(np.int32)) for b in batches]
+        batches = [dataclasses.replace(b, cu_seqlens_N1=borders_of(ends)) for b in batches]
     with Products() as products:
         train_step(state, batches)
         if name != "documents":

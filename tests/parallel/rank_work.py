@@ -92,14 +92,14 @@ def with_documents(plain: Microbatch) -> Microbatch:
     return replace(
         plain,
         position_ids_BS=rules.position_ids(plain.tokens_BS),
-        document_ids_BS=rules.document_ids(plain.tokens_BS),
+        cu_seqlens_N1=rules.cu_seqlens(plain.tokens_BS),
     )
 
 
 def together(microbatches: list[Microbatch]) -> Microbatch:
     if len(microbatches) == 1:
         return microbatches[0]
-    assert all(m.document_ids_BS is None for m in microbatches)
+    assert all(m.cu_seqlens_N1 is None for m in microbatches)
     return Microbatch(
         np.concatenate([m.tokens_BS for m in microbatches]),
         np.concatenate([m.targets_BS for m in microbatches]),

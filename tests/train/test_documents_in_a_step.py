@@ -43,8 +43,8 @@ def test_the_model_gets_them_everywhere() -> None:
     assert len(seen) == 3
     for more in seen:
         assert np.array_equal(more["position_ids_BS"].numpy(), given.position_ids_BS)
-        assert np.array_equal(more["document_ids_BS"].numpy(), given.document_ids_BS)
-        assert more["document_ids_BS"].dtype == torch.int32
+        assert np.array_equal(more["cu_seqlens_N1"].numpy(), given.cu_seqlens_N1)
+        assert more["cu_seqlens_N1"].dtype == torch.int32
 
 
 def test_the_model_gets_none_where_none_is_asked_for() -> None:

@@ -119,7 +119,7 @@ def call(model: GPT, batch: Any) -> torch.Tensor:
         torch.from_numpy(batch.tokens_BS),
         torch.from_numpy(batch.targets_BS),
         position_ids_BS=torch.from_numpy(batch.position_ids_BS),
-        document_ids_BS=torch.from_numpy(batch.document_ids_BS),
+        cu_seqlens_N1=torch.from_numpy(batch.cu_seqlens_N1),
     )
     return loss
 

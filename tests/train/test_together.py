@@ -18,6 +18,7 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.documents import borders_of
 from tests.parallel.rank_work import Case, run_case
 from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
@@ -46,7 +47,7 @@ FP8 = Fp8Recipe(amax_history_len=4)
 def with_documents(seed: int) -> dict[str, np.ndarray]:
     """Return a microbatch with a document end after every five tokens, as the settings give it."""
     places = np.tile(np.arange(SEQ), (2, 1))
-    return {"position_ids_BS": places % 5, "document_ids_BS": (places // 5).astype(np.int32)}
+    return {"position_ids_BS": places % 5, "cu_seqlens_N1": borders_of(places // 5)}
 
 
 def trained(spec: RunSpec, *, documents: bool = False, steps: int = 3) -> TrainState:

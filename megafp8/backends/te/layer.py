@@ -60,7 +60,8 @@ class TeLayer(nn.Module):
         """
         context = context or AttentionContext()
         # Settings that lead to either are refused, and generation builds layers of our own.
-        if context.mask is not None or context.cache is not None:
+        given = (context.mask, context.documents, context.cache)
+        if any(each is not None for each in given):
             raise RuntimeError(
                 "Transformer Engine's layers got a mask or a cache, and know neither"
             )

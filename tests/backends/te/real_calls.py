@@ -38,6 +38,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, VERSION, recipes, run_of, spec_of, step, tables_of, te
+from tests.documents import borders_of
 from tests.tiny import gpt_spec, microbatch, precision_share
 from tests.train.test_health import run as health_run
 
@@ -416,9 +417,9 @@ if NUMBERS >= (2, 15):
 def test_a_mask_never_goes_unseen() -> None:
     """Documents are refused before; without that a step fails, under `python -O` too."""
     batch = microbatch(0)
-    documents = batch.tokens_BS // 50
+    borders = borders_of(batch.tokens_BS // 50)
     with pytest.raises(RuntimeError, match="got a mask"):
-        train_step(te_run(None), [dataclasses.replace(batch, document_ids_BS=documents)])
+        train_step(te_run(None), [dataclasses.replace(batch, cu_seqlens_N1=borders)])
 
 
 def test_an_input_without_gradients_never_goes_unseen() -> None:

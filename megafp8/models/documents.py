@@ -1,0 +1,165 @@
+"""Find the blocks of scores that attention computes if documents do not see each other.
+
+A microbatch has whole rows of documents, one after the other. Of the scores of a row, only the
+triangles of the documents are seen by any query. A block is a document's triangle. Short documents
+that follow each other share a block with a mask, since a call of a kernel costs more than the
+scores that it leaves out. If scores need a tensor of their own (biases, dropout), a document is cut
+into rows of queries, so that no tensor grows with the square of its length.
+"""
+
+# B batch  S sequence  N documents of the microbatch  Q queries of a block  K its keys
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+SHORT = 64
+"""Consecutive documents share a block up to so many tokens: a kernel's call then costs about as
+much per token as with fewer, and more scores than these would be computed for nothing."""
+QUERIES = 128
+"""The queries of a block whose scores need a tensor of their own."""
+
+
+@dataclass(frozen=True)
+class Area:
+    """Describes one block: some queries and keys of the row `row`.
+
+    If `is_causal`, queries and keys are the same tokens of one document, so that the i-th query
+    sees the first i + 1 keys. Otherwise `Documents.seen` says which key is seen.
+    """
+
+    row: int
+    first_key: int
+    first_query: int
+    stop: int
+    is_causal: bool
+
+    @property
+    def queries(self) -> slice:
+        """Return which tokens of the row are the queries."""
+        return slice(self.first_query, self.stop)
+
+    @property
+    def keys(self) -> slice:
+        """Return which tokens of the row are the keys; the last one is the last query too."""
+        return slice(self.first_key, self.stop)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Says where the documents of a microbatch begin.
+
+    Attributes:
+        cu_seqlens_N1: The place of each document's first token among the B * S tokens of the
+            microbatch, then B * S: int32, on the CPU. Every row begins with a document.
+        seq: The tokens S of a row.
+        device: Where attention runs.
+        cuts_queries: Whether the scores of a block need a tensor of their own.
+    """
+
+    cu_seqlens_N1: torch.Tensor  # noqa: N815 (shape suffix)
+    seq: int
+    device: torch.device
+    cuts_queries: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.cu_seqlens_N1.device.type == "cpu", "the blocks are planned on the host"
+        starts = set(self.borders)
+        batch, rest = divmod(self.borders[-1], self.seq)
+        assert rest == 0 and starts.issuperset(range(0, batch * self.seq, self.seq)), (
+            "each row begins with a document"
+        )
+
+    @cached_property
+    def borders(self) -> list[int]:
+        """Return `cu_seqlens_N1` as a list."""
+        borders: list[int] = self.cu_seqlens_N1.tolist()
+        return borders
+
+    @cached_property
+    def on_device(self) -> torch.Tensor:
+        """Return `cu_seqlens_N1` on the device where attention runs."""
+        return self.cu_seqlens_N1.to(self.device, non_blocking=True)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each document."""
+        return [end - start for start, end in zip(self.borders, self.borders[1:], strict=False)]
+
+    @property
+    def are_whole_rows(self) -> bool:
+        """Whether each row is one document, so that plain causal attention is the same."""
+        return len(self.lengths) * self.seq == self.borders[-1]
+
+    @property
+    def num_seen(self) -> int:
+        """Return twice the scores that queries see, counting half of each on the diagonal."""
+        return sum(length**2 for length in self.lengths)
+
+    @cached_property
+    def areas(self) -> tuple[Area, ...]:
+        """Return the blocks; every query is in exactly one."""
+        return tuple(self._areas())
+
+    @cached_property
+    def firsts_BS(self) -> torch.Tensor:  # noqa: N802 (shape suffix)
+        """Return the place in its row of the first token of each token's document, [B, S]."""
+        lengths = torch.tensor(self.lengths)
+        firsts = self.cu_seqlens_N1[:-1].long() % self.seq
+        return firsts.repeat_interleave(lengths).view(-1, self.seq).to(self.device)
+
+    def seen(self, area: Area) -> torch.Tensor:
+        """Return which keys of a block each of its queries sees: boolean [Q, K]."""
+        if area in self._masks:
+            return self._masks[area]
+        queries, keys = self.places(area)
+        firsts = self.firsts_BS[area.row, area.queries]
+        seen = (keys <= queries[:, None]) & (keys >= firsts[:, None])
+        if not self.cuts_queries:  # the masks are then small ones, of short documents alone
+            self._masks[area] = seen
+        return seen
+
+    def places(self, area: Area) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of a block's queries [Q] and keys [K] in their row."""
+        queries, keys = (
+            torch.arange(part.start, part.stop, device=self.device)
+            for part in (area.queries, area.keys)
+        )
+        return queries, keys
+
+    @cached_property
+    def _masks(self) -> dict[Area, torch.Tensor]:
+        return {}
+
+    def _areas(self) -> Iterator[Area]:
+        for first, last in _groups(self.borders, self.seq):
+            row, start = divmod(self.borders[first], self.seq)
+            stop = start + self.borders[last] - self.borders[first]
+            if last - first > 1 or not self.cuts_queries:
+                yield Area(row, start, start, stop, is_causal=last - first == 1)
+                continue
+            for query in range(start, stop, QUERIES):
+                yield Area(row, start, query, min(query + QUERIES, stop), is_causal=query == start)
+
+
+def _groups(borders: Sequence[int], seq: int) -> Iterator[tuple[int, int]]:
+    """Yield the documents (first, last + 1) of each block: one, or several short ones of a row."""
+    first, count = 0, len(borders) - 1
+    while first < count:
+        row_end = borders[first] - borders[first] % seq + seq
+        limit = min(borders[first] + SHORT, row_end)
+        last = first + 1
+        while last < count and borders[last + 1] <= limit:
+            last += 1
+        yield first, last
+        first = last
+
+
+def document_ids(cu_seqlens_N1: torch.Tensor, seq: int) -> torch.Tensor:
+    """Return the number of each token's document in the microbatch, int32 [B, S], on the CPU."""
+    numbers = torch.arange(len(cu_seqlens_N1) - 1, dtype=torch.int32)
+    return numbers.repeat_interleave(cu_seqlens_N1.diff()).view(-1, seq)
