@@ -35,8 +35,8 @@ def varlen_kernel() -> Callable[..., torch.Tensor] | None:
     except ImportError:
         return None
     needed = {"scale", "window_size", "enable_gqa"}
-    kernel: Callable[..., torch.Tensor] = varlen_attn
-    return kernel if needed <= inspect.signature(varlen_attn).parameters.keys() else None
+    kernel: Any = varlen_attn
+    return kernel if needed <= inspect.signature(kernel).parameters.keys() else None
 
 
 def uses_varlen(

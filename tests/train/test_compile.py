@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
@@ -13,17 +15,20 @@ from megafp8.errors import ConfigError
 from megafp8.fp8.health import HealthProbe
 from megafp8.fp8.scaling import ScalingState
 from megafp8.ops import torch_private
+from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES
 from megafp8.train import compile as compile_module
+from megafp8.train.build import build
 from megafp8.train.compile import CompileCounter, cannot_trace, unavailable
 from megafp8.train.generate import sample
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
-from tests.tiny import VOCAB, build_run, gpt_spec, microbatch
+from tests.documents import borders_of
+from tests.tiny import SEQ, VOCAB, build_run, gpt_spec, microbatch, run_spec
 
 if reason := unavailable(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
@@ -162,6 +167,35 @@ def test_breaks_of_the_graph_are_named(
         assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
     assert compiled.compiled is not None
     assert compiled.compiled.breaks == [reason] and compiled.compiled.graphs > 1
+    assert eager.counter.flops == compiled.counter.flops
+
+
+@needs_tracing
+def test_documents_of_each_microbatch_compile_nothing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CompileCounter, "backend", without_inductor)
+    model = gpt_spec(position_embedding_type="rope")
+    spec = run_spec(model=model)
+    spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, reset_attention_mask=True))
+    eager, compiled = (
+        build(
+            dataclasses.replace(spec, train=dataclasses.replace(spec.train, compile=c)),
+            single_rank(),
+        )
+        for c in ("off", "block")
+    )
+    graphs = 0
+    for step in range(4):
+        ids_BS = np.tile(np.arange(SEQ), (2, 1)) // (step + 3)
+        batch = dataclasses.replace(microbatch(step), cu_seqlens_N1=borders_of(ids_BS))
+        one, other = (train_step(state, [batch]) for state in (eager, compiled))
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+        assert compiled.compiled is not None
+        graphs = graphs or compiled.compiled.graphs
+    assert compiled.compiled is not None
+    assert compiled.compiled.breaks == ["attention: each microbatch has documents of its own"]
+    assert compiled.compiled.graphs == graphs
     assert eager.counter.flops == compiled.counter.flops
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import torch
 
 from megafp8.data.loader import DocumentRules, Microbatch, microbatch
 from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.report.header import documents_of
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from megafp8.train.validate import evaluate
-from tests.tiny import SEQ, VOCAB, build_run
+from tests.tiny import SEQ, VOCAB, build_run, run_spec
 
 
 def batch(**switches: bool) -> Microbatch:
@@ -52,6 +54,15 @@ def test_the_model_gets_none_where_none_is_asked_for() -> None:
     seen = recorded(state)
     train_step(state, [batch()])
     assert seen == [{}]
+
+
+def test_the_header_says_how_documents_are_kept_apart() -> None:
+    state = build_run()
+    spec = run_spec()
+    assert documents_of(spec, state) == []
+    data = dataclasses.replace(spec.data, reset_attention_mask=True)
+    (line,) = documents_of(dataclasses.replace(spec, data=data), state)
+    assert line == "documents: attention within each one, in blocks of the scores that are seen"
 
 
 def test_masked_ends_are_not_counted() -> None:

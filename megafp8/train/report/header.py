@@ -11,6 +11,7 @@ import torch
 from megafp8.fp8.formats import DTYPE_NAMES, DTYPES
 from megafp8.fp8.gemm import wide_dtype
 from megafp8.models.init import pieces_of
+from megafp8.models.packed import uses_varlen
 from megafp8.observe.units import plural
 from megafp8.ops import bf16, cpu
 from megafp8.ops.peak import measured_tflops
@@ -68,6 +69,7 @@ def describe(
         f"learning rate: {spec.optim.schedule.name}",
         *shares_of(spec, state),
         *storage_of(spec, state),
+        *documents_of(spec, state),
         *graphs_of(spec, state),
         *smoke_options(spec),
         *_fp8_share(spec, state, share),
@@ -82,6 +84,20 @@ def _plain_tokens(spec: RunSpec) -> str:
     return (
         f" (tokens for {', '.join(kept)} cross ranks in {spec.precision.compute})" if kept else ""
     )
+
+
+def documents_of(spec: RunSpec, state: TrainState) -> list[str]:
+    """Return a line about how attention keeps documents apart, for a run that asks for it."""
+    if not spec.data.reset_attention_mask:
+        return []
+    model, line = spec.model, "documents: attention within each one, "
+    traits = (state.mesh.device, DTYPES[spec.precision.compute], model.head_size)
+    has_bias = model.position_embedding_type == "alibi"
+    if state.graphs is not None:
+        return [line + "by a mask of all scores, as CUDA graphs have fixed shapes"]
+    if uses_varlen(*traits, dropout=model.attention_dropout, has_bias=has_bias):
+        return [line + "by torch's varlen_attn; unproven: no GPU has run this yet"]
+    return [line + "in blocks of the scores that are seen"]
 
 
 def graphs_of(spec: RunSpec, state: TrainState) -> list[str]:
