@@ -123,7 +123,7 @@ def library(words: Path, part: Path, threads: int) -> Contender:
 
 def command(words: Path, part: Path, output: Path, threads: int) -> Contender:
     """Return the preprocessing command, stopped at its beginning."""
-    argv = [sys.executable, "-m", "megafp8.cli.preprocess", str(part), "--output", str(output)]
+    argv = [sys.executable, "-m", "megafp8", "preprocess", str(part), "--output", str(output)]
     argv += ["--tokenizer", str(words), "--workers", str(threads)]
     process = subprocess.Popen(
         argv,

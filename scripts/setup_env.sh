@@ -245,3 +245,4 @@ fi
 rm -f "$VENV"/.stamp-*
 touch "$VENV/$stamp${extras:+-$extras}"
 say "ready: $py, torch $("$py" -c 'import importlib.metadata as m; print(m.version("torch"))')"
+say "source $VENV/bin/activate puts this Python and the command megafp8 on the PATH"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.cli.commands import COMMANDS
 from megafp8.config.layers import conf_dir
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys, nemo_sections
@@ -148,17 +149,24 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         for name in re.findall(r"(?<![\w./-])(?:megafp8|tests|scripts)(?:\.\w+)+", code):
             if name not in NOT_OURS and not FILE.fullmatch(name) and _source_of(name) is None:
                 yield f"module {name}"
-        command = re.match(r"(?:\$ )?(?:\.venv/bin/)?python (?:-m ([\w.]+)|(\S+\.py))(.*)", code)
+        command = re.match(
+            r"(?:\$ )?(?:\.venv/bin/)?(?:python (?:-m ([\w.]+)|(\S+\.py))|megafp8 ([a-z]+))(.*)",
+            code,
+        )
         if command is None:
             continue
-        file = _source_of(command[1]) if command[1] else ROOT / command[2]
-        if file is None or not file.is_file() or command[1] in ("pytest", "pip"):
+        if command[3] and command[3] not in COMMANDS:
+            yield f"command megafp8 {command[3]}"
+            continue
+        name = f"megafp8.cli.{COMMANDS[command[3]].module}" if command[3] else command[1]
+        file = _source_of(name) if name else ROOT / command[2]
+        if file is None or not file.is_file() or name in ("pytest", "pip"):
             continue
         options = ROOT / "megafp8/cli/job.py"  # what every command with settings takes
         known = file.read_text("utf-8") + options.read_text("utf-8")
-        for option in OPTION.findall(command[3].partition(" # ")[0]):
+        for option in OPTION.findall(command[4].partition(" # ")[0]):
             if f'"{option}"' not in known:
-                yield f"option {option} of {command[1] or command[2]}"
+                yield f"option {option} of {name or command[2]}"
 
 
 def _source_of(name: str) -> Path | None:
@@ -222,7 +230,7 @@ def bad_commands(page: str, text: str) -> Iterator[str]:
     Left out are sweeps, and commands with parts that only stand for something.
     """
     for code in code_of(text):
-        command = re.search(r"(?:pretrain_gpt\.py|-m megafp8\.cli\.dryrun) (.*)", code)
+        command = re.search(r"(?:pretrain_gpt\.py|megafp8 (?:pretrain|dryrun)) (.*)", code)
         if command is None or re.search(
             r"…|[$<]|SETTINGS_OF|KEY=|--(?:config|help)|-m ", command[1]
         ):
@@ -283,8 +291,9 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
         ("`test_nowhere.py`", "file test_nowhere.py"),
         ("`test_that_is_nowhere`", "test test_that_is_nowhere"),
         ("`megafp8.nowhere`", "module megafp8.nowhere"),
-        ("`python -m megafp8.cli.nowhere`", "module megafp8.cli.nowhere"),
-        ("`python -m megafp8.cli.dryrun --nowhere`", "option --nowhere of megafp8.cli.dryrun"),
+        ("`python -m megafp8.nowhere`", "module megafp8.nowhere"),
+        ("`megafp8 dryrun --nowhere`", "option --nowhere of megafp8.cli.dryrun"),
+        ("`megafp8 nowhere`", "command megafp8 nowhere"),
         ("`python benchmarks/gpu_gemm.py --a`", "option --a of benchmarks/gpu_gemm.py"),
         ("```console\n$ make nowhere\n```", "make nowhere"),
         ("`model.fp9=True`", "setting model.fp9"),
@@ -305,7 +314,7 @@ def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
         "[a](training.md#exit-codes), [b](../README.md), [c](https://example.org)",
         "`UserError` in [errors.py](../megafp8/errors.py)",
         "`megafp8/fp8/kernels/triton_*.py`, `fp8/gemm.py`, `test_docs.py`",
-        "`from megafp8 import fp8`, `megafp8.errors`, `python -m megafp8.cli.dryrun --rank N`",
+        "`from megafp8 import fp8`, `megafp8.errors`, `megafp8 dryrun --rank N`",
         "`make check`, `model.optim.lr=1e-3`, `model=gpt3_125m`, `trainer.logger`",
     ],
 )

@@ -48,7 +48,7 @@ def check_state(meta: Mapping[str, Any], path: Path, required: tuple[str, ...] =
     """Check that a checkpoint has a state of training: the keys that are `required`.
 
     Raises:
-        CheckpointError: It has none, as what `import_hf` writes, or only a part of one.
+        CheckpointError: It has none, as what `megafp8 import` writes, or only a part of one.
     """
     missing = [key for key in required if meta.get(key) is None]
     if not missing:

@@ -1,7 +1,7 @@
 """Train configurations and their baseline from the same seeds, and say whose loss is the same.
 
-python -m megafp8.cli.compare model.fp8=True … [--seeds 1 2 3] [--out DIR]
-python -m megafp8.cli.compare model.fp8=True model.fp8_recipe=delayed,lab.py:Mine --seeds 1 2 3
+megafp8 compare model.fp8=True … [--seeds 1 2 3] [--out DIR]
+megafp8 compare model.fp8=True model.fp8_recipe=delayed,lab.py:Mine --seeds 1 2 3
 
 A setting with several values (KEY=A,B) gives several configurations. Their baseline is the same
 with model.fp8=False, and without settings that only FP8 has; it is trained once. All runs of a seed
@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.compare_runs import Job, run_all
 from megafp8.cli.compare_settings import (
     BASELINE,
@@ -222,4 +223,4 @@ def _report(outcomes: Sequence[Outcome], compared: Comparison, runs: Runs, out: 
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("compare")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.config.layers import conf_dir
+from megafp8.cli.job import training_program
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode
 from megafp8.report.record import read_run
@@ -71,7 +71,7 @@ def _run(job: Job, *, quiet: bool) -> int:
     usual = {"exp_manager.checkpoint_callback_params.keep": "1"}
     command = [
         sys.executable,
-        str(conf_dir().parent / "pretrain_gpt.py"),
+        *training_program(),
         *job.overrides,
         *(f"{key}={value}" for key, value in usual.items() if key not in given),
         f"model.seed={job.seed}",

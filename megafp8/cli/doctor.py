@@ -1,6 +1,6 @@
 """Show what this machine has for training, and what each missing part would give.
 
-python -m megafp8.cli.doctor [--self-test]
+megafp8 doctor [--self-test]
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megafp8 import __version__
-from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.commands import run_old_name
+from megafp8.cli.job import command_parser, reports_errors, training_program
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, UserError
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         gives = f"; it would give: {finding.gives}" if finding.gives else ""
         print(f"{mark} {finding.part:<{width}}  {finding.text}{gives}", flush=True)
     if not options.self_test:
-        print("A short training run: python -m megafp8.cli.doctor --self-test")
+        print("A short training run: megafp8 doctor --self-test")
         return int(ExitCode.FINISHED)
     problem = self_test()
     print(problem or "self-test: trained 4 steps in FP8, continued to 6 and wrote a report: good")
@@ -228,7 +229,6 @@ def self_test() -> str | None:
 
     Return what went wrong, or None.
     """
-    script = str(conf_dir().parent / "pretrain_gpt.py")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -240,7 +240,7 @@ def self_test() -> str | None:
             ]
             try:
                 done = subprocess.run(
-                    [sys.executable, script, *argv],
+                    [sys.executable, *training_program(), *argv],
                     capture_output=True,
                     text=True,
                     timeout=SELF_TEST_SECONDS,
@@ -259,4 +259,4 @@ def self_test() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("doctor")

@@ -2,18 +2,17 @@
 
 Every setting is checked as at the start of a run.
 
-python -m megafp8.cli.dryrun model=gpt3_175b trainer.num_nodes=128 trainer.devices=8 … [--rank N]
+megafp8 dryrun model=gpt3_175b trainer.num_nodes=128 trainer.devices=8 … [--rank N]
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE
@@ -26,15 +25,13 @@ from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
 from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
-from megafp8.runs import directory
 from megafp8.runs.data import open_data
 from megafp8.specs import RunSpec
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train import dryrun
-from megafp8.train.build import check_on_cpu
-from megafp8.train.dryrun import Layout, RankShare
-from megafp8.train.report.fp8 import require_fp8, share_of_ranks
+
+if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
+    from megafp8.train.dryrun import Layout, RankShare
 
 MAX_SIMULATED = 2**16
 
@@ -70,12 +67,16 @@ def main(argv: Sequence[str]) -> int:
         given.overrides,
         given.config_dir,
         given.config_name,
-        torch.cuda.is_available,
+        _sees_gpu,
         trains=False,
         trusts_recipes=given.trusts_recipes,
     )
     asked = loaded.cfg.trainer.accelerator
-    spec = resolve(loaded.cfg, lambda: asked == "gpu" or torch.cuda.is_available())
+    spec = resolve(loaded.cfg, lambda: asked == "gpu" or _sees_gpu())
+    from megafp8.runs import directory
+    from megafp8.train import dryrun
+    from megafp8.train.build import check_on_cpu
+
     directory.check(spec)
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
@@ -96,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
             "trainer.num_nodes",
             loaded.cfg.trainer.num_nodes,
             f"makes {world} ranks, and a layout of at most {MAX_SIMULATED} is simulated",
-            "Simulate fewer replicas of the model; python -m megafp8.cli.plan counts them all",
+            "Simulate fewer replicas of the model; megafp8 plan counts them all",
         )
     check_on_cpu(spec)
     spec, whose = with_vocabulary(spec, options.vocab_size, loaded.origins)
@@ -159,7 +160,9 @@ def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
     """
     size = spec.parallel.world_size
     if rank is None:
-        return dryrun.ranks_to_show(spec)
+        from megafp8.train.dryrun import ranks_to_show
+
+        return ranks_to_show(spec)
     if not 0 <= rank < size:
         raise ConfigError("--rank", rank, f"the ranks are 0 to {size - 1}", "Give one of them")
     return [rank]
@@ -199,6 +202,8 @@ def job_lines(spec: RunSpec, layout: Layout, whose: str) -> Iterator[str]:
             f"{worst:.1%}), if a backward pass takes twice as long as a forward pass"
         )
     if spec.precision.fp8 is not None:
+        from megafp8.train.report.fp8 import require_fp8, share_of_ranks
+
         parts = [part for part in layout.stages for _ in range(parallel.tp)]
         share = share_of_ranks(parts, model, num_replicas=1)
         require_fp8(share)
@@ -278,7 +283,7 @@ def fits(shares: Sequence[RankShare], hardware: Hardware) -> str:
     return (
         f"does not fit on {hardware.name}: {part}, of which {USABLE:.0%} can be used. Use more "
         "tensor or pipeline parallelism, a smaller micro batch, or recompute activations "
-        "(python -m megafp8.cli.plan --search finds layouts)"
+        "(megafp8 plan --search finds layouts)"
     )
 
 
@@ -309,9 +314,15 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges)
 
 
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _on_gpu(spec: RunSpec) -> bool:
     return spec.parallel.accelerator == "gpu"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("dryrun")

@@ -1,30 +1,28 @@
 """Write a run's model as a folder that Hugging Face's transformers loads.
 
-python -m megafp8.cli.export RUN DIR [--dtype float32]
+megafp8 export RUN DIR [--dtype float32]
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from megafp8.checkpoint.huggingface import architecture
-from megafp8.checkpoint.huggingface_files import CONFIG, write_folder
-from megafp8.checkpoint.reader import Reader
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
 from megafp8.files import whole_folder
-from megafp8.fp8 import formats
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
 from megafp8.secrets import say
-from megafp8.train.load import find_checkpoint, read_tensor, shape_of
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in formats.DTYPES.values()}
+if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
+    import torch
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""The dtypes of weights and of their computation, by torch's names."""
 
 
 @reports_errors
@@ -40,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         help="dtype of the weights (default: float32, which is exact)",
     )
     options = parser.parse_args(argv)
-    export(options.run, options.dir, DTYPES[options.dtype])
+    export(options.run, options.dir, dtype_named(options.dtype))
     return ExitCode.FINISHED
 
 
@@ -56,6 +54,11 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
         UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
             model, or a tokenizer's file holds a secret.
     """
+    from megafp8.checkpoint.huggingface import architecture
+    from megafp8.checkpoint.huggingface_files import CONFIG, write_folder
+    from megafp8.checkpoint.reader import Reader
+    from megafp8.train.load import find_checkpoint, read_tensor, shape_of
+
     checkpoint = find_checkpoint(run, say)
     reader = Reader(checkpoint)
     spec, home = shape_of(reader), home_of(checkpoint)
@@ -77,10 +80,19 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
         say(f"note: {home} has no tokenizer. Copy the tokenizer of the run's data into {folder}")
 
 
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype that one of `DTYPES` names."""
+    import torch
+
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
 def home_of(checkpoint: Path) -> Path:
     """Return the directory of the run that a checkpoint `<run>/checkpoints/step_…` belongs to."""
     return checkpoint.absolute().parents[1]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("export")

@@ -1,6 +1,6 @@
 """Continue a text with a run's model.
 
-python -m megafp8.cli.generate RUN --prompt "def " [--tokens 100] [--temperature 0.8]
+megafp8 generate RUN --prompt "def " [--tokens 100] [--temperature 0.8]
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from megafp8.checkpoint.reader import Reader
-from megafp8.cli.export import DTYPES, home_of
+from megafp8.cli.commands import run_old_name
+from megafp8.cli.export import DTYPES, dtype_named, home_of
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.secrets import printable, shown
 from megafp8.specs import GPTSpec
-from megafp8.train.generate import Sampling, beyond_training, generate
-from megafp8.train.load import find_checkpoint, load_model
+
+if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
+    import torch
 
 USUAL_TOKENS = 100
 RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
@@ -33,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     """Print the text while it is generated; return 0, or 2 after printing an error."""
     parser = command_parser("generate", __doc__)
     parser.add_argument(
-        "run", type=Path, help="a run's directory, a checkpoint, a folder of import_hf, or latest"
+        "run",
+        type=Path,
+        help="a run's directory, a checkpoint, a folder of `megafp8 import`, or latest",
     )
     parser.add_argument("--prompt", required=True, help="the text to continue")
     parser.add_argument(
@@ -56,18 +57,21 @@ def main(argv: Sequence[str]) -> int:
         "--dtype", choices=DTYPES, help="dtype of the computation (the run's, without FP8)"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (the GPU if there is one)")
-    options = parser.parse_args(argv)
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
-    run(options, sampling)
+    run(parser.parse_args(argv))
     return ExitCode.FINISHED
 
 
-def run(options: argparse.Namespace, sampling: Sampling) -> None:
+def run(options: argparse.Namespace) -> None:
     """Load the model, and print the prompt and its continuation.
 
     Raises:
         UserError: The run has no checkpoint or tokenizer, or the device cannot be used.
     """
+    from megafp8.checkpoint.reader import Reader
+    from megafp8.train.generate import Sampling, beyond_training, generate
+    from megafp8.train.load import find_checkpoint, load_model
+
+    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     checkpoint = find_checkpoint(options.run, _note)
     home = home_of(checkpoint)
     tokenizer = find_tokenizer(home)
@@ -79,8 +83,8 @@ def run(options: argparse.Namespace, sampling: Sampling) -> None:
         )
     reader = Reader(checkpoint)
     dtype = options.dtype or run_dtype(reader.meta)
-    device = _device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model = load_model(reader, DTYPES[dtype], device)
+    device = _device(options.device)
+    model = load_model(reader, dtype_named(dtype), device)
     _note(f"{checkpoint}: {dtype}, no FP8, on {device}")
     prompt = tokenizer.encode(options.prompt) or [tokenizer.eod_id]
     num_tokens = options.tokens or fitting_tokens(model.spec, len(prompt))
@@ -128,7 +132,10 @@ def run_dtype(meta: dict[str, Any]) -> str:
     return next((name for key, name in RUN_DTYPES.items() if precision.startswith(key)), "float32")
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str | None) -> torch.device:
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -160,4 +167,4 @@ def _probability(text: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("generate")

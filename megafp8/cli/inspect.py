@@ -1,12 +1,11 @@
 """Show the FP8 health of a run as tables: the tensors that lose most, and amaxes over the run.
 
-python -m megafp8.cli.inspect RUN [--step N] [--all] [--sort underflow|overflow|snr|amax|name]
+megafp8 inspect RUN [--step N] [--all] [--sort underflow|overflow|snr|amax|name]
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import CheckpointError, ExitCode
 from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
@@ -149,4 +149,4 @@ def _percent(share: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("inspect")

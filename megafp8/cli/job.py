@@ -27,6 +27,9 @@ from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
 
+STARTED_AS = "MEGAFP8_STARTED_AS"
+"""The variable with the words by which a user started training, such as `megafp8 pretrain`. A
+process has it if these words are not Python and a script; its ranks inherit it."""
 OTHER_RANKS_WAIT_SECONDS = 2.0
 """How long other ranks wait before they report an error.
 
@@ -81,6 +84,14 @@ def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
     )
 
 
+def training_program() -> list[str]:
+    """Return the arguments of Python that run a training job, before the job's own arguments."""
+    script = Path(__file__).resolve().parents[2] / f"{DEFAULT_CONFIG}.py"
+    if script.is_file():  # this is a clone, which need not be installed
+        return [str(script)]
+    return ["-P", "-m", "megafp8", "pretrain"]
+
+
 def report_error(error: UserError) -> int:
     """Print an error that a user can correct, without secrets, and return its exit code."""
     who = ""
@@ -92,12 +103,12 @@ def report_error(error: UserError) -> int:
 
 
 def command_parser(name: str, about: str | None, **more: Any) -> argparse.ArgumentParser:
-    """Return the parser of `python -m megafp8.cli.NAME`; `about` is the module's docstring.
+    """Return the parser of `megafp8 NAME`; `about` is the docstring of the command's module.
 
     The parser raises a SettingError for options that it cannot read.
     """
     return _Parser(
-        prog=f"python -m megafp8.cli.{name}",
+        prog=f"megafp8 {name}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **more,

@@ -1,17 +1,17 @@
 """Predict what a job needs and how fast it is: memory, messages, time, and whether FP8 pays.
 
-python -m megafp8.cli.plan model=gpt3_5b model.fp8=True trainer.devices=8 hardware=h200 [--search]
+megafp8 plan model=gpt3_5b model.fp8=True trainer.devices=8 hardware=h200 [--search]
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, parse_options, reports_errors
 from megafp8.cli.plan_page import page
 from megafp8.cli.plan_text import (
@@ -337,4 +337,4 @@ def write_page(plan: Plan, lines: Sequence[str], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("plan")

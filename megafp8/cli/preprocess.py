@@ -1,8 +1,8 @@
 """Make an indexed dataset and its tokenizer from text.
 
-python -m megafp8.cli.preprocess FILE... --output PREFIX --tokenizer TOKENIZER
-python -m megafp8.cli.preprocess --dataset NAME --output PREFIX --tokenizer TOKENIZER
-python -m megafp8.cli.preprocess index KEY=VALUE...   (build the index maps of a job in advance)
+megafp8 preprocess FILE... --output PREFIX --tokenizer TOKENIZER
+megafp8 preprocess --dataset NAME --output PREFIX --tokenizer TOKENIZER
+megafp8 preprocess index KEY=VALUE...   (build the index maps of a job in advance)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megafp8.cli.commands import run_old_name
 from megafp8.data.dataset import Sidecar, end_of_document_beside
 from megafp8.data.library_tokenizers import load_sentencepiece
 from megafp8.data.named_tokenizers import (
@@ -51,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "index":
         from megafp8.cli.main import run_app
 
-        return run_app(argv[1:], _index, prog="python -m megafp8.cli.preprocess index")
+        return run_app(argv[1:], _index, prog="megafp8 preprocess index")
     options = _parser().parse_args(argv)
     try:
         sidecar = _preprocess(options)
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megafp8.cli.preprocess",
+        prog="megafp8 preprocess",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -286,4 +287,4 @@ def _recorded_end(words: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("preprocess")

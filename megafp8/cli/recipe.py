@@ -1,7 +1,7 @@
 """Compare the built-in recipes, or try to refute what the traits of a recipe say.
 
-python -m megafp8.cli.recipe table
-python -m megafp8.cli.recipe check NAME
+megafp8 recipe table
+megafp8 recipe check NAME
 
 `table` says what each recipe is and which GPUs run it. `check` runs a recipe's rule with small
 matrices. NAME is a built-in recipe, an installed one, FILE.py:Class or package.module:Class; the
@@ -10,9 +10,9 @@ code that it names is run.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors, show
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.errors import ExitCode
@@ -87,4 +87,4 @@ def _check(name: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("recipe")

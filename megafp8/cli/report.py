@@ -1,6 +1,6 @@
 """Write the report of runs as one HTML page, also of unfinished and failed runs.
 
-python -m megafp8.cli.report RUN… [--output FILE]
+megafp8 report RUN… [--output FILE]
 
 One run gets its report as report.html in its own directory. Several runs, or a folder of runs, are
 compared on one page. `latest` stands for the newest run.
@@ -8,10 +8,10 @@ compared on one page. `latest` stands for the newest run.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.cli.sweep_results import read_sweep, sweep_page
 from megafp8.errors import ExitCode, RunError
@@ -84,4 +84,4 @@ def _page_of_sweep(folder: Path, runs: Sequence[RunRecord], problems: Sequence[s
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("report")

@@ -1,11 +1,10 @@
 """List runs with their status, loss and speed, the newest last.
 
-python -m megafp8.cli.runs [FOLDER …] [--all]
+megafp8 runs [FOLDER …] [--all]
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import ExitCode, RunError
 from megafp8.observe.units import format_count, format_number
@@ -101,4 +101,4 @@ def _written(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_old_name("runs")

@@ -92,7 +92,7 @@ def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Laye
             key,
             given[key],
             "has no checkpoint that describes its model",
-            "Give a run's directory, one of its checkpoints, or a directory that import_hf wrote",
+            "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote",
         )
     config = _recorded(Path(folder).expanduser())
     model = config["model"] if config is not None else {}

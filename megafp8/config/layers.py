@@ -66,18 +66,18 @@ COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError,
 
 
 def conf_dir() -> Path:
-    """Return the project's own directory `conf/`.
+    """Return the project's own directory `conf/`, which megafp8/conf is or links to.
 
     Raises:
-        SettingError: The directory is missing, since the package was not installed in place.
+        SettingError: The directory is missing: it was deleted, or links were not kept.
     """
-    folder = Path(__file__).resolve().parents[2] / "conf"
+    folder = (Path(__file__).parents[1] / "conf").resolve()
     if not (folder / f"{DEFAULT_CONFIG}.yaml").is_file():
         raise SettingError(
             "conf",
             folder,
             f"{DEFAULT_CONFIG}.yaml is missing",
-            "Install with `pip install -e .` in a clone of the repository, which has conf/",
+            "Install megafp8 again; a clone needs links (git config core.symlinks true)",
         )
     return folder
 

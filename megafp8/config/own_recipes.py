@@ -56,7 +56,7 @@ def load_own_recipes(
             load_recipe(name)
         except RecipeError as error:
             reason = str(error).removeprefix(f"{name}: ")
-            hint = f"Correct the file, and test it: python -m megafp8.cli.recipe check {name}"
+            hint = f"Correct the file, and test it: megafp8 recipe check {name}"
             found.append(SettingError(key, name, reason, hint, origin=origin))
     return found
 

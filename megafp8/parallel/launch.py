@@ -122,8 +122,10 @@ def leave_process(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: int = 0) -> int:
-    """Run `script argv…` as `num_ranks` ranks on this machine; return the job's exit code.
+def launch(
+    program: Sequence[str], argv: Sequence[str], num_ranks: int, *, max_restarts: int = 0
+) -> int:
+    """Run `python program… argv…` as `num_ranks` ranks here; return the job's exit code.
 
     The first signal that asks to save and leave is passed on to every rank; the second one ends all
     ranks at once. If ranks die or hang, all ranks are started again, up to `max_restarts` times,
@@ -145,7 +147,7 @@ def launch(script: str, argv: Sequence[str], num_ranks: int, *, max_restarts: in
                 "TORCHELASTIC_RESTART_COUNT": str(restart),  # torch's names of the restart counts
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
             }
-            command = [sys.executable, "-u", script, *argv]
+            command = [sys.executable, "-u", *program, *argv]
             code = _run(command, num_ranks, counts, signals, patience)
             if signals or code not in RESTARTED or restart == max_restarts:
                 return code

@@ -140,7 +140,7 @@ def decide(spec: RunSpec, found: Sequence[Problem]) -> str | None:
         return reason
     raise RunError(
         f"{reason}. Use a smaller model or batch, or divide it over more ranks; "
-        "python -m megafp8.cli.plan with the same settings shows what needs how much. If this "
+        "megafp8 plan with the same settings shows what needs how much. If this "
         f"count is wrong, {CHECK}=warn in the environment starts the job all the same"
     )
 

@@ -162,7 +162,7 @@ def find_checkpoint(path: Path, notify: Notify) -> Path:
         raise CheckpointError(
             path,
             "has no checkpoint",
-            "Give a run's directory, one of its checkpoints, or a directory that import_hf wrote",
+            "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote",
         )
     return found
 

@@ -103,11 +103,11 @@ def noting_modules(path: Path) -> Callable[[int], NoReturn]:
 
 
 def command(tree: Path, script: str, argv: list[str]) -> int:
-    """Run a script or module, and return the exit code that `python SCRIPT ARGV…` would have."""
+    """Run a script, or the `main` of a module; return the exit code of `python SCRIPT ARGV…`."""
     sys.argv = [script, *argv]
     try:
         if script.startswith("-m "):
-            runpy.run_module(script[3:], run_name="__main__", alter_sys=True)
+            return int(importlib.import_module(script[3:]).main(argv))
         else:
             runpy.run_path(str(tree / script), run_name="__main__")
     except SystemExit as leaving:

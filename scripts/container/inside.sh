@@ -20,7 +20,7 @@ with open(sys.argv[1], "w") as file:
         text = " ".join(f"word{number * k % 97}" for k in range(60))
         file.write(json.dumps({"text": text}) + "\n")
 PYTHON
-python3 -m megafp8.cli.preprocess "$work/corpus.jsonl" --output "$work/corpus" --tokenizer bpe --vocab-size 512
+python3 -m megafp8 preprocess "$work/corpus.jsonl" --output "$work/corpus" --tokenizer bpe --vocab-size 512
 
 WANDB_MODE=offline WANDB_DIR=$work python3 pretrain_gpt.py model.fp8=True "${small[@]}" \
     "model.data.data_prefix=$work/corpus" "exp_manager.explicit_log_dir=$work/run" \

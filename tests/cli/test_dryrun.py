@@ -1,4 +1,4 @@
-"""Test `python -m megafp8.cli.dryrun`: what it prints, what it refuses, and its time and memory."""
+"""Test `megafp8 dryrun`: what it prints, what it refuses, and its time and memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_1024_ranks_of_175b_in_a_minute_and_4_gib() -> None:
     """Processor time counts, so a busy machine does not matter. The vocabulary is GPT-2's."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "megafp8.cli.dryrun", *LARGE, "--vocab-size=50257", "--rank=517"],
+        [sys.executable, "-m", "megafp8", "dryrun", *LARGE, "--vocab-size=50257", "--rank=517"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -174,7 +174,7 @@ def test_transformer_engine_s_layers_on_a_gpu() -> None:
     given += ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
     given += ["model.sequence_parallel=True", "model.fp8_params=True", "model.fp8_backend=te"]
     done = subprocess.run(
-        [sys.executable, "-m", "megafp8.cli.dryrun", *given, "--shapes"],
+        [sys.executable, "-m", "megafp8", "dryrun", *given, "--shapes"],
         cwd=ROOT,
         capture_output=True,
         text=True,

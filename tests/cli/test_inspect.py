@@ -1,4 +1,4 @@
-"""Test `python -m megafp8.cli.inspect` with the health file of a run."""
+"""Test `megafp8 inspect` with the health file of a run."""
 
 from __future__ import annotations
 

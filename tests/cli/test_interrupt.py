@@ -41,8 +41,8 @@ def interrupted(
     [
         ("omegaconf", ["pretrain_gpt.py"]),
         ("omegaconf", ["finetune_gpt.py"]),
-        ("torch", ["-m", "megafp8.cli.generate", "latest", "--prompt", "def"]),
-        ("torch", ["-m", "megafp8.cli.export", "latest", "out"]),
+        ("torch", ["-m", "megafp8", "generate", "latest", "--prompt", "def"]),
+        ("torch", ["-m", "megafp8", "export", "latest", "out"]),
     ],
 )
 def test_ctrl_c_during_imports(package: str, command: list[str], tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_slow_or_nameless_tokenizer_is_refused(
 # ---- killed
 
 
-COMMAND = [sys.executable, "-m", "megafp8.cli.preprocess"]
+COMMAND = [sys.executable, "-m", "megafp8", "preprocess"]
 SLOW = """
 import sys, time
 from megafp8.data import preprocess

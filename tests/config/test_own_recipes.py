@@ -232,7 +232,7 @@ def test_a_bad_recipe_is_named_with_its_file(tmp_path: Path, words: str) -> None
     message = str(found.value)
     assert words in message and "model.fp8_recipe=" in message and name in message
     if names_code(name):
-        assert f"python -m megafp8.cli.recipe check {name}" in message
+        assert f"megafp8 recipe check {name}" in message
 
 
 def test_a_recipe_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from megafp8.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from megafp8.checkpoint.meta import check_state
 from megafp8.cli import migrate, report, runs
-from megafp8.cli.import_hf import import_model
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.dataset import load_sidecar, recorded_vocab_size
 from megafp8.data.indexed import IndexedDataset, write_index
 from megafp8.data.library_tokenizers import load_tiktoken
 from megafp8.data.tokenize import byte_tokenizer, load_json
+from megafp8.train.huggingface import import_model
 from tests.foreign.fuzz import Tally, attempt
 from tests.foreign.made import make_model
 from tests.foreign.test_checkpoint_meta import GOOD

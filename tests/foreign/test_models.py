@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megafp8.cli.import_hf import import_model, main
+from megafp8.cli.import_hf import main
 from megafp8.errors import UserError
+from megafp8.train.huggingface import import_model
 from tests.foreign.made import into_cache, make_model
 
 INF, NAN = float("inf"), float("nan")

@@ -40,7 +40,7 @@ if int(restart) < int(sys.argv[2]) and os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(sys.argv[3]))
 """
-JOB = "import sys; from megafp8.parallel.launch import launch; sys.exit(launch(sys.argv[1], \
+JOB = "import sys; from megafp8.parallel.launch import launch; sys.exit(launch([sys.argv[1]], \
 sys.argv[3:], 2, max_restarts=int(sys.argv[2])))"
 
 
@@ -236,7 +236,7 @@ def test_a_rank_that_hangs_while_it_saves_is_killed(tmp_path: Path) -> None:
 def test_a_wrong_time_for_saving_is_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAFP8_SHUTDOWN_SECONDS", wrong)
     with pytest.raises(RunError, match=f"MEGAFP8_SHUTDOWN_SECONDS={wrong}: is not a number"):
-        launch("rank.py", [], 2)
+        launch(["rank.py"], [], 2)
 
 
 def test_what_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

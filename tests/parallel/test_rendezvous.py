@@ -263,5 +263,5 @@ def test_the_launchers_store_is_on_the_loopback_address(
         f"pathlib.Path({str(tmp_path)!r}, 'found').write_text(' '.join(found))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    assert launch(str(script), [], 1) == 0
+    assert launch([str(script)], [], 1) == 0
     assert (tmp_path / "found").read_text() == "0100007F"

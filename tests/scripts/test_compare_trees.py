@@ -23,8 +23,12 @@ ROOT = Path(__file__).parents[2]
 
 PREPROCESS = """
 from pathlib import Path
-for name in ("bin", "idx", "tokenizer.json"):
-    Path(f"text.{name}").write_text(name)
+
+
+def main(argv):
+    for name in ("bin", "idx", "tokenizer.json"):
+        Path(f"text.{name}").write_text(name)
+    return 0
 """
 PRETRAIN = """
 import json, os, struct, sys

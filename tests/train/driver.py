@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 import megafp8.train.pretrain  # noqa: E402, F401
-import pretrain_gpt  # noqa: E402
+from megafp8.cli import pretrain  # noqa: E402
 from megafp8.cli.main import run_app  # noqa: E402
 from tests.train import faults, forked_ranks  # noqa: E402
 
@@ -44,7 +44,7 @@ def start(request: dict) -> int:
         if name is not None:
             getattr(faults, name)(*arguments)
         sys.argv = ["pretrain_gpt.py", *request["argv"]]
-        code = run_app(request["argv"], pretrain_gpt.task, gpu_available=pretrain_gpt.gpu_available)
+        code = run_app(request["argv"], pretrain.task, gpu_available=pretrain.gpu_available)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()

@@ -352,12 +352,12 @@ def reads_other_data(prefix: str) -> None:
 
 def in_rank(rank: int, *fault: Any) -> None:
     """Let the launcher start ranks, in one of which `fault` happens."""
-    import pretrain_gpt
+    from megafp8.cli import pretrain
 
-    launch = pretrain_gpt.launch
+    launch = pretrain.launch
     os.environ["TEST_FAULT"] = json.dumps([rank, *fault])
     script = str(Path(__file__).with_name("rank.py"))
-    pretrain_gpt.launch = lambda _, *given, **more: launch(script, *given, **more)
+    pretrain.launch = lambda _, *given, **more: launch([script], *given, **more)
 
 
 def environment(values: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ def test_a_model_that_cannot_fit_is_refused_at_once(place: Place, ranks: list[st
     who = "the job of 2 ranks on this machine" if ranks else "the job"
     assert f"the job does not fit into memory: {who} needs at least " in done.output
     assert " TiB, and " in done.output and "are there in all (the " in done.output
-    assert "megafp8.cli.plan" in done.output and f"{CHECK}=warn" in done.output
+    assert "megafp8 plan" in done.output and f"{CHECK}=warn" in done.output
     assert not place.dir().exists(), "a run that was refused leaves nothing"
 
 

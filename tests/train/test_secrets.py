@@ -107,7 +107,7 @@ def test_secrets_of_a_file_reach_no_byte_of_a_run_or_a_sweep(place: Place, sweep
 
 def exported_without_secrets(place: Place) -> None:
     """Export the model of a run, and check all that the command wrote and said."""
-    command = [sys.executable, "-m", "megafp8.cli.export", str(place.dir())]
+    command = [sys.executable, "-m", "megafp8", "export", str(place.dir())]
     for folder, code in (("exported", 0), (f"a-{PLANTED}", 2)):
         done = subprocess.run(
             [*command, str(place.cwd / folder)],

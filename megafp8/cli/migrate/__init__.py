@@ -1,6 +1,6 @@
 """Translate a YAML of NeMo or Accelerate into a configuration of megafp8.
 
-python -m megafp8.cli.migrate FILE [-o OUTPUT]
+megafp8 migrate FILE [-o OUTPUT]
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Run `python -m megafp8.cli.migrate`."""
+"""Run `python -m megafp8.cli.migrate`, the old name of `megafp8 migrate`."""
 
-import sys
+from megafp8.cli.commands import run_old_name
 
-from megafp8.cli.migrate import main
-
-sys.exit(main(sys.argv[1:]))
+run_old_name("migrate")

@@ -69,7 +69,7 @@ class Migration:
 
         `undecided` at the top lists what must be decided; a run refuses the file until then.
         """
-        lines = [f"# Made from {_printable(source)} by `python -m megafp8.cli.migrate`."]
+        lines = [f"# Made from {_printable(source)} by `megafp8 migrate`."]
         tree: dict[str, Any] = {}
         if self.undecided:
             lines.append("# The file is refused while `undecided` has lines. Write each decision")

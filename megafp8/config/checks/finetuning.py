@@ -41,7 +41,7 @@ def _has_a_model(v: Values) -> Iterator[Finding]:
             RESTORE,
             "fine-tuning starts from a trained model, and none is named",
             "Give a run's directory, one of its checkpoints, or a directory that "
-            "megafp8.cli.import_hf wrote",
+            "megafp8 import wrote",
         )
 
 

@@ -252,5 +252,5 @@ def _builtin_has_its_tokenizer(v: Values) -> Iterator[Finding]:
         yield Finding(
             "model.tokenizer.library",
             "the built-in corpus has a tokenizer of its own",
-            "Leave it out, or prepare your own text: python -m megafp8.cli.preprocess",
+            "Leave it out, or prepare your own text: megafp8 preprocess",
         )

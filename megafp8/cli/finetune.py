@@ -1,0 +1,12 @@
+"""Fine-tune a GPT on questions and answers, which is pretraining with the job `finetune_gpt`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megafp8.cli import pretrain
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line with the job `finetune_gpt`, and return the exit code."""
+    return pretrain.main(argv, "finetune_gpt")

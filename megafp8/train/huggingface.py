@@ -1,0 +1,124 @@
+"""Write a GPT-2 or Llama of Hugging Face's transformers as a folder that a run can start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from megafp8.checkpoint import store
+from megafp8.checkpoint.huggingface import architecture, end_of_text, from_config
+from megafp8.checkpoint.huggingface_files import read_config, read_tensors
+from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.store import ShardEntry
+from megafp8.config.architecture import tree_of_spec
+from megafp8.files import run_errors_reported, whole_folder, write_atomically
+from megafp8.runs.find import CHECKPOINTS_DIR
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
+from megafp8.specs import GPTSpec
+from megafp8.specs.model import padded_vocab_size
+from megafp8.train.load import MODEL
+
+CONFIG = "model.yaml"
+SHARD_BYTES = 4 << 30
+OPTIM = {"lr": 2e-5, "sched": {"min_lr": 2e-6}}
+"""The rate at which the folder's YAML continues to train, a tenth and less of the highest rates at
+which GPT-2 and Llama were trained; the default job's is for a model of width 256 from the start."""
+
+
+class Imported(NamedTuple):
+    """Say what was imported: the model's shape, its checkpoint, and the tokenizer's files."""
+
+    spec: GPTSpec
+    checkpoint: Path
+    tokenizer_files: list[str]
+
+
+def import_model(model: Path, folder: Path) -> Imported:
+    """Write the model of one folder as a checkpoint of step 0, with tokenizer and YAML, to another.
+
+    Args:
+        model: A folder with config.json and safetensors files.
+        folder: A new or empty folder.
+
+    Raises:
+        UserError: The model cannot be read or is of another kind, or the folder is not empty.
+    """
+    config = read_config(model)
+    spec = from_config(config, model / "config.json")
+    with whole_folder(folder, last=CHECKPOINTS_DIR) as build:
+        checkpoint, copied = _build(model, folder, build, config, spec)
+    return Imported(spec, folder / checkpoint.relative_to(build), copied)
+
+
+def _build(
+    model: Path, folder: Path, build: Path, config: dict[str, Any], spec: GPTSpec
+) -> tuple[Path, list[str]]:
+    """Write all of the folder to `build`; return the checkpoint there and the tokenizer's files."""
+    refuse_secrets(model)
+    tokenizer = find_tokenizer(model)
+    first = end_of_text(config, model / "config.json")
+    tree = {
+        "encoder_seq_length": spec.max_position_embeddings,  # fine-tuning takes it from here
+        **tree_of_spec(spec),
+        "init_method_std": spec.init_method_std,
+        "hidden_dropout": spec.hidden_dropout,
+        "attention_dropout": spec.attention_dropout,
+        "make_vocab_size_divisible_by": divisor(
+            spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
+        ),
+    }
+    meta = {"config": {"model": tree}, "eod_id": first, "imported_from": architecture(spec)}
+    checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
+    copied = copy_tokenizer(model, build)
+    own = {
+        "defaults": ["pretrain_gpt", "_self_"],
+        "restore_from_path": str(folder.absolute()),
+        "model": {**tree, "optim": OPTIM},
+    }
+    with run_errors_reported(build / CONFIG, "writing the settings"):
+        write_atomically(build / CONFIG, yaml.safe_dump(own, sort_keys=False))
+    return checkpoint, copied
+
+
+def divisor(rows: int, vocab_size: int) -> int:
+    """Return the `make_vocab_size_divisible_by` that pads a vocabulary to the embedding's rows.
+
+    The result is the largest power of two up to 128 that does, or `rows` if none does.
+    """
+    powers = (2**n for n in range(7, -1, -1))
+    fits = (n for n in powers if padded_vocab_size(vocab_size, n) == rows)
+    return next(fits, rows)
+
+
+def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, Any]) -> Path:
+    """Write the model's tensors, some gigabytes at a time, and return the checkpoint's path.
+
+    The checkpoint is verified when a run starts from it.
+    """
+    staging = store.begin(root, 0)
+    entries: list[ShardEntry] = []
+    waiting: list[Placement] = []
+    size = 0
+
+    def write() -> None:
+        nonlocal waiting, size
+        name = f"model{len(entries)}.safetensors"
+        entries.append(store.write_shard(staging, name, waiting))
+        waiting, size = [], 0
+
+    try:
+        for name, tensor in read_tensors(model, spec):
+            shape = tuple(tensor.shape)
+            waiting.append(Placement(MODEL + name, shape, (0,) * len(shape), tensor))
+            size += tensor.numel() * torch.float32.itemsize
+            if size >= SHARD_BYTES:
+                write()
+        if waiting:
+            write()
+    except BaseException:
+        store.discard(staging)
+        raise
+    return store.commit(staging, root, 0, entries, meta)

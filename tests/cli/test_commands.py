@@ -1,0 +1,158 @@
+"""Test the command `megafp8`: its list, its errors, old names, and what it does not import."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megafp8 import __version__
+from megafp8.cli.commands import COMMANDS, main
+from megafp8.cli.completion import WITH_SETTINGS
+from megafp8.config.schema import all_keys
+from tests.test_layers import ROOT
+
+
+def run(*argv: str, module: str = "megafp8", **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", module, *argv],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )
+
+
+def test_the_list_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixture) -> None:
+    for argv in ([], ["--help"], ["-h"]):
+        assert main(argv) == 0
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text for name in COMMANDS)
+        assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megafp8 {__version__}\n"
+
+
+def test_every_command_line_module_is_a_command() -> None:
+    """A module of cli/ that can be run by its own name is in the table."""
+    folder = ROOT / "megafp8" / "cli"
+    old = {path.stem for path in folder.glob("*.py") if "run_old_name(" in path.read_text()}
+    old = (old - {"commands"}) | {"migrate"}
+    new = {"pretrain", "finetune", "completion"}
+    assert old | new == {command.module for command in COMMANDS.values()}
+    for command in COMMANDS.values():
+        assert callable(import_module(f"megafp8.cli.{command.module}").main)
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("plann", "Did you mean plan?"),
+        ("xyz", "Commands are pretrain, finetune"),
+        ("model.fp8=True", "megafp8 pretrain model.fp8=True"),
+        ("-m", "megafp8 pretrain -m"),
+    ],
+)
+def test_a_wrong_command_is_an_error_with_a_hint(
+    word: str, hint: str, capsys: pytest.CaptureFixture
+) -> None:
+    assert main([word]) == 2
+    shown = capsys.readouterr()
+    assert hint in shown.err and shown.err.startswith("error: ") and not shown.out
+
+
+def imported_by(*argv: str) -> set[str]:
+    """Return which of torch, hydra and omegaconf a command imports before it ends."""
+    program = (
+        "import sys\nfrom megafp8.cli.commands import main\n"
+        f"try: main({list(argv)!r})\nexcept SystemExit: pass\n"
+        "print('\\n', *({'torch', 'hydra', 'omegaconf'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True,
+        cwd=ROOT,
+    )  # fmt: skip
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_the_list_of_commands_imports_no_library() -> None:
+    assert imported_by("--help") == set()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_no_help_waits_for_torch(name: str) -> None:
+    assert "torch" not in imported_by(name, "--help")
+
+
+@pytest.mark.parametrize("name", ["generate", "export", "import", "dryrun"])
+def test_no_check_of_arguments_waits_for_torch(name: str) -> None:
+    assert "torch" not in imported_by(name, "--nowhere")
+
+
+def test_an_old_name_runs_the_command_and_names_the_new_one(tmp_path: Path) -> None:
+    done = run(str(tmp_path / "nowhere"), module="megafp8.cli.report")
+    assert done.returncode == 2
+    assert "`python -m megafp8.cli.report` is `megafp8 report` now" in done.stderr
+    assert "error: " in done.stderr
+    done = run(str(tmp_path / "nowhere.yaml"), module="megafp8.cli.migrate")
+    assert done.returncode == 2 and "is `megafp8 migrate` now" in done.stderr
+
+
+def test_pretrain_checks_settings_and_finetune_has_its_own_job() -> None:
+    done = run("pretrain", "model.fp9=True")
+    assert done.returncode == 2 and "Did you mean model.fp8" in done.stderr
+    done = run("finetune", "--cfg", "job")
+    assert done.returncode == 2 and "Give model.data.train_ds.file_names=FILE.jsonl" in done.stderr
+    done = run("pretrain", "--help")
+    assert "megafp8 pretrain" in done.stdout
+
+
+@pytest.mark.parametrize("command", [["pretrain_gpt.py"], ["-m", "megafp8", "pretrain"]])
+def test_a_python_without_the_packages_says_which_to_use(command: list[str]) -> None:
+    """`-S` leaves out installed packages, as the system's Python does after `make`."""
+    done = subprocess.run(
+        [sys.executable, "-S", *command], capture_output=True, text=True, timeout=60, cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+    )  # fmt: skip
+    assert done.returncode == 2 and "source .venv/bin/activate" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---- completion
+
+
+def completed(words: list[str]) -> list[str]:
+    """Return what bash offers for the last of the words, which follow `megafp8`."""
+    script = run("completion", "bash").stdout
+    quoted = " ".join(f"'{word}'" for word in ["megafp8", *words])
+    probe = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _megafp8 2>/dev/null\n"
+    done = subprocess.run(
+        ["bash", "-c", script + probe + 'printf "%s\\n" "${COMPREPLY[@]}"'],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_commands_and_settings() -> None:
+    assert completed(["p"]) == ["pretrain", "preprocess", "plan"]
+    assert completed(["pretrain", "model.fp8_amax"]) == [
+        f"{key}=" for key in all_keys() if key.startswith("model.fp8_amax")
+    ]
+    assert completed(["plan", "preci"]) == ["precision="]
+    assert completed(["runs", "model.f"]) == []
+    assert set(WITH_SETTINGS) <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_same_words(shell: str) -> None:
+    done = run("completion", shell)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in COMMANDS) and "model.fp8=" in done.stdout
+    if (program := shutil.which(shell)) is not None:
+        subprocess.run([program, "-n"], input=done.stdout, text=True, check=True, timeout=60)
