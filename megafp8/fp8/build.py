@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megafp8.fp8.draws import WHOLE, Part
 from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
 from megafp8.fp8.recipes.delayed import Delayed
@@ -21,23 +22,31 @@ def whole(role: Role) -> ReduceMax | None:
     return None
 
 
+def all_of_it(role: Role) -> Part:
+    """Return that this rank has every element of a tensor."""
+    return WHOLE
+
+
 def linear_quantizer(
     state: ScalingState,
     name: str,
     reduce_max: Callable[[Role], ReduceMax | None] = whole,
     reduce_columns: Callable[[Role], ReduceMax | None] = whole,
+    part: Callable[[Role], Part] = all_of_it,
 ) -> LinearQuantizer | None:
     """Return the quantizers of the linear `name`, or None if it stays in high precision.
 
     `reduce_max(role)` returns the maximum over the ranks that hold parts of that tensor, or None.
     `reduce_columns(role)` does so for those that hold the same columns of other tokens.
+    `part(role)` says which part of the tensor this rank has.
     """
     precision = state.recipe.precision_of(name)
     if precision == HIGH_PRECISION:
         return None
     chosen = find_recipe(precision)
     reductions = reduce_max, reduce_columns
-    tensors = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
+    made = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
+    tensors = {role: _with_part(tensor, part(role)) for role, tensor in made.items()}
     return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision))
 
 
@@ -64,6 +73,14 @@ def _tensor_quantizer(
     if chosen.has_kernels():
         return tensor
     return replace(tensor, rule=CastRule(chosen, tensor))
+
+
+def _with_part(tensor: TensorQuantizer, part: Part) -> TensorQuantizer:
+    """Return the quantizer of a part of a tensor; a rule that may draw must know it too."""
+    tensor = replace(tensor, part=part)
+    if isinstance(tensor.rule, CastRule):
+        return replace(tensor, rule=CastRule(tensor.rule.recipe, tensor))
+    return tensor
 
 
 def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:

@@ -126,6 +126,17 @@ class Shared:
                 "Call `loss.backward()` inside of `with state.microbatch():`",
             )
 
+    def check_samples(self, bound: Bound, input: torch.Tensor) -> None:
+        """Raise `Fp8Error` for an input that is not the tokens of the microbatch's samples."""
+        samples = len(self.scaling.draws.at.tokens.samples)
+        rows = input.numel() // input.shape[-1]
+        if not self.is_outside and rows % samples:
+            raise Fp8Error(
+                bound.name,
+                f"its input has {rows} rows, which are not the tokens of {samples} samples",
+                "Give state.microbatch() the samples of this microbatch, or leave them out",
+            )
+
     def _of_a_copy(self, bound: Bound) -> Fp8Error:
         return Fp8Error(
             bound.name,
@@ -228,6 +239,7 @@ class Converted(nn.Module):
         if input.numel() == 0:
             return F.linear(input, weight_OI, bias_O)
         shared = bound.shared
+        shared.check_samples(bound, input)
         if weight_OI.device != shared.device:
             shared.follow()
         with shared.forward_pass(bound), torch.autocast(kind, enabled=False):

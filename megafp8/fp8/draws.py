@@ -1,47 +1,227 @@
-"""Draw the random bytes of stochastic rounding, again the same ones after a resume."""
+"""Draw the random bytes of stochastic rounding, by the place of each element in the whole run.
+
+A byte follows from the seed, the step, the sample, the tensor, the product, and the element: the
+token's position in its sample and the number of the feature. So the same element gets the same
+byte in every layout of ranks, in every division of samples into microbatches, and after a resume.
+"""
+
+# B samples   S tokens of a sample   T tokens, or other rows   N columns
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
+
+from megafp8.fp8.philox import Key, Rows, random_bytes
+
+EVALUATION = -1
+"""The step whose draws are those of evaluations."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Say which tokens a microbatch has on this rank: the same positions of each sample.
+
+    `samples` are their numbers among those of the step. `positions` None stands for as many
+    positions as there are rows for each sample, from 0 on.
+    """
+
+    samples: tuple[int, ...] = (0,)
+    positions: tuple[range, ...] | None = None
+
+
+ONE_SAMPLE = Tokens()
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Say which tokens a tensor of a linear has, and in which order, with sequence parallelism.
+
+    Tensor-parallel rank `rank` of `size` has one of `size` chunks of the positions. A tensor has
+    the chunk of this rank (`own`), or those of all ranks one after the other (`by_rank`), or the
+    tokens are not divided (`whole`).
+    """
+
+    kind: Literal["whole", "own", "by_rank"] = "whole"
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """Say which part of a whole tensor this rank has.
+
+    `columns` are the numbers of its columns in the whole tensor, and `rows` those of its rows, if
+    it is a weight; None stands for all of them. `tokens` is about the rows of other tensors.
+    """
+
+    rows: tuple[range, ...] | None = None
+    columns: tuple[range, ...] | None = None
+    tokens: TokenOrder = TokenOrder()
+
+
+WHOLE = Part()
+
+
+class Moment(NamedTuple):
+    """Say which microbatch of the run a cast belongs to."""
+
+    step: int
+    tokens: Tokens
+
+
+class Snapshot(NamedTuple):
+    """Hold where the draws of a microbatch are."""
+
+    moment: Moment
+    uses: dict[str, int]
 
 
 class Draws:
-    """Draw bytes by a key.
+    """Key the draws of all tensors by seed and moment.
 
-    The key is the seed, the step, the microbatch, the tensor and product, and how often the tensor
-    was cast in this step.
-    Nothing is kept from one step to the next, so a resumed run draws what an undisturbed one draws.
-    The ranks that hold parts of a tensor draw the same bytes for their parts.
+    `at` is the microbatch whose casts draw. Nothing is kept from one step to the next, so that a
+    resumed run draws what an undisturbed one draws.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.at = (0, 0)  # the step, and the number of the microbatch; both of the whole run
-        self._step = 0  # the step of the counts
-        self._counts: dict[str, int] = defaultdict(int)
+        self.at = Moment(0, ONE_SAMPLE)
+        self._uses: dict[Tokens, dict[str, int]] = {}  # of this step's microbatches
 
-    def bytes_of(self, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return random bytes (uint8) on the CPU for the next cast of a tensor for one product."""
-        step, sample = self.at
-        counts = self._counts_of_step()
-        counts[tensor] += 1
-        key = f"{self.seed} {step} {sample} {tensor} {counts[tensor]}"
-        seed = int.from_bytes(sha256(key.encode()).digest()[:7], "big")
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    def go_to(self, step: int, tokens: Tokens) -> None:
+        """Let the casts that follow draw for a microbatch."""
+        if step != self.at.step:
+            self._uses.clear()
+        self.at = Moment(step, tokens)
 
-    def _counts_of_step(self) -> dict[str, int]:
-        if self._step != self.at[0]:
-            self._step, self._counts = self.at[0], defaultdict(int)
-        return self._counts
+    def begin(self, tensor: str, *, is_weight: bool) -> tuple[str, Moment]:
+        """Return what keys the draws of one cast, and when it is.
 
-    def snapshot(self) -> dict[str, int]:
-        """Return how often each tensor was cast in this step."""
-        return dict(self._counts_of_step())
+        A weight is the same in all microbatches of a step, and so are its draws. Another tensor
+        that is cast repeatedly in a microbatch has other draws each time.
+        """
+        if is_weight:
+            return f"{self.seed} {self.at.step} {tensor}", self.at
+        uses = self._uses_now()
+        uses[tensor] += 1
+        return f"{self.seed} {self.at.step} {tensor} {uses[tensor]}", self.at
 
-    def restore(self, counts: dict[str, int]) -> None:
+    def _uses_now(self) -> dict[str, int]:
+        return self._uses.setdefault(self.at.tokens, defaultdict(int))
+
+    def begin_evaluation(self) -> None:
+        """Let the casts that follow draw what those of every evaluation draw."""
+        self._uses.clear()
+        self.at = Moment(EVALUATION, ONE_SAMPLE)
+
+    def snapshot(self) -> Snapshot:
+        """Return where the draws of the present microbatch are."""
+        return Snapshot(self.at, dict(self._uses_now()))
+
+    def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot: the casts that follow draw what those after it drew."""
-        self._step, self._counts = self.at[0], defaultdict(int, counts)
+        self.go_to(*snapshot.moment)
+        self._uses[self.at.tokens] = defaultdict(int, snapshot.uses)
+
+
+@dataclass
+class Draw:
+    """Return random bytes for one cast; the object is the `draw` of a recipe's `Cast`.
+
+    `tensor` names the tensor and the product; `sizes` are those of the matrix that the rule is
+    given, before it was filled up to whole blocks, and `seen` afterwards. `is_turned` says that it
+    is the transposed tensor.
+    """
+
+    draws: Draws
+    tensor: str
+    part: Part
+    sizes: tuple[int, int]
+    seen: tuple[int, int]
+    device: torch.device
+    is_turned: bool = False
+    is_weight: bool = False
+    _begun: tuple[str, Moment] | None = None
+    _calls: int = field(default=0)
+
+    def __call__(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return bytes (uint8) of a shape, on the tensor's device.
+
+        The bytes of the matrix's own shape are those of its elements. Those of another shape are
+        the same after a resume, but depend on the layout of ranks.
+        """
+        if self._begun is None:
+            self._begun = self.draws.begin(self.tensor, is_weight=self.is_weight)
+        named, moment = self._begun
+        self._calls += 1
+        key = _key(f"{named} {self._calls}")
+        if tuple(shape) != self.seen:
+            count = torch.Size(shape).numel()
+            first = 0 if self.is_weight else moment.tokens.samples[0]
+            rows = Rows(*(torch.full((1,), n, device=self.device) for n in (first, 0)))
+            return random_bytes(key, rows, [range(count)]).reshape(shape)
+        rows_T, columns = self.sizes[:: -1 if self.is_turned else 1]
+        rows = self._rows(rows_T, moment.tokens)
+        made = random_bytes(key, rows, self.part.columns or (range(columns),))
+        made = made.t() if self.is_turned else made
+        missing = [seen - size for seen, size in zip(self.seen, self.sizes, strict=True)]
+        return F.pad(made, (0, missing[1], 0, missing[0])) if any(missing) else made
+
+    def _rows(self, number: int, tokens: Tokens) -> Rows:
+        if self.is_weight:
+            rows = self.part.rows or (range(number),)
+            return Rows(*(t.to(self.device) for t in _of_weight(rows)))
+        samples, positions = _of_tokens(tokens, self.part.tokens, number)
+        return Rows(samples.to(self.device), positions.to(self.device))
+
+
+def _key(text: str) -> Key:
+    digest = sha256(text.encode()).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
+
+
+@lru_cache(maxsize=64)
+def _of_weight(rows: tuple[range, ...]) -> Rows:
+    numbers = torch.tensor(list(chain(*rows)), dtype=torch.int64)
+    return Rows(torch.zeros_like(numbers), numbers)
+
+
+@lru_cache(maxsize=64)
+def _of_tokens(tokens: Tokens, order: TokenOrder, number: int) -> Rows:
+    """Return the samples and positions of `number` rows of a tensor."""
+    samples_B = torch.tensor(tokens.samples, dtype=torch.int64)
+    each, rest = divmod(number, len(samples_B))
+    assert not rest, f"{number} rows are not the tokens of {len(samples_B)} samples"
+    if tokens.positions is None:
+        positions_S = torch.arange(each)
+    else:
+        positions_S = torch.tensor(list(chain(*tokens.positions)), dtype=torch.int64)
+    chunks = positions_S.chunk(order.size)
+    chunks = (chunks[order.rank],) if order.kind == "own" else chunks
+    chunks = (positions_S,) if order.kind == "whole" else chunks
+    rows = Rows(
+        torch.cat([samples_B.repeat_interleave(len(chunk)) for chunk in chunks]),
+        torch.cat([chunk.repeat(len(samples_B)) for chunk in chunks]),
+    )
+    assert len(rows.samples) == number, f"{number} rows are not these {len(rows.samples)} tokens"
+    return rows
+
+
+def columns_of(ranges: Sequence[range]) -> tuple[range, ...]:
+    """Return ranges of columns, of which neighbours are joined."""
+    joined: list[range] = []
+    for each in ranges:
+        if joined and joined[-1].stop == each.start:
+            joined[-1] = range(joined[-1].start, each.stop)
+        else:
+            joined.append(each)
+    return tuple(joined)

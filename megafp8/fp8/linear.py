@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.draws import TokenOrder
 from megafp8.fp8.engine import EMULATED
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import ComputeGrad, GradSink, GradSum
@@ -106,6 +107,13 @@ class LinearComm(Protocol):
         """
         ...
 
+    def token_order(self, role: Role) -> TokenOrder:
+        """Return which tokens this rank quantizes of `input` or of `grad_output`.
+
+        Random bytes are drawn by it. It is called when the linear is built.
+        """
+        ...
+
 
 class NoComm:
     """Exchange nothing: the linear lives on one rank."""
@@ -139,6 +147,10 @@ class NoComm:
     def reduce_columns(self, role: Role) -> ReduceMax | None:
         """Return None: this rank has all tokens."""
         return None
+
+    def token_order(self, role: Role) -> TokenOrder:
+        """Return that the tokens are not divided."""
+        return TokenOrder()
 
 
 class Linear(nn.Module):

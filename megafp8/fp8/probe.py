@@ -12,6 +12,7 @@ import torch
 
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor, spread
+from megafp8.fp8.draws import Tokens
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ReduceMax, ScalingState
 from megafp8.specs.precision import Fp8Recipe
@@ -112,11 +113,11 @@ class Probe:
         assert linear is not None, "a recipe is no high precision"
         seen = x_MN if history is None else history
         if self.traits.has_history and seen is not None:
-            state.begin_microbatch(0, 0, 0)
+            state.begin_microbatch(0, 0)
             linear.operands(self.role, seen.clone())
             state.end_forward()
             state.end_backward()
-        state.begin_microbatch(0, step, step)
+        state.begin_microbatch(0, step, Tokens((step,)))
         return linear
 
     def _quantized(self, linear: LinearQuantizer, x_MN: torch.Tensor) -> dict[str, Fp8Tensor]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from megafp8.fp8.cast import Fp8Tensor, quantize
+from megafp8.fp8.draws import WHOLE, Part
 from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.fused import Make, Produced
 from megafp8.fp8.gemm import wide_dtype
@@ -99,7 +100,8 @@ class TensorQuantizer:
     `reduce_max` takes the maximum over the ranks that hold parts of the tensor, in place; None says
     that this rank has all of it. `reduce_columns` does so for amaxes of columns [1, N], over the
     ranks that hold the same columns of other tokens. `slot` is the tensor's row in a table, if the
-    recipe has a history. What else is kept between calls is in the `ScalingState`.
+    recipe has a history. `part` says which elements of the whole tensor this rank has, by which
+    random bytes are drawn. What else is kept between calls is in the `ScalingState`.
     """
 
     rule: Recipe
@@ -111,6 +113,7 @@ class TensorQuantizer:
     reduce_max: ReduceMax | None = None
     reduce_columns: ReduceMax | None = None
     slot: Slot | None = None
+    part: Part = WHOLE
 
 
 class LinearQuantizer:

@@ -8,7 +8,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from megafp8.errors import UserError
 from megafp8.fp8 import block_casts
 from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.draws import Draw
 from megafp8.fp8.quantizer import (
     Need,
     Operands,
@@ -82,7 +82,7 @@ class CastRule(Recipe):
 
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
         """Return the scale that follows from a weight's amax."""
-        asked = self._asked(self._casts.last, "last")
+        asked = self._asked(self._casts.last, "last", (0, 0))
         scale: torch.Tensor = self._run(lambda: self.recipe.scale_of_amax(amax, asked))
         if scale.shape != () or scale.dtype != torch.float32:
             raise self._wrong(f"scale_of_amax gave {_described(scale)}, not a 0-d FP32 tensor")
@@ -117,7 +117,7 @@ class CastRule(Recipe):
             sizes = f"{list(x_MK.shape)} is not a multiple of its blocks of {list(block)}"
             raise self._wrong(f"{sizes}, and a rotated tensor needs whole blocks")
         whole_MK = F.pad(x_MK, missing) if any(missing) else x_MK
-        result = self._result(whole_MK, scales, along)
+        result = self._result(whole_MK, scales, along, (rows, inner))
         self._check(result, whole_MK, scales)
         payload, dequant_scale = result.payload, result.dequant_scale
         if any(missing):
@@ -144,9 +144,10 @@ class CastRule(Recipe):
         if not x_MN.numel() or not block_casts.runs_in_c(x_MN):
             return None
         is_last = along == "last"
-        block = _block(scales, *(x_MN.shape if is_last else x_MN.shape[::-1]))
+        rows, inner = x_MN.shape if is_last else x_MN.shape[::-1]
+        block = _block(scales, rows, inner)
         block = block if is_last else block[::-1]
-        result = self.recipe.in_c(x_MN, block, self._asked(scales, along))
+        result = self.recipe.in_c(x_MN, block, self._asked(scales, along, (rows, inner)))
         if result is None:
             return None
         return Fp8Tensor(
@@ -160,8 +161,11 @@ class CastRule(Recipe):
             rotation=self._casts.rotation if along == "first" else None,
         )
 
-    def _result(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Scaled:
-        asked = self._asked(scales, along)
+    def _result(
+        self, x_MK: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]
+    ) -> Scaled:
+        rows, inner = x_MK.shape
+        asked = self._asked(scales, along, sizes, seen=(rows, inner))
         result = self._run(lambda: self.recipe.cast(x_MK, asked))
         if self.recipe.traits.is_simulated and isinstance(result, torch.Tensor):
             ones = torch.ones(scales.shape(*x_MK.shape), device=x_MK.device)
@@ -171,9 +175,25 @@ class CastRule(Recipe):
             raise self._wrong(f"its cast gave {_described(result)}, not {wanted}")
         return result
 
-    def _asked(self, scales: Scales, along: Along) -> Cast:
+    def _asked(
+        self,
+        scales: Scales,
+        along: Along,
+        sizes: tuple[int, int],
+        seen: tuple[int, int] | None = None,
+    ) -> Cast:
+        """Return what is asked of the rule for a matrix of `sizes`, filled up to `seen`."""
         given = self.given
-        draw = partial(given.state.draws.bytes_of, f"{given.name}.{given.role}.{along}")
+        draw = Draw(
+            given.state.draws,
+            f"{given.name}.{given.role}.{along}",
+            given.part,
+            sizes,
+            seen or sizes,
+            given.state.forward.amax.device,
+            is_turned=along == "first",
+            is_weight=given.role == "weight",
+        )
         return Cast(given.role, scales, given.fmt, given.power_2, along, given.reduce_max, draw)
 
     def _check(self, result: Scaled, x_MK: torch.Tensor, scales: Scales) -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.draws import Draws
+from megafp8.fp8.draws import ONE_SAMPLE, Draws, Tokens
 from megafp8.fp8.engine import EMULATED, Engine, engine_of
 from megafp8.fp8.formats import Fp8Format, formats_of
 from megafp8.ops import torch_private
@@ -294,18 +294,22 @@ class ScalingState:
             table.to(device)
         self.engine = engine_of(device)
 
-    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
         """Begin microbatch `index` of a step; index 0 makes cached FP8 weights stale.
 
-        `step` and `sample`, the number of the microbatch among all ranks', are counted over the
-        whole run; stochastic rounding draws by them.
+        Stochastic rounding draws by `step`, which counts those of the whole run, and by the samples
+        and positions of the `tokens`.
         """
-        self.draws.at = step, sample
+        self.draws.go_to(step, tokens)
         if index == 0:
             self.weights_version += 1
         if self.keeps_addresses:  # a graph captures neither an update nor what is older than it
             for table in self.tables.values():
                 table.forget_reciprocals()
+
+    def return_to(self, step: int, tokens: Tokens) -> None:
+        """Let the casts that follow draw for an earlier microbatch, whose backward pass begins."""
+        self.draws.go_to(step, tokens)
 
     def end_forward(self) -> None:
         """Update the forward table, after a microbatch's forward pass."""
@@ -349,12 +353,15 @@ class Evaluation(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._rule_seconds = self._state.rule_seconds
+        self._drawn = self._state.draws.snapshot()
+        self._state.draws.begin_evaluation()
         self._state.recording = False
         self._state.fp8_enabled = self._state.recipe.fp8_in_evaluation
         self._state.weights_version += 1
 
     def __exit__(self, *_: object) -> None:
         self._state.rule_seconds = self._rule_seconds
+        self._state.draws.restore(self._drawn)
         self._state.recording = True
         self._state.fp8_enabled = True
         self._state.weights_version += 1
@@ -394,7 +401,11 @@ class NoScaling:
     tables: dict[Direction, ScaleTable] = {}
     engine = EMULATED
 
-    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
+        """Do nothing."""
+        ...
+
+    def return_to(self, step: int, tokens: Tokens) -> None:
         """Do nothing."""
         ...
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, is_dtensor
+from megafp8.fp8.draws import Tokens
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.health import HealthProbe, num_nonfinite
 from megafp8.fp8.scaling import ScalingState
@@ -83,13 +84,19 @@ class Fp8State:
         return self._shared.counter
 
     @contextmanager
-    def microbatch(self, *, first: bool = True) -> Iterator[None]:
+    def microbatch(
+        self, *, first: bool = True, samples: Sequence[int] | None = None
+    ) -> Iterator[None]:
         """Enclose forward and backward of one microbatch; at the end delayed scales are updated.
 
         Args:
             first: Whether this is the first microbatch since the weights changed: they are then
                 quantized again. With gradient accumulation, pass `first=i == 0` for microbatch `i`
                 of an optimizer step.
+            samples: The numbers of the samples (the first dim of the inputs) among those of this
+                step, on all ranks. Stochastic rounding draws by them, so that ranks and other
+                divisions into microbatches draw what one process does. None counts microbatches
+                instead, on each rank.
 
         An exception inside leaves the scales as they were before.
 
@@ -104,7 +111,8 @@ class Fp8State:
                 self._check_same_weights()
             self._step += first
             self._num_microbatches = 0 if first else self._num_microbatches + 1
-            scaling.begin_microbatch(0 if first else 1, int(self._step), self._num_microbatches)
+            tokens = Tokens((self._num_microbatches,) if samples is None else tuple(samples))
+            scaling.begin_microbatch(0 if first else 1, int(self._step), tokens)
             try:
                 yield
             except BaseException:

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megafp8.fp8.draws import Tokens
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.attention_block import Block, attend, attend_backward, merge_
 from megafp8.models.documents import Documents
@@ -43,6 +44,20 @@ def own_positions(shape: tuple[int, ...], cp: Axis, device: torch.device) -> tor
     """Return the positions [B, S/cp] of this rank's tokens in whole sequences of `shape` [B, S]."""
     batch, seq = shape
     return own_tokens(torch.arange(seq, device=device)[None], cp).expand(batch, -1)
+
+
+def tokens_of(shape: tuple[int, ...], index: int, cp: Axis) -> Tokens:
+    """Return which tokens this rank has of a microbatch of whole sequences, of `shape` [B, S].
+
+    `index` is the number of the microbatch among those of all replicas in the step.
+    """
+    batch, seq = shape
+    samples = tuple(range(index * batch, (index + 1) * batch))
+    if cp.size == 1:
+        return Tokens(samples, (range(seq),))
+    chunk = seq // (2 * cp.size)
+    first, last = cp.rank * chunk, seq - (cp.rank + 1) * chunk
+    return Tokens(samples, (range(first, first + chunk), range(last, last + chunk)))
 
 
 def all_tokens(x_BSF: torch.Tensor, cp: Axis) -> torch.Tensor:

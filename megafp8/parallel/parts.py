@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.draws import Part, columns_of
 from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import DTYPE_NAMES, FORMATS
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSink, GradSum, look_up
 from megafp8.fp8.heads import Heads, split_heads
 from megafp8.fp8.linear import Linear, LinearComm, NoComm
+from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
 from megafp8.models.init import constant, fp8_parameter, normal, parameter
@@ -129,7 +131,9 @@ class NativeParts(Parts):
         scaling = self.scaling
         quantizer = None
         if scaling is not None:
-            quantizer = linear_quantizer(scaling, name, comm.reduce_max, comm.reduce_columns)
+            quantizer = linear_quantizer(
+                scaling, name, comm.reduce_max, comm.reduce_columns, partial(_part, weights, comm)
+            )
         in_fp8 = scaling is not None and scaling.recipe.params_in_fp8 and quantizer is not None
         weight = self.normal_parameter(shape, weights, std)
         if scaling is not None and in_fp8:
@@ -247,3 +251,17 @@ def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -
 def linears_of(model: nn.Module) -> list[Linear]:
     """Return our own linears of the model, in the model's order; other backends' are left out."""
     return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def _part(weights: Sequence[Piece], comm: LinearComm, role: Role) -> Part:
+    """Return which part of a linear's tensor this rank has, given its pieces of the weight."""
+    rows, begin = list[range](), 0
+    for piece in weights:
+        first, size = begin + piece.offset[0], piece.local_box.shape[0]
+        rows.append(range(first, first + size))
+        begin += piece.global_shape[0]
+    column, width = weights[0].offset[1], weights[0].local_box.shape[1]
+    outputs, inputs = columns_of(rows), (range(column, column + width),)
+    if role == "weight":
+        return Part(outputs, inputs)
+    return Part(None, inputs if role == "input" else outputs, comm.token_order(role))

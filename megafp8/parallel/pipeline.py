@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
+from megafp8.fp8.draws import Tokens
 from megafp8.fp8.grad_sink import DeferringSink
 from megafp8.fp8.scaling import NoScaling, Pending, ScalingState
 from megafp8.models.attention import KVCache
@@ -245,16 +246,21 @@ class PipelineRunner:
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
 
     def forward_backward(
-        self, batches: Sequence[Batch], step: int, global_indices: Sequence[int]
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        global_indices: Sequence[int],
+        tokens: Sequence[Tokens],
     ) -> torch.Tensor:
         """Accumulate the gradients of one step; return the summed loss, FP64, 0 on ranks without
         head.
 
-        `global_indices` number the microbatches over all data-parallel ranks.
+        `global_indices` number the microbatches over all data-parallel ranks, and `tokens` says
+        what this rank has of each.
         """
         count = len(batches)
         for stage in self.stages:
-            stage.begin_step(batches, step, global_indices)
+            stage.begin_step(batches, step, global_indices, tokens)
         losses: list[torch.Tensor] = []
         # The stages have the batches already; the schedule only needs the microbatches' numbers.
         self._schedule(count).step(target=torch.arange(count), losses=losses, return_outputs=False)
@@ -334,8 +340,14 @@ class _Stage(NoMessagesToItself, PipelineStage):
             dw_builder=None if deferring is None else deferring.take,
         )
 
-    def begin_step(self, batches: Sequence[Batch], step: int, indices: Sequence[int]) -> None:
-        self.batches, self.step, self.indices = batches, step, indices
+    def begin_step(
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        indices: Sequence[int],
+        tokens: Sequence[Tokens],
+    ) -> None:
+        self.batches, self.step, self.indices, self.tokens = batches, step, indices, tokens
         self.chunks = len(batches)  # another schedule may have changed it
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -350,15 +362,16 @@ class _Stage(NoMessagesToItself, PipelineStage):
         self.streams.begin_microbatch(self.step, sample)
         # Forward passes are numbered over the rank's stages; weights are quantized in number 0.
         number = self.place * len(self.batches) + fwd_chunk_id
-        self.scaling.begin_microbatch(number, self.step, sample)
+        self.scaling.begin_microbatch(number, self.step, self.tokens[fwd_chunk_id])
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.scaling.end_forward()
         if not self.is_last:
             self.boundary.check(output)
         return output
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
-        super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        self.scaling.return_to(self.step, self.tokens[bwd_chunk_id])
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.scaling.end_backward()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

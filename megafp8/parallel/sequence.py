@@ -15,12 +15,13 @@ Linears read tokens rank by rank, [tp B, S/tp, ...]. Only attention needs whole 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.draws import TokenOrder
 from megafp8.fp8.quantizer import Operand, Role
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.models.attention import AttentionContext
@@ -53,6 +54,11 @@ class SequenceColumnParallel(ColumnParallel):
         """Return the maximum over the ranks for inputs, of which each rank has its own tokens."""
         return self.tp.all_reduce_max if role == "input" else None
 
+    def token_order(self, role: Role) -> TokenOrder:
+        """Return this rank's tokens for inputs, and those of all ranks for output gradients."""
+        kind: Literal["own", "by_rank"] = "own" if role == "input" else "by_rank"
+        return TokenOrder(kind, self.tp.rank, self.tp.size)
+
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
         """Start the reduce-scatter of the input gradient: [tp T, I] -> [T, I]."""
         return self.tp.start_reduce_scatter_sum(grad_input_TI)
@@ -82,6 +88,11 @@ class SequenceRowParallel(RowParallel):
     def reduce_columns(self, role: Role) -> ReduceMax | None:
         """Return the maximum over the ranks for output gradients, of which each has its tokens."""
         return self.tp.all_reduce_max if role == "grad_output" else None
+
+    def token_order(self, role: Role) -> TokenOrder:
+        """Return this rank's tokens for output gradients, and those of all ranks for inputs."""
+        kind: Literal["own", "by_rank"] = "own" if role == "grad_output" else "by_rank"
+        return TokenOrder(kind, self.tp.rank, self.tp.size)
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the outputs' sum: [tp T, O] -> [T, O]."""

@@ -31,8 +31,10 @@ class Cast(NamedTuple):
         reduce_max: Takes the maximum of an amax (FP32, overwritten) over the ranks that hold parts
             of the tensor. None where this rank holds all of it, or where the recipe does not
             declare `agrees`.
-        draw: Returns random bytes (uint8) of a shape. The same tensor of the same step gets the
-            same bytes after a resume, and other bytes in another step.
+        draw: Returns random bytes (uint8) of a shape. Those of the shape of the matrix that the
+            rule is given belong to its elements: every layout of ranks and a resumed run draw the
+            same (`fp8.draws`). Those of another shape depend on the layout. Another step gets
+            other bytes.
     """
 
     role: Role

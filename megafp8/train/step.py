@@ -14,7 +14,7 @@ from megafp8.data.loader import Microbatch
 from megafp8.models.loss import HeadLoss
 from megafp8.optim.masters import grad_norm
 from megafp8.optim.schedules import learning_rate
-from megafp8.parallel.context import own_positions, own_tokens
+from megafp8.parallel.context import own_positions, own_tokens, tokens_of
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import Batch, PipelinedGPT
 from megafp8.train.state import TrainState
@@ -114,13 +114,17 @@ def forward_backward(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     global_indices = [index * dp.size + dp.rank for index in range(len(microbatches))]
+    tokens = [
+        tokens_of(microbatch.tokens_BS.shape, index, state.mesh.cp)
+        for index, microbatch in zip(global_indices, microbatches, strict=True)
+    ]
     state.sink.begin_step()
     state.masters.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:
         batches = [local_batch(microbatch, state.mesh) for microbatch in microbatches]
-        loss_sum += state.pipeline.forward_backward(batches, state.step + 1, global_indices)
+        loss_sum += state.pipeline.forward_backward(batches, state.step + 1, global_indices, tokens)
         num_tokens += sum((batch.targets_BS >= 0).sum() for batch in batches)
         state.sink.end_step()
         return loss_sum, num_tokens
@@ -129,7 +133,7 @@ def forward_backward(
     for index, microbatch in enumerate(microbatches):
         batch = local_batch(microbatch, state.mesh)
         state.streams.begin_microbatch(state.step + 1, global_indices[index])
-        state.scaling.begin_microbatch(index, state.step + 1, global_indices[index])
+        state.scaling.begin_microbatch(index, state.step + 1, tokens[index])
         if state.graphs is not None:
             loss = state.graphs.run(batch, is_first=index == 0)
             state.scaling.end_forward()

@@ -13,6 +13,7 @@ from megafp8 import fp8
 from megafp8.fp8 import block_casts
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.draws import Tokens
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.rule import RuleError
@@ -150,7 +151,7 @@ def drawn(
     state.draws.seed = seed
     quantizer = linear_quantizer(state, name)
     assert quantizer is not None
-    state.begin_microbatch(0, step, sample)
+    state.begin_microbatch(0, step, Tokens((sample,)))
     Drawing.drawn.clear()
     for _ in range(2):
         quantized(quantizer, role, torch.ones(4, 16))
@@ -159,17 +160,20 @@ def drawn(
 
 def test_draws_differ_by_all_that_they_depend_on_and_repeat_after_a_resume() -> None:
     found = [*drawn(), *drawn(seed=4), *drawn(step=6), *drawn(sample=8)]
-    found += [*drawn(name="b"), *drawn(role="weight")]
-    assert len({*found}) == len(found) == 24
+    found += [*drawn(name="b")]
+    assert len({*found}) == len(found) == 20
+    weight = drawn(role="weight")  # the same in all of a step's microbatches
+    assert weight[:2] == weight[2:] == drawn(role="weight", sample=8)[:2]
+    assert len({*found, *weight}) == 22
     assert drawn() == found[:4]
     state = ScalingState(settings_of(own("four_bits")))
-    state.begin_microbatch(0, 1, 0)
+    state.begin_microbatch(0, 1)
     again = state.recomputation()
-    first = state.draws.bytes_of("x", (64,))
+    first = state.draws.begin("x", is_weight=False)
     with again:
-        assert torch.equal(first, state.draws.bytes_of("x", (64,)))
-    assert not torch.equal(first, state.draws.bytes_of("x", (64,)))
-    assert state.draws.snapshot() == {"x": 2}
+        assert state.draws.begin("x", is_weight=False) == first
+    assert state.draws.begin("x", is_weight=False) != first
+    assert state.draws.snapshot().uses == {"x": 2}
 
 
 def cast_to(scale_shape: tuple[int, ...], dtype: torch.dtype = torch.float8_e4m3fn) -> type[Recipe]:

@@ -12,7 +12,7 @@ import torch
 
 from megafp8.fp8 import linear as native
 from megafp8.fp8.cast import Fp8Tensor, spread
-from megafp8.fp8.draws import Draws
+from megafp8.fp8.draws import Draw
 from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import Mesh, join
@@ -156,16 +156,16 @@ def _watching(linears: list[Linear]) -> Iterator[dict[str, Pass]]:
         fed[layer.name][place] = (_fed(a), _fed(b))
         return product(layer, place, a, b, *args, **options)
 
-    draw = Draws.bytes_of
+    draw = Draw.__call__
 
-    def drew(self: Draws, tensor: str, *args: Any) -> torch.Tensor:
-        name, role, along = tensor.rsplit(".", 2)
-        drawn[name][f"{role}.{along}"] = found = draw(self, tensor, *args)
+    def drew(self: Draw, shape: tuple[int, ...]) -> torch.Tensor:
+        name, role, along = self.tensor.rsplit(".", 2)
+        drawn[name][f"{role}.{along}"] = found = draw(self, shape)
         return found
 
     for linear in linears:
         handles.append(linear.register_forward_hook(note))  # type: ignore[arg-type]
-    with patch.object(native, "product", noted), patch.object(Draws, "bytes_of", drew):
+    with patch.object(native, "product", noted), patch.object(Draw, "__call__", drew):
         yield passes
     for handle in handles:
         handle.remove()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.specs.recipes import RECIPES
 from tests.train.runs import TWO_RANKS, Driver, Place, assert_same, wait_until
 
 OWN = Path(__file__).parents[1] / "own_recipes"
@@ -18,7 +19,8 @@ GUARD_SECONDS = 900.0  # of a hang alone: two ranks start slowly on a machine th
 SEQUENCE = [*TWO_RANKS, "model.sequence_parallel=True"]
 
 
-def settings_of(file: Path) -> list[str]:
+def settings_of(file: Path | str) -> list[str]:
+    file = Path(file)
     length = 3 if file.stem == "smoothed" else 1024  # without a history, only the default is valid
     return [f"model.fp8_recipe={file}", f"model.fp8_amax_history_len={length}"]
 
@@ -35,6 +37,7 @@ def copied(name: str, folder: Path) -> Path:
     [
         "four_bits",
         "smoothed",
+        "nvfp4",
         pytest.param("blocks_of_32", marks=pytest.mark.slow),
         pytest.param("simulated_int8", marks=pytest.mark.slow),
     ],
@@ -42,8 +45,8 @@ def copied(name: str, folder: Path) -> Path:
 def test_a_killed_run_continues_bit_for_bit(
     driver: Driver, dataset: Path, tmp_path: Path, name: str
 ) -> None:
-    """The random bytes of `four_bits` and the history of `smoothed` go on too."""
-    given, places = settings_of(copied(name, tmp_path)), []
+    """The random bytes of `four_bits` and `nvfp4` and the history of `smoothed` go on too."""
+    given, places = settings_of(name if name in RECIPES else copied(name, tmp_path)), []
     for fault in (None, ["killed_in_manifest", 3]):
         place = Place(driver, dataset, tmp_path / str(fault is None))
         place.cwd.mkdir()
@@ -80,11 +83,12 @@ def test_a_planted_wrong_rule_changes_the_loss(place: Place, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.kill
 @pytest.mark.parametrize("layout", [TWO_RANKS, SEQUENCE, DATA_PARALLEL], ids=["tp", "sp", "zero"])
-@pytest.mark.parametrize("name", ["blocks_of_32", "four_bits", "smoothed"])
+@pytest.mark.parametrize("name", ["blocks_of_32", "four_bits", "smoothed", "nvfp4"])
 def test_several_ranks_are_killed_and_continue(
     driver: Driver, dataset: Path, tmp_path: Path, layout: list[str], name: str
 ) -> None:
-    given, places = [*settings_of(copied(name, tmp_path)), *layout], []
+    given = [*settings_of(name if name in RECIPES else copied(name, tmp_path)), *layout]
+    places = []
     for is_killed in (False, True):
         place = Place(driver, dataset, tmp_path / str(is_killed))
         place.cwd.mkdir()

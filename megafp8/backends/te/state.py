@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megafp8.backends.te.names import TeNames
+from megafp8.fp8.draws import ONE_SAMPLE, Tokens
 from megafp8.fp8.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
 
@@ -141,7 +142,7 @@ class TeEvents(NoScaling):
     def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool) -> None:
         self.region, self._fp8_in_evaluation = region, fp8_in_evaluation
 
-    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
         """Open the region for microbatch `index`."""
         self.region.begin(index)
 
@@ -246,7 +247,7 @@ class TeScaling(ScalingState):
         super().forget_staged()
         self.push()
 
-    def begin_microbatch(self, index: int, step: int = 0, sample: int = 0) -> None:
+    def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
         """Open the region for microbatch `index`."""
         self.region.begin(index)
 

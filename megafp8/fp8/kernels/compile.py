@@ -29,7 +29,8 @@ from megafp8.fp8.formats import E4M3, E5M2
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
 INCLUDED = [
-    Path(__file__).with_name(name) for name in ("blocks_cpu.h", "scaled_cpu.h", "scaled_avx512.h")
+    Path(__file__).with_name(name)
+    for name in ("blocks_cpu.h", "draws_cpu.h", "scaled_cpu.h", "scaled_avx512.h")
 ]
 # No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
 # only says that no code catches floating-point exceptions; gcc vectorizes no comparison without it.

@@ -220,6 +220,7 @@ void megafp8_accumulate(float *restrict sum, const uint16_t *restrict x, size_t 
 }
 
 #include "blocks_cpu.h"
+#include "draws_cpu.h"
 #include "scaled_cpu.h"
 
 /* Whether the functions above use the threads that they are given. */

@@ -1,0 +1,226 @@
+"""The random bytes of stochastic rounding follow from the place of an element alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8 import fp8
+from megafp8.fp8 import philox
+from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.draws import WHOLE, Draw, Draws, Part, TokenOrder, Tokens, columns_of
+from megafp8.fp8.kernels.compile import Library
+from megafp8.fp8.philox import Key, Rows, philox4x32, random_bytes
+from megafp8.fp8.scaling import ScalingState
+from megafp8.specs import Fp8Recipe
+from tests.fp8.quantized import quantized
+from tests.spec import draws as spec
+
+PUBLISHED = (
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((2**32 - 1,) * 4, (2**32 - 1,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+)
+"""The known answers of Random123 (tests/kat_vectors, `philox4x32 10`)."""
+
+
+@pytest.fixture(params=["C", "torch"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "torch":
+        monkeypatch.setattr(philox, "library", lambda: Library(None, "no compiler"))
+    elif philox.library().lib is None:
+        pytest.skip("no C compiler")
+    yield request.param
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), PUBLISHED)
+def test_the_generator_has_the_published_answers(
+    counter: tuple[int, ...], key: Key, expected: tuple[int, ...]
+) -> None:
+    assert spec.philox(counter, key) == expected
+    words = [torch.tensor([word]) for word in counter]
+    assert [int(word) for word in philox4x32(words, key)] == list(expected)
+
+
+def test_each_byte_is_the_specified_one(engine: str) -> None:
+    samples = torch.tensor([0, 3, 2**33 + 5])
+    positions = torch.tensor([7, 0, 2**31 + 1])
+    key = spec.key_of(4, 5, "a.grad_output.last")
+    for columns in ([range(40)], [range(5, 9), range(30, 33), range(1021, 2050)]):
+        found = random_bytes(key, Rows(samples, positions), columns)
+        numbers = [number for each in columns for number in each]
+        expected = [
+            [spec.byte_of(key, sample, position, number) for number in numbers]
+            for sample, position in zip(samples.tolist(), positions.tolist(), strict=True)
+        ]
+        assert found.tolist() == expected
+
+
+def test_many_rows_are_divided_over_threads(engine: str) -> None:
+    rows = Rows(torch.arange(200) % 7, torch.arange(200))
+    key = 1, 2
+    found = random_bytes(key, rows, [range(3, 1003)])
+    for row in range(200):
+        one = Rows(rows.samples[row : row + 1], rows.positions[row : row + 1])
+        assert torch.equal(found[row : row + 1], random_bytes(key, one, [range(3, 1003)]))
+
+
+SAMPLES, SEQ, FEATURES = 4, 8, 64
+
+
+def drawn(
+    tokens: Tokens, part: Part = WHOLE, *, rows: int, columns: int, turned: bool = False
+) -> torch.Tensor:
+    """Return the bytes of a tensor [rows, columns], drawn for one of its products."""
+    draws = Draws(seed=11)
+    draws.go_to(5, tokens)
+    sizes = (columns, rows) if turned else (rows, columns)
+    draw = Draw(draws, "a.grad_output.last", part, sizes, sizes, torch.device("cpu"), turned)
+    return draw(sizes).t() if turned else draw(sizes)
+
+
+def whole() -> torch.Tensor:
+    """Return the bytes [SAMPLES, SEQ, FEATURES] of four samples in one microbatch."""
+    key = spec.key_of(11, 5, "a.grad_output.last")
+    elements = [
+        [[spec.byte_of(key, b, s, o) for o in range(FEATURES)] for s in range(SEQ)]
+        for b in range(SAMPLES)
+    ]
+    return torch.tensor(elements, dtype=torch.uint8)
+
+
+ALL = Tokens(tuple(range(SAMPLES)), (range(SEQ),))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_divisions_draw_what_the_whole_draws(engine: str, turned: bool) -> None:
+    whole_BSO = whole()
+
+    def check(tokens: Tokens, part: Part, expected_BSO: torch.Tensor) -> None:
+        expected = expected_BSO.flatten(0, 1)
+        rows, columns = expected.shape
+        found = drawn(tokens, part, rows=rows, columns=columns, turned=turned)
+        assert torch.equal(found, expected)
+
+    check(ALL, WHOLE, whole_BSO)
+    check(replace(ALL, positions=None), WHOLE, whole_BSO)
+    check(Tokens((2, 3), (range(SEQ),)), WHOLE, whole_BSO[2:])  # a microbatch, or a replica
+    part = Part(columns=(range(8, 16), range(40, 48)))  # gate and up of one rank of four
+    check(ALL, part, torch.cat([whole_BSO[..., 8:16], whole_BSO[..., 40:48]], 2))
+    ring = Tokens(ALL.samples, (range(2, 4), range(4, 6)))  # the second of two parts of a ring
+    check(ring, WHOLE, whole_BSO[:, 2:6])
+    ring = Tokens(ALL.samples, (range(2), range(6, 8)))
+    check(ring, WHOLE, whole_BSO[:, [0, 1, 6, 7]])
+    own = Part(tokens=TokenOrder("own", 1, 4))
+    check(ALL, own, whole_BSO[:, 2:4])
+    by_rank = Part(tokens=TokenOrder("by_rank", 1, 4))
+    check(ALL, by_rank, torch.cat([whole_BSO[:, at : at + 2] for at in (0, 2, 4, 6)]))
+    check(ring, Part(tokens=TokenOrder("own", 1, 2)), whole_BSO[:, [6, 7]])
+
+
+def test_a_weight_has_its_own_rows_and_draws_alike_in_a_step() -> None:
+    def of(tokens: Tokens, part: Part, rows: int, columns: int) -> torch.Tensor:
+        draws = Draws(seed=11)
+        draws.go_to(5, tokens)
+        sizes, cpu = (rows, columns), torch.device("cpu")
+        draw = Draw(draws, "a.weight.last", part, sizes, sizes, cpu, is_weight=True)
+        return draw(sizes)
+
+    key = spec.key_of(11, 5, "a.weight.last", use=None)
+    expected = torch.tensor([[spec.byte_of(key, 0, o, i) for i in range(32)] for o in range(8)])
+    assert torch.equal(of(ALL, WHOLE, 8, 32), expected.byte())
+    assert torch.equal(of(Tokens((2,)), WHOLE, 8, 32), expected.byte())
+    part = Part((range(1, 3), range(5, 7)), (range(16, 32),))
+    assert torch.equal(of(ALL, part, 4, 16), expected[[1, 2, 5, 6], 16:].byte())
+
+
+def test_a_matrix_that_was_filled_up_draws_as_it_was() -> None:
+    draws = Draws(seed=11)
+    sizes, seen = (3, 20), (16, 32)
+    for is_turned in (False, True):
+        of, in_all = (sizes, seen) if not is_turned else (sizes[::-1], seen[::-1])
+        cpu = torch.device("cpu")
+        plain = Draw(draws, f"a{is_turned}.input.last", WHOLE, of, of, cpu, is_turned)(of)
+        draws.go_to(1, Tokens())  # another step begins, so that both are first casts
+        draws.begin("other", is_weight=False)
+        draws.go_to(0, Tokens())
+        filled = Draw(draws, f"a{is_turned}.input.last", WHOLE, of, in_all, cpu, is_turned)(in_all)
+        assert torch.equal(filled[: of[0], : of[1]], plain)
+        assert filled.shape == in_all
+
+
+def test_neighbouring_columns_are_one_range() -> None:
+    assert columns_of([range(4), range(4, 8), range(12, 16)]) == (range(8), range(12, 16))
+
+
+def test_an_evaluation_leaves_the_draws_of_training_alone_and_repeats_its_own() -> None:
+    state = ScalingState(Fp8Recipe(name="nvfp4"))
+    linear = linear_quantizer(state, "a")
+    assert linear is not None
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+
+    def code() -> bytes:
+        found = quantized(linear, "grad_output", x)[0].along_last
+        assert isinstance(found, Fp8Tensor)
+        return codes(found)
+
+    state.begin_microbatch(0, 1, Tokens((5,)))
+    undisturbed = [code() for _ in range(3)]
+    state.begin_microbatch(0, 2)
+    state.begin_microbatch(0, 1, Tokens((5,)))
+    found, evaluated = [code()], []
+    for _ in range(2):
+        with state.evaluation():
+            evaluated.append(code())
+        found.append(code())
+    assert found == undisturbed and evaluated[0] == evaluated[1]
+    assert len({*found, *evaluated}) == 4
+
+
+def casts_of(
+    layer_of: torch.Tensor, microbatches: Sequence[tuple[slice, Sequence[int] | None]]
+) -> list[bytes]:
+    """Return the codes of each microbatch's output gradient in a converted model.
+
+    The gradient is a function of the input `layer_of` [B, S, I].
+    """
+    torch.manual_seed(1)
+    layer = torch.nn.Linear(32, 32)
+    state, found = fp8.convert(layer, "nvfp4"), list[bytes]()
+
+    def observe(name: str, x: torch.Tensor, last: Any, first: Any) -> None:
+        if name.endswith("grad_output"):
+            found.append(codes(last))
+
+    state.scaling.observers.append(observe)
+    for index, (which, samples) in enumerate(microbatches):
+        x = layer_of[which].clone().requires_grad_()
+        with state.microbatch(first=index == 0, samples=samples):
+            layer(x).backward(x.detach().sin())
+    return found
+
+
+def codes(operand: Fp8Tensor) -> bytes:
+    return bytes(operand.payload.contiguous().view(torch.uint8).flatten().tolist())
+
+
+def test_samples_of_a_converted_model_draw_alike_in_each_division() -> None:
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(0)).clamp_(-1, 1)
+    x[:, 0, 0] = 1.5  # all samples have the same amax, so that codes can be compared
+    one = casts_of(x, [(slice(4), range(4))])
+    two = casts_of(x, [(slice(2), range(2)), (slice(2, 4), (2, 3))])
+    assert b"".join(two) == one[0]
+    assert casts_of(x, [(slice(2, 4), (2, 3))]) == two[1:]  # the second of two replicas
+    counted = casts_of(x, [(slice(2), None), (slice(2, 4), None)])
+    assert counted != two and counted == casts_of(x, [(slice(2), None), (slice(2, 4), None)])
+    with pytest.raises(fp8.Fp8Error, match="64 rows, which are not the tokens of 3 samples"):
+        casts_of(x, [(slice(4), range(3))])
