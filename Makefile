@@ -62,6 +62,7 @@ lint: setup-dev ## check format, lint rules, spelling and types; change nothing
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m codespell_lib
+	@$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/check.yml
 	@$(PY) -m mypy
 
 format: setup-dev ## format, and fix what ruff can fix

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megafp8 import __version__
 from megafp8.cli.job import STARTED_AS, training_program
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
@@ -33,6 +34,7 @@ from megafp8.parallel.launch import (
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 from megafp8.runs.data import check_data
 from megafp8.runs.place import check_place
+from megafp8.secrets import say
 
 if TYPE_CHECKING:  # megafp8.cli comes before all that takes long to import: it handles Ctrl-C
     from omegaconf import DictConfig
@@ -86,6 +88,10 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         check_data(data_spec(cfg))
         check_place(observe_spec(cfg))
     load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
+    if not is_rank():
+        say(
+            f"megafp8 {__version__}: loading PyTorch …"
+        )  # which takes seconds, or many from a slow disk
     spec = resolve(cfg, gpu_available)
     argv = list(info.overrides)
     if info.config_name != DEFAULT_CONFIG:
