@@ -14,6 +14,8 @@ import torch
 
 from megafp8.fp8.cast import Fp8Tensor, amax_of, spread
 from megafp8.fp8.scaling import Direction, ScalingState
+from megafp8.specs.precision import Fp8Recipe
+from megafp8.specs.recipes import traits_of
 from megafp8.specs.run import HealthMode, TensorHealth
 
 
@@ -175,3 +177,9 @@ def _decibel(ratio: float) -> float:
     if math.isnan(ratio):
         return -math.inf
     return 10 * math.log10(ratio) if ratio > 0 else -math.inf
+
+
+def normally_saturated(recipe: Fp8Recipe, tensor: str) -> float:
+    """Return which fraction of the values of `linear.role` its recipe may saturate in health."""
+    traits = traits_of(recipe.precision_of(tensor.rpartition(".")[0]))
+    return 0.0 if traits is None else traits.max_saturated

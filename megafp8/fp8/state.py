@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, is_dtensor
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.gemm import GemmCounter
-from megafp8.fp8.health import HealthProbe, num_nonfinite
+from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import CachedFp8, RecastFp8
 from megafp8.observe.health import HealthRecord, complaints
@@ -37,15 +38,22 @@ class Scale:
 
 @dataclass
 class HealthReport:
-    """Report what FP8 did to each tensor, by its name; filled when its context ends."""
+    """Report what FP8 did to each tensor, by its name; filled when its context ends.
 
+    `recipe` says what is normal for a tensor.
+    """
+
+    recipe: Fp8Recipe
     tensors: dict[str, TensorHealth] = field(default_factory=dict)
     num_nonfinite: dict[str, int] = field(default_factory=dict)  # since the conversion
 
     def complaints(self, limits: HealthSpec | None = None) -> dict[str, str]:
-        """Return the tensors beyond a limit, and what is wrong with each."""
+        """Return the tensors beyond a limit, and what is wrong with each.
+
+        A recipe that saturates some values of healthy tensors has a limit of its own for these.
+        """
         record = HealthRecord(0, self.tensors, self.num_nonfinite)
-        return complaints(record, limits or HealthSpec())
+        return complaints(record, limits or HealthSpec(), partial(normally_saturated, self.recipe))
 
 
 class Fp8State:
@@ -149,7 +157,8 @@ class Fp8State:
         """
         if mode not in ("full", "scales"):
             raise Fp8Error(f"mode={mode!r}", "measures nothing", "Use 'full' or 'scales'")
-        report, probe = HealthReport(), HealthProbe(self._shared.scaling, mode, with_untraced=True)
+        report = HealthReport(self.recipe)
+        probe = HealthProbe(self._shared.scaling, mode, with_untraced=True)
         probe.attach()
         try:
             yield report

@@ -21,6 +21,7 @@ from torch import nn
 from megafp8 import fp8
 from megafp8.fp8.converted import Converted
 from megafp8.fp8.formats import E4M3
+from megafp8.specs.run import HealthSpec
 from tests.fp8.models import gpt2, llama, mlp, noise, train
 
 STEPS = range(16)
@@ -320,6 +321,16 @@ def test_health_says_what_a_cast_loses() -> None:
         model(noise(8, 32, seed=0) * float("nan")).mean().backward()
     assert report.num_nonfinite["0.input"] == 1
     assert state.scales()["0.input"].num_nonfinite == 1
+
+
+def test_health_knows_what_is_normal_in_a_recipe() -> None:
+    """Scales of `nvfp4` are rounded to nearest, so that some blocks saturate."""
+    model = torch.nn.Linear(64, 64)
+    state = fp8.convert(model, "nvfp4")
+    with state.health() as report, state.microbatch():
+        model(noise(64, 64, seed=0)).backward(noise(64, 64, seed=1))
+    saturated = [health.overflow or 0.0 for health in report.tensors.values()]
+    assert max(saturated) > HealthSpec().max_overflow and report.complaints() == {}
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise"])

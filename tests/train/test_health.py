@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.specs import Fp8Recipe, HealthSpec
@@ -13,7 +15,7 @@ from megafp8.specs.run import HealthMode
 from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.tiny import build_run, microbatch
+from tests.tiny import build_run, gpt_spec, microbatch
 
 
 def run(
@@ -57,3 +59,23 @@ def test_a_tensor_is_warned_of_once(tmp_path: Path) -> None:
     assert len(warnings) == 4  # three names and how many more, at the first step only
     assert "in FP8: the signal-to-noise ratio of its worst row is" in warnings[0]
     assert "and 21 more tensors" in warnings[3]
+
+
+def healthy(name: str, directory: Path) -> list[str]:
+    """The warnings of five sound steps."""
+    model = gpt_spec(hidden_size=64, ffn_hidden_size=128)
+    state = build_run(compute="bf16", fp8=Fp8Recipe(name=name), model=model)
+    _, warnings = run(directory, "full", 5, state)
+    assert len(read_health(directory / HEALTH_FILE)) == 5
+    return warnings
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_a_healthy_run_in_blocks_is_not_warned_of(name: str, tmp_path: Path) -> None:
+    assert healthy(name, tmp_path) == []
+
+
+def test_nvfp4_needs_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traits = replace(Nvfp4.traits, max_saturated=0.0)
+    monkeypatch.setattr(Nvfp4, "traits", traits)
+    assert any("saturate" in warning for warning in healthy("nvfp4", tmp_path))

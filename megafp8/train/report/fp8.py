@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megafp8.errors import ConfigError
 from megafp8.files import Warn
-from megafp8.fp8.health import HealthProbe, TableProbe, num_nonfinite
+from megafp8.fp8.health import HealthProbe, TableProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
@@ -22,7 +23,6 @@ from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
 from megafp8.specs import GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
-from megafp8.specs.recipes import traits_of
 from megafp8.train.state import TrainState
 
 MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
@@ -202,13 +202,7 @@ class HealthLog:
         """Warn of each bad tensor once, and again only after it has been good in between."""
         scaling = self._state.scaling
         assert isinstance(scaling, ScalingState)
-        recipe = scaling.recipe
-
-        def normally_saturated(name: str) -> float:
-            traits = traits_of(recipe.precision_of(name.rpartition(".")[0]))
-            return 0.0 if traits is None else traits.max_saturated
-
-        found = complaints(record, self._spec, normally_saturated)
+        found = complaints(record, self._spec, partial(normally_saturated, scaling.recipe))
         new = [name for name in found if name not in self._warned]
         for name in new[:MOST_WARNINGS]:
             self._warn(f"step {record.step}: {name} in FP8: {found[name]}")
