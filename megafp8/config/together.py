@@ -180,12 +180,6 @@ TOGETHER = (
         "Leave it out (True)",
     ),
     Row(
-        {"model.data.reset_attention_mask": True}, {CP: above(1)},
-        "keys and values are sent between ranks without the ends of their documents, which "
-        "{model.data.reset_attention_mask} needs",
-        f"Use {CP}=1, or leave model.data.reset_attention_mask out",
-    ),
-    Row(
         {"model.position_embedding_type": "alibi"}, {CP: above(1)},
         "{model.position_embedding_type} needs the positions of queries and keys, and keys are "
         "sent between ranks without theirs",

@@ -91,8 +91,11 @@ def attention_context(
     cu_seqlens_N1: torch.Tensor | None = None,
     document_ids_BS: torch.Tensor | None = None,
     cache: KVCache | None = None,
+    num_sharing: int = 1,
 ) -> AttentionContext:
     """Return the context of `seq` new tokens, for the query heads that this rank holds.
+
+    `num_sharing` ranks share each sequence and have so many of its tokens each.
 
     Documents are kept apart by `cu_seqlens_N1` (see `Documents`), or by `document_ids_BS` and a
     mask of all their scores.
@@ -113,7 +116,7 @@ def attention_context(
         slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
     if cu_seqlens_N1 is not None:
         cuts_queries = is_alibi or spec.attention_dropout > 0
-        documents = Documents(cu_seqlens_N1, seq, device, cuts_queries)
+        documents = Documents(cu_seqlens_N1, seq * num_sharing, device, cuts_queries)
         if is_alibi or not documents.are_whole_rows:
             return AttentionContext(turn, None, documents, slopes)
     mask = None
@@ -296,11 +299,13 @@ class AttentionCore(nn.Module):
         They are counted before the products run: a recomputation for backward stops inside the last
         product. Backward has four such products.
         """
-        # 2 x the mean number of visible keys, over all queries
-        seen = batch * seq * (2 * num_keys - seq) if documents is None else documents.num_seen
-        causal_flops = 2 * heads * seen * self.head_size
+        causal_flops = 2 * heads * self.num_seen(batch, seq, num_keys, documents) * self.head_size
         self.count_flops(causal_flops)
         return causal_flops
+
+    def num_seen(self, batch: int, seq: int, num_keys: int, documents: Documents | None) -> int:
+        """Return twice the scores that queries see, counting half of each on the diagonal."""
+        return batch * seq * (2 * num_keys - seq) if documents is None else documents.num_seen
 
     def count_backward(self, out: torch.Tensor, causal_flops: int) -> None:
         """Count the backward FLOPs once the gradient of `out` has been computed.

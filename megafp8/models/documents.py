@@ -56,7 +56,7 @@ class Documents:
     Attributes:
         cu_seqlens_N1: The place of each document's first token among the B * S tokens of the
             microbatch, then B * S: int32, on the CPU. Every row begins with a document.
-        seq: The tokens S of a row.
+        seq: The tokens S of a whole row, which ranks may share.
         device: Where attention runs.
         cuts_queries: Whether the scores of a block need a tensor of their own.
     """
@@ -75,10 +75,9 @@ class Documents:
         )
 
     @cached_property
-    def borders(self) -> list[int]:
-        """Return `cu_seqlens_N1` as a list."""
-        borders: list[int] = self.cu_seqlens_N1.tolist()
-        return borders
+    def borders(self) -> tuple[int, ...]:
+        """Return `cu_seqlens_N1` as numbers."""
+        return tuple(self.cu_seqlens_N1.tolist())
 
     @cached_property
     def on_device(self) -> torch.Tensor:

@@ -98,6 +98,7 @@ class GPT(nn.Module):
             cu_seqlens_N1=cu_seqlens_N1,
             document_ids_BS=document_ids_BS,
             cache=cache,
+            num_sharing=self.parts.num_sharing,
         )
         for begin, end, recomputed in self._groups():
             if recomputed == "full":

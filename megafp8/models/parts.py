@@ -55,6 +55,7 @@ class Parts:
         self.whole_dtype = dtype  # the dtype of embeddings and norms
         self.residual_dtype = dtype
         self.make_core: Callable[..., AttentionCore] = AttentionCore
+        self.num_sharing = 1  # ranks that have parts of the same sequences
         self.split_heads: SplitHeads | None = None  # a faster way than the core's own
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)

@@ -17,33 +17,51 @@ the block's own rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megafp8.fp8.draws import Tokens
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.attention_block import Block, attend, attend_backward, merge_
 from megafp8.models.documents import Documents
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.cut import Piece, own_pieces, pieces, places_of, shares
 
 
-def own_tokens(x_BS: torch.Tensor, cp: Axis) -> torch.Tensor:
+def own_tokens(
+    x_BS: torch.Tensor, cp: Axis, *, borders: Sequence[int] | NDArray[np.int32] | None = None
+) -> torch.Tensor:
     """Return this rank's tokens of a sequence: [B, S, ...] -> [B, S/cp, ...].
 
-    Of 2 cp chunks rank r has chunks r and 2 cp - 1 - r; see the top of this file.
+    Of 2 cp chunks rank r has chunks r and 2 cp - 1 - r; see `cut.py`. With `borders`, as
+    `Documents.borders`, these are chunks of each document.
     """
     if cp.size == 1:
         return x_BS
-    chunks = x_BS.chunk(2 * cp.size, dim=1)
-    return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]), dim=1)
+    if borders is None:
+        chunks = x_BS.chunk(2 * cp.size, dim=1)
+        return torch.cat((chunks[cp.rank], chunks[-1 - cp.rank]), dim=1)
+    places_BS = places_of(tuple(map(int, borders)), x_BS.shape[1], cp).to(x_BS.device)
+    return x_BS.gather(1, places_BS)
 
 
-def own_positions(shape: tuple[int, ...], cp: Axis, device: torch.device) -> torch.Tensor:
+def own_positions(
+    shape: tuple[int, ...],
+    cp: Axis,
+    device: torch.device,
+    *,
+    borders: Sequence[int] | NDArray[np.int32] | None = None,
+) -> torch.Tensor:
     """Return the positions [B, S/cp] of this rank's tokens in whole sequences of `shape` [B, S]."""
     batch, seq = shape
-    return own_tokens(torch.arange(seq, device=device)[None], cp).expand(batch, -1)
+    positions_BS = torch.arange(seq, device=device).expand(batch, seq)
+    return own_tokens(positions_BS, cp, borders=borders)
 
 
 def tokens_of(shape: tuple[int, ...], index: int, cp: Axis) -> Tokens:
@@ -93,19 +111,28 @@ def whole_logits(model: HasLogits, tokens_BS: torch.Tensor, cp: Axis) -> torch.T
 
 ALL = slice(None)
 
-# (turn, queries, keys) -> the block's scale and masks; equal in forward and backward
-BlockOf = Callable[[int, torch.Tensor, torch.Tensor], Block]
+# (turn, the piece's number in the turn, queries, keys, whether they are causal) -> the piece's
+# scale and masks; equal in forward and backward
+BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, bool], Block]
+PiecesOf = Callable[[int, int], Sequence[Piece]]  # (turn, this rank's tokens of a row) -> pieces
 
 
 def ring_attention(
-    q_BHSE: torch.Tensor, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor, cp: Axis, block_of: BlockOf
+    q_BHSE: torch.Tensor,
+    k_BGSE: torch.Tensor,
+    v_BGSE: torch.Tensor,
+    cp: Axis,
+    block_of: BlockOf,
+    pieces_of: PiecesOf | None = None,
 ) -> torch.Tensor:
     """Return causal attention of this rank's queries over the whole sequence: [B, H, S, E].
 
-    `block_of` gives the `Block` of each turn and must return the same one in backward.
+    `pieces_of` gives the pieces of each turn, by default those of whole sequences, and `block_of`
+    the `Block` of each piece. Both must return the same ones in backward.
     """
+    pieces_of = pieces_of or partial(_whole_pieces, cp)
     out_BHSE: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
-        q_BHSE, k_BGSE, v_BGSE, cp, block_of
+        q_BHSE, k_BGSE, v_BGSE, cp, block_of, pieces_of
     )
     return out_BHSE
 
@@ -129,44 +156,56 @@ class RingAttentionCore(AttentionCore):
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
-        assert context.mask is None and context.documents is None, (
-            "documents and ALiBi are refused before the run"
-        )
+        assert context.mask is None and context.slopes_H is None, "ALiBi is refused before the run"
+        scale = scale or self.head_size**-0.5
         streams, position = (
             self.streams,
             self.streams.position,
         )  # saved here because backward may run much later
 
-        def block_of(turn: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor) -> Block:
+        def block_of(
+            turn: int, number: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, is_causal: bool
+        ) -> Block:
             keep_BHSK = None
             if dropout > 0:
-                site = f"{self.site} turn {turn}"
+                site = f"{self.site} turn {turn}" + (f" piece {number}" if number else "")
                 shape = (*q_BHSE.shape[:3], k_BGKE.shape[2])
                 with streams.at(position):
                     keep_BHSK = self.kept(site, shape, q_BHSE.device, dropout)
-            return Block(scale or self.head_size**-0.5, is_causal=turn == 0, keep=keep_BHSK)
+            return Block(scale, is_causal=is_causal, keep=keep_BHSK)
 
-        return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of)
+        pieces_of = None
+        if context.documents is not None:
+            documents = context.documents
+            pieces_of = partial(_document_pieces, self.cp, documents.borders, documents.seq)
+        return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of, pieces_of)
 
-    def count_forward(
-        self,
-        batch: int,
-        heads: int,
-        seq: int,
-        num_keys: int,
-        documents: Documents | None = None,
-    ) -> int:
-        """Count and return this rank's share of the whole sequence's FLOPs, equal on all ranks."""
-        assert documents is None
-        return super().count_forward(batch, heads, seq, num_keys * (self.cp.size + 1) // 2)
+    def num_seen(self, batch: int, seq: int, num_keys: int, documents: Documents | None) -> int:
+        """Return this rank's share of the scores of whole sequences, equal on all ranks."""
+        if documents is not None:
+            return documents.num_seen // self.cp.size
+        return super().num_seen(batch, seq, num_keys * (self.cp.size + 1) // 2, None)
 
 
-def seen(cp: Axis, turn: int, seq: int) -> tuple[slice, slice]:
-    """Return (which of this rank's queries attend, to which keys) after `turn` turns of the
-    ring.
-    """
+def _whole_pieces(cp: Axis, turn: int, seq: int) -> list[Piece]:
+    """Return the pieces of whole sequences after `turn` turns of the ring; see the file's top."""
+    if turn == 0:
+        return [Piece(ALL, ALL, ALL, is_causal=True)]
     half, is_from_before = seq // 2, turn <= cp.rank
-    return (ALL, slice(0, half)) if is_from_before else (slice(half, seq), ALL)
+    if is_from_before:
+        return [Piece(ALL, ALL, slice(0, half))]
+    return [Piece(ALL, slice(half, seq), ALL)]
+
+
+def _document_pieces(
+    cp: Axis, borders: tuple[int, ...], whole_seq: int, turn: int, seq: int
+) -> list[Piece]:
+    """Return the pieces of documents, each of which is cut as a whole sequence is."""
+    ranks = shares(borders, whole_seq, cp.size)
+    if turn == 0:
+        return own_pieces(ranks[cp.rank])
+    theirs = ranks[(cp.rank - turn) % cp.size]
+    return pieces(ranks[cp.rank], theirs, from_before=turn <= cp.rank)
 
 
 class _Ring(torch.autograd.Function):
@@ -178,50 +217,65 @@ class _Ring(torch.autograd.Function):
         v_BGSE: torch.Tensor,
         cp: Axis,
         block_of: BlockOf,
+        pieces_of: PiecesOf,
     ) -> torch.Tensor:
         held_2BGSE = torch.stack((k_BGSE, v_BGSE))
         coming = cp.start_shift(held_2BGSE)
-        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, q_BHSE, k_BGSE))
-        out_BHSE = out.to(torch.promote_types(out.dtype, torch.float32))
-        for turn in range(1, cp.size):
-            held_2BGSE = coming.wait()
-            if turn + 1 < cp.size:
-                coming = cp.start_shift(held_2BGSE)
-            rows, keys = seen(cp, turn, q_BHSE.shape[2])
-            q, (k, v) = q_BHSE[:, :, rows], held_2BGSE[:, :, :, keys]
-            more = attend(q, k, v, block_of(turn, q, k))
-            merge_(out_BHSE[:, :, rows], lse_BHS[:, :, rows], *more)
+        work = torch.promote_types(q_BHSE.dtype, torch.float32)
+        out_BHSE = torch.zeros_like(q_BHSE, dtype=work)
+        lse_BHS = q_BHSE.new_full(q_BHSE.shape[:3], -math.inf, dtype=work)
+        for turn in range(cp.size):
+            if turn > 0:
+                held_2BGSE = coming.wait()
+                if turn + 1 < cp.size:
+                    coming = cp.start_shift(held_2BGSE)
+            for number, (rows, queries, keys, is_causal) in enumerate(
+                pieces_of(turn, q_BHSE.shape[2])
+            ):
+                q, (k, v) = q_BHSE[rows, :, queries], held_2BGSE[:, rows, :, keys]
+                more = attend(q, k, v, block_of(turn, number, q, k, is_causal))
+                merge_(out_BHSE[rows, :, queries], lse_BHS[rows, :, queries], *more)
         out_BHSE = out_BHSE.to(q_BHSE.dtype)
         ctx.save_for_backward(q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS)
-        ctx.cp, ctx.block_of = cp, block_of
+        ctx.cp, ctx.pieces_of, ctx.block_of = cp, pieces_of, block_of
         return out_BHSE
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS = ctx.saved_tensors
-        (grad_BHSE,), cp, block_of = grads, ctx.cp, ctx.block_of
+        (grad_BHSE,), cp = grads, ctx.cp
         work = torch.promote_types(q_BHSE.dtype, torch.float32)
         held_2BGSE = torch.stack((k_BGSE, v_BGSE))
         coming = cp.start_shift(held_2BGSE)
-        dq, *dkv = attend_backward(
-            grad_BHSE, q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS, block_of(0, q_BHSE, k_BGSE)
-        )
-        dq_BHSE, own_2BGSE = dq.to(work), torch.stack(dkv).to(work)
+        dq_BHSE = torch.zeros_like(q_BHSE, dtype=work)
+        own_2BGSE = torch.zeros_like(held_2BGSE, dtype=work)
         sums = None  # the sums of the held block's gradients, from the previous rank
-        for turn in range(1, cp.size):
-            held_2BGSE = coming.wait()
-            if turn + 1 < cp.size:
-                coming = cp.start_shift(held_2BGSE)
-            rows, keys = seen(cp, turn, q_BHSE.shape[2])
-            grad, q, out = (x[:, :, rows] for x in (grad_BHSE, q_BHSE, out_BHSE))
-            k, v = held_2BGSE[:, :, :, keys]
-            block = block_of(turn, q, k)
-            dq, *dkv = attend_backward(grad, q, k, v, out, lse_BHS[:, :, rows], block)
-            dq_BHSE[:, :, rows] += dq
-            sums_2BGSE = torch.zeros_like(own_2BGSE) if sums is None else sums.wait()
-            sums_2BGSE[:, :, :, keys] += torch.stack(dkv)
-            sums = cp.start_shift(sums_2BGSE)
+        for turn in range(cp.size):
+            if turn > 0:
+                held_2BGSE = coming.wait()
+                if turn + 1 < cp.size:
+                    coming = cp.start_shift(held_2BGSE)
+            found = []
+            for number, (rows, queries, keys, is_causal) in enumerate(
+                ctx.pieces_of(turn, q_BHSE.shape[2])
+            ):
+                grad, q, out, lse = (
+                    x[rows, :, queries] for x in (grad_BHSE, q_BHSE, out_BHSE, lse_BHS)
+                )
+                k, v = held_2BGSE[:, rows, :, keys]
+                block = ctx.block_of(turn, number, q, k, is_causal)
+                dq, *dkv = attend_backward(grad, q, k, v, out, lse, block)
+                dq_BHSE[rows, :, queries] += dq
+                found.append((rows, keys, torch.stack(dkv)))
+            if turn == 0:
+                sums_2BGSE = own_2BGSE
+            else:
+                sums_2BGSE = torch.zeros_like(own_2BGSE) if sums is None else sums.wait()
+            for rows, keys, dkv_2BGSE in found:
+                sums_2BGSE[:, rows, :, keys] += dkv_2BGSE
+            if turn > 0:
+                sums = cp.start_shift(sums_2BGSE)
         if sums is not None:
             own_2BGSE += sums.wait()
         dk_BGSE, dv_BGSE = own_2BGSE.to(k_BGSE.dtype)
-        return dq_BHSE.to(q_BHSE.dtype), dk_BGSE, dv_BGSE, None, None
+        return dq_BHSE.to(q_BHSE.dtype), dk_BGSE, dv_BGSE, None, None, None

@@ -92,6 +92,7 @@ class NativeParts(Parts):
         self.gathers_weights = given.gathers_weights
         if given.cp is not None and given.cp.size > 1:
             self.make_core = partial(RingAttentionCore, cp=given.cp)
+            self.num_sharing = given.cp.size
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the embeddings of `tokens_BS`; with sequence parallelism [B, S/tp, D]."""

@@ -182,18 +182,22 @@ def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:
     """Return the part of a microbatch that this rank computes, on its device.
 
     The copy from page-locked memory does not wait for the device. Ranks that share sequences
-    (context parallelism) have the same microbatch; each takes its own tokens and their positions.
+    (context parallelism) have the same microbatch; each takes its own tokens, of each document if
+    documents are kept apart, and their positions.
     """
 
+    borders = microbatch.cu_seqlens_N1
+
     def own(array: NDArray[np.integer]) -> torch.Tensor:
-        return own_tokens(torch.from_numpy(array).to(mesh.device, non_blocking=True), mesh.cp)
+        whole_BS = torch.from_numpy(array).to(mesh.device, non_blocking=True)
+        return own_tokens(whole_BS, mesh.cp, borders=borders)
 
     more = {}
-    if microbatch.cu_seqlens_N1 is not None:
-        more["cu_seqlens_N1"] = torch.from_numpy(microbatch.cu_seqlens_N1)
+    if borders is not None:
+        more["cu_seqlens_N1"] = torch.from_numpy(borders)
     if microbatch.position_ids_BS is not None:
         more["position_ids_BS"] = own(microbatch.position_ids_BS)
     elif mesh.cp.size > 1:
         shape = microbatch.tokens_BS.shape
-        more["position_ids_BS"] = own_positions(shape, mesh.cp, mesh.device)
+        more["position_ids_BS"] = own_positions(shape, mesh.cp, mesh.device, borders=borders)
     return Batch(own(microbatch.tokens_BS), own(microbatch.targets_BS), more)

@@ -8,7 +8,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megafp8.models.attention import QKV, AttentionContext
 from megafp8.models.attention_block import Block
+from megafp8.models.documents import Documents, document_ids
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import (
@@ -18,6 +20,7 @@ from megafp8.parallel.context import (
     own_tokens,
     ring_attention,
 )
+from megafp8.parallel.cut import places_of
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec
 from tests.parallel.rank_work import Case, run_layouts
@@ -72,10 +75,52 @@ def run_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Any]:
     cp = join(ParallelSpec(devices_per_node=rank.size, cp=rank.size)).cp
     return {
         "compared": compare(cp),
+        "documents": compare_documents(cp),
         "dropout": with_dropout(cp),
         "streams": with_streams(cp),
         "outcomes": run_layouts(rank, cases),
     }
+
+
+def by_turn(turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> Block:
+    return Block(0.3, is_causal)
+
+
+LENGTHS = [[[256], [100, 1, 1, 53, 101]], [[1] * 256, [64, 32, 8, 8, 144]], [[127, 129], [255, 1]]]
+
+
+def compare_documents(cp: Axis) -> dict[str, Errors]:
+    """The core with documents, each cut over the ranks, against a mask of all scores."""
+    results: dict[str, Errors] = {}
+    for number, lengths in enumerate(LENGTHS):
+        borders = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0).int()
+        documents = Documents(borders, SEQ, torch.device("cpu"))
+        places_BS = places_of(documents.borders, SEQ, cp)
+        ids_BS = document_ids(borders, SEQ)
+        seen = (ids_BS[:, :, None] == ids_BS[:, None, :]).tril()[:, None]
+        for heads, groups in HEADS:
+            for dtype in (torch.float64, torch.float32):
+                *whole, grad = sample(heads, groups, dtype)
+                q, k, v = (x.double().requires_grad_() for x in whole)
+                out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+                out.backward(grad.double())
+                expected = [chosen(x.detach(), places_BS) for x in (out, q.grad, k.grad, v.grad)]
+                mine = [chosen(x.detach(), places_BS).requires_grad_() for x in whole]
+                core = RingAttentionCore(
+                    WIDTH, 0.0, "site", RandomStreams(1), lambda flops: None, cp=cp,
+                    queries_per_group=heads // groups,
+                )  # fmt: skip
+                found = core(QKV(*mine), AttentionContext(documents=documents))
+                found.backward(chosen(grad, places_BS).transpose(1, 2).flatten(2))
+                found = found.detach().unflatten(-1, (heads, WIDTH)).transpose(1, 2)
+                results[f"{number} {heads} {groups} {dtype}"] = errors_of(
+                    [found, *(x.grad for x in mine)], expected
+                )
+    return results
+
+
+def chosen(x_BHSE: torch.Tensor, places_BS: torch.Tensor) -> torch.Tensor:
+    return x_BHSE.take_along_dim(places_BS[:, None, :, None], 2)
 
 
 def compare(cp: Axis) -> dict[str, Any]:
@@ -92,7 +137,7 @@ def compare(cp: Axis) -> dict[str, Any]:
             grad = own(whole[3], cp)
             sent = dict(cp.traffic.num_bytes)
             with Largest() as largest:
-                out = ring_attention(*mine, cp, lambda turn, q, k: Block(0.3, turn == 0))
+                out = ring_attention(*mine, cp, by_turn)
                 out.backward(grad)
             found = [out.detach(), *(x.grad for x in mine)]
             assert all(x.dtype == dtype for x in found)
@@ -115,11 +160,14 @@ def with_dropout(cp: Axis) -> Errors:
     out.backward(grad)
     expected = [own(x.detach(), cp) for x in (out, q.grad, k.grad, v.grad)]  # type: ignore
     places = own_positions((1, SEQ), cp, torch.device("cpu"))[0]
-    places_of = cp.all_gather(places.contiguous())
+    all_places = cp.all_gather(places.contiguous())
 
-    def block_of(turn: int, q: torch.Tensor, k: torch.Tensor) -> Block:
+    def block_of(
+        turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool
+    ) -> Block:
+        assert number == 0 and is_causal == (turn == 0)
         rows = places[-q.shape[2] :]  # all, or the second chunk
-        columns = places_of[(cp.rank - turn) % cp.size][: k.shape[2]]  # all, or the first
+        columns = all_places[(cp.rank - turn) % cp.size][: k.shape[2]]  # all, or the first
         return Block(0.3, turn == 0, keep=keep[:, :, rows][:, :, :, columns])
 
     mine = [leaf(x, cp) for x in whole]

@@ -35,6 +35,7 @@ TENSORWISE = Fp8Recipe(name="tensorwise")
 CASES = {
     "fp32": Case(),
     "llama": Case(steps=4, model=LLAMA),
+    "documents": Case(steps=3, model=LLAMA, documents=True),
     "delayed": Case("bf16", DELAYED, steps=5),
     "tensorwise": Case("bf16", TENSORWISE, steps=5),
 }
@@ -119,6 +120,13 @@ def test_the_ring_is_attention_over_the_whole_sequence(rings: list[dict[str, Any
                 assert largest <= share * max(heads, 2 * groups)
                 sums = max(4, dtype.itemsize)
                 assert num_bytes == (size - 1) * 2 * share * groups * (2 * dtype.itemsize + sums)
+
+
+def test_documents_in_the_ring(rings: list[dict[str, Any]]) -> None:
+    """Each document is cut over the ranks; also those shorter than the number of chunks."""
+    for rank in rings:
+        for name, errors in rank["documents"].items():
+            assert max(errors.values()) <= (1e-5 if "32" in name else 1e-12), (name, errors)
 
 
 def test_dropout_in_the_ring(rings: list[dict[str, Any]]) -> None:
@@ -286,7 +294,6 @@ def test_the_key_reaches_the_layout() -> None:
             "model.context_parallel_size",
             "model.micro_batch_size: 4",
         ),
-        (["model.data.reset_attention_mask=True"], "model.context_parallel_size", "documents"),
         (["model.position_embedding_type=alibi"], "model.context_parallel_size", "rope"),
         (["model.compile=block"], "model.context_parallel_size", "compiles no such messages"),
         (["model.fp8=True", "model.fp8_backend=te"], "model.context_parallel_size", "native"),

@@ -1,0 +1,116 @@
+"""Cut the sequences of a microbatch over context-parallel ranks, whole or document by document.
+
+A sequence is cut into 2n chunks for n ranks, and rank r has chunks r and 2n-1-r, in this order. If
+documents do not see each other, each document is cut so, as Megatron-LM and Transformer Engine cut
+packed sequences, so that all ranks compute the same amount of every document. They pad documents to
+a multiple of 2n tokens. Here lengths stay as they are: the tokens that are left over make chunks
+one token longer, of one rank after the other throughout a row, so that all ranks have the same
+number of tokens in the end. A document whose length is a multiple of 2n is cut as theirs.
+"""
+
+# B batch  S tokens of a whole row  N documents
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from megafp8.parallel.collectives import Axis
+
+
+class Share(NamedTuple):
+    """Describes one rank's tokens of a document: two chunks of it, the earlier one first."""
+
+    row: int
+    local: int  # the place of the first token among the rank's tokens of the row
+    first: range  # the places of the earlier chunk's tokens in the whole row
+    second: range
+
+    @property
+    def middle(self) -> int:
+        """Return where the second chunk begins among the rank's tokens of the row."""
+        return self.local + len(self.first)
+
+    @property
+    def stop(self) -> int:
+        """Return where the document ends among the rank's tokens of the row."""
+        return self.middle + len(self.second)
+
+
+class Piece(NamedTuple):
+    """Describes scores that a rank computes at a turn of the ring: which rows, queries and keys."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    is_causal: bool = False
+
+
+@lru_cache(maxsize=8)
+def shares(borders: tuple[int, ...], seq: int, size: int) -> tuple[tuple[Share, ...], ...]:
+    """Return for each of `size` ranks its share of each document, some of them empty.
+
+    `borders` are `Documents.borders`; `seq` is a multiple of 2 `size`.
+    """
+    assert seq % (2 * size) == 0, "the settings refuse other lengths"
+    found: list[list[Share]] = [[] for _ in range(size)]
+    local, turn = [0] * size, 0
+    for start, stop in pairwise(borders):
+        row, begin = divmod(start, seq)
+        if begin == 0:
+            local, turn = [0] * size, 0
+        chunks = _chunks(begin, stop - start, size, turn)
+        turn += (stop - start) % (2 * size)
+        for rank in range(size):
+            share = Share(row, local[rank], chunks[rank], chunks[-1 - rank])
+            found[rank].append(share)
+            local[rank] = share.stop
+    return tuple(map(tuple, found))
+
+
+def _chunks(begin: int, length: int, size: int, turn: int) -> list[range]:
+    """Return the 2 `size` chunks of a document; left-over tokens go to rank `turn` and on."""
+    each, rest = divmod(length, 2 * size)
+    lengths = [each] * (2 * size)
+    for number in range(rest):
+        rank = (turn + number) % size
+        lengths[rank if number < size else -1 - rank] += 1
+    places = [begin]
+    for more in lengths:
+        places.append(places[-1] + more)
+    return [range(first, last) for first, last in pairwise(places)]
+
+
+def places_of(borders: tuple[int, ...], seq: int, cp: Axis) -> torch.Tensor:
+    """Return the places in whole rows of this rank's tokens, int64 [B, S/cp], on the CPU."""
+    own = shares(borders, seq, cp.size)[cp.rank]
+    places = [place for share in own for part in (share.first, share.second) for place in part]
+    return torch.tensor(places).view(-1, seq // cp.size)
+
+
+def pieces(own: Sequence[Share], theirs: Sequence[Share], *, from_before: bool) -> list[Piece]:
+    """Return what a rank computes with the keys of another rank, which has shares `theirs`.
+
+    The keys of an earlier rank (`from_before`) have a first chunk that all queries see. The second
+    chunk of queries sees all keys of a later rank.
+    """
+    found = []
+    for mine, other in zip(own, theirs, strict=True):
+        queries = slice(mine.local if from_before else mine.middle, mine.stop)
+        keys = slice(other.local, other.middle if from_before else other.stop)
+        if queries.start < queries.stop and keys.start < keys.stop:
+            found.append(Piece(slice(mine.row, mine.row + 1), queries, keys))
+    return found
+
+
+def own_pieces(own: Sequence[Share]) -> list[Piece]:
+    """Return what a rank computes with its own keys: a triangle of each document."""
+    return [
+        Piece(slice(s.row, s.row + 1), slice(s.local, s.stop), slice(s.local, s.stop), True)
+        for s in own
+        if s.local < s.stop
+    ]
