@@ -329,6 +329,25 @@ def test_only_learned_positions_begin_again_in_a_nemo_file(tmp_path: Path) -> No
         assert spec_of(load_all([*PATHS, f"{reset}=True"], **where)).data.reset_position_ids
 
 
+def test_documents_are_kept_apart_with_context_parallelism(tmp_path: Path) -> None:
+    """As the files of Llama 3 ask for it, once the mask has an effect."""
+    mask, fusion = "model.data.reset_attention_mask", "model.get_attention_mask_from_fusion"
+    family = {
+        "model.context_parallel_size": 2,
+        "model.position_embedding_type": "rope",
+        "model.data.reset_position_ids": True,
+        mask: True,
+    }
+    where = launcher_yaml(tmp_path, **family)
+    assert not spec_of(load_all(PATHS, **where)).data.reset_attention_mask
+    spec = spec_of(load_all([*PATHS, f"{fusion}=False"], **where))
+    assert spec.data.reset_attention_mask and spec.parallel.cp == 2
+    assert not spec.data.reset_position_ids
+    where = launcher_yaml(tmp_path, **family, **REFUSED["llama 3.1"])
+    problem = the_problem(*PATHS, f"{fusion}=False", **where)
+    assert problem.key == "model.scale_positional_embedding"
+
+
 def test_a_mask_of_documents_is_dropped_where_nemo_drops_it(tmp_path: Path) -> None:
     """With `get_attention_mask_from_fusion`, its default, NeMo gives its layers no mask."""
     mask, fusion = "model.data.reset_attention_mask", "model.get_attention_mask_from_fusion"
