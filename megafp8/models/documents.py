@@ -107,7 +107,7 @@ class Documents:
     @cached_property
     def firsts_BS(self) -> torch.Tensor:  # noqa: N802 (shape suffix)
         """Return the place in its row of the first token of each token's document, [B, S]."""
-        lengths = torch.tensor(self.lengths)
+        lengths = torch.tensor(self.lengths, device="cpu")  # not a dry run's default device
         firsts = self.cu_seqlens_N1[:-1].long() % self.seq
         return firsts.repeat_interleave(lengths).view(-1, self.seq).to(self.device)
 

@@ -17,7 +17,6 @@ the block's own rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -208,6 +207,30 @@ def _document_pieces(
     return pieces(ranks[cp.rank], theirs, from_before=turn <= cp.rank)
 
 
+def _attend_own(
+    q_BHSE: torch.Tensor,
+    k_BGSE: torch.Tensor,
+    v_BGSE: torch.Tensor,
+    own: Sequence[Piece],
+    block_of: BlockOf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and log-sum-exp of this rank's own pieces, in FP32 at least.
+
+    Every query is in exactly one of them.
+    """
+    work = torch.promote_types(q_BHSE.dtype, torch.float32)
+    if own[0].queries == ALL:
+        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, 0, q_BHSE, k_BGSE, True))
+        return out.to(work), lse_BHS
+    out_BHSE = torch.empty_like(q_BHSE, dtype=work)
+    lse_BHS = q_BHSE.new_empty(q_BHSE.shape[:3], dtype=work)
+    for number, (rows, queries, keys, is_causal) in enumerate(own):
+        q, k, v = q_BHSE[rows, :, queries], k_BGSE[rows, :, keys], v_BGSE[rows, :, keys]
+        out, lse = attend(q, k, v, block_of(0, number, q, k, is_causal))
+        out_BHSE[rows, :, queries], lse_BHS[rows, :, queries] = out, lse
+    return out_BHSE, lse_BHS
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -219,19 +242,14 @@ class _Ring(torch.autograd.Function):
         block_of: BlockOf,
         pieces_of: PiecesOf,
     ) -> torch.Tensor:
-        held_2BGSE = torch.stack((k_BGSE, v_BGSE))
-        coming = cp.start_shift(held_2BGSE)
-        work = torch.promote_types(q_BHSE.dtype, torch.float32)
-        out_BHSE = torch.zeros_like(q_BHSE, dtype=work)
-        lse_BHS = q_BHSE.new_full(q_BHSE.shape[:3], -math.inf, dtype=work)
-        for turn in range(cp.size):
-            if turn > 0:
-                held_2BGSE = coming.wait()
-                if turn + 1 < cp.size:
-                    coming = cp.start_shift(held_2BGSE)
-            for number, (rows, queries, keys, is_causal) in enumerate(
-                pieces_of(turn, q_BHSE.shape[2])
-            ):
+        coming = cp.start_shift(torch.stack((k_BGSE, v_BGSE)))
+        seq = q_BHSE.shape[2]
+        out_BHSE, lse_BHS = _attend_own(q_BHSE, k_BGSE, v_BGSE, pieces_of(0, seq), block_of)
+        for turn in range(1, cp.size):
+            held_2BGSE = coming.wait()
+            if turn + 1 < cp.size:
+                coming = cp.start_shift(held_2BGSE)
+            for number, (rows, queries, keys, is_causal) in enumerate(pieces_of(turn, seq)):
                 q, (k, v) = q_BHSE[rows, :, queries], held_2BGSE[:, rows, :, keys]
                 more = attend(q, k, v, block_of(turn, number, q, k, is_causal))
                 merge_(out_BHSE[rows, :, queries], lse_BHS[rows, :, queries], *more)
@@ -245,14 +263,14 @@ class _Ring(torch.autograd.Function):
         q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS = ctx.saved_tensors
         (grad_BHSE,), cp = grads, ctx.cp
         work = torch.promote_types(q_BHSE.dtype, torch.float32)
-        held_2BGSE = torch.stack((k_BGSE, v_BGSE))
-        coming = cp.start_shift(held_2BGSE)
+        coming = cp.start_shift(torch.stack((k_BGSE, v_BGSE)))
         dq_BHSE = torch.zeros_like(q_BHSE, dtype=work)
-        own_2BGSE = torch.zeros_like(held_2BGSE, dtype=work)
+        own_2BGSE = k_BGSE.new_zeros((2, *k_BGSE.shape), dtype=work)
         sums = None  # the sums of the held block's gradients, from the previous rank
         for turn in range(cp.size):
+            k_held, v_held = k_BGSE, v_BGSE
             if turn > 0:
-                held_2BGSE = coming.wait()
+                k_held, v_held = held_2BGSE = coming.wait()
                 if turn + 1 < cp.size:
                     coming = cp.start_shift(held_2BGSE)
             found = []
@@ -262,7 +280,7 @@ class _Ring(torch.autograd.Function):
                 grad, q, out, lse = (
                     x[rows, :, queries] for x in (grad_BHSE, q_BHSE, out_BHSE, lse_BHS)
                 )
-                k, v = held_2BGSE[:, rows, :, keys]
+                k, v = k_held[rows, :, keys], v_held[rows, :, keys]
                 block = ctx.block_of(turn, number, q, k, is_causal)
                 dq, *dkv = attend_backward(grad, q, k, v, out, lse, block)
                 dq_BHSE[rows, :, queries] += dq

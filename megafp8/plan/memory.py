@@ -50,6 +50,9 @@ HEAD_CHUNK_TOKENS = 8192
 HEAD_CHUNK_BYTES = 2 << 30
 """On a GPU the head works on chunks of at most so many tokens, and bytes of FP32 logits
 (`models/loss.py`)."""
+BLOCK_QUERIES = 128
+"""Attention within documents whose scores have a bias takes so many queries at a time, with up to
+all keys of a document (`models/documents.py`)."""
 SCALE_TABLE_BYTES = 20
 """Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
 
@@ -313,7 +316,7 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
             kept += tokens // sequence_shards(spec) * model.hidden_size
     if model.position_embedding_type == "rope":
         kept += 2 * FP32 * spec.data.seq_length // spec.parallel.cp * model.rotary_size
-    if model.position_embedding_type == "alibi":
+    if model.position_embedding_type == "alibi" and not spec.data.reset_attention_mask:
         heads = model.num_attention_heads // tp
         kept += heads * spec.data.seq_length**2 * compute_itemsize(spec)
     kept += sum(_recomputed_or_kept(spec, layers))
@@ -357,9 +360,10 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
 
     The moments are: the last chunk of the head's forward pass, the head's backward pass, where its
     gradients are multiplied by the loss's, and the backward pass through FC2 and the activation of
-    a layer. A GPU's kernel writes the gradient of the logits over them.
+    a layer; and a block of attention within documents. A GPU's kernel writes the gradient of the
+    logits over them.
     """
-    moments = [_layer_workspace(spec, layers_of(spec, stage))]
+    moments = [_layer_workspace(spec, layers_of(spec, stage)), _scores_workspace(spec)]
     if stage == num_stages(spec) - 1:
         vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
         chunk = _head_chunk(spec)
@@ -367,6 +371,19 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
         part = vocab * hidden * FP32 if tokens_of(spec) > chunk else 0
         moments += [logits + part, _head_gradient_bytes(spec)]
     return max(moments)
+
+
+def _scores_workspace(spec: RunSpec) -> int:
+    """Return the scores, their bias and their gradient, in FP32, of one block within documents.
+
+    Without ALiBi, and on GPUs without dropout, no tensor of scores is made.
+    """
+    model = spec.model
+    has_scores = model.position_embedding_type == "alibi" or model.attention_dropout > 0
+    if not spec.data.reset_attention_mask or not has_scores:
+        return 0
+    heads = model.num_attention_heads // spec.parallel.tp
+    return 3 * FP32 * heads * min(BLOCK_QUERIES, spec.data.seq_length) * spec.data.seq_length
 
 
 def _layer_workspace(spec: RunSpec, layers: range) -> int:

@@ -305,7 +305,11 @@ def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
         wide = (shape[0], shape[1] // ranks, spec.model.hidden_size)
         dtype = gpt.parts.residual_dtype
         x_BSD = torch.zeros(wide, dtype=dtype, device=device, requires_grad=True)
-    x_BSD = gpt.forward_layers(x_BSD)
+    borders = None
+    if spec.data.reset_attention_mask:  # whole samples: no document has more scores
+        seq = spec.data.seq_length
+        borders = torch.arange(0, shape[0] * seq + 1, seq, dtype=torch.int32, device="cpu")
+    x_BSD = gpt.forward_layers(x_BSD, cu_seqlens_N1=borders)
     return gpt.forward_head(x_BSD, tokens_BS) if gpt.has_head else x_BSD
 
 

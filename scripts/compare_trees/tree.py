@@ -168,9 +168,10 @@ def extract(repository: Path, commit: str | None, target: Path) -> None:
         check=True,
     )
     for name in filter(None, listed.stdout.decode().split("\0")):
-        if (repository / name).is_file():  # git also lists deleted files
+        source = repository / name
+        if source.is_symlink() or source.is_file():  # git also lists deleted files
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(repository / name, target / name)
+            shutil.copyfile(source, target / name, follow_symlinks=False)
 
 
 def make_text(path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from megafp8.models.documents import QUERIES
 from megafp8.optim import zero
 from megafp8.plan import shape
-from megafp8.plan.memory import rank_memory
+from megafp8.plan.memory import BLOCK_QUERIES, rank_memory
 from megafp8.plan.pipeline import most_held
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
@@ -89,6 +90,11 @@ def wide_head(**choices: Any) -> RunSpec:
     return replace(spec, train=replace(spec.train, micro_batch_size=4))
 
 
+def with_documents(shape: dict[str, Any], **choices: Any) -> RunSpec:
+    spec = job(shape=shape, **choices)
+    return replace(spec, data=replace(spec.data, reset_attention_mask=True))
+
+
 JOBS: dict[str, RunSpec] = {
     "bf16": job(),
     "fp32": job(compute="fp32"),
@@ -101,6 +107,9 @@ JOBS: dict[str, RunSpec] = {
     "llama": job(fp8=DELAYED, shape=LLAMA),
     "dropout": job(fp8=DELAYED, shape=DROPOUT),
     "alibi": job(shape={"position_embedding_type": "alibi"}),
+    "alibi, documents": with_documents({"position_embedding_type": "alibi"}),
+    "documents": with_documents({}),
+    "documents, tp 2 x cp 2": with_documents({}, ranks=4, tp=2, cp=2),
     "post-norm": job(shape={"transformer_block_type": "post_ln"}),
     "tp 2": job(ranks=2, tp=2, fp8=DELAYED),
     "tp 2, sequence": job(ranks=2, tp=2, sequence_parallel=True, fp8=DELAYED),
@@ -197,6 +206,26 @@ def test_a_weight_has_a_copy_for_each_product_that_reads_it_in_fp8(
     plan, real = rank_memory(spec, 0), rank_share(spec, 0)
     assert plan.step.weight_copies == real.step.weight_copies == copies * 12 * 256**2
     assert plan.step.microbatch == pytest.approx(max(real.step.kept.values()), rel=2e-3)
+
+
+def test_documents_take_no_square_of_the_length() -> None:
+    """ALiBi's bias of all scores is gone; four times the length has four times what is kept."""
+    assert BLOCK_QUERIES == QUERIES
+    alibi = {"position_embedding_type": "alibi"}
+
+    def kept(spec: RunSpec, times: int) -> int:
+        length = times * SEQUENCE
+        return rank_memory(
+            replace(spec, data=replace(spec.data, seq_length=length)), 0
+        ).step.microbatch
+
+    documents, plain = with_documents(alibi), job(shape=alibi)
+    head = kept(documents, 2) - 2 * kept(documents, 1)  # a constant: the head's weight gradient
+    assert head < 0 and kept(documents, 4) - 4 * kept(documents, 1) == 3 * head
+    assert (
+        kept(plain, 4) - kept(documents, 4)
+        == plain.model.num_attention_heads * (4 * SEQUENCE) ** 2 * 2
+    )
 
 
 def total(real: RankShare, copies: int) -> int:

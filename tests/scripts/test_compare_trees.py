@@ -72,11 +72,14 @@ def trees(tmp_path: Path) -> Path:
     }.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(text)
+    (repository / "linked").symlink_to("megafp8")  # a folder, by a link that git records
     git = ["git", "-C", str(repository), "-c", "user.name=n", "-c", "user.email=e"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "base"]):
         subprocess.run([*git, *words], check=True)
     extract(repository, "HEAD", tmp_path / "compared" / "base" / "tree")
     extract(repository, None, tmp_path / "compared" / "head" / "tree")
+    for side in ("base", "head"):
+        assert (tmp_path / "compared" / side / "tree" / "linked" / "cli").is_dir()
     with pytest.raises(CannotCompareError, match="none-such"):
         commit_of(repository, "none-such")
     return tmp_path / "compared"
