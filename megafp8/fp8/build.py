@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from megafp8.errors import UserError
 from megafp8.fp8.draws import WHOLE, Part
 from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
@@ -39,11 +40,16 @@ def linear_quantizer(
     `reduce_max(role)` returns the maximum over the ranks that hold parts of that tensor, or None.
     `reduce_columns(role)` does so for those that hold the same columns of other tokens.
     `part(role)` says which part of the tensor this rank has.
+
+    Raises:
+        UserError: The recipe lacks the format that the settings name for gradients.
     """
     precision = state.recipe.precision_of(name)
     if precision == HIGH_PRECISION:
         return None
     chosen = find_recipe(precision)
+    if precision == state.recipe.name:
+        _check_format(state.recipe, chosen.traits)
     reductions = reduce_max, reduce_columns
     made = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
     tensors = {role: _with_part(tensor, part(role)) for role, tensor in made.items()}
@@ -81,6 +87,15 @@ def _with_part(tensor: TensorQuantizer, part: Part) -> TensorQuantizer:
     if isinstance(tensor.rule, CastRule):
         return replace(tensor, rule=CastRule(tensor.rule.recipe, tensor))
     return tensor
+
+
+def _check_format(settings: Fp8Recipe, traits: Traits) -> None:
+    formats = traits.backward_formats
+    if settings.backward_format not in formats:
+        raise UserError(
+            f"backward_format={settings.backward_format!r}: {settings.name} has {formats[0]!r} "
+            "alone for gradients. Leave it out"
+        )
 
 
 def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:

@@ -87,6 +87,8 @@ def create(
     `internal` quantizers make a plain storage object, others a subclass of `torch.Tensor`.
     """
     shape = list(shape)
+    if kind_of(quantizer) == "NVFP4Quantizer":
+        raise missing("nvfp4_quantize")
     if is_mx(quantizer):
         made, name, module = mx.arguments(quantizer, shape, device), mx.NAME, mx.module()
     elif is_blockwise(quantizer):

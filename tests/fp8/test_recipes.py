@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megafp8.errors import UserError
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor, spread
 from megafp8.fp8.gemm import GemmCounter
@@ -233,6 +234,14 @@ def test_overridden_products_are_plain(name: RecipeName, high: set[GemmName]) ->
         assert is_plain == (gemm in high | never), gemm
         assert ("fp32", gemm) in linear.counter.flops if is_plain else True
         assert (("fp8", gemm) in linear.counter.flops) != is_plain
+
+
+@pytest.mark.parametrize("name", ["rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_a_linear_never_replaces_a_format_of_gradients(name: RecipeName) -> None:
+    """Settings and conversions refuse it before; a program may make the linear by itself."""
+    state = ScalingState(Fp8Recipe(name=name, backward_format="e5m2"))
+    with pytest.raises(UserError, match=f"'e5m2': {name} has 'e4m3' alone for gradients"):
+        linear_quantizer(state, "a")
 
 
 def test_module_rules_choose_by_name() -> None:

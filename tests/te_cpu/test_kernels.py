@@ -241,6 +241,8 @@ def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
     with pytest.raises(MissingKernelError, match="packed sequences"):
         x, freqs = torch.zeros(4, 2, 4), torch.zeros(4, 1, 1, 4)
         extension.fused_rope_forward(x, freqs, None, 2, False, torch.tensor([0, 4]), 1, 0)
+    with pytest.raises(MissingKernelError, match="nvfp4_quantize.*NVFP4BlockScaling"):
+        quantize.quantize(torch.zeros(16, 16), type("NVFP4Quantizer", (), {})())
     assert (extension.CommOverlap | None) is not None  # an annotation
 
 
