@@ -4,7 +4,7 @@ python -m scripts.mutate [--decided N] [--seed N] [--files PATTERN …] [--again
 
 The seed orders the mutants (`mutants.py`); they are tried one after the other, each by the tests
 of the files that `scope.py` names which run its line (`covering.py`), until N are decided: killed
-or survived. Those that are justified as equivalent in `equivalent.json` are not counted. Results
+or survived. Those that are justified as equivalent in `equivalent.json` are not tried. Results
 are kept in `results.jsonl` beside this file, so that the command continues where it ended, also in
 another checkout; a result is dropped when the text of its line is gone. --again tries those that
 survived, or were not decided, again. A test that notices a mutant must pass without it, and one
@@ -103,12 +103,20 @@ class Run:
             if not any(fnmatchcase(place.file, pattern) for pattern in patterns):
                 decided += 1  # it is left to another call
                 continue
-            if row is None or (again and row.verdict != "killed" and not table.why_equivalent(row)):
+            if row is None or self._is_due(row, again):
                 mutant = place.make()
                 if mutant is None:
                     continue
-                row = self._keep(mutant, self._try(mutant))
+                row = self._row(mutant, Outcome("equivalent", 0.0))
+                if not table.why_equivalent(row):
+                    row = self._row(mutant, self._try(mutant))
+                self._keep(row)
             decided += row.verdict in ("killed", "survived") and not table.why_equivalent(row)
+
+    def _is_due(self, row: table.Row, again: bool) -> bool:
+        """Whether a mutant is tried once more; one that is justified as equivalent is not."""
+        wanted = {"equivalent"} | ({"survived", "timeout", "error"} if again else set())
+        return row.verdict in wanted and not table.why_equivalent(row)
 
     def _try(self, mutant: Mutant) -> Outcome:
         """Return what the tests say of a mutant; a test that fails without it is an error."""
@@ -140,8 +148,8 @@ class Run:
             )
         return self._sound.get(test, True)
 
-    def _keep(self, mutant: Mutant, outcome: Outcome) -> table.Row:
-        row = table.Row(
+    def _row(self, mutant: Mutant, outcome: Outcome) -> table.Row:
+        return table.Row(
             key=mutant.key,
             file=mutant.file,
             line=mutant.line,
@@ -152,13 +160,14 @@ class Run:
             seconds=round(outcome.seconds, 1),
             commit=self.commit,
         )
+
+    def _keep(self, row: table.Row) -> None:
         self.rows[row.key] = row
         rows = sorted(self.rows.values(), key=lambda kept: kept.key)
         text = "".join(json.dumps(asdict(kept), ensure_ascii=False) + "\n" for kept in rows)
         self.results.write_text(text)
         words = f"{row.verdict:9}{row.seconds:6.0f} s  {row.file}:{row.line}  {row.after}"
         print(f"{words}  [{row.by}]", flush=True)
-        return row
 
 
 if __name__ == "__main__":

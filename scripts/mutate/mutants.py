@@ -187,4 +187,7 @@ def _is_pointer(source: str, found: re.Match[str]) -> bool:
         return True
     word = re.search(r"\w+$", before)
     types = {"float", "char", "void", "double", "int", "return", "const", "restrict"}
-    return word is not None and (word.group() in types or word.group().endswith("_t"))
+    is_struct = re.search(r"\bstruct \w+$", before) is not None
+    return is_struct or (
+        word is not None and (word.group() in types or word.group().endswith("_t"))
+    )

@@ -66,7 +66,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         )
         for name in ("build", "rule", "scales", "recipes/*")
     },
-    **{f"megafp8/fp8/{name}.py": ("fp8/test_check",) for name in ("checker", "probe", "refute")},
+    **{
+        f"megafp8/fp8/{name}.py": _fp8("test_probe", "test_check")
+        for name in ("checker", "probe", "refute")
+    },
     "megafp8/fp8/draws.py": ("fp8/test_own_recipes",),
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
     **{f"megafp8/fp8/{name}.py": FRONT_DOOR for name in FRONT_DOOR_FILES},

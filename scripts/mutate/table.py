@@ -25,8 +25,8 @@ should notice it: [scope.py](../scripts/mutate/scope.py) says which files and te
 if a test fails, and survives if all pass; it is not decided if one is skipped that is not skipped
 without it. [results.jsonl](../scripts/mutate/results.jsonl) has every result. A mutant that changes
 no result that anything reads is equivalent: it is justified in
-[equivalent.json](../scripts/mutate/equivalent.json) and not counted. Triton's kernels are not
-mutated."""
+[equivalent.json](../scripts/mutate/equivalent.json), and neither tried from then on nor counted.
+Triton's kernels are not mutated."""
 SIDE_BY_SIDE = """\
 Files were tried side by side (`--files`), so the decided ones are not the first of the seed's
 order. They were among its first 200 when they were tried."""
@@ -41,7 +41,7 @@ class Row:
     line: int
     before: str
     after: str
-    verdict: str  # killed, survived, timeout or error
+    verdict: str  # killed, survived, timeout, error, or equivalent, which was not tried
     by: str
     seconds: float
     commit: str  # where it was tried
@@ -65,7 +65,8 @@ def part_of(file: str) -> str:
 
 def page(rows: Sequence[Row], seed: int, wanted: int) -> str:
     """Return the page with the scores and all mutants that were not killed."""
-    counted = [row for row in rows if not (row.verdict == "survived" and why_equivalent(row))]
+    spared = ("survived", "equivalent")
+    counted = [row for row in rows if not (row.verdict in spared and why_equivalent(row))]
     commits = ", ".join(dict.fromkeys(row.commit for row in sorted(rows, key=lambda r: r.commit)))
     lines = [TITLE, "", EXPLANATION, "", f"Seed {seed}, tried at the commits {commits}.", ""]
     lines += ["| part | decided | killed | survived | not decided |", "|---|---|---|---|---|"]

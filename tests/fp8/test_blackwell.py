@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES
+from tests.c_kernels import need_kernels, threads_started
 from tests.fp8.quantized import quantized
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.data import data
@@ -38,8 +40,8 @@ def _paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Run each test with the C kernels, and with the rules in torch operations."""
     if request.param == "torch":
         monkeypatch.setattr(block_casts, "runs_in_c", lambda x: False)
-    elif library().lib is None:
-        pytest.skip(library().note)
+    else:
+        need_kernels()
 
 
 def made(kind: str, shape: tuple[int, int] = (32, 64)) -> Floats32:
@@ -249,3 +251,44 @@ def test_values_of_blocks_are_numbers_times_scales(
     for found in (ours, block_casts.block_values(other, scale, block, dtype)):
         assert found is not None and torch.equal(found.isnan(), expected.isnan())
         assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("rows", [4080, 4096])  # of 16: below and at 65,536 elements
+def test_small_matrices_start_no_threads(rows: int) -> None:
+    need_kernels()
+    lib, address = library().lib, block_casts._at
+    assert lib is not None
+    x, scale, byte = torch.ones(rows, 16), torch.ones(rows, 16), torch.zeros(rows, 16).byte()
+    payload, wide, one = torch.zeros(rows, 16).byte(), torch.zeros(rows, 16), torch.ones(16)
+    size = [ctypes.c_size_t(n) for n in (rows, 16, 1, 16)]
+    written = [address(payload), address(scale)]
+    calls = [
+        lambda: lib.megafp8_mxfp8(address(x), *size[:2], 0, 0, *written, 2),
+        lambda: lib.megafp8_nvfp4(
+            address(x), *size[:2], 0, *size[2:], address(one), address(byte), *written, 2
+        ),
+        lambda: lib.megafp8_block_values(
+            address(payload), *size[:2], address(scale), *size[2:], address(wide), 0, 2
+        ),
+        lambda: lib.megafp8_rotate(address(x), *size[:2], 0, address(one), address(wide), 2),
+    ]
+    more = lib.megafp8_has_threads() if rows == 4096 else 0
+    assert [threads_started(call) for call in calls] == [more] * 4
+
+
+def test_a_rotation_writes_no_byte_behind_its_matrix() -> None:
+    need_kernels()
+    lib, address = library().lib, block_casts._at
+    assert lib is not None
+    x, signs = torch.ones(48, 32), torch.ones(16)  # the kernel is told of the first 32 rows
+    out = torch.full((48, 32), 7.0, dtype=torch.bfloat16)
+    size = [ctypes.c_size_t(32)] * 2
+    lib.megafp8_rotate(address(x), *size, 0, address(signs), address(out), 1)
+    assert not (out[:32] == 7).any() and (out[32:] == 7).all()
+
+
+def test_random_bytes_that_lie_transposed_are_not_read_in_another_order() -> None:
+    need_kernels()
+    byte = torch.zeros(16, 32, dtype=torch.uint8).t()
+    with pytest.raises(AssertionError):
+        block_casts.nvfp4(torch.ones(32, 16), (1, 16), torch.ones(()), byte)

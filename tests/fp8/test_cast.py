@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import itertools
 import math
 import pickle
@@ -22,8 +23,8 @@ from megafp8.fp8.cast import (
     quantize_torch,
 )
 from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.kernels.compile import Library
-from tests.c_kernels import need_kernels
+from megafp8.fp8.kernels.compile import Library, library
+from tests.c_kernels import need_kernels, threads_started
 from tests.spec import delayed
 from tests.spec import formats as spec
 
@@ -365,3 +366,24 @@ def test_amaxes_along_a_dim_and_of_nothing(dim: int) -> None:
     assert found.dtype == torch.float32 and torch.equal(found, wanted)
     empty = cast.amax_along(torch.empty(0, 5).t() if dim else torch.empty(0, 5), dim)
     assert torch.equal(empty, torch.zeros((5, 1) if dim else (1, 5)))
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536])
+def test_casts_of_small_tensors_start_no_threads(size: int) -> None:
+    need_kernels()
+    lib = library().lib
+    assert lib is not None
+    kinds = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.uint8)
+    made = [torch.ones(size).to(dtype) for dtype in kinds]
+    x, grid, total, half, payload = (ctypes.c_void_p(tensor.data_ptr()) for tensor in made)
+    n, row, scale = ctypes.c_size_t(size), ctypes.c_size_t(1), x
+    calls = [
+        lambda: lib.megafp8_quantize(x, n, 0, 0, scale, payload, grid, 0, None, 2),
+        lambda: lib.megafp8_quantize_and_sum(
+            x, row, n, 0, 0, scale, payload, grid, 0, None, total, 2
+        ),
+        lambda: lib.megafp8_decode(payload, n, 0, grid, 0, 2),
+        lambda: lib.megafp8_accumulate(total, half, n, 2),
+    ]
+    more = lib.megafp8_has_threads() if size == 65_536 else 0
+    assert [threads_started(call) for call in calls] == [more] * 4

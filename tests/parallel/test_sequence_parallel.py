@@ -282,3 +282,25 @@ def test_bytes_that_lie_transposed_are_gathered_and_kept_so() -> None:
         found.append(whole.payload.view(torch.uint8))
     assert torch.equal(found[0], torch.cat([rows, rows + 1])) and torch.equal(*found)
     assert found[0].is_contiguous() and found[1].t().is_contiguous()
+
+
+def test_scales_of_columns_are_those_of_all_ranks_tokens() -> None:
+    """The ranks have agreed on them, so that they are not gathered; the block grows."""
+    payload = torch.arange(15, dtype=torch.uint8).view(5, 3)
+    scale = torch.tensor([[1.0, 2.0, 4.0]])
+    part = Fp8Tensor(payload.view(torch.float8_e4m3fn), scale, E4M3, block=(5, 1), layout="row")
+    whole = gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
+    assert isinstance(whole, Fp8Tensor) and whole.block == (10, 1)
+    assert torch.equal(whole.dequant_scale, scale)
+    numbers = torch.cat([payload, payload + 1]).view(torch.float8_e4m3fn).float()
+    assert torch.equal(whole.dequantize(torch.float32), numbers * scale)
+
+
+def test_a_block_may_not_end_in_another_rank() -> None:
+    part = Fp8Tensor(
+        torch.zeros(6, 4).to(torch.float8_e4m3fn), torch.ones(2, 4), E4M3, block=(4, 1)
+    )
+    with pytest.raises(AssertionError, match="another rank"):
+        gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
+    whole = gather_tokens(replace(part, block=(3, 1)), _TwoRanks())  # type: ignore[arg-type]
+    assert isinstance(whole, Fp8Tensor) and list(whole.dequant_scale.shape) == [4, 4]

@@ -45,6 +45,7 @@ static float *times(const float *x, size_t n) { return x[0] < n * 2.5f ? -x : "5
         "C: 0 to (0 + 1)", "C: < to <=", "C: < to >=", "C: * to +", "C: 2.5f to (2.5f + 1)",
     }  # fmt: skip
     assert made["C: * to +"].count("n + 2.5f") == 1
+    assert not list(c_changes("static void f(const struct x *a, struct y *const *b);"))
 
 
 def made(root: Path, seed: int) -> list[Mutant]:

@@ -386,13 +386,14 @@ def test_scales_that_fill_up_a_row_are_cut_off(is_square: bool, by_column: bool)
 
 
 @pytest.mark.parametrize("kind", ["normal", "subnormal", "bits", "inf", "nan"])
-@pytest.mark.parametrize("version", [(2, 5), (2, 12), (2, 20)])
+@pytest.mark.parametrize("version", [(2, 5), (2, 6), (2, 12), (2, 13), (2, 20)])
 def test_mxfp8_without_a_compiler(
     kind: str, version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch operations make the specification's bytes of rows and columns, by each version."""
     monkeypatch.setattr(mx.block_casts, "runs_in_c", lambda x: False)
-    factors = {(2, 5): mxfp8.FACTORS_OF_2_5, (2, 12): mxfp8.FACTORS_OF_2_12}.get(version)
+    of_2_12 = mxfp8.FACTORS_OF_2_12 if version < (2, 13) else None
+    factors = mxfp8.FACTORS_OF_2_5 if version == (2, 5) else of_2_12
     x = data(kind)
     for block, matrix in ((mx.ROW, x), (mx.COLUMN, np.ascontiguousarray(x.T))):
         payload, code = mx.quantize_blocks(torch.from_numpy(x), block, version)
