@@ -16,6 +16,7 @@ RANKS = "parallel/test_fp8_linears"
 FRONT_DOOR_FILES = ("conversion", "converted", "recipe_settings", "state")
 FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks")
 FEW_BITS = ("optim/test_stored", "optim/test_stored_ranks")
+PIECES = "optim/test_stored_pieces"
 SCALED = ("fp8/test_scaled", "optim/test_scaled_adam")
 IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
 REAL_TE = tuple(
@@ -81,16 +82,17 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "megafp8/parallel/tensor.py": ("parallel/test_pieces", RANKS, "parallel/test_tensor_parallel"),
     "megafp8/parallel/collectives.py": (
+        "parallel/test_pieces",
         "parallel/test_mesh",
         RANKS,
         "parallel/test_data_parallel",
         "parallel/test_context_parallel",
     ),
-    "megafp8/parallel/fsdp.py": (RANKS, "parallel/test_fsdp"),
+    "megafp8/parallel/fsdp.py": ("parallel/test_fsdp_pieces", RANKS, "parallel/test_fsdp"),
     "megafp8/parallel/scaled_data.py": ("optim/test_stored_ranks", "optim/test_stored_zero"),
-    "megafp8/optim/stored_zero.py": ("optim/test_stored_zero", "optim/test_stored_ranks"),
-    "megafp8/optim/stored_split.py": ("optim/test_stored_split",),
-    "megafp8/optim/stored_owned.py": ("optim/test_stored_zero", "optim/test_stored_split"),
+    "megafp8/optim/stored_zero.py": (PIECES, "optim/test_stored_zero", "optim/test_stored_ranks"),
+    "megafp8/optim/stored_split.py": (PIECES, "optim/test_stored_split"),
+    "megafp8/optim/stored_owned.py": (PIECES, "optim/test_stored_zero", "optim/test_stored_split"),
     "megafp8/optim/stored.py": FEW_BITS,
     "megafp8/optim/scaled_adam.py": ("optim/test_scaled_adam", *FEW_BITS),
     "megafp8/te_cpu/*.py": ("te_cpu/test_kernels", "te_cpu/test_loading", *REAL_TE),

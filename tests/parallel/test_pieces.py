@@ -1,11 +1,21 @@
-"""Which rank holds which rows and columns; what a collective of one rank costs."""
+"""Which rank holds which rows and columns; what a collective costs, or a rank gathers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.fp8.formats import E4M3
 from megafp8.parallel.mesh import join, single_rank
+from megafp8.parallel.sequence import (
+    SequenceColumnParallel,
+    SequenceRowParallel,
+    gather_tokens,
+)
 from megafp8.specs import ParallelSpec
 from megafp8.specs.layer import LayerLinear, SubLinear
 
@@ -62,6 +72,7 @@ def test_one_rank_reduces_nothing_and_counts_nothing() -> None:
     for axis in (mesh.world, mesh.tp, mesh.dp):
         assert axis.all_reduce_sum(x) is x and axis.all_reduce_max(x) is x
         assert axis.start_all_reduce_sum(x).wait() is x
+        assert axis.start_reduce_scatter_sum(x).wait() is x and axis.gather_rows(x) is x
     assert x.tolist() == [1.0, -2.0]
     assert not mesh.traffic.num_bytes and not mesh.traffic.num_calls
     assert mesh.is_main
@@ -71,3 +82,61 @@ def test_joining_a_world_of_one_starts_no_process_group() -> None:
     mesh = join(ParallelSpec())
     assert mesh.world.size == mesh.tp.size == mesh.dp.size == 1
     assert not torch.distributed.is_initialized()
+
+
+class _TwoRanks:
+    """An axis of two ranks; the other rank's rows are this rank's, each byte plus one."""
+
+    size = 2
+
+    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.is_contiguous()
+        return torch.cat([x, x + 1])
+
+
+def test_bytes_that_lie_transposed_are_gathered_and_kept_so() -> None:
+    """The tensor that tensor cores read is the same one, without a copy byte by byte."""
+    rows = torch.arange(15, dtype=torch.uint8).view(5, 3)
+    found = []
+    for payload in (rows, rows.t().contiguous().t()):
+        part = Fp8Tensor(payload.view(torch.float8_e4m3fn), torch.ones(()), E4M3)
+        whole = gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
+        assert isinstance(whole, Fp8Tensor)
+        found.append(whole.payload.view(torch.uint8))
+    assert torch.equal(found[0], torch.cat([rows, rows + 1])) and torch.equal(*found)
+    assert found[0].is_contiguous() and found[1].t().is_contiguous()
+
+
+def test_scales_of_columns_are_those_of_all_ranks_tokens() -> None:
+    """The ranks have agreed on them, so that they are not gathered; the block grows."""
+    payload = torch.arange(15, dtype=torch.uint8).view(5, 3)
+    scale = torch.tensor([[1.0, 2.0, 4.0]])
+    part = Fp8Tensor(payload.view(torch.float8_e4m3fn), scale, E4M3, block=(5, 1), layout="row")
+    whole = gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
+    assert isinstance(whole, Fp8Tensor) and whole.block == (10, 1)
+    assert torch.equal(whole.dequant_scale, scale)
+    numbers = torch.cat([payload, payload + 1]).view(torch.float8_e4m3fn).float()
+    assert torch.equal(whole.dequantize(torch.float32), numbers * scale)
+
+
+def test_a_block_may_not_end_in_another_rank() -> None:
+    part = Fp8Tensor(
+        torch.zeros(6, 4).to(torch.float8_e4m3fn), torch.ones(2, 4), E4M3, block=(4, 1)
+    )
+    with pytest.raises(AssertionError, match="another rank"):
+        gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
+    whole = gather_tokens(replace(part, block=(3, 1)), _TwoRanks())  # type: ignore[arg-type]
+    assert isinstance(whole, Fp8Tensor) and list(whole.dequant_scale.shape) == [4, 4]
+
+
+def test_amaxes_of_columns_are_agreed_on_by_those_who_divide_the_tokens() -> None:
+    """The inputs of a column-parallel linear, and the output gradients of a row-parallel one."""
+    tp: Any = single_rank().tp
+    for comm, divided in (
+        (SequenceColumnParallel(tp), "input"),
+        (SequenceRowParallel(tp), "grad_output"),
+    ):
+        for role in ("input", "weight", "grad_output"):
+            reduce = comm.reduce_columns(role)  # type: ignore[arg-type]
+            assert reduce == (tp.all_reduce_max if role == divided else None)
+            assert comm.reduce_max(role) == tp.all_reduce_max  # type: ignore[arg-type]

@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.sequence import by_rank, gather_tokens, in_order
+from megafp8.parallel.sequence import by_rank, in_order
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import RECIPES
@@ -259,48 +257,3 @@ def test_every_recipe_is_accepted(recipe: str) -> None:
 def test_refusals(settings: list[str], key: str, message: str) -> None:
     found = load_problems(*ON_TWO, *settings)
     assert [p for p in found if p.key == key and message in str(p)], found
-
-
-class _TwoRanks:
-    """An axis of two ranks; the other rank's rows are this rank's, each byte plus one."""
-
-    size = 2
-
-    def gather_rows(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.is_contiguous()
-        return torch.cat([x, x + 1])
-
-
-def test_bytes_that_lie_transposed_are_gathered_and_kept_so() -> None:
-    """The tensor that tensor cores read is the same one, without a copy byte by byte."""
-    rows = torch.arange(15, dtype=torch.uint8).view(5, 3)
-    found = []
-    for payload in (rows, rows.t().contiguous().t()):
-        part = Fp8Tensor(payload.view(torch.float8_e4m3fn), torch.ones(()), E4M3)
-        whole = gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
-        assert isinstance(whole, Fp8Tensor)
-        found.append(whole.payload.view(torch.uint8))
-    assert torch.equal(found[0], torch.cat([rows, rows + 1])) and torch.equal(*found)
-    assert found[0].is_contiguous() and found[1].t().is_contiguous()
-
-
-def test_scales_of_columns_are_those_of_all_ranks_tokens() -> None:
-    """The ranks have agreed on them, so that they are not gathered; the block grows."""
-    payload = torch.arange(15, dtype=torch.uint8).view(5, 3)
-    scale = torch.tensor([[1.0, 2.0, 4.0]])
-    part = Fp8Tensor(payload.view(torch.float8_e4m3fn), scale, E4M3, block=(5, 1), layout="row")
-    whole = gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
-    assert isinstance(whole, Fp8Tensor) and whole.block == (10, 1)
-    assert torch.equal(whole.dequant_scale, scale)
-    numbers = torch.cat([payload, payload + 1]).view(torch.float8_e4m3fn).float()
-    assert torch.equal(whole.dequantize(torch.float32), numbers * scale)
-
-
-def test_a_block_may_not_end_in_another_rank() -> None:
-    part = Fp8Tensor(
-        torch.zeros(6, 4).to(torch.float8_e4m3fn), torch.ones(2, 4), E4M3, block=(4, 1)
-    )
-    with pytest.raises(AssertionError, match="another rank"):
-        gather_tokens(part, _TwoRanks())  # type: ignore[arg-type]
-    whole = gather_tokens(replace(part, block=(3, 1)), _TwoRanks())  # type: ignore[arg-type]
-    assert isinstance(whole, Fp8Tensor) and list(whole.dequant_scale.shape) == [4, 4]

@@ -174,6 +174,21 @@ def test_memory_that_samples_add_to_175b() -> None:
     assert added[0] > 1.5 * printed
 
 
+SAVED = [("7B", 2, 69.6, 49.4), ("13B", 2, 68.2, 48.9), ("175B", 1, 66.1, 40.3)]
+
+
+@pytest.mark.parametrize("row", SAVED, ids=lambda row: str(row[0]))
+def test_what_o3_saves_is_what_is_printed(row: tuple[str, int, float, float]) -> None:
+    """Most of what 175B lacks at O3 is missing in BF16 too, so that it is not of O3's tensors."""
+    size, micro, in_bf16, at_o3 = row
+    ours = [memory_with_their_buffers(job(size, name, micro)) for name in ("BF16", "O3")]
+    ratio = (ours[0] - ours[1]) / (in_bf16 - at_o3)
+    assert ratio == pytest.approx(1, rel=0.16 if size == "13B" else 0.04)
+    if size == "175B":
+        assert at_o3 - ours[1] == pytest.approx(5.8, abs=0.05)
+        assert in_bf16 - ours[0] == pytest.approx(4.9, abs=0.05)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("micro", "rank"), [(1, 0), (4, 0), (1, 127)])
 @pytest.mark.filterwarnings("ignore")
@@ -233,6 +248,13 @@ def rows() -> list[str]:
         shown = [f"{ours:.1f} / {printed} = {ours / printed:.2f}" for ours in cells]
         mean = statistics.fmean(rank.total for rank in all_ranks(spec)) / GB
         found.append(f"| 175B, {precision}, {micro} | {' | '.join(shown)} | {mean:.1f} |")
+    for size, micro, in_bf16, at_o3 in SAVED:
+        a, b = (memory_with_their_buffers(job(size, name, micro)) for name in ("BF16", "O3"))
+        saved, printed = a - b, in_bf16 - at_o3
+        found.append(
+            f"| {size}, {micro} | {saved:.1f} / {printed:.1f} = {saved / printed:.2f} | "
+            f"{in_bf16 - a:.1f} | {at_o3 - b:.1f} |"
+        )
     for precision in ("BF16", "O3"):
         found.append(f"| 13B, {precision} | {activations_sent(job('13B', precision)):.2f} |")
     return found
@@ -241,3 +263,15 @@ def rows() -> list[str]:
 def test_the_page_prints_these_figures() -> None:
     missing = [row for row in rows() if row not in PAGE.read_text()]
     assert not missing, "\n".join(missing)
+
+
+def test_the_plan_s_page_prints_the_memory_of_o3() -> None:
+    page = PAGE.with_name("plan.md").read_text("utf-8")
+    for size, more, micro, printed in (
+        ("7B", "", 2, 49.4),
+        ("13B", "", 2, 48.9),
+        ("175B", ", micro batch 1", 1, 40.3),
+    ):
+        ours = memory(job(size, "O3", micro))
+        figures = f"{ours:.1f} GB | {printed} GB | {ours / printed:.2f}"
+        assert f"| {size}, FP8-LM's `O3`{more} | memory of one GPU | {figures} |" in page
