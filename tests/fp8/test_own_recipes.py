@@ -396,3 +396,11 @@ def test_the_form_in_which_an_input_is_kept_is_that_of_its_operand(name: str) ->
     if first.outer is not None:  # a flat tensor has the scales of both levels
         scales = [first.dequant_scale.numel() + 1]
     assert scales == form.scale_shape(32, 64)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (0, 1), (3, 0)])
+def test_a_block_of_a_row_is_as_long_as_the_row(shape: tuple[int, int]) -> None:
+    """A row of one element has one; an empty one counts as one block of one element."""
+    last, first = operands(own("as_built_in", "Rowwise"), "input", torch.ones(shape))
+    assert last.block == (1, max(1, shape[1]))
+    assert first.block == (max(1, shape[0]), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from megafp8.fp8 import scaled
 from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.kernels.compile import Library
-from megafp8.fp8.scaled import Dither, ScaledTensor, scales_for
+from megafp8.fp8.scaled import Dither, ScaledTensor, add_up, scales_for
 from megafp8.specs.optim import ITEM_BYTES, StorageName
 from tests.c_kernels import need_kernels
 from tests.spec import scaled as spec
@@ -197,3 +198,29 @@ def test_storing_twice_changes_nothing() -> None:
         for values in samples().values():
             once = ScaledTensor.of(values, fmt).values()
             assert same(ScaledTensor.of(once, fmt).values(), once)
+
+
+def parts_of(name: StorageName, size: int) -> list[ScaledTensor]:
+    """Return three tensors of normal numbers of other magnitudes."""
+    generator = torch.Generator().manual_seed(size)
+    found = [torch.randn(size, generator=generator) * 10.0**k for k in (0, 1, -1)]
+    return [ScaledTensor.of(values, STORAGE_FORMATS[name]) for values in found]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2", "fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("size", [1, 1027, 70_000])
+def test_sums_of_parts_are_added_in_their_order(name: StorageName, size: int, path: None) -> None:
+    parts, total = parts_of(name, size), torch.full((size,), 7.0)
+    amax = add_up(parts, total)
+    first, second, third = (part.values() for part in parts)
+    assert torch.equal(total, (first + second) + third)
+    assert amax.shape == () and amax == total.abs().max()
+
+
+def test_parts_are_added_in_c_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_kernels()
+    asked: list[int] = []
+    lib = SimpleNamespace(megafp8_sum_of=lambda parts, count, *_: asked.append(count))
+    monkeypatch.setattr(scaled, "library", lambda: SimpleNamespace(lib=lib))
+    add_up(parts_of("fp8", 8), torch.zeros(8))
+    assert asked == [3]
