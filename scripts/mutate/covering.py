@@ -2,8 +2,8 @@
 
 Each file of tests runs once without a mutant. What passes there can kill a mutant; what is skipped
 there cannot. The lines are those that the test's own process runs: tests that start processes (of
-ranks) are taken for any line. All tests are taken for C sources, and for lines of Python outside of
-functions.
+ranks) are taken for any line. All tests are taken for lines of Python outside of functions, and for
+C sources those that run a call of the library.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pathlib import Path
 from scripts.mutate.mutants import Mutant
 from scripts.mutate.runner import Report
 from scripts.mutate.scope import needs_own_process
+
+IN_LIBRARY = "lib.megafp8_"  # a call of a C function
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ class Tests:
         """Return the tests of a file that may notice a mutant, and their seconds."""
         known = self.measured(file, mutant.file)
         first, last, is_inside = statement(mutant.original, mutant.line, mutant.file)
-        chosen = set(known.seconds)
+        chosen = self._calling_c(test, known) if mutant.file.endswith((".c", ".h")) else None
+        chosen = set(known.seconds) if chosen is None else chosen
         if is_inside:
             lines = known.lines.get(mutant.file, {})
             chosen = {t for n, tests in lines.items() if first <= int(n) <= last for t in tests}
@@ -96,6 +99,18 @@ class Tests:
                 chosen = set(known.seconds)
             chosen |= set(known.starting)
         return {test: known.seconds[test] for test in chosen if test in known.seconds}
+
+    def _calling_c(self, test: str, known: Measured) -> set[str] | None:
+        """Return the tests that run a line which calls the library; None: the file does itself."""
+        if IN_LIBRARY in (self.tree / test).read_text():
+            return None
+        chosen = set(known.starting)
+        for file, lines in known.lines.items():
+            texts = (self.tree / file).read_text().splitlines()
+            for number, tests in lines.items():
+                if IN_LIBRARY in texts[int(number) - 1]:
+                    chosen |= set(tests)
+        return chosen
 
 
 def statement(source: str, line: int, file: str) -> tuple[int, int, bool]:

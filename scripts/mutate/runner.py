@@ -65,8 +65,9 @@ def copy_tree(root: Path, folder: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         if (root / name).is_file():
             shutil.copy2(root / name, target)
-    compiler = _compiler(folder)
-    compiler.write_text('#!/bin/sh\nexec cc "$@" -O1\n')
+    compiler = _programs(folder) / "cc"
+    compiler.parent.mkdir(exist_ok=True)
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -O1\n')
     compiler.chmod(0o755)
     # Compiled once; a file that is mutated has another hash, and is compiled in each process.
     mode = ["--invalidation-mode", "checked-hash"]
@@ -74,12 +75,12 @@ def copy_tree(root: Path, folder: Path) -> None:
     subprocess.run(words, cwd=folder, check=True)
 
 
-def _compiler(tree: Path) -> Path:
-    """Return the path of a compiler that means the same as `cc`, and takes an eighth of its time.
+def _programs(tree: Path) -> Path:
+    """Return the folder of a `cc` that means the same as the system's, in an eighth of its time.
 
     A mutated source is compiled once; the last -O counts, and none changes what the code means.
     """
-    return tree.parent / "cc"
+    return tree.parent / "programs"
 
 
 def preload() -> None:
@@ -159,7 +160,7 @@ def _test(tree: Path, words: Sequence[str], asked: Asked, log: Path) -> None:
     os.environ["PYTHONPATH"] = str(tree)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     os.environ["XDG_CACHE_HOME"] = str(tree.parent / "cache")  # compiled kernels
-    os.environ["CC"] = str(_compiler(tree))
+    os.environ["PATH"] = f"{_programs(tree)}{os.pathsep}{os.environ['PATH']}"
     os.environ.pop("CI", None)
     os.environ[ASKED] = str(log) + ".asked"
     Path(os.environ[ASKED]).write_text(json.dumps(asdict(asked)))

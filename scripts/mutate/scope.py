@@ -31,10 +31,10 @@ def _fp8(*names: str) -> tuple[str, ...]:
 
 TESTS: dict[str, tuple[str, ...]] = {
     **{
-        f"megafp8/fp8/{name}": ("fp8/test_blackwell", *IN_C[:1])
+        f"megafp8/fp8/{name}": ("fp8/test_blackwell",)
         for name in ("kernels/blocks*", "block_casts.py", "recipes/mxfp8.py", "recipes/nvfp4.py")
     },
-    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, *IN_C[:2], "optim/test_stored_split"),
+    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, "optim/test_stored_split"),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
     "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),

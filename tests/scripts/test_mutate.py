@@ -6,15 +6,16 @@ import itertools
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scripts.mutate import scope, table
-from scripts.mutate.covering import statement
+from scripts.mutate.covering import Tests, statement
 from scripts.mutate.mutants import Mutant, c_changes, places, python_changes
-from scripts.mutate.runner import _outcome
+from scripts.mutate.runner import Report, _outcome
 from tests.ranks import ROOT
 
 needs_library = pytest.mark.usefixtures("library")
@@ -173,3 +174,26 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
     )
     known.write_text("[]")  # without its reason, one that was not tried is not decided
     assert "| fp8 | 3 | 1 | 2 | 1 |" in table.page(rows, 7, 200)
+
+
+@pytest.mark.parametrize("calls_itself", [False, True])
+def test_c_is_tried_by_the_tests_that_call_it(calls_itself: bool, tmp_path: Path) -> None:
+    """Those that run a line with a call, or start processes; all of a file that calls it itself."""
+    for name, text in {
+        "megafp8/cast.py": "def f():\n    lib.megafp8_decode(1)\n",
+        "megafp8/k.c": "int x = 1;\n",
+        "tests/test_c.py": "lib.megafp8_decode(2)\n" if calls_itself else "f()\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    names = ("calls", "starts", "neither")
+    report = Report(
+        dict.fromkeys(names, "passed"),
+        dict.fromkeys(names, 1.0),
+        {"megafp8/cast.py": {"1": ["neither"], "2": ["calls"]}},
+        ["starts"],
+    )
+    tests = Tests(tmp_path, tmp_path / "kept", lambda file: report)
+    mutant = Mutant("megafp8/k.c", 1, "", "", "int x = 2;\n", "int x = 1;\n", "key")
+    (found,) = tests.batches(mutant, ["tests/test_c.py"], Counter())
+    assert set(found) == (set(names) if calls_itself else {"calls", "starts"})
