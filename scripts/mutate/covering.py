@@ -90,7 +90,7 @@ class Tests:
         """Return the tests of a file that may notice a mutant, and their seconds."""
         known = self.measured(file, mutant.file)
         first, last, is_inside = statement(mutant.original, mutant.line, mutant.file)
-        chosen = self._calling_c(test, known) if mutant.file.endswith((".c", ".h")) else None
+        chosen = self._calling_c(file, known) if mutant.file.endswith((".c", ".h")) else None
         chosen = set(known.seconds) if chosen is None else chosen
         if is_inside:
             lines = known.lines.get(mutant.file, {})
@@ -101,11 +101,13 @@ class Tests:
         return {test: known.seconds[test] for test in chosen if test in known.seconds}
 
     def _calling_c(self, test: str, known: Measured) -> set[str] | None:
-        """Return the tests that run a line which calls the library; None: the file does itself."""
+        """Return the tests that run a line which calls the library; None: that is not known."""
         if IN_LIBRARY in (self.tree / test).read_text():
-            return None
+            return None  # the tests call it themselves
         chosen = set(known.starting)
         for file, lines in known.lines.items():
+            if known.sources[file] != self._digest(file):
+                return None
             texts = (self.tree / file).read_text().splitlines()
             for number, tests in lines.items():
                 if IN_LIBRARY in texts[int(number) - 1]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.mutate import scope, table
-from scripts.mutate.covering import Tests, statement
+from scripts.mutate import covering, scope, table
+from scripts.mutate.covering import statement
 from scripts.mutate.mutants import Mutant, c_changes, places, python_changes
 from scripts.mutate.runner import Report, _outcome
 from tests.ranks import ROOT
@@ -193,7 +193,7 @@ def test_c_is_tried_by_the_tests_that_call_it(calls_itself: bool, tmp_path: Path
         {"megafp8/cast.py": {"1": ["neither"], "2": ["calls"]}},
         ["starts"],
     )
-    tests = Tests(tmp_path, tmp_path / "kept", lambda file: report)
+    tests = covering.Tests(tmp_path, tmp_path / "kept", lambda file: report)
     mutant = Mutant("megafp8/k.c", 1, "", "", "int x = 2;\n", "int x = 1;\n", "key")
     (found,) = tests.batches(mutant, ["tests/test_c.py"], Counter())
     assert set(found) == (set(names) if calls_itself else {"calls", "starts"})
