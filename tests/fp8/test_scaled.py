@@ -161,6 +161,18 @@ def test_sums_are_read_added_and_requantized(
 
 
 @FORMATS
+@pytest.mark.parametrize("kind", ["wide", "tiny", "huge", "zero", "negative zero"])
+def test_sums_of_extreme_numbers_are_the_specifications(
+    name: StorageName, kind: str, path: None
+) -> None:
+    """Of tiny numbers the scale is the largest one, whose inverse is a normal number."""
+    values = samples()[kind].flatten()
+    total = ScaledTensor.zeros(values.shape, STORAGE_FORMATS[name])
+    total.add(values, is_first=True)
+    assert same(total.values(), torch.from_numpy(spec.stored(values.numpy(), name)))
+
+
+@FORMATS
 def test_a_factor_on_the_scale_leaves_the_payload(name: StorageName) -> None:
     stored = ScaledTensor.of(samples()["normal"], STORAGE_FORMATS[name])
     if stored.fmt.max is None:

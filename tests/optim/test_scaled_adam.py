@@ -196,7 +196,9 @@ def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
         check(changed)
     check(lambda tensors: None, betas=(0.0, 0.0))
     check(odd_second, 60_000)
-    for row, factor in itertools.product(range(4), (0.3, 2.0**-120, 2.0**110, -1.0, torch.nan)):
+    for row, factor in itertools.product(
+        range(4), (0.3, 0.6, 2.0**-120, 2.0**110, -1.0, torch.nan)
+    ):
         check(times(row, factor))
     for number in (torch.inf, torch.nan):
         check(lambda tensors, same=number: tensors[3].store(torch.full((300,), same)))
