@@ -183,10 +183,18 @@ for line in project["dependencies"] + [line for name in sys.argv[1:] for line in
         print(line)' te-cpu $extras)
     [ ${#others[@]} -gt 0 ] || exit 2
     # A build of Transformer Engine that the base has is kept.
+    mapfile -t engine < <(printf '%s\n' "${others[@]}" | grep '^transformer-engine')
+    mapfile -t others < <(printf '%s\n' "${others[@]}" | grep -v '^transformer-engine')
     if "$py" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("transformer_engine"))'; then
-        mapfile -t others < <(printf '%s\n' "${others[@]}" | grep -v '^transformer-engine')
+        engine=()
     fi
     run_logged "$py" -m pip install --no-cache-dir "${others[@]}" || give_up "the dependencies could not be installed"
+    if [ ${#engine[@]} -gt 0 ]; then # without the flag pip builds it against the newest torch of the index
+        core=core_cu$("$py" -c 'import torch; print(torch.version.cuda.split(".")[0])')
+        run_logged "$py" -m pip install --no-cache-dir wheel packaging pybind11 ninja cmake \
+            && run_logged "$py" -m pip install --no-cache-dir --no-build-isolation "${engine[0]/pytorch]/pytorch,$core]}" \
+            || give_up "Transformer Engine could not be built (docs/backends.md says what it needs)"
+    fi
     run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
     say "ready"
     exit
@@ -244,5 +252,10 @@ if [ -n "$extras" ]; then # tests need it, and download it themselves if this fa
 fi
 rm -f "$VENV"/.stamp-*
 touch "$VENV/$stamp${extras:+-$extras}"
+if why=$("$py" -c 'from megafp8.ops.torch_build import why_no_gpu
+why = why_no_gpu()
+print("" if why is None else f"{why.reason}. {why.hint}")') && [ -n "$why" ] && has_nvidia_gpu; then
+    say "warning: no GPU will be used: $why"
+fi
 say "ready: $py, torch $("$py" -c 'import importlib.metadata as m; print(m.version("torch"))')"
 say "source $VENV/bin/activate puts this Python and the command megafp8 on the PATH"

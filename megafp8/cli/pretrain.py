@@ -22,13 +22,14 @@ from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import TRUST, load_recipes_of
 from megafp8.config.resolve import data_spec, observe_spec, resolve
 from megafp8.errors import UserError
-from megafp8.ops.torch_build import HINT, why_no_gpu
+from megafp8.ops.torch_build import driver_version, why_no_gpu
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
     has_launcher,
     is_rank,
     launch,
     prepare_allocator,
+    prepare_connections,
     prepare_threads,
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
@@ -54,13 +55,17 @@ def gpu_available() -> bool:
         hint = "Use a CUDA build of PyTorch, and a container that sees the driver (check with "
         hint += "nvidia-smi)"
         if (why := why_no_gpu()) is not None:
-            found, hint = why, HINT
+            found, hint = why
         raise SettingError(
             "trainer.accelerator",
             None,
             f"Slurm gave GPU(s) {given} to this job, and {found}",
             f"{hint}, or set trainer.accelerator=cpu",
         )
+    if not available and not is_rank() and (driver := driver_version()) is not None:
+        why = why_no_gpu()
+        reason = "PyTorch finds no GPU" if why is None else f"{why.reason}. {why.hint}"
+        say(f"warning: NVIDIA's driver {driver} is here, and this job runs on the CPU: {reason}")
     return available
 
 
@@ -93,6 +98,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
             f"megafp8 {__version__}: loading PyTorch …"
         )  # which takes seconds, or many from a slow disk
     spec = resolve(cfg, gpu_available)
+    prepare_connections(spec.parallel, os.environ)  # the ranks that this process starts inherit it
     argv = list(info.overrides)
     if info.config_name != DEFAULT_CONFIG:
         argv.insert(0, f"--config-name={info.config_name}")

@@ -32,7 +32,7 @@ from megafp8.config.values import (
     unescaped,
     warmup_steps,
 )
-from megafp8.ops.torch_build import HINT, why_no_gpu
+from megafp8.ops.torch_build import why_no_gpu
 from megafp8.specs import (
     CheckpointSpec,
     DataSpec,
@@ -51,6 +51,7 @@ from megafp8.specs import (
     StorageSpec,
     TokenizerSpec,
     TrainSpec,
+    te_versions,
 )
 from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import AutoBackend
@@ -137,8 +138,9 @@ def _accelerator(asked: str, available: Callable[[], bool]) -> str:
     if asked == "auto":
         return "cpu"
     if (why := why_no_gpu()) is not None:
-        hint = f"{HINT}, or use trainer.accelerator=cpu or auto"
-        raise SettingError("trainer.accelerator", asked, f"PyTorch finds no GPU: {why}", hint)
+        hint = f"{why.hint}, or use trainer.accelerator=cpu or auto"
+        reason = f"PyTorch finds no GPU: {why.reason}"
+        raise SettingError("trainer.accelerator", asked, reason, hint)
     raise SettingError(
         "trainer.accelerator",
         asked,
@@ -153,7 +155,9 @@ def _auto(values: Values) -> AutoBackend | None:
     if values["model.fp8_backend"] != "auto" or values["trainer.accelerator"] != "gpu":
         return None
     with_te = {**values, "model.fp8_backend": "te"}
-    reasons = (_why_not_te(found, with_te[found.key]) for found in rule_findings(with_te))
+    reasons = [_why_not_te(found, with_te[found.key]) for found in rule_findings(with_te)]
+    if not reasons and not te_versions.PROVEN_ON_GPUS:
+        reasons = ["its layers are unproven on GPUs, and model.fp8_backend=te asks for them"]
     return AutoBackend("; ".join(reasons) or None)
 
 

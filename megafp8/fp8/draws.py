@@ -88,20 +88,15 @@ class Snapshot(NamedTuple):
 class Draws:
     """Key the draws of all tensors by seed and moment.
 
-    `at` is the microbatch whose casts draw. Nothing is kept from one step to the next, so that a
-    resumed run draws what an undisturbed one draws.
+    `at` is the microbatch whose casts draw; who begins a microbatch sets it. Nothing is kept from
+    one step to the next, so that a resumed run draws what an undisturbed one draws.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.at = Moment(0, ONE_SAMPLE)
-        self._uses: dict[Tokens, dict[str, int]] = {}  # of this step's microbatches
-
-    def go_to(self, step: int, tokens: Tokens) -> None:
-        """Let the casts that follow draw for a microbatch."""
-        if step != self.at.step:
-            self._uses.clear()
-        self.at = Moment(step, tokens)
+        self._uses: dict[Tokens, dict[str, int]] = {}  # of the microbatches of one step
+        self._step_of_uses = 0
 
     def begin(self, tensor: str, *, is_weight: bool) -> tuple[str, Moment]:
         """Return what keys the draws of one cast, and when it is.
@@ -116,6 +111,9 @@ class Draws:
         return f"{self.seed} {self.at.step} {tensor} {uses[tensor]}", self.at
 
     def _uses_now(self) -> dict[str, int]:
+        if self._step_of_uses != self.at.step:
+            self._uses.clear()
+            self._step_of_uses = self.at.step
         return self._uses.setdefault(self.at.tokens, defaultdict(int))
 
     def begin_evaluation(self) -> None:
@@ -129,8 +127,10 @@ class Draws:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot: the casts that follow draw what those after it drew."""
-        self.go_to(*snapshot.moment)
-        self._uses[self.at.tokens] = defaultdict(int, snapshot.uses)
+        self.at = snapshot.moment
+        uses = self._uses_now()
+        uses.clear()
+        uses.update(snapshot.uses)
 
 
 @dataclass

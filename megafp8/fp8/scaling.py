@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.draws import ONE_SAMPLE, Draws, Tokens
+from megafp8.fp8.draws import ONE_SAMPLE, Draws, Moment, Tokens
 from megafp8.fp8.engine import EMULATED, Engine, engine_of
 from megafp8.fp8.formats import Fp8Format, formats_of
 from megafp8.ops import torch_private
@@ -300,7 +300,7 @@ class ScalingState:
         Stochastic rounding draws by `step`, which counts those of the whole run, and by the samples
         and positions of the `tokens`.
         """
-        self.draws.go_to(step, tokens)
+        self.draws.at = Moment(step, tokens)
         if index == 0:
             self.weights_version += 1
         if self.keeps_addresses:  # a graph captures neither an update nor what is older than it
@@ -309,7 +309,7 @@ class ScalingState:
 
     def return_to(self, step: int, tokens: Tokens) -> None:
         """Let the casts that follow draw for an earlier microbatch, whose backward pass begins."""
-        self.draws.go_to(step, tokens)
+        self.draws.at = Moment(step, tokens)
 
     def end_forward(self) -> None:
         """Update the forward table, after a microbatch's forward pass."""

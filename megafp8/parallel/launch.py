@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import PROGRESS
+from megafp8.specs import ParallelSpec
 
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -79,6 +80,18 @@ def prepare_threads(environment: MutableMapping[str, str]) -> None:
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def prepare_connections(parallel: ParallelSpec, environment: MutableMapping[str, str]) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism, unless the user has set it.
+
+    With one queue to the GPU, kernels start in the order in which they were launched, so that a
+    message that was launched before a product begins before it and overlaps it. Megatron and
+    Transformer Engine ask for it up to Hopper. FSDP's messages need several queues. CUDA reads the
+    variable once, so this function must be called before CUDA starts.
+    """
+    if parallel.accelerator == "gpu" and parallel.tp > 1 and parallel.fsdp is None:
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def follow_launcher() -> None:

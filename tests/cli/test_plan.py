@@ -358,7 +358,7 @@ def test_the_page_has_the_lines_that_are_printed(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "auto runs its layers"),
+        ([], "Figures are those of our own layers"),
         (["model.fp8_backend=native"], "Figures are those of our own layers"),
         (["model.fp8_backend=te"], "Backend te"),
         (["model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"], "Backend torchao"),

@@ -10,6 +10,7 @@ import pytest
 from megafp8.config.checks import check_values
 from megafp8.config.load import load
 from megafp8.config.settings import read_values
+from megafp8.specs import te_versions
 from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
@@ -88,8 +89,11 @@ def test_who_runs(overrides: list[str], chosen: str) -> None:
         ([FP8, RECIPE, "model.fp8_health=full"], "model.fp8_health=full"),
     ],
 )
-def test_auto_asks_for_te_on_a_gpu(overrides: list[str], reason: str | None) -> None:
+def test_auto_asks_for_te_on_a_gpu(
+    overrides: list[str], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rules for `te` say whether the settings exclude it; on a CPU it is not asked for."""
+    monkeypatch.setattr(te_versions, "PROVEN_ON_GPUS", True)
     assert run_spec(*overrides).precision.auto is None
     if "model.transformer_engine=False" not in overrides:  # it has no effect on native layers
         assert run_spec(*overrides, "model.fp8_backend=native", gpu=True).precision.auto is None
@@ -99,6 +103,13 @@ def test_auto_asks_for_te_on_a_gpu(overrides: list[str], reason: str | None) -> 
         assert precision.auto.why_not_te is None
     else:
         assert reason in str(precision.auto.why_not_te)
+
+
+def test_auto_is_native_until_te_is_proven_on_a_gpu() -> None:
+    precision = run_spec(FP8, gpu=True).precision
+    assert precision.backend == "native" and precision.auto is not None
+    assert precision.auto.text.endswith("unproven on GPUs, and model.fp8_backend=te asks for them")
+    assert run_spec(FP8, TE, gpu=True).precision.backend == "te"
 
 
 @pytest.mark.parametrize("overrides", [[TE], [TE, FP8], [TE, FP8, RECIPE]])

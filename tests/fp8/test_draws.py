@@ -13,7 +13,7 @@ from megafp8 import fp8
 from megafp8.fp8 import philox
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.draws import WHOLE, Draw, Draws, Part, TokenOrder, Tokens, columns_of
+from megafp8.fp8.draws import WHOLE, Draw, Draws, Moment, Part, TokenOrder, Tokens, columns_of
 from megafp8.fp8.kernels.compile import Library
 from megafp8.fp8.philox import Key, Rows, philox4x32, random_bytes
 from megafp8.fp8.scaling import ScalingState
@@ -82,7 +82,7 @@ def drawn(
 ) -> torch.Tensor:
     """Return the bytes of a tensor [rows, columns], drawn for one of its products."""
     draws = Draws(seed=11)
-    draws.go_to(5, tokens)
+    draws.at = Moment(5, tokens)
     sizes = (columns, rows) if turned else (rows, columns)
     draw = Draw(draws, "a.grad_output.last", part, sizes, sizes, torch.device("cpu"), turned)
     return draw(sizes).t() if turned else draw(sizes)
@@ -130,7 +130,7 @@ def test_divisions_draw_what_the_whole_draws(engine: str, turned: bool) -> None:
 def test_a_weight_has_its_own_rows_and_draws_alike_in_a_step() -> None:
     def of(tokens: Tokens, part: Part, rows: int, columns: int) -> torch.Tensor:
         draws = Draws(seed=11)
-        draws.go_to(5, tokens)
+        draws.at = Moment(5, tokens)
         sizes, cpu = (rows, columns), torch.device("cpu")
         draw = Draw(draws, "a.weight.last", part, sizes, sizes, cpu, is_weight=True)
         return draw(sizes)
@@ -150,9 +150,9 @@ def test_a_matrix_that_was_filled_up_draws_as_it_was() -> None:
         of, in_all = (sizes, seen) if not is_turned else (sizes[::-1], seen[::-1])
         cpu = torch.device("cpu")
         plain = Draw(draws, f"a{is_turned}.input.last", WHOLE, of, of, cpu, is_turned)(of)
-        draws.go_to(1, Tokens())  # another step begins, so that both are first casts
+        draws.at = Moment(1, Tokens())  # another step begins, so that both are first casts
         draws.begin("other", is_weight=False)
-        draws.go_to(0, Tokens())
+        draws.at = Moment(0, Tokens())
         filled = Draw(draws, f"a{is_turned}.input.last", WHOLE, of, in_all, cpu, is_turned)(in_all)
         assert torch.equal(filled[: of[0], : of[1]], plain)
         assert filled.shape == in_all
@@ -176,6 +176,7 @@ def test_an_evaluation_leaves_the_draws_of_training_alone_and_repeats_its_own() 
     state.begin_microbatch(0, 1, Tokens((5,)))
     undisturbed = [code() for _ in range(3)]
     state.begin_microbatch(0, 2)
+    code()
     state.begin_microbatch(0, 1, Tokens((5,)))
     found, evaluated = [code()], []
     for _ in range(2):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.ops.torch_build import why_no_gpu
+from megafp8.ops.torch_build import driver_version, why_no_gpu
 from tests.ranks import ROOT
 
 PYTHON = """\
@@ -116,5 +116,49 @@ def test_a_wrong_build_is_refused(tmp_path: Path) -> None:
 def test_a_cpu_build_is_recognized(cuda: str, hip: str, said: str | None, tmp_path: Path) -> None:
     version = tmp_path / "version.py"
     version.write_text(f"__version__ = '9.0'\ncuda = {cuda}\nhip = {hip}\n")
-    assert why_no_gpu(version) == said
+    found = why_no_gpu(version, tmp_path / "no driver")
+    assert (None if found is None else found.reason) == said
     assert why_no_gpu(tmp_path / "none.py") is None
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "is_too_old"),
+    [
+        ("13.0", "550.54.15", True),
+        ("13.0", "580.65.06", False),
+        ("12.8", "550.54.15", False),
+        ("12.8", "470.82.01", True),
+    ],
+)
+def test_a_driver_that_is_too_old_is_named(
+    cuda: str, driver: str, is_too_old: bool, tmp_path: Path
+) -> None:
+    version, file = tmp_path / "version.py", tmp_path / "driver"
+    version.write_text(f"__version__ = '9.0+cu'\ncuda = '{cuda}'\nhip = None\n")
+    file.write_text(
+        f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Thu Jan 1 00:00:00 UTC 2026\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    assert driver_version(file) == driver
+    found = why_no_gpu(version, file)
+    assert (found is not None) == is_too_old
+    if found is not None:
+        assert driver in found.reason and f"CUDA {cuda}" in found.reason
+
+
+def test_transformer_engine_is_built_against_the_torch_that_is_there() -> None:
+    """Each line that names its extra `pytorch` has the flag; without it pip takes another torch."""
+    texts = {
+        path: path.read_text("utf-8")
+        for pattern in ("*.md", "docs/*.md", "megafp8/**/*.py", "pyproject.toml", "scripts/*.sh")
+        for path in ROOT.glob(pattern)
+        if path.name != "CHANGELOG.md"
+    }
+    lines = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path, text in texts.items()
+        for line in text.splitlines()
+        if "transformer-engine[" in line
+    ]
+    assert len(lines) >= 4
+    assert [line for line in lines if "--no-build-isolation" not in line] == []

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from megafp8.errors import RunError
 from megafp8.parallel import launch
-from megafp8.parallel.launch import prepare_allocator, prepare_threads
+from megafp8.parallel.launch import prepare_allocator, prepare_connections, prepare_threads
 from megafp8.parallel.mesh import single_rank
+from megafp8.specs.parallel import FsdpSpec, ParallelSpec
 from megafp8.train import pretrain
 from tests.tiny import run_spec
 
@@ -69,6 +70,25 @@ def test_process_groups_stay_while_an_exception_is_under_way(
         assert error is outcome
     assert code == (outcome if isinstance(outcome, int) else None)
     assert groups.destroyed == is_destroyed
+
+
+@pytest.mark.parametrize(
+    ("parallel", "given", "expected"),
+    [
+        ({"tp": 2, "accelerator": "gpu"}, None, "1"),
+        ({"tp": 2, "accelerator": "gpu"}, "8", "8"),
+        ({"tp": 1, "accelerator": "gpu"}, None, None),
+        ({"tp": 2, "accelerator": "cpu"}, None, None),
+        ({"tp": 2, "accelerator": "gpu", "fsdp": FsdpSpec()}, None, None),
+    ],
+)
+def test_messages_of_tensor_parallelism_start_in_order(
+    parallel: dict, given: str | None, expected: str | None
+) -> None:
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    environment = {} if given is None else {name: given}
+    prepare_connections(ParallelSpec(**parallel), environment)
+    assert environment.get(name) == expected
 
 
 def test_the_allocator_grows_segments_unless_the_user_has_chosen() -> None:

@@ -16,7 +16,10 @@ from megafp8.errors import ConfigError
 from megafp8.specs.gpus import why_not_in_te
 from megafp8.specs.te_versions import NEWEST_TRIED, numbers_of, why_not_version
 
-INSTALL = "Install `transformer-engine[pytorch]`, or use model.fp8_backend=native"
+INSTALL = (
+    'Install it (pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.20.2", '
+    "see docs/backends.md), or use model.fp8_backend=native"
+)
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def why_not(device: torch.device, recipe: str | None) -> str | None:
         return reason
     try:
         load()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # its own checks are asserts; a broken package is a reason
         version = importlib.metadata.version("transformer-engine")
         return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
     capability = torch.cuda.get_device_capability(device)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from megafp8.backends.te import names as te_names
 from megafp8.backends.te.layer import HeadDropout
 from megafp8.errors import ConfigError
 from megafp8.models.random import RandomStreams
+from megafp8.optim.kernels import fused_adam
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import AutoBackend, BackendName, ModuleRule
@@ -102,7 +105,24 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     reason = str(te_names.why_not(torch.device("cuda"), None))
-    assert "transformer-engine is not installed" in reason and "pytorch]" in reason
+    assert "transformer-engine is not installed" in reason and "--no-build-isolation" in reason
+
+
+def test_a_package_that_asserts_at_its_import_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformer Engine checks its own versions and parts by asserts."""
+    package = tmp_path / "transformer_engine" / "pytorch"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("assert False, 'package version mismatch'\n")
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.12.0")
+    reason = str(te_names.why_not(torch.device("cuda"), None))
+    assert "cannot be loaded (AssertionError: package version mismatch)" in reason
+    assert fused_adam("transformer_engine", "transformer_engine.pytorch.optimizers") is None
 
 
 def test_torchao_without_fp8_is_refused() -> None:
