@@ -364,6 +364,20 @@ def test_the_kernel_for_gpus_gets_what_its_contract_asks_for(
     check(LENGTHS["hundreds"], groups=groups)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["blocks", "varlen_attn"])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    lengths, device = LENGTHS["hundreds"], torch.device("cuda")
+    borders = borders_of(lengths)
+    qkv, grad = inputs(2, 256, 2, dtype)
+    there = QKV(*(x.detach().to(device).requires_grad_() for x in qkv))
+    spec = gpt_spec(hidden_size=4 * SIZE, num_attention_heads=4)
+    context = attention_context(spec, slice(0, 4), dtype, 256, device, cu_seqlens_N1=borders)
+    found = results_of(core_of(2), there, grad.to(device), context)
+    exact = formula(qkv, grad, document_ids(borders, 256))
+    assert_within(Results(*(x.cpu() for x in found)), exact, dtype)
+
+
 def test_torchs_kernel_takes_the_call() -> None:
     """On the meta device, where torch checks the arguments and gives the output's shape."""
     kernel: Callable[..., torch.Tensor] | None = packed.varlen_kernel()

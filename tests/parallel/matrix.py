@@ -90,6 +90,22 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2 x dp 2, FSDP full": (4, ParallelSpec(tp=2, fsdp=FsdpSpec())),
     "tp 2 x pp 2 x dp 2, sp, Llama": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
 }
+PACKED = "packed"
+"""Layouts whose names end so train with documents of six tokens or so, kept apart."""
+LAYOUTS |= {
+    f"{name}, {PACKED}": LAYOUTS[name]
+    for name in (
+        "tp 2, sp",
+        "cp 2",
+        "cp 4",
+        "pp 2, zero bubble V",
+        "dp 2, FSDP full",
+        "dp 2, ZeRO-1",
+        "tp 2 x cp 2",
+        "cp 2 x pp 2",
+        "cp 2 x dp 2",
+    )
+}
 ZERO = optim_spec(name="distributed_fused_adam")
 PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP32": ("fp32", None),
@@ -111,7 +127,11 @@ BATCHES = {"FP8 mxfp8": 8, "FP8 blockwise": 16, "FP4 nvfp4": 4}
 
 TE = "FP8 delayed, te"
 """The layers of Transformer Engine, its own Python over emulated kernels."""
-NOT_TE = {name for name, (_, spec) in LAYOUTS.items() if spec.cp > 1 or "zero bubble" in name}
+NOT_TE = {
+    name
+    for name, (_, spec) in LAYOUTS.items()
+    if spec.cp > 1 or "zero bubble" in name or name.endswith(PACKED)
+}
 """Layouts that are refused with Transformer Engine."""
 
 
@@ -136,6 +156,12 @@ def model_of(layout: str) -> GPTSpec:
     return LLAMA if layout.endswith(ON_LLAMA) else MODEL
 
 
+def kind_of(layout: str) -> str:
+    """What sets rows of a layout apart from those of the other layouts: its model, or its data."""
+    last = layout.rpartition(", ")[2]
+    return last if last in (ON_LLAMA, PACKED) else ""
+
+
 def case_of(
     precision: str,
     spec: ParallelSpec = ParallelSpec(),  # noqa: B008
@@ -154,12 +180,12 @@ def case_of(
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
-def spread(precision: str, replicas: int, model: GPTSpec, one: Outcome) -> float:
+def spread(case: Case, one: Outcome) -> float:
     """The largest relative distance of a perturbed run's loss from the undisturbed one's."""
     found = 0.0
     for seed in range(PERTURBATIONS):
-        case = case_of(precision, model=model, merged=replicas, perturbed=seed)
-        found = max(found, distance(run_case(case, single_rank()).losses, one.losses))
+        perturbed = run_case(replace(case, perturbed=seed), single_rank())
+        found = max(found, distance(perturbed.losses, one.losses))
     return found
 
 
@@ -205,7 +231,7 @@ def row(
     return [name, precision, *numbers, "yes" if good else "**no**"], good
 
 
-Key = tuple[str, int, bool]  # precision, number of replicas, whether the model is LLAMA
+Key = tuple[str, int, str]  # precision, number of replicas, `kind_of` the layout
 Bounds = dict[Key, float]
 
 
@@ -219,20 +245,24 @@ def table(
     for name in names:
         size, spec = LAYOUTS[name]
         replicas, model = replicas_of(name), model_of(name)
-        optim = ZERO if name.endswith("ZeRO-1") else optim_spec()
+        optim = ZERO if "ZeRO-1" in name else optim_spec()
+        data = {"documents": kind_of(name) == PACKED}
         chosen = [p for p in precisions_of(name) if only in (None, p)]
-        cases = {precision: case_of(precision, spec, model, optim=optim) for precision in chosen}
+        cases = {
+            precision: case_of(precision, spec, model, optim=optim, **data) for precision in chosen
+        }
         results = run_ranks(
             "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
         )
         for precision in chosen:
-            key = (precision, replicas, model is LLAMA)
+            key = (precision, replicas, kind_of(name))
             if key not in ones:
-                one = run_case(case_of(precision, model=model, merged=replicas), single_rank())
+                case = case_of(precision, model=model, merged=replicas, **data)
+                one = run_case(case, single_rank())
                 bound = 1e-5 if precision == "FP32" else bounds.get(key)
                 if precision == TE and bound is None:  # that of our own engine, where it is known
                     bound = bounds.get(("FP8 delayed", *key[1:]))
-                bound = bound or 3 * spread(precision, replicas, model, one)
+                bound = bound or 3 * spread(case, one)
                 ones[key] = (one, bounds.setdefault(key, bound))
             ranks = [result[precision] for result in results]
             line, good = row(name, precision, ranks, *ones[key])
@@ -257,7 +287,7 @@ def bounds_of(page: Path) -> Bounds:
     """Those that the page has."""
     rows = others(page, [], None)
     return {
-        (row[1], replicas_of(row[0]), model_of(row[0]) is LLAMA): float(row[5])
+        (row[1], replicas_of(row[0]), kind_of(row[0])): float(row[5])
         for row in rows
         if row[0] in LAYOUTS
     }

@@ -85,25 +85,30 @@ class Case:
 
 
 def with_documents(plain: Microbatch) -> Microbatch:
-    """The token that is fifth in the first sample ends documents."""
-    rules = DocumentRules(
-        eod_id=int(plain.tokens_BS[0, 4]), reset_position_ids=True, reset_attention_mask=True
-    )
+    """Every sixth token or so ends a document."""
+    rules = DocumentRules(eod_id=0, reset_position_ids=True, reset_attention_mask=True)
+    ends_BS = plain.tokens_BS % 6
     return replace(
         plain,
-        position_ids_BS=rules.position_ids(plain.tokens_BS),
-        cu_seqlens_N1=rules.cu_seqlens(plain.tokens_BS),
+        position_ids_BS=rules.position_ids(ends_BS),
+        cu_seqlens_N1=rules.cu_seqlens(ends_BS),
     )
 
 
 def together(microbatches: list[Microbatch]) -> Microbatch:
     if len(microbatches) == 1:
         return microbatches[0]
-    assert all(m.cu_seqlens_N1 is None for m in microbatches)
-    return Microbatch(
-        np.concatenate([m.tokens_BS for m in microbatches]),
-        np.concatenate([m.targets_BS for m in microbatches]),
-    )
+    arrays = [
+        np.concatenate([getattr(m, name) for m in microbatches])
+        for name in ("tokens_BS", "targets_BS", "position_ids_BS")
+        if getattr(microbatches[0], name) is not None
+    ]
+    whole = Microbatch(*arrays)
+    if microbatches[0].cu_seqlens_N1 is None:
+        return whole
+    lengths = [np.diff(m.cu_seqlens_N1) for m in microbatches]
+    borders = np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int32)
+    return replace(whole, cu_seqlens_N1=borders)
 
 
 def perturb(state: TrainState, seed: int) -> None:

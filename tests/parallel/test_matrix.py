@@ -40,6 +40,7 @@ def findings(layout: str, recipe: str, batch: int, length: int) -> list[Finding]
         "model.pipeline_model_parallel_size": spec.pp,
         "model.sequence_parallel": spec.sequence_parallel,
         "model.fsdp": spec.fsdp is not None,
+        "model.data.reset_attention_mask": matrix.kind_of(layout) == matrix.PACKED,
         "model.num_layers": 4,
         "model.hidden_size": 512,
         "model.ffn_hidden_size": 512,
@@ -56,7 +57,7 @@ def findings(layout: str, recipe: str, batch: int, length: int) -> list[Finding]
         changes["model.virtual_pipeline_model_parallel_size"] = pipeline.stages_per_rank
     if spec.fsdp is not None and spec.fsdp.strategy != "full":
         changes["model.fsdp_sharding_strategy"] = spec.fsdp.strategy
-    if layout.endswith("ZeRO-1"):
+    if "ZeRO-1" in layout:
         changes["model.optim.name"] = "distributed_fused_adam"
     return list(check_values(default_values() | changes))
 

@@ -21,7 +21,7 @@ from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import ModuleRule, RecipeName
 from megafp8.specs.traits import GemmName
 from megafp8.train.dryrun import RankShare, held_bytes, rank_share, simulated
-from tests.parallel.matrix import LAYOUTS, ON_LLAMA
+from tests.parallel.matrix import LAYOUTS, kind_of
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
 # torch 2.13's new names for these two are not in 2.11
@@ -145,7 +145,7 @@ OF_MATRIX = {
         **{key: getattr(layout, key) for key in FIELDS},
     )
     for name, (ranks, layout) in LAYOUTS.items()
-    if layout.fsdp is None and not name.endswith(ON_LLAMA)
+    if layout.fsdp is None and kind_of(name) == ""
 }
 JOBS |= OF_MATRIX
 QUICK = (

@@ -13,7 +13,7 @@ from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
-from tests.parallel.matrix import LAYOUTS, ON_LLAMA
+from tests.parallel.matrix import LAYOUTS, kind_of
 from tests.parallel.plan_traffic_work import Measured
 from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
@@ -131,7 +131,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "O3, zero": case(ParallelSpec(), fp8=IN_FP8, optim=replace(ZERO, storage=O2)),
     "O3, tp x pp": case(replace(SEQUENCE, pp=2), 4, fp8=IN_FP8, optim=optim_spec(storage=O2)),
 }
-OF_MATRIX = [name for name in LAYOUTS if not name.endswith(ON_LLAMA)]
+OF_MATRIX = [name for name in LAYOUTS if kind_of(name) == ""]
 CASES |= {f"{name}, BF16": of_matrix(name, None) for name in OF_MATRIX}
 CASES |= {f"{name}, FP8": of_matrix(name, DELAYED) for name in OF_MATRIX}
 OPERATION = {
