@@ -72,6 +72,7 @@ def _train(name: str, argv: Sequence[str]) -> NoReturn:
     from megafp8.parallel.launch import run_process
 
     os.environ.setdefault(STARTED_AS, f"megafp8 {name}")
+    sys.argv[1:] = argv  # the settings alone, as those of pretrain_gpt.py
     module = import_module(f"megafp8.cli.{COMMANDS[name].module}")
     run_process(lambda: int(module.main(argv)))
 

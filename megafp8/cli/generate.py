@@ -1,6 +1,6 @@
 """Continue a text with a run's model.
 
-megafp8 generate RUN --prompt "def " [--tokens 100] [--temperature 0.8]
+megafp8 generate RUN --prompt "def " [--tokens 100] [--temperature 0]
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--temperature",
         type=_non_negative,
-        default=0.0,
-        help="temperature of the draws; 0 takes the most likely token (0)",
+        default=0.8,
+        help="temperature of the draws; 0 takes the most likely token (0.8)",
     )
     parser.add_argument("--top-k", type=_count, help="draw from the k most likely tokens only")
     parser.add_argument(

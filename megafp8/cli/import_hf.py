@@ -3,7 +3,7 @@
 megafp8 import MODEL DIR
 
 DIR gets a checkpoint, the tokenizer, and a YAML with the model's shape, with which
-`python pretrain_gpt.py --config-dir DIR --config-name model …` trains the model.
+`megafp8 pretrain --config-dir DIR --config-name model …` trains the model.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _say(model: Path, folder: Path, imported: Imported) -> None:
     missing = f"none in {model}; copy the model's tokenizer into {folder}"
     say(f"tokenizer: {', '.join(imported.tokenizer_files) or missing}")
     say(
-        "train it with: python pretrain_gpt.py "
+        "train it with: megafp8 pretrain "
         f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
         "model.data.data_prefix=<data prepared with this tokenizer>"
     )
@@ -54,7 +54,7 @@ def _say(model: Path, folder: Path, imported: Imported) -> None:
         "trainer.max_steps give others"
     )
     say(
-        f"or fine-tune it with: python finetune_gpt.py restore_from_path={folder.absolute()} "
+        f"or fine-tune it with: megafp8 finetune restore_from_path={folder.absolute()} "
         f"model.encoder_seq_length={spec.max_position_embeddings} "
         "model.data.train_ds.file_names=<questions and answers>.jsonl"
     )

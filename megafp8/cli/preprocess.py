@@ -171,7 +171,7 @@ def _print_result(sidecar: Sidecar, prefix: Path) -> None:
             "note: one document cannot be divided into training and validation data; "
             "--document paragraph or line divides a plain text into more"
         )
-    say(f"train on it with: python pretrain_gpt.py model.data.data_prefix={prefix}")
+    say(f"train on it with: megafp8 pretrain model.data.data_prefix={prefix}")
 
 
 class _Bar:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -110,6 +111,24 @@ def test_pretrain_checks_settings_and_finetune_has_its_own_job() -> None:
     assert done.returncode == 2 and "Give model.data.train_ds.file_names=FILE.jsonl" in done.stderr
     done = run("pretrain", "--help")
     assert "megafp8 pretrain" in done.stdout
+
+
+def test_training_sees_its_settings_and_the_words_that_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The line `continue with` is made of the two."""
+    seen: list[object] = []
+
+    def run_process(run: Callable[[], int]) -> None:
+        seen.extend([run(), sys.argv[1:], os.environ["MEGAFP8_STARTED_AS"]])
+
+    monkeypatch.setenv("MEGAFP8_STARTED_AS", "")
+    monkeypatch.delenv("MEGAFP8_STARTED_AS")
+    monkeypatch.setattr(sys, "argv", ["megafp8", "finetune", "a=1", "b=2"])
+    monkeypatch.setattr("megafp8.parallel.launch.run_process", run_process)
+    monkeypatch.setattr("megafp8.cli.finetune.main", lambda argv: len(argv))
+    main(["finetune", "a=1", "b=2"])
+    assert seen == [2, ["a=1", "b=2"], "megafp8 finetune"]
 
 
 @pytest.mark.parametrize("command", [["pretrain_gpt.py"], ["-m", "megafp8", "pretrain"]])

@@ -170,7 +170,7 @@ def test_an_imported_model_is_fine_tuned(
     assert export.main([str(tuning.data), str(theirs)]) == 0
     assert import_hf.main([str(theirs), str(ours)]) == 0
     printed = capsys.readouterr().out
-    words = printed.partition("or fine-tune it with: python finetune_gpt.py ")[2].split()
+    words = printed.partition("or fine-tune it with: megafp8 finetune ")[2].split()
     assert words[:2] == [f"restore_from_path={ours}", "model.encoder_seq_length=32"]
     assert taken(words[0]) == (64, 32)
     done = tuning.run(*words[:2], "trainer.precision=32")

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         say("A run refuses the file until what is listed first is decided")
         return ExitCode.USER_ERROR
     name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
-    say(f"run it with: python pretrain_gpt.py --config-dir {folder} --config-name {name}")
+    say(f"run it with: megafp8 pretrain --config-dir {folder} --config-name {name}")
     return ExitCode.FINISHED
 
 
