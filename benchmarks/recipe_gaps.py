@@ -107,7 +107,7 @@ def main() -> None:
         "what": "gaps of final validation losses, paired by seed",
         "date": today,
         "cpu": cpu_name(),
-        "command": " ".join(["python", "benchmarks/recipe_gaps.py", *sys.argv[1:]]),
+        "command": "python benchmarks/recipe_gaps.py",
         "job": JOB,
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "tables": tables,
