@@ -25,6 +25,7 @@ LAYOUTS = {"1 rank": [], "2 ranks": ["trainer.devices=2", "model.tensor_model_pa
 
 def losses(settings: list[str]) -> dict[int, float]:
     """Run one job, and return its training loss by step; its files are deleted."""
+    print(f"training: {' '.join(settings) or 'one rank'} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), *TINY, *settings]
         command.append(f"exp_manager.explicit_log_dir={folder}/run")

@@ -38,6 +38,7 @@ LAYOUTS = {
 
 def losses(num_ranks: int, settings: list[str]) -> dict[int, float]:
     """Run one job, and return its training loss by step; its files are deleted."""
+    print(f"training on {num_ranks} rank(s): {' '.join(settings)} …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(SCRIPT), *TINY, f"trainer.devices={num_ranks}", *settings]
         command.append(f"exp_manager.explicit_log_dir={folder}/run")
