@@ -147,7 +147,7 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
     over = f"{kinds} bytes"
     if kinds == "simulated":
         wide, over = "FP32", "the values of the rule"
-    cores, emulated = "FP8 tensor cores", f"emulated: {wide} GEMMs over {over}"
+    cores, emulated = f"{kinds} tensor cores", f"emulated: {wide} GEMMs over {over}"
     if all(in_hardware):
         products = cores
     elif not any(in_hardware):

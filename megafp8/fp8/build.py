@@ -76,7 +76,7 @@ def _tensor_quantizer(
         slot = table.register(f"{name}.{role}", update)
         rule = chosen if isinstance(chosen, Delayed) else Delayed()
         return replace(tensor, rule=rule, fmt=table.fmt, slot=slot)
-    if chosen.has_kernels():
+    if chosen.has_operands():
         return tensor
     return replace(tensor, rule=CastRule(chosen, tensor))
 

@@ -21,7 +21,8 @@ from megafp8.fp8.block_casts import block_values
 from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E2M1, E4M3, SIMULATED, Fp8Format
 from megafp8.fp8.kernels.compile import KINDS, library
-from megafp8.ops.scaled_mm import Layout
+from megafp8.ops.scaled_mm import PACKED, Layout
+from megafp8.ops.swizzle import numbers_of, swizzled, unswizzled
 
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
@@ -168,9 +169,11 @@ class Fp8Tensor:
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
     memory as [N, M]. `layout` names the scales as `scaled_mm` does, since shapes alone cannot
-    distinguish a row from a block of the same length. `outer` (0-d FP32) is one more factor of the
-    whole tensor, for scales of two levels. `rotation` names the matrix that the values are
-    multiplied by, which a product with an operand of the same rotation cancels.
+    distinguish a row from a block of the same length. With the layouts in `PACKED` the scales are
+    flat bytes, in tiles as tensor cores read them, and a payload of FP4 has two numbers in a byte,
+    along the dim that is summed over; `plain` is the tensor without that. `outer` (0-d FP32) is one
+    more factor of the whole tensor, for scales of two levels. `rotation` names the matrix that the
+    values are multiplied by, which a product with an operand of the same rotation cancels.
     """
 
     payload: torch.Tensor
@@ -182,6 +185,50 @@ class Fp8Tensor:
     layout: Layout = "tensor"
     outer: torch.Tensor | None = None
     rotation: str | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether scales lie in tiles of bytes, and numbers of FP4 two in a byte."""
+        return self.layout in PACKED
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the number of rows and columns of numbers."""
+        rows, cols = self.payload.shape
+        if self.payload.dtype != torch.float4_e2m1fn_x2:
+            return rows, cols
+        return (rows, 2 * cols) if self._sums_last else (2 * rows, cols)
+
+    @property
+    def _sums_last(self) -> bool:
+        assert self.block is not None
+        return self.block[0] < self.block[1]
+
+    def scale_matrix(self) -> torch.Tensor:
+        """Return the scales of blocks as a matrix, in the tensor's orientation, also from tiles."""
+        assert self.block is not None
+        if not self.is_packed:
+            return self.dequant_scale
+        down, right = (-(-n // step) for n, step in zip(self.shape, self.block, strict=True))
+        if self._sums_last:
+            return unswizzled(self.dequant_scale, down, right)
+        return unswizzled(self.dequant_scale, right, down).t()
+
+    def with_scale_matrix(self, scale: torch.Tensor) -> Fp8Tensor:
+        """Return the tensor with other scales; they are as `scale_matrix` returns them."""
+        if self.is_packed:
+            scale = swizzled(scale if self._sums_last else scale.t())
+        return replace(self, dequant_scale=scale)
+
+    def plain(self) -> Fp8Tensor:
+        """Return the tensor with a byte a number and a matrix of scales in FP32."""
+        if not self.is_packed:
+            return self
+        payload = self.payload
+        if payload.dtype == torch.float4_e2m1fn_x2:
+            payload = numbers_of(payload) if self._sums_last else numbers_of(payload.t()).t()
+        scale = self.scale_matrix().float()
+        return replace(self, payload=payload, dequant_scale=scale, layout="other")
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -230,6 +277,8 @@ class Fp8Tensor:
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values, rounded once to `dtype`."""
+        if self.is_packed:
+            return self.plain().dequantize(dtype)
         scale = self.dequant_scale
         if self.block is not None and self.fmt in (E4M3, E2M1):
             values = block_values(self.payload, scale, self.block, dtype)

@@ -13,7 +13,9 @@ from megafp8.ops import torch_private
 from megafp8.ops.scaled_mm import Layout, ScaledMatmul, writes_fp32
 from megafp8.specs.gpus import why_no_product
 
-LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square")
+LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square", "mx", "nv")
+PACKED_FROM = (12, 8)
+"""The first CUDA whose cuBLASLt takes scales in tiles, of 32 elements and of 16."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
     if device.type != "cuda" or torch.version.hip is not None:
         return f"{device.type}: FP8 tensor cores are used on NVIDIA GPUs only"
     known = None if layout == "other" else layout
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    if known in ("mx", "nv") and cuda < PACKED_FROM:
+        return f"torch {torch.__version__}: scales in tiles need CUDA 12.8"
     return why_no_product(torch.cuda.get_device_capability(device), known)
 
 

@@ -16,6 +16,7 @@ which of the two ran.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from typing import Literal
 
@@ -95,7 +96,7 @@ def gemm(
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         assert a.rotation == b.rotation, "the product would not cancel the rotation"
         precision = "fp8"
-        flops = 2 * a.payload.numel() * b.payload.shape[0 if transpose_b else 1]  # 2 M K N
+        flops = 2 * math.prod(a.shape) * b.shape[0 if transpose_b else 1]  # 2 M K N
         if engine.layouts and _on_tensor_cores(a, b, engine, work):
             counter.add(precision, place, flops)
             counter.fp8_backends["tensor cores"] += flops
@@ -175,6 +176,7 @@ def _tensor_core_product(
         a_scale,
         b_scale,
         layouts=(a_layout, b_layout),
+        outers=_outer_factors(a, b),
         out_dtype=work,
         bias_N=bias,
         use_fast_accum=use_fast_accum and a_layout in ("tensor", "row"),
@@ -191,7 +193,8 @@ def _is_target(total: torch.Tensor) -> bool:
 def _rows_of(x: Fp8Tensor, transpose: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the payload as [rows, K] with K innermost, and its scales."""
     payload = x.payload.t() if transpose else x.payload
-    scale = x.dequant_scale.t() if transpose and x.block is not None else x.dequant_scale
+    is_turned = transpose and x.block is not None and not x.is_packed
+    scale = x.dequant_scale.t() if is_turned else x.dequant_scale
     if not payload.is_contiguous():
         payload = transposed(payload.t())
     return payload, scale

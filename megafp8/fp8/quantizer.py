@@ -25,6 +25,7 @@ from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.fused import Make, Produced
 from megafp8.fp8.gemm import wide_dtype
 from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
+from megafp8.ops.swizzle import swizzled_size
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.traits import TENSOR, GemmName, Scales
@@ -66,29 +67,41 @@ class SavedForm:
     """Say how an input [T, I] is kept for the product for `grad_weight`.
 
     `scales` None keeps the input itself. Otherwise it is kept in FP8 of `dtype`, with such scales
-    along T. `is_transposed` says that its bytes lie in memory as [I, T].
+    along T. `is_transposed` says that its bytes lie in memory as [I, T], and `is_packed` that it is
+    packed for tensor cores.
     """
 
     scales: Scales | None = None
     dtype: torch.dtype = torch.uint8
     is_transposed: bool = False
+    is_packed: bool = False
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Return the dtype in which the scales are kept; packed ones are bytes."""
+        return torch.uint8 if self.is_packed else torch.float32
 
     def payload_shape(self, tokens: int, features: int) -> list[int]:
         """Return the payload's shape as it lies in memory; [0] where the input itself is kept."""
         if self.scales is None:
             return [0]
+        if self.is_packed and self.dtype == torch.float4_e2m1fn_x2:
+            return [features, tokens // 2]
         return [features, tokens] if self.is_transposed else [tokens, features]
 
     def scale_shape(self, tokens: int, features: int) -> list[int]:
         """Return the shape of the scales; [0] where the input itself is kept.
 
-        Scales of two levels are flat, with the factor of the whole tensor at the end.
+        Scales of two levels are flat, with the factor of the whole tensor at the end. So are packed
+        ones, with the bytes of the factor.
         """
         if self.scales is None:
             return [0]
         if self.scales.is_one:
             return []
         along, across = self.scales.along or tokens, self.scales.across or features
+        if self.is_packed:
+            return [swizzled_size(features, -(-tokens // along)) + 4 * self.scales.has_outer]
         shape = [-(-tokens // along), -(-features // across)]
         return [shape[0] * shape[1] + 1] if self.scales.has_outer else shape
 
@@ -216,7 +229,7 @@ class LinearQuantizer:
             observe(f"{self.name}.weight", part_MN, stored, stored)
 
     def _observe(self, role: Role, x_MN: torch.Tensor, operands: Operands) -> None:
-        last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
+        last, first = (o.plain() if isinstance(o, Fp8Tensor) else None for o in operands)
         for observe in self.state.observers:
             observe(f"{self.name}.{role}", x_MN, last, first)
 

@@ -18,6 +18,7 @@ from megafp8.errors import UserError
 from megafp8.fp8 import block_casts
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import Draw
+from megafp8.fp8.formats import E2M1
 from megafp8.fp8.quantizer import (
     Need,
     Operands,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from megafp8.fp8.scaling import ScalingState
 
 Along = Literal["last", "first"]
+LAST: Along = "last"
+FIRST: Along = "first"
 Result = TypeVar("Result")
 
 
@@ -50,7 +53,7 @@ class RuleError(UserError):
 class CastRule(Recipe):
     """Make operands of a tensor by a recipe's `cast`: one for each product, or one for both.
 
-    On a CPU the recipe's `in_c` does the same, if it has one.
+    On a CPU the recipe's `in_c` does the same, and on a GPU its `in_triton`, if it has them.
     """
 
     def __init__(self, recipe: Recipe, given: TensorQuantizer) -> None:
@@ -65,6 +68,23 @@ class CastRule(Recipe):
     ) -> tuple[Operands, torch.Tensor | None]:
         """Quantize for each product in `need`."""
         casts, last, first = self._casts, None, None
+        if tensor.state.engine.uses_triton and x_MN.numel():
+            rows, cols = x_MN.shape
+            asked = (
+                self._asked(casts.last, LAST, (rows, cols)),
+                self._asked(casts.first, FIRST, (cols, rows)),
+            )
+            packed = self._packs(tensor)
+            made = self.recipe.in_triton(
+                x_MN.contiguous(), need, asked, packed=packed, with_sum=with_sum
+            )
+            if made is not None:
+                last, first = (
+                    None if x is None else self._of_kernel(x, along, x_MN.shape, packed)
+                    for x, along in ((made.last, LAST), (made.first, FIRST))
+                )
+                first = last if made.first is made.last and last is not None else first
+                return operands_of(x_MN, last, first), made.sums
         if need.last or (need.first and casts.serves_both):
             last = self._cast(x_MN, casts.last, "last")
         if need.first:
@@ -74,11 +94,39 @@ class CastRule(Recipe):
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
         """Return the operand with its scales along tokens."""
-        casts = self._casts
+        casts, dtype = self._casts, self.given.fmt.dtype
+        if tensor.state.engine.uses_triton and self.recipe.has_casts_in_triton():
+            packed = self._packs(tensor)
+            dtype = torch.float4_e2m1fn_x2 if packed and self.given.fmt is E2M1 else dtype
+            return SavedForm(casts.first, dtype, is_transposed=packed, is_packed=packed)
         # C leaves the bytes in the tensor's own order; the table lies on the tensor's device.
         is_in_c = self.recipe.has_casts_in_c() and block_casts.runs_in_c(tensor.state.forward.amax)
         is_transposed = not casts.serves_both and not is_in_c
-        return SavedForm(casts.first, self.given.fmt.dtype, is_transposed=is_transposed)
+        return SavedForm(casts.first, dtype, is_transposed=is_transposed)
+
+    def _packs(self, tensor: TensorQuantizer) -> bool:
+        packs = self.recipe.traits.packs
+        return packs is not None and tensor.state.engine.orients(packs)
+
+    def _of_kernel(
+        self, made: Scaled, along: Along, shape: torch.Size, packed: bool = False
+    ) -> Fp8Tensor:
+        """Return what C or Triton kernels made of a tensor of this shape."""
+        is_last, casts = along == LAST, self._casts
+        scales = casts.last if is_last else casts.first
+        block = _block(scales, *(shape if is_last else shape[::-1]))
+        block = (1, block[1]) if packed else block  # those of squares are repeated
+        traits = self.recipe.traits
+        return Fp8Tensor(
+            made.payload,
+            made.dequant_scale,
+            self.given.fmt,
+            block=block if is_last else block[::-1],
+            is_exact_in_bf16=True,
+            layout=(traits.packs if packed else scales.layout) or "other",
+            outer=made.outer,
+            rotation=None if is_last else casts.rotation,
+        )
 
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
         """Return the scale that follows from a weight's amax."""
@@ -150,16 +198,7 @@ class CastRule(Recipe):
         result = self.recipe.in_c(x_MN, block, self._asked(scales, along, (rows, inner)))
         if result is None:
             return None
-        return Fp8Tensor(
-            result.payload,
-            result.dequant_scale,
-            self.given.fmt,
-            block=block,
-            is_exact_in_bf16=True,
-            layout=scales.layout or "other",
-            outer=result.outer,
-            rotation=self._casts.rotation if along == "first" else None,
-        )
+        return self._of_kernel(result, along, x_MN.shape)
 
     def _result(
         self, x_MK: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]

@@ -11,6 +11,10 @@ orientations:
 Scales (each a dequant_scale, FP32) have these shapes: 0-d or one element; [M, 1] and [N, 1]; [M,
 ceil(K / 128)] or [ceil(M / 128), ceil(K / 128)] and the same of N. Row and block scales need both
 operands to be scaled so; two square-blocked operands are not supported by cuBLASLt.
+
+Blackwell also takes scales of 32 elements (`mx`: E8M0) and, with operands in FP4, of 16 (`nv`:
+E4M3), both as bytes in tiles (`ops/swizzle.py`). An operand of FP4 is [M, K / 2], two numbers in a
+byte; FP32 factors of both whole operands then enter the product, before the bias.
 """
 
 # M, N rows of the operands   K what is summed over
@@ -23,13 +27,18 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.ops import torch_private
+from megafp8.ops.swizzle import swizzled_size
 
 BLOCK = 128
 ALIGNMENT = 16  # K and N must be multiples of it
 BLOCK_ROWS = 4  # M too, if a has block scales: cuBLASLt reads 16 bytes of them at a time
+PACKED_ALIGNMENT = 32  # K with scales in tiles: a block of `mx`, and 16 bytes of FP4
 SQUARE_ALIGNMENT = 4 * BLOCK  # K too, if scales of square blocks need strides of 16 bytes
 
-Layout = Literal["tensor", "row", "block", "square", "other"]
+Layout = Literal["tensor", "row", "block", "square", "mx", "nv", "other"]
+PACKED: dict[str, int] = {"mx": 32, "nv": 16}
+"""The layouts whose scales are in tiles of bytes, and how many elements share a scale."""
+Outers = tuple[torch.Tensor, torch.Tensor]
 ScaledMatmul = Callable[..., torch.Tensor]
 
 
@@ -55,11 +64,13 @@ def check_scales(payload: torch.Tensor, dequant_scale: torch.Tensor, layout: Lay
     """
     rows, inner = payload.shape
     shape = tuple(dequant_scale.shape)
+    numbers = 2 * inner if payload.dtype == torch.float4_e2m1fn_x2 else inner
     fits = {
         "tensor": dequant_scale.numel() == 1,
         "row": shape == (rows, 1),
         "block": shape == (rows, -(-inner // BLOCK)),
         "square": shape == (-(-rows // BLOCK), -(-inner // BLOCK)),
+        **{name: shape == (swizzled_size(rows, -(-numbers // n)),) for name, n in PACKED.items()},
     }
     if not fits[layout]:
         raise ValueError(
@@ -74,6 +85,7 @@ def scaled_mm(
     b_dequant_scale: torch.Tensor,
     *,
     layouts: tuple[Layout, Layout] = ("tensor", "tensor"),
+    outers: Outers | None = None,
     out_dtype: torch.dtype,
     bias_N: torch.Tensor | None = None,
     use_fast_accum: bool = False,
@@ -84,7 +96,7 @@ def scaled_mm(
 
     `out_MN`, contiguous, of `out_dtype` and 16-byte aligned, is written and returned if it is
     given and if no padding is needed. `layouts` of a and b are given, not inferred from shapes:
-    with K up to 128 a row is a block.
+    with K up to 128 a row is a block. `outers` are the factors (0-d FP32) of operands in FP4.
 
     Sizes that the tensor cores do not take are padded with zeros, which costs a copy. The bias is
     rounded to `out_dtype` and enters before the one rounding of the result; with FP32 output it is
@@ -105,20 +117,20 @@ def scaled_mm(
     if a_MK.numel() == 0 or b_NK.numel() == 0:
         empty = torch.zeros(num_rows, num_cols, dtype=out_dtype, device=a_MK.device)
         return empty if bias_N is None else empty + bias_N.to(out_dtype)
-    step = {"tensor": ALIGNMENT, "row": ALIGNMENT}.get(a_layout, BLOCK)
-    step = SQUARE_ALIGNMENT if "square" in (a_layout, b_layout) else step
-    inner = _round_up(a_MK.shape[1], step)
+    inner = _round_up(a_MK.shape[1], _step(layouts, a_MK.dtype))
     cols = _round_up(num_cols, BLOCK if b_layout == "square" else ALIGNMENT)
     rows = _round_up(num_rows, {"square": BLOCK, "block": BLOCK_ROWS}.get(a_layout, 1))
     late_bias = bias_N if out_dtype == torch.float32 else None
     early_bias = None if bias_N is None or late_bias is not None else bias_N.to(out_dtype)
     is_whole = (rows, cols) == (num_rows, num_cols) and late_bias is None
     target = {"out": out_MN} if is_whole and out_MN is not None else {}
+    scale_a = _scale(a_dequant_scale, a_layout, rows, inner)
+    scale_b = _scale(b_dequant_scale, b_layout, cols, inner).t()
     out = matmul(
         _padded(a_MK, rows, inner),
         _padded(b_NK, cols, inner).t(),
-        scale_a=_scale(a_dequant_scale, a_layout, rows, inner),
-        scale_b=_scale(b_dequant_scale, b_layout, cols, inner).t(),
+        scale_a=scale_a if outers is None else (scale_a, outers[0]),
+        scale_b=scale_b if outers is None else (scale_b, outers[1]),
         bias=None if early_bias is None else _extended(early_bias, (0, cols - num_cols)),
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
@@ -131,9 +143,18 @@ def scaled_mm(
 
 
 def _check_pair(a: Layout, b: Layout) -> None:
-    pairs = {("tensor", "tensor"), ("row", "row"), ("block", "block")}
+    pairs = {(name, name) for name in ("tensor", "row", "block", *PACKED)}
     if (a, b) not in pairs | {("block", "square"), ("square", "block")}:
         raise ValueError(f"an operand scaled by {a} times one scaled by {b} is not supported")
+
+
+def _step(layouts: tuple[Layout, Layout], dtype: torch.dtype) -> int:
+    """Return what the operands' bytes along K must be a multiple of."""
+    if layouts[0] in PACKED:
+        return PACKED_ALIGNMENT // (2 if dtype == torch.float4_e2m1fn_x2 else 1)
+    if "square" in layouts:
+        return SQUARE_ALIGNMENT
+    return ALIGNMENT if layouts[0] in ("tensor", "row") else BLOCK
 
 
 def _round_up(size: int, step: int) -> int:
@@ -154,7 +175,12 @@ def _padded(payload: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
 
 
 def _scale(scale: torch.Tensor, layout: Layout, rows: int, inner: int) -> torch.Tensor:
-    """Return the scales in the strides that torch asks for; padded rows and blocks get 1."""
+    """Return the scales in the strides that torch asks for; padded rows and blocks get 1.
+
+    Tiles have zeros for what is padded, and no padding of operands begins another tile.
+    """
+    if layout in PACKED:
+        return scale
     if layout == "tensor":
         return scale.reshape(1, 1)
     size = {

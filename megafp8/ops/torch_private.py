@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -27,10 +28,32 @@ OBJECTS_IN_GRAPHS_FROM = (2, 13)
 
 # ------------------------------------------------------------------------------------- arithmetic
 
-scaled_mm: Callable[..., torch.Tensor] = torch._scaled_mm
-"""The FP8 product of tensor cores. Its refusals were tried on CPUs, its results never."""
-
 _aten = torch.ops.aten
+
+
+def scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, *, scale_a: Any, scale_b: Any, **options: Any
+) -> torch.Tensor:
+    """Return the FP8 product of tensor cores, or that of FP4, whose scales are pairs of tensors.
+
+    The second tensor of such a pair is a factor of the whole operand. The refusals of both products
+    were tried on CPUs and on meta, their results never.
+    """
+    if isinstance(scale_a, torch.Tensor):
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
+    blocks = [int(F.ScalingType.BlockWise1x16.value), int(F.ScalingType.TensorWise.value)]
+    tiles = [int(F.SwizzleType.SWIZZLE_32_4_4.value), int(F.SwizzleType.NO_SWIZZLE.value)]
+    scales = (list(scale_a), blocks, tiles, list(scale_b), blocks, tiles)
+    rest = (options["bias"], options["out_dtype"], [], options["use_fast_accum"])
+    out = options.get("out")
+    product: torch.Tensor = (
+        _aten._scaled_mm_v2(a, b, *scales, *rest)
+        if out is None
+        else _aten._scaled_mm_v2.out(a, b, *scales, *rest, out=out)
+    )
+    return product
+
+
 # Attention that also returns the log-sum-exp of its scores, which the public function does not.
 cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
 cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward

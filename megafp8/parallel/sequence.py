@@ -111,9 +111,11 @@ def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
     if x_TF.layout == "row" and x_TF.block == (x_TF.payload.shape[0], 1):
         x_TF = replace(x_TF, block=(x_TF.payload.shape[0] * tp.size, 1))
     elif x_TF.block is not None:
-        assert x_TF.payload.shape[0] % x_TF.block[0] == 0, "a block would end in another rank"
-        scales = tp.gather_rows(x_TF.dequant_scale.contiguous())
-        x_TF = replace(x_TF, dequant_scale=scales)  # `outer` is equal on all ranks: amaxes agree
+        assert x_TF.shape[0] % x_TF.block[0] == 0, "a block would end in another rank"
+        own = x_TF.scale_matrix().contiguous()
+        bits = own.view(torch.uint8) if x_TF.is_packed else own
+        scales = tp.gather_rows(bits).view(own.dtype)
+        x_TF = x_TF.with_scale_matrix(scales)  # `outer` is equal on all ranks: amaxes agree
     payload_TF = x_TF.payload.view(torch.uint8)
     if payload_TF.is_contiguous():
         whole_TF = tp.gather_rows(payload_TF)

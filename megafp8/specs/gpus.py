@@ -19,8 +19,8 @@ FIRST_WITH_FP8 = (8, 9)
 def why_no_product(capability: Capability, layout: LayoutName | None) -> str | None:
     """Return why a GPU's tensor cores take no operands with such scales, or None if they do.
 
-    The source is PyTorch's `_scaled_mm` (aten/src/ATen/native/cuda/Blas.cpp): cuBLASLt has block
-    scales of 128 for Hopper alone.
+    The source is PyTorch's `_scaled_mm` (aten/src/ATen/native/cuda/ScaledBlas.cpp) and its tests:
+    cuBLASLt has block scales of 128 for Hopper alone, and scales in tiles from Blackwell on.
     """
     prefix = f"compute capability {capability[0]}.{capability[1]}: "
     if capability < FIRST_WITH_FP8:
@@ -31,6 +31,8 @@ def why_no_product(capability: Capability, layout: LayoutName | None) -> str | N
         return f"{prefix}row scales begin at 9.0"
     if layout in ("block", "square") and capability[0] != 9:
         return f"{prefix}block scales of 128 exist on 9.0 only"
+    if layout in ("mx", "nv") and capability < (10, 0):
+        return f"{prefix}scales of 16 and 32 elements begin at 10.0"
     return None
 
 

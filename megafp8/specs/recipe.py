@@ -59,6 +59,18 @@ class Scaled(NamedTuple):
     outer: Tensor | None = None
 
 
+class Made(NamedTuple):
+    """Hold what `in_triton` returns: operands along the last and the first dim, None if unwanted.
+
+    `sums` are the FP32 sums of each column of the tensor over groups of rows, [P, N], or None. An
+    operand that serves both products stands twice.
+    """
+
+    last: Scaled | None
+    first: Scaled | None
+    sums: Tensor | None
+
+
 class Seen(NamedTuple):
     """Hold what a recipe with a history knows of T tensors, after a microbatch.
 
@@ -86,14 +98,24 @@ class Recipe:
     """How settings name the recipe; it is set when the recipe is found."""
 
     @classmethod
-    def has_kernels(cls) -> bool:
-        """Whether casts run as C or Triton kernels; a rule that has `cast` alone is in torch."""
+    def has_operands(cls) -> bool:
+        """Whether the recipe makes operands itself; otherwise they are made by its `cast`."""
         return cls.traits.has_history or cls.operands is not Recipe.operands
+
+    @classmethod
+    def has_kernels(cls) -> bool:
+        """Whether casts run as Triton kernels on a GPU; a rule of `cast` alone is in torch."""
+        return cls.has_operands() or cls.has_casts_in_triton()
 
     @classmethod
     def has_casts_in_c(cls) -> bool:
         """Whether CPUs run `in_c` instead of `cast`."""
         return cls.in_c is not Recipe.in_c
+
+    @classmethod
+    def has_casts_in_triton(cls) -> bool:
+        """Whether GPUs run `in_triton` instead of `cast`."""
+        return cls.in_triton is not Recipe.in_triton
 
     @classmethod
     def without(cls, options: frozenset[str]) -> type[Recipe]:
@@ -126,6 +148,24 @@ class Recipe:
         Returns:
             Bytes [M, N] and scales, whose products are BF16 numbers; None for a tensor that `cast`
             is to quantize.
+        """
+        return None
+
+    def in_triton(
+        self, x_MN: Tensor, need: Any, asked: tuple[Cast, Cast], *, packed: bool, with_sum: bool
+    ) -> Made | None:
+        """Do what `cast` does for both products, in Triton kernels.
+
+        Args:
+            x_MN: The contiguous tensor [M, N] itself.
+            need: For which products it is wanted (`fp8.quantizer.Need`).
+            asked: What is asked for, along the last dim and along the first.
+            packed: Whether operands are packed for tensor cores, as the trait `packs` says.
+                Otherwise they are as `cast` returns them, in the tensor's own orientation.
+            with_sum: Whether the sums of the columns are wanted.
+
+        Returns:
+            The operands; None for a tensor that `cast` is to quantize.
         """
         return None
 

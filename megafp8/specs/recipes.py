@@ -242,7 +242,7 @@ def _made(name: str, cls: type[Recipe]) -> Recipe:
         raise RecipeError(f"{name}: {cls.__name__} declares no traits (`traits = Traits(...)`)")
     if wrong := contradictions(traits):
         raise RecipeError(f"{name}: the traits of {cls.__name__} are wrong: {'; '.join(wrong)}")
-    if cls.cast is Recipe.cast and not cls.has_kernels():
+    if cls.cast is Recipe.cast and not cls.has_operands():
         raise RecipeError(f"{name}: {cls.__name__} has no `cast`, which is a recipe's rule")
     _check_rule(name, cls, traits)
     try:
@@ -263,12 +263,16 @@ def _check_rule(name: str, cls: type[Recipe], traits: Traits) -> None:
             f"{name}: {cls.__name__} declares has_history, whose scales follow from `update` and "
             "are known before the tensor, and has a `cast` of its own. Leave one of them out"
         )
-    if not cls.has_kernels() and traits.agrees_on_columns:
+    if not cls.has_operands() and traits.agrees_on_columns:
         raise RecipeError(
             f"{name}: {cls.__name__} declares agrees_on_columns, which a rule of `cast` cannot "
             "do, since it does not learn which ranks have the other tokens"
         )
-    if not cls.has_kernels() and traits.shares_weight and cls.scale_of_amax is Recipe.scale_of_amax:
+    if (
+        not cls.has_operands()
+        and traits.shares_weight
+        and cls.scale_of_amax is Recipe.scale_of_amax
+    ):
         raise RecipeError(
             f"{name}: {cls.__name__} declares shares_weight and has no `scale_of_amax`"
         )

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 FormatName = Literal["e4m3", "e5m2"]
 GemmName = Literal["output", "grad_input", "grad_weight"]
 Role = Literal["input", "weight", "grad_output"]
-LayoutName = Literal["tensor", "row", "block", "square"]
+LayoutName = Literal["tensor", "row", "block", "square", "mx", "nv"]
 Power2 = Literal["never", "off", "on", "always"]
 ROLES: tuple[Role, ...] = get_args(Role)
 BLOCK = 128
@@ -153,6 +153,9 @@ class Traits:
         power_2: Whether scales are powers of two. `never` and `always` leave no choice; `off` and
             `on` are the defaults of `fp8_power_2_scale`.
         high_precision: The products that the recipe itself keeps out of FP8.
+        packs: The kind of scales, in tiles of bytes, with which the recipe's Triton kernels pack
+            operands for Blackwell's tensor cores: `mx` (E8M0 for 32 elements) or `nv` (E4M3 for 16
+            elements of FP4, and the factor of the whole operand). None: it has no such kernels.
         multiple: The number that sizes are multiples of on each rank.
         pads: Whether other sizes may be padded (`pad_inner_dim`).
         backends: The names that other backends have for the recipe: {"te": "DelayedScaling"}.
@@ -176,6 +179,7 @@ class Traits:
     shares_weight: bool = False
     power_2: Power2 = "always"
     high_precision: frozenset[GemmName] = frozenset()
+    packs: Literal["mx", "nv"] | None = None
     multiple: int = TENSOR_CORE_MULTIPLE
     pads: bool = False
     backends: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -196,6 +200,8 @@ class Traits:
     @property
     def layouts(self) -> tuple[LayoutName | None, ...]:
         """Return the kinds of scales that occur, as `scaled_mm` names them."""
+        if self.packs is not None:
+            return (self.packs,)
         if self.is_simulated or self.numbers != "fp8":
             return (None,)
         return tuple(dict.fromkeys(scales.layout for scales in self.scales))
@@ -206,6 +212,11 @@ class Traits:
         if self.is_simulated:
             return "simulated"
         return "FP4" if self.numbers == "e2m1" else "FP8"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether a tensor is rounded stochastically."""
+        return any(casts.is_random for casts in self.casts.values())
 
     @property
     def is_e4m3(self) -> bool:

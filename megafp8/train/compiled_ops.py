@@ -63,6 +63,7 @@ class TracedLinear:
             self.saved.payload_shape(tokens, features),
             self.saved.dtype,
             self.saved.scale_shape(tokens, features),
+            self.saved.scale_dtype,
         )[0]
         return output_TO
 
@@ -85,23 +86,26 @@ def _linear(
     payload_shape: list[int],
     payload_dtype: torch.dtype,
     scale_shape: list[int],
+    scale_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output, the kept input's payload as it lies in memory, and its scales.
 
-    Scales of two levels are flat, with the factor of the whole tensor at the end.
+    Scales of two levels are flat, with the factor of the whole tensor at the end. Packed scales are
+    bytes, and so is the factor then.
     """
     live: LiveLinear = handle.value
     done = eager.forward(live.linear, input_TI, input_TI.dtype, input_TI.shape[0])
     kept = done.input
     if live.saved.scales is None:  # the input itself is kept, which an operation may not return
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
-        return done.output, nothing, input_TI.new_empty(0, dtype=torch.float32)
+        return done.output, nothing, input_TI.new_empty(0, dtype=scale_dtype)
     assert isinstance(kept, Fp8Tensor), "evaluation is not compiled"
     payload = kept.payload.t() if live.saved.is_transposed else kept.payload
     scale = kept.dequant_scale
     live.remakes[payload.shape] = kept.factory(), scale.shape
+    scale = scale.view(torch.uint8) if kept.is_packed else scale
     if kept.outer is not None:  # one output for the scales of both levels
-        scale = torch.cat((scale.flatten(), kept.outer.view(1)))
+        scale = torch.cat((scale.flatten(), kept.outer.view(1).view(scale.dtype)))
     return done.output, payload, scale.contiguous()
 
 
@@ -113,11 +117,12 @@ def _(
     payload_shape: list[int],
     payload_dtype: torch.dtype,
     scale_shape: list[int],
+    scale_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         input_TI.new_empty(output_shape),
         input_TI.new_empty(payload_shape, dtype=payload_dtype),
-        input_TI.new_empty(scale_shape, dtype=torch.float32),
+        input_TI.new_empty(scale_shape, dtype=scale_dtype),
     )
 
 
@@ -160,9 +165,14 @@ def _operand(kept: torch.Tensor, scale: torch.Tensor, live: LiveLinear) -> Opera
         return kept
     remake, shape = live.remakes[kept.shape]
     payload = kept.t() if live.saved.is_transposed else kept
+    tensors = [scale]
     if live.saved.scales.has_outer:
-        return remake(payload, scale[:-1].view(shape), scale[-1])
-    return remake(payload, scale)
+        size = 4 // scale.element_size()
+        tensors = [scale[:-size].view(shape), scale[-size:].view(torch.float32)[0]]
+    if live.saved.is_packed:
+        nv = payload.dtype == torch.float4_e2m1fn_x2
+        tensors[0] = tensors[0].view(torch.float8_e4m3fn if nv else torch.float8_e8m0fnu)
+    return remake(payload, *tensors)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -179,7 +189,7 @@ def _backward(ctx: Any, grad_output_TO: torch.Tensor, *_: None) -> tuple[Any, ..
     grad_input_TI = torch.ops.megafp8.linear_backward(
         grad_output_TO, kept, scale, ctx.handle, ctx.input_shape
     )
-    return grad_input_TI, None, None, None, None, None
+    return grad_input_TI, None, None, None, None, None, None
 
 
 _linear.register_autograd(_backward, setup_context=_keep)

@@ -35,6 +35,13 @@ def magnitude_bits(x):
 
 
 @triton.jit
+def known_bits(x):
+    """Return the bits of |x| as int32, a NaN as 0, so that a maximum of them ignores NaN."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(bits > INF_BITS, 0, bits)
+
+
+@triton.jit
 def raise_amax(amax_bits, newest):
     """Raise the amax to `newest`, atomically, after a plain read that spares most atomics."""
     tl.atomic_max(amax_bits, newest, mask=newest > tl.load(amax_bits))
@@ -54,22 +61,30 @@ def fp8_codes(y, IS_E4M3: tl.constexpr, HARDWARE: tl.constexpr):
         return tl.where(y == y, codes, 0x7F).to(tl.uint8)
     mantissa_bits: tl.constexpr = 3 if IS_E4M3 else 2
     bias: tl.constexpr = 7 if IS_E4M3 else 15
-    shift: tl.constexpr = 23 - mantissa_bits
     bits = y.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    codes = nearest_codes(bits & 0x7FFFFFFF, mantissa_bits, bias) | ((bits >> 24) & 0x80)
+    return tl.where(y == y, codes, 0x7F).to(tl.uint8)
+
+
+@triton.jit
+def nearest_codes(magnitude, MANTISSA_BITS: tl.constexpr, BIAS: tl.constexpr):
+    """Return the codes (int32, without a sign) of the nearest numbers of a format, ties to even.
+
+    `magnitude` are the bits of FP32 magnitudes, clamped to the format's largest one.
+    """
+    shift: tl.constexpr = 23 - MANTISSA_BITS
     # Normal numbers: half a unit less one, and one more where the kept mantissa is odd.
     odd = (magnitude >> shift) & 1
     normal = ((magnitude + ((1 << (shift - 1)) - 1) + odd) >> shift) - (
-        (127 - bias) << mantissa_bits
+        (127 - BIAS) << MANTISSA_BITS
     )
-    # Subnormals: a sum with a number whose last bit is the smallest FP8 number rounds for us.
-    unit_bits: tl.constexpr = (127 + 24 - bias - mantissa_bits) << 23
-    unit = tl.full(y.shape, unit_bits, tl.int32)
+    # Subnormals: a sum with a number whose last bit is the smallest of the format rounds for us.
+    unit_bits: tl.constexpr = (127 + 24 - BIAS - MANTISSA_BITS) << 23
+    unit = tl.full(magnitude.shape, unit_bits, tl.int32)
     total = magnitude.to(tl.float32, bitcast=True) + unit.to(tl.float32, bitcast=True)
     subnormal = total.to(tl.int32, bitcast=True) - unit_bits
-    smallest_normal: tl.constexpr = (128 - bias) << 23
-    codes = tl.where(magnitude < smallest_normal, subnormal, normal) | ((bits >> 24) & 0x80)
-    return tl.where(magnitude > INF_BITS, 0x7F, codes).to(tl.uint8)
+    smallest_normal: tl.constexpr = (128 - BIAS) << 23
+    return tl.where(magnitude < smallest_normal, subnormal, normal)
 
 
 @triton.jit

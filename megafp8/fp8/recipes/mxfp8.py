@@ -4,9 +4,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megafp8.specs.recipe import Cast, Recipe, Scaled
+from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
 from megafp8.specs.traits import Traits, alike, blocks
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Mxfp8(Recipe):
         weight=alike(blocks(BLOCK)),
         grad_output=alike(blocks(BLOCK)),
         commutes=True,
+        packs="mx",
         multiple=BLOCK,
         backends={"te": "MXFP8BlockScaling"},
     )
@@ -40,6 +41,24 @@ class Mxfp8(Recipe):
         from megafp8.fp8.block_casts import mxfp8
 
         return Scaled(*mxfp8(x_MN, along_columns=block[0] > 1))
+
+    def in_triton(
+        self,
+        x_MN: torch.Tensor,
+        need: Any,
+        asked: tuple[Cast, Cast],
+        *,
+        packed: bool,
+        with_sum: bool,
+    ) -> Made:
+        """Quantize blocks of rows and of columns in one launch."""
+        from megafp8.fp8.kernels.triton_blocks import cast_mx
+
+        rows, columns, sums = cast_mx(
+            x_MN, packed=packed, with_rows=need.last, with_columns=need.first, with_sums=with_sum
+        )
+        last, first = (None if each is None else Scaled(*each) for each in (rows, columns))
+        return Made(last, first, sums)
 
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
         """Quantize each block of 32 elements with the scale of its amax."""

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megafp8.specs.recipe import Cast, Recipe, Scaled
+from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
 from megafp8.specs.traits import Casts, Scales, Traits
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ LARGEST = LARGEST_E2M1 * LARGEST_E4M3
 ROTATION = "hadamard"
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of Transformer Engine's rotation, the same in every layer."""
+SIGN_BITS = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
+"""The same as bits: a bit is set where the sign is negative."""
 _LINE, _SQUARE = Scales(1, BLOCK, has_outer=True), Scales(BLOCK, BLOCK, has_outer=True)
 
 
@@ -39,6 +41,7 @@ class Nvfp4(Recipe):
         numbers="e2m1",
         options=("rht", "sr", "2d"),
         agrees=True,
+        packs="nv",
         commutes=True,
         power_2="never",
         multiple=BLOCK,
@@ -80,6 +83,36 @@ class Nvfp4(Recipe):
             byte = byte.t().contiguous() if is_turned else byte
         payload, scale = nvfp4(x_MN, block, _encoding(amax), byte)
         return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
+
+    def in_triton(
+        self,
+        x_MN: torch.Tensor,
+        need: Any,
+        asked: tuple[Cast, Cast],
+        *,
+        packed: bool,
+        with_sum: bool,
+    ) -> Made | None:
+        """Quantize for both products after one read for amaxes; None where blocks are not whole."""
+        from megafp8.fp8.kernels import triton_fp4
+
+        casts, square = self.traits.casts[asked[0].role], self.traits.casts[asked[0].role].last
+        if x_MN.shape[0] % BLOCK or x_MN.shape[1] % BLOCK or casts.is_random:
+            return None
+        is_square = square == _SQUARE
+        signs = SIGN_BITS if casts.rotation is not None and need.first else None
+        amaxes, sums = triton_fp4.amaxes_fp4(x_MN, signs=signs, with_sums=with_sum)
+        if (reduce_max := asked[0].reduce_max) is not None:
+            for amax in amaxes[: 1 if signs is None else 2]:
+                reduce_max(amax)
+        serves_both = is_square and not packed
+        (rows, columns, _), outer = triton_fp4.cast_fp4(
+            x_MN, amaxes, signs=signs, square=is_square, packed=packed,
+            with_rows=need.last or serves_both, with_columns=need.first and not serves_both,
+        )  # fmt: skip
+        last = None if rows is None else Scaled(*rows, outer[0])
+        first = None if columns is None else Scaled(*columns, outer[1])
+        return Made(last, last if serves_both else first, sums)
 
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
         """Quantize blocks by their own amaxes and that of the whole tensor."""

@@ -25,7 +25,7 @@ from megafp8.config.resolve import resolve
 from megafp8.fp8 import scaling
 from megafp8.fp8.engine import LAYOUTS, Engine
 from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import bf16
+from megafp8.ops import bf16, torch_private
 from megafp8.parallel import parts
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
@@ -40,7 +40,7 @@ FREE = {
     "reshape", "_reshape_alias", "unflatten", "narrow", "lift_fresh", "empty", "empty_like",
     "new_empty", "empty_strided", "new_empty_strided", "promote_types",
 }  # fmt: skip
-PRODUCTS = {"_scaled_mm", "mm", "addmm", "bmm"}
+PRODUCTS = {"_scaled_mm", "_scaled_mm_v2", "mm", "addmm", "bmm"}
 LLAMA = (
     "model.openai_gelu=False",
     "model.normalization=rmsnorm",
@@ -57,6 +57,8 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "tensorwise": (*FP8, "model.fp8_recipe=tensorwise"),
     "rowwise": (*FP8, "model.fp8_recipe=rowwise"),
     "blockwise": (*FP8, "model.fp8_recipe=blockwise"),
+    "mxfp8": (*FP8, "model.fp8_recipe=mxfp8"),
+    "nvfp4": (*FP8, "model.fp8_recipe=nvfp4"),
 }
 
 
@@ -132,7 +134,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launched)
 
     def matmul(*operands: torch.Tensor, out: torch.Tensor | None = None, **rest: Any) -> Any:
-        product = torch._scaled_mm(*operands, **rest)  # torch has no `out` on meta
+        product = torch_private.scaled_mm(*operands, **rest)  # torch has no `out` on meta
+        if isinstance(rest["scale_a"], tuple):  # torch multiplies the factors of both operands
+            tally.add("mul", [rest["scale_a"][1], rest["scale_b"][1]])
         return product if out is None else out
 
     layouts = frozenset(LAYOUTS)

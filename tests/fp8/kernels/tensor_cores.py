@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,6 +23,28 @@ needs_rows_on_a_cpu = pytest.mark.skipif(
 )
 
 
+def from_tiles(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """Scales [rows, blocks] in FP64 from their tiles of 512 bytes, one by one, as cuBLAS documents
+    where each lies. Nothing may follow the last tile."""
+    tiles_in_row = -(-blocks // 4)
+    assert scale.shape == (-(-rows // 128) * tiles_in_row * 512,)
+    row, block = torch.arange(rows)[:, None], torch.arange(blocks)[None, :]
+    tile = row // 128 * tiles_in_row + block // 4
+    inside = row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+    return scale.double()[tile * 512 + inside]
+
+
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def unpacked(payload: torch.Tensor) -> torch.Tensor:
+    """The numbers of FP4 in FP64: of two in a byte the first is in the low half."""
+    found = torch.stack([payload.view(torch.uint8) & 15, payload.view(torch.uint8) >> 4], -1)
+    found = found.flatten(-2).long()
+    signed = torch.tensor([*FP4, *(-x for x in FP4)], dtype=torch.float64)
+    return signed[found]
+
+
 def spread(scale: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
     scale = scale.double().reshape(-1, 1) if scale.dim() < 2 else scale.double()
     for dim, size in enumerate((rows, inner)):
@@ -33,18 +57,30 @@ def exact(
     a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product in float64, and that of the magnitudes."""
-    a64 = a.double() * spread(a_scale, *a.shape)
-    b64 = b.double() * spread(b_scale, *b.shape)
+    a64, b64 = (values(x, scale) for x, scale in ((a, a_scale), (b, b_scale)))
     return a64 @ b64.t(), a64.abs() @ b64.abs().t()
 
 
+def values(x: torch.Tensor, scale: Any) -> torch.Tensor:
+    if isinstance(scale, tuple):
+        in_tiles, outer = scale
+        numbers = unpacked(x)
+        of_blocks = from_tiles(in_tiles, len(x), -(-numbers.shape[1] // 16))
+        return numbers * of_blocks.repeat_interleave(16, 1)[:, : numbers.shape[1]] * outer.double()
+    if scale.dtype == torch.float8_e8m0fnu:
+        of_blocks = from_tiles(scale, len(x), -(-x.shape[1] // 32))
+        return x.double() * of_blocks.repeat_interleave(32, 1)[:, : x.shape[1]]
+    return x.double() * spread(scale, *x.shape)
+
+
 class TensorCores:
-    """Stands for `torch._scaled_mm` on Hopper: its demands and cuBLASLt's, and a float64 product.
+    """Stands for torch's FP8 product on Hopper and on Blackwell: its demands and cuBLASLt's, and a
+    float64 product.
 
     Demands known from torch's source (`ScaledBlas.cpp`): sizes, strides, dtypes of bias and
     result, one operand in E4M3, scales of the shapes and strides of a pair in `PAIRS`. From
     cuBLASLt: pointers of 16 bytes; with scales of blocks, M a multiple of 4 and precise
-    accumulation.
+    accumulation. Scales in tiles are contiguous bytes; those of FP4 come with a factor.
     """
 
     def __init__(self) -> None:
@@ -57,8 +93,8 @@ class TensorCores:
         a: torch.Tensor,
         b: torch.Tensor,
         *,
-        scale_a: torch.Tensor,
-        scale_b: torch.Tensor,
+        scale_a: Any,
+        scale_b: Any,
         bias: torch.Tensor | None,
         out_dtype: torch.dtype,
         use_fast_accum: bool,
@@ -70,13 +106,20 @@ class TensorCores:
         assert not (a.dtype == b.dtype == torch.float8_e5m2)
         assert bias is None or (bias.dtype == out_dtype != torch.float32 and bias.shape == (n,))
         assert a.data_ptr() % 16 == b.data_ptr() % 16 == 0, "operands begin at 16 bytes"
-        assert scale_a.dtype == scale_b.dtype == torch.float32
-        picked = picked_scaling(a, b.t(), scale_a, scale_b.t())
+        if not isinstance(scale_b, tuple):  # 1-d scales stay as they are
+            scale_b = scale_b.t()
+        picked = picked_tiles(a, b.t(), scale_a, scale_b)
+        if picked is None:
+            assert scale_a.dtype == scale_b.dtype == torch.float32
+            picked = picked_scaling(a, b.t(), scale_a, scale_b)
+        elif picked == ("mx", "mx"):
+            assert k % 32 == 0, "whole blocks"
+        assert (picked == ("nv", "nv")) <= (not use_fast_accum)
         if "block" in picked:  # cuBLASLt reads these scales four rows at a time
             assert k % 128 == 0 and a.shape[0] % 4 == 0 and not use_fast_accum
         self.picked.append(picked)
         self.fast.append(use_fast_accum)
-        product, _ = exact(a, b.t(), scale_a, scale_b.t())
+        product, _ = exact(a, b.t(), scale_a, scale_b)
         product = (product if bias is None else product + bias.double()).to(out_dtype)
         self.wrote.append((out_dtype, out is not None))
         if out is None:
@@ -94,6 +137,21 @@ PAIRS = (
     ("block", "block"),
 )
 """In the order in which torch tries them (get_joint_scaling in ScaledBlas.cpp)."""
+
+
+def picked_tiles(
+    a_MK: torch.Tensor, b_NK: torch.Tensor, scale_a: Any, scale_b: Any
+) -> tuple[str, str] | None:
+    """Whether torch reads scales in tiles, of `mx` or `nv`."""
+    if isinstance(scale_a, tuple) and isinstance(scale_b, tuple):
+        for x, (scale, outer) in ((a_MK, scale_a), (b_NK, scale_b)):
+            assert x.dtype == torch.float4_e2m1fn_x2 and scale.dtype == torch.float8_e4m3fn
+            assert scale.is_contiguous() and (outer.numel(), outer.dtype) == (1, torch.float32)
+        return "nv", "nv"
+    if scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu:
+        assert scale_a.is_contiguous() and scale_b.is_contiguous()
+        return "mx", "mx"
+    return None
 
 
 def picked_scaling(

@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
-from megafp8.ops.scaled_mm import Layout, scaled_mm
+from megafp8.ops import torch_private
+from megafp8.ops.scaled_mm import PACKED, Layout, scaled_mm
+from megafp8.ops.swizzle import swizzled_size
 from tests.fp8.kernels.tensor_cores import TensorCores, picked_scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E8M0, FP4 = torch.float8_e8m0fnu, torch.float4_e2m1fn_x2
 ROLES = {"output": (E4M3, E4M3), "grad_input": (E5M2, E4M3), "grad_weight": (E5M2, E4M3)}
 LAYOUTS: list[tuple[Layout, Layout]] = [
     ("tensor", "tensor"), ("row", "row"), ("block", "block"), ("block", "square"),
-    ("square", "block"),
+    ("square", "block"), ("mx", "mx"), ("nv", "nv"),
 ]  # fmt: skip
 SHAPES = [(1, 1, 1), (4, 16, 128), (33, 50, 21), (130, 20, 140), (256, 128, 384), (3, 640, 1030)]
 
@@ -29,11 +33,11 @@ class Contract(TensorCores):
     def __call__(self, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
         a, b = (x.to("meta") for x in operands)
         on_meta = {
-            name: value.to("meta") if isinstance(value, torch.Tensor) else value
+            name: tree_map_only(torch.Tensor, lambda x: x.to("meta"), value)
             for name, value in options.items()
             if name != "out"  # torch has no such check on meta
         }
-        checked = torch._scaled_mm(a, b, **on_meta)
+        checked = torch_private.scaled_mm(a, b, **on_meta)
         product = super().__call__(*operands, **options)
         assert (checked.shape, checked.dtype) == (product.shape, product.dtype)
         return product
@@ -51,6 +55,10 @@ def scales(rows: int, inner: int, layout: Layout) -> torch.Tensor:
         "block": (rows, -(-inner // 128)),
         "square": (-(-rows // 128), -(-inner // 128)),
     }
+    if layout in PACKED:
+        size = swizzled_size(rows, -(-inner // PACKED[layout]))
+        codes = torch.randint(120, 130, (size,)) if layout == "mx" else torch.randint(127, (size,))
+        return codes.to(torch.uint8).view(E8M0 if layout == "mx" else E4M3)
     return torch.rand(shapes[layout]) + 0.5
 
 
@@ -65,12 +73,18 @@ def test_every_product_is_one_that_a_gpu_takes(
         a, b = (
             torch.randn(rows, k).to(dtype) for rows, dtype in zip((m, n), ROLES[role], strict=True)
         )
+        outers = None
+        if layouts == ("nv", "nv"):
+            k = -(-k // 16) * 16  # whole blocks
+            a, b = (torch.randint(256, (rows, k // 2)).to(torch.uint8).view(FP4) for rows in (m, n))
+            outers = torch.rand(()), torch.rand(())
         of_a, of_b = (scales(rows, k, layout) for rows, layout in zip((m, n), layouts, strict=True))
         for bias in (None, torch.randn(n)):
             for out in (None, torch.empty(m, n, dtype=out_dtype)):
                 got = scaled_mm(
-                    a, b, of_a, of_b, layouts=layouts, out_dtype=out_dtype, bias_N=bias,
-                    use_fast_accum="block" not in layouts, matmul=cores, out_MN=out,
+                    a, b, of_a, of_b, layouts=layouts, outers=outers, out_dtype=out_dtype,
+                    bias_N=bias, use_fast_accum=layouts[0] in ("tensor", "row"), matmul=cores,
+                    out_MN=out,
                 )  # fmt: skip
                 assert got.shape == (m, n) and got.dtype == out_dtype
     # Scales of one block a row are a row's as well: torch takes the simpler reading.
