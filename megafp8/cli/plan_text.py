@@ -21,6 +21,8 @@ from megafp8.plan.time import (
 from megafp8.plan.traffic import Message
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.gpus import ways
+from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
 
 USABLE = 0.9
@@ -72,19 +74,20 @@ class Plan:
         """Return the predicted speed in FP8 over that in BF16.
 
         It is None for a run in BF16, under FP8-LM, whose own passes have no predicted time, and for
-        a recipe without kernels.
+        a recipe that is `unpredicted`.
         """
-        if self.bf16 is None or not self.spec.optim.storage.is_plain or self.rule_in_torch:
+        if self.bf16 is None or not self.spec.optim.storage.is_plain or self.unpredicted:
             return None
         return self.bf16.total / self.time.total
 
     @property
-    def rule_in_torch(self) -> str | None:
-        """Return the label of a recipe whose rule is in torch operations, if there is one."""
+    def unpredicted(self) -> tuple[str, str] | None:
+        """Return a recipe's label and why its time is not predicted, if there is such a recipe."""
         recipe = self.spec.precision.fp8
         names = () if recipe is None else {recipe.name, *(r.precision for r in recipe.modules)}
         some = sorted(name for name in names if name != HIGH_PRECISION)
-        return next((label_of(name) for name in some if not find_recipe(name).has_kernels()), None)
+        reasons = ((name, _why_unpredicted(find_recipe(name), self.hardware)) for name in some)
+        return next(((label_of(name), reason) for name, reason in reasons if reason), None)
 
     @property
     def verdict(self) -> str | None:
@@ -98,6 +101,17 @@ class Plan:
         if 1 / UNCERTAINTY < ratio < UNCERTAINTY:
             return "undecided"
         return "pays" if ratio > 1 else "does not pay"
+
+
+def _why_unpredicted(recipe: Recipe, hardware: Hardware) -> str | None:
+    traits, capability, counted = recipe.traits, hardware.capability, "the figures above are those"
+    if not recipe.has_kernels():
+        return f"its rule is in torch operations, and {counted} of FP8 kernels with such scales"
+    if traits.numbers != "fp8":
+        return f"{counted} of FP8 products, and none of FP4 are known here"
+    if capability is not None and not ways(traits, capability):
+        return f"its products are emulated on {hardware.name}, and {counted} of FP8 tensor cores"
+    return None
 
 
 def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:
@@ -273,12 +287,9 @@ def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
         yield f"FP8: {memory}"
         return
     ratio = plan.fp8_over_bf16
-    if plan.rule_in_torch is not None:
-        yield (
-            f"{plan.rule_in_torch}: {memory}. Whether it is faster than BF16 is not predicted: its "
-            "rule is in torch operations, and the figures above are those of FP8 kernels with such "
-            "scales"
-        )
+    if plan.unpredicted is not None:
+        label, reason = plan.unpredicted
+        yield f"{label}: {memory}. Whether it is faster than BF16 is not predicted: {reason}"
         return
     if ratio is None:
         yield (

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megafp8.fp8.philox import Key, Rows, random_bytes
+from megafp8.fp8.philox import WIDTH, Counters, Key, Rows, random_bytes
 
 EVALUATION = -1
 """The step whose draws are those of evaluations."""
@@ -159,11 +159,7 @@ class Draw:
         The bytes of the matrix's own shape are those of its elements. Those of another shape are
         the same after a resume, but depend on the layout of ranks.
         """
-        if self._begun is None:
-            self._begun = self.draws.begin(self.tensor, is_weight=self.is_weight)
-        named, moment = self._begun
-        self._calls += 1
-        key = _key(f"{named} {self._calls}")
+        key, moment = self._next()
         if tuple(shape) != self.seen:
             count = torch.Size(shape).numel()
             first = 0 if self.is_weight else moment.tokens.samples[0]
@@ -176,12 +172,31 @@ class Draw:
         missing = [seen - size for seen, size in zip(self.seen, self.sizes, strict=True)]
         return F.pad(made, (0, missing[1], 0, missing[0])) if any(missing) else made
 
+    def counters(self) -> Counters | None:
+        """Return what a kernel makes the bytes of the tensor's elements of, in place of a call.
+
+        None: this rank's columns are not whole blocks of `WIDTH`, so that no kernel makes them.
+        """
+        rows_T, num_columns = self.sizes[:: -1 if self.is_turned else 1]
+        columns = self.part.columns or (range(num_columns),)
+        if any(each.start % WIDTH or len(each) % WIDTH for each in columns):
+            return None
+        key, moment = self._next()
+        blocks = _blocks_of(columns, self.device)
+        return Counters(key, self._rows(rows_T, moment.tokens), blocks)
+
+    def _next(self) -> tuple[Key, Moment]:
+        if self._begun is None:
+            self._begun = self.draws.begin(self.tensor, is_weight=self.is_weight)
+        named, moment = self._begun
+        self._calls += 1
+        return _key(f"{named} {self._calls}"), moment
+
     def _rows(self, number: int, tokens: Tokens) -> Rows:
         if self.is_weight:
             rows = self.part.rows or (range(number),)
-            return Rows(*(t.to(self.device) for t in _of_weight(rows)))
-        samples, positions = _of_tokens(tokens, self.part.tokens, number)
-        return Rows(samples.to(self.device), positions.to(self.device))
+            return _of_weight(rows, self.device)
+        return _of_tokens(tokens, self.part.tokens, number, self.device)
 
 
 def _key(text: str) -> Key:
@@ -189,14 +204,22 @@ def _key(text: str) -> Key:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
 
+# The microbatches of every step have the same numbers of samples, and so the same tables: a copy to
+# the device, which the host may wait for, is made in the first step alone.
 @lru_cache(maxsize=64)
-def _of_weight(rows: tuple[range, ...]) -> Rows:
-    numbers = torch.tensor(list(chain(*rows)), dtype=torch.int64)
+def _blocks_of(columns: tuple[range, ...], device: torch.device) -> torch.Tensor:
+    blocks = [number // WIDTH for each in columns for number in each[::WIDTH]]
+    return torch.tensor(blocks, dtype=torch.int64, device="cpu").to(device)
+
+
+@lru_cache(maxsize=64)
+def _of_weight(rows: tuple[range, ...], device: torch.device) -> Rows:
+    numbers = torch.tensor(list(chain(*rows)), dtype=torch.int64, device="cpu").to(device)
     return Rows(torch.zeros_like(numbers), numbers)
 
 
 @lru_cache(maxsize=64)
-def _of_tokens(tokens: Tokens, order: TokenOrder, number: int) -> Rows:
+def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.device) -> Rows:
     """Return the samples and positions of `number` rows of a tensor."""
     samples_B = torch.tensor(tokens.samples, dtype=torch.int64)
     each, rest = divmod(number, len(samples_B))
@@ -213,7 +236,7 @@ def _of_tokens(tokens: Tokens, order: TokenOrder, number: int) -> Rows:
         torch.cat([chunk.repeat(len(samples_B)) for chunk in chunks]),
     )
     assert len(rows.samples) == number, f"{number} rows are not these {len(rows.samples)} tokens"
-    return rows
+    return Rows(rows.samples.to(device), rows.positions.to(device))
 
 
 def columns_of(ranges: Sequence[range]) -> tuple[range, ...]:

@@ -136,7 +136,11 @@ def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
     """Return the factors of the whole operands (0-d FP32); None where neither has one."""
     if a.outer is None and b.outer is None:
         return None
-    one = torch.ones((), device=a.payload.device)
+    one = (
+        None
+        if a.outer is not None and b.outer is not None
+        else torch.ones((), device=a.payload.device)
+    )
     return one if a.outer is None else a.outer, one if b.outer is None else b.outer
 
 

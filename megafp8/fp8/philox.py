@@ -34,6 +34,17 @@ class Rows(NamedTuple):
     positions: torch.Tensor
 
 
+class Counters(NamedTuple):
+    """Say which bytes a kernel is to make for a matrix whose columns are whole blocks of `WIDTH`.
+
+    `blocks` are the numbers of the blocks of columns, int64 [W], on the device of `rows`.
+    """
+
+    key: Key
+    rows: Rows
+    blocks: torch.Tensor
+
+
 def random_bytes(key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor:
     """Return a random byte (uint8) for each element, [T, N], on the device of `rows`.
 

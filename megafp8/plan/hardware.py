@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megafp8.errors import ConfigError
+from megafp8.specs.gpus import Capability
 
 GIVEN = "given on the command line"
 
@@ -20,7 +21,8 @@ class Hardware:
     """Hold the peaks of one accelerator and of its links, each in one direction.
 
     `tflops` are dense matrix products in 10^12 operations a second. `memory_gib` is what the driver
-    reports, in units of 2^30 bytes; bandwidths are decimal gigabytes a second.
+    reports, in units of 2^30 bytes; bandwidths are decimal gigabytes a second. `capability` is the
+    compute capability, None where it is not known.
 
     A data sheet's "80 GB" are neither 80 * 10^9 bytes nor 80 GiB. So the memory of `KNOWN` is the
     smallest that PyTorch's public out-of-memory messages ("total capacity of …") were found to
@@ -38,6 +40,7 @@ class Hardware:
     memory_gb_s: float
     node_gb_s: float  # between the accelerators of a node, sent by one of them
     network_gb_s: float  # between nodes, sent by one accelerator
+    capability: Capability | None = None
     node_devices: int | None = None  # the most of them in a node; None if it is not known
 
     @property
@@ -54,6 +57,7 @@ H100 = Hardware(
     memory_gb_s=3350,
     node_gb_s=450,
     network_gb_s=50,
+    capability=(9, 0),
     node_devices=8,
     source="NVIDIA's H100 data sheet; one 400 Gbit/s network adapter for each GPU",
 )
@@ -74,6 +78,7 @@ KNOWN = {
         memory_gb_s=8000,
         node_gb_s=900,
         network_gb_s=50,
+        capability=(10, 0),
         node_devices=8,
         source="NVIDIA's DGX B200 data sheet (an eighth of its figures); one 400 Gbit/s network "
         "adapter for each GPU",

@@ -11,11 +11,23 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from megafp8.specs.traits import Role, Scales, Traits
 
 Tensor = Any  # a torch.Tensor, which this package does not import
+
+
+class Draws(Protocol):
+    """Draw random bytes for one cast."""
+
+    def __call__(self, shape: tuple[int, ...]) -> Tensor:
+        """Return random bytes (uint8) of a shape."""
+        ...
+
+    def counters(self) -> Any | None:
+        """Return what a kernel makes the bytes of (`fp8.philox.Counters`), or None."""
+        ...
 
 
 class Cast(NamedTuple):
@@ -31,7 +43,7 @@ class Cast(NamedTuple):
         reduce_max: Takes the maximum of an amax (FP32, overwritten) over the ranks that hold parts
             of the tensor. None where this rank holds all of it, or where the recipe does not
             declare `agrees`.
-        draw: Returns random bytes (uint8) of a shape. Those of the shape of the matrix that the
+        draw: It returns random bytes (uint8) of a shape. Those of the shape of the matrix that the
             rule is given belong to its elements: every layout of ranks and a resumed run draw the
             same (`fp8.draws`). Those of another shape depend on the layout. Another step gets
             other bytes.
@@ -43,7 +55,7 @@ class Cast(NamedTuple):
     power_2: bool
     along: Literal["last", "first"]
     reduce_max: Callable[[Tensor], object] | None
-    draw: Callable[[tuple[int, ...]], Tensor]
+    draw: Draws
 
 
 class Scaled(NamedTuple):

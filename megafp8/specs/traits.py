@@ -111,16 +111,18 @@ class Cost:
             largest count of the built-in recipes.
         reads_twice: Whether a cast reads its tensor once more before, for amaxes.
         sums_columns: Whether a cast also adds up the columns, for the gradient of a bias.
+        bytes_written: The bytes an element that a cast writes, in two orientations.
     """
 
     launches: tuple[int, int] = (0, 0)
     reads_twice: bool = False
     sums_columns: bool = False
+    bytes_written: float = 2
 
     @property
-    def bytes_of_cast(self) -> int:
-        """Return the bytes an element that a cast moves: BF16 in, FP8 out in two orientations."""
-        return 6 if self.reads_twice else 4
+    def bytes_of_cast(self) -> float:
+        """Return the bytes an element that a cast moves: it reads BF16, and writes operands."""
+        return (4 if self.reads_twice else 2) + self.bytes_written
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,6 +115,25 @@ def test_a_rule_in_torch_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[
     assert "faster than BF16 is not predicted: its rule is in torch operations" in out
 
 
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "reason"),
+    [
+        ("mxfp8", "h200", "its products are emulated on H200 SXM"),
+        ("mxfp8", "b200", None),
+        ("blockwise", "b200", None),  # by Transformer Engine
+        ("nvfp4", "b200", "none of FP4 are known here"),
+    ],
+)
+def test_what_tensor_cores_do_not_run_gets_no_verdict_on_speed(
+    capsys: pytest.CaptureFixture[str], recipe: str, hardware: str, reason: str | None
+) -> None:
+    words = [word for word in JOB if not word.startswith("hardware")]
+    assert main([*words, f"model.fp8_recipe={recipe}", f"hardware={hardware}"]) == 0
+    out = capsys.readouterr().out
+    assert ("is not predicted" in out) == (reason is not None)
+    assert reason is None or reason in out
+
+
 def test_a_job_that_does_not_fit_says_so_in_its_exit_code(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

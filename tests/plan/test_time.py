@@ -180,6 +180,8 @@ OF_COSTS: dict[str, Fp8Recipe | None] = {
     "tensorwise": Fp8Recipe(name="tensorwise"),
     "rowwise": Fp8Recipe(name="rowwise"),
     "blockwise": Fp8Recipe(name="blockwise"),
+    "mxfp8": Fp8Recipe(name="mxfp8"),
+    "nvfp4": Fp8Recipe(name="nvfp4"),
 }
 
 

@@ -290,6 +290,14 @@ def _rules_can_be_captured(v: Values) -> Iterator[Finding]:
             "repeat them",
             "Leave it out, or use a built-in recipe",
         )
+    random = [name for name in known if find_recipe(name).traits.is_random]
+    if v["model.fp8"] and v["model.enable_cuda_graph"] and random and not in_torch:
+        yield Finding(
+            "model.enable_cuda_graph",
+            f"{random[0]} rounds stochastically, and a graph would draw in every step what was "
+            "drawn when it was captured",
+            "Leave it out, or set model.fp4_disable_stochastic_rounding=True",
+        )
 
 
 def _has_hybrid(traits: Traits) -> bool:

@@ -12,8 +12,6 @@ The rotation adds up in FP64, as on other devices, so that the order of its sums
 # M rows (tokens)   N columns (features)
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -39,6 +37,7 @@ from megafp8.fp8.kernels.triton_rounding import (
     rounded,
     widened,
 )
+from megafp8.fp8.philox import Counters
 from megafp8.ops.swizzle import swizzled_size
 
 BLOCK = 16
@@ -46,19 +45,6 @@ TILE_ROWS, TILE_COLS = 128, 64
 TILE_WARPS = 16  # 16 elements a thread: no fewer than 16 warps an SM, with Philox and FP64
 LARGEST = tl.constexpr(2688.0)  # 6 * 448, the largest number times the largest scale
 SIXTH = tl.constexpr(1.0 / 6.0)
-
-
-class Draws(NamedTuple):
-    """Say which random bytes the elements of a matrix [M, N] have, by `fp8/philox.py`.
-
-    `of_rows` and `of_columns` are the keys for the two directions, each two numbers of 32 bits.
-    `places` are the samples [M] and positions [M] of rows and the numbers of blocks of 16 columns
-    [N / 16], all int64.
-    """
-
-    of_rows: tuple[int, int]
-    of_columns: tuple[int, int]
-    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def amaxes_fp4(
@@ -90,14 +76,15 @@ def cast_fp4(
     signs: int | None,
     square: bool,
     packed: bool,
-    draws: Draws | None = None,
+    counters: tuple[Counters, Counters] | None = None,
     with_rows: bool = True,
     with_columns: bool = False,
 ) -> tuple[BlockCast, torch.Tensor]:
     """Cast a matrix whose sizes are multiples of 16, and return also the factors, FP32 [2].
 
     `amaxes` and `signs` are those of `amaxes_fp4`. `square` has blocks of 16 x 16, whose plain form
-    serves both directions as rows. `draws` asks for stochastic rounding.
+    serves both directions as rows. `counters` ask for stochastic rounding, with bytes for rows and
+    for columns; only their keys differ.
     """
     check_matrix("x_MN", x_MN)
     m, n = x_MN.shape
@@ -108,14 +95,16 @@ def cast_fp4(
         scale = columns.scale.new_empty(columns.scale.shape[::-1])
         columns = Operand(columns.payload.new_empty(m, n), scale)
     outer = torch.empty(2, device=device)
-    places = (x_MN, x_MN, x_MN) if draws is None else draws.places
-    keys = (0, 0, 0, 0) if draws is None else (*draws.of_rows, *draws.of_columns)
+    places, keys = (x_MN, x_MN, x_MN), (0, 0, 0, 0)
+    if counters is not None:
+        places = (*counters[0].rows, counters[0].blocks)
+        keys = (*counters[0].key, *counters[1].key)
     # Past the last column too: every tile of 128 x 4 scales is written.
     grid = -(-max(1, m) // TILE_ROWS), 2 * -(-max(1, n) // (2 * TILE_COLS))
     _fp4_kernel[grid](
         x_MN, m, n, amaxes, outer, *pointers(rows, x_MN), *pointers(columns, x_MN),
         *places, *map(signed, keys), signs or 0,
-        SQUARE=square, ROTATE=signs is not None, RANDOM=draws is not None,
+        SQUARE=square, ROTATE=signs is not None, RANDOM=counters is not None,
         WITH_ROWS=with_rows, WITH_COLUMNS=with_columns, PACKED=packed,
         HARDWARE=casts_in_hardware(device), ROWS=TILE_ROWS, COLS=TILE_COLS, BLOCK=BLOCK,
         num_warps=TILE_WARPS,

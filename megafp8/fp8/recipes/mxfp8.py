@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
-from megafp8.specs.traits import Traits, alike, blocks
+from megafp8.specs.traits import Cost, Traits, alike, blocks
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +34,7 @@ class Mxfp8(Recipe):
         packs="mx",
         multiple=BLOCK,
         backends={"te": "MXFP8BlockScaling"},
+        cost=Cost(launches=(47, 61), sums_columns=True, bytes_written=2 + 2 / BLOCK),
     )
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
-from megafp8.specs.traits import Casts, Scales, Traits
+from megafp8.specs.traits import Casts, Cost, Scales, Traits
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +46,9 @@ class Nvfp4(Recipe):
         power_2="never",
         multiple=BLOCK,
         max_saturated=0.1,
+        cost=Cost(
+            launches=(83, 97), reads_twice=True, sums_columns=True, bytes_written=1 + 2 / BLOCK
+        ),
     )
 
     @classmethod
@@ -96,10 +99,17 @@ class Nvfp4(Recipe):
         """Quantize for both products after one read for amaxes; None where blocks are not whole."""
         from megafp8.fp8.kernels import triton_fp4
 
-        casts, square = self.traits.casts[asked[0].role], self.traits.casts[asked[0].role].last
-        if x_MN.shape[0] % BLOCK or x_MN.shape[1] % BLOCK or casts.is_random:
+        casts = self.traits.casts[asked[0].role]
+        if x_MN.shape[0] % BLOCK or x_MN.shape[1] % BLOCK:
             return None
-        is_square = square == _SQUARE
+        counters = None
+        if casts.is_random:
+            wanted = [each for each, is_wanted in zip(asked, need, strict=True) if is_wanted]
+            found = [each.draw.counters() for each in wanted]
+            if any(each is None for each in found):
+                return None
+            counters = found[0], found[-1]
+        is_square = casts.last == _SQUARE
         signs = SIGN_BITS if casts.rotation is not None and need.first else None
         amaxes, sums = triton_fp4.amaxes_fp4(x_MN, signs=signs, with_sums=with_sum)
         if (reduce_max := asked[0].reduce_max) is not None:
@@ -107,12 +117,12 @@ class Nvfp4(Recipe):
                 reduce_max(amax)
         serves_both = is_square and not packed
         (rows, columns, _), outer = triton_fp4.cast_fp4(
-            x_MN, amaxes, signs=signs, square=is_square, packed=packed,
+            x_MN, amaxes, signs=signs, square=is_square, packed=packed, counters=counters,
             with_rows=need.last or serves_both, with_columns=need.first and not serves_both,
         )  # fmt: skip
-        last = None if rows is None else Scaled(*rows, outer[0])
-        first = None if columns is None else Scaled(*columns, outer[1])
-        return Made(last, last if serves_both else first, sums)
+        of_rows = None if rows is None else Scaled(*rows, outer[0])
+        of_columns = None if columns is None else Scaled(*columns, outer[1])
+        return Made(of_rows, of_rows if serves_both else of_columns, sums)
 
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
         """Quantize blocks by their own amaxes and that of the whole tensor."""

@@ -90,13 +90,16 @@ class Compilations:
         JITFunction.run = run  # type: ignore[method-assign]
         from megafp8.fp8.kernels import (
             triton_adam,
+            triton_blocks,
             triton_current,
+            triton_fp4,
             triton_loss,
             triton_norm,
             triton_tile,
         )
 
-        for module in (triton_adam, triton_current, triton_loss, triton_norm, triton_tile):
+        modules = (triton_adam, triton_blocks, triton_current, triton_fp4)
+        for module in (*modules, triton_loss, triton_norm, triton_tile):
             # what the target does, not this machine
             module.casts_in_hardware = lambda device: capability >= 89  # type: ignore[attr-defined]
 
@@ -157,6 +160,7 @@ def call_all(found: Compilations, rows: int, cols: int, parts: tuple[str, ...]) 
         found.call = f"{what} {shape}"
 
     _call_casts(say, x)
+    _call_blocks(say, x, packed=found.capability >= 100)
     _call_heads(say, x)
     for kind in ACTIVATIONS:
         if kind in parts:
@@ -197,6 +201,35 @@ def _call_casts(say: Any, x: torch.Tensor) -> None:
     current.cast_blocks(x, E4M3, power_2=True, with_columns=True)
     say("square blocks")
     current.cast_square_blocks(x, E4M3, power_2=True, with_columns=True)
+
+
+def _call_blocks(say: Any, x: torch.Tensor, *, packed: bool) -> None:
+    """Cast for MXFP8 and, where blocks are whole, for NVFP4, in the form that the GPU reads."""
+    from megafp8.fp8.kernels.triton_blocks import cast_mx
+    from megafp8.fp8.kernels.triton_fp4 import amaxes_fp4, cast_fp4
+    from megafp8.fp8.philox import Counters, Rows
+    from megafp8.fp8.recipes.nvfp4 import SIGN_BITS
+
+    rows, cols = x.shape
+    say("blocks of 32")
+    cast_mx(x, packed=packed, with_columns=True)
+    say("blocks of 32 with the bias gradient")
+    cast_mx(x, packed=packed, with_columns=True, with_sums=True)
+    if rows % 16 or cols % 16:
+        return
+    say("FP4 with the bias gradient")
+    amaxes, _ = amaxes_fp4(x, signs=SIGN_BITS, with_sums=True)
+    places = Rows(*(torch.zeros(rows, dtype=torch.int64) for _ in range(2)))
+    counters = Counters((1, 1 << 31), places, torch.zeros(cols // 16, dtype=torch.int64))
+    for name, drawn in (("", None), (", stochastic", (counters, counters))):
+        say(f"FP4{name}")
+        cast_fp4(
+            x, amaxes, signs=SIGN_BITS, square=False, packed=packed, counters=drawn,
+            with_columns=True,
+        )  # fmt: skip
+    say("FP4 of a weight")
+    amaxes_fp4(x, signs=None)
+    cast_fp4(x, amaxes, signs=None, square=True, packed=packed, with_columns=packed)
 
 
 def _call_heads(say: Any, x: torch.Tensor) -> None:
@@ -262,6 +295,15 @@ def _call_norm(say: Any, x: torch.Tensor, is_layernorm: bool) -> None:
     norm_backward(x, x, weight, made.statistics, x)
 
 
+def call_blocks(found: Compilations) -> None:
+    """Cast a matrix in blocks, and nothing else."""
+
+    def say(what: str) -> None:
+        found.call = what
+
+    _call_blocks(say, torch.zeros(256, 4096, dtype=torch.bfloat16), packed=found.capability >= 100)
+
+
 def call_updates(found: Compilations) -> None:
     """Roll the amax histories of `delayed` as recipes configure them."""
     from megafp8.fp8.formats import E4M3
@@ -313,11 +355,16 @@ def call_adam(found: Compilations, *, all_kinds: bool) -> None:
 def main(capability: str, *cases: str) -> None:
     """Print one JSON object with a row for each binary.
 
-    A case is ROWSxCOLS:PART,PART, or `adam` or `all_adam` for the optimizer over stored tensors.
+    A case is ROWSxCOLS:PART,PART, or `adam` or `all_adam` for the optimizer over stored tensors, or
+    `blocks` for the casts of MXFP8 and NVFP4 alone.
     """
     found = Compilations(int(capability))
-    call_updates(found)
+    if cases != ("blocks",):
+        call_updates(found)
     for case in cases:
+        if case == "blocks":
+            call_blocks(found)
+            continue
         if case in ("adam", "all_adam"):
             call_adam(found, all_kinds=case == "all_adam")
             continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from functools import cache
@@ -40,6 +39,16 @@ ROUNDINGS: dict[str, set[str]] = {
     "_scale_kernel": {"div.rn.f32", "div.rn.f64", "cvt.rn.f32.f64"},
     "_line_cast_kernel": {E4M3},
     "_block_cast_kernel": {E4M3, "div.rn.f32"},
+    "_mx_kernel": {E4M3},
+    "_amax_kernel": {"cvt.rn.f32.f64", *BF16},  # the rotation
+    "_fp4_kernel": {
+        E4M3,
+        "div.rn.f32",
+        "cvt.rn.f32.f64",
+        "cvt.rn.f32.u32",
+        "cvt.rn.f32.s32",
+        *BF16,
+    },
     "_normalize_kernel": {E4M3, *BF16},
     "_statistics_kernel": MEAN | BF16,
     "_backward_kernel": MEAN | BF16,
@@ -51,11 +60,18 @@ RANDOM = {"cvt.rn.f32.s32", "cvt.rn.f32.u32"}  # random numbers and steps, which
 ROUNDINGS |= dict.fromkeys(ADAM, {"div.rn.f32", "sqrt.rn.f32", E4M3, *HALF, *BF16, *RANDOM})
 BY_SIGMOID = ("swiglu", "gelu_tanh", "geglu_tanh")
 CASTS = {"_cast_kernel", "_line_cast_kernel", "_normalize_kernel", "_heads_kernel"}
-FP8_CASTS = {*CASTS, "_block_cast_kernel"}
+FP8_CASTS = {*CASTS, "_block_cast_kernel", "_mx_kernel"}
 WARPS = {**dict.fromkeys((*CASTS, *ADAM), 24), "_block_cast_kernel": 8}
+WARPS |= {"_mx_kernel": 16, "_fp4_kernel": 16, "_amax_kernel": 24}
+NO_FTZ = (*ADAM, "_mx_kernel", "_amax_kernel", "_fp4_kernel")
+"""Kernels that lose no subnormal."""
 
 # Kernels that read or write 1 or 2 bytes at a time at shapes of presets, and why.
-SCALAR = {"_loss_kernel": "one logit a token, that of its target"}
+SCALAR = {
+    "_loss_kernel": "one logit a token, that of its target",
+    "_mx_kernel": "a scale of 32 elements, by the order of its tile",
+    "_fp4_kernel": "a scale of 16 elements, by the order of its tile",
+}
 
 
 @cache
@@ -101,11 +117,14 @@ def check(rows: list[dict[str, Any]], *, is_odd: bool, hardware: bool = True) ->
             if call.startswith("cast of"):  # the tensor itself, which is not rounded to BF16
                 allowed -= BF16
             assert roundings <= allowed, what
+            in_e4m3 = kernel in ("_mx_kernel", "_block_cast_kernel")
             if kernel in FP8_CASTS and "backward" not in call and "turned heads [" not in call:
-                wanted = E5M2 if "gradient" in call else E4M3
+                wanted = E5M2 if "gradient" in call and not in_e4m3 else E4M3
                 assert {E4M3, E5M2} & roundings == {wanted}, what
-        if kernel in ADAM:  # each operation is rounded by itself, and no subnormal is lost
-            assert not any(re.search(r"fma\.|\.ftz", name) for name in row["arithmetic"]), what
+        if kernel in NO_FTZ:
+            assert not any(".ftz" in name for name in row["arithmetic"]), what
+        if kernel in ADAM:  # each operation is rounded by itself
+            assert not any("fma." in name for name in row["arithmetic"]), what
         assert row["shared"] <= row["shared_limit"], what
         if is_odd:
             continue
@@ -120,6 +139,20 @@ def check_all(rows: list[dict[str, Any]], *, hardware: bool = True) -> None:
     assert odd and even
     check(odd, is_odd=True, hardware=hardware)
     check(even, is_odd=False, hardware=hardware)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_casts_in_blocks(capability: int) -> None:
+    """Packed for Blackwell; plain on Hopper, whose products are emulated."""
+    rows = compiled(capability, "blocks")
+    check(rows, is_odd=False)
+    kernels = {row["kernel"] for row in rows}
+    assert kernels == {"_mx_kernel", "_amax_kernel", "_fp4_kernel"}
+    stored = {
+        row["kernel"] for row in rows if any(name.startswith("LDG") for name in row["scalar"])
+    }
+    assert not stored, "no matrix is read byte by byte"
 
 
 @pytest.mark.timeout(900)

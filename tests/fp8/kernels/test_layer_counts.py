@@ -57,12 +57,16 @@ COSTS: dict[tuple[str, str], Cost] = {
     ("gpt", "tensorwise"): Cost(83, 193.1, 22.0, 36.0),
     ("gpt", "rowwise"): Cost(87, 210.2, 22.0, 36.0),
     ("gpt", "blockwise"): Cost(55, 179.0, 22.0, 24.0),
+    ("gpt", "mxfp8"): Cost(47, 161.6, 22.0, 24.4),
+    ("gpt", "nvfp4"): Cost(83, 178.6, 22.0, 30.75),
     ("llama", "bf16"): Cost(49, 216.3, 22.0, 0.0),
     ("llama", "delayed"): Cost(51, 134.8, 22.0, 32.0),
     ("llama", "fp8_params"): Cost(51, 134.8, 22.0, 16.0),
     ("llama", "tensorwise"): Cost(97, 336.3, 22.0, 48.0),
     ("llama", "rowwise"): Cost(97, 336.5, 22.0, 48.0),
     ("llama", "blockwise"): Cost(65, 297.6, 22.0, 32.0),
+    ("llama", "mxfp8"): Cost(61, 297.6, 22.0, 32.5),
+    ("llama", "nvfp4"): Cost(97, 318.8, 22.0, 41.0),
 }
 
 
@@ -141,7 +145,11 @@ def whole_step(state: TrainState, tally: Tally, num_microbatches: int) -> None:
     state.masters.write_back()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+CAPTURED = [name for name in RECIPES if name != "nvfp4"]
+"""Recipes for which settings allow CUDA graphs: those that round to nearest."""
+
+
+@pytest.mark.parametrize("recipe", CAPTURED)
 @pytest.mark.parametrize("shape", ["gpt", "llama"])
 def test_a_captured_step_waits_for_nothing_and_nothing_moves(
     shape: str, recipe: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
@@ -250,7 +258,7 @@ def step_to_the_read_back(
     return order
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", CAPTURED)
 def test_a_step_waits_for_nothing_before_it_reads_its_result(
     recipe: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
