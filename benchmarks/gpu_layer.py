@@ -51,6 +51,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "fp8 params": (*FP8, "model.fp8_params=True"),
     "fp8 rowwise": (*FP8, "model.fp8_recipe=rowwise"),
     "fp8 blockwise": (*FP8, "model.fp8_recipe=blockwise"),
+    "fp8 mxfp8": (*FP8, "model.fp8_recipe=mxfp8"),
+    "fp4 nvfp4": (*FP8, "model.fp8_recipe=nvfp4"),
     "te bf16": ("model.fp8_backend=te",),
     "te fp8 delayed": (*FP8, "model.fp8_backend=te"),
     "torchao fp8 tensorwise": (*FP8, "model.fp8_recipe=tensorwise", "model.fp8_backend=torchao"),

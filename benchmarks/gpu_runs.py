@@ -29,11 +29,12 @@ from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.cast import spread as spread_scale
 from megafp8.fp8.engine import EMULATED, engine_of, unsupported
+from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.quantizer import Need, Role
 from megafp8.fp8.scaling import ScalingState
-from megafp8.ops.scaled_mm import BLOCK, Layout, scaled_mm
+from megafp8.ops.scaled_mm import BLOCK, PACKED, Layout, scaled_mm
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.recipes import RECIPES
+from megafp8.specs.recipes import RECIPES, find_recipe
 
 Row = dict[str, Any]
 PAIRS: tuple[tuple[Layout, Layout], ...] = (
@@ -42,6 +43,8 @@ PAIRS: tuple[tuple[Layout, Layout], ...] = (
     ("block", "block"),
     ("block", "square"),
     ("square", "block"),
+    ("mx", "mx"),
+    ("nv", "nv"),
 )
 
 
@@ -105,6 +108,8 @@ def product_row(
     """Run one product, and compare it with float64. It raises if torch refuses the product."""
     cols, inner = 256, 512
     generator = torch.Generator(device).manual_seed(rows)
+    if pair[0] in PACKED:
+        return packed_row(device, pair[0], (rows, cols, inner), has_bias, generator)
     operands, exact = [], []
     for layout, size in zip(pair, (rows, cols), strict=True):
         payload = torch.randn(size, inner, device=device, generator=generator)
@@ -124,6 +129,47 @@ def product_row(
     error = float((found.double() - wanted).norm() / wanted.norm())
     bound = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
     return {"relative_error": error, "is_right": error < bound}
+
+
+def packed_row(
+    device: torch.device,
+    layout: Layout,
+    sizes: tuple[int, int, int],
+    has_bias: bool,
+    generator: torch.Generator,
+) -> Row:
+    """Run one product of operands that a recipe's kernel has packed, with a result in BF16."""
+    rows, cols, inner = sizes
+    rows = rows if layout == "mx" else -(-rows // 16) * 16  # whole blocks
+    names = {find_recipe(name).traits.packs: name for name in RECIPES}
+    state = ScalingState(Fp8Recipe(name=names[layout], backward_format="e4m3"))
+    state.to(device)
+    quantizer = linear_quantizer(state, "linear")
+    assert quantizer is not None
+    tensors = [
+        torch.randn(size, inner, device=device, generator=generator).bfloat16()
+        for size in (rows, cols)
+    ]
+    bias = torch.randn(cols, device=device, generator=generator).bfloat16() if has_bias else None
+    roles: tuple[Role, Role] = ("input", "weight")
+    a, b = (
+        quantizer.operands(role, x, with_first=False)[0].along_last
+        for role, x in zip(roles, tensors, strict=True)
+    )
+    assert isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor)
+    counter = GemmCounter()
+    found = gemm(
+        a, b, work=torch.bfloat16, counter=counter, place="output", transpose_b=True, bias=bias,
+        engine=state.engine,
+    )  # fmt: skip
+    values = [
+        x.dequantize(torch.float32).double() * (1 if x.outer is None else x.outer.double())
+        for x in (a, b)
+    ]
+    wanted = values[0] @ values[1].t() + (0 if bias is None else bias.double())
+    error = float((found.double() - wanted).norm() / wanted.norm())
+    ran = sorted(counter.fp8_backends)
+    return {"relative_error": error, "fp8_ran_by": ran, "is_right": error < 2.0**-8}
 
 
 def cast_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
@@ -154,7 +200,7 @@ def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool
         found.append(run()[0])
     same = all(same_tensor(a, b) for a, b in zip(*found, strict=True))
     times = spread(timed(run, device, 2, 2 if tiny else 20))
-    moved = 4 * x.numel()  # BF16 read once, two FP8 copies written
+    moved = find_recipe(name).traits.cost.bytes_of_cast * x.numel()
     rate = {"bytes_per_second": moved / times["median_seconds"]}
     return {**times, **rate, "by_triton": engine_of(device).uses_triton, "is_right": same}
 
@@ -163,8 +209,17 @@ def same_tensor(a: Fp8Tensor | None, b: Fp8Tensor | None) -> bool:
     """Whether payload and scale of two FP8 tensors are the same bits, or both tensors are None."""
     if a is None or b is None:
         return a is b
+    a, b = a.plain(), b.plain()
     payloads = (t.payload.contiguous().view(torch.uint8) for t in (a, b))
-    return torch.equal(*payloads) and torch.equal(a.dequant_scale, b.dequant_scale)
+    shapes = (tuple(t.payload.shape) for t in (a, b))
+    scales = (
+        spread_scale(t.dequant_scale, t.payload.shape, t.block).expand(s)
+        for t, s in zip((a, b), shapes, strict=True)
+    )
+    same_factor = (a.outer is None) == (b.outer is None) and (
+        a.outer is None or torch.equal(a.outer, b.outer)
+    )
+    return torch.equal(*payloads) and torch.equal(*scales) and same_factor
 
 
 def sdpa_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:

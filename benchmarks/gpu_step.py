@@ -67,6 +67,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "fp8 compiled": ("model.fp8=True", "model.compile=block"),
     "fp8 params": ("model.fp8=True", "model.fp8_params=True"),
     "fp8 tensorwise": ("model.fp8=True", "model.fp8_recipe=tensorwise"),
+    "fp8 mxfp8": ("model.fp8=True", "model.fp8_recipe=mxfp8"),
+    "fp4 nvfp4": ("model.fp8=True", "model.fp8_recipe=nvfp4"),
     "te bf16": ("model.fp8_backend=te",),
     "te fp8": ("model.fp8=True", "model.fp8_backend=te"),
     "te fp8 params": ("model.fp8=True", "model.fp8_backend=te", "model.fp8_params=True"),

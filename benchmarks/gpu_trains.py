@@ -42,6 +42,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "bf16": ("trainer.precision=bf16",),
     "fp8 delayed": ("trainer.precision=bf16", "model.fp8=True"),
     "fp8 blockwise": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=blockwise"),
+    "fp8 mxfp8": ("trainer.precision=bf16", "model.fp8=True", "model.fp8_recipe=mxfp8"),
 }
 CLOSE = 0.05  # largest relative difference of the last tenth's mean loss, FP8 from BF16
 

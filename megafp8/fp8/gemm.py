@@ -136,12 +136,11 @@ def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
     """Return the factors of the whole operands (0-d FP32); None where neither has one."""
     if a.outer is None and b.outer is None:
         return None
-    one = (
-        None
-        if a.outer is not None and b.outer is not None
-        else torch.ones((), device=a.payload.device)
-    )
-    return one if a.outer is None else a.outer, one if b.outer is None else b.outer
+    return _factor_of(a), _factor_of(b)
+
+
+def _factor_of(x: Fp8Tensor) -> torch.Tensor:
+    return torch.ones((), device=x.payload.device) if x.outer is None else x.outer
 
 
 def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dtype) -> bool:

@@ -44,7 +44,7 @@ def scaled_mm(
     blocks = [int(F.ScalingType.BlockWise1x16.value), int(F.ScalingType.TensorWise.value)]
     tiles = [int(F.SwizzleType.SWIZZLE_32_4_4.value), int(F.SwizzleType.NO_SWIZZLE.value)]
     scales = (list(scale_a), blocks, tiles, list(scale_b), blocks, tiles)
-    rest = (options["bias"], options["out_dtype"], [], options["use_fast_accum"])
+    rest: tuple[Any, ...] = (options["bias"], options["out_dtype"], [], options["use_fast_accum"])
     out = options.get("out")
     product: torch.Tensor = (
         _aten._scaled_mm_v2(a, b, *scales, *rest)

@@ -11,23 +11,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from megafp8.specs.traits import Role, Scales, Traits
 
 Tensor = Any  # a torch.Tensor, which this package does not import
-
-
-class Draws(Protocol):
-    """Draw random bytes for one cast."""
-
-    def __call__(self, shape: tuple[int, ...]) -> Tensor:
-        """Return random bytes (uint8) of a shape."""
-        ...
-
-    def counters(self) -> Any | None:
-        """Return what a kernel makes the bytes of (`fp8.philox.Counters`), or None."""
-        ...
 
 
 class Cast(NamedTuple):
@@ -55,7 +43,7 @@ class Cast(NamedTuple):
     power_2: bool
     along: Literal["last", "first"]
     reduce_max: Callable[[Tensor], object] | None
-    draw: Draws
+    draw: Callable[[tuple[int, ...]], Tensor]
 
 
 class Scaled(NamedTuple):

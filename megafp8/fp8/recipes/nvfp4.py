@@ -13,6 +13,8 @@ from megafp8.specs.traits import Casts, Cost, Scales, Traits
 if TYPE_CHECKING:
     import torch
 
+    from megafp8.fp8.philox import Counters
+
 BLOCK = 16
 LARGEST_E2M1, LARGEST_E4M3 = 6.0, 448.0
 LARGEST = LARGEST_E2M1 * LARGEST_E4M3
@@ -104,9 +106,9 @@ class Nvfp4(Recipe):
             return None
         counters = None
         if casts.is_random:
-            wanted = [each for each, is_wanted in zip(asked, need, strict=True) if is_wanted]
-            found = [each.draw.counters() for each in wanted]
-            if any(each is None for each in found):
+            pairs = zip(asked, need, strict=True)
+            found = [_counters(each) for each, is_wanted in pairs if is_wanted]
+            if found[0] is None or found[-1] is None:
                 return None
             counters = found[0], found[-1]
         is_square = casts.last == _SQUARE
@@ -144,6 +146,13 @@ class Nvfp4(Recipe):
         byte = cast.draw((m, k)) if casts.is_random else None
         payload = to_e2m1(numbers.reshape(m, k), byte).to(cast.fmt.dtype)
         return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
+
+
+def _counters(cast: Cast) -> Counters | None:
+    from megafp8.fp8.draws import Draw
+
+    assert isinstance(cast.draw, Draw), "only linears cast in Triton"
+    return cast.draw.counters()
 
 
 def _largest(like: torch.Tensor) -> float:

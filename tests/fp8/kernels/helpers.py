@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 
+from megafp8.fp8.cast import Fp8Tensor
+from megafp8.specs.precision import RecipeName
 from tests.spec import formats
 from tests.spec.formats import Codes, Floats32
 
@@ -44,3 +48,31 @@ def assert_payload(payload: torch.Tensor, x: Floats32, scale: Floats32, name: st
         here = spread == value
         expected[here] = formats.quantize(x[here], np.float32(value), fmt)
     assert formats.same_codes(codes(payload), expected, fmt)
+
+
+def whole(name: RecipeName, *sizes: int) -> tuple[int, ...]:
+    """Sizes that a recipe takes: a rotation needs blocks that are whole."""
+    return tuple(-(-n // 16) * 16 for n in sizes) if name.startswith("nvfp4") else sizes
+
+
+def replaced(square: Fp8Tensor, like: Fp8Tensor) -> Fp8Tensor:
+    """A square-blocked tensor with the blocks of another one, which are lines of 16."""
+    assert like.block is not None
+    scale = square.dequant_scale.repeat_interleave(16, like.block.index(1))
+    return dataclasses.replace(square, block=like.block, dequant_scale=scale)
+
+
+def assert_same_bytes(ours: Fp8Tensor | None, theirs: Fp8Tensor | None) -> None:
+    """`ours` may be packed for tensor cores; `theirs` is as CPUs and torch's operations cast."""
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        ours, spec = ours.plain(), SPEC.get(ours.fmt.name, formats.E4M3)
+        if theirs.block != ours.block:  # each row of a square has its scale
+            assert theirs.block == (16, 16) and theirs.outer is not None
+            theirs = replaced(theirs, ours)
+        factors = [None if x.outer is None else x.outer.item() for x in (ours, theirs)]
+        assert factors[0] == factors[1]
+        assert formats.same_codes(codes(ours.payload), codes(theirs.payload), spec)
+        assert torch.equal(ours.dequant_scale.cpu(), theirs.dequant_scale.cpu())
+        kept = ("fmt", "block", "layout", "is_exact_in_bf16")
+        assert all(getattr(ours, field) == getattr(theirs, field) for field in kept)

@@ -30,10 +30,9 @@ from megafp8.specs import recipes as specs_recipes
 from megafp8.specs.precision import GEMMS, RecipeName
 from megafp8.specs.recipes import find_recipe
 from megafp8.train.step import train_step
-from tests.fp8.kernels.helpers import SPEC, codes, hard_matrix
+from tests.fp8.kernels.helpers import assert_same_bytes, hard_matrix, whole
 from tests.fp8.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
 from tests.fp8.quantized import quantized
-from tests.spec import formats
 from tests.tiny import build_run, microbatch
 
 pytest.importorskip("triton")
@@ -92,36 +91,9 @@ def make(
     return linear, state
 
 
-def whole(name: RecipeName, *sizes: int) -> tuple[int, ...]:
-    """Sizes that a recipe takes: a rotation needs blocks that are whole."""
-    return tuple(-(-n // 16) * 16 for n in sizes) if name.startswith("nvfp4") else sizes
-
-
-def replaced(square: Fp8Tensor, like: Fp8Tensor) -> Fp8Tensor:
-    """A square-blocked tensor with the blocks of another one, which are lines of 16."""
-    assert like.block is not None
-    scale = square.dequant_scale.repeat_interleave(16, like.block.index(1))
-    return dataclasses.replace(square, block=like.block, dequant_scale=scale)
-
-
 def noise(*shape: int, seed: int, std: float = 1.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (std * torch.randn(shape, generator=generator)).bfloat16()
-
-
-def assert_same_bytes(ours: Fp8Tensor | None, theirs: Fp8Tensor | None) -> None:
-    assert (ours is None) == (theirs is None)
-    if ours is not None and theirs is not None:
-        ours, spec = ours.plain(), SPEC.get(ours.fmt.name, formats.E4M3)
-        if theirs.block != ours.block:  # each row of a square has its scale
-            assert theirs.block == (16, 16) and theirs.outer is not None
-            theirs = replaced(theirs, ours)
-        assert (ours.outer is None) == (theirs.outer is None)
-        assert ours.outer is None or torch.equal(ours.outer, theirs.outer)  # type: ignore[arg-type]
-        assert formats.same_codes(codes(ours.payload), codes(theirs.payload), spec)
-        assert torch.equal(ours.dequant_scale, theirs.dequant_scale)
-        kept = ("fmt", "block", "layout", "is_exact_in_bf16")
-        assert all(getattr(ours, field) == getattr(theirs, field) for field in kept)
 
 
 @recipes
