@@ -16,7 +16,6 @@ which of the two ran.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Literal
 
@@ -96,7 +95,8 @@ def gemm(
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         assert a.rotation == b.rotation, "the product would not cancel the rotation"
         precision = "fp8"
-        flops = 2 * math.prod(a.shape) * b.shape[0 if transpose_b else 1]  # 2 M K N
+        flops = 2 * a.payload.numel() * b.payload.shape[0 if transpose_b else 1]  # 2 M K N
+        flops *= 2 if a.payload.dtype == torch.float4_e2m1fn_x2 else 1  # K is packed
         if engine.layouts and _on_tensor_cores(a, b, engine, work):
             counter.add(precision, place, flops)
             counter.fp8_backends["tensor cores"] += flops
