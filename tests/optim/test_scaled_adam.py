@@ -188,14 +188,18 @@ def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
     def times(row: int, factor: float) -> Any:
         return lambda tensors: tensors[row].dequant_scale.mul_(factor)
 
-    def odd_second(tensors: list[ScaledTensor]) -> None:
-        tensors[2].dequant_scale.mul_(0.3)
-        tensors[0].payload[1:].zero_()  # so that all bits of the updates are stored
+    def odd(row: int, factor: float) -> Any:
+        def change(tensors: list[ScaledTensor]) -> None:
+            tensors[row].dequant_scale.mul_(factor)
+            tensors[0].payload[1:].zero_()  # so that all bits of the updates are stored
+
+        return change
 
     for changed in (lambda tensors: None, huge, nan_at(1, 70), nan_at(1, 299), nan_at(3, 10)):
         check(changed)
     check(lambda tensors: None, betas=(0.0, 0.0))
-    check(odd_second, 60_000)
+    for row, factor in itertools.product((1, 2), (0.3, 0.6)):  # of either parity
+        check(odd(row, factor), 60_000)
     for row, factor in itertools.product(
         range(4), (0.3, 0.6, 2.0**-120, 2.0**110, -1.0, torch.nan)
     ):
