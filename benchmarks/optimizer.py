@@ -27,9 +27,9 @@ from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import normal, parameter
 from megafp8.optim.adamw import STATES, AdamW
+from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.masters import Masters
 from megafp8.optim.scaled_adam import kernel_name
-from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.specs import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.geometry import whole
 
@@ -116,10 +116,11 @@ def level_case(level: str, *size: int) -> Case:
                 in_fp8 = ScaledTensor.zeros(param.shape, STORAGE_FORMATS["fp8"])
                 param.data = in_fp8.payload
                 stores[param] = in_fp8.store
-        masters = StoredMasters(params, LEVELS[level], params, stores)
+        fp8 = WholeFp8Weights(stores)
+        masters = Masters(params, LEVELS[level], linears=params, fp8=fp8)
         for stored, grad in zip(masters.stored_grads, gradients(params), strict=True):
             stored.store(grad)
-        optimizer = StoredAdamW(masters, spec(LEVELS[level]), seed=1)
+        optimizer = AdamW(masters, spec(LEVELS[level]), seed=1)
     number = 0
 
     def step() -> None:

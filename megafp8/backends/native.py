@@ -16,7 +16,7 @@ from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import CachedFp8, RecastFp8, StoredFew, StoredFewPlain, StoredFp8
-from megafp8.optim.zero import Fp8Weights, OwnFp8Weights
+from megafp8.optim.fp8_weights import Fp8Weights, OwnFp8Weights
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given, NativeParts, linears_of
 from megafp8.specs import Fp8Recipe, RunSpec

@@ -18,7 +18,7 @@ from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.parts import Parts
-from megafp8.optim.zero import Fp8Weights
+from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import Given
 from megafp8.specs import RunSpec

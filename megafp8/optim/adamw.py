@@ -1,39 +1,94 @@
-"""Run Adam on the FP32 master weights with a fused kernel."""
+"""Run Adam on master weights: with a fused kernel in FP32, and on stored states in any format."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping, Sequence
 
+import torch
+from torch import nn
+
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.scaled import Dither, ScaledTensor
+from megafp8.models.init import key_of
+from megafp8.optim.clipping import clip, coefficient_on_device
 from megafp8.optim.kernels import TORCH, choose_kernel, count, prepare_state, set_count
-from megafp8.optim.masters import Masters, clip, coefficient_on_device
+from megafp8.optim.masters import Masters
+from megafp8.optim.partitions import Segment
+from megafp8.optim.scaled_adam import (
+    Constants,
+    Dithers,
+    Tensors,
+    backup_bytes,
+    fresh_amaxes,
+    keeps_backup,
+    kernel_name,
+    update,
+    update_part,
+)
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import OptimSpec
+from megafp8.specs.optim import StorageName
 
 STATES = ("exp_avg", "exp_avg_sq")
+Asked = tuple[Segment, Tensors, Constants]
 
 
 class AdamW:
-    """Update FP32 master weights with Adam (Kingma & Ba 2015, arXiv 1412.6980).
+    """Update master weights with Adam (Kingma & Ba 2015, arXiv 1412.6980).
 
     Weight decay is decoupled (Loshchilov & Hutter 2019, arXiv 1711.05101) or, under the name
     `adam`, an L2 term of the gradient. As in NeMo, norms and biases do not decay, unless
-    `spec.decays_vectors` is set. The moments are FP32, with the shape of their master weight.
+    `spec.decays_vectors` is set. The moments have the formats of `spec.storage` and the shape of
+    their master weight. Where all of a parameter's states are FP32, a fused kernel updates it; the
+    others are updated by `scaled_adam`.
     """
 
-    def __init__(self, masters: Masters, spec: OptimSpec) -> None:
-        self.masters, self.spec = masters, spec
+    def __init__(self, masters: Masters, spec: OptimSpec, seed: int = 0) -> None:
+        """Make the moments; `seed` seeds stochastic rounding."""
+        self.masters, self.spec, self._seed = masters, spec, seed
+        self._num_updates = 0
+        self._stored: dict[nn.Parameter, Tensors] = {}
+        decaying: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        rows = zip(
+            masters.segments, masters.masters, masters.stored, masters.stored_grads, strict=True
+        )
+        for segment, master, stored, grad in rows:
+            names = self._moment_formats(segment.param)
+            if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
+                (decaying if spec.decays(segment.param.dim()) else others).append(master)
+                continue
+            shape, device = stored.payload.shape, masters.device
+            moments = [ScaledTensor.zeros(shape, STORAGE_FORMATS[name], device) for name in names]
+            self._stored[master] = Tensors(stored, moments[0], moments[1], grad)
         self._kernel, self.kernel_name = choose_kernel(spec, masters.device)
-        both = list(zip(masters.segments, masters.masters, strict=True))
-        decaying = [master for segment, master in both if spec.decays(segment.param.dim())]
-        others = [master for segment, master in both if not spec.decays(segment.param.dim())]
-        if not both:  # with very many ranks, the shard of one may be empty
-            others = [torch.nn.Parameter(torch.zeros(0, device=masters.device))]
-        groups = [
-            {"params": decaying, "weight_decay": spec.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        self._torch = self._kernel.make([group for group in groups if group["params"]], spec)
+        if not (decaying or others):  # with very many ranks, the shard of one may be empty
+            others = [nn.Parameter(torch.zeros(0, device=masters.device))]
+        both = ((decaying, spec.weight_decay), (others, 0.0))
+        groups = [{"params": group, "weight_decay": decay} for group, decay in both if group]
+        self._torch = self._kernel.make(groups, spec)
         prepare_state(self._kernel, self._torch, decaying + others)
+        if not spec.storage.is_plain:
+            self.kernel_name = self._name_of_kernels(self.kernel_name)
+
+    def _moment_formats(self, param: nn.Parameter) -> tuple[StorageName, StorageName]:
+        storage = self.spec.storage
+        if storage.linears_only and param not in self.masters.linears:
+            return "fp32", "fp32"
+        return storage.exp_avg, storage.exp_avg_sq
+
+    def _name_of_kernels(self, of_fp32: str) -> str:
+        storage, masters = self.spec.storage, self.masters
+        name = kernel_name(
+            masters.device,
+            self._stored.values(),
+            is_l2=self.spec.name == "adam",
+            stochastic=storage.stochastic_rounding,
+            in_parts=masters.row_of is not None,
+        )
+        if len(self._stored) == len(masters.masters):
+            return name
+        return f"{name}; where all is FP32, {of_fp32}"
 
     @property
     def decides_on_device(self) -> bool:
@@ -41,8 +96,11 @@ class AdamW:
 
         The host then need not know the norm before the update, and no pass over the gradients is
         spent on clipping. torch's kernel does both (`grad_scale`, `found_inf`), where gradients are
-        clipped by norm. It is used so on GPUs; on CPUs the bits stay those of `clip`.
+        clipped by norm. It is used so on GPUs; on CPUs the bits stay those of `clip`. An update
+        of states below FP32 clips and skips on the host.
         """
+        if not self.spec.storage.is_plain:
+            return False
         by_torch = self._kernel is TORCH and self.spec.clip_algorithm == "norm"
         return by_torch and self.masters.device.type == "cuda"
 
@@ -75,25 +133,92 @@ class AdamW:
 
         The updated master weights are then rounded into the weights that the model computes with.
         """
+        lr = learning_rate(self.spec, step)
+        self._num_updates += 1
         for group in self._torch.param_groups:
-            group["lr"] = learning_rate(self.spec, step)
+            group["lr"] = lr
         with self.masters.lend_grads():
             self._torch.step()
+        if not self.spec.storage.is_plain:
+            self._update_stored(step, lr)
         self.masters.write_back()
+
+    def _update_stored(self, step: int, lr: float) -> None:
+        """Update what has states below FP32."""
+        asked = [
+            (segment, tensors, self._constants(segment.param, lr))
+            for segment, master in zip(self.masters.segments, self.masters.masters, strict=True)
+            if (tensors := self._stored.get(master)) is not None
+        ]
+        if self.masters.row_of is None:
+            self._update_whole(asked, step)
+        else:
+            self._update_parts(asked, step, self.masters.row_of)
+
+    def _update_whole(self, asked: Sequence[Asked], step: int) -> None:
+        """Update whole tensors."""
+        largest = max((backup_bytes(tensors) for _, tensors, _ in asked), default=0)
+        device, backup = self.masters.device, None
+        if keeps_backup(device):  # for this step alone
+            backup = torch.empty(largest, dtype=torch.uint8, device=device)
+        for segment, tensors, constants in asked:
+            update(tensors, constants, self._dithers(segment, step), backup)
+
+    def _update_parts(
+        self, asked: Sequence[Asked], step: int, row_of: Mapping[nn.Parameter, int]
+    ) -> None:
+        """Update parts of tensors, with the scales of the whole ones, which ranks agree on."""
+        amaxes = torch.zeros(len(row_of), 3, device=self.masters.device)
+        for segment, tensors, constants in asked:
+            fresh_amaxes(tensors, constants, amaxes[row_of[segment.param]])
+        self.masters.agree(amaxes)
+        for segment, tensors, constants in asked:
+            dithers = self._dithers(segment, step)
+            update_part(tensors, constants, amaxes[row_of[segment.param]], dithers)
+
+    def _constants(self, param: nn.Parameter, lr: float) -> Constants:
+        spec = self.spec
+        decay = spec.weight_decay if spec.decays(param.dim()) else 0.0
+        return Constants(lr, spec.betas, spec.eps, decay, spec.name == "adam", self._num_updates)
+
+    def _dithers(self, segment: Segment, step: int) -> Dithers:
+        if not self.spec.storage.stochastic_rounding:
+            return None, None, None
+        piece = segment.piece
+        name: tuple[object, ...] = (piece.name,)
+        if any(piece.offset):
+            name += (piece.offset,)
+        if segment.begin:  # a part has random numbers of its own
+            name += ("from", segment.begin)
+        keys = (key_of("round", self._seed, step, *name, what) for what in ("model", *STATES))
+        param_key, first, second = (Dither(key) for key in keys)
+        return param_key, first, second
 
     @property
     def num_updates(self) -> int:
         """Return how many updates were applied, which is Adam's t; skipped steps do not count."""
-        return count(self._kernel, self._torch)
+        if self.spec.storage.is_plain:
+            return count(self._kernel, self._torch)
+        return self._num_updates
 
     def set_num_updates(self, count: int) -> None:
         """Set Adam's t to `count`, when training continues from a checkpoint."""
+        self._num_updates = count
         set_count(self._kernel, self._torch, count)
 
-    def state_tensors(self, name: str) -> list[torch.Tensor]:
-        """Return the FP32 moments of every master weight, in the order of the masters.
-
-        `name` is `exp_avg` or `exp_avg_sq`.
-        """
+    def stored_states(self, name: str) -> list[ScaledTensor]:
+        """Return the moments `exp_avg` or `exp_avg_sq` in the order of the masters."""
         assert name in STATES
-        return [self._torch.state[master][name] for master in self.masters.masters]
+        found = []
+        one = torch.ones((), device=self.masters.device)
+        for master in self.masters.masters:
+            if (tensors := self._stored.get(master)) is not None:
+                found.append(getattr(tensors, name))
+            else:
+                moment = self._torch.state[master][name]
+                found.append(ScaledTensor(moment, one, STORAGE_FORMATS["fp32"]))
+        return found
+
+    def state_tensors(self, name: str) -> list[torch.Tensor]:
+        """Return the moments' payloads in the order of the masters."""
+        return [moment.payload for moment in self.stored_states(name)]

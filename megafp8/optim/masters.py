@@ -1,87 +1,255 @@
-"""Keep FP32 master weights and gradients of a model in BF16 or FP8, and clip the gradients."""
+"""Keep master weights and gradients of a model, in any format and partition.
+
+`StorageSpec` says in which formats (FP8-LM), and `optim/partitions.py` what a rank has of them.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 from torch import nn
 
 from megafp8.fp8.cast import raise_amax
-from megafp8.models.init import pieces_of
+from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.ops import torch_private
-from megafp8.parallel.collectives import Axis
+from megafp8.optim.fp8_weights import Fp8Weights, MasterPart, WholeFp8Weights, move
+from megafp8.optim.partitions import (
+    Divided,
+    Partition,
+    Replicated,
+    Segment,
+    WeightBuffer,
+    is_sharded,
+    replicated_range,
+)
+from megafp8.parallel.data import Bucket, GradBucket, buckets_of
 from megafp8.parallel.fsdp import ShardedModel, local_of
-from megafp8.specs import OptimSpec
-from megafp8.specs.geometry import Piece
+from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket
+from megafp8.specs import StorageSpec
 
-# Quantizes a master's values into a parameter that cannot take a copy of them.
-Store = Callable[[torch.Tensor], None]
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Name the elements `begin` to `end` (exclusive) of a parameter, in memory order.
-
-    `piece` is the parameter's first one: all of them are sharded or replicas, or none is.
-    """
-
-    param: nn.Parameter
-    begin: int
-    end: int
-    piece: Piece = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "piece", pieces_of(self.param)[0])
+ALL_IN_FP32 = StorageSpec()
 
 
 class Masters:
-    """Hold one FP32 master weight for each parameter, and all gradients in one flat FP32 buffer.
+    """Hold the master weights and the summed gradients of what a rank updates.
 
-    For an FP32 parameter the master weight *is* the parameter. Sharded parameters come first in the
-    buffer, so that the gradient norm needs two ranges, and one division, clip and reduction serve
-    all. `stores` has, for each parameter kept in FP8, the function that quantizes its master into
-    it.
+    The partition says what that is: everything, or a part. The storage says in which formats
+    masters and gradients of linears are; those of embeddings, norms and biases are FP32. For an
+    FP32 parameter of which the rank has everything the master *is* the parameter. If the master of
+    a linear's weight has fewer bits than FP32, it is the weight itself: the parameter's data are
+    its bits, and the linear reads them through a `StoredFew`. A weight that is kept in FP8 alone
+    has a master besides. A tensor-parallel rank's part of a weight is a tensor with a scale of its
+    own.
 
         params         all parameters of this rank
-        param_grads    their gradients, as the backward pass fills them
-        segments       what this rank updates: whole parameters, or shards (`ShardedMasters`)
-        masters        the FP32 master weight of each segment
-        grads          the FP32 gradient of each segment, valid after the reduction
-        own_grads      flat ranges that hold all of `grads`
+        segments       what this rank updates: whole parameters, or ranges of their elements
+        masters        the master weight of each segment, as torch's optimizers take it
+        stored         the same with its format and scale
+        stored_grads   the gradient of each segment, valid after the reduction
+        grads          the memory of these
+        grad_of        the gradient of each parameter, as the backward pass fills it
+        plain_groups   the gradients in FP32, in the flat tensors in which ranks reduce them
+        scaled_groups  those below FP32
+        own_grads      flat tensors; to multiply them multiplies all of `stored_grads`
+        own_weights    the parameters that are their own masters in few bits
+        row_of         the number of each parameter, where segments are parts of tensors; or None
         shards         the ranks that update the other segments
     """
 
-    shards: Axis
-
     def __init__(
-        self, params: Iterable[nn.Parameter], stores: Mapping[nn.Parameter, Store] | None = None
+        self,
+        params: Iterable[nn.Parameter],
+        storage: StorageSpec = ALL_IN_FP32,
+        partition: Partition | None = None,
+        *,
+        linears: Collection[nn.Parameter] = (),
+        fp8: Fp8Weights | None = None,
+        bucket_bytes: int = 125 << 20,
     ) -> None:
-        self.shards, self._stores = Axis("shards"), dict(stores or {})
-        self.params = sorted(params, key=lambda p: not pieces_of(p)[0].is_sharded)
-        self.device = device = self.params[0].device
-        self.masters = [initial_master(param) for param in self.params]
-        sizes = [param.numel() for param in self.params]
-        self.flat_grad = torch.zeros(sum(sizes), device=device)
-        views = self.flat_grad.split(sizes)
-        self.grads = [view.view_as(param) for view, param in zip(views, self.params, strict=True)]
-        self.param_grads, self.own_grads = self.grads, [self.flat_grad]
-        self.segments = [Segment(param, 0, param.numel()) for param in self.params]
-        num_sharded = sum(pieces_of(param)[0].is_sharded for param in self.params)
-        begin = sum(p.numel() for p in self.params[:num_sharded])
-        self.replicated_grads = [self.flat_grad[begin:]]  # whole on every tensor-parallel rank
+        """Take the initial values of `params`; `linears` are the linears' weights among them.
+
+        `fp8` has the weights that are kept in FP8; `bucket_bytes` is a bucket's size in FP32.
+        """
+        self.storage, self.partition = storage, partition or Replicated()
+        self.data, self.shards = self.partition.data, self.partition.shards
+        self.params, self.linears = list(params), frozenset(linears)
+        if storage.is_plain:  # the gradient norm adds squares in this order
+            self.params.sort(key=lambda param: not is_sharded(param))
+        self.device, self.bucket_bytes = self.params[0].device, bucket_bytes
+        self._one = torch.ones((), device=self.device)
+        self._fp8 = fp8 or WholeFp8Weights()
+        self._in_fp8 = frozenset(self._fp8.params)
+        layout = self.partition.lay_out(self._divided())
+        self.buffers = list(layout.buffers)
+        self.plain_groups = [group for group in layout.grads if group.fmt.name == "fp32"]
+        self.scaled_groups = [group for group in layout.grads if group.fmt.name != "fp32"]
+        self.row_of = None
+        if self.partition.divides:
+            self.row_of = {param: row for row, param in enumerate(self.params)}
+        self.segments: list[Segment] = []
+        self.stored: list[ScaledTensor] = []
+        self.masters: list[nn.Parameter] = []
+        self._places: list[torch.Tensor] = []  # where each segment's weights belong
+        self._rounded: list[tuple[torch.Tensor, nn.Parameter]] = []  # from masters there
+        self.own_weights: dict[nn.Parameter, ScaledTensor] = {}
+        buffer_of = {param: buffer for buffer in self.buffers for param in buffer.begins}
+        for param in layout.order:
+            self._take(param, buffer_of.get(param))
+        self._collect(layout.grads)
+        sizes = [len(group.params) for group in self.scaled_groups]
+        count = self.data.size
+        factor = {"pre": 1 / count, "post": 1.0}.get(storage.reduction, count**-0.5)
+        self.factors = torch.full((sum(sizes),), factor, device=self.device)
+        self._factors_of = self.factors.split(sizes)
+
+    def _divided(self) -> Divided:
+        """Return what the partition divides."""
+        few = STORAGE_FORMATS[self.storage.main_params]
+        dtypes = {param: param.dtype for param in self.params}
+        dtypes |= {param: few.dtype for param in self.params if self._is_own_master(param)}
+        dtypes |= {param: self._fp8.dtype_of(param) for param in self.params if self._is_fp8(param)}
+        size = self.bucket_bytes // torch.float32.itemsize
+        return Divided(self.params, self.linears, self.storage, dtypes, size)
+
+    def _is_fp8(self, param: nn.Parameter) -> bool:
+        """Whether the weight is kept in FP8 alone, and has a master besides."""
+        return param in self._in_fp8
+
+    def _is_own_master(self, param: nn.Parameter) -> bool:
+        """Whether the weight is its own master in few bits."""
+        few = param in self.linears and self.storage.main_params != "fp32"
+        return few and not self._is_fp8(param)
+
+    def _take(self, param: nn.Parameter, buffer: WeightBuffer | None) -> None:
+        """Move a parameter to its place in the buffer; keep the master of this rank's part."""
+        master = initial_master(param)
+        fmt = STORAGE_FORMATS[self.storage.main_params if param in self.linears else "fp32"]
+        owned, place = slice(0, param.numel()), None
+        if buffer is not None:
+            owned, place = buffer.owned_by(self.shards.rank, param), buffer.place(param)
+        if self._is_own_master(param):
+            stored = ScaledTensor.of(master.detach(), fmt)
+            if place is not None:
+                stored.payload = place.view(param.shape).copy_(stored.payload)
+            param.data, master = stored.payload, param
+            self.own_weights[param] = stored
+        elif place is not None:
+            (self._fp8.move if self._is_fp8(param) else move)(param, place)
+        if owned.start == owned.stop:
+            return
+        if not self._is_own_master(param):
+            values = master.detach()  # the parameter itself may have been moved
+            stored = ScaledTensor(values, self._one, fmt)
+            if fmt.name != "fp32":
+                stored = ScaledTensor.of(values, fmt)
+                master = nn.Parameter(stored.payload)
+        if self.partition.divides:
+            part = stored.payload.view(-1)[owned]
+            if not self._is_own_master(param):
+                part = part.clone()
+            stored, master = ScaledTensor(part, stored.dequant_scale, fmt), nn.Parameter(part)
+        self.segments.append(Segment(param, owned.start, owned.stop))
+        self.stored.append(stored)
+        self.masters.append(master)
+        self._places.append(param if place is None else place[owned])
+        if not (param is master or self._is_own_master(param) or self._is_fp8(param)):
+            self._rounded.append((param if place is None else place[owned].view_as(master), master))
+
+    def _collect(self, groups: Sequence[FlatGrads]) -> None:
+        """Take the gradients of `groups`, and find those of the segments."""
+        rank, whole = self.shards.rank, self.shards.size == 1
+        own: dict[nn.Parameter, ScaledTensor] = {}
+        self.grad_of: dict[nn.Parameter, ScaledTensor] = {}
+        for group in groups:
+            self.grad_of |= dict(zip(group.params, group.grads, strict=True))
+            if self.partition.frees_grads:
+                group.free_early(rank)
+            sums = enumerate(group.grads) if whole else group.own_sums(rank)
+            own |= {group.params[index]: grad for index, grad in sums}
+        self._group_of = {param: group for group in groups for param in group.params}
+        self.param_grads = [self.grad_of[param].payload for param in self.params]
+        self.stored_grads = [
+            replace(own[segment.param], payload=own[segment.param].payload.view_as(master))
+            for segment, master in zip(self.segments, self.masters, strict=True)
+        ]
+        self.grads = [grad.payload for grad in self.stored_grads]
+        self.own_grads = [group.own_range(rank) for group in self.plain_groups]
+        ranges = (replicated_range(group, rank) for group in self.plain_groups)
+        self.replicated_grads = [x for x in ranges if x is not None]  # whole on every TP rank
+        # to multiply a scale multiplies its gradient
+        self.own_grads += [group.scales for group in self.scaled_groups]
 
     @property
     def held_params(self) -> Sequence[torch.Tensor]:
         """Return the memory that parameters occupy on this rank."""
         return self.params
 
+    @property
+    def padding(self) -> float:
+        """Return the padding of the weights that ranks send, as a fraction of their elements."""
+        held = sum(buffer.flat.numel() for buffer in self.buffers)
+        return held / sum(p.numel() for b in self.buffers for p in b.begins) - 1
+
+    @property
+    def factors_adapt(self) -> bool:
+        """Whether the factors of sums in FP8 change, and belong to the state of a run."""
+        return self.storage.reduction == "auto" and self.data.size > 1
+
+    def factor_of(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters with gradients below FP32, and the factor of each, a 0-d view."""
+        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
+            yield from zip(group.params, factors.unbind(), strict=True)
+
+    def plain_grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield the parameters whose gradients are in FP32, with these."""
+        for group in self.plain_groups:
+            yield from zip(group.params, (grad.payload for grad in group.grads), strict=True)
+
+    def scaled_grads(self) -> Iterator[tuple[nn.Parameter, ScaledTensor]]:
+        """Yield the parameters whose gradients are in few bits, with these."""
+        for group in self.scaled_groups:
+            yield from zip(group.params, group.grads, strict=True)
+
+    def reducer_buckets(self) -> list[GradBucket]:
+        """Return the buckets for the gradient reducer.
+
+        In stage 2 those of linears are reduced early in the first step too, since each linear gives
+        one gradient in a microbatch.
+        """
+        storage, stays = self.storage, self.partition.stays
+        buckets: list[GradBucket] = []
+        for group in self.plain_groups:
+            if not stays:
+                buckets += buckets_of(group.flat, group.params, self.bucket_bytes)
+            elif storage.is_plain:
+                buckets.append(Bucket(group.flat, frozenset(group.params), is_scattered=True))
+            else:
+                buckets.append(ExchangedBucket(group, stays=True))
+        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
+            bucket = ExchangedBucket(group, stays, not storage.sums_in_fp32)
+            if storage.reduction != "fp32":
+                adapts = storage.reduction == "auto"
+                bucket = Fp8SumBucket(
+                    group, stays, not storage.sums_in_fp32, factors=factors, adapts=adapts
+                )
+            if self.partition.frees_grads:
+                bucket.num_gradients = len(group.params)
+            buckets.append(bucket)
+        return buckets
+
     def begin_step(self) -> None:
-        """Prepare for a step; called before its first microbatch."""
+        """Free the sums of the last step, if a step allocates new ones."""
+        for group in (*self.plain_groups, *self.scaled_groups):
+            group.begin_step()
+
+    def hold_grad(self, param: nn.Parameter) -> None:
+        """Allocate the memory of a parameter's gradient, if it is freed between uses."""
+        self._group_of[param].hold()
 
     def collect_grads(self) -> None:
         """Make `grads` valid; called after the gradients have been reduced over ranks."""
@@ -95,8 +263,18 @@ class Masters:
         return [grad for segment, grad in both if segment.param is param]
 
     def squared_norms(self) -> torch.Tensor:
-        """Return the squared L2 norm of each segment's gradient, FP64 [segments]."""
-        return torch.stack(torch_private.norms_of(self.grads)).double().square()
+        """Return the squared L2 norm of each segment's gradient, of its values, FP64 [segments]."""
+        in_fp32 = [grad.payload for grad in self.stored_grads if grad.fmt.name == "fp32"]
+        norms = torch_private.norms_of(in_fp32) if in_fp32 else ()  # a shard may have none
+        if len(in_fp32) == len(self.stored_grads):
+            return torch.stack(norms).double().square()
+        plain = iter(norms)
+        return torch.stack(
+            [
+                next(plain).double().square() if g.fmt.name == "fp32" else g.sum_of_squares()
+                for g in self.stored_grads
+            ]
+        )
 
     @cached_property
     def rows_of_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,34 +293,74 @@ class Masters:
         return first, second
 
     def is_finite(self, param: nn.Parameter) -> bool:
-        """Whether the gradient of `param` on this rank holds neither NaN nor infinity."""
-        both = zip(self.params, self.param_grads, strict=True)
-        return all(bool(grad.isfinite().all()) for own, grad in both if own is param)
+        """Whether this rank's part of the gradient of `param` holds neither NaN nor infinity.
+
+        A NaN of any rank is in the sum of the rank that owns the element.
+        """
+        both = zip(self.segments, self.stored_grads, strict=True)
+        found = (grad.values() for segment, grad in both if segment.param is param)
+        return all(bool(values.isfinite().all()) for values in found)
 
     @contextmanager
     def lend_grads(self) -> Iterator[None]:
-        """Set the `.grad` of each master to its gradient inside the context, and to None after it.
+        """Set the `.grad` of each master that is FP32, as its gradient is, inside the context.
 
         An FP32 master is also a parameter of the model, so autograd would add to a `.grad` that
         stays.
         """
-        for master, grad in zip(self.masters, self.grads, strict=True):
-            master.grad = grad
+        lent = []
+        for master, stored, grad in zip(self.masters, self.stored, self.stored_grads, strict=True):
+            if stored.fmt.name == grad.fmt.name == "fp32":
+                master.grad = grad.payload
+                lent.append(master)
         yield
-        for master in self.masters:
+        for master in lent:
             master.grad = None
+
+    def agree(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """Return the amaxes of whole tensors, from those of this rank's parts, in place.
+
+        A row is a parameter's, in the order of `row_of`; parts of other ranks count as 0.
+        """
+        return self.shards.all_reduce_max(amaxes)
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the master weights into the weights that the model computes with."""
-        both = zip(self.params, self.masters, strict=True)
-        pairs = [(p, m) for p, m in both if p is not m and p not in self._stores]
-        if pairs:
-            params, masters = zip(*pairs, strict=True)
-            torch_private.copy_all_(params, masters)
-        for param, master in zip(self.params, self.masters, strict=True):
-            if store := self._stores.get(param):
-                store(master)
+        """Round the masters into the weights that the model computes with, on all ranks."""
+        if self._rounded:
+            places, masters = zip(*self._rounded, strict=True)
+            torch_private.copy_all_(places, masters)
+        if self._in_fp8:
+            self._fp8.store(self._parts_in_fp8(), self.shards)
+        pending = [buffer.start_gathering(self.shards) for buffer in self.buffers]
+        self._share_scales()
+        for gathering in pending:
+            if gathering is not None:
+                gathering.wait()
+
+    def _parts_in_fp8(self) -> Iterator[MasterPart]:
+        """Yield the masters of this rank's parts of the weights in FP8."""
+        for segment, stored, place in zip(self.segments, self.stored, self._places, strict=True):
+            if self._is_fp8(segment.param):
+                in_fp32 = stored.fmt.name == "fp32"
+                values = stored.payload if in_fp32 else stored.values()
+                yield MasterPart(segment.param, segment.begin, values.flatten(), place)
+
+    def _share_scales(self) -> None:
+        """Tell all ranks the scales of weights that are their own masters."""
+        if not self.own_weights or self.shards.size == 1:
+            return
+        own = {segment.param for segment in self.segments}
+        scales = torch.stack(
+            [
+                weight.dequant_scale if param in own else torch.zeros_like(weight.dequant_scale)
+                for param, weight in self.own_weights.items()
+            ]
+        )
+        shared = self.shards.all_reduce_max(scales.nan_to_num(nan=torch.inf))
+        shared = torch.where(shared.isfinite(), shared, torch.nan)
+        for weight, scale in zip(self.own_weights.values(), shared.unbind(), strict=True):
+            weight.dequant_scale.copy_(scale)
 
 
 def initial_master(param: nn.Parameter) -> nn.Parameter:
@@ -166,7 +384,8 @@ class FsdpMasters(Masters):
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.shards, self._modules = sharded.shards, sharded.modules
-        self._fp8 = sharded.gathered_in_fp8
+        self.storage, self.row_of = StorageSpec(), None
+        self._gathered_in_fp8 = sharded.gathered_in_fp8
         self.params = list(sharded.params)
         self.device = local_of(self.params[0]).device
         self.segments, self.masters = [], []
@@ -178,6 +397,9 @@ class FsdpMasters(Masters):
             begin = self.shards.rank * rows * (param.numel() // param.shape[0])
             self.segments.append(Segment(param, begin, begin + local.numel()))
             self.masters.append(nn.Parameter(local))  # shares its memory
+        one, fmt = torch.ones((), device=self.device), STORAGE_FORMATS["fp32"]
+        self.stored = [ScaledTensor(master.detach(), one, fmt) for master in self.masters]
+        self.stored_grads = list(self.stored)
         self.grads, self.own_grads, self.param_grads = [], [], []
 
     @property
@@ -194,6 +416,10 @@ class FsdpMasters(Masters):
         """Take the reduced gradients from the parameters; a parameter without one gets zeros."""
         self.param_grads = [_grad_of(param) for param in self.params]
         self.grads = [grad for grad in self.param_grads if grad.numel()]
+        self.stored_grads = [
+            replace(stored, payload=grad)
+            for stored, grad in zip(self.stored, self.grads, strict=True)
+        ]
         self.own_grads = self.grads
         self.replicated_grads = [
             grad
@@ -208,16 +434,16 @@ class FsdpMasters(Masters):
         with one reduction for all amaxes.
         """
         self.reshard()
-        if not self._fp8:
+        if not self._gathered_in_fp8:
             return
-        parts = [local_of(param.detach()) for param in self._fp8]
-        (dtype,) = {form.compute_dtype for form in self._fp8.values()}
+        parts = [local_of(param.detach()) for param in self._gathered_in_fp8]
+        (dtype,) = {form.compute_dtype for form in self._gathered_in_fp8.values()}
         amaxes = torch.zeros(len(parts), device=self.device)
         for amax, part in zip(amaxes, parts, strict=True):
             raise_amax(amax, part)
         amaxes = amaxes.to(dtype).float()  # the amaxes of the rounded weights: rounding is monotone
         self.shards.all_reduce_max(amaxes)
-        for amax, part, form in zip(amaxes, parts, self._fp8.values(), strict=True):
+        for amax, part, form in zip(amaxes, parts, self._gathered_in_fp8.values(), strict=True):
             form.agree_on_scale(amax, part)
 
     def reshard(self) -> None:
@@ -230,54 +456,3 @@ def _grad_of(param: nn.Parameter) -> torch.Tensor:
     if param.grad is None:  # nothing of this step used it
         return torch.zeros_like(local_of(param.detach()))
     return local_of(param.grad)
-
-
-def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
-    """Return the L2 norm of the gradients of the whole logical model, as a 0-d FP64 tensor.
-
-    The squares of sharded parameters are summed over tensor-parallel ranks, and all squares over
-    pipeline stages and the optimizer's shards. A replicated parameter counts once: as the mean of
-    the tensor-parallel ranks, so that all of them get the same norm, and all learn of a gradient
-    that is not finite on one of them.
-    """
-    squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
-    if masters.grads:  # a shard may be all padding
-        of_each = masters.squared_norms()
-        squares = torch.stack([of_each[rows].sum() for rows in masters.rows_of_norm])
-    masters.shards.all_reduce_sum(squares)
-    return pp.all_reduce_sum(tp.all_reduce_sum(squares[0] + squares[1] / tp.size)).sqrt()
-
-
-def coefficient(norm: float, spec: OptimSpec) -> float:
-    """Return the factor by which clipping by norm shrinks gradients of this norm, at most 1."""
-    if spec.clip_algorithm != "norm":
-        return 1.0
-    limit = spec.clip_grad_norm or math.inf
-    return min(1.0, limit / (norm + 1e-6))  # the constant of torch's clip_grad_norm_
-
-
-def coefficient_on_device(norm: torch.Tensor, spec: OptimSpec) -> torch.Tensor:
-    """Return what `coefficient` returns, with the same bits, for a norm that is on the device.
-
-    Both are 0-d FP64 tensors; clipping is by norm.
-    """
-    assert spec.clip_algorithm == "norm"
-    limit = torch.full_like(norm, spec.clip_grad_norm or math.inf)
-    # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
-    return (limit / (norm + 1e-6)).clamp(max=1.0)
-
-
-def clip(
-    flat_grads: Sequence[torch.Tensor], norm: float, spec: OptimSpec, *, divisor: float
-) -> None:
-    """Divide all gradients by `divisor` and clip them, in place.
-
-    `norm` is the norm of the gradients after the division. Clipping by norm shrinks all gradients
-    together until their norm is `spec.clip_grad_norm`; clipping by value limits the magnitude of
-    each element to it.
-    """
-    limit, factor = spec.clip_grad_norm or math.inf, coefficient(norm, spec) / divisor
-    for flat_grad in flat_grads:
-        flat_grad.mul_(factor)
-        if spec.clip_algorithm == "value" and limit < math.inf:
-            flat_grad.clamp_(-limit, limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +16,11 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
+from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
-from megafp8.optim.stored import StoredAdamW, StoredMasters
-from megafp8.optim.stored_split import SplitStoredMasters
-from megafp8.optim.stored_zero import ShardedStoredMasters
-from megafp8.optim.zero import ShardedMasters
-from megafp8.parallel.data import GradBucket, GradReducer, NotingSink, buckets_of
+from megafp8.optim.partitions import PARTITIONS, Partition, Replicated
+from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
@@ -59,7 +56,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     return TrainState(
         model=model,
         masters=masters,
-        optimizer=make_optimizer(spec, masters),
+        optimizer=AdamW(masters, spec.optim, spec.train.seed),
         backend=backend,
         scaling=backend.scaling,
         streams=streams,
@@ -112,13 +109,6 @@ def make_graphs(
     return MicrobatchGraphs(model, scaling, sinks.main, counter, mesh.device)
 
 
-def make_optimizer(spec: RunSpec, masters: Masters) -> AdamW:
-    """Return Adam over master weights in FP32, or over stored ones."""
-    if isinstance(masters, StoredMasters):
-        return StoredAdamW(masters, spec.optim, spec.train.seed)
-    return AdamW(masters, spec.optim)
-
-
 @dataclass(frozen=True)
 class Sinks:
     """Hold the sinks that a weight's gradient passes, from `outer` to `main`.
@@ -163,29 +153,39 @@ def make_model(spec: RunSpec, mesh: Mesh, backend: Backend) -> GPT | PipelinedGP
 
 
 def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: Backend) -> Masters:
-    """Return the optimizer's master weights, whole or this rank's shard of them.
+    """Return the optimizer's master weights, whole or this rank's part of them.
 
     They are in FP32, or in the formats of `spec.optim.storage`.
     """
-    parallel = spec.parallel
+    parallel, storage = spec.parallel, spec.optim.storage
     masters: Masters
     if parallel.fsdp is not None:
         assert isinstance(model, GPT), "pipelines are refused"
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
-    elif not spec.optim.storage.is_plain:
-        masters = make_stored_masters(spec, mesh, model, backend)
-    elif spec.optim.shards_states:
-        masters = ShardedMasters(
-            model.parameters(),
-            backend.fp8_weights(model),
-            mesh.data,
-            bucket_bytes=parallel.grad_bucket_bytes,
-            alone=tied_of(model),
-        )
     else:
-        masters = Masters(model.parameters(), backend.stores(model))
+        shards = spec.optim.shards_states
+        masters = Masters(
+            model.parameters(),
+            storage,
+            make_partition(spec, mesh, model),
+            linears=() if storage.is_plain else backend.weights(model),
+            fp8=backend.fp8_weights(model) if shards else WholeFp8Weights(backend.stores(model)),
+            bucket_bytes=parallel.grad_bucket_bytes,
+        )
+        if not storage.is_plain:
+            backend.read_stored(model, masters.own_weights)
     masters.write_back()  # fills weights that are kept in FP8; others do not change
     return masters
+
+
+def make_partition(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Partition:
+    """Return how the replicas divide master weights, moments and summed gradients."""
+    if not spec.optim.shards_states:
+        return Replicated(mesh.data)
+    divides = spec.optim.storage.is_plain or divides_elements(spec)
+    partition = PARTITIONS["elements" if divides else "tensors"]
+    frees_grads = spec.optim.shards_grads and not spec.optim.storage.is_plain
+    return partition(mesh.data, tied_of(model), frees_grads=frees_grads)
 
 
 def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:
@@ -194,53 +194,20 @@ def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:
     return [] if tied is None else [tied]
 
 
-def make_stored_masters(
-    spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: Backend
-) -> StoredMasters:
-    """Return master weights in the formats of `spec.optim.storage`, whole or those of a rank."""
-    storage, size = spec.optim.storage, spec.parallel.grad_bucket_bytes
-    params, weights = list(model.parameters()), backend.weights(model)
-    tied = tied_of(model)
-    masters: StoredMasters
-    if not spec.optim.shards_states:
-        stores = backend.stores(model)
-        masters = StoredMasters(params, storage, weights, stores, data=mesh.data, bucket_bytes=size)
-    else:
-        splits = divides_elements(spec)
-        masters = (SplitStoredMasters if splits else ShardedStoredMasters)(
-            params,
-            storage,
-            weights,
-            backend.fp8_weights(model),
-            mesh.data,
-            bucket_bytes=size,
-            tied=tied,
-            frees_grads=spec.optim.shards_grads,
-        )
-    backend.read_stored(model, masters.own_weights)
-    return masters
-
-
 def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     """Give the gradient buffers of the masters to the sinks.
 
     With FSDP the sinks have no buffers, since autograd and FSDP fill the gradients.
     """
-    if isinstance(masters, StoredMasters):
+    if spec.parallel.fsdp is not None:
+        return
+    if masters.partition.frees_grads:
         sinks.main.hold = masters.hold_grad
-        sinks.main.attach(masters.plain_grads())
-        if isinstance(sinks.main, ScaledGradSink):
-            sinks.main.attach_scaled(masters.scaled_grads())
-    elif spec.parallel.fsdp is None:
-        sinks.main.attach(zip(masters.params, masters.param_grads, strict=True))
+    sinks.main.attach(masters.plain_grads())
+    if isinstance(sinks.main, ScaledGradSink):
+        sinks.main.attach_scaled(masters.scaled_grads())
     if sinks.reducer is not None:
-        buckets: Sequence[GradBucket]
-        if isinstance(masters, StoredMasters | ShardedMasters):
-            buckets = masters.reducer_buckets()
-        else:
-            size = spec.parallel.grad_bucket_bytes
-            buckets = buckets_of(masters.flat_grad, masters.params, size)
-        sinks.reducer.attach(buckets)
+        sinks.reducer.attach(masters.reducer_buckets())
 
 
 def make_pipeline(

@@ -21,8 +21,6 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.ops import torch_private
 from megafp8.ops.torch_private import run_backward, storage_key
-from megafp8.optim.stored import StoredMasters
-from megafp8.optim.stored_owned import OwnedStoredMasters
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes
@@ -215,7 +213,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
     alive.watch(freed_gradients(state))
     state.sink.begin_step()
     state.masters.begin_step()
-    if count > 1 and isinstance(state.masters, StoredMasters):
+    if count > 1:
         for param in state.masters.params:
             state.masters.hold_grad(param)
     if state.reducer is not None:
@@ -245,7 +243,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
             most = max(most, alive.most - made)
             with_gradients = max(with_gradients, alive.most_with_watched - made)
         alive.begin()
-        if state.reducer is not None and isinstance(state.masters, StoredMasters):
+        if state.reducer is not None and not spec.optim.storage.is_plain:
             state.reducer.finish()
         at_the_end = alive.most - made
         with_gradients = max(with_gradients, alive.most_with_watched - made)
@@ -267,8 +265,6 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
 def freed_gradients(state: TrainState) -> list[torch.Tensor]:
     """Return the flat gradients and sums whose memory comes and goes during a step (ZeRO-2)."""
     masters = state.masters
-    if not isinstance(masters, OwnedStoredMasters):
-        return []
     groups = [*masters.plain_groups, *masters.scaled_groups]
     return [
         tensor for group in groups if group.sums is not None for tensor in (group.flat, group.sums)

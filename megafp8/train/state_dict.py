@@ -32,8 +32,7 @@ from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import STATES
-from megafp8.optim.masters import Segment
-from megafp8.optim.stored import StoredAdamW, StoredMasters
+from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.specs.geometry import Box, boxes_of_run
@@ -42,7 +41,7 @@ from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
 FACTORS = "reduction/factor/"
-States = Iterable[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]
+States = Iterable[tuple[str, Sequence[ScaledTensor]]]
 
 
 def placements_of(
@@ -104,7 +103,7 @@ def _factor_placements(state: TrainState) -> Iterator[Placement]:
     They are the same on all replicas.
     """
     masters = state.masters
-    if not isinstance(masters, StoredMasters) or not masters.factors_adapt:
+    if not masters.factors_adapt:
         return
     for param, factor in masters.factor_of():
         whole = Segment(param, 0, param.numel())
@@ -177,25 +176,17 @@ def load_weights(reader: Reader, state: TrainState, notify: Notify) -> None:
     wait_for_all(state.mesh)
 
 
-def _states(state: TrainState) -> Iterator[tuple[str, Sequence[torch.Tensor | ScaledTensor]]]:
+def _states(state: TrainState) -> States:
     """Yield the master weights, then each kind of moments, with the prefix of their names.
 
     The tensors are those of the masters' segments.
     """
-    masters, optimizer = state.masters, state.optimizer
-    if isinstance(masters, StoredMasters) and isinstance(optimizer, StoredAdamW):
-        yield "model/", masters.stored
-        for name in STATES:
-            yield f"optimizer/{name}/", optimizer.stored_states(name)
-    else:
-        yield "model/", masters.masters
-        for name in STATES:
-            yield f"optimizer/{name}/", optimizer.state_tensors(name)
+    yield "model/", state.masters.stored
+    for name in STATES:
+        yield f"optimizer/{name}/", state.optimizer.stored_states(name)
 
 
-def _pieces(
-    prefix: str, state: TrainState, tensors: Sequence[torch.Tensor | ScaledTensor]
-) -> Iterator[Placement]:
+def _pieces(prefix: str, state: TrainState, tensors: Sequence[ScaledTensor]) -> Iterator[Placement]:
     """Yield the placements of `tensors`, one for each segment of the masters."""
     for segment, tensor in zip(state.masters.segments, tensors, strict=True):
         yield from _pieces_of_segment(prefix, state, segment, tensor)
@@ -254,7 +245,7 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
         prefixes.append(prefix)
         for segment, tensor in zip(state.masters.segments, tensors, strict=True):
             pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
-            if not isinstance(tensor, ScaledTensor) or tensor.fmt.name == "fp32":
+            if tensor.fmt.name == "fp32":
                 same += pieces
                 continue
             # ranks that have parts of one tensor must come to one answer
@@ -307,7 +298,7 @@ def _amaxes_of_parts(
 ) -> dict[tuple[str, nn.Parameter], torch.Tensor]:
     """Return the amaxes of whole tensors that are converted, where ranks have parts of them."""
     masters = state.masters
-    if not isinstance(masters, StoredMasters) or masters.row_of is None:
+    if masters.row_of is None:
         return {}
     amaxes = torch.zeros(len(prefixes), len(masters.row_of), device=masters.device)
     rows = {

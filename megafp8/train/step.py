@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megafp8.data.loader import Microbatch
 from megafp8.models.loss import HeadLoss
-from megafp8.optim.masters import grad_norm
+from megafp8.optim.clipping import grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.context import own_positions, own_tokens, tokens_of
 from megafp8.parallel.mesh import Mesh

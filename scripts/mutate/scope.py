@@ -15,8 +15,7 @@ CORE = ("test_cast", "test_gemm", "test_recipes", "test_linear")
 RANKS = "parallel/test_fp8_linears"
 FRONT_DOOR_FILES = ("conversion", "converted", "recipe_settings", "state")
 FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks")
-FEW_BITS = ("optim/test_stored", "optim/test_stored_ranks")
-PIECES = "optim/test_stored_pieces"
+FEW_BITS = ("optim/test_masters", "optim/test_masters_ranks")
 SCALED = ("fp8/test_scaled", "optim/test_scaled_adam")
 IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
 REAL_TE = tuple(
@@ -34,7 +33,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"megafp8/fp8/{name}": ("fp8/test_blackwell",)
         for name in ("kernels/blocks*", "block_casts.py", "recipes/mxfp8.py", "recipes/nvfp4.py")
     },
-    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, "optim/test_stored_split"),
+    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, "optim/test_partitions_elements"),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
     "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),
@@ -89,11 +88,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         "parallel/test_context_parallel",
     ),
     "megafp8/parallel/fsdp.py": ("parallel/test_fsdp_pieces", RANKS, "parallel/test_fsdp"),
-    "megafp8/parallel/scaled_data.py": ("optim/test_stored_ranks", "optim/test_stored_zero"),
-    "megafp8/optim/stored_zero.py": (PIECES, "optim/test_stored_zero", "optim/test_stored_ranks"),
-    "megafp8/optim/stored_split.py": (PIECES, "optim/test_stored_split"),
-    "megafp8/optim/stored_owned.py": (PIECES, "optim/test_stored_zero", "optim/test_stored_split"),
-    "megafp8/optim/stored.py": FEW_BITS,
+    "megafp8/parallel/scaled_data.py": (
+        *("optim/test_masters_ranks", "optim/test_partitions_tensors"),
+    ),
+    "megafp8/optim/partitions.py": (
+        "optim/test_partitions_pieces",
+        *("optim/test_partitions_tensors", "optim/test_partitions_elements"),
+        "optim/test_masters_ranks",
+    ),
+    "megafp8/optim/masters.py": ("optim/test_partitions_pieces", *FEW_BITS),
     "megafp8/optim/scaled_adam.py": (
         "optim/test_kernel_trial",
         "optim/test_scaled_adam",

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 from megafp8.models.init import constant, normal, parameter, pieces_of
 from megafp8.optim.adamw import STATES, AdamW
-from megafp8.optim.masters import Masters, clip, grad_norm
+from megafp8.optim.clipping import clip, grad_norm
+from megafp8.optim.masters import Masters
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.plan.time import OPTIMIZER_BYTES, write_back_bytes
@@ -41,7 +42,7 @@ def optimizer(dtype: torch.dtype, spec: OptimSpec | None = None) -> AdamW:
 
 def draw_gradients(masters: Masters, step: int, std: float = 1.0) -> None:
     generator = torch.Generator().manual_seed(step)
-    masters.flat_grad.copy_(std * torch.randn(masters.flat_grad.shape, generator=generator))
+    masters.own_grads[0].copy_(std * torch.randn(masters.own_grads[0].shape, generator=generator))
 
 
 @DTYPES
@@ -94,7 +95,7 @@ def test_norms_and_biases_decay_only_if_asked(vectors_decay: bool) -> None:
     spec = optim_spec(weight_decay=0.5, lr=0.1, decays_vectors=vectors_decay)
     ours = optimizer(torch.float32, spec)
     before = [master.detach().clone() for master in ours.masters.masters]
-    ours.masters.flat_grad.zero_()
+    ours.masters.own_grads[0].zero_()
     ours.step(1)
     factor = 1 - 0.5 * learning_rate(ours.spec, 1)
     for master, old in zip(ours.masters.masters, before, strict=True):
@@ -105,7 +106,7 @@ def test_norms_and_biases_decay_only_if_asked(vectors_decay: bool) -> None:
 def test_in_a_gpt_matrices_and_embeddings_decay_alone() -> None:
     state = build_run(optim=optim_spec(weight_decay=0.5, lr=0.1))
     before = [master.detach().clone() for master in state.masters.masters]
-    state.masters.flat_grad.zero_()
+    state.masters.own_grads[0].zero_()
     state.optimizer.step(1)
     for param, master, old in zip(state.masters.params, state.masters.masters, before, strict=True):
         names = [piece.name for piece in pieces_of(param)]
@@ -118,21 +119,23 @@ def test_in_a_gpt_matrices_and_embeddings_decay_alone() -> None:
 def test_clipping_by_value_cuts_each_element_of_the_mean_gradient() -> None:
     masters = Masters(params(torch.float32))
     draw_gradients(masters, 3)
-    expected = (masters.flat_grad / 7).clamp(-0.1, 0.1)
-    clip(masters.flat_grad, 1.0, optim_spec(clip_algorithm="value", clip_grad_norm=0.1), divisor=7)
-    torch.testing.assert_close(masters.flat_grad, expected)
-    assert (masters.flat_grad.abs() == 0.1).any() and (masters.flat_grad.abs() < 0.1).any()
+    expected = (masters.own_grads[0] / 7).clamp(-0.1, 0.1)
+    clip(
+        masters.own_grads[0], 1.0, optim_spec(clip_algorithm="value", clip_grad_norm=0.1), divisor=7
+    )
+    torch.testing.assert_close(masters.own_grads[0], expected)
+    assert (masters.own_grads[0].abs() == 0.1).any() and (masters.own_grads[0].abs() < 0.1).any()
 
 
 @pytest.mark.parametrize("limit", [0.5, 1e9, None])
 def test_clipping_by_norm_is_torchs(limit: float | None) -> None:
     masters = Masters(params(torch.float32))
     draw_gradients(masters, 3)
-    copy = nn.Parameter(torch.zeros_like(masters.flat_grad))
-    copy.grad = masters.flat_grad / 7
+    copy = nn.Parameter(torch.zeros_like(masters.own_grads[0]))
+    copy.grad = masters.own_grads[0] / 7
     norm = torch.nn.utils.clip_grad_norm_([copy], limit or math.inf).item()
-    clip(masters.flat_grad, norm, optim_spec(clip_grad_norm=limit), divisor=7)
-    torch.testing.assert_close(masters.flat_grad, copy.grad)
+    clip(masters.own_grads[0], norm, optim_spec(clip_grad_norm=limit), divisor=7)
+    torch.testing.assert_close(masters.own_grads[0], copy.grad)
 
 
 def scalar(value: float) -> torch.Tensor:
@@ -143,7 +146,7 @@ def contents(ours: AdamW) -> list[torch.Tensor]:
     """Return copies of gradients, masters, weights and moments."""
     masters = ours.masters
     moments = [tensor for name in STATES for tensor in ours.state_tensors(name)]
-    tensors = [masters.flat_grad, *masters.masters, *masters.params, *moments]
+    tensors = [masters.own_grads[0], *masters.masters, *masters.params, *moments]
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -159,20 +162,20 @@ def test_a_kernel_that_clips_updates_as_after_clipping(limit: float | None) -> N
         ours = optimizer(torch.float32, optim_spec(clip_grad_norm=limit, lr=0.1))
         for step in range(1, 4):
             draw_gradients(ours.masters, step)
-            norm = (ours.masters.flat_grad / 7).norm().item()
+            norm = (ours.masters.own_grads[0] / 7).norm().item()
             if on_device:
                 ours.update_if_finite(step, scalar(1), scalar(norm), divisor=scalar(7))
             else:
                 ours.update(step, norm, divisor=7)
         moments = [torch.cat([x.flatten() for x in ours.state_tensors(name)]) for name in STATES]
-        results.append((ours.masters.flat_grad.clone(), *moments))
+        results.append((ours.masters.own_grads[0].clone(), *moments))
     for mine, theirs in zip(*results, strict=True):
         assert (mine - theirs).abs().max() <= 2.0**-21 * theirs.abs().max()
     assert ours.num_updates == 3
     draw_gradients(ours.masters, 4)
-    before = ours.masters.flat_grad.clone()
+    before = ours.masters.own_grads[0].clone()
     ours.step(4)
-    assert torch.equal(ours.masters.flat_grad, before), "a later step alone divides by nothing"
+    assert torch.equal(ours.masters.own_grads[0], before), "a later step alone divides by nothing"
 
 
 @DTYPES
@@ -186,7 +189,7 @@ def test_the_factor_computed_on_the_device_has_the_bits_of_the_hosts(
         divisor = 3.0 * step
         for each in (ours, expected):
             draw_gradients(each.masters, step)
-        norm = (ours.masters.flat_grad / divisor).norm().item()
+        norm = (ours.masters.own_grads[0] / divisor).norm().item()
         ours.update_if_finite(step, scalar(1), scalar(norm), divisor=scalar(divisor))
         factor = divisor / min(1.0, (limit or math.inf) / (norm + 1e-6))
         expected._torch.grad_scale = torch.full((), factor)
@@ -264,7 +267,7 @@ def test_norm_clip_and_update_are_two_passes_over_the_gradients(dtype: torch.dty
     ours = AdamW(Masters([matrix]), optim_spec(clip_grad_norm=0.5))
     draw_gradients(ours.masters, 1)
     one = Axis("one")
-    with Traffic(ours.masters.flat_grad) as traffic:
+    with Traffic(ours.masters.own_grads[0]) as traffic:
         norm = grad_norm(ours.masters, one, one)
         ours.update_if_finite(1, scalar(1), norm, divisor=scalar(7))
     assert traffic.passes == ["_foreach_norm", "_fused_adamw_"]
@@ -304,9 +307,9 @@ def test_sharded_parameters_come_first_in_one_flat_gradient() -> None:
     masters = Masters(params(torch.bfloat16))
     assert [pieces_of(param)[0].is_sharded for param in masters.params].index(False) == 1
     assert tuple(masters.params[0].shape) == (3, 4)
-    assert masters.flat_grad.numel() == sum(p.numel() for p in masters.params)
-    masters.flat_grad.copy_(torch.arange(masters.flat_grad.numel()))
-    assert torch.equal(torch.cat([grad.flatten() for grad in masters.grads]), masters.flat_grad)
+    assert masters.own_grads[0].numel() == sum(p.numel() for p in masters.params)
+    masters.own_grads[0].copy_(torch.arange(masters.own_grads[0].numel()))
+    assert torch.equal(torch.cat([grad.flatten() for grad in masters.grads]), masters.own_grads[0])
     for param, grad in zip(masters.params, masters.grads, strict=True):
         assert grad.shape == param.shape
 
@@ -323,13 +326,13 @@ def test_gradient_norm_is_that_of_all_gradients() -> None:
     masters = Masters(params(torch.float32))
     for std in (1.0, 1e-12, 1e12):
         draw_gradients(masters, 3, std)
-        expected = masters.flat_grad.double().norm().item()
+        expected = masters.own_grads[0].double().norm().item()
         assert grad_norm(masters, Axis("tp"), Axis("pp")).item() == pytest.approx(
             expected, rel=1e-6
         )
-    masters.flat_grad[5] = math.nan
+    masters.own_grads[0][5] = math.nan
     assert math.isnan(grad_norm(masters, Axis("tp"), Axis("pp")).item())
-    masters.flat_grad.zero_()
+    masters.own_grads[0].zero_()
     assert grad_norm(masters, Axis("tp"), Axis("pp")).item() == 0
 
 

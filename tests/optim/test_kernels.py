@@ -132,7 +132,7 @@ def test_apex_is_used_where_it_is_installed(apex: types.ModuleType) -> None:
     )
     for step in range(1, 4):
         generator = torch.Generator().manual_seed(step)
-        ours.masters.flat_grad.normal_(generator=generator)
+        ours.masters.own_grads[0].normal_(generator=generator)
         copy.grad = ours.masters.grads[0].clone()
         plain.param_groups[0]["lr"] = learning_rate(FUSED, step)
         ours.step(step)
@@ -213,7 +213,7 @@ def test_a_chosen_one_trains_and_continues_like_torchs(monkeypatch: pytest.Monke
                     mine.copy_(other)
         for optimizer in (ours, theirs, continued):
             generator = torch.Generator().manual_seed(step)
-            optimizer.masters.flat_grad.normal_(generator=generator)
+            optimizer.masters.own_grads[0].normal_(generator=generator)
             optimizer.step(step)
     assert theirs.num_updates == ours.num_updates == 5
     for mine, other, third in zip(

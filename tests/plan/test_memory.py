@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megafp8.models.documents import QUERIES
-from megafp8.optim import zero
+from megafp8.optim import partitions
 from megafp8.plan import shape
 from megafp8.plan.memory import BLOCK_QUERIES, rank_memory
 from megafp8.plan.pipeline import most_held
@@ -347,7 +347,7 @@ def test_the_total_counts_the_gradients_that_a_step_holds(shard_by: str, bucket_
 
 
 def test_the_plan_knows_how_zero_1_pads() -> None:
-    assert shape.ALIGNMENT == zero.ALIGNMENT
+    assert shape.ALIGNMENT == partitions.ALIGNMENT
 
 
 def test_a_plan_is_for_gpus_whatever_the_spec_says() -> None:

@@ -47,7 +47,7 @@ def gradients(choice: str, **choices: Any) -> tuple[TrainState, float, torch.Ten
     """Return loss and gradients of one step."""
     state = build_run(compile=choice, **choices)
     loss, count = forward_backward(state, [microbatch(0), microbatch(1)])
-    return state, (loss / count).item(), state.masters.flat_grad.clone()
+    return state, (loss / count).item(), state.masters.own_grads[0].clone()
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def true_gradients(state: TrainState) -> torch.Tensor:
     """Return the mean gradients of one microbatch, as the optimizer gets them without clipping."""
     state.optimizer.spec = replace(state.optimizer.spec, clip_grad_norm=None)
     seen: list[torch.Tensor] = []
-    state.optimizer.step = lambda step: seen.append(state.masters.flat_grad.clone())  # type: ignore[method-assign]
+    state.optimizer.step = lambda step: seen.append(state.masters.own_grads[0].clone())  # type: ignore[method-assign]
     result = train_step(state, [microbatch(1, ignored=0.3)])
     assert result.is_finite and result.loss_scale == state.loss_scale.scale  # type: ignore[union-attr]
     return seen[0]
@@ -48,7 +48,7 @@ def fp32_gradients() -> torch.Tensor:
     state = build_run(optim=optim_spec(clip_grad_norm=None))
     state.optimizer.step = lambda step: None  # type: ignore[method-assign]
     train_step(state, [microbatch(1, ignored=0.3)])
-    return state.masters.flat_grad.clone()
+    return state.masters.own_grads[0].clone()
 
 
 def test_gradients_are_unscaled_and_survive_only_with_a_scale() -> None:

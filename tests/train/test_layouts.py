@@ -19,7 +19,7 @@ import torch
 
 from megafp8.errors import ExitCode
 from megafp8.fp8.health import HealthProbe, TableProbe
-from megafp8.optim.masters import grad_norm
+from megafp8.optim.clipping import grad_norm
 from megafp8.parallel import watchdog
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.mesh import single_rank

@@ -193,13 +193,13 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.main_grads_sum_dtype": Trains("fp32", ("model.optim.main_grads_dtype=fp8",)),
     "model.optim.stochastic_rounding": Trains(True, ("model.optim.exp_avg_dtype=fp8",)),
     "model.optim.fp8_grad_reduction": ShownBy(
-        "tests/optim/test_stored_ranks.py::test_two_ranks_sum_as_one_process"
+        "tests/optim/test_masters_ranks.py::test_two_ranks_sum_as_one_process"
     ),
     "model.optim.data_parallel_sharding_strategy": ShownBy(
-        "tests/optim/test_stored_zero.py::test_a_rank_holds_its_own_gradients_and_those_on_their_way"
+        "tests/optim/test_partitions_tensors.py::test_a_rank_holds_its_own_gradients_and_those_on_their_way"
     ),
     "model.optim.shard_by": ShownBy(
-        "tests/optim/test_stored_split.py::test_elements_train_as_whole_tensors_bit_for_bit"
+        "tests/optim/test_partitions_elements.py::test_elements_train_as_whole_tensors_bit_for_bit"
     ),
     "model.optim.grad_sync_dtype": ShownBy(
         "tests/parallel/test_data_parallel.py::test_bf16_reduction_sends_half"

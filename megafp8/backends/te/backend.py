@@ -30,7 +30,7 @@ from megafp8.config.values import plain
 from megafp8.fp8.formats import DTYPES
 from megafp8.fp8.grad_sink import MainGradSink, ScaledGradSink
 from megafp8.fp8.scaled import ScaledTensor
-from megafp8.optim.zero import Fp8Weights
+from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh, group_of
 from megafp8.parallel.parts import Given
 from megafp8.specs import RunSpec

@@ -11,7 +11,7 @@ each whole weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
 from megafp8.backends.te.names import TeNames
-from megafp8.optim.zero import MasterPart
+from megafp8.optim.fp8_weights import MasterPart
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import group_of
 from megafp8.te_cpu.tensors import is_quantized
@@ -70,7 +70,7 @@ class TeFp8Weights:
         self._names(param).tensor_utils.replace_raw_data(param, place.view(param.shape))
 
     @torch.no_grad()
-    def store(self, parts: Sequence[MasterPart], shards: Axis) -> None:
+    def store(self, parts: Iterable[MasterPart], shards: Axis) -> None:
         """Quantize this rank's parts into the row-wise bytes, and agree on the amaxes.
 
         Transformer Engine's own function does both. It also drops the bytes in the other

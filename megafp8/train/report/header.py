@@ -16,10 +16,8 @@ from megafp8.observe.units import plural
 from megafp8.ops import bf16, cpu
 from megafp8.ops.peak import measured_tflops
 from megafp8.optim.adamw import STATES
-from megafp8.optim.masters import Segment
-from megafp8.optim.stored import StoredAdamW, StoredMasters
-from megafp8.optim.stored_split import SplitStoredMasters
-from megafp8.optim.stored_zero import ShardedStoredMasters
+from megafp8.optim.masters import Masters
+from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
@@ -169,7 +167,7 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     if fsdp is None and not spec.optim.shards_states:
         return []
     held = bytes_of(state)
-    if isinstance(state.masters, (ShardedStoredMasters, SplitStoredMasters)):
+    if not spec.optim.storage.is_plain:
         return [_shares_of_stored(state.masters, held)]
     whole = 12 * sum(param.numel() for param in state.masters.params)
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
@@ -181,12 +179,12 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     ]
 
 
-def _shares_of_stored(masters: ShardedStoredMasters | SplitStoredMasters, held: StateBytes) -> str:
+def _shares_of_stored(masters: Masters, held: StateBytes) -> str:
     own = sum(segment.end - segment.begin for segment in masters.segments)
     whole = sum(param.numel() for param in masters.params)
-    stage = "ZeRO-2" if masters.frees_grads else "ZeRO-1"
+    stage = "ZeRO-2" if masters.partition.frees_grads else "ZeRO-1"
     how, parts = "whole tensors by size", f"{len(masters.segments)} of "
-    if isinstance(masters, SplitStoredMasters):
+    if masters.partition.divides:
         how, parts = "equal numbers of elements", f"parts of {len(masters.segments)} of "
     return (
         f"{stage} over {plural(masters.shards.size, 'rank')}, {how}: this one owns "
@@ -202,10 +200,9 @@ def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
     The bytes are counted from the live tensors, each memory once.
     """
     storage, masters = spec.optim.storage, state.masters
-    if not isinstance(masters, StoredMasters):
+    if storage.is_plain:
         return []
     total = num_params = 0
-    assert isinstance(state.optimizer, StoredAdamW)
     moments = [state.optimizer.stored_states(name) for name in STATES]
     for row, segment in enumerate(masters.segments):
         if segment.param in masters.linears:

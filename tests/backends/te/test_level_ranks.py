@@ -1,7 +1,7 @@
 """FP8-LM's levels over Transformer Engine's layers on two gloo ranks: layouts, ZeRO, checkpoints.
 
 The oracle of the gradients is one process of our own engine in FP32, microbatch by microbatch; the
-bounds are those of roundings to FP8 alone (`test_stored_ranks.py`).
+bounds are those of roundings to FP8 alone (`test_masters_ranks.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from megafp8.specs import PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.dryrun import rank_share
-from tests.optim.stored_work import Trained
-from tests.optim.test_stored_ranks import PP, SMALL, SP, assert_gradients_are_right, case, together
+from tests.optim.masters_work import Trained
+from tests.optim.test_masters_ranks import PP, SMALL, SP, assert_gradients_are_right, case, together
 from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
@@ -102,7 +102,7 @@ def trained_with(tmp_path_factory: pytest.TempPathFactory) -> Training:
             if (name in FAST or name.rpartition(", ")[0] in FAST) is is_fast or name in REPLICAS
         }
         arguments = {"cases": cases, "root": root, "saved": SAVED}
-        return root, run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+        return root, run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
 
     return lambda name: train(name in FAST)
 
@@ -186,7 +186,7 @@ def test_checkpoints_continue_in_other_layouts(trained_with: Training, name: str
         "tp": (path, of_te(level, parallel=TP)),
     }
     arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+    ranks = run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
     for rank, was in zip(ranks, before, strict=True):
         expected = was[f"{name}, continued"]
         for layout in ("replicas", "sharded otherwise"):

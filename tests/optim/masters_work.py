@@ -17,7 +17,6 @@ from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import Pending
-from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, join
@@ -35,8 +34,8 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load, placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
+from tests.optim.masters_bugs import IN_SUMS
 from tests.optim.sharded_work import on_ranks, spoil_gradient, weights
-from tests.optim.stored_bugs import IN_SUMS
 from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank
 
@@ -198,7 +197,6 @@ def stored_pieces(state: TrainState, tensors: list[ScaledTensor], prefix: str = 
 
 def after_steps(state: TrainState, case: Case, steps: int, spoiled: int | None = None) -> Trained:
     mesh, masters, optimizer = state.mesh, state.masters, state.optimizer
-    assert isinstance(masters, StoredMasters) and isinstance(optimizer, StoredAdamW)
     losses, norms, traffic, named = [], [], {}, None
     for _ in range(steps):
         before = dict(mesh.traffic.num_bytes)
@@ -235,7 +233,6 @@ def first_gradients(case: Case, mesh: Mesh) -> list[Piece]:
     state = case.build(mesh)
     forward_backward(state, case.microbatches(0, mesh))
     reduce_gradients(state)
-    assert isinstance(state.masters, StoredMasters)
     return stored_pieces(state, state.masters.stored_grads)
 
 

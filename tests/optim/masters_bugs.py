@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megafp8.fp8 import weights
-from megafp8.optim import stored
-from megafp8.optim.stored_split import SplitStoredMasters
-from megafp8.optim.stored_zero import ShardedStoredMasters
+from megafp8.optim import adamw
+from megafp8.optim.masters import Masters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket
 
@@ -59,23 +58,9 @@ def _quantized(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scaled_data, "cast", lambda x, scale, fmt: right(x, scale * FACTOR, fmt))
 
 
-def _sent_whole(patch: pytest.MonkeyPatch) -> None:
-    """The scales of weights that other ranks own."""
-    right = ShardedStoredMasters.write_back
-
-    def wrong(self: Any) -> None:
-        right(self)
-        own = self.shards.own_part(self._scales)
-        kept = own.clone()
-        self._scales.mul_(FACTOR)
-        own.copy_(kept)
-
-    patch.setattr(ShardedStoredMasters, "write_back", wrong)
-
-
-def _sent_in_parts(patch: pytest.MonkeyPatch) -> None:
+def _sent(patch: pytest.MonkeyPatch) -> None:
     """The scales of weights of which this rank has no part."""
-    right = SplitStoredMasters._share_scales
+    right = Masters._share_scales
 
     def wrong(self: Any) -> None:
         right(self)
@@ -84,18 +69,18 @@ def _sent_in_parts(patch: pytest.MonkeyPatch) -> None:
             if param not in own:
                 weight.dequant_scale.mul_(FACTOR)
 
-    patch.setattr(SplitStoredMasters, "_share_scales", wrong)
+    patch.setattr(Masters, "_share_scales", wrong)
 
 
 def _updated(patch: pytest.MonkeyPatch, function: str, tensor: str) -> None:
     """The scale of a master or moment that a rank has updated."""
-    right = getattr(stored, function)
+    right = getattr(adamw, function)
 
     def wrong(tensors: Any, *args: Any) -> None:
         right(tensors, *args)
         getattr(tensors, tensor).dequant_scale.mul_(FACTOR)
 
-    patch.setattr(stored, function, wrong)
+    patch.setattr(adamw, function, wrong)
 
 
 def _agreed(patch: pytest.MonkeyPatch) -> None:
@@ -115,8 +100,8 @@ IN_SUMS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "quantized": _quantized,
 }
 IN_STATES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "weights that other ranks own": _sent_whole,
-    "weights of other ranks' parts": _sent_in_parts,
+    "weights that other ranks own": _sent,
+    "weights of other ranks' parts": _sent,
     "masters of whole tensors": lambda p: _updated(p, "update", "param"),
     "first moments of whole tensors": lambda p: _updated(p, "update", "exp_avg"),
     "second moments of whole tensors": lambda p: _updated(p, "update", "exp_avg_sq"),
@@ -125,7 +110,7 @@ IN_STATES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "second moments of parts": lambda p: _updated(p, "update_part", "exp_avg_sq"),
     "FP8 weights of parts": _agreed,
     "amaxes of parts, not agreed on": lambda p: p.setattr(
-        SplitStoredMasters, "agree", lambda self, amaxes: amaxes
+        Masters, "agree", lambda self, amaxes: amaxes
     ),
 }
 

@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.optim.stored_bugs import IN_STATES, IN_SUMS, planted
-from tests.optim.stored_work import Summed, Sums, Trained, train
-from tests.optim.test_stored_ranks import (
+from tests.optim.masters_bugs import IN_STATES, IN_SUMS, planted
+from tests.optim.masters_work import Summed, Sums, Trained, train
+from tests.optim.test_masters_ranks import (
     SMALL,
     Found,
     assert_the_sum_follows_its_rule,
     assert_the_sum_is_rounded_once,
     case,
 )
-from tests.optim.test_stored_split import assert_same, by
+from tests.optim.test_partitions_elements import assert_same, by
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 
@@ -55,18 +55,18 @@ PLANTED = {
 
 
 def work(rank: Rank) -> tuple[dict[str, Trained], dict[str, Sums]]:
-    from tests.optim import stored_work
+    from tests.optim import masters_work
 
     found = train(rank, STATES)
     for bug, name in PLANTED.items():
         with planted(bug):
             found |= train(rank, {bug: STATES[name]})
-    return found, stored_work.sums(rank, SUMS)
+    return found, masters_work.sums(rank, SUMS)
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[str, Trained], dict[str, Sums]]]:
-    return run_ranks("tests.optim.test_stored_bugs:work", 2)
+    return run_ranks("tests.optim.test_masters_bugs:work", 2)
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.grad_sink import GradSum
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import pieces_of
-from megafp8.optim.masters import Segment, clip, grad_norm
+from megafp8.optim.clipping import clip, grad_norm
+from megafp8.optim.partitions import Segment
 from megafp8.optim.schedules import learning_rate
-from megafp8.optim.stored import StoredAdamW, StoredMasters
 from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
@@ -48,7 +48,6 @@ def names_of(state: TrainState) -> list[str]:
 def linear_bytes(state: TrainState) -> dict[str, int]:
     """Bytes of what is kept for each linear's weight, each memory once, from the live tensors."""
     masters, optimizer = state.masters, state.optimizer
-    assert isinstance(masters, StoredMasters)
     found = {}
     for index, param in enumerate(masters.params):
         if param in masters.linears:
@@ -95,7 +94,6 @@ def test_moments_take_three_eighths_of_fp32s(level: str) -> None:
     for only in (False, True):
         state = at_level(level, storage={"linears_only": only})
         masters, optimizer = state.masters, state.optimizer
-        assert isinstance(masters, StoredMasters)
         held = sum(
             t.numel() * t.itemsize
             for name in ("exp_avg", "exp_avg_sq")
@@ -130,7 +128,6 @@ def test_weights_are_read_from_their_masters() -> None:
     """At O1 and O2 a linear computes with what it would read from a BF16 copy."""
     state = at_level("O2")
     masters = state.masters
-    assert isinstance(masters, StoredMasters)
     plain = build_run(compute="bf16", fp8=RECIPE)
     for param, stored in masters.own_weights.items():
         assert param.dtype == torch.float16 and param.data_ptr() == stored.payload.data_ptr()
@@ -147,7 +144,6 @@ def test_gradients_are_those_of_fp32_rounded_once() -> None:
         plain = build_run(compute="bf16", fp8=RECIPE)
         for state in (few, plain):
             forward_backward(state, batches)
-        assert isinstance(few.masters, StoredMasters)
         exact = dict(zip(names_of(plain), plain.masters.grads, strict=True))
         for name, grad in zip(names_of(few), few.masters.stored_grads, strict=True):
             expected = ScaledTensor.of(exact[name], grad.fmt).values()
@@ -158,7 +154,6 @@ def test_microbatches_accumulate_by_read_add_requantize() -> None:
     """The sink's sum is the specification's of the same gradients, one rounding a microbatch."""
     state = at_level("O2", storage={"main_params": "fp32"})
     sink, masters = state.sink, state.masters
-    assert isinstance(masters, StoredMasters)
     param, stored = next(masters.scaled_grads())
     generator = torch.Generator().manual_seed(0)
     sink.begin_step()
@@ -184,7 +179,6 @@ def test_after_clipping_the_norm_is_the_limit() -> None:
     state = at_level("O2", optim={"clip_grad_norm": 0.01})
     forward_backward(state, [microbatch(0)])
     masters = state.masters
-    assert isinstance(masters, StoredMasters)
     tp, pp = state.mesh.tp, state.mesh.pp
     payloads = [grad.payload.clone() for _, grad in masters.scaled_grads()]
     values = torch.cat([grad.values().flatten() for grad in masters.stored_grads]).double()
@@ -204,7 +198,6 @@ def test_a_gradient_that_is_not_finite_skips_the_step(level: str, bad: float) ->
     state = at_level(level)
     train_step(state, [microbatch(0)])
     masters, sink = state.masters, state.sink
-    assert isinstance(masters, StoredMasters) and isinstance(state.optimizer, StoredAdamW)
     tensors = [*masters.stored, *state.optimizer.stored_states("exp_avg_sq")]
     before = [stored.values() for stored in tensors]
     victim, add = next(masters.scaled_grads())[0], sink.add
@@ -234,7 +227,6 @@ def test_fp32_parts_have_the_bits_of_todays_adamw() -> None:
     """Where only the gradients of linears are in FP8, all else moves as before."""
     few = at_level("O1", storage={"main_params": "fp32"})
     plain = build_run(compute="bf16", fp8=RECIPE)
-    assert isinstance(few.masters, StoredMasters)
     for step in (1, 2, 3):
         forward_backward(few, [microbatch(step)])
         masters = dict(zip(names_of(plain), plain.masters.grads, strict=True))
@@ -261,11 +253,9 @@ def test_stochastic_rounding_repeats_and_depends_on_seed_and_step() -> None:
         for step in range(3):
             train_step(state, [microbatch(step)])
             state.step += 1
-        assert isinstance(state.masters, StoredMasters)
         found.append([stored.values() for stored in state.masters.stored])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     optimizer = state.optimizer
-    assert isinstance(optimizer, StoredAdamW)
     first, second = state.masters.segments[:2]
     part = Segment(first.param, 64, 128)  # as ranks that own elements have
     keys = {optimizer._dithers(of, step) for of in (first, second, part) for step in (1, 2)}
@@ -277,7 +267,6 @@ def test_masters_in_fp16_move_where_bf16_ones_stand_still() -> None:
     moved = {}
     for name in ("fp16", "bf16"):
         state = at_level("O2", storage={"main_params": name}, optim={"lr": 2e-5})
-        assert isinstance(state.masters, StoredMasters)
         before = {p: s.values() for p, s in state.masters.own_weights.items()}
         train_step(state, [microbatch(0)])
         same = [(s.values() == before[p]).float() for p, s in state.masters.own_weights.items()]
@@ -295,7 +284,7 @@ def test_linears_in_high_precision_read_their_masters_too() -> None:
             last = train_step(state, [microbatch(step)])
             state.step += 1
         assert last.is_finite
-    assert isinstance(few.masters, StoredMasters) and len(few.masters.own_weights) == 8
+    assert len(few.masters.own_weights) == 8
     ours, theirs = (forward_backward(state, [microbatch(99)])[0].item() for state in (few, plain))
     assert ours == pytest.approx(theirs, rel=0.02)
 

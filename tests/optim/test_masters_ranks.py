@@ -21,13 +21,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8.fp8.scaled import ScaledTensor
-from megafp8.optim.stored import StoredMasters
+from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.parallel import owners_of
 from megafp8.train import state_dict
 from megafp8.train.step import forward_backward
-from tests.optim.stored_work import (
+from tests.optim.masters_work import (
     FP8,
     SHAPES,
     Summed,
@@ -38,7 +38,7 @@ from tests.optim.stored_work import (
     sum_gradients,
     train,
 )
-from tests.optim.test_stored import LEVELS
+from tests.optim.test_masters import LEVELS
 from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank, run_ranks
 from tests.spec import formats
@@ -104,7 +104,7 @@ def assert_sums_are_right(ranks: Ranks, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Ranks:
-    return run_ranks("tests.optim.stored_work:sums", 2, {"jobs": JOBS})
+    return run_ranks("tests.optim.masters_work:sums", 2, {"jobs": JOBS})
 
 
 @pytest.mark.parametrize("name", ["fp32", "auto", "pre", "fp32, whole", "auto, whole"])
@@ -115,7 +115,7 @@ def test_two_ranks_sum_as_one_process(two: Ranks, name: str) -> None:
 def test_four_ranks_sum_as_one_process() -> None:
     names = ("fp32", "auto", "pre", "fp32, whole", "auto, whole", "a scale is not shared")
     jobs = {name: JOBS[name] for name in names}
-    ranks = run_ranks("tests.optim.stored_work:sums", 4, {"jobs": jobs})
+    ranks = run_ranks("tests.optim.masters_work:sums", 4, {"jobs": jobs})
     for name in names[:-1]:
         assert_sums_are_right(ranks, name)
     with pytest.raises(AssertionError):
@@ -204,7 +204,7 @@ def test_the_factors_rule() -> None:
     alone = run_one(Summed("auto", equal=True, steps=3)).factors
     assert alone[3] == 1 and alone.min() >= 0.25, "one rank begins with the most, 1"
     ranks = run_ranks(
-        "tests.optim.stored_work:sums",
+        "tests.optim.masters_work:sums",
         2,
         {"jobs": {str(n): Summed("auto", equal=True, steps=n) for n in (1, 2, 3, 40)}},
     )
@@ -302,7 +302,7 @@ Found = list[dict[str, Trained]]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks("tests.optim.stored_work:train", 2, arguments, timeout=300)
+    return root, run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
 
 
 def together(ranks: Found, name: str, field: str) -> dict[str, torch.Tensor]:
@@ -328,7 +328,6 @@ def exact_gradients(like: Case) -> dict[str, list[torch.Tensor]]:
         state = alone.build(single_rank())
         batch = alone.microbatches(0, single_rank())[index]
         forward_backward(state, [batch])
-        assert isinstance(state.masters, StoredMasters)
         for piece in stored_pieces(state, state.masters.stored_grads):
             found.setdefault(piece.name, []).append(piece.tensor)
     return found
@@ -449,10 +448,10 @@ def test_factors_that_a_checkpoint_lacks_are_counted_by_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Queries, keys and values are three logical tensors of one parameter, with one factor."""
-    monkeypatch.setattr(StoredMasters, "factors_adapt", True)
+    monkeypatch.setattr(Masters, "factors_adapt", True)
     alone = case("O2", storage={"reduction": "auto"}, parallel=ParallelSpec())
     state = alone.build(single_rank())
-    assert isinstance(state.masters, StoredMasters) and len(state.masters.in_fp8) == 8
+    assert len(dict(state.masters.scaled_grads())) == 8
     reader: Any = SimpleNamespace(names=tuple, load_into=lambda placements: None)
     (line,) = state_dict._load_factors(reader, state)
     assert line == "8 gradients summed in FP8 begin with the factor 1/sqrt(ranks)"
@@ -472,7 +471,7 @@ def test_checkpoints_continue_in_any_layout(trained: tuple[Path, Found]) -> None
         "O2, summed in FP8": (path_of(root, "O2, summed in FP8"), TWO["O2, summed in FP8"]),
     }
     ranks = run_ranks(
-        "tests.optim.stored_work:train", 2, {"cases": {}, "loads": loads}, timeout=300
+        "tests.optim.masters_work:train", 2, {"cases": {}, "loads": loads}, timeout=300
     )
     kept = {name: name for name in SAVED} | {"O2 to ZeRO": "O2", "O3 from ZeRO": "O3, ZeRO"}
     for name, source in kept.items():
@@ -510,7 +509,7 @@ FOUR = {
 
 @pytest.mark.slow
 def test_four_ranks_in_all_layouts() -> None:
-    ranks = run_ranks("tests.optim.stored_work:train", 4, {"cases": FOUR}, timeout=600)
+    ranks = run_ranks("tests.optim.masters_work:train", 4, {"cases": FOUR}, timeout=600)
     for plain, sharded in itertools.pairwise(FOUR):
         if sharded.replace(", ZeRO", "") == plain or plain.replace(", ZeRO", "") == sharded:
             for rank in ranks:

@@ -1,0 +1,55 @@
+"""ZeRO over tensors in few bits, in one process: how a rank lays its part out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megafp8.optim.masters import Masters
+from megafp8.optim.partitions import ByElements
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import ParallelSpec
+from tests.optim.test_masters_ranks import case
+
+ALONE = case("O2", zero=True, parallel=ParallelSpec())
+
+
+def masters(shard_by: str, *, frees: bool = False) -> Masters:
+    """Return the masters of a small model, all of which this process has."""
+    optim = replace(ALONE.optim, shard_by=shard_by, shards_grads=frees)  # type: ignore[arg-type]
+    return replace(ALONE, optim=optim).build(single_rank()).masters
+
+
+@pytest.mark.parametrize("shard_by", ["tensors", "elements"])
+def test_one_rank_has_no_gradients_of_others_to_free(shard_by: str) -> None:
+    assert not masters(shard_by, frees=True).partition.frees_grads
+
+
+class Numbering(Axis):
+    """Two ranks that agree on the numbers 1, 2, 3 and so on."""
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.arange(1.0, len(tensor) + 1)
+
+
+@pytest.mark.parametrize("shard_by", ["tensors", "elements"])
+def test_each_weight_reads_its_own_of_the_shared_scales(shard_by: str) -> None:
+    found = masters(shard_by)
+    found.shards = Numbering("data", 2)
+    found._share_scales()
+    weights = [found.own_weights[param] for param in found.own_weights]
+    assert len(weights) > 2
+    assert [w.dequant_scale.item() for w in weights] == list(range(1, len(weights) + 1))
+
+
+def test_a_tied_weight_is_alone_in_its_group() -> None:
+    """All stages that have it divide it alike, whichever place it has among the parameters."""
+    found = masters("elements")
+    assert isinstance(found.partition, ByElements)
+    for tied in found.params:
+        found.partition.tied = frozenset([tied])
+        groups = [params for _, params in found.partition._kinds(found._divided())]
+        assert [tied] in groups and sum(map(len, groups)) == len(found.params)
