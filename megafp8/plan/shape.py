@@ -18,7 +18,7 @@ from megafp8.specs.traits import GemmName, Traits
 FP32 = 4
 ALIGNMENT = 64
 """ZeRO-1 pads each parameter, and each rank's range of a bucket, to a multiple of this number of
-elements (`optim/zero.py`)."""
+elements (`optim/partitions.py`)."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ def stored_buckets(spec: RunSpec, params: Sequence[Parameter]) -> list[FlatBucke
     """Return the flat tensors in which FP8-LM's ZeRO gathers the linears' weights.
 
     There is one for each size of an element. All ranks' ranges of it are as large as the largest
-    one, and each weight begins at a multiple of `ALIGNMENT` elements (`optim/stored_zero.py`).
+    one, and each weight begins at a multiple of `ALIGNMENT` elements (`optim/partitions.py`).
     """
     ranks = shard_ranks(spec)
     held: dict[int, list[int]] = {}

@@ -231,6 +231,26 @@ def _ranks() -> list[Job]:
     return jobs
 
 
+def _levels() -> list[Job]:
+    """Return jobs of FP8-LM's levels, with each division of their states."""
+    optim = "model.optim"
+    zero = f"{optim}.name=distributed_fused_adam"
+    stage_2 = f"{optim}.data_parallel_sharding_strategy=optim_grads"
+    jobs = {
+        "O1": fp8("delayed", f"{optim}.fp8_opt_level=O1"),
+        "O2": fp8("tensorwise", f"{optim}.fp8_opt_level=O2", f"{optim}.fp8_grad_reduction=auto"),
+        "O3": fp8("delayed", f"{optim}.fp8_opt_level=O3"),
+        "tensors": fp8("delayed", f"{optim}.fp8_opt_level=O2", zero),
+        "stage_2": fp8("delayed", f"{optim}.fp8_opt_level=O3", zero, stage_2),
+        "elements": fp8(
+            "delayed",
+            *(f"{optim}.fp8_opt_level=O2", zero, f"{optim}.shard_by=elements"),
+            f"{optim}.stochastic_rounding=True",
+        ),
+    }
+    return [Job(f"levels/{name}", words, 2) for name, words in jobs.items()]
+
+
 def _pipeline(schedule: str) -> tuple[str, ...]:
     words = [
         "model.pipeline_model_parallel_size=2",
@@ -277,7 +297,7 @@ HANDED_OVER = {
     "fsdp/grad",
     "fsdp/params",
 }
-JOBS = [*_alone(), *_settings(), *_ranks(), *_ways()]
+JOBS = [*_alone(), *_settings(), *_ranks(), *_levels(), *_ways()]
 
 
 def chosen(patterns: list[str]) -> list[Job]:

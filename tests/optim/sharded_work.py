@@ -93,6 +93,7 @@ def run(job: Job, mesh: Mesh) -> Run:
         traffic = {key: n - before.get(key, 0) for key, n in mesh.traffic.num_bytes.items()}
         state.step += 1
     validation = evaluate(state, [microbatch(9000 + i) for i in range(3)])
+    buffers = getattr(state.masters, "buffers", [])  # FSDP has none
     return Run(
         results,
         weights(state),
@@ -101,7 +102,7 @@ def run(job: Job, mesh: Mesh) -> Run:
         bytes_of(state),
         {key: count for key, count in traffic.items() if count},
         validation,
-        [(b.flat.numel(), [p.numel() for p in b.begins]) for b in state.masters.buffers],
+        [(b.flat.numel(), [p.numel() for p in b.begins]) for b in buffers],
         named,
     )
 
