@@ -20,11 +20,13 @@ from megafp8.fp8.cast import amax_of, quantize
 from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scales import power_2_below
+from megafp8.specs.optim import StorageName
 
 LARGEST_SCALE = 2.0**126
 
 _FP8 = {"fp8": E4M3, "fp8_e5m2": E5M2}
-_KINDS = {fmt.dtype: number for number, fmt in enumerate(STORAGE_FORMATS.values())}
+_IN_C: tuple[StorageName, ...] = ("fp32", "bf16", "fp16", "fp8", "fp8_e5m2")
+_KINDS = {STORAGE_FORMATS[name].dtype: number for number, name in enumerate(_IN_C)}
 """The formats' numbers in scaled_cpu.h."""
 
 
@@ -109,6 +111,11 @@ class ScaledTensor:
             self.store(more.float() if is_first else self.values() + more.float())
 
     @property
+    def has_kernels(self) -> bool:
+        """Whether the kernels know the format; torch operations serve any other."""
+        return self.payload.dtype in _KINDS
+
+    @property
     def held(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that grow with the number of elements."""
         return (self.payload,)
@@ -136,6 +143,7 @@ class ScaledTensor:
     def _fits_kernel(self, more: torch.Tensor) -> bool:
         return (
             self.payload.device.type == "cpu"
+            and self.has_kernels
             and self.payload.is_contiguous()
             and more.is_contiguous()
             and more.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -180,7 +188,8 @@ def add_up(parts: Sequence[ScaledTensor], total: torch.Tensor) -> torch.Tensor:
 
     The values are added in FP32, in the order of `parts`. All tensors are contiguous.
     """
-    if total.device.type == "cpu" and (lib := library().lib) is not None:
+    have_kernels = total.device.type == "cpu" and all(part.has_kernels for part in parts)
+    if have_kernels and (lib := library().lib) is not None:
         amax = torch.zeros(())
         in_c = (StoredInC * len(parts))(*(part.in_c() for part in parts))
         lib.megafp8_sum_of(
@@ -221,9 +230,6 @@ def cast(
     return (values * quant_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
-_MANTISSA_BITS = {"bf16": 7, "fp16": 10, "fp8": 3, "fp8_e5m2": 2}
-
-
 def _cast_stochastically(
     values: torch.Tensor, quant_scale: torch.Tensor, fmt: StorageFormat, dither: Dither
 ) -> torch.Tensor:
@@ -243,7 +249,7 @@ def _cast_stochastically(
     magnitude = scaled.abs().clamp(max=fmt.max)
     smallest = torch.finfo(fmt.dtype).smallest_normal
     exponent = torch.frexp(magnitude.clamp(min=smallest)).exponent - 1
-    step = torch.ldexp(torch.ones_like(magnitude), exponent - _MANTISSA_BITS[fmt.name])
+    step = torch.finfo(fmt.dtype).eps * torch.ldexp(torch.ones_like(magnitude), exponent)
     steps = magnitude / step
     whole = steps.floor()
     up = (random >> 8).float() * 2.0**-24 < steps - whole

@@ -310,7 +310,8 @@ class ByTensors(Sharded):
         return Layout(divided.params, grads, buffers)
 
 
-PARTITIONS: Mapping[str, type[Sharded]] = {"elements": ByElements, "tensors": ByTensors}
+PARTITIONS: dict[str, type[Sharded]] = {"elements": ByElements, "tensors": ByTensors}
+"""The ways to divide, by their names in `OptimSpec.shard_by`."""
 
 
 def groups_of(params: Sequence[nn.Parameter], size: int, unit: int = 1) -> list[list[nn.Parameter]]:

@@ -84,6 +84,11 @@ class Tensors:
     grad: ScaledTensor
 
     @property
+    def have_kernels(self) -> bool:
+        """Whether the kernels know all formats."""
+        return all(stored.has_kernels for stored in (*self.written, self.grad))
+
+    @property
     def written(self) -> tuple[ScaledTensor, ScaledTensor, ScaledTensor]:
         """Return the tensors that a step changes."""
         return self.param, self.exp_avg, self.exp_avg_sq
@@ -102,7 +107,9 @@ def update(
     """
     kinds = _kinds(tensors)
     device = tensors.param.payload.device
-    if device.type == "cpu" and _kernel_reproduces_torch():
+    if not tensors.have_kernels:
+        update_torch(tensors, constants, dithers)
+    elif device.type == "cpu" and _kernel_reproduces_torch():
         update_c(tensors, constants, dithers, backup)
     elif runs_triton(device) and (
         _triton_reproduces_torch(device, kinds, constants.is_l2, dithers != NO_DITHERS)
@@ -129,6 +136,9 @@ def kernel_name(
 
     With `in_parts` it is what `update_part` runs, for which there is no kernel on GPUs.
     """
+    updated = list(updated)
+    if not all(tensors.have_kernels for tensors in updated):
+        return "torch operations over stored tensors"
     if in_parts and not (device.type == "cpu" and _split_kernel_reproduces_torch()):
         return "torch operations over parts of stored tensors"
     if device.type == "cpu" and _kernel_reproduces_torch():
@@ -182,7 +192,7 @@ def fresh_amaxes(tensors: Tensors, constants: Constants, amaxes: torch.Tensor) -
     `tensors` are a part of whole ones. Ranks agree on the amaxes, and `update_part` follows.
     """
     on_cpu = tensors.param.payload.device.type == "cpu"
-    if on_cpu and _split_kernel_reproduces_torch():
+    if on_cpu and tensors.have_kernels and _split_kernel_reproduces_torch():
         _split_c(tensors, constants, NO_DITHERS, amaxes, writes=False)
     else:
         _amaxes_torch(tensors, constants, amaxes)
@@ -201,7 +211,7 @@ def update_part(
     `amaxes`, FP32 [3], are those of the whole parameter and its moments after the step.
     """
     on_cpu = tensors.param.payload.device.type == "cpu"
-    if on_cpu and _split_kernel_reproduces_torch():
+    if on_cpu and tensors.have_kernels and _split_kernel_reproduces_torch():
         _split_c(tensors, constants, dithers, amaxes, writes=True)
     else:
         _update_part_torch(tensors, constants, amaxes, dithers)

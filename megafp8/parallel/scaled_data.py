@@ -179,7 +179,7 @@ def _laid_out(
     unit: int = 1,
 ) -> FlatGrads:
     flat = torch.zeros(bounds[-1], dtype=fmt.dtype, device=device)
-    scales = torch.ones(len(params), device=device)
+    scales = torch.ones(1 if fmt.max is None else len(params), device=device).expand(len(params))
     begins, grads, begin = [], [], 0
     for param, scale in zip(params, scales.unbind(), strict=True):
         payload = flat[begin : begin + param.numel()].view(param.shape)

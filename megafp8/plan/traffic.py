@@ -16,7 +16,6 @@ from megafp8.plan.shape import (
     Linear,
     RankShape,
     compute_itemsize,
-    deal_whole,
     divides_elements,
     flat_buckets,
     fp8_products,
@@ -306,11 +305,9 @@ def _stored(
         return
     kept = FP32 * sum(param.itemsize == 1 for param in linears)
     yield _written(message("all_reduce", "amaxes of weights in FP8", kept))
-    counts = [0] * replicas
-    for param, owner in zip(shape.params, deal_whole(shape.params, replicas), strict=True):
-        is_own_master = param.is_linear and param.itemsize > 1 and storage.main_params != "fp32"
-        counts[owner] += is_own_master
-    yield _written(message("all_gather", "scales of weights", FP32 * max(counts)))
+    own_masters = sum(param.itemsize > 1 for param in linears)
+    if storage.main_params != "fp32":
+        yield _written(message("all_reduce", "scales of weights", FP32 * own_masters))
     buckets = stored_buckets(spec, shape.params)
     sent = sum(bucket.elements * bucket.itemsize for bucket in buckets) / replicas
     yield _written(message("all_gather", "updated weights of linears", sent))

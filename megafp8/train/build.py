@@ -182,10 +182,11 @@ def make_partition(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Part
     """Return how the replicas divide master weights, moments and summed gradients."""
     if not spec.optim.shards_states:
         return Replicated(mesh.data)
-    divides = spec.optim.storage.is_plain or divides_elements(spec)
-    partition = PARTITIONS["elements" if divides else "tensors"]
+    name = {"auto": "tensors"}.get(spec.optim.shard_by, spec.optim.shard_by)
+    if spec.optim.storage.is_plain or divides_elements(spec):
+        name = "elements"
     frees_grads = spec.optim.shards_grads and not spec.optim.storage.is_plain
-    return partition(mesh.data, tied_of(model), frees_grads=frees_grads)
+    return PARTITIONS[name](mesh.data, tied_of(model), frees_grads=frees_grads)
 
 
 def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:

@@ -17,6 +17,7 @@ from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import Pending
+from megafp8.optim.partitions import PARTITIONS, ByTensors, Divided
 from megafp8.parallel import scaled_data
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, join
@@ -304,3 +305,17 @@ def exchange(rank: Rank, how: str, elements: int) -> tuple[int, int, bool]:
     own = [index for index, owner in enumerate(owners) if owner == axis.rank]
     right = all(torch.equal(held.grads[index].values(), 6 * values[index]) for index in own)
     return most, axis.traffic.num_bytes[key], right
+
+
+class ByTurns(ByTensors):
+    """Give the ranks one parameter after the other."""
+
+    def owners(self, divided: Divided) -> dict[nn.Parameter, int]:
+        return {p: at % self.shards.size for at, p in enumerate(divided.params)}
+
+
+def train_with_turns(rank: Rank, cases: dict[str, Case]) -> dict[str, Trained]:
+    """Train every case, with one more partition, `turns`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PARTITIONS, "turns", ByTurns)
+        return train(rank, cases)

@@ -14,6 +14,7 @@ from megafp8.specs import ParallelSpec
 from tests.optim.masters_work import Trained, train
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, same_bits
+from tests.optim.test_partitions_elements import assert_same
 from tests.optim.zero_work import Memory
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
@@ -169,3 +170,19 @@ def test_stage_2_in_all_layouts_of_four_ranks() -> None:
         if "ZeRO-2" not in name:
             for rank in ranks:
                 assert_same_training(rank[name], rank[f"{name}, ZeRO-2"], name)
+
+
+def test_a_new_partition_is_one_entry() -> None:
+    """Ranks that own one tensor after the other store the numbers of the replicas."""
+    zero = case("O3", zero=True)
+    turns: Any = "turns"
+    cases = {
+        "replicas": case("O3"),
+        "by size": zero,
+        "by turns": replace(zero, optim=replace(zero.optim, shard_by=turns)),
+    }
+    ranks = run_ranks("tests.optim.masters_work:train_with_turns", 2, {"cases": cases})
+    assert_same(ranks, "replicas", "by turns")
+    owned = [tuple(rank[name].num_owned for rank in ranks) for name in cases]
+    assert owned[0][0] == owned[0][1] == sum(owned[1]) == sum(owned[2])
+    assert owned[2][0] - owned[2][1] in (0, 1) and owned[1] != owned[2]

@@ -78,6 +78,9 @@ def built(spec: RunSpec) -> tuple[TrainState, int]:
     state = build(spec, mesh)
     held = fresh_bytes(before)
     held -= len(state.masters.masters) * 4  # Adam's step count of each master weight
+    states = [*state.masters.stored, *state.masters.grad_of.values()]
+    ones = [x.dequant_scale.untyped_storage() for x in states if x.fmt.name == "fp32"]
+    held -= sum({one.data_ptr(): one.nbytes() for one in ones}.values())  # the scales 1
     state.sink.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(1)
