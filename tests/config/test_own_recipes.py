@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import pretrain_gpt
+from megafp8.cli import pretrain
 from megafp8.cli.main import run_app
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load, load_all
@@ -77,11 +77,11 @@ def test_the_ranks_of_a_job_are_told_that_a_file_is_trusted(
     yaml_with(marked.parent, f"model: {{fp8: true, fp8_recipe: {marked}}}\n")
     monkeypatch.chdir(marked.parent)
     started: list[str] = []
-    monkeypatch.setattr(pretrain_gpt, "launch", lambda script, argv, *_, **__: started.extend(argv))
+    monkeypatch.setattr(pretrain, "launch", lambda script, argv, *_, **__: started.extend(argv))
     folder = [f"--config-dir={marked.parent}", "--config-name=job"]
     run_app(
         [*folder, "--trust-recipe", "trainer.devices=2", "trainer.accelerator=cpu"],
-        pretrain_gpt.task,
+        pretrain.task,
     )
     assert "--trust-recipe" in started and {*folder} <= {*started}
 

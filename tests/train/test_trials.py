@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megafp8.cli.main import run_app
+from megafp8.cli.pretrain import task
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.prepare import prepare
 from megafp8.train.validate import with_validation_batches
-from pretrain_gpt import task
 from tests.train.runs import JOB, Place
 
 PLAIN = ("model.fp8_amax_history_len=1024",)
