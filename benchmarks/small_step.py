@@ -6,6 +6,8 @@ a time. The figures are medians of the CPU time of a process. Several trees, suc
 of an earlier commit and this one, are compared in one run:
 
     python benchmarks/small_step.py --trees ../earlier . --steps 40
+
+With `--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 SETTINGS = {"fp32": (), "fp8": ("model.fp8=True",)}
+AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
 def serve(kind: str, sizes: argparse.Namespace) -> None:
@@ -107,6 +110,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--trees", nargs="+", type=Path, default=[Path(__file__).parents[1]])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -120,7 +124,8 @@ def main() -> None:
         command = [sys.executable, __file__, *shape, "--serve", name.partition(" ")[0]]
         workers[name] = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={"PYTHONPATH": str(tree.resolve()), "PATH": "/usr/bin:/bin"},
+            env={"PYTHONPATH": str(tree.resolve()), "PATH": "/usr/bin:/bin"}
+            | (AVX2 if args.avx2 else {}),
         )  # fmt: skip
     asked = [("plain", "plain"), *((w, kind) for w in list(workers)[1:] for kind in SETTINGS)]
     seconds: dict[str, list[float]] = {}
@@ -144,7 +149,8 @@ def main() -> None:
     for name, ratio in ratios.items():
         print(f"{name} {ratio:.3f}")
     today = datetime.date.today().isoformat()
-    path = args.results / f"{today}_small-step_{args.layers}x{args.width}.json"
+    cpu = "_imitated-avx2" if args.avx2 else ""
+    path = args.results / f"{today}_small-step_{args.layers}x{args.width}{cpu}.json"
     result = {
         "what": "CPU seconds of whole training steps, medians; ratios of speeds; oldest tree first",
         "shape": {name: getattr(args, name) for name in sizes},

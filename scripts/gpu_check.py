@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
     "tests/gpu",
     "tests/fp8/kernels",
-    "tests/models/test_attention_block.py",
+    "tests/ops/test_attention.py",
     "tests/observe/test_memory.py",
     "tests/train/test_profiling.py",
     "tests/data/test_loader.py",

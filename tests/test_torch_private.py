@@ -213,6 +213,35 @@ def test_backward_keeps_function_modes() -> None:
     assert counts == [2, 1]
 
 
+class Doubled(torch.autograd.Function):
+    """Doubles a tensor, and its gradient fourfold, so that the function's own backward is seen."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 4 * grads[0]
+
+
+class DirectlyDoubled(torch_private.DirectFunction, Doubled):
+    """The same by torch's function in C++."""
+
+
+def test_a_direct_function_does_the_same() -> None:
+    results = []
+    for function in (Doubled, DirectlyDoubled):
+        x = torch.arange(3.0).requires_grad_()
+        out = function.apply(x)
+        out.backward(torch.ones(3))
+        assert x.grad is not None
+        results.append((out.detach(), x.grad))
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+    assert torch.equal(results[1][1], torch.full((3,), 4.0))
+
+
 class Bytes(torch.Tensor):
     """A tensor without storage."""
 

@@ -9,7 +9,6 @@ reduction.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,6 @@ from megafp8.ops.swizzle import numbers_of, swizzled, unswizzled
 
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
-_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
 
 
 class Quantized(NamedTuple):
@@ -68,21 +66,18 @@ def quantize(
     scale_and_results = (
         _KINDS[x.dtype],
         0 if fmt is E4M3 else 1,
-        _Pointer(quant_scale.data_ptr()),
-        _Pointer(payload.data_ptr()),
-        None if grid is None else _Pointer(grid.data_ptr()),
+        quant_scale.data_ptr(),
+        payload.data_ptr(),
+        None if grid is None else grid.data_ptr(),
         _NO_GRID if grid is None else _KINDS[grid.dtype],
-        None if amax is None else _Pointer(amax.data_ptr()),
+        None if amax is None else amax.data_ptr(),
     )
-    at, threads = _Pointer(x.data_ptr()), torch.get_num_threads()
+    at, threads = x.data_ptr(), torch.get_num_threads()
     if column_sum is None:
-        lib.megafp8_quantize(at, _Size(x.numel()), *scale_and_results, threads)
+        lib.megafp8_quantize(at, x.numel(), *scale_and_results, threads)
     else:
-        rows, columns = x.shape
-        sums = _Pointer(column_sum.data_ptr())
-        lib.megafp8_quantize_and_sum(
-            at, _Size(rows), _Size(columns), *scale_and_results, sums, threads
-        )
+        sums = column_sum.data_ptr()
+        lib.megafp8_quantize_and_sum(at, *x.shape, *scale_and_results, sums, threads)
     return Quantized(payload, None if grid is None or grid_dtype is None else grid.to(grid_dtype))
 
 
@@ -93,10 +88,10 @@ def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.T
         payload = payload.contiguous()
         grid = torch.empty(payload.shape, dtype=dtype)
         lib.megafp8_decode(
-            _Pointer(payload.data_ptr()),
-            _Size(payload.numel()),
+            payload.data_ptr(),
+            payload.numel(),
             0 if fmt.dtype == E4M3.dtype else 1,
-            _Pointer(grid.data_ptr()),
+            grid.data_ptr(),
             _KINDS[dtype],
             torch.get_num_threads(),
         )

@@ -98,7 +98,7 @@ def gemm(
         flops = 2 * a.payload.numel() * b.payload.shape[0 if transpose_b else 1]  # 2 M K N
         flops *= 2 if a.payload.dtype == torch.float4_e2m1fn_x2 else 1  # K is packed
         if engine.layouts and _on_tensor_cores(a, b, engine, work):
-            counter.add(precision, place, flops)
+            counter.flops[precision, place] += flops
             counter.fp8_backends["tensor cores"] += flops
             return _tensor_core_product(
                 a, b, transpose_a, transpose_b, bias, work, engine, use_fast_accum, into
@@ -122,7 +122,7 @@ def gemm(
         scales = None
     a = a.t() if transpose_a else a
     b = b.t() if transpose_b else b
-    counter.add(precision, place, flops)
+    counter.flops[precision, place] += flops
     if into is not None:
         product = mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
         if product is not None:
@@ -220,6 +220,5 @@ def _scaled_product(
         product = times_scales(torch.mm(a, b).float(), scales)
         return product if bias is None else product + bias
     if bias is None:
-        empty = a.new_empty(()).expand(a.shape[0], b.shape[1])
-        return scaled_addmm(empty, a, b, factor(scales), beta=0)
+        return scaled_addmm(a.new_empty(()), a, b, factor(scales), beta=0)
     return scaled_addmm(bias.to(a.dtype), a, b, factor(scales))

@@ -15,11 +15,11 @@ from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.ops import torch_private
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GradSum:
     """Name the FP32 sum of a weight's gradients that a gradient is to be added to.
 
-    `total` has the weight's shape. With `is_first` the gradient overwrites it.
+    `total` has the weight's shape. With `is_first` the next gradient overwrites it.
     """
 
     total: torch.Tensor
@@ -98,17 +98,16 @@ class DotGradSink(AutogradSink):
 class MainGradSink:
     """Accumulate gradients over microbatches in FP32, whatever the weights' dtype.
 
-    `main_grads` holds one FP32 tensor per parameter; autograd keeps the gradients of other
-    parameters. Gradients that autograd delivers through `.grad` (norms) are added to `main_grads`
+    `main_grads` holds one FP32 sum per parameter; autograd keeps the gradients of other parameters.
+    Gradients that autograd delivers through `.grad` (norms) are added to `main_grads`
     too, and `.grad` is freed as soon as it arrives. Between `begin_step` and `end_step` the first
     gradient of a parameter overwrites, so that nothing has to be zeroed before. `hold` is called
     for a parameter before its sum is first written in a step, and may allocate the sum's memory.
     """
 
     def __init__(self) -> None:
-        self.hold: Callable[[nn.Parameter], None] = lambda param: None
-        self.main_grads: dict[nn.Parameter, torch.Tensor] = {}
-        self._untouched: set[nn.Parameter] = set()
+        self.hold: Callable[[nn.Parameter], None] | None = None
+        self.main_grads: dict[nn.Parameter, GradSum] = {}
 
     def attach(self, main_grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Start collecting for these parameters; each FP32 tensor has its parameter's shape.
@@ -117,12 +116,13 @@ class MainGradSink:
         """
         assert not self.main_grads, "the sink has been attached to its parameters already"
         for param, main_grad in main_grads:
-            self.main_grads[param] = main_grad
+            self.main_grads[param] = GradSum(main_grad, is_first=False)
             param.register_post_accumulate_grad_hook(self._collect)
 
     def begin_step(self) -> None:
         """Begin a step: the next gradient of each parameter overwrites."""
-        self._untouched = set(self.main_grads)
+        for main_grad in self.main_grads.values():
+            main_grad.is_first = True
 
     def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
         """Let a library's products add the gradients of these parameters to FP32 tensors.
@@ -132,68 +132,72 @@ class MainGradSink:
         the sum that it is given.
         """
         for param in params:
-            param.main_grad = self.main_grads[param]  # type: ignore[attr-defined]
+            param.main_grad = self.main_grads[param].total  # type: ignore[attr-defined]
 
     def begin_products(self, params: Iterable[nn.Parameter]) -> None:
         """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
-        fresh = [param for param in params if param in self._untouched]
-        for param in fresh:
-            self.hold(param)
-        if fresh:
-            torch_private.zero_all_([self.main_grads[param] for param in fresh])
+        fresh = [param for param in params if self.main_grads[param].is_first]
+        totals = [self._held(param, self.main_grads[param]).total for param in fresh]
+        if totals:
+            torch_private.zero_all_(totals)
 
     def end_step(self) -> None:
         """End a step: zero the gradients of parameters that got none in it."""
-        for param in self._untouched:
-            self.hold(param)
-            self.main_grads[param].zero_()
-        self._untouched.clear()
+        for param, main_grad in self.main_grads.items():
+            if main_grad.is_first:
+                self._held(param, main_grad).total.zero_()
+                main_grad.is_first = False
 
     @property
     def untouched(self) -> frozenset[nn.Parameter]:
         """Return the parameters that have got no gradient in this step."""
-        return frozenset(self._untouched)
+        return frozenset(param for param, grad in self.main_grads.items() if grad.is_first)
 
     def leave_untouched(self, params: Iterable[nn.Parameter]) -> None:
         """Take all other parameters as having a gradient: a CUDA graph has added it."""
-        self._untouched.intersection_update(params)
+        untouched = frozenset(params)
+        for param, main_grad in self.main_grads.items():
+            main_grad.is_first = main_grad.is_first and param in untouched
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
         """Add the gradient to the FP32 sum of `weight`, or return it if there is no sum."""
-        if weight not in self.main_grads:
+        main_grad = self.main_grads.get(weight)
+        if main_grad is None:
             return compute(None).to(weight.dtype)
-        into = self._sum_of(weight)
+        into = self._held(weight, main_grad)
         into.add(compute(into))
+        main_grad.is_first = False
         return None
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
         """Add gradients of rows to the FP32 sum of `weight_VD`, or return them if it has none."""
-        if weight_VD not in self.main_grads:  # summed in FP32, rounded once
+        main_grad = self.main_grads.get(weight_VD)
+        if main_grad is None:  # summed in FP32, rounded once
             total_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
             return total_VD.index_add_(0, rows_T, grad_TD.float()).to(weight_VD.dtype)
-        main_grad = self.main_grads[weight_VD]
-        if weight_VD in self._untouched:
-            self.hold(weight_VD)
-            main_grad.zero_()
-            self._untouched.discard(weight_VD)
-        main_grad.index_add_(0, rows_T, grad_TD.float())
+        if main_grad.is_first:
+            self._held(weight_VD, main_grad).total.zero_()
+            main_grad.is_first = False
+        main_grad.total.index_add_(0, rows_T, grad_TD.float())
         return None
 
     def _collect(self, param: torch.Tensor) -> None:
-        if param.grad is not None:  # it is None if every gradient went through `add`
-            assert isinstance(param, nn.Parameter)
-            self._sum_of(param).add(param.grad)
-            param.grad = None
+        grad = param.grad
+        if grad is None:  # every gradient went through `add`
+            return
+        assert isinstance(param, nn.Parameter)
+        main_grad = self.main_grads[param]
+        self._held(param, main_grad).add(grad)
+        main_grad.is_first = False
+        param.grad = None
 
-    def _sum_of(self, param: nn.Parameter) -> GradSum:
-        """Return the parameter's sum, for a gradient that is added to it next."""
-        if param in self._untouched:
+    def _held(self, param: nn.Parameter, main_grad: GradSum) -> GradSum:
+        """Return the parameter's sum, once it has memory for what is written next."""
+        if self.hold is not None and main_grad.is_first:
             self.hold(param)
-        into = GradSum(self.main_grads[param], is_first=param in self._untouched)
-        self._untouched.discard(param)
-        return into
+        return main_grad
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
@@ -358,11 +362,11 @@ class ScaledGradSink(MainGradSink):
         """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
         super().end_step()
         for param, total in self._sums.items():
-            self.hold(param)
+            self._hold(param)
             self.scaled_grads[param].add(total, is_first=True)
         self._forget_sums()
         for param in self._fresh:
-            self.hold(param)
+            self._hold(param)
             self.scaled_grads[param].zero_()
         self._fresh.clear()
 
@@ -381,11 +385,15 @@ class ScaledGradSink(MainGradSink):
             product = GradSum(self._product_of(weight), is_first=True)
             grad = compute(product)
             if is_first:
-                self.hold(weight)
+                self._hold(weight)
             self.scaled_grads[weight].add(grad, is_first=is_first)
             if weight in self._lent:
                 resize_memory(product.total, has_memory=False)
         return None
+
+    def _hold(self, param: nn.Parameter) -> None:
+        if self.hold is not None:
+            self.hold(param)
 
     def _product_of(self, weight: nn.Parameter) -> torch.Tensor:
         """Return the FP32 tensor that a product writes, or that a library's has added to."""

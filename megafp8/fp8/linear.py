@@ -14,7 +14,6 @@ run them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +27,7 @@ from megafp8.fp8.grad_sink import ComputeGrad, GradSink, GradSum
 from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.fp8.weights import WeightForm, weight_form
+from megafp8.ops import torch_private
 from megafp8.specs.traits import GemmName
 
 
@@ -199,7 +199,7 @@ class Linear(nn.Module):
         if self.compiled is not None and torch.compiler.is_compiling():
             output_TO = self.compiled(flat_TI)
         else:
-            output_TO = LinearFunction.apply(  # type: ignore[no-untyped-call]
+            output_TO = DirectLinearFunction.apply(
                 flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
@@ -240,8 +240,7 @@ class GradOutput(NamedTuple):
     work: torch.dtype
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """Hold the result of a forward pass: the output, and the operands that the backward pass reads.
 
     `weight` is None if the weight is gathered again in the backward pass.
@@ -433,3 +432,7 @@ class LinearFunction(torch.autograd.Function):
         needs_input = ctx.needs_input_grad[0]
         found = backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
         return *found, None, None
+
+
+class DirectLinearFunction(torch_private.DirectFunction, LinearFunction):
+    """Run a linear of the trainer, which compiles its layers without tracing this function."""

@@ -287,7 +287,9 @@ def cast_whole(
         grid_dtype=wide_dtype(x_MN.device, x_MN.dtype),
         column_sum=sum_N,
     )
-    x_fp8 = Fp8Tensor(payload, quant_scale.reciprocal(), fmt, grid)
+    if dequant_scale is None:
+        dequant_scale = quant_scale.reciprocal()
+    x_fp8 = Fp8Tensor(payload, dequant_scale, fmt, grid)
     both = Operands(x_fp8 if need.last else x_MN, x_fp8 if need.first else x_MN)
     return both, None if sum_N is None else sum_N[None]
 

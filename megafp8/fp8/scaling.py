@@ -42,7 +42,7 @@ ReduceMax = Callable[[torch.Tensor], object]  # reduces its argument in place
 Update = Callable[[Seen], tuple[torch.Tensor, torch.Tensor]]  # -> the next history and scales
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Pending:
     """Hold a tensor and the operations under way that give the tensor its value.
 
@@ -76,15 +76,21 @@ class Slot:
 
 @dataclass(frozen=True)
 class _Reciprocals:
-    """Hold the dequant_scales of one version of a table's quant_scales."""
+    """Hold the dequant_scales of one version of a table's quant_scales.
+
+    `rows` has each tensor's quant_scale and dequant_scale, 0-d: they are taken apart once for all
+    casts of a microbatch.
+    """
 
     quant_scale: torch.Tensor
     version: int
     dequant_scale: torch.Tensor
+    rows: list[tuple[torch.Tensor, torch.Tensor]]
 
     @classmethod
     def of(cls, quant_scale: torch.Tensor, dequant_scale: torch.Tensor) -> _Reciprocals:
-        return cls(quant_scale, torch_private.version_of(quant_scale), dequant_scale)
+        rows = list(zip(quant_scale.unbind(), dequant_scale.unbind(), strict=True))
+        return cls(quant_scale, torch_private.version_of(quant_scale), dequant_scale, rows)
 
     def are_of(self, quant_scale: torch.Tensor) -> bool:
         same = self.quant_scale is quant_scale
@@ -115,6 +121,8 @@ class ScaleTable:
     def __init__(self, recipe: Fp8Recipe, fmt: Fp8Format) -> None:
         self._under_way: tuple[torch.Tensor, Pending] | None = None  # amaxes and their reduction
         self._reciprocals: _Reciprocals | None = None
+        # the staged amaxes, and those of each tensor
+        self._staged: tuple[torch.Tensor | None, Sequence[torch.Tensor]] = None, ()
         self._zeros: torch.Tensor | None = None  # staged amaxes of earlier, which a kernel zeroed
         self.keeps_addresses = False
         self.recipe = recipe
@@ -158,10 +166,28 @@ class ScaleTable:
     @property
     def dequant_scale(self) -> torch.Tensor:
         """Return the reciprocals of `quant_scale`; an update makes a new tensor of them."""
+        return self._known().dequant_scale
+
+    def scales_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the quant_scale and the dequant_scale of one tensor, both 0-d."""
+        known, is_settled = self._reciprocals, self._under_way is None
+        if not (is_settled and known is not None and known.are_of(self.quant_scale)):
+            known = self._known()
+        return known.rows[row]
+
+    def _known(self) -> _Reciprocals:
         quant_scale, known = self.settled().quant_scale, self._reciprocals
         if known is None or not known.are_of(quant_scale):
             known = self._reciprocals = _Reciprocals.of(quant_scale, quant_scale.reciprocal())
-        return known.dequant_scale
+        return known
+
+    def staged_amax(self, row: int) -> torch.Tensor:
+        """Return where a cast raises the amax of one tensor, 0-d."""
+        staged, rows = self._staged
+        if staged is not self.amax:
+            rows = self.amax.unbind()
+            self._staged = self.amax, rows
+        return rows[row]
 
     def forget_reciprocals(self) -> None:
         """Compute `dequant_scale` again at its next use, into a new tensor."""

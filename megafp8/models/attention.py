@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.models.attention_block import Block, attend_widened
 from megafp8.models.documents import Area, Documents
 from megafp8.models.packed import BlockOf, attend_blocks, attend_varlen, uses_varlen
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
+from megafp8.ops.attention import Block, attention
 from megafp8.ops.bf16 import is_widened
 from megafp8.specs import GPTSpec
 
@@ -235,7 +235,7 @@ class AttentionCore(nn.Module):
         if dropout == 0 and is_widened(q_BHSE):  # with dropout torch itself computes in FP32
             scale = scale or self.head_size**-0.5
             block = Block(scale, is_causal=mask is None, mask=mask)
-            return attend_widened(q_BHSE, k_BGSE, v_BGSE, block)
+            return attention(q_BHSE, k_BGSE, v_BGSE, block)
         return F.scaled_dot_product_attention(
             q_BHSE,
             k_BGSE,

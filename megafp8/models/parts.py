@@ -235,10 +235,10 @@ class Norm(nn.Module):
         """Return the normalized `x_BSD` in the dtype of the linears: [B, S, D] -> [B, S, D]."""
         weight = self.gain().to(x_BSD.dtype)  # a copy if the residual stream is FP32
         if self.bias is None:
-            out_BSD = F.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
+            out_BSD = torch.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
         else:
             bias = self.bias.to(x_BSD.dtype)
-            out_BSD = F.layer_norm(x_BSD, weight.shape, weight, bias, self.epsilon)
+            out_BSD = torch.layer_norm(x_BSD, weight.shape, weight, bias, self.epsilon)
         return out_BSD.to(self.dtype)
 
 

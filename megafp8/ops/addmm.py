@@ -49,7 +49,7 @@ def scaled_addmm(
 
     Where torch's own factor is wrong, an FP32 product is scaled after it was rounded, and the
     result is rounded to the operands' dtype, which needs memory. A factor outside of `FACTORS` is
-    applied in FP64. With `beta` 0 the start is not read.
+    applied in FP64. With `beta` 0 the start is not read, and may have any shape that broadcasts.
     """
     is_moderate = FACTORS[0] <= alpha <= FACTORS[1]
     if a_MK.is_meta or alpha == 1.0 or (is_moderate and torch_scales_products(a_MK.dtype)):
@@ -80,8 +80,10 @@ def mm_into(
         a_MK, b_KN = a_MK.float(), b_KN.float()
     on_cpu = a_MK.device.type == "cpu" or bf16.device_kind(a_MK.device) == "cpu"
     if on_cpu and a_MK.dtype == torch.float32:
-        alpha = 1.0 if scales is None or a_MK.is_meta else factor(scales)
         beta = 0 if is_first else 1
+        if scales is None:
+            return torch.addmm(total_MN, a_MK, b_KN, beta=beta, out=total_MN)
+        alpha = 1.0 if a_MK.is_meta else factor(scales)
         return scaled_addmm(total_MN, a_MK, b_KN, alpha, beta=beta, out=total_MN)
     out_MN = total_MN if is_first else None
     if a_MK.dtype == torch.float32:

@@ -50,13 +50,9 @@ def mm(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = Non
 
     Autograd does not see the widening, so this is for code that has its own backward pass or none.
     """
-    if is_widened(a_MK):
+    if a_MK.dtype == torch.bfloat16 and is_widened(a_MK):
         bias_N = None if bias_N is None else bias_N.float()
-        return _product(a_MK.float(), b_KN.float(), bias_N).to(a_MK.dtype)
-    return _product(a_MK, b_KN, bias_N)
-
-
-def _product(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None) -> torch.Tensor:
+        return mm(a_MK.float(), b_KN.float(), bias_N).to(a_MK.dtype)
     return torch.mm(a_MK, b_KN) if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
 
 

@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,9 +87,8 @@ def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 # ------------------------------------------------------------------------- tensors and their bytes
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that each write in place increases."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return a number of a tensor that each write in place increases."""
 
 
 def preserve_version(tensor: torch.Tensor) -> Any:
@@ -114,6 +114,16 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 # ---------------------------------------------------------------------------------------- autograd
+
+
+class DirectFunction(torch.autograd.Function):
+    """Be the first base of an autograd function that neither functorch nor Dynamo meets.
+
+    `apply` is torch's function in C++. The public method, in Python, looks for functorch's tensors
+    among the arguments first, by a dozen calls for each linear of a model.
+    """
+
+    apply = torch._C._FunctionBase.__dict__["apply"]
 
 
 def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from megafp8.fp8.draws import Tokens
 from megafp8.models.attention import AttentionContext, AttentionCore
-from megafp8.models.attention_block import Block, attend, attend_backward, merge_
 from megafp8.models.documents import Documents
+from megafp8.ops.attention import Block, attend, attend_backward, merge_
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.cut import Piece, own_pieces, pieces, places_of, shares
 

@@ -207,8 +207,8 @@ class MicrobatchGraphs:
         """Yield the tensors that a recording reads or writes and that outlive it, with names."""
         for name, param in self.model.named_parameters():
             yield name, param
-            if (total := self.sink.main_grads.get(param)) is not None:
-                yield f"{name}, gradient", total
+            if (main_grad := self.sink.main_grads.get(param)) is not None:
+                yield f"{name}, gradient", main_grad.total
         for direction, table in self.scaling.tables.items():
             for name, tensor in table.tensors().items():
                 yield f"{direction} {name}", tensor

@@ -9,9 +9,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.models.attention import QKV, AttentionContext
-from megafp8.models.attention_block import Block
 from megafp8.models.documents import Documents, document_ids
 from megafp8.models.random import RandomStreams
+from megafp8.ops.attention import Block
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import (
     RingAttentionCore,

@@ -85,10 +85,24 @@ def library() -> Library:
         return Library(None, f"{compiler} failed ({error}): casts run as torch operations")
     if missing := [name for name in _functions() if not hasattr(lib, name)]:
         return Library(None, f"{path} lacks {missing[0]}; delete it: casts run as torch operations")
+    _declare(lib)
     if not _reproduces_torch(lib):
         return Library(None, f"{compiler}'s code rounds differently: casts run as torch operations")
     threads = "" if lib.megafp8_has_threads() else ", on one thread: no OpenMP with torch's runtime"
     return Library(lib, f"compiled C ({path.name}{threads})")
+
+
+def _declare(lib: ctypes.CDLL) -> None:
+    """Declare the arguments of the casts, so that callers pass plain numbers as addresses.
+
+    They are called for each tensor of each linear, and objects of ctypes for each argument would
+    take longer than a cast of a small tensor.
+    """
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    results = (number, number, pointer, pointer, pointer, number, pointer)  # kind to amax
+    lib.megafp8_quantize.argtypes = (pointer, size, *results, number)
+    lib.megafp8_quantize_and_sum.argtypes = (pointer, size, size, *results, pointer, number)
+    lib.megafp8_decode.argtypes = (pointer, size, number, pointer, number, number)
 
 
 def _is_ours(path: Path) -> bool:

@@ -41,14 +41,16 @@ class Delayed(Recipe):
     ) -> tuple[Operands, torch.Tensor | None]:
         """Cast with the table's scale, and stage the amax for later microbatches."""
         assert tensor.slot is not None
-        table, row = tensor.slot.table.settled(), tensor.slot.index
+        table, row = tensor.slot.table, tensor.slot.index
+        quant_scale, dequant_scale = table.scales_of(row)
         return quantizer.cast_whole(
             tensor,
             x_MN,
-            table.quant_scale[row],
+            quant_scale,
             need,
-            amax=table.amax[row] if tensor.state.recording else None,
-            dequant_scale=table.dequant_scale[row] if tensor.state.engine.uses_triton else None,
+            amax=table.staged_amax(row) if tensor.state.recording else None,
+            # A compiled layer keeps the reciprocal in a tensor of its own, not in a table's row.
+            dequant_scale=dequant_scale if tensor.state.engine.uses_triton else None,
             with_sum=with_sum,
         )
 
@@ -61,9 +63,9 @@ class Delayed(Recipe):
         assert tensor.slot is not None
         table, row = tensor.slot.table, tensor.slot.index
         if tensor.state.recording:
-            staged = table.amax[row]
+            staged = table.staged_amax(row)
             staged.copy_(torch.maximum(staged, amax))
-        return table.settled().quant_scale[row]
+        return table.scales_of(row)[0]
 
     def can_fuse(self, tensor: TensorQuantizer) -> bool:
         """Whether Triton runs: the scale is known before, so a kernel can cast its own result."""
@@ -81,12 +83,12 @@ class Delayed(Recipe):
         """Let `make` compute the tensor, cast it with the table's scale and stage its amax."""
         assert tensor.slot is not None
         row, orients = tensor.slot.index, tensor.state.engine.orients("tensor")
-        table = tensor.slot.table.settled()
-        quant_scale = table.quant_scale[row]
+        table = tensor.slot.table
+        quant_scale, dequant_scale = table.scales_of(row)
         into = fused.CastInto(
             quant_scale,
             tensor.fmt,
-            table.amax[row] if tensor.state.recording else None,
+            table.staged_amax(row) if tensor.state.recording else None,
             with_rows=need.last or not orients,
             with_columns=need.first and orients,
             with_plain=with_plain,
@@ -94,7 +96,7 @@ class Delayed(Recipe):
         )
         made = make(into)
         last, first = quantizer.tensors_of_cast(
-            made.payload, made.payload_t, quant_scale, tensor.fmt, need, table.dequant_scale[row]
+            made.payload, made.payload_t, quant_scale, tensor.fmt, need, dequant_scale
         )
         assert last is not None, "the product along the last dim reads the tensor in FP8"
         return quantizer.Operands(last, last if first is None else first), made

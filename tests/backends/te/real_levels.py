@@ -122,8 +122,8 @@ def gradients_by_microbatch(state: TrainState, count: int) -> dict[str, list[tor
     def apart(weight: nn.Parameter, compute: Any) -> torch.Tensor | None:
         added = add(weight, compute)
         if weight in masters_of(state).linears:
-            found.setdefault(name_of(weight), []).append(sink.main_grads[weight].clone())
-            sink._untouched.add(weight)
+            found.setdefault(name_of(weight), []).append(sink.main_grads[weight].total.clone())
+            sink.main_grads[weight].is_first = True
         return added
 
     for layer in layers_in(state.model):
@@ -164,7 +164,7 @@ def test_sums_in_fp32_are_quantized_once() -> None:
     forward_backward(exact, batches)
     state = at_level("O2", storage={"sums_in_fp32": True}, **sizes)
     forward_backward(state, batches)
-    sums = {name_of(param): total for param, total in exact.sink.main_grads.items()}
+    sums = {name_of(param): grad.total for param, grad in exact.sink.main_grads.items()}
     for name, grad in grads_of(state).items():
         assert torch.equal(grad, stored(sums[name], "fp8")), name
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megafp8.models.attention_block import (
+from megafp8.ops import cpu
+from megafp8.ops.attention import (
     Block,
     attend,
     attend_backward,
-    attend_widened,
+    attention,
     merge_,
 )
-from megafp8.ops import cpu
 
 HEADS = [(4, 4), (4, 2), (3, 1), (5, 5)]  # of queries, of keys and values
 QUERIES, KEYS, WIDTH = 6, 10, 8
@@ -141,7 +141,7 @@ def test_widened_attention_keeps_bf16_and_rounds_once(
     grad, mask = exact[3], masked(kind)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = attend_widened(q, k, v, Block(scale, is_causal=mask is None, mask=mask))
+        out = attention(q, k, v, Block(scale, is_causal=mask is None, mask=mask))
     assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]
     assert kept[4].numel() == 2 * heads * QUERIES, "the log-sum-exp alone is in FP32"
     out.backward(grad.bfloat16())

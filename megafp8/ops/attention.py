@@ -126,17 +126,20 @@ def attend_backward(
     return dq_BHSE, dk_BGKE, dv_BGKE
 
 
-def attend_widened(
+def attention(
     q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
 ) -> torch.Tensor:
-    """Return attention [B, H, S, E] with products in FP32; only BF16 is saved for backward."""
-    out_BHSE: torch.Tensor = _Widened.apply(  # type: ignore[no-untyped-call]
+    """Return attention over all keys, [B, H, S, E], with gradients; products are in FP32.
+
+    The operands are saved for backward in their own dtype.
+    """
+    out_BHSE: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         q_BHSE, k_BGKE, v_BGKE, block
     )
     return out_BHSE
 
 
-class _Widened(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
