@@ -377,8 +377,8 @@ class MetaKernels(TorchFunctionMode):
             if func is F.dropout and self.on_gpu:
                 p = args[1] if len(args) > 1 else kwargs["p"]
                 return torch.native_dropout(args[0], p, True)[0]
-            if func is F.rms_norm and self.on_gpu:
-                return _FusedRmsNorm.apply(args[0], kwargs["weight"])  # type: ignore[no-untyped-call]
+            if func is torch.rms_norm and self.on_gpu:
+                return _FusedRmsNorm.apply(args[0], args[2])  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _attend(

@@ -146,7 +146,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(triton_launch, "unavailable", lambda device: None)
     monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_attention(tally))
-    monkeypatch.setattr(F, "rms_norm", fused_rms_norm(tally))
+    monkeypatch.setattr(torch, "rms_norm", fused_rms_norm(tally))
     monkeypatch.setattr(parts, "runs_triton", lambda device: True)
     with bf16.planning_for("cuda"):
         yield tally
