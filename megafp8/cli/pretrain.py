@@ -93,7 +93,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         check_data(data_spec(cfg))
         check_place(observe_spec(cfg))
     load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
-    if not is_rank():
+    if not is_rank() and sys.stdout.isatty():
         say(
             f"megafp8 {__version__}: loading PyTorch …"
         )  # which takes seconds, or many from a slow disk

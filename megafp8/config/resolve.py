@@ -51,7 +51,7 @@ from megafp8.specs import (
     StorageSpec,
     TokenizerSpec,
     TrainSpec,
-    te_versions,
+    backends,
 )
 from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import AutoBackend
@@ -156,7 +156,7 @@ def _auto(values: Values) -> AutoBackend | None:
         return None
     with_te = {**values, "model.fp8_backend": "te"}
     reasons = [_why_not_te(found, with_te[found.key]) for found in rule_findings(with_te)]
-    if not reasons and not te_versions.PROVEN_ON_GPUS:
+    if not reasons and not backends.TE_IS_PROVEN_ON_GPUS:
         reasons = ["its layers are unproven on GPUs, and model.fp8_backend=te asks for them"]
     return AutoBackend("; ".join(reasons) or None)
 

@@ -13,6 +13,10 @@ from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import BackendName, Fp8Recipe, ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION
 
+TE_IS_PROVEN_ON_GPUS = False
+"""Whether tests/gpu/test_te_gpu.py has passed on a GPU; before that, `model.fp8_backend=auto` means
+`native`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTraits:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import re
 
-PROVEN_ON_GPUS = False
-"""Whether tests/gpu/test_te_gpu.py has passed on a GPU; before that, `model.fp8_backend=auto` means
-`native`."""
 OLDEST = (2, 4)
 """The oldest version that works; 2.2 and 2.3 keep the gradient quantizers of the MLP in other
 columns of the scaling tensors."""

@@ -10,7 +10,7 @@ import pytest
 from megafp8.config.checks import check_values
 from megafp8.config.load import load
 from megafp8.config.settings import read_values
-from megafp8.specs import te_versions
+from megafp8.specs import backends
 from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
@@ -93,7 +93,7 @@ def test_auto_asks_for_te_on_a_gpu(
     overrides: list[str], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rules for `te` say whether the settings exclude it; on a CPU it is not asked for."""
-    monkeypatch.setattr(te_versions, "PROVEN_ON_GPUS", True)
+    monkeypatch.setattr(backends, "TE_IS_PROVEN_ON_GPUS", True)
     assert run_spec(*overrides).precision.auto is None
     if "model.transformer_engine=False" not in overrides:  # it has no effect on native layers
         assert run_spec(*overrides, "model.fp8_backend=native", gpu=True).precision.auto is None

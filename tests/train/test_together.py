@@ -73,7 +73,7 @@ def assert_same(one: TrainState, other: TrainState) -> None:
 def test_recomputation_changes_no_weight(name: str, shape: dict, documents: bool) -> None:
     """A second forward pass changes no history and no scale, and draws the same dropout masks."""
     sizes = WIDE if name == "blockwise" else {}
-    recipe = dataclasses.replace(FP8, name=name)
+    recipe = Fp8Recipe(amax_history_len=4, name=name)
     model = gpt_spec(**shape, **DROPOUT, **sizes)
     plain = trained(run_spec(compute="bf16", fp8=recipe, model=model), documents=documents)
     start = build(run_spec(compute="bf16", fp8=recipe, model=model), single_rank())
@@ -93,7 +93,7 @@ def test_weights_in_fp8_beside_fp32_ones_are_the_same_as_cast_each_time(name: st
     sizes = WIDE if name == "blockwise" else {}
     states = []
     for in_fp8 in (False, True):
-        recipe = dataclasses.replace(FP8, name=name, params_in_fp8=in_fp8)
+        recipe = Fp8Recipe(amax_history_len=4, name=name, params_in_fp8=in_fp8)
         spec = run_spec(compute="bf16", fp8=recipe, model=gpt_spec(**LLAMA, **sizes))
         precision = dataclasses.replace(spec.precision, half_weights=False)
         states.append(trained(dataclasses.replace(spec, precision=precision)))
@@ -107,7 +107,7 @@ def test_fp16_learns_in_every_recipe(name: str, in_fp8: bool) -> None:
     if in_fp8 and name.startswith("rowwise"):
         pytest.skip("refused by the configuration")
     sizes = WIDE if name == "blockwise" else {}
-    recipe = dataclasses.replace(FP8, name=name, params_in_fp8=in_fp8)
+    recipe = Fp8Recipe(amax_history_len=4, name=name, params_in_fp8=in_fp8)
     spec = run_spec(compute="fp16", fp8=recipe, model=gpt_spec(**LLAMA, **sizes))
     scale = LossScaleSpec(init_scale=2.0**24, hysteresis=1)
     spec = dataclasses.replace(
@@ -127,7 +127,7 @@ def test_fp16_learns_in_every_recipe(name: str, in_fp8: bool) -> None:
 RANK_CASES = {
     f"{name} {how}": Case(
         "bf16",
-        dataclasses.replace(FP8, name=name),
+        Fp8Recipe(amax_history_len=4, name=name),
         gpt_spec(
             **LLAMA,
             recompute=RECOMPUTE[how],
