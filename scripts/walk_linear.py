@@ -61,8 +61,8 @@ class Walk:
 
     @property
     def files(self) -> set[str]:
-        """Return the files of the functions that every linear calls."""
-        return {file for (file, _), count in self.calls.items() if count >= NUM_LINEARS}
+        """Return the files in which the called functions are."""
+        return {file for file, _ in self.calls}
 
 
 def walk(recipe: str) -> Walk:
