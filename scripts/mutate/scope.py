@@ -31,8 +31,14 @@ def _fp8(*names: str) -> tuple[str, ...]:
 TESTS: dict[str, tuple[str, ...]] = {
     **{
         f"megafp8/fp8/{name}": ("fp8/test_blackwell",)
-        for name in ("kernels/blocks*", "block_casts.py", "recipes/mxfp8.py", "recipes/nvfp4.py")
+        for name in ("kernels/blocks*", "block_casts.py")
     },
+    **{
+        f"megafp8/fp8/recipes/{name}.py": ("fp8/test_blackwell", "fp8/kernels/test_triton_blocks")
+        for name in ("mxfp8", "nvfp4")
+    },
+    "megafp8/fp8/cast.py": (*_fp8(*CORE, "kernels/test_engine"), RANKS),
+    "megafp8/fp8/kernels/draws_cpu.h": ("fp8/test_draws",),
     "megafp8/fp8/kernels/scaled_*.h": (*SCALED, "optim/test_partitions_elements"),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
@@ -70,7 +76,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"megafp8/fp8/{name}.py": _fp8("test_probe", "test_check")
         for name in ("checker", "probe", "refute")
     },
-    "megafp8/fp8/draws.py": ("fp8/test_own_recipes",),
+    "megafp8/fp8/draws.py": ("fp8/test_draws", "fp8/test_own_recipes"),
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
     **{f"megafp8/fp8/{name}.py": FRONT_DOOR for name in FRONT_DOOR_FILES},
     "megafp8/fp8/*.py": (*_fp8(*CORE), RANKS),
@@ -96,7 +102,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("optim/test_partitions_tensors", "optim/test_partitions_elements"),
         "optim/test_masters_ranks",
     ),
-    "megafp8/optim/masters.py": ("optim/test_partitions_pieces", *FEW_BITS),
+    "megafp8/optim/masters.py": ("optim/test_partitions_pieces", *FEW_BITS, "parallel/test_fsdp"),
     "megafp8/optim/scaled_adam.py": (
         "optim/test_kernel_trial",
         "optim/test_scaled_adam",

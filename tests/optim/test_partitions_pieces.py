@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megafp8.optim.masters import Masters
-from megafp8.optim.partitions import ByElements
+from megafp8.optim.partitions import ByElements, Replicated
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
@@ -43,6 +43,24 @@ def test_each_weight_reads_its_own_of_the_shared_scales(shard_by: str) -> None:
     weights = [found.own_weights[param] for param in found.own_weights]
     assert len(weights) > 2
     assert [w.dequant_scale.item() for w in weights] == list(range(1, len(weights) + 1))
+
+
+@pytest.mark.parametrize(("reduction", "factor"), [("pre", 1 / 16), ("post", 1.0), ("auto", 1 / 4)])
+def test_sums_in_fp8_begin_with_the_factor_of_their_kind(reduction: str, factor: float) -> None:
+    """Of 16 replicas: gradients are divided before the sum, after it, or by 4 before and after."""
+    whole = masters("tensors")
+    storage = replace(whole.storage, reduction=reduction)  # type: ignore[arg-type]
+    found = Masters(whole.params, storage, Replicated(Axis("data", 16)), linears=whole.linears)
+    assert found.factors.numel() > 2 and set(found.factors.tolist()) == {factor}
+
+
+def test_masters_keep_no_gradient_that_they_were_lent() -> None:
+    """Autograd would add to it. At O2 norms and embeddings have FP32 masters and gradients."""
+    found = masters("tensors")
+    with found.lend_grads():
+        lent = [master for master in found.masters if master.grad is not None]
+        assert 0 < len(lent) < len(found.masters)
+    assert all(master.grad is None for master in found.masters)
 
 
 def test_a_tied_weight_is_alone_in_its_group() -> None:
