@@ -93,10 +93,8 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         check_data(data_spec(cfg))
         check_place(observe_spec(cfg))
     load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
-    if not is_rank() and sys.stdout.isatty():
-        say(
-            f"megafp8 {__version__}: loading PyTorch …"
-        )  # which takes seconds, or many from a slow disk
+    if not is_rank() and sys.stdout.isatty():  # the import takes seconds, or many from a slow disk
+        say(f"megafp8 {__version__}: loading PyTorch …")
     spec = resolve(cfg, gpu_available)
     prepare_connections(spec.parallel, os.environ)  # the ranks that this process starts inherit it
     argv = list(info.overrides)
