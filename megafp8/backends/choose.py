@@ -18,7 +18,7 @@ from megafp8.fp8.grad_sink import GradSink
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.agreement import first_known
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import Given
+from megafp8.parallel.parts import PartsArgs
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import AutoBackend
 from megafp8.specs.recipes import find_recipe
@@ -79,7 +79,7 @@ def make(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
 ) -> Backend:
     """Return the chosen backend, with its parts and its scaling state."""
-    given = Given(
+    parts_args = PartsArgs(
         spec=spec.model,
         dtype=DTYPES[spec.precision.compute],
         seed=spec.train.seed,
@@ -92,4 +92,4 @@ def make(
         gathers_weights=spec.parallel.fsdp is not None,
         cp=mesh.cp,
     )
-    return backend_of(spec)(spec, mesh, given)
+    return backend_of(spec)(spec, mesh, parts_args)

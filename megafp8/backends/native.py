@@ -15,10 +15,16 @@ from megafp8.fp8.gemm import GemmCounter, wide_dtype
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import NoScaling, ScalingState
-from megafp8.fp8.weights import CachedFp8, RecastFp8, StoredFew, StoredFewPlain, StoredFp8
+from megafp8.fp8.weights import (
+    CachedFp8,
+    LowPrecisionWeight,
+    PlainLowPrecisionWeight,
+    RecastFp8,
+    StoredFp8,
+)
 from megafp8.optim.fp8_weights import Fp8Weights, OwnFp8Weights
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import Given, NativeParts, linears_of
+from megafp8.parallel.parts import NativeParts, PartsArgs, linears_of
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
@@ -28,9 +34,9 @@ from megafp8.specs.traits import GemmName
 class NativeBackend(Backend):
     """Our own linears."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, given: Given) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
         """Reduce amaxes over every rank that holds part of the same tensors."""
-        super().__init__(spec, mesh, given)
+        super().__init__(spec, mesh, parts_args)
         recipe, scaling = spec.precision.fp8, None
         if recipe is not None:
             reduces = mesh.amax.size > 1
@@ -38,7 +44,7 @@ class NativeBackend(Backend):
             scaling.draws.seed = spec.train.seed
             if mesh.device.type == "meta":
                 scaling.to(mesh.device)  # no numbers to start with: rows come without memory
-        self.parts = NativeParts(given) if scaling is None else FusedParts(given, scaling)
+        self.parts = NativeParts(parts_args) if scaling is None else FusedParts(parts_args, scaling)
         self.scaling = scaling or NoScaling()
 
     @classmethod
@@ -67,9 +73,9 @@ class NativeBackend(Backend):
             if (own := stored.get(linear.weight)) is None:
                 continue
             if linear.quantizer is None:
-                linear.weight_form = StoredFewPlain(own, dtype)
+                linear.weight_form = PlainLowPrecisionWeight(own, dtype)
             else:
-                linear.weight_form = StoredFew(own, linear.quantizer, dtype)
+                linear.weight_form = LowPrecisionWeight(own, linear.quantizer, dtype)
 
     def describe(self) -> str:
         recipe = self.spec.precision.fp8

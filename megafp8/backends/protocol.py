@@ -20,7 +20,7 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.parts import Parts
 from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import Given
+from megafp8.parallel.parts import PartsArgs
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import PlannedGemms
 
@@ -42,7 +42,7 @@ class Backend(ABC):
     shows_casts = True
 
     @abstractmethod
-    def __init__(self, spec: RunSpec, mesh: Mesh, given: Given) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
         """Make parts and scaling, and connect what ranks share: the reduction of amaxes."""
         self.spec, self.device = spec, mesh.device
 
@@ -69,7 +69,7 @@ class Backend(ABC):
 
     @abstractmethod
     def read_stored(self, model: nn.Module, stored: Mapping[nn.Parameter, ScaledTensor]) -> None:
-        """Let linears read weights that are their own masters in few bits."""
+        """Let linears read weights that are their own masters in low precision."""
 
     def connect(self, model: nn.Module, sink: MainGradSink) -> None:  # noqa: B027  # most do nothing
         """Let a library's products add gradients to the sums of `sink`, without autograd."""

@@ -31,7 +31,7 @@ from megafp8.fp8.weights import GatheredFp8
 from megafp8.models.init import constant, parameter
 from megafp8.ops import bf16
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import Given, NativeParts
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.geometry import Piece
@@ -236,14 +236,14 @@ class TorchaoParts(NativeParts):
 
     def __init__(
         self,
-        given: Given,
+        parts_args: PartsArgs,
         *,
         recipe: Fp8Recipe,
         seen_by: ScalingState,
         emulate: bool,
         gathers_in_fp8: bool = False,
     ) -> None:
-        super().__init__(given)
+        super().__init__(parts_args)
         assert self.tp.size == 1, "torchao's linears are not tensor-parallel"
         self.recipe, self.seen_by, self.emulate = recipe, seen_by, emulate
         self.gathers_in_fp8 = gathers_in_fp8
@@ -276,15 +276,15 @@ class TorchaoParts(NativeParts):
 class TorchaoBackend(NativeBackend):
     """torchao's linears, and our own where it keeps high precision."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, given: Given) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
         """Let health look through a scaling state of ours, as torchao keeps none."""
-        Backend.__init__(self, spec, mesh, given)
+        Backend.__init__(self, spec, mesh, parts_args)
         recipe, fsdp = spec.precision.fp8, spec.parallel.fsdp
         assert recipe is not None
         self.scaling = seen_by = ScalingState(recipe)
         seen_by.to(mesh.device)
         self.parts = TorchaoParts(
-            given,
+            parts_args,
             recipe=recipe,
             seen_by=seen_by,
             emulate=mesh.device.type == "cpu",

@@ -32,7 +32,7 @@ from megafp8.files import note_progress, why_unreadable
 from megafp8.specs.geometry import Box
 
 SCALES = "scales/"
-"""`scales/NAME` is the factor (FP32) of the tensor NAME, if that is stored in few bits: 0-d, or a
+"""`scales/NAME` is the factor (FP32) of the tensor NAME, if that is in low precision: 0-d, or a
 regular grid of factors, one for each part of the tensor."""
 _CHUNK_BYTES = 4 << 20
 
@@ -162,7 +162,7 @@ class _Copy(NamedTuple):
     piece: PieceEntry
     placement: Placement
     overlap: Box
-    factor: torch.Tensor | None  # of a tensor in few bits that is read as FP32
+    factor: torch.Tensor | None  # of a tensor in low precision that is read as FP32
 
 
 def _factors_in(factors: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
@@ -282,7 +282,7 @@ class Reader:
         assert covered == wanted.volume, f"{name}: the manifest's pieces are no partition"
 
     def _decodes(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a tensor that is stored in few bits is asked for in FP32, which holds it."""
+        """Whether a tensor that is stored in low precision is asked for in FP32, which holds it."""
         is_stored_so = SCALES + name in self._pieces or self.dtype(name) == torch.bfloat16
         return dtype == torch.float32 and is_stored_so
 

@@ -342,7 +342,7 @@ def _baseline(given: Sequence[str], replaced: Sequence[str], source: Source) -> 
         for key, text in changes.items()
         if key in values
     }
-    # These work without FP8 too, and with them the keys that need states in few bits.
+    # These work without FP8 too, and with them the keys that need states in low precision.
     stored = [] if values["model.fp8"] else [key for key in STORED if key not in changes]
     values |= dict.fromkeys(stored)
     idle = {found.key for found in unused(values)}

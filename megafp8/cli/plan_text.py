@@ -294,7 +294,7 @@ def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
     if ratio is None:
         yield (
             f"FP8-LM: {memory}. Whether it is faster than BF16 is not predicted: the times leave "
-            "out what it takes to store gradients, weights and moments in few bits"
+            "out what it takes to store gradients, weights and moments in low precision"
         )
         return
     predicted = f"{ratio:.2f} times BF16's speed is predicted"

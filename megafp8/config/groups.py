@@ -147,7 +147,7 @@ GROUPS = {
         "optim",
     ),
     "fp8_lm": Group(
-        "States in few bits (FP8-LM)",
+        "States in low precision (FP8-LM)",
         "Gradients, master weights and moments in FP8 and FP16. See [fp8_lm.md](fp8_lm.md).",
         "model.fp8=True model.optim.fp8_opt_level=O2 model.optim.stochastic_rounding=True",
         "layout",

@@ -135,11 +135,11 @@ def _below_fp32(*parts: str) -> Callable[[Any, Values], bool]:
 
 _DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 _DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
-FEW_BITS = Condition(
+LOW_PRECISION = Condition(
     " above O0, or states below fp32 by keys of their own", _below_fp32(*_DTYPES), _DTYPE_KEYS
 )
 FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
-FEW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
+LOW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
 
 
 def condition_text(key: str, test: Any) -> str:

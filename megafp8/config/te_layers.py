@@ -15,9 +15,9 @@ from typing import Any
 from megafp8.config.keys import Values
 from megafp8.config.rows import (
     CURRENT,
-    FEW_BITS,
     FP32,
     HALF,
+    LOW_PRECISION,
     NATIVE,
     ZERO_BUBBLE,
     Condition,
@@ -243,8 +243,8 @@ TABLE = (
         f"Use {CP}=1, {NATIVE}",
     ),
     Row(
-        {LEVEL: FEW_BITS}, {"model.ub_tp_comm_overlap": True},
-        "{model.ub_tp_comm_overlap} has not been shown to be right with states in few bits",
+        {LEVEL: LOW_PRECISION}, {"model.ub_tp_comm_overlap": True},
+        "{model.ub_tp_comm_overlap} has not been shown to be right with states in low precision",
         "Leave it out, or leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out",
     ),
 )  # fmt: skip

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from megafp8.config.keys import Values
 from megafp8.config.rows import (
     CURRENT,
-    FEW_BITS,
-    FEW_PARAMS,
     FP8_GRADS,
     FP16,
     GATHERED,
     HALF,
     HISTORY,
+    LOW_PARAMS,
+    LOW_PRECISION,
     NATIVE,
     NOT_GATHERED,
     ONE_WEIGHT,
@@ -62,7 +62,7 @@ DRAWN = (
 )
 CAPTURED = "messages between ranks inside a graph have not been shown to be right"
 NO_LEVEL = "leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out"
-IN_FEW_BITS = "gradients, weights and moments in few bits (FP8-LM) have been built for"
+IN_LOW_PRECISION = "gradients, weights and moments in low precision (FP8-LM) have been built for"
 OUTSIDE_FP16 = "weights that were sent in FP8 can be outside FP16's range"
 
 TOGETHER = (
@@ -270,27 +270,27 @@ TOGETHER = (
             (BACKEND, "torchao", "the layers of {model.fp8_backend} have",
              "Use model.fp8_backend=native"),
             (COMPILE, not_("off"), "layers that torch compiles have", "Use model.compile=off"),
-            (LEVEL, FEW_BITS, "sums of gradients in few bits (FP8-LM) have",
+            (LEVEL, LOW_PRECISION, "sums of gradients in low precision (FP8-LM) have",
              "Leave model.optim.fp8_opt_level and the model.optim.*_dtype keys out"),
         )
     ),
-    # --- FP8-LM: gradients, master weights and moments in few bits -----------------------------
+    # --- FP8-LM: gradients, master weights and moments in low precision ------------------------
     Row(
-        {LEVEL: FEW_BITS}, {FSDP: True},
-        f"{IN_FEW_BITS} whole tensors, and FSDP shards FP32 ones",
+        {LEVEL: LOW_PRECISION}, {FSDP: True},
+        f"{IN_LOW_PRECISION} whole tensors, and FSDP shards FP32 ones",
         "Use model.optim.name=distributed_fused_adam, which shards such states (ZeRO-1), with "
         f"model.optim.data_parallel_sharding_strategy=optim_grads gradients too, or {NO_LEVEL}",
     ),
     Row(
-        {LEVEL: FEW_BITS}, {BACKEND: "torchao"},
-        f"{IN_FEW_BITS} our own linears and Transformer Engine's; those of {{model.fp8_backend}} "
-        "have not been shown to be right with it",
+        {LEVEL: LOW_PRECISION}, {BACKEND: "torchao"},
+        f"{IN_LOW_PRECISION} our own linears and Transformer Engine's; those of "
+        "{{model.fp8_backend}} have not been shown to be right with it",
         f"Use model.fp8_backend=native or te, or {NO_LEVEL}",
         UNPROVEN,
     ),
     Row(
-        {"model.optim.main_params_dtype": FEW_PARAMS}, {COMPILE: not_("off")},
-        "{model.compile} has not been shown to be right with weights that are stored in few bits",
+        {"model.optim.main_params_dtype": LOW_PARAMS}, {COMPILE: not_("off")},
+        "{model.compile} has not been shown to be right with weights stored in low precision",
         "Use model.compile=off, or model.optim.main_params_dtype=fp32",
         UNPROVEN,
     ),

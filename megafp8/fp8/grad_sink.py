@@ -288,7 +288,7 @@ class DeferringSink:
 
 
 class ScaledGradSink(MainGradSink):
-    """Store gradients in few bits from the moment a microbatch's product has ended.
+    """Store gradients in low precision from the moment a microbatch's product has ended.
 
     Each microbatch reads the sum, adds its gradient in FP32, finds the amax, and writes the sum
     with a new scale: one rounding a microbatch, and no FP32 sum that stays. With `sums_in_fp32`
@@ -305,10 +305,10 @@ class ScaledGradSink(MainGradSink):
         self._sums_in_fp32 = sums_in_fp32
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._fresh: set[nn.Parameter] = set()
-        self._lent: dict[nn.Parameter, torch.Tensor] = {}  # the FP32 tensors of a library
+        self._library_grads: dict[nn.Parameter, torch.Tensor] = {}  # the FP32 tensors of a library
 
     def attach_scaled(self, scaled_grads: Iterable[tuple[nn.Parameter, ScaledTensor]]) -> None:
-        """Start collecting in few bits for these parameters, which only linears use."""
+        """Start collecting in low precision for these parameters, which only linears use."""
         self.scaled_grads |= dict(scaled_grads)
 
     def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
@@ -316,21 +316,21 @@ class ScaledGradSink(MainGradSink):
         params = list(params)
         for param in params:
             if param in self.scaled_grads:
-                lent = torch.empty(param.shape, device=param.device)
-                resize_memory(lent, has_memory=False)
-                self._lent[param] = param.main_grad = lent  # type: ignore[attr-defined]
-        super().sum_in_products(param for param in params if param not in self._lent)
+                total = torch.empty(param.shape, device=param.device)
+                resize_memory(total, has_memory=False)
+                self._library_grads[param] = param.main_grad = total  # type: ignore[attr-defined]
+        super().sum_in_products(param for param in params if param not in self._library_grads)
 
     def begin_products(self, params: Iterable[nn.Parameter]) -> None:
         """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
         params = list(params)
-        lent = [self._lent[param] for param in params if param in self._lent]
-        fresh = [each for each in lent if not each.untyped_storage().nbytes()]
+        totals = [self._library_grads[param] for param in params if param in self._library_grads]
+        fresh = [each for each in totals if not each.untyped_storage().nbytes()]
         for each in fresh:
             resize_memory(each, has_memory=True)
         if fresh:
             torch_private.zero_all_(fresh)
-        super().begin_products(param for param in params if param not in self._lent)
+        super().begin_products(param for param in params if param not in self._library_grads)
 
     def collect(self, params: Iterable[nn.Parameter]) -> None:
         """Take the gradients that autograd delivers for these parameters through `.grad`."""
@@ -355,8 +355,8 @@ class ScaledGradSink(MainGradSink):
     def _forget_sums(self) -> None:
         """Free all FP32 tensors; some may be left of a step that an error ended."""
         self._sums.clear()
-        for lent in self._lent.values():
-            resize_memory(lent, has_memory=False)
+        for total in self._library_grads.values():
+            resize_memory(total, has_memory=False)
 
     def end_step(self) -> None:
         """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
@@ -387,7 +387,7 @@ class ScaledGradSink(MainGradSink):
             if is_first:
                 self._hold(weight)
             self.scaled_grads[weight].add(grad, is_first=is_first)
-            if weight in self._lent:
+            if weight in self._library_grads:
                 resize_memory(product.total, has_memory=False)
         return None
 
@@ -397,5 +397,5 @@ class ScaledGradSink(MainGradSink):
 
     def _product_of(self, weight: nn.Parameter) -> torch.Tensor:
         """Return the FP32 tensor that a product writes, or that a library's has added to."""
-        lent = self._lent.get(weight)
-        return torch.empty(weight.shape, device=weight.device) if lent is None else lent
+        total = self._library_grads.get(weight)
+        return torch.empty(weight.shape, device=weight.device) if total is None else total

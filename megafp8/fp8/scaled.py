@@ -1,4 +1,4 @@
-"""Store tensors in few bits with one scale: gradients, master weights and moments (FP8-LM).
+"""Store tensors in low precision with one scale: gradients, master weights and moments (FP8-LM).
 
 The rule of the scale is FP8-LM's (arXiv 2310.18313; MS-AMP): the largest power of two that brings
 the amax to at most the format's largest magnitude, so that the scaled amax lies in its upper half.
@@ -43,7 +43,7 @@ class Dither:
 
 @dataclass
 class ScaledTensor:
-    """Hold a tensor in few bits; its value is payload * dequant_scale.
+    """Hold a tensor in low precision; its value is payload * dequant_scale.
 
     `dequant_scale` is 0-d FP32, and 1 for formats without a scale. Both tensors stay in place for
     good: `store` writes into them. Multiplying `dequant_scale` multiplies the value and touches no

@@ -5,7 +5,8 @@
     RecastFp8       the weight is gathered for each use (FSDP), so it is quantized for each use
     StoredFp8       the parameter is the FP8 payload alone; the optimizer has the master weight
     GatheredFp8     FSDP gathers FP8 parts, cast by a scale that ranks have agreed on
-    StoredFew       the parameter is the master weight itself, in few bits with a scale (FP8-LM)
+    LowPrecisionWeight
+                    the parameter is its own master weight, in low precision with a scale (FP8-LM)
 
 A linear gets one of these when it is built. The weight itself is an argument of `operands`, since
 FSDP puts another parameter in the module's place while a layer runs.
@@ -297,8 +298,8 @@ class GatheredFp8:
             self._quantizer.observe_part(part, self._agreed.quantized(part))
 
 
-class StoredFew(CachedFp8):
-    """Read a weight that is its own master and is stored in few bits; quantize it once a step.
+class LowPrecisionWeight(CachedFp8):
+    """Read a weight that is its own master and is stored in low precision; quantize it once a step.
 
     The values are rounded to `compute_dtype` before they are quantized, as any weight's are.
     """
@@ -313,8 +314,8 @@ class StoredFew(CachedFp8):
         return self._stored_OI.values().to(self._compute_dtype)
 
 
-class StoredFewPlain:
-    """Read a weight that is stored in few bits for products in high precision, at each use."""
+class PlainLowPrecisionWeight:
+    """Read a weight that is stored in low precision for products in high precision, at each use."""
 
     is_saved_for_backward = False
 

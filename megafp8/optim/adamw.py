@@ -137,7 +137,7 @@ class AdamW:
         self._num_updates += 1
         for group in self._torch.param_groups:
             group["lr"] = lr
-        with self.masters.lend_grads():
+        with self.masters.attach_grads():
             self._torch.step()
         if not self.spec.storage.is_plain:
             self._update_stored(step, lr)

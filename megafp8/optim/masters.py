@@ -42,9 +42,9 @@ class Masters:
     masters and gradients of linears are; those of embeddings, norms and biases are FP32. For an
     FP32 parameter of which the rank has everything the master *is* the parameter. If the master of
     a linear's weight has fewer bits than FP32, it is the weight itself: the parameter's data are
-    its bits, and the linear reads them through a `StoredFew`. A weight that is kept in FP8 alone
-    has a master besides. A tensor-parallel rank's part of a weight is a tensor with a scale of its
-    own.
+    its bits, and the linear reads them through a `LowPrecisionWeight`. A weight that is kept in
+    FP8 alone has a master besides. A tensor-parallel rank's part of a weight is a tensor with a
+    scale of its own.
 
         params         all parameters of this rank
         segments       what this rank updates: whole parameters, or ranges of their elements
@@ -56,7 +56,7 @@ class Masters:
         plain_groups   the gradients in FP32, in the flat tensors in which ranks reduce them
         scaled_groups  those below FP32
         own_grads      flat tensors; to multiply them multiplies all of `stored_grads`
-        own_weights    the parameters that are their own masters in few bits
+        own_weights    the parameters that are their own masters in low precision
         row_of         the number of each parameter, where segments are parts of tensors; or None
         shards         the ranks that update the other segments
     """
@@ -121,7 +121,7 @@ class Masters:
         return param in self._in_fp8
 
     def _is_own_master(self, param: nn.Parameter) -> bool:
-        """Whether the weight is its own master in few bits."""
+        """Whether the weight is its own master in low precision."""
         few = param in self.linears and self.storage.main_params != "fp32"
         return few and not self._is_fp8(param)
 
@@ -211,7 +211,7 @@ class Masters:
             yield from zip(group.params, (grad.payload for grad in group.grads), strict=True)
 
     def scaled_grads(self) -> Iterator[tuple[nn.Parameter, ScaledTensor]]:
-        """Yield the parameters whose gradients are in few bits, with these."""
+        """Yield the parameters whose gradients are in low precision, with these."""
         for group in self.scaled_groups:
             yield from zip(group.params, group.grads, strict=True)
 
@@ -302,19 +302,19 @@ class Masters:
         return all(bool(values.isfinite().all()) for values in found)
 
     @contextmanager
-    def lend_grads(self) -> Iterator[None]:
+    def attach_grads(self) -> Iterator[None]:
         """Set the `.grad` of each master that is FP32, as its gradient is, inside the context.
 
         An FP32 master is also a parameter of the model, so autograd would add to a `.grad` that
         stays.
         """
-        lent = []
+        with_grad = []
         for master, stored, grad in zip(self.masters, self.stored, self.stored_grads, strict=True):
             if stored.fmt.name == grad.fmt.name == "fp32":
                 master.grad = grad.payload
-                lent.append(master)
+                with_grad.append(master)
         yield
-        for master in lent:
+        for master in with_grad:
             master.grad = None
 
     def agree(self, amaxes: torch.Tensor) -> torch.Tensor:

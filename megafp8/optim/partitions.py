@@ -287,7 +287,7 @@ class ByTensors(Sharded):
 
     def owners(self, divided: Divided) -> dict[nn.Parameter, int]:
         """Return the rank that owns each parameter."""
-        return dealt(divided.params, divided.linears, self.shards.size, self.tied)
+        return assign_owners(divided.params, divided.linears, self.shards.size, self.tied)
 
     def lay_out(self, divided: Divided) -> Layout:
         """Return weights and gradients, each in the order of their owners."""
@@ -330,7 +330,7 @@ def groups_of(params: Sequence[nn.Parameter], size: int, unit: int = 1) -> list[
     return groups
 
 
-def dealt(
+def assign_owners(
     params: Sequence[nn.Parameter],
     linears: Collection[nn.Parameter],
     num_ranks: int,

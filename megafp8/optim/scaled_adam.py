@@ -1,4 +1,4 @@
-"""Compute Adam's update over tensors stored in few bits, in FP32, and store the results.
+"""Compute Adam's update over tensors stored in low precision, in FP32, and store the results.
 
 The order of the operations, each of them in FP32:
 

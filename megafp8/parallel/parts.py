@@ -48,7 +48,7 @@ from megafp8.specs.layer import LayerLinear
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class PartsArgs:
     """Hold what the parts of every backend are made from.
 
     `half_weights` puts embeddings, norms and the residual stream into `dtype`, which is that of the
@@ -75,24 +75,24 @@ class NativeParts(Parts):
     are not described here are described in `Parts`; their shapes are those of this rank.
     """
 
-    def __init__(self, given: Given, scaling: ScalingState | None = None) -> None:
+    def __init__(self, parts_args: PartsArgs, scaling: ScalingState | None = None) -> None:
         """Make the parts; `scaling` is None without FP8, or where another backend runs it."""
-        super().__init__(given.spec, given.dtype, given.seed, given.streams)
+        super().__init__(parts_args.spec, parts_args.dtype, parts_args.seed, parts_args.streams)
         self.split_heads = _split_by_triton
-        if not given.half_weights:
-            self.whole_dtype = torch.promote_types(given.dtype, torch.float32)
+        if not parts_args.half_weights:
+            self.whole_dtype = torch.promote_types(parts_args.dtype, torch.float32)
             self.residual_dtype = self.whole_dtype
         self.scaling, self.tp, self.sink, self.counter = (
             scaling,
-            given.tp,
-            given.sink,
-            given.counter,
+            parts_args.tp,
+            parts_args.sink,
+            parts_args.counter,
         )
-        self.sequence_parallel = given.sequence_parallel and given.tp.size > 1
-        self.gathers_weights = given.gathers_weights
-        if given.cp is not None and given.cp.size > 1:
-            self.make_core = partial(RingAttentionCore, cp=given.cp)
-            self.num_sharing = given.cp.size
+        self.sequence_parallel = parts_args.sequence_parallel and parts_args.tp.size > 1
+        self.gathers_weights = parts_args.gathers_weights
+        if parts_args.cp is not None and parts_args.cp.size > 1:
+            self.make_core = partial(RingAttentionCore, cp=parts_args.cp)
+            self.num_sharing = parts_args.cp.size
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the embeddings of `tokens_BS`; with sequence parallelism [B, S/tp, D]."""

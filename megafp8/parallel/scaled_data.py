@@ -1,4 +1,4 @@
-"""Sum gradients in few bits over data-parallel replicas (FP8-LM, arXiv 2310.18313, section 2.1).
+"""Sum gradients in low precision over data-parallel replicas (FP8-LM, arXiv 2310.18313, 2.1).
 
 Bytes are all that ranks exchange, so every backend that moves bytes will do. A bucket's gradients
 lie in one flat tensor, of which each rank adds up one range; there are two ways to add:

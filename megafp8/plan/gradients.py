@@ -1,24 +1,30 @@
-"""Compute what gradients in few bits take on a rank until they are sums (FP8-LM), without torch."""
+"""Compute what gradients in low precision (FP8-LM) take on a rank until they are sums."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.plan.shape import FP32, Parameter, deal_whole, divides_elements, num_microbatches
+from megafp8.plan.shape import (
+    FP32,
+    Parameter,
+    assign_whole_tensors,
+    divides_elements,
+    num_microbatches,
+)
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
 
 
-def has_few_bits(spec: RunSpec, param: Parameter) -> bool:
-    """Whether a gradient is in few bits throughout a step, and has a scale."""
+def has_low_precision(spec: RunSpec, param: Parameter) -> bool:
+    """Whether a gradient is in low precision throughout a step, and has a scale."""
     storage = spec.optim.storage
     return param.is_linear and not storage.sums_in_fp32 and storage.main_grads != "fp32"
 
 
 def gradient_bytes(spec: RunSpec, param: Parameter) -> int:
-    """Return the bytes of a gradient without its scale where some are in few bits (FP8-LM)."""
+    """Return the bytes of a gradient without its scale where some are in low precision (FP8-LM)."""
     few = ITEM_BYTES[spec.optim.storage.main_grads]
-    return param.elements * (few if has_few_bits(spec, param) else FP32)
+    return param.elements * (few if has_low_precision(spec, param) else FP32)
 
 
 def passing_gradients(spec: RunSpec, params: Sequence[Parameter]) -> int:
@@ -34,30 +40,34 @@ def passing_gradients(spec: RunSpec, params: Sequence[Parameter]) -> int:
     others = whole - whole // ranks
     if num_microbatches(spec) > 1:
         return others
-    plain = sum(gradient_bytes(spec, param) for param in params if not _is_sent_in_few(spec, param))
-    buckets = [sum(held) for held in _shared_buckets(spec, params, in_few_bits=True)]
+    plain = sum(
+        gradient_bytes(spec, param)
+        for param in params
+        if not _is_sent_in_low_precision(spec, param)
+    )
+    buckets = [sum(held) for held in _shared_buckets(spec, params, in_low_precision=True)]
     item = ITEM_BYTES[spec.optim.storage.main_grads]
     return min(others, plain + 2 * item * max(buckets, default=0))
 
 
-def _is_sent_in_few(spec: RunSpec, param: Parameter) -> bool:
-    """Whether ranks send each other this gradient in few bits (FP8-LM)."""
+def _is_sent_in_low_precision(spec: RunSpec, param: Parameter) -> bool:
+    """Whether ranks send each other this gradient in low precision (FP8-LM)."""
     return param.is_linear and spec.optim.storage.main_grads != "fp32"
 
 
 def _shared_buckets(
-    spec: RunSpec, params: Sequence[Parameter], *, in_few_bits: bool
+    spec: RunSpec, params: Sequence[Parameter], *, in_low_precision: bool
 ) -> list[list[int]]:
     """Return, for each bucket of gradients, how many elements of it each rank sums (FP8-LM).
 
-    The gradients are those in few bits or the others.
+    The gradients are those in low precision or the others.
     """
     ranks = spec.parallel.dp * spec.parallel.cp
     size = spec.parallel.grad_bucket_bytes // FP32
     is_whole = spec.optim.shards_states and not divides_elements(spec)
     buckets: list[list[int]] = []
-    for param, owner in zip(params, deal_whole(params, ranks), strict=True):
-        if _is_sent_in_few(spec, param) != in_few_bits:
+    for param, owner in zip(params, assign_whole_tensors(params, ranks), strict=True):
+        if _is_sent_in_low_precision(spec, param) != in_low_precision:
             continue
         if not buckets or sum(buckets[-1]) >= size:
             buckets.append([0] * ranks)
@@ -72,31 +82,31 @@ def arriving_bytes(spec: RunSpec, params: Sequence[Parameter]) -> tuple[int, int
 
     FP32 gradients and a bucket that is the only one are complete at the end alone (FP8-LM).
     """
-    early, last = (_of_a_bucket(spec, params, in_few_bits=few) for few in (True, False))
-    if early and len(_shared_buckets(spec, params, in_few_bits=True)) == 1:
+    early, last = (_of_a_bucket(spec, params, in_low_precision=few) for few in (True, False))
+    if early and len(_shared_buckets(spec, params, in_low_precision=True)) == 1:
         early, last = 0, max(early, last)
     return early, last
 
 
-def _of_a_bucket(spec: RunSpec, params: Sequence[Parameter], *, in_few_bits: bool) -> int:
+def _of_a_bucket(spec: RunSpec, params: Sequence[Parameter], *, in_low_precision: bool) -> int:
     """Return what the rank that sums most of a bucket of gradients needs for it (FP8-LM).
 
     In a round of the exchange at most an equal share of the bucket arrives from each rank. Sums of
-    numbers in few bits are FP32 until their scales are known. What is sent in several rounds, or in
-    another dtype than that of the sums, is copied (`parallel/scaled_data.py`).
+    numbers in low precision are FP32 until their scales are known. What is sent in several rounds,
+    or in another dtype than that of the sums, is copied (`parallel/scaled_data.py`).
     """
     storage, ranks = spec.optim.storage, spec.parallel.dp * spec.parallel.cp
-    is_exchanged = in_few_bits or spec.optim.shards_states  # otherwise all-reduced in place
+    is_exchanged = in_low_precision or spec.optim.shards_states  # otherwise all-reduced in place
     if storage.is_plain or ranks == 1 or not is_exchanged:
         return 0
-    dtype = storage.main_grads if in_few_bits else spec.parallel.grad_reduce_dtype
+    dtype = storage.main_grads if in_low_precision else spec.parallel.grad_reduce_dtype
     most = 0
-    for held in _shared_buckets(spec, params, in_few_bits=in_few_bits):
+    for held in _shared_buckets(spec, params, in_low_precision=in_low_precision):
         share = -(-sum(held) // ranks)
         first_round = [min(part, share) for part in held]
         copied = sum(first_round) if max(held) > share and max(held) < sum(held) else 0
-        if not in_few_bits and dtype != "fp32":
+        if not in_low_precision and dtype != "fp32":
             copied += sum(held)
-        total = max(held) if in_few_bits else 0
+        total = max(held) if in_low_precision else 0
         most = max(most, ITEM_BYTES[dtype] * (ranks * share + copied) + FP32 * total)
     return most

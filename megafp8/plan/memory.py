@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megafp8.plan.gradients import (
     arriving_bytes,
     gradient_bytes,
-    has_few_bits,
+    has_low_precision,
     passing_gradients,
 )
 from megafp8.plan.pipeline import most_held, planned_order
@@ -22,8 +22,8 @@ from megafp8.plan.shape import (
     Linear,
     Parameter,
     RankShape,
+    assign_whole_tensors,
     compute_itemsize,
-    deal_whole,
     divides_elements,
     features_between,
     flat_buckets,
@@ -189,14 +189,14 @@ def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Li
 
 
 def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> HeldBytes:
-    """Return what is held where gradients, masters or moments have few bits (FP8-LM).
+    """Return what is held where gradients, masters or moments are in low precision (FP8-LM).
 
     A linear's weight in FP16 or BF16 is its own master; one in FP8 has a master beside it. Where
     ranks own whole tensors (ZeRO), it is what the rank with most has.
     """
     storage = spec.optim.storage
     ranks = spec.parallel.dp * spec.parallel.cp if spec.optim.shards_states else 1
-    owners = deal_whole(params, ranks)
+    owners = assign_whole_tensors(params, ranks)
     scales = 0
     masters, moments, gradients = [0] * ranks, [0] * ranks, [0] * ranks
     for param, owner in zip(params, owners, strict=True):
@@ -206,7 +206,7 @@ def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> H
         if param.itemsize != FP32 and not is_own_master:
             masters[owner] += param.elements * (itemsize if is_stored else FP32)
         gradients[owner] += gradient_bytes(spec, param)
-        scales += FP32 * has_few_bits(spec, param)
+        scales += FP32 * has_low_precision(spec, param)
         for moment in (storage.exp_avg, storage.exp_avg_sq):
             is_small = param.is_linear or not storage.linears_only
             moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)

@@ -308,7 +308,7 @@ def stored_buckets(spec: RunSpec, params: Sequence[Parameter]) -> list[FlatBucke
     """
     ranks = shard_ranks(spec)
     held: dict[int, list[int]] = {}
-    for param, owner in zip(params, deal_whole(params, ranks), strict=True):
+    for param, owner in zip(params, assign_whole_tensors(params, ranks), strict=True):
         if param.is_linear:
             ranges = held.setdefault(stored_itemsize(spec, param), [0] * ranks)
             ranges[owner] += rounded_up(param.elements, ALIGNMENT)
@@ -333,14 +333,14 @@ def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
     return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
 
 
-def deal_whole(params: Sequence[Parameter], ranks: int) -> list[int]:
+def assign_whole_tensors(params: Sequence[Parameter], ranks: int) -> list[int]:
     """Return the rank that owns each parameter under FP8-LM's ZeRO: linears first, by size."""
     held, owners = [0] * ranks, [0] * len(params)
     for kind in (True, False):
         rows = [row for row, param in enumerate(params) if param.is_linear == kind]
         tied = [place for place, row in enumerate(rows) if params[row].is_tied_end]  # are rank 0's
-        dealt = owners_of([params[row].elements for row in rows], held, tied)
-        for row, owner in zip(rows, dealt, strict=True):
+        assigned = owners_of([params[row].elements for row in rows], held, tied)
+        for row, owner in zip(rows, assigned, strict=True):
             owners[row] = owner
     return owners
 
@@ -352,7 +352,7 @@ def divides_elements(spec: RunSpec) -> bool:
     ranks, most = shard_ranks(spec), 0.0
     for stage in range(spec.parallel.pp):
         held, params = [0] * ranks, rank_shape(spec, stage).params
-        for param, owner in zip(params, deal_whole(params, ranks), strict=True):
+        for param, owner in zip(params, assign_whole_tensors(params, ranks), strict=True):
             held[owner] += param.elements
         most = max(most, imbalance_of(held))
     return most > LARGEST_IMBALANCE

@@ -42,7 +42,7 @@ from megafp8.specs.traits import Cost, Traits
 OPTIMIZER_BYTES = 36
 """Bytes that a step's norm and AdamW move for each parameter that a rank updates on a GPU: the norm
 reads gradients of 4 bytes; torch's fused AdamW reads 16 and writes 16, as it clips the gradients
-too. FP8-LM's passes over states in few bits are not modelled and count as these."""
+too. FP8-LM's passes over states in low precision are not modelled and count as these."""
 FP8_WRITE_BACK_BYTES = 12
 """Bytes that storing an FP32 master as a weight kept in FP8 moves: it is rounded to BF16 (4 read, 2
 written), cast in both orientations (2 and 2), and one of these is copied to its place (1 and 1)."""

@@ -46,8 +46,8 @@ class PipelineSpec:
     def rank_of(self, stage: int, pp: int) -> int:
         """Return the pipeline rank that holds a stage.
 
-        Stages are dealt to ranks 0, 1, …, pp - 1 and then from rank 0 again; ZBV deals every second
-        round in reverse.
+        Stages are assigned to ranks 0, 1, …, pp - 1 and then from rank 0 again; ZBV assigns every
+        second round in reverse.
         """
         turn, place = divmod(stage, pp)
         return pp - 1 - place if self.schedule == "ZBVZeroBubble" and turn % 2 else place

@@ -40,7 +40,7 @@ class StepBytes:
     weight_copies: int  # FP8 copies of weights, which are quantized once for each step
     one_microbatch: int  # peak of a microbatch without others
     in_flight: int  # peak of what is kept for all microbatches that a pipeline has begun
-    at_the_end: int = 0  # peak of reductions in few bits that are left after the backward passes
+    at_the_end: int = 0  # peak of reductions in low precision after the backward passes
     gradients: int = 0  # what gradients that a rank frees during a step add to the peak (ZeRO-2)
     has_graphs: bool = False  # whether microbatches are captured as CUDA graphs
 

@@ -2,8 +2,8 @@
 
     model/<name>                     FP32 master weights, logical tensors
     optimizer/<state>/<name>         AdamW's moments
-    scales/<any of both>             the factor of a tensor that is stored in few bits, FP32; a grid
-                                     of factors where tensor-parallel ranks hold parts of it, or
+    scales/<any of both>             the factor of a tensor in low precision, FP32; a grid of
+                                     factors where tensor-parallel ranks hold parts of it, or
                                      two numbers for each group of 128 elements of a row
     reduction/factor/<name>          the factor of FP8-LM's sum of a gradient in FP8, like a scale
     scaling/<direction>/<field>/<tensor>[/shards]

@@ -15,7 +15,7 @@ CORE = ("test_cast", "test_gemm", "test_recipes", "test_linear")
 RANKS = "parallel/test_fp8_linears"
 FRONT_DOOR_FILES = ("conversion", "converted", "recipe_settings", "state")
 FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks")
-FEW_BITS = ("optim/test_masters", "optim/test_masters_ranks")
+LOW_PRECISION = ("optim/test_masters", "optim/test_masters_ranks")
 SCALED = ("fp8/test_scaled", "optim/test_scaled_adam")
 IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
 REAL_TE = tuple(
@@ -52,12 +52,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "train/test_fp8_events",
     ),
     "megafp8/fp8/health.py": ("fp8/test_health", "train/test_health"),
-    "megafp8/fp8/scaled.py": (*SCALED, *FEW_BITS),
+    "megafp8/fp8/scaled.py": (*SCALED, *LOW_PRECISION),
     "megafp8/fp8/weights.py": (
         *_fp8("test_weights", "test_linear"),
         RANKS,
         "train/test_fp8_events",
-        *FEW_BITS,
+        *LOW_PRECISION,
     ),
     "megafp8/fp8/grad_sink.py": (*_fp8("test_weights", "test_linear"), "train/test_step", RANKS),
     "megafp8/fp8/linear.py": (*_fp8("test_linear", "test_recipes"), RANKS),
@@ -102,11 +102,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         *("optim/test_partitions_tensors", "optim/test_partitions_elements"),
         "optim/test_masters_ranks",
     ),
-    "megafp8/optim/masters.py": ("optim/test_partitions_pieces", *FEW_BITS, "parallel/test_fsdp"),
+    "megafp8/optim/masters.py": (
+        "optim/test_partitions_pieces",
+        *LOW_PRECISION,
+        "parallel/test_fsdp",
+    ),
     "megafp8/optim/scaled_adam.py": (
         "optim/test_kernel_trial",
         "optim/test_scaled_adam",
-        *FEW_BITS,
+        *LOW_PRECISION,
     ),
     "megafp8/te_cpu/*.py": ("te_cpu/test_kernels", "te_cpu/test_loading", *REAL_TE),
 }

@@ -54,7 +54,7 @@ def test_the_baseline_has_nothing_of_fp8(made: list[Job]) -> None:
     assert other.overrides == (*given, "model.fp8_health=full")
 
 
-FEW_BITS = {
+LOW_PRECISION = {
     "fp8_opt_level": "O2",
     "main_grads_dtype": "fp8",
     "main_params_dtype": "fp16",
@@ -73,18 +73,18 @@ PLAIN = ["trainer.devices=2", "model.optim.name=distributed_fused_adam"]
 
 def test_all_keys_of_fp8_lm_are_tried() -> None:
     assert {key.path for key in keys_of_group("fp8_lm")} == {
-        f"model.optim.{key}" for key in FEW_BITS
+        f"model.optim.{key}" for key in LOW_PRECISION
     }
 
 
-@pytest.mark.parametrize("key", FEW_BITS)
+@pytest.mark.parametrize("key", LOW_PRECISION)
 @pytest.mark.parametrize(
     "place", ["command line", "file", "command line and file", "the same in both"]
 )
 def test_the_baseline_has_no_key_of_fp8_lm(
     key: str, place: str, made: list[Job], tmp_path: Path
 ) -> None:
-    detail = {key: FEW_BITS[key]}
+    detail = {key: LOW_PRECISION[key]}
     files = {"file": {"fp8_opt_level": "O2"} | detail, "command line and file": detail,
              "the same in both": detail}  # fmt: skip
     in_file = ", ".join(f"{name}: {value}" for name, value in files.get(place, {}).items())
@@ -95,7 +95,7 @@ def test_the_baseline_has_no_key_of_fp8_lm(
     if place != "file":
         given += ["model.optim.fp8_opt_level=O2"]
     if place in ("command line", "the same in both") and key != "fp8_opt_level":
-        given += [f"model.optim.{key}={FEW_BITS[key]}"]
+        given += [f"model.optim.{key}={LOW_PRECISION[key]}"]
     config = ["--config-dir", str(tmp_path), "--config-name", "mine"]
     assert compare.main([*given, *config, "--out", "out"]) == 0
     base, other = (

@@ -75,7 +75,7 @@ def test_ranks_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp0 cp0 dp1 pp3" in capsys.readouterr().out
 
 
-def test_states_in_few_bits_are_counted_as_stored(capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_in_low_precision_are_counted_as_stored(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "trainer.devices=1"]
     held = {}
     for level in ([*few[:1], few[2]], few):

@@ -95,7 +95,7 @@ def test_a_given_vocabulary_wins_over_the_presets(capsys: pytest.CaptureFixture[
 
 
 def test_fp8_lm_gets_no_verdict_on_speed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its passes over states in few bits have no predicted time."""
+    """Its passes over states in low precision have no predicted time."""
     assert main([*JOB, "model.optim.fp8_opt_level=O2"]) == 0
     out = capsys.readouterr().out
     assert "pays" not in out and "less memory on the largest rank. Whether it is faster" in out

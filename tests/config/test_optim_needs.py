@@ -1,4 +1,4 @@
-"""Test what the keys of FP8-LM need: states in few bits, by a level or by keys of their own."""
+"""Test what the keys of FP8-LM need: states in low precision, by a level or by own keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DETAILS = {
     "fp8_grad_reduction": "auto",
     "stochastic_rounding": "True",
 }
-"""A value other than its default for each key that needs states in few bits."""
+"""A value other than its default for each key that needs states in low precision."""
 
 
 @pytest.mark.parametrize("key", DETAILS)

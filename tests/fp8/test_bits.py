@@ -22,7 +22,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts, PlainLinear
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.parts import Given, NativeParts
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs.recipes import RECIPES, find_recipe
 from tests.fp8.models import mlp, noise
 from tests.spec.delayed import DelayedScalingModel, Recipe
@@ -129,11 +129,11 @@ def test_an_mlp_casts_as_the_specification_says() -> None:
 def own_and_converted(recipe: fp8.Fp8Recipe) -> tuple[GPT, ScalingState, GPT, fp8.Fp8State]:
     """Our GPT with our linears; and with nn.Linear modules of the same weights, converted."""
     spec, streams, scaling = gpt_spec(), RandomStreams(0), ScalingState(recipe)
-    given = Given(
+    parts_args = PartsArgs(
         spec=spec, dtype=torch.float32, seed=0, streams=streams, tp=single_rank().tp,
         sink=AutogradSink(), counter=GemmCounter(),
     )  # fmt: skip
-    native = NativeParts(given, scaling)
+    native = NativeParts(parts_args, scaling)
     plain = GPT(Parts(spec, torch.float32, 0, streams))
     for parent in list(plain.modules()):
         for name, child in parent.named_children():

@@ -1,4 +1,4 @@
-"""Tensors stored in few bits: the slow specification, bit for bit, in C and in torch."""
+"""Tensors stored in low precision: the slow specification, bit for bit, in C and in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.c_kernels import need_kernels
 from tests.spec import scaled as spec
 
 FORMATS = pytest.mark.parametrize("name", STORAGE_FORMATS)
-FEW_BITS = pytest.mark.parametrize("name", [n for n in STORAGE_FORMATS if n != "fp32"])
+LOW_PRECISION = pytest.mark.parametrize("name", [n for n in STORAGE_FORMATS if n != "fp32"])
 
 
 @pytest.fixture(params=["C", "torch"])
@@ -87,7 +87,7 @@ def test_what_is_stored_is_the_specifications(name: StorageName, kind: str) -> N
     assert same(ScaledTensor.of(values, STORAGE_FORMATS[name]).values(), expected)
 
 
-@FEW_BITS
+@LOW_PRECISION
 @pytest.mark.parametrize("kind", samples())
 def test_stochastic_rounding_is_the_specifications(name: StorageName, kind: str) -> None:
     values, key = samples()[kind], 0x0123456789ABCDEF
@@ -185,7 +185,7 @@ def test_a_factor_on_the_scale_leaves_the_payload(name: StorageName) -> None:
     torch.testing.assert_close(stored.sum_of_squares(), norm, rtol=1e-6, atol=0)
 
 
-@FEW_BITS
+@LOW_PRECISION
 def test_stochastic_rounding_is_right_on_average(name: StorageName) -> None:
     """Of 40000 equal values between two numbers, the mean is the value within 5 sigma."""
     for value in (1.03, -0.77, 1 + 2.0**-12):

@@ -13,7 +13,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import Given, NativeParts
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from tests.tiny import gpt_spec
 
 
@@ -22,7 +22,7 @@ def model(
 ) -> GPT:
     return GPT(
         NativeParts(
-            Given(
+            PartsArgs(
                 spec=gpt_spec(**sizes),
                 dtype=dtype,
                 seed=seed,

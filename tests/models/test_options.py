@@ -16,7 +16,7 @@ from megafp8.models.parts import Parts
 from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import Given, NativeParts
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import GPTSpec
 from tests.documents import borders_of
 from tests.models.reference import loss_of
@@ -71,7 +71,7 @@ def plain(spec: GPTSpec, dtype: torch.dtype) -> GPT:
 
 def native(spec: GPTSpec, counter: GemmCounter | None = None) -> GPT:
     parts = NativeParts(
-        Given(
+        PartsArgs(
             spec=spec,
             dtype=torch.float32,
             seed=7,

@@ -11,7 +11,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import Given, NativeParts, linears_of
+from megafp8.parallel.parts import NativeParts, PartsArgs, linears_of
 from tests.tiny import SEQ, VOCAB, gpt_spec, microbatch
 
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
@@ -25,7 +25,7 @@ def native(
     dtype: torch.dtype = torch.float32, counter: GemmCounter | None = None, **changes: object
 ) -> GPT:
     parts = NativeParts(
-        Given(
+        PartsArgs(
             spec=gpt_spec(**changes),
             dtype=dtype,
             seed=7,

@@ -228,7 +228,7 @@ def run_one(job: Summed) -> Sums:
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60), st.integers(1, 9))
-def test_whole_tensors_are_dealt_by_size(sizes: list[int], ranks: int) -> None:
+def test_whole_tensors_are_assigned_by_size(sizes: list[int], ranks: int) -> None:
     """Greedily: nobody has more than the mean and the largest tensor; all ranks agree."""
     held = [0] * ranks
     owners = owners_of(sizes, held)

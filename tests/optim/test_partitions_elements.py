@@ -15,7 +15,7 @@ from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import Constants, Tensors, fresh_amaxes, update, update_part
 from megafp8.parallel.mesh import single_rank
-from megafp8.plan.shape import deal_whole, rank_shape
+from megafp8.plan.shape import assign_whole_tensors, rank_shape
 from megafp8.specs import ParallelSpec
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
@@ -279,16 +279,16 @@ def test_all_stages_decide_alike_in_a_dry_run_too() -> None:
     spec = run_spec(
         compute=like.compute, fp8=like.fp8, model=model, parallel=layout, optim=like.optim
     )
-    dealt = []
+    is_unequal = []
     for stage in range(3):
         params = rank_shape(spec, stage).params
         held = [0, 0]
-        for param, owner in zip(params, deal_whole(params, 2), strict=True):
+        for param, owner in zip(params, assign_whole_tensors(params, 2), strict=True):
             held[owner] += param.elements
-        dealt.append(imbalance_of(held) > LARGEST_IMBALANCE)
+        is_unequal.append(imbalance_of(held) > LARGEST_IMBALANCE)
         with simulated(spec, 2 * stage) as state:
             assert state.masters.partition.divides, stage
-    assert dealt == [True, False, True]
+    assert is_unequal == [True, False, True]
 
 
 PP_TIED = {"model": DEEP, "parallel": replace(SMALL, pp=2, pipeline=PP)}

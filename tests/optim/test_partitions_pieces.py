@@ -1,4 +1,4 @@
-"""ZeRO over tensors in few bits, in one process: how a rank lays its part out."""
+"""ZeRO over tensors in low precision, in one process: how a rank lays its part out."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_sums_in_fp8_begin_with_the_factor_of_their_kind(reduction: str, factor:
     assert found.factors.numel() > 2 and set(found.factors.tolist()) == {factor}
 
 
-def test_masters_keep_no_gradient_that_they_were_lent() -> None:
+def test_masters_keep_no_gradient_that_was_attached() -> None:
     """Autograd would add to it. At O2 norms and embeddings have FP32 masters and gradients."""
     found = masters("tensors")
-    with found.lend_grads():
-        lent = [master for master in found.masters if master.grad is not None]
-        assert 0 < len(lent) < len(found.masters)
+    with found.attach_grads():
+        with_grad = [master for master in found.masters if master.grad is not None]
+        assert 0 < len(with_grad) < len(found.masters)
     assert all(master.grad is None for master in found.masters)
 
 

@@ -127,11 +127,11 @@ def test_a_rank_holds_its_own_gradients_and_those_on_their_way() -> None:
             assert LINEARS <= max(step) <= LINEARS + 2 * LARGEST and min(step) < LINEARS // 4
 
 
-@pytest.mark.parametrize("how", ["FP32", "in few bits", "summed in FP8"])
+@pytest.mark.parametrize("how", ["FP32", "in low precision", "summed in FP8"])
 def test_an_owner_receives_no_more_than_a_bucket_at_a_time(how: str) -> None:
     """Four ranks, of which one owns nine tenths of a bucket. From all ranks together no more than a
     bucket arrives in a round; beside it are a copy of what is sent, and the FP32 sums of numbers in
-    few bits. In one round 3.6 buckets would arrive. The sums are those of the values."""
+    low precision. In one round 3.6 buckets would arrive. The sums are those of the values."""
     size = 4 if how == "FP32" else 1
     bucket = size * (9 + 1) * EXCHANGED
     sums = 4 * 9 * EXCHANGED if how != "FP32" else 0

@@ -260,7 +260,7 @@ def test_the_plan_knows_which_activations_have_a_kernel() -> None:
     assert set(FUSED_ACTIVATIONS) == set(KINDS)
 
 
-def test_the_same_run_in_bf16_stores_nothing_in_few_bits() -> None:
+def test_the_same_run_in_bf16_stores_nothing_in_low_precision() -> None:
     storage = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
     few = replace(job(), optim=optim_spec(storage=storage))
     assert all_ranks(without_fp8(few)) == all_ranks(without_fp8(job()))

@@ -1,4 +1,4 @@
-"""Tensors stored in few bits with one scale, and Adam's update over them, element by element.
+"""Tensors stored in low precision with one scale, and Adam's update over them, element by element.
 
 Source: FP8-LM (arXiv 2310.18313) and MS-AMP's rules for it. Rules:
 

@@ -18,9 +18,9 @@ from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.dryrun import scaling_tensors, without_values
 from megafp8.backends.te.layer import layers_in
-from megafp8.backends.te.lent import LentWeights
 from megafp8.backends.te.parts import TransformerEngineParts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
+from megafp8.backends.te.stored_weights import StoredWeights
 from megafp8.backends.te.weights import TeFp8Weights, fp8_weights
 from megafp8.config import te_environment
 from megafp8.config.errors import SettingError, raise_if_any
@@ -32,7 +32,7 @@ from megafp8.fp8.grad_sink import MainGradSink, ScaledGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh, group_of
-from megafp8.parallel.parts import Given
+from megafp8.parallel.parts import PartsArgs
 from megafp8.specs import RunSpec
 from megafp8.specs.precision import AttentionInFp8, PlannedGemms
 from megafp8.specs.recipes import find_recipe, te_class
@@ -44,9 +44,9 @@ class TeBackend(Backend):
 
     shows_casts = False
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, given: Given) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
         """Open no region yet; its amaxes are reduced over the ranks of `mesh.amax`."""
-        super().__init__(spec, mesh, given)
+        super().__init__(spec, mesh, parts_args)
         names, recipe = te_names.load(), spec.precision.fp8
         attention = attention_in_fp8(spec, mesh.device)
         made = None if recipe is None else te_recipe.make(recipe, names.recipe, attention)
@@ -67,7 +67,7 @@ class TeBackend(Backend):
                 in_fp8=te_parts.kinds_of_layers(spec.model, recipe),
             )
         self.parts = TransformerEngineParts(
-            given,
+            parts_args,
             user_buffers=user_buffers,
             region=region,
             te_scaling=self._tables,
@@ -102,7 +102,7 @@ class TeBackend(Backend):
     def read_stored(self, model: nn.Module, stored: Mapping[nn.Parameter, ScaledTensor]) -> None:
         for layer in layers_in(model):
             own = {weight: stored[weight] for weight in layer.weights if weight in stored}
-            layer.stored = LentWeights(own, layer.dtype)
+            layer.stored = StoredWeights(own, layer.dtype)
 
     def connect(self, model: nn.Module, sink: MainGradSink) -> None:
         """Let products add gradients to the sums; in a dry run autograd delivers them."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.backends.te.lent import Lent, LentWeights
 from megafp8.backends.te.products import observe_products
 from megafp8.backends.te.state import TeRegion
+from megafp8.backends.te.stored_weights import ParameterData, StoredWeights
 from megafp8.fp8.formats import DTYPE_NAMES
 from megafp8.fp8.grad_sink import GradSum
 from megafp8.models.attention import AttentionContext
@@ -50,7 +50,7 @@ class TeLayer(nn.Module):
         self.weights: list[nn.Parameter] = []  # of its linears
         self.summed_in_products: list[nn.Parameter] = []
         self.begin_products: Callable[[], None] = _do_nothing
-        self.stored = LentWeights({}, parts.dtype)  # the weights that are stored in few bits
+        self.stored = StoredWeights({}, parts.dtype)  # the weights that are stored in low precision
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """Return the layer's output: [B, S, D] -> [B, S, D].
@@ -69,13 +69,14 @@ class TeLayer(nn.Module):
         x_BSD = self._announce_gradients(x_BSD)
         arguments, runs_fp8 = self._arguments(context), self.in_fp8 and self.region.in_fp8
         is_cast = runs_fp8 and arguments["is_first_microbatch"] is False
+        values, shape = ParameterData.VALUES, ParameterData.SHAPE
         with (
             self._dropout(x_BSD.device),
             self.region.layer(in_fp8=self.in_fp8),
-            self.stored.lent(Lent.SHAPE if is_cast else Lent.VALUES),
+            self.stored.holding(shape if is_cast else values),
         ):
             out_BSD = self._run(x_BSD, arguments)
-        out_BSD = self._await_backward(out_BSD, Lent.SHAPE if runs_fp8 else Lent.VALUES)
+        out_BSD = self._await_backward(out_BSD, shape if runs_fp8 else values)
         self._count_attention(x_BSD, out_BSD, is_recomputed=context.recompute_attention)
         return out_BSD
 
@@ -131,22 +132,22 @@ class TeLayer(nn.Module):
         def end_backward(grad: torch.Tensor) -> None:
             for weight in self.summed_in_products:
                 self.sink.add(weight, _sum_itself)
-            self.stored.set(Lent.NOTHING)
+            self.stored.hold(ParameterData.STORED_BITS)
 
         x_BSD.register_hook(end_backward)
         return x_BSD
 
-    def _await_backward(self, out_BSD: torch.Tensor, reads: Lent) -> torch.Tensor:
+    def _await_backward(self, out_BSD: torch.Tensor, reads: ParameterData) -> torch.Tensor:
         """Prepare sums and weights when the layer's backward pass begins; return the output.
 
-        `reads` is what its products then read of weights that are stored in few bits.
+        `reads` is what its products then read of weights that are stored in low precision.
         """
         if not self._has_backward:
             return out_BSD
 
         def begin_backward(grad: torch.Tensor) -> None:
             self.begin_products()
-            self.stored.set(reads)
+            self.stored.hold(reads)
 
         out_BSD.register_hook(begin_backward)
         return out_BSD.view_as(out_BSD)  # whose hooks, of the next layer, run before this one

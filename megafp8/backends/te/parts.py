@@ -22,7 +22,7 @@ from megafp8.fp8.scaling import Direction
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
-from megafp8.parallel.parts import Given, NativeParts, both
+from megafp8.parallel.parts import NativeParts, PartsArgs, both
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization
@@ -137,7 +137,7 @@ class TransformerEngineParts(NativeParts):
 
     def __init__(
         self,
-        given: Given,
+        parts_args: PartsArgs,
         *,
         region: TeRegion,
         te_scaling: TeScaling | None,
@@ -146,7 +146,7 @@ class TransformerEngineParts(NativeParts):
         user_buffers: bool = False,
         attention_in_fp8: AttentionInFp8 = "none",
     ) -> None:
-        super().__init__(given)
+        super().__init__(parts_args)
         self.region, self.te_scaling, self.device = region, te_scaling, device
         self.recipe, self.user_buffers = recipe, user_buffers
         self.attention_in_fp8 = attention_in_fp8

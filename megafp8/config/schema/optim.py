@@ -94,7 +94,7 @@ SUMMED_IN_FP8 = both(
 )
 """The need for ranks that sum gradients in FP8."""
 
-SHARDS_FEW_BITS = both(
+SHARDS_LOW_PRECISION = both(
     needs("model.optim.name", "distributed_fused_adam"),
     both(
         _stores(
@@ -109,7 +109,7 @@ SHARDS_FEW_BITS = both(
         SUMMED,
     ),
 )
-"""The need for a sharded optimizer with states in few bits."""
+"""The need for a sharded optimizer with states in low precision."""
 
 
 @dataclass
@@ -273,10 +273,10 @@ class Optim:
     )
     data_parallel_sharding_strategy: str = key(
         "optim",
-        "What `distributed_fused_adam` shards over replicas where states are in few bits, under "
-        "Megatron's names. `optim`: master weights and moments (ZeRO-1). `optim_grads`: summed "
-        "gradients too; a rank frees the others as soon as they were sent, in the backward pass of "
-        "the last microbatch of a step (ZeRO-2).",
+        "What `distributed_fused_adam` shards over replicas where states are in low precision, "
+        "under Megatron's names. `optim`: master weights and moments (ZeRO-1). `optim_grads`: "
+        "summed gradients too; a rank frees the others as soon as they were sent, in the backward "
+        "pass of the last microbatch of a step (ZeRO-2).",
         group="fp8_lm",
         valid=one_of(
             "optim",
@@ -285,27 +285,27 @@ class Optim:
             suggestion="Use optim or optim_grads; model.optim.name=fused_adam shards nothing, and "
             "model.fsdp=True shards FP32 parameters too",
         ),
-        needs=SHARDS_FEW_BITS,
+        needs=SHARDS_LOW_PRECISION,
     )
     shard_by: str = key(
         "tensors",
-        "What a rank owns where `distributed_fused_adam` shards states in few bits. `tensors`: "
-        "whole tensors with their scales, the largest first to the rank with the fewest elements. "
-        "`elements`: an equal number of elements, whose scales ranks agree on by amaxes. `auto`: "
-        "`elements` where the fullest rank would own over 10 % more than an equal share. The "
-        "stored numbers are the same, but for stochastic rounding and, once clipping acts, its "
-        "factor (1e-7).",
+        "What a rank owns where `distributed_fused_adam` shards states in low precision. "
+        "`tensors`: whole tensors with their scales, the largest first to the rank with the "
+        "fewest elements. `elements`: an equal number of elements, whose scales ranks agree on by "
+        "amaxes. `auto`: `elements` where the fullest rank would own over 10 % more than an equal "
+        "share. The stored numbers are the same, but for stochastic rounding and, once clipping "
+        "acts, its factor (1e-7).",
         group="fp8_lm",
         spec="optim.shard_by",
         valid=one_of("tensors", "elements", "auto"),
-        needs=SHARDS_FEW_BITS,
+        needs=SHARDS_LOW_PRECISION,
     )
     fp8_opt_level: str = key(
         "O0",
-        "FP8-LM's level: what is stored in few bits, with one scale a tensor. `O1`: the linears' "
-        "gradients in FP8, their weights in FP16, without another master. `O2`: the moments of all "
-        "parameters too, in FP8 and FP16. `O3`: also the linears' weights in FP8, beside FP16 "
-        "masters. See [fp8_lm.md](fp8_lm.md).",
+        "FP8-LM's level: what is stored in low precision, with one scale a tensor. `O1`: the "
+        "linears' gradients in FP8, their weights in FP16, without another master. `O2`: the "
+        "moments of all parameters too, in FP8 and FP16. `O3`: also the linears' weights in FP8, "
+        "beside FP16 masters. See [fp8_lm.md](fp8_lm.md).",
         group="fp8_lm",
         valid=one_of(*STATES_OF_LEVEL),
         needs=needs("model.fp8", True),

@@ -5,7 +5,7 @@
  * gradient).
  * decode: FP8 bytes back to the grid.
  * accumulate: a BF16 gradient into its FP32 sum.
- * scaled_adam, scaled_sum: over tensors stored in few bits (scaled_cpu.h).
+ * scaled_adam, scaled_sum: over tensors stored in low precision (scaled_cpu.h).
  *
  * Rounding without a cast instruction: for |y| <= MAX let e = max(exponent(y), EMIN). Adding
  * M = 1.5 * 2^(e + 23 - MB) puts the last FP8 mantissa bit at the last FP32 mantissa bit, so the

@@ -1,4 +1,4 @@
-/* Tensors stored in few bits with one scale: Adam's update over them, and sums of gradients.
+/* Tensors stored in low precision with one scale: Adam's update over them, and sums of gradients.
  *
  * The value of a stored element is number * dequant_scale. A tensor is read and written in blocks
  * that lie in the first-level cache as FP32, one vectorized loop for each number format. Nothing is
@@ -361,7 +361,7 @@ void megafp8_split_adam(const struct adam *a, int writes, float *amaxes) {
     store_amax(amaxes + 2, v_max);
 }
 
-/* total += x, where the total is stored in few bits: read, add, find the scale, write. Without
+/* total += x, where the total is stored in low precision: read, add, find the scale, write. Without
  * `adds` x overwrites. */
 INLINE void sum_block(const struct stored *total, const struct stored *x, int adds, float scale,
                       size_t begin, size_t n, float *sum) {

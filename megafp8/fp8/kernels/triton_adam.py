@@ -1,4 +1,4 @@
-"""Compute Adam's update over tensors stored in few bits, by the rule of `optim/scaled_adam.py`.
+"""Compute Adam's update over tensors in low precision, by the rule of `optim/scaled_adam.py`.
 
 The first kernel makes one pass over memory. A scale follows from the amax of all that is stored
 with it, which is known when the pass ends; so the pass writes with the scales of the last step and

@@ -27,7 +27,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.random import RandomStreams
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.parts import Given, NativeParts
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
@@ -266,16 +266,16 @@ def test_a_rank_s_share_is_ours(calls: Calls, rank: int, monkeypatch: pytest.Mon
         if name.startswith("transformer_engine") and "get_distributed_world_size" in vars(module):
             monkeypatch.setattr(module, "get_distributed_world_size", lambda group=None: 2)
     axis = Axis("tp", size=2, rank=rank, group=group)
-    given = Given(
+    parts_args = PartsArgs(
         spec=MODEL, dtype=torch.float32, seed=1234, streams=RandomStreams(1234, rank), tp=axis,
         sink=MainGradSink(), counter=GemmCounter(),
     )  # fmt: skip
-    in_sequence = dataclasses.replace(given, sequence_parallel=True)
+    in_sequence = dataclasses.replace(parts_args, sequence_parallel=True)
     parts = te_parts.TransformerEngineParts(
         in_sequence, region=TeRegion(te_names.load(), None, None), te_scaling=None,
         device=torch.device("cpu"), recipe=None,
     )  # fmt: skip
-    model, native = GPT(parts), GPT(NativeParts(given))
+    model, native = GPT(parts), GPT(NativeParts(parts_args))
     arguments = calls.named("make")[0]
     assert arguments["tp_group"] is group and arguments["tp_size"] == 2
     assert arguments["set_parallel_mode"] and arguments["sequence_parallel"]

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
-from megafp8.backends.te.lent import Lent
+from megafp8.backends.te.stored_weights import ParameterData
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import single_rank
@@ -342,23 +342,23 @@ def test_one_layers_fp32_gradients_are_held_at_a_time() -> None:
     assert held() == []
 
 
-def test_values_are_lent_where_they_are_read() -> None:
+def test_values_are_there_where_they_are_read() -> None:
     """In FP8 for the first microbatch of a step alone; in high precision for both passes; and a
     parameter has its stored bits otherwise."""
     rules = (ModuleRule("layers.1.*", HIGH_PRECISION),)
     state = at_level("O2", fp8=replace(DELAYED, modules=rules))
     in_fp8, in_bf16 = layers_in(state.model)
-    found: dict[int, list[Lent]] = {0: [], 1: []}
+    found: dict[int, list[ParameterData]] = {0: [], 1: []}
     for layer in (in_fp8, in_bf16):
-        put = layer.stored.set
+        put = layer.stored.hold
 
-        def noting(what: Lent, layer: TeLayer = layer, put: Any = put) -> None:
+        def noting(what: ParameterData, layer: TeLayer = layer, put: Any = put) -> None:
             put(what)
             found[layer.index].append(what)
 
-        layer.stored.set = noting  # type: ignore[method-assign]
+        layer.stored.hold = noting  # type: ignore[method-assign]
     forward_backward(state, [microbatch(0), microbatch(1)])
-    values, shape, nothing = Lent.VALUES, Lent.SHAPE, Lent.NOTHING
+    values, shape, nothing = ParameterData.VALUES, ParameterData.SHAPE, ParameterData.STORED_BITS
     assert found[0] == [values, nothing, *3 * [shape, nothing]]
     assert found[1] == 4 * [values, nothing]
     for param, own in masters_of(state).own_weights.items():

@@ -1,4 +1,4 @@
-"""Lend Transformer Engine's layers weights whose masters are stored in few bits (FP8-LM).
+"""Let Transformer Engine's layers read weights whose masters are stored in low precision (FP8-LM).
 
 Outside of a layer's passes each parameter has its master's stored bits, as those of our own linears
 have. So no other code needs to know whose layer it is, and no second copy of a weight stays.
@@ -16,15 +16,15 @@ from torch import nn
 from megafp8.fp8.scaled import ScaledTensor, resize_memory
 
 
-class Lent(IntEnum):
+class ParameterData(IntEnum):
     """Say what a parameter has: its stored bits, a shape in the compute dtype, or values in it."""
 
-    NOTHING = 0
+    STORED_BITS = 0
     SHAPE = 1
     VALUES = 2
 
 
-class LentWeights:
+class StoredWeights:
     """Puts values, or shapes without memory, in the place of stored weights while a layer runs.
 
     Transformer Engine reads a weight's values when it casts the weight, which is once in a step,
@@ -32,10 +32,10 @@ class LentWeights:
     """
 
     def __init__(self, stored: Mapping[nn.Parameter, ScaledTensor], dtype: torch.dtype) -> None:
-        """Lend the parameters of `stored`, rounded to the compute dtype `dtype`."""
+        """Prepare the parameters of `stored`; `dtype` is what the layer computes in."""
         self._stored = dict(stored)
         self._dtype = dtype
-        self._now = Lent.NOTHING
+        self._now = ParameterData.STORED_BITS
         self._shapes: dict[nn.Parameter, torch.Tensor] = {}
         for param in self._stored:
             shape = torch.empty(param.shape, dtype=dtype, device=param.device)
@@ -47,25 +47,26 @@ class LentWeights:
         return bool(self._stored)
 
     @contextmanager
-    def lent(self, what: Lent) -> Iterator[None]:
-        """Lend `what` inside the context, unless more has been lent before."""
+    def holding(self, what: ParameterData) -> Iterator[None]:
+        """Let the parameters have `what`, or more if they have it already, inside the context."""
         before = self._now
-        self.set(max(before, what))
+        self.hold(max(before, what))
         try:
             yield
         finally:
-            self.set(before)
+            self.hold(before)
 
     @torch.no_grad()
-    def set(self, what: Lent) -> None:
+    def hold(self, what: ParameterData) -> None:
         """Let the parameters have `what` from now on."""
         if what == self._now:
             return
         for param, stored in self._stored.items():
-            if what is Lent.NOTHING:
+            if what is ParameterData.STORED_BITS:
                 param.data = stored.payload
-            elif what is Lent.SHAPE:
+            elif what is ParameterData.SHAPE:
                 param.data = self._shapes[param]
             else:
+                # One rounding to what the layer computes in, as our own linears round them.
                 param.data = stored.values().to(self._dtype)
         self._now = what
