@@ -74,7 +74,8 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
 
     Values of NeMo's keys without effect are checked later, in the merged tree, since they may be
     interpolations. With `merge`, the entries of a dict are added to the dict in the tree, as Hydra
-    does; otherwise they replace it.
+    does; otherwise they replace it. A list and a dict for one key of NeMo's cannot be merged: the
+    later one replaces the earlier one.
     """
     if setting.key == UNDECIDED:
         return _undecided(setting)
@@ -94,7 +95,9 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
             raise ValueError
         OmegaConf.update(tree, setting.key, setting.value, merge=merge, force_add=key is None)
     except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-        assert key is not None
+        if key is None:
+            assert merge
+            return put_in(tree, setting, merge=False)
         reason = f"{_show(setting.value)} is not {key.type_text}"
         hint = f"Give {key.valid_text}"
         is_whole = isinstance(setting.value, float) and setting.value.is_integer()

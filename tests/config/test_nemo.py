@@ -187,6 +187,15 @@ def test_a_misspelt_inert_key_is_refused() -> None:
     assert the_problem("model.nsys_profile=5").reason == "is a section, not a value"
 
 
+def test_of_a_list_and_a_section_for_one_key_the_later_one_counts() -> None:
+    key = "exp_manager.early_stopping_callback_params"
+    for given in (["[]", "{patience:2}"], ["{patience:[1]}", "{patience:{a:1}}"]):
+        loaded = load_all([f"{key}={value}" for value in given])
+        (line,) = loaded.inert_lines()
+        assert given[-1] in line.replace(" ", "").replace("'", "")
+    assert the_problem(f"{key}={{patience:2}}", f"{key}=[1]").key == key
+
+
 NEEDED_SECTIONS = {
     "exp_manager", "model", "model.data", "model.optim", "model.optim.sched", "model.tokenizer",
     "trainer",
