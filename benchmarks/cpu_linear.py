@@ -112,7 +112,7 @@ def torchao(args: argparse.Namespace, inputs: dict[int, torch.Tensor], name: Rec
         for ins, outs in shapes(args.width)
     )
     config = torchao_linear.make_config(recipe_of(name), emulate=True)
-    model = torchao_linear.load().convert_to_float8_training(plain, config=config)
+    model = torchao_linear.import_torchao().convert_to_float8_training(plain, config=config)
 
     def step() -> float:
         model.zero_grad(set_to_none=True)

@@ -234,7 +234,7 @@ def report(
         "command": " ".join(["python", "benchmarks/cpu_step.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "bf16_products": "BF16" if cpu.FAST_AT_BF16 else f"FP32: {cpu.why_not()}",
+        "bf16_products": "BF16" if cpu.FAST_AT_BF16 else f"FP32: {cpu.why_slow_at_bf16()}",
         "casts": library().note.split(" (")[0],
         "imitation": {name: os.environ[name] for name in IMITATION if name in os.environ},
         "median_seconds": medians,

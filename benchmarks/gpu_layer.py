@@ -82,7 +82,7 @@ def state_of(
     spec = resolve(cfg, torch.cuda.is_available)
     spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=128))
     # `auto` is native here: only a run chooses Transformer Engine for it, where it begins.
-    choose.check(spec, device)
+    choose.check_backend(spec, device)
     return build(spec, single_rank(device))
 
 

@@ -30,7 +30,7 @@ from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.cast import spread as spread_scale
 from megafp8.fp8.engine import EMULATED, engine_of, unsupported
 from megafp8.fp8.gemm import GemmCounter, gemm
-from megafp8.fp8.quantizer import Need, Role
+from megafp8.fp8.quantizer import Role, WantsFp8
 from megafp8.fp8.scaling import ScalingState
 from megafp8.ops.scaled_mm import BLOCK, PACKED, Layout, scaled_mm
 from megafp8.specs import Fp8Recipe
@@ -196,7 +196,7 @@ def cast_row(device: torch.device, name: Any, role: Role, shape: Any, tiny: bool
         state.to(device)
         state.engine = engine
         tensor = quantizer.tensors[role]
-        run = partial(tensor.rule.operands, tensor, x, Need(True, True))
+        run = partial(tensor.rule.operands, tensor, x, WantsFp8(True, True))
         found.append(run()[0])
     same = all(same_tensor(a, b) for a, b in zip(*found, strict=True))
     times = spread(timed(run, device, 2, 2 if tiny else 20))

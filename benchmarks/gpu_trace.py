@@ -100,7 +100,7 @@ def main() -> None:
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     spec = spec_of(args)
     try:
-        choose.check(spec, device)
+        choose.check_backend(spec, device)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     state = build(spec, single_rank(device))

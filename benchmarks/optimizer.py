@@ -31,7 +31,7 @@ from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.masters import Masters
 from megafp8.optim.scaled_adam import kernel_name
 from megafp8.specs import OptimSpec, ScheduleSpec, StorageSpec
-from megafp8.specs.geometry import whole
+from megafp8.specs.geometry import whole_pieces
 
 WARM_UP = 20
 """Steps that are not measured: in the first ones the scales of the moments still change."""
@@ -71,7 +71,9 @@ def spec(storage: StorageSpec) -> OptimSpec:
 def weights(count: int, size: int, dtype: torch.dtype) -> list[nn.Parameter]:
     """Return `count` square matrices."""
     shape = (size, size)
-    return [parameter(shape, whole(f"w{i}", shape), normal(0.02, 1), dtype) for i in range(count)]
+    return [
+        parameter(shape, whole_pieces(f"w{i}", shape), normal(0.02, 1), dtype) for i in range(count)
+    ]
 
 
 def gradients(like: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -374,7 +374,7 @@ def write_json_atomically(path: Path, obj: object) -> None:
         write_atomically(path, json.dumps(obj, indent=1, sort_keys=True) + "\n")
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_json_object(path: Path) -> dict[str, object]:
     """Return the JSON object in `path`; raise `RunError` if it is missing, damaged or no object."""
     try:
         return read_object(path)

@@ -340,7 +340,7 @@ class Fields:
         return default
 
     def _refuse(self, key: str, value: object, wanted: str) -> NoReturn:
-        raise ForeignFileError(f"{key} is {shown(value)}, not {wanted}")
+        raise ForeignFileError(f"{key} is {shown_value(value)}, not {wanted}")
 
 
 def _within(value: float, bounds: Mapping[str, float]) -> bool:
@@ -348,7 +348,7 @@ def _within(value: float, bounds: Mapping[str, float]) -> bool:
     return all(holds[name](value, bound) for name, bound in bounds.items())
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """Return a value of a foreign file for a message: as JSON, shortened, in printable letters."""
     try:
         text = json.dumps(value)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from megafp8 import te_cpu
-from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, OLDEST, numbers_of
+from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, OLDEST, release_of
 from megafp8.te_cpu.wheel import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,7 +139,7 @@ def released_and_unknown() -> list[str]:
     if line is None:
         print("PyPI could not be asked for its releases")
     versions = line[1].split(", ") if line else []
-    return [v for v in versions if numbers_of(v) >= OLDEST and v not in HASHES]
+    return [v for v in versions if release_of(v) >= OLDEST and v not in HASHES]
 
 
 def tried_here(version: str) -> dict[str, str]:

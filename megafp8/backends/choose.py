@@ -64,7 +64,7 @@ def settle(spec: RunSpec, mesh: Mesh) -> RunSpec:
     return settled
 
 
-def check(spec: RunSpec, device: torch.device) -> None:
+def check_backend(spec: RunSpec, device: torch.device) -> None:
     """Raise `ConfigError` with all reasons where the asked backend cannot run here.
 
     Raises:
@@ -75,7 +75,7 @@ def check(spec: RunSpec, device: torch.device) -> None:
         raise ConfigError("model.fp8_backend", spec.precision.backend, "; ".join(reasons), hint)
 
 
-def make(
+def make_backend(
     spec: RunSpec, mesh: Mesh, streams: RandomStreams, sink: GradSink, counter: GemmCounter
 ) -> Backend:
     """Return the chosen backend, with its parts and its scaling state."""

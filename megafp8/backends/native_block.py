@@ -79,7 +79,7 @@ class FusedLayer(TransformerLayer):
             heads = heads_of(x_BSD.shape[0], sizes, context.rotary)
             if chain.can_run([link], heads):
                 x_TD = x_BSD.flatten(0, -2)
-                stream_TD, *parts = chain.run([link], x_TD, self.dtype, consumer=heads)
+                stream_TD, *parts = chain.run_chain([link], x_TD, self.dtype, consumer=heads)
                 return stream_TD.view(x_BSD.shape), self.attention.attend(QKV(*parts), context)
         qkv_BSF = self._run(link, x_BSD, lambda x: self.attention.qkv(self.attention_norm(x)))
         return x_BSD, self.attention.attend(qkv_BSF, context)
@@ -95,7 +95,7 @@ class FusedLayer(TransformerLayer):
             inner_BSF = self._run(first, stream_BSD, lambda x: self.mlp.fc1(self.mlp_norm(x)))
             return stream_BSD, self._run(second, inner_BSF, self.mlp.contract)
         flat_TD, addend_TD = x_BSD.flatten(0, -2), addend_BSD.flatten(0, -2)
-        stream_TD, out_TF = chain.run(links, flat_TD, self.dtype, addend_TX=addend_TD)
+        stream_TD, out_TF = chain.run_chain(links, flat_TD, self.dtype, addend_TX=addend_TD)
         out_BSF = _like(out_TF, x_BSD)
         out_BSD = self.mlp.contract(out_BSF) if second is None else out_BSF
         return stream_TD.view(x_BSD.shape), out_BSD
@@ -106,7 +106,7 @@ class FusedLayer(TransformerLayer):
         """Return what `link` makes of x, or `apart`, which computes it without a chain."""
         if link is None or not chain.can_run([link]):
             return apart(x_BSF)
-        return _like(chain.run([link], x_BSF.flatten(0, -2), self.dtype)[1], x_BSF)
+        return _like(chain.run_chain([link], x_BSF.flatten(0, -2), self.dtype)[1], x_BSF)
 
     def _after_norm(self, norm: nn.Module, linear: nn.Module) -> Link:
         assert isinstance(norm, Norm) and isinstance(linear, Linear)

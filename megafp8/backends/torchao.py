@@ -44,7 +44,7 @@ TRAITS = BACKENDS["torchao"]
 INSTALL = "Install `torchao`, or use model.fp8_backend=native"
 
 
-def load() -> ModuleType:
+def import_torchao() -> ModuleType:
     """Import `torchao.float8` without the messages that it logs at its import.
 
     They concern kernels that it cannot load and enums that torch knows by now, not the run.
@@ -67,7 +67,7 @@ def version() -> str:
     return importlib.metadata.version("torchao")
 
 
-def why_not(recipe: Fp8Recipe, device: torch.device) -> str | None:
+def why_torchao_cannot(recipe: Fp8Recipe, device: torch.device) -> str | None:
     """Return why torchao cannot run this recipe here, or None where it can."""
     try:
         found = version()
@@ -91,7 +91,7 @@ def make_config(recipe: Fp8Recipe, *, emulate: bool) -> Any:
     It starts from torchao's recipe of that name; formats, power-of-two scales, accumulation,
     padding and GEMMs in high precision are then what our recipe says.
     """
-    float8 = load()
+    float8 = import_torchao()
     config = importlib.import_module("torchao.float8.config")
     named = float8.Float8LinearConfig.from_recipe_name(
         find_recipe(recipe.name).traits.backends["torchao"]
@@ -156,7 +156,7 @@ class TorchaoLinear(nn.Module):
         out_features, in_features = weight_OI.shape
         plain = nn.Linear(in_features, out_features, bias=False, device="meta")
         plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
-        self.linear: nn.Linear = load().convert_to_float8_training(plain, config=config)
+        self.linear: nn.Linear = import_torchao().convert_to_float8_training(plain, config=config)
         self.counter, self.fp8_in_evaluation = counter, fp8_in_evaluation
         self.witness = witness
         self.weight_form: GatheredFp8 | None = None  # None if the weight crosses ranks as it is
@@ -296,7 +296,7 @@ class TorchaoBackend(NativeBackend):
     @classmethod
     def why_not(cls, spec: RunSpec, device: torch.device) -> Iterable[str]:
         recipe = spec.precision.fp8
-        reason = "torchao runs FP8 alone" if recipe is None else why_not(recipe, device)
+        reason = "torchao runs FP8 alone" if recipe is None else why_torchao_cannot(recipe, device)
         return () if reason is None else (reason,)
 
     def describe(self) -> str:

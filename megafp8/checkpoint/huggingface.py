@@ -26,7 +26,7 @@ from megafp8.config.keys import (
     MAX_WIDTH,
 )
 from megafp8.errors import CheckpointError, UserError
-from megafp8.foreign import Fields, ForeignFileError, shown
+from megafp8.foreign import Fields, ForeignFileError, shown_value
 from megafp8.specs import GPTSpec
 
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "squared-relu": "relu2"}
@@ -170,7 +170,7 @@ def from_config(config: dict[str, Any], file: Path) -> GPTSpec:
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(file, str(error), "Give the config.json of a model") from error
     hint = "Models of type gpt2 and llama can be imported"
-    raise CheckpointError(file, f"model_type is {shown(kind)}", hint)
+    raise CheckpointError(file, f"model_type is {shown_value(kind)}", hint)
 
 
 def _from_gpt2(c: Fields, file: Path) -> GPTSpec:
@@ -211,7 +211,7 @@ def _from_llama(c: Fields, file: Path) -> GPTSpec:
     rope_type = rope.tree.get("rope_type", rope.tree.get("type", "default"))
     if rope_type not in ("default", "linear"):
         hint = "Models with rope_type default or linear can be imported"
-        raise CheckpointError(file, f"rope_type is {shown(rope_type)}", hint)
+        raise CheckpointError(file, f"rope_type is {shown_value(rope_type)}", hint)
     heads = c.whole("num_attention_heads", 1, MAX_HEADS)
     groups = c.whole("num_key_value_heads", 1, MAX_HEADS, None) or heads
     _divides(c, "num_key_value_heads", groups, "num_attention_heads", heads)
@@ -248,7 +248,9 @@ def _from_llama(c: Fields, file: Path) -> GPTSpec:
 
 def _divides(c: Fields, key: str, small: int, of: str, large: int) -> None:
     if large % small:
-        raise ForeignFileError(f"{key} is {shown(c.tree.get(key))}, which does not divide {of}")
+        raise ForeignFileError(
+            f"{key} is {shown_value(c.tree.get(key))}, which does not divide {of}"
+        )
 
 
 def end_of_text(config: dict[str, Any], file: Path) -> int | None:
@@ -271,7 +273,7 @@ def end_of_text(config: dict[str, Any], file: Path) -> int | None:
 def _only(file: Path, config: Fields, key: str, fits: bool) -> None:
     if not fits:
         hint = "megafp8 has no such model; import one without this setting"
-        raise CheckpointError(file, f"{key} is {shown(config.tree.get(key))}", hint)
+        raise CheckpointError(file, f"{key} is {shown_value(config.tree.get(key))}", hint)
 
 
 def mapping(spec: GPTSpec) -> Iterator[Mapped]:

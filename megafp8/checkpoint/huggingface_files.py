@@ -29,7 +29,7 @@ from megafp8.files import (
     put,
     write_json_atomically,
 )
-from megafp8.foreign import MIB, Fields, ForeignFileError, member, read_object, shown
+from megafp8.foreign import MIB, Fields, ForeignFileError, member, read_object, shown_value
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"
@@ -253,7 +253,8 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     files: dict[object, Path] = {}
     for name, value in names.items():
         if not isinstance(value, str) or Path(value).name != value or "\0" in value:
-            reason = f"{shown(name)} is in {shown(value)}, which is not a file name without folders"
+            file = shown_value(value)
+            reason = f"{shown_value(name)} is in {file}, which is not a file name without folders"
             raise CheckpointError(index, reason, "Download it again")
         if value not in files:
             files[value] = _member(folder, value) or folder / value

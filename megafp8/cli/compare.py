@@ -18,21 +18,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.compare_runs import Job, run_all
+from megafp8.cli.compare_runs import ComparedJob, run_all
 from megafp8.cli.compare_settings import (
     BASELINE,
     GIVEN,
     Comparison,
+    ComparisonBase,
     Configuration,
-    Source,
     comparison,
 )
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.own_recipes import TRUST
 from megafp8.errors import ExitCode, RunError
-from megafp8.files import read_json, to_json, write_atomically, write_json_atomically
-from megafp8.report.comparison import Outcome, comparison_page, outcome, table, worst
+from megafp8.files import read_json_object, to_json, write_atomically, write_json_atomically
+from megafp8.report.comparison import Outcome, comparison_page, comparison_table, outcome, worst
 from megafp8.report.record import RunRecord, read_run
 from megafp8.report.verdict import Pair
 from megafp8.report.writer import REPORT_FILE, require_page
@@ -84,13 +84,13 @@ def compare(options: argparse.Namespace) -> int:
     Raises:
         UserError: The settings are refused, are the baseline's, or a run of the baseline failed.
     """
-    source = Source(options.config_dir, options.config_name, options.trusts_recipes)
+    source = ComparisonBase(options.config_dir, options.config_name, options.trusts_recipes)
     compared = comparison(options.overrides, options.base, source)
     seeds = options.seeds or [int(str(compared.others[0].values["model.seed"]))]
     out = options.out or Path("compare") / compared.identity[:8]
     _claim(out, compared)
     jobs = [
-        Job(c.label, seed, (*source.options, *c.overrides), out / f"{c.label}-{seed}")
+        ComparedJob(c.label, seed, (*source.options, *c.overrides), out / f"{c.label}-{seed}")
         for seed in seeds
         for c in compared.configurations
     ]
@@ -120,7 +120,7 @@ def _claim(out: Path, compared: Comparison) -> None:
         RunError: The directory has runs of other configurations, or cannot be written.
     """
     file = out / INPUT_FILE
-    known = read_json(file) if file.exists() else None
+    known = read_json_object(file) if file.exists() else None
     if known is not None and known.get("configurations") == compared.identity:
         return
     before = known.get("labels", ()) if known is not None else ()
@@ -146,7 +146,7 @@ def _claim(out: Path, compared: Comparison) -> None:
 # ---- the report
 
 
-def _refuse_failures(codes: Mapping[Job, int]) -> None:
+def _refuse_failures(codes: Mapping[ComparedJob, int]) -> None:
     """Raise where a failure says nothing about the losses.
 
     Raises:
@@ -162,7 +162,7 @@ def _refuse_failures(codes: Mapping[Job, int]) -> None:
             )
 
 
-def _left_a_run(job: Job) -> bool:
+def _left_a_run(job: ComparedJob) -> bool:
     try:
         read_run(job.directory)
     except RunError:
@@ -174,7 +174,7 @@ def _outcome(
     other: Configuration,
     compared: Comparison,
     runs: Runs,
-    codes: Mapping[Job, int],
+    codes: Mapping[ComparedJob, int],
     tolerance: float,
 ) -> Outcome:
     """Return the verdict on one configuration."""
@@ -217,7 +217,7 @@ def _report(outcomes: Sequence[Outcome], compared: Comparison, runs: Runs, out: 
     for o in outcomes:
         print(f"verdict: {o.sentence}")
     if len(outcomes) > 1:
-        print("\n" + "\n".join(table(outcomes)))
+        print("\n" + "\n".join(comparison_table(outcomes)))
     sys.stdout.flush()
     return {"worse": WORSE, "undecided": UNDECIDED}.get(word, int(ExitCode.FINISHED))
 

@@ -18,7 +18,7 @@ from megafp8.report.record import read_run
 
 
 @dataclass(frozen=True)
-class Job:
+class ComparedJob:
     """Name one run: the configuration, the seed, its settings and its directory."""
 
     label: str
@@ -28,8 +28,8 @@ class Job:
 
 
 def run_all(
-    jobs: Sequence[Job], at_once: int, check: Callable[[], None] = lambda: None
-) -> dict[Job, int]:
+    jobs: Sequence[ComparedJob], at_once: int, check: Callable[[], None] = lambda: None
+) -> dict[ComparedJob, int]:
     """Run the jobs that have not finished; return exit codes. No job starts after a signal.
 
     `check` is called before each job, which does not start if it raises.
@@ -37,10 +37,10 @@ def run_all(
     After Ctrl-C every job that has not finished has the code of an interruption, also one that had
     not begun to train and therefore could not save.
     """
-    codes: dict[Job, int] = {}
+    codes: dict[ComparedJob, int] = {}
     stopped: list[bool] = []
 
-    def run(job: Job) -> None:
+    def run(job: ComparedJob) -> None:
         if stopped:
             codes[job] = int(ExitCode.SAVED_ON_SIGNAL)
             return
@@ -61,7 +61,7 @@ def run_all(
     return codes
 
 
-def _run(job: Job, *, quiet: bool) -> int:
+def _run(job: ComparedJob, *, quiet: bool) -> int:
     name = f"{job.label}, seed {job.seed}"
     if job.directory.is_dir() and read_run(job.directory).status == "finished":
         print(f"{name}: finished before, in {job.directory}", flush=True)

@@ -43,7 +43,7 @@ STORED = tuple(
 
 
 @dataclass(frozen=True)
-class Source:
+class ComparisonBase:
     """Say which YAML the settings of a comparison are added to, and whether recipes of files run.
 
     Attributes:
@@ -157,7 +157,7 @@ class Comparison:
         return hashlib.sha256(to_json([*trees, files] if files else trees).encode()).hexdigest()
 
 
-def comparison(given: Sequence[str], replaced: Sequence[str], source: Source) -> Comparison:
+def comparison(given: Sequence[str], replaced: Sequence[str], source: ComparisonBase) -> Comparison:
     """Return what a command line compares.
 
     Args:
@@ -193,7 +193,7 @@ def comparison(given: Sequence[str], replaced: Sequence[str], source: Source) ->
 # ---- several configurations
 
 
-def _choices(given: Sequence[str], source: Source) -> list[dict[str, str]]:
+def _choices(given: Sequence[str], source: ComparisonBase) -> list[dict[str, str]]:
     """Return the values of each configuration for the settings that have several, as typed."""
     directories = find_source(source.config_dir, source.config_name).directories
     parsed, problems = parse_overrides(given, directories, multirun=True)
@@ -332,7 +332,9 @@ def _recipes(values: Mapping[str, object]) -> set[str]:
     return {str(values[RECIPE]), *(rule.precision for rule in rules)} - {HIGH_PRECISION}
 
 
-def _baseline(given: Sequence[str], replaced: Sequence[str], source: Source) -> tuple[str, ...]:
+def _baseline(
+    given: Sequence[str], replaced: Sequence[str], source: ComparisonBase
+) -> tuple[str, ...]:
     """Return the overrides of the baseline: without presets and settings that only FP8 has."""
     changes = {text.partition("=")[0]: text for text in replaced}
     loaded = source.load(given)
@@ -372,7 +374,7 @@ def _gpu_available() -> bool:
     return torch.cuda.is_available()
 
 
-def _with_health(given: Sequence[str], source: Source) -> tuple[str, ...]:
+def _with_health(given: Sequence[str], source: ComparisonBase) -> tuple[str, ...]:
     """Return the setting that measures what each tensor loses, if the run can have it.
 
     With CUDA graphs logged steps would then not be replayed, and take another time.

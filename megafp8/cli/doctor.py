@@ -56,7 +56,7 @@ SELF_TEST_SECONDS = 300  # the longest that one of its two runs may take
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachinePart:
     """Hold what was found out about one part of the machine; `gives` is empty if it is there."""
 
     part: str
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--disk", type=Path, default=Path(), help="the folder to measure (.)")
     options = parser.parse_args(argv)
-    found = list(findings(options.disk))
+    found = list(examine_machine(options.disk))
     width = max(len(finding.part) for finding in found)
     for finding in found:
         mark = " " if finding.is_there else "-"
@@ -88,10 +88,10 @@ def main(argv: Sequence[str]) -> int:
     return int(ExitCode.CRASHED if problem else ExitCode.FINISHED)
 
 
-def findings(disk: Path) -> Iterator[Finding]:
+def examine_machine(disk: Path) -> Iterator[MachinePart]:
     """Yield what this machine has, part by part; no part that fails ends the others."""
-    parts: tuple[tuple[str, Callable[[], Finding]], ...] = (
-        ("megafp8", lambda: Finding("megafp8", _own_version())),
+    parts: tuple[tuple[str, Callable[[], MachinePart]], ...] = (
+        ("megafp8", lambda: MachinePart("megafp8", _own_version())),
         ("torch", _torch),
         ("GPU", _gpu),
         ("NCCL", _nccl),
@@ -105,7 +105,7 @@ def findings(disk: Path) -> Iterator[Finding]:
             yield look()
         except Exception as error:  # a broken driver or package is a finding, not a crash
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            yield Finding(name, f"cannot be examined ({reason})", is_there=False)
+            yield MachinePart(name, f"cannot be examined ({reason})", is_there=False)
     for package, gives in PACKAGES:
         yield _package(package, gives)
 
@@ -119,13 +119,13 @@ def _own_version() -> str:
     return f"{__version__} in {where}, Python {platform.python_version()}"
 
 
-def _torch() -> Finding:
+def _torch() -> MachinePart:
     import torch
 
-    return Finding("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    return MachinePart("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
 
 
-def _gpu() -> Finding:
+def _gpu() -> MachinePart:
     import torch
 
     if torch.cuda.is_available():
@@ -133,13 +133,13 @@ def _gpu() -> Finding:
         major, minor = device.major, device.minor
         fp8 = "FP8 tensor cores" if (major, minor) >= (8, 9) else "no FP8 tensor cores"
         text = f"{torch.cuda.device_count()} x {device.name}, {format_bytes(device.total_memory)}"
-        return Finding("GPU", f"{text}, compute capability {major}.{minor}, {fp8}; {_driver()}")
+        return MachinePart("GPU", f"{text}, compute capability {major}.{minor}, {fp8}; {_driver()}")
     text = "PyTorch finds none"
     if shutil.which("nvidia-smi"):
         build = "a CPU build" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
         text += f", although nvidia-smi is here ({_driver()}); torch is {build}"
     gives = "FP8 products on tensor cores; here they are emulated, with the same numbers"
-    return Finding("GPU", text, is_there=False, gives=gives)
+    return MachinePart("GPU", text, is_there=False, gives=gives)
 
 
 def _driver() -> str:
@@ -156,15 +156,17 @@ def _driver() -> str:
     return f"driver {lines[0]}" if lines else "the driver does not answer"
 
 
-def _nccl() -> Finding:
+def _nccl() -> MachinePart:
     import torch
 
     if torch.cuda.is_available() and torch.distributed.is_nccl_available():
-        return Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
-    return Finding("NCCL", "not usable", is_there=False, gives="several GPUs (CPU ranks use gloo)")
+        return MachinePart("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    return MachinePart(
+        "NCCL", "not usable", is_there=False, gives="several GPUs (CPU ranks use gloo)"
+    )
 
 
-def _cpu() -> Finding:
+def _cpu() -> MachinePart:
     from megafp8.ops import cpu
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -172,25 +174,25 @@ def _cpu() -> Finding:
     levels = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
     text = f"{cores} cores, {', '.join(levels) or platform.machine()}"
     if cpu.FAST_AT_BF16:
-        return Finding("CPU", f"{text}: fast BF16 products")
+        return MachinePart("CPU", f"{text}: fast BF16 products")
     hint = "fast products of BF16 values; here they run in FP32 and are rounded once"
-    return Finding("CPU", f"{text}; {cpu.why_not()}", is_there=False, gives=hint)
+    return MachinePart("CPU", f"{text}; {cpu.why_slow_at_bf16()}", is_there=False, gives=hint)
 
 
-def _compiler() -> Finding:
+def _compiler() -> MachinePart:
     for name in (os.environ.get("CC", ""), "cc", "gcc", "clang"):
         if name and shutil.which(name):
-            return Finding("C compiler", str(shutil.which(name)))
+            return MachinePart("C compiler", str(shutil.which(name)))
     gives = "fast FP8 casts on CPUs; without it torch makes the same casts more slowly"
-    return Finding("C compiler", "none", is_there=False, gives=gives)
+    return MachinePart("C compiler", "none", is_there=False, gives=gives)
 
 
-def _memory() -> Finding:
+def _memory() -> MachinePart:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Finding("memory", format_bytes(total))
+    return MachinePart("memory", format_bytes(total))
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> MachinePart:
     """Measure how fast a checkpoint could be written there: bytes that reach the disk."""
     free = shutil.disk_usage(folder).free
     block = os.urandom(1 << 20)
@@ -202,19 +204,19 @@ def _disk(folder: Path) -> Finding:
         os.fsync(file.fileno())
         seconds = time.perf_counter() - began
     rate = format_bytes(DISK_BYTES / seconds)
-    return Finding("disk", f"{format_bytes(free)} free in {folder.absolute()}, writes {rate}/s")
+    return MachinePart("disk", f"{format_bytes(free)} free in {folder.absolute()}, writes {rate}/s")
 
 
-def _package(name: str, gives: str) -> Finding:
+def _package(name: str, gives: str) -> MachinePart:
     if name == "apex" and not _is_nvidias_apex():
-        return Finding(name, "not installed", is_there=False, gives=gives)
+        return MachinePart(name, "not installed", is_there=False, gives=gives)
     try:
-        return Finding(name, version(name))
+        return MachinePart(name, version(name))
     except PackageNotFoundError:
         pass
     if importlib.util.find_spec(name.replace("-", "_")) is not None:
-        return Finding(name, "installed")
-    return Finding(name, "not installed", is_there=False, gives=gives)
+        return MachinePart(name, "installed")
+    return MachinePart(name, "not installed", is_there=False, gives=gives)
 
 
 def _is_nvidias_apex() -> bool:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.train import dryrun
     from megafp8.train.build import check_on_cpu
 
-    directory.check(spec)
+    directory.check_directory(spec)
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
             "hardware",
@@ -100,14 +100,14 @@ def main(argv: Sequence[str]) -> int:
             "Simulate fewer replicas of the model; megafp8 plan counts them all",
         )
     check_on_cpu(spec)
-    spec, whose = with_vocabulary(spec, options.vocab_size, loaded.origins)
+    spec, whose = with_known_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:
         print(line)
     layout = dryrun.whole_layout(spec)
     print("\n".join([*job_lines(spec, layout, whose), device_line(spec, asked)]))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
-    print("\n".join(["", *table(spec, shares)]))
+    print("\n".join(["", *memory_table(spec, shares)]))
     if hardware is not None:
         print(fits(shares, hardware))
     if options.shapes:
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
-def with_vocabulary(
+def with_known_vocabulary(
     spec: RunSpec, vocab_size: int | None, origins: Mapping[str, str]
 ) -> tuple[RunSpec, str]:
     """Return the run with the vocabulary's padded size, and words that say whose vocabulary it is.
@@ -226,7 +226,7 @@ def device_line(spec: RunSpec, asked: str) -> str:
     return f"memory: that of ranks on {device} ({why}; trainer.accelerator={other} {count})"
 
 
-def table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
+def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     """Yield the lines of a table of memory, with a column for each rank."""
     rows: list[tuple[str, list[str]]] = [
         ("", [f"rank {share.rank}" for share in shares]),

@@ -15,7 +15,7 @@ from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
 from megafp8.files import whole_folder
-from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets_in_files
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
@@ -62,7 +62,7 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     checkpoint = find_checkpoint(run, say)
     reader = Reader(checkpoint)
     spec, home = shape_of(reader), home_of(checkpoint)
-    refuse_secrets(home)
+    refuse_secrets_in_files(home)
     tokenizer = find_tokenizer(home)
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)

@@ -57,11 +57,11 @@ def main(argv: Sequence[str]) -> int:
         "--dtype", choices=DTYPES, help="dtype of the computation (the run's, without FP8)"
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:1 (the GPU if there is one)")
-    run(parser.parse_args(argv))
+    generate_text(parser.parse_args(argv))
     return ExitCode.FINISHED
 
 
-def run(options: argparse.Namespace) -> None:
+def generate_text(options: argparse.Namespace) -> None:
     """Load the model, and print the prompt and its continuation.
 
     Raises:

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from megafp8.config.groups import GROUPS
 from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
-from megafp8.config.layers import DEFAULT_CONFIG, conf_dir, find_source, layers_of
+from megafp8.config.layers import DEFAULT_CONFIG, compose_layers, conf_dir, find_source
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.rows import condition_text
@@ -240,7 +240,7 @@ def differing_keys() -> list[Key]:
 def default_values(job: str = DEFAULT_CONFIG) -> dict[str, Any]:
     """Return every key's value in a job of conf/, with interpolations as they are written."""
     values = {path: key.default for path, key in all_keys().items()}
-    for layer in layers_of(find_source(None, job), []):
+    for layer in compose_layers(find_source(None, job), []):
         values |= {setting.key: setting.value for setting in layer.settings}
     return values
 

@@ -125,7 +125,7 @@ def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[s
     def run(argv: Sequence[str]) -> int:
         open_streams()
         try:
-            refuse_secrets(argv)
+            refuse_secrets_in_command(argv)
             code = main(argv)
             return code or show("")
         except UserError as error:
@@ -287,7 +287,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     )
 
 
-def refuse_secrets(words: Sequence[str]) -> None:
+def refuse_secrets_in_command(words: Sequence[str]) -> None:
     """Raise if the words of a command line, or the current folder, hold a secret.
 
     Paths and words of the command are recorded in files and shown in lists of processes; a path

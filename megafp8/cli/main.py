@@ -18,7 +18,7 @@ from megafp8.cli.job import (
     app_info,
     open_streams,
     parse_options,
-    refuse_secrets,
+    refuse_secrets_in_command,
     report_error,
     resolved_table,
     show,
@@ -54,7 +54,7 @@ def run_app(
     """
     open_streams()
     try:
-        refuse_secrets(argv)
+        refuse_secrets_in_command(argv)
         options = replace(parse_options(argv, config_name), gpu_available=gpu_available)
         if options.show_help:
             return show(help_page(prog, options.overrides, config_name))

@@ -18,12 +18,12 @@ from megafp8.cli.plan_text import (
     PARTS,
     USABLE,
     Plan,
-    describe,
+    describe_plan,
     layout_notes,
     listed,
     memory_rows,
     num_params,
-    shown,
+    shown_ranks,
 )
 from megafp8.config.checks import check_values
 from megafp8.config.keys import MAX_VOCABULARY
@@ -73,7 +73,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="the tokenizer's size")
     parser.add_argument(
-        "--tokens", type=tokens_of, metavar="N", help="tokens of the whole training: 3e11 or 300B"
+        "--tokens",
+        type=parse_tokens,
+        metavar="N",
+        help="tokens of the whole training: 3e11 or 300B",
     )
     parser.add_argument("--search", action="store_true", help="list the best layouts as well")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -101,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
             needed = format_bytes(plan.largest.total)
             instead = f"The layout that was asked for DOES NOT FIT: its largest rank needs {needed}"
             plan = make_plan(found[0].spec, hardware)
-    lines = [*describe(plan, asked.vocabulary, options.tokens), *listed(found)]
+    lines = [*describe_plan(plan, asked.vocabulary, options.tokens), *listed(found)]
     if instead:
         lines = [instead, "This is the plan of the best layout:", "", *lines]
     if options.page is not None:
@@ -113,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.FINISHED if plan.fits or found else DOES_NOT_FIT
 
 
-def tokens_of(text: str) -> float:
+def parse_tokens(text: str) -> float:
     """Return a number of tokens, which may end with k, M, B, G or T.
 
     Raises:
@@ -135,7 +138,7 @@ def best_layouts(spec: RunSpec, hardware: Hardware) -> list[Found]:
     Of layouts that differ in the number of stages a rank alone, the fastest one is returned.
     """
     accepted: list[Found] = []
-    values, seen = settings_of(spec), []
+    values, seen = resolved_settings(spec), []
     for layout in search(spec, hardware, usable=USABLE):
         settings = layout.settings()
         ranks = {key: value for key, value in settings.items() if key not in STAGE_KEYS}
@@ -147,7 +150,7 @@ def best_layouts(spec: RunSpec, hardware: Hardware) -> list[Found]:
     return accepted
 
 
-def settings_of(spec: RunSpec) -> dict[str, Any]:
+def resolved_settings(spec: RunSpec) -> dict[str, Any]:
     """Return the resolved settings of a run by their dotted names."""
     values: dict[str, Any] = {}
     for path in all_keys():
@@ -160,10 +163,10 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
 
 def is_hardware(word: str) -> bool:
     """Whether a word of the command line is about the hardware."""
-    return key_of(word).partition(".")[0] == "hardware"
+    return key_of_word(word).partition(".")[0] == "hardware"
 
 
-def key_of(word: str) -> str:
+def key_of_word(word: str) -> str:
     """Return the key that a word of the command line sets."""
     return word.partition("=")[0].lstrip("+")
 
@@ -205,9 +208,9 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         UserError: The run would be refused, or is to run on a CPU.
     """
     for word in words:
-        if key_of(word) == ACCELERATOR and word.endswith("=cpu"):
+        if key_of_word(word) == ACCELERATOR and word.endswith("=cpu"):
             raise ConfigError(ACCELERATOR, "cpu", "a plan is for GPUs", "Leave it out")
-    others = [word for word in words if key_of(word) != ACCELERATOR]
+    others = [word for word in words if key_of_word(word) != ACCELERATOR]
     given = parse_options(others)
     if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCABULARY:
         reason = f"is not a size from 1 to {MAX_VOCABULARY}"
@@ -237,12 +240,12 @@ def spec_without_layout(words: Sequence[str], vocab_size: int | None, refusal: U
     Raises:
         UserError: `refusal`, where more than the layout is refused.
     """
-    keys = {key_of(word): word.partition("=")[2] for word in words}
+    keys = {key_of_word(word): word.partition("=")[2] for word in words}
     nodes, devices = keys.get(NODES, "1"), keys.get(DEVICES, "")
     if not (nodes.isdecimal() and devices.isdecimal()):
         raise refusal
     replaced = {*LAYOUT_KEYS, NODES, DEVICES}
-    others = [word for word in words if key_of(word) not in replaced]
+    others = [word for word in words if key_of_word(word) not in replaced]
     try:
         asked = spec_of([*others, f"{DEVICES}={keys.get(CONTEXT, 1)}"], vocab_size)
     except UserError:
@@ -322,7 +325,7 @@ def write_page(plan: Plan, lines: Sequence[str], path: Path) -> None:
             f"stage rank {rank.pipeline_rank}": {
                 name: values[place] for name, values in memory_rows(plan)
             }
-            for place, rank in enumerate(shown(plan))
+            for place, rank in enumerate(shown_ranks(plan))
         },
         limit=plan.hardware.memory_bytes,
         times={

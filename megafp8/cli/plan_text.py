@@ -114,7 +114,7 @@ def _why_unpredicted(recipe: Recipe, hardware: Hardware) -> str | None:
     return None
 
 
-def describe(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:
+def describe_plan(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:
     """Return the lines of the plan; `vocabulary` says whose it is, if it was not given."""
     spec, hardware = plan.spec, plan.hardware
     model, parallel, train = spec.model, spec.parallel, spec.train
@@ -186,7 +186,7 @@ def num_params(plan: Plan) -> int:
 
 def memory_rows(plan: Plan) -> list[tuple[str, list[int]]]:
     """Return the rows of the memory table, one figure for each pipeline rank that is shown."""
-    ranks = shown(plan)
+    ranks = shown_ranks(plan)
     kind = "FP32 " if plan.spec.optim.storage.is_plain else ""
     rows = [
         ("weights", [r.held.weights for r in ranks]),
@@ -205,7 +205,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, list[int]]]:
     return [(name, values) for name, values in rows if any(values)]
 
 
-def shown(plan: Plan) -> list[RankMemory]:
+def shown_ranks(plan: Plan) -> list[RankMemory]:
     """Return the first, the middle and the last pipeline rank."""
     last = len(plan.ranks) - 1
     return [plan.ranks[place] for place in sorted({0, last // 2, last})]
@@ -213,7 +213,7 @@ def shown(plan: Plan) -> list[RankMemory]:
 
 def memory_table(plan: Plan) -> Iterator[str]:
     """Return the table of bytes, and whether they fit."""
-    ranks = shown(plan)
+    ranks = shown_ranks(plan)
     rows = [(name, [format_bytes(value) for value in values]) for name, values in memory_rows(plan)]
     rows.append(("in all", [format_bytes(rank.total) for rank in ranks]))
     titles = [f"stage rank {rank.pipeline_rank}" for rank in ranks]

@@ -3,7 +3,7 @@
 megafp8 recipe table
 megafp8 recipe check NAME
 
-`table` says what each recipe is and which GPUs run it. `check` runs a recipe's rule with small
+`recipe_table` says what each recipe is and which GPUs run it. `check` runs a rule with small
 matrices. NAME is a built-in recipe, an installed one, FILE.py:Class or package.module:Class; the
 code that it names is run.
 """
@@ -31,12 +31,12 @@ def main(argv: Sequence[str]) -> int:
     check.add_argument("name", metavar="NAME", help="the recipe's name, file or module")
     options = parser.parse_args(argv)
     if options.action == "table":
-        show(table())
+        show(recipe_table())
         return int(ExitCode.FINISHED)
     return _check(options.name)
 
 
-def table() -> str:
+def recipe_table() -> str:
     """Return what each built-in recipe is and what runs it on each GPU, as Markdown."""
     head = ("recipe", "numbers", "a scale for", "FP8 gathers", "FP8 weights alone", *GPUS)
     rows = [head, ("---",) * len(head), *map(_row, RECIPES)]

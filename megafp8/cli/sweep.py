@@ -28,11 +28,11 @@ from megafp8.cli.job import Options, Task, app_info, report_error
 from megafp8.cli.sweep_limits import sweeper_problems
 from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.cli.sweep_results import (
-    Job,
     Result,
+    SweepJob,
     print_results,
     read_result,
-    refuse_foreign,
+    refuse_foreign_sweep,
     result_of,
     why_foreign,
 )
@@ -73,13 +73,13 @@ class Sweep:
     recipes_given: frozenset[str]  # the names of code on the command line itself
     results: dict[int, Result] = field(default_factory=dict)
 
-    def job(self, num: int, overrides: Sequence[str], config: Any) -> Job:
+    def job(self, num: int, overrides: Sequence[str], config: Any) -> SweepJob:
         """Return a job with the directory that Hydra's settings give it."""
         with open_dict(config):
             config.hydra.job.num = num
-        return Job(num, tuple(overrides), _directory(config.hydra))
+        return SweepJob(num, tuple(overrides), _directory(config.hydra))
 
-    def launch(self, launcher: Launcher, jobs: Sequence[Job]) -> list[JobReturn]:
+    def launch(self, launcher: Launcher, jobs: Sequence[SweepJob]) -> list[JobReturn]:
         """Check jobs and run those that are not refused; return each one's objective."""
         for job in jobs:
             if (problem := why_foreign(job)) is not None:
@@ -114,7 +114,7 @@ class Sweep:
         """Run one job, perhaps in another process; return its objective and raise no exception."""
         settings: Any = HydraConfig.get()
         overrides = tuple(str(text) for text in settings.overrides.task)
-        job = Job(int(settings.job.num), overrides, _directory(settings))
+        job = SweepJob(int(settings.job.num), overrides, _directory(settings))
         if job.num in self.results:  # refused before the first job started, or finished before
             if self.results[job.num].code == ExitCode.USER_ERROR:
                 with suppress(OSError):  # it has files of another program
@@ -125,7 +125,7 @@ class Sweep:
         job.result_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
         return result.objective
 
-    def _run_all(self, launcher: Launcher, jobs: Sequence[Job]) -> None:
+    def _run_all(self, launcher: Launcher, jobs: Sequence[SweepJob]) -> None:
         try:
             launcher.launch([list(job.overrides) for job in jobs], jobs[0].num)
         except (Exception, SystemExit) as error:  # as with a killed worker or a missing scheduler
@@ -133,7 +133,7 @@ class Sweep:
             print(f"[sweep] the launcher failed: {type(error).__name__}: {shown(line[0])}")
             sys.stdout.flush()
 
-    def _run(self, job: Job) -> Result:
+    def _run(self, job: SweepJob) -> Result:
         words = shown(" ".join(job.overrides))
         print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
         before = _settings_written(job)
@@ -160,7 +160,7 @@ class Sweep:
         # A run writes its settings when it begins; a refused one leaves those of an earlier run.
         return replace(result, began=_settings_written(job) != before)
 
-    def _refusal(self, job: Job) -> Result | None:
+    def _refusal(self, job: SweepJob) -> Result | None:
         """Return the result of a job that cannot be run, after reporting it; None if it can."""
         try:
             self._load(job)
@@ -170,7 +170,7 @@ class Sweep:
             return replace(result_of(job, report_error(error), str(error)), began=False)
         return None
 
-    def _finished_before(self, job: Job) -> Result | None:
+    def _finished_before(self, job: SweepJob) -> Result | None:
         """Return the recorded result of a job whose run has no step left; None if it must run."""
         if not (job.directory / RECORD_NAME).exists():
             return None
@@ -189,7 +189,7 @@ class Sweep:
         sys.stdout.flush()
         return result_of(job, int(ExitCode.FINISHED))
 
-    def _load(self, job: Job) -> Loaded:
+    def _load(self, job: SweepJob) -> Loaded:
         options = self.options
         return load_all(
             job.overrides,
@@ -226,7 +226,7 @@ def run_sweep(options: Options, task: Task) -> int:
         cfg.hydra.launcher.chosen = chosen
     directory, failure = Path(cfg.hydra.sweep.dir), None
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    refuse_foreign(directory)
+    refuse_foreign_sweep(directory)
     _make(directory)
     try:
         JobRuntime.instance().set("name", "megafp8")
@@ -290,7 +290,7 @@ def _directory(settings: Any) -> Path:
     return Path(str(settings.sweep.dir)) / str(settings.sweep.subdir)
 
 
-def _settings_written(job: Job) -> tuple[int, int] | None:
+def _settings_written(job: SweepJob) -> tuple[int, int] | None:
     """Return which file has the settings of the run in a job's directory; None without a run."""
     try:
         found = (job.directory / CONFIG_NAME).stat()
@@ -299,7 +299,7 @@ def _settings_written(job: Job) -> tuple[int, int] | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _returned(job: Job, objective: float) -> JobReturn:
+def _returned(job: SweepJob, objective: float) -> JobReturn:
     """Return a job's result in the form that Hydra's sweepers read."""
     returned = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
     returned.return_value = objective

@@ -19,7 +19,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.hydra_section import HYDRA, choice_problems, file_problems, is_hydras
-from megafp8.config.layers import Files, Source, conf_dir, hydra_problem, root_defaults, search_path
+from megafp8.config.layers import (
+    ComposedFile,
+    Files,
+    conf_dir,
+    hydra_problem,
+    root_defaults,
+    search_path,
+)
 from megafp8.config.load import tree_with_nemo_keys
 from megafp8.errors import UserError
 from megafp8.secrets import hide_values, redacted
@@ -96,7 +103,7 @@ def _refuse_hydras(overrides: Sequence[str]) -> None:
     )
 
 
-def checked_loader(source: Source) -> CheckedLoader:
+def checked_loader(source: ComposedFile) -> CheckedLoader:
     """Return Hydra's loader of a tree without types, since `load` checks the values of each job."""
     setup_globals()
     tree: Any = OmegaConf.to_container(tree_with_nemo_keys(), resolve=False)
@@ -118,7 +125,7 @@ def checked_loader(source: Source) -> CheckedLoader:
     return loader
 
 
-def composed(source: Source, loader: CheckedLoader, overrides: list[str]) -> Any:
+def composed(source: ComposedFile, loader: CheckedLoader, overrides: list[str]) -> Any:
     """Return the settings of a whole sweep.
 
     Raises:

@@ -40,7 +40,7 @@ _STATUS = {int(ExitCode.FINISHED): "finished", int(ExitCode.SAVED_ON_SIGNAL): "s
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """Name one run of a sweep: its number from 0, its overrides and its directory."""
 
     num: int
@@ -79,7 +79,7 @@ class Result:
         return math.inf if self.val_loss is None else self.val_loss
 
 
-def result_of(job: Job, code: int, problem: str | None = None) -> Result:
+def result_of(job: SweepJob, code: int, problem: str | None = None) -> Result:
     """Return the result of a job with an exit code, and the figures of its summary."""
     summary: dict[str, object] = {}
     if code == ExitCode.FINISHED:
@@ -106,7 +106,7 @@ def result_of(job: Job, code: int, problem: str | None = None) -> Result:
     )
 
 
-def refuse_foreign(directory: Path) -> None:
+def refuse_foreign_sweep(directory: Path) -> None:
     """Raise `RunError` if a sweep in `directory` would overwrite a file that no sweep wrote.
 
     A `sweep.json` of another origin is kept under another name.
@@ -130,7 +130,7 @@ def _names_megafp8(record: Path) -> bool:
         return False
 
 
-def why_foreign(job: Job) -> str | None:
+def why_foreign(job: SweepJob) -> str | None:
     """Return why a sweep must not write a job's `job.json`: another program's file has its name."""
     try:
         content = json.loads(job.result_file.read_bytes() or b"{}")
@@ -146,7 +146,7 @@ def why_foreign(job: Job) -> str | None:
     )
 
 
-def read_result(job: Job) -> Result:
+def read_result(job: SweepJob) -> Result:
     try:
         return _restored(read_object(job.result_file))
     except (ValueError, TypeError):

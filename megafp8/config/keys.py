@@ -198,7 +198,7 @@ def needs_above(key: str, low: float) -> Need:
     return Need(key, f"{key} above {low}", lambda v: v[key] is not None and v[key] > low)
 
 
-def both(first: Need, second: Need) -> Need:
+def both_needs(first: Need, second: Need) -> Need:
     """Return the need for two settings, of which the first is named if both are missing."""
     text = f"{first.text} and {second.text}"
     return dataclasses.replace(first, text=text, own_hint=first.hint, also=second)

@@ -83,7 +83,7 @@ def conf_dir() -> Path:
 
 
 @dataclass(frozen=True)
-class Source:
+class ComposedFile:
     """Name the YAML that is composed, and the directories where it is searched, in this order."""
 
     name: str
@@ -104,7 +104,7 @@ class Layer:
     settings: tuple[Setting, ...]
 
 
-def find_source(config_dir: Path | None, config_name: str) -> Source:
+def find_source(config_dir: Path | None, config_name: str) -> ComposedFile:
     """Return the YAML named `config_name`, in `config_dir` or else among the project's own.
 
     Raises:
@@ -115,7 +115,7 @@ def find_source(config_dir: Path | None, config_name: str) -> Source:
         hint = "Give an existing directory"
         raise SettingError("--config-dir", config_dir, "is not a directory", hint)
     theirs = () if config_dir is None or config_dir.resolve() == ours else (config_dir.resolve(),)
-    source = Source(config_name.removesuffix(".yaml"), (*theirs, ours))
+    source = ComposedFile(config_name.removesuffix(".yaml"), (*theirs, ours))
     if "\0" in config_name or not source.file.is_file():
         there = sorted({f.stem for folder in source.directories for f in folder.glob("*.yaml")})
         raise SettingError(
@@ -127,7 +127,7 @@ def find_source(config_dir: Path | None, config_name: str) -> Source:
     return source
 
 
-def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer]:
+def compose_layers(source: ComposedFile, overrides: Sequence[ParsedOverride]) -> list[Layer]:
     """Return all layers, from the weakest to the strongest.
 
     Raises:
@@ -152,14 +152,14 @@ def layers_of(source: Source, overrides: Sequence[ParsedOverride]) -> list[Layer
 @cache
 def default_job() -> Mapping[str, Any]:
     """Return the settings of `conf/pretrain_gpt.yaml`, with interpolations as they are written."""
-    (layer, *_) = layers_of(find_source(None, DEFAULT_CONFIG), [])
+    (layer, *_) = compose_layers(find_source(None, DEFAULT_CONFIG), [])
     return {setting.key: setting.value for setting in layer.settings}
 
 
 class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
     """Read each file once, after a check of its place, name, size, depth and aliases."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ComposedFile) -> None:
         super().__init__(search_path(source))
         self._source = source
         self._read: dict[str, ConfigResult | None] = {}
@@ -205,7 +205,7 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
             raise ForeignFileError(f"it is outside of {folder}, to which a link leads")
 
 
-def search_path(source: Source) -> ConfigSearchPathImpl:
+def search_path(source: ComposedFile) -> ConfigSearchPathImpl:
     """Return the places where Hydra looks for files, in their order."""
     version.setbase(None)
     Plugins.instance()  # registers the kinds of sources
@@ -217,7 +217,7 @@ def search_path(source: Source) -> ConfigSearchPathImpl:
     return path
 
 
-def root_defaults(source: Source, files: ConfigRepository | None = None) -> list[Any]:
+def root_defaults(source: ComposedFile, files: ConfigRepository | None = None) -> list[Any]:
     """Return the `defaults:` of a composition: the user's YAML, then the groups of presets.
 
     A group from which the YAML itself chooses is left out, since Hydra overrides it there.
@@ -231,7 +231,7 @@ def root_defaults(source: Source, files: ConfigRepository | None = None) -> list
     return [yaml, *({f"optional {name}": None} for name in PRESET_GROUPS if name not in chosen)]
 
 
-def _files(source: Source, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
+def _files(source: ComposedFile, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
     """Return the files in the order of merging, each with the section that its settings go to."""
     files = Files(source)
     ConfigStore.instance().store(
@@ -275,7 +275,7 @@ def _origin(
     return Origin(f"{option}.yaml", strength, is_users=is_users)
 
 
-def hydra_problem(source: Source, error: Exception) -> SettingError:
+def hydra_problem(source: ComposedFile, error: Exception) -> SettingError:
     """Return the error that a user reads if Hydra cannot compose the files and overrides."""
     text = str(error).partition("Config search path")[0].partition("Search path")[0]
     lines = [line.strip().rstrip(".:") for line in text.splitlines()]

@@ -23,9 +23,9 @@ from megafp8.config.launcher_paths import launcher_paths_once
 from megafp8.config.layers import (
     DEFAULT_CONFIG,
     Layer,
+    compose_layers,
     default_job,
     find_source,
-    layers_of,
 )
 from megafp8.config.nemo import nemo_keys, nemos_file
 from megafp8.config.notes import notes
@@ -44,7 +44,12 @@ from megafp8.config.settings import (
     read_value,
     read_values,
 )
-from megafp8.config.spellings import Translated, take_length_of_samples, take_mock_data, translate
+from megafp8.config.spellings import (
+    Translated,
+    take_length_of_samples,
+    take_mock_data,
+    translate_spellings,
+)
 from megafp8.config.values import plain
 from megafp8.secrets import HIDDEN, has_password, named_secrets, one_line, redacted, variable_in
 
@@ -154,11 +159,11 @@ def load_all(
     source = find_source(config_dir, config_name)
     parsed, problems = parse_overrides(overrides, source.directories)
     try:
-        layers = layers_of(source, parsed)
+        layers = compose_layers(source, parsed)
     except SettingError as problem:
         raise_if_any([*problems, problem])
         raise
-    translations = [translate(layer.settings) for layer in layers]
+    translations = [translate_spellings(layer.settings) for layer in layers]
     layers = [
         Layer(layer.origin, tuple(settings))
         for layer, (settings, _) in zip(layers, translations, strict=True)

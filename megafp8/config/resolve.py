@@ -21,12 +21,12 @@ from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     PRECISIONS,
     file_list,
-    format_number,
     parse_data_prefix,
     parse_layout,
     parse_splits,
     plain,
     schedule_of,
+    shortest_number,
     steps_or_ratio,
     storage_of,
     unescaped,
@@ -287,7 +287,7 @@ def _instructions(values: Values) -> InstructionSpec | None:
         validation_files=file_list(values["model.data.validation_ds.file_names"]) or (),
         model=folder_of_model(values) or next((values[key] for key in STARTS if values[key]), ""),
         prompt_template=unescaped(values["model.data.train_ds.prompt_template"]),
-        probabilities=None if weights is None else tuple(format_number(w) for w in weights),
+        probabilities=None if weights is None else tuple(shortest_number(w) for w in weights),
     )
 
 

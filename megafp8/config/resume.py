@@ -72,7 +72,7 @@ def full_identity(resolved: Resolved) -> str:
     return _digest(flat(resolved))
 
 
-def differences(
+def setting_differences(
     old: Resolved, new: Resolved, earlier: Mapping[str, Any] | None = None
 ) -> list[Difference]:
     """Return the keys of model, data and optimizer whose values differ.
@@ -125,7 +125,8 @@ def last_in_effect(
 ) -> dict[str, Any]:
     """Return the keys that have no effect in `new` and had one in the run, with the last values.
 
-    They are those of model, data and optimizer that need a layout; arguments as in `differences`.
+    They are those of model, data and optimizer that need a layout. Arguments are those of
+    `setting_differences`.
     """
     before, after = _with_defaults(old), _with_defaults(new)
     found = {}
@@ -174,8 +175,8 @@ def check_continues(
 ) -> None:
     """Raise unless settings `new` can continue the run that was made with `old`.
 
-    The first three arguments are those of `differences`. `run` is the run's directory, `is_sweep`
-    says that a sweep chose it.
+    The first three arguments are those of `setting_differences`. `run` is the run's directory,
+    `is_sweep` says that a sweep chose it.
 
     Raises:
         ConfigError: A key differs that must not; all of them are named.
@@ -194,7 +195,7 @@ def check_continues(
                 f"Give {typed(d.key, d.old)} to continue it, or another {of_directory} for a new "
                 "run",
             )
-            for d in differences(old, new, earlier)
+            for d in setting_differences(old, new, earlier)
         ]
     )
 

@@ -44,7 +44,7 @@ class Row(NamedTuple):
     unproven: bool = False
 
 
-class Kind(NamedTuple):
+class RecipeKind(NamedTuple):
     """Define a kind of recipe by its traits, with the words that follow the key in messages."""
 
     text: str
@@ -56,31 +56,33 @@ class Kind(NamedTuple):
         return " or ".join(", ".join(names_where(self.holds)).rsplit(", ", 1))
 
 
-HISTORY = Kind("with a history of amaxes", lambda traits: traits.has_history)
-CURRENT = Kind("without a history of amaxes", lambda traits: not traits.has_history)
-WHOLE_BLOCKS = Kind("that needs whole blocks", lambda traits: not traits.pads)
-GATHERED = Kind("whose casts ranks can gather", lambda traits: traits.gathers_tokens)
-UNTRIED_GATHER = Kind(
+HISTORY = RecipeKind("with a history of amaxes", lambda traits: traits.has_history)
+CURRENT = RecipeKind("without a history of amaxes", lambda traits: not traits.has_history)
+WHOLE_BLOCKS = RecipeKind("that needs whole blocks", lambda traits: not traits.pads)
+GATHERED = RecipeKind("whose casts ranks can gather", lambda traits: traits.gathers_tokens)
+UNTRIED_GATHER = RecipeKind(
     "with several scales for a tensor, except MXFP8's",
     lambda traits: not traits.has_one_scale and traits.backends.get("te") != "MXFP8BlockScaling",
 )
-NOT_GATHERED = Kind("whose casts ranks cannot gather", lambda traits: not traits.gathers_tokens)
-ONE_WEIGHT = Kind("that quantizes a weight once", lambda traits: traits.keeps_weight)
-TWO_WEIGHTS = Kind("that quantizes a weight twice", lambda traits: not traits.keeps_weight)
-SHARED_WEIGHT = Kind("with one scale for a weight", lambda traits: traits.shares_weight)
-OWN_WEIGHT = Kind(
+NOT_GATHERED = RecipeKind(
+    "whose casts ranks cannot gather", lambda traits: not traits.gathers_tokens
+)
+ONE_WEIGHT = RecipeKind("that quantizes a weight once", lambda traits: traits.keeps_weight)
+TWO_WEIGHTS = RecipeKind("that quantizes a weight twice", lambda traits: not traits.keeps_weight)
+SHARED_WEIGHT = RecipeKind("with one scale for a weight", lambda traits: traits.shares_weight)
+OWN_WEIGHT = RecipeKind(
     "with several scales for a weight",
     lambda traits: traits.keeps_weight and not traits.shares_weight,
 )
-SCALES_OF_PARTS = Kind(
+SCALES_OF_PARTS = RecipeKind(
     "with several scales for a weight", lambda traits: not traits.weight.last.is_one
 )
-TWO_LEVELS = Kind(
+TWO_LEVELS = RecipeKind(
     "with scales of two levels", lambda traits: any(scales.has_outer for scales in traits.scales)
 )
 
 
-def one_of(*values: object) -> Condition:
+def is_one_of(*values: object) -> Condition:
     """Return the condition that the value is one of several."""
     return Condition(f"={' or '.join(map(str, values))}", lambda value, _: value in values)
 
@@ -90,7 +92,7 @@ def not_(good: object) -> Condition:
     return Condition(f" other than {good}", lambda value, _: value != good)
 
 
-def above(low: int) -> Condition:
+def is_above(low: int) -> Condition:
     """Return the condition that the value is above a number."""
     return Condition(f" above {low}", lambda value, _: value > low)
 
@@ -100,7 +102,7 @@ def given() -> Condition:
     return Condition(" given", lambda value, _: bool(value))
 
 
-def some_recipe(kind: Kind) -> Condition:
+def some_recipe(kind: RecipeKind) -> Condition:
     """Return the condition that the recipe of some linear is of a kind."""
     return Condition(
         f" {kind.text} for some linear",
@@ -110,7 +112,7 @@ def some_recipe(kind: Kind) -> Condition:
     )
 
 
-def its_recipe(kind: Kind) -> Condition:
+def its_recipe(kind: RecipeKind) -> Condition:
     """Return the condition that the recipe of the run is of a kind."""
     return Condition(
         f" {kind.text}",

@@ -43,7 +43,7 @@ class Translated:
     value: Any
 
 
-def translate(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translated]]:
+def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translated]]:
     """Return one layer's settings in the schema's spelling, and those that were translated.
 
     `${training.model.seed}` is `${model.seed}`: NeMo's launcher puts a file below `training`.

@@ -21,9 +21,9 @@ from megafp8.config.rows import (
     NATIVE,
     ZERO_BUBBLE,
     Condition,
-    Kind,
+    RecipeKind,
     Row,
-    above,
+    is_above,
     its_recipe,
     not_,
     refusals,
@@ -42,12 +42,12 @@ from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.specs.te_versions import DEFAULT_VERSION, why_not_on_cpu
 
-IN_TE = Kind("that Transformer Engine has", lambda traits: "te" in traits.backends)
-NOT_IN_TE = Kind(
+IN_TE = RecipeKind("that Transformer Engine has", lambda traits: "te" in traits.backends)
+NOT_IN_TE = RecipeKind(
     "that Transformer Engine lacks",
     lambda traits: "te" not in traits.backends and traits.numbers != "e2m1",
 )
-FP4 = Kind("in FP4", lambda traits: traits.numbers == "e2m1")
+FP4 = RecipeKind("in FP4", lambda traits: traits.numbers == "e2m1")
 
 BACKEND, RECIPE, SPLIT = "model.fp8_backend", "model.fp8_recipe", "model.fp8_split_accumulator"
 VERSION, MODULES = "model.te_version", "model.fp8_modules"
@@ -99,9 +99,9 @@ def _differs_from_its_own(value: Any, values: Values) -> bool:
     return value is not None and list(value) != own
 
 
-def _of_class(name: str) -> Kind:
+def _of_class(name: str) -> RecipeKind:
     """Return the recipes for which Transformer Engine has the class of this name."""
-    return Kind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
+    return RecipeKind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
 
 
 GELU = Condition("=gelu or geglu", lambda value, _: spell_activation(value) in GELUS)
@@ -126,7 +126,7 @@ TABLE = (
         )
     ),
     Row(
-        {}, {"model.ffn_dropout": above(0)},
+        {}, {"model.ffn_dropout": is_above(0)},
         "Transformer Engine's layer has no dropout inside the MLP",
         f"Use model.ffn_dropout=0, {NATIVE}",
     ),
@@ -231,13 +231,13 @@ TABLE = (
         LEAVE,
     ),
     Row(
-        {PP: above(1)}, {"model.pipeline_schedule": ZERO_BUBBLE},
+        {PP: is_above(1)}, {"model.pipeline_schedule": ZERO_BUBBLE},
         "Transformer Engine's layers compute both gradients at once, and "
         "{model.pipeline_schedule} needs them one after the other",
         f"Use model.pipeline_schedule=1F1B, {NATIVE}",
     ),
     Row(
-        {}, {CP: above(1)},
+        {}, {CP: is_above(1)},
         "Transformer Engine's context parallelism needs cuDNN's or flash attention, which the "
         "kernels on a CPU do not have, so that no test here has shown it to be right",
         f"Use {CP}=1, {NATIVE}",

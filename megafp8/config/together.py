@@ -32,11 +32,11 @@ from megafp8.config.rows import (
     ZERO_BUBBLE,
     Condition,
     Row,
-    above,
     given,
+    is_above,
+    is_one_of,
     its_recipe,
     not_,
-    one_of,
     refusals,
     some_recipe,
 )
@@ -92,7 +92,7 @@ TOGETHER = (
         f"Use model.fp8_health=scales, {NATIVE}",
     ),
     Row(
-        {BACKEND: "te", RECIPE: its_recipe(CURRENT)}, {HEALTH: one_of("scales", "full")},
+        {BACKEND: "te", RECIPE: its_recipe(CURRENT)}, {HEALTH: is_one_of("scales", "full")},
         "Transformer Engine does not expose its casts, and keeps amaxes and scales for "
         "model.fp8_recipe=delayed only; this run has {model.fp8_recipe}",
         f"Use model.fp8_health=auto or off, {NATIVE}",
@@ -109,7 +109,7 @@ TOGETHER = (
         f"Leave it out, {NATIVE}",
     ),
     Row(
-        {BACKEND: "torchao"}, {TP: above(1)},
+        {BACKEND: "torchao"}, {TP: is_above(1)},
         "torchao's linears are not tensor-parallel in megafp8",
         f"Use model.tensor_model_parallel_size=1, {NATIVE}",
     ),
@@ -119,12 +119,12 @@ TOGETHER = (
         f"Use model.fp8_backend=native or te, or leave {SP} out",
     ),
     Row(
-        {BACKEND: "torchao", COMPILE: not_("off")}, {HEALTH: one_of("scales", "full")},
+        {BACKEND: "torchao", COMPILE: not_("off")}, {HEALTH: is_one_of("scales", "full")},
         "torchao's casts are inside the compiled graph, where they cannot be measured",
         "Use model.fp8_health=auto or off, or leave model.compile out",
     ),
     Row(
-        {PP: above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {BACKEND: "torchao"},
+        {PP: is_above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {BACKEND: "torchao"},
         "torchao's linear computes both gradients at once, and {model.pipeline_schedule} needs "
         "them one after the other",
         "Use model.fp8_backend=native, or model.pipeline_schedule=1F1B",
@@ -180,25 +180,25 @@ TOGETHER = (
         "Leave it out (True)",
     ),
     Row(
-        {"model.position_embedding_type": "alibi"}, {CP: above(1)},
+        {"model.position_embedding_type": "alibi"}, {CP: is_above(1)},
         "{model.position_embedding_type} needs the positions of queries and keys, and keys are "
         "sent between ranks without theirs",
         f"Use model.position_embedding_type=rope, or {CP}=1",
     ),
     Row(
-        {BACKEND: "torchao"}, {CP: above(1)},
+        {BACKEND: "torchao"}, {CP: is_above(1)},
         "the layers of {model.fp8_backend} do not support it in megafp8",
         f"Use model.fp8_backend=native, or use {CP}=1",
     ),
     Row(
-        {COMPILE: not_("off")}, {CP: above(1)},
+        {COMPILE: not_("off")}, {CP: is_above(1)},
         "keys and values are sent inside attention, and torch 2.13 compiles no such messages: they "
         "break each layer into many graphs",
         f"Use model.compile=off, or use {CP}=1",
     ),
     # --- FSDP ----------------------------------------------------------------------------------
     Row(
-        {PP: above(1)}, {FSDP: True},
+        {PP: is_above(1)}, {FSDP: True},
         "each pipeline stage would gather its weights again for every microbatch, which is not "
         "implemented",
         f"Use model.optim.name=distributed_fused_adam with pipelines, {NO_FSDP}",
@@ -236,7 +236,7 @@ TOGETHER = (
     ),
     # --- CUDA graphs ---------------------------------------------------------------------------
     *(
-        Row({GRAPH: True}, {key: above(0)}, DRAWN, f"Use {key}=0, {NO_GRAPH}")
+        Row({GRAPH: True}, {key: is_above(0)}, DRAWN, f"Use {key}=0, {NO_GRAPH}")
         for key in ("model.hidden_dropout", "model.attention_dropout", "model.ffn_dropout")
     ),
     Row(
@@ -255,12 +255,12 @@ TOGETHER = (
         f"Use model.optim.name=distributed_fused_adam, {NO_GRAPH}",
     ),
     Row(
-        {GRAPH: True}, {PP: above(1)},
+        {GRAPH: True}, {PP: is_above(1)},
         "a graph holds both passes of one microbatch, and a pipeline has several in flight",
         f"Use {PP}=1, {NO_GRAPH}",
     ),
     *(
-        Row({GRAPH: True}, {key: above(1)}, CAPTURED, f"Use {key}=1, {NO_GRAPH}", UNPROVEN)
+        Row({GRAPH: True}, {key: is_above(1)}, CAPTURED, f"Use {key}=1, {NO_GRAPH}", UNPROVEN)
         for key in (TP, CP)
     ),
     *(
@@ -302,7 +302,7 @@ TOGETHER = (
         "model.optim.data_parallel_sharding_strategy=optim",
     ),
     Row(
-        {LEVEL: one_of("O1", "O2")}, {PARAMS: True},
+        {LEVEL: is_one_of("O1", "O2")}, {PARAMS: True},
         "{model.optim.fp8_opt_level} keeps a linear's weight once, in FP16",
         "Leave it out, or use model.optim.fp8_opt_level=O3, which keeps weights in FP8",
     ),
@@ -327,7 +327,7 @@ TOGETHER = (
     ),
     # --- a run's length, checkpoints and restarts ----------------------------------------------
     Row(
-        {"exp_manager.resume_if_exists": False}, {"trainer.max_restarts": above(0)},
+        {"exp_manager.resume_if_exists": False}, {"trainer.max_restarts": is_above(0)},
         "a restart continues the run, which {exp_manager.resume_if_exists} rules out",
         "Leave one of the two out",
     ),

@@ -201,7 +201,7 @@ def parse_layout(value: object) -> tuple[int, ...] | None:
     return layers if min(layers) > 0 else None
 
 
-def format_number(number: float) -> str:
+def shortest_number(number: float) -> str:
     """Return the shortest spelling of a number: `50`, not `50.0`."""
     return str(int(number)) if number == int(number) else repr(number)
 
@@ -250,7 +250,7 @@ def spell_splits(value: object) -> str:
     """Return `900,50,50` for any spelling of the sizes of splits."""
     splits = parse_splits(value)
     assert splits is not None, value
-    return ",".join(format_number(number) for number in splits)
+    return ",".join(shortest_number(number) for number in splits)
 
 
 GELUS = ("gelu", "geglu")

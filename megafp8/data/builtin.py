@@ -237,7 +237,7 @@ def open_builtin(
     )
 
 
-def cache_folder(cache_dir: str | None) -> Path:
+def prepared_folder(cache_dir: str | None) -> Path:
     """Return the folder that keeps prepared datasets (XDG Base Directory Specification).
 
     Raises:

@@ -13,7 +13,7 @@ from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import MAX_VOCABULARY, TOKENIZER_FILES, Tokenizer
 from megafp8.errors import DataError
-from megafp8.foreign import MIB, Fields, read_object, shown
+from megafp8.foreign import MIB, Fields, read_object, shown_value
 from megafp8.secrets import hide_values
 
 FORMAT_VERSION = 1
@@ -75,7 +75,7 @@ def load_sidecar(path: Path) -> Sidecar:
     try:
         fields = Fields(read_object(path, MAX_DESCRIPTION_BYTES))
         if fields.tree.get("version") != FORMAT_VERSION:
-            found = shown(fields.tree.get("version"))
+            found = shown_value(fields.tree.get("version"))
             raise ValueError(f"version {found}; only {FORMAT_VERSION} is known")
         files = fields.tree["files"]
         if not isinstance(files, list) or len(files) != 3:
@@ -103,7 +103,7 @@ def _file_record(tree: object) -> FileRecord:
     fields = Fields(tree if isinstance(tree, dict) else {})
     name = fields.text("name")
     if Path(name).name != name or "\0" in name:
-        raise ValueError(f"{shown(name)} is not a file name without folders")
+        raise ValueError(f"{shown_value(name)} is not a file name without folders")
     size = fields.whole("size", 0, 2**63 - 1)
     return FileRecord(name=name, size=size, sha256=fields.text("sha256"))
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.builtin import BUILTIN, cache_folder, open_builtin
+from megafp8.data.builtin import BUILTIN, open_builtin, prepared_folder
 from megafp8.data.index_maps import random_words
 from megafp8.data.loader import DocumentRules
 from megafp8.data.named_tokenizers import configured_tokenizer
@@ -114,7 +114,7 @@ def open_mock(spec: DataSpec, notify: Callable[[str], None]) -> MockData:
     """
     tokenizer = configured_tokenizer(spec.tokenizer)
     if tokenizer is None:
-        cache = cache_folder(spec.cache_dir)
+        cache = prepared_folder(spec.cache_dir)
         tokenizer = open_builtin(BUILTIN, spec.tokenizer.vocab_size, cache, notify).tokenizer
     vocab_size = tokenizer.vocab_size
     notify(f"data: mock: random tokens of a vocabulary of {vocab_size}; no data are read")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples, JoinedSamples
-from megafp8.data.builtin import BUILTIN, Corpus, cache_folder, open_builtin
+from megafp8.data.builtin import BUILTIN, Corpus, open_builtin, prepared_folder
 from megafp8.data.dataset import OpenedDataset, open_prefix
 from megafp8.data.index_maps import IndexCache
 from megafp8.data.indexed import idx_path
@@ -223,7 +223,7 @@ class _Opener:
             return known
         spec = self._spec
         if prefix == BUILTIN_CORPUS:
-            vocab_size, cache = spec.tokenizer.vocab_size, cache_folder(spec.cache_dir)
+            vocab_size, cache = spec.tokenizer.vocab_size, prepared_folder(spec.cache_dir)
             opened = open_builtin(self._corpus, vocab_size, cache, self._notify)
         else:
             opened = open_prefix(Path(prefix).expanduser(), self._notify, self._given)
@@ -371,7 +371,7 @@ def _fingerprint(parts: Sequence[DataPart]) -> str:
 
 def _index_folder(spec: DataSpec) -> Path | None:
     try:
-        return cache_folder(spec.cache_dir)
+        return prepared_folder(spec.cache_dir)
     except DataError:  # without a home folder nothing is kept, which is allowed
         return None
 

@@ -18,7 +18,7 @@ from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
 from megafp8.specs.traits import ROLES, Traits
 
 
-def whole(role: Role) -> ReduceMax | None:
+def no_reduction(role: Role) -> ReduceMax | None:
     """Return None: every tensor is whole on this rank, so no maximum over ranks is needed."""
     return None
 
@@ -31,8 +31,8 @@ def all_of_it(role: Role) -> Part:
 def linear_quantizer(
     state: ScalingState,
     name: str,
-    reduce_max: Callable[[Role], ReduceMax | None] = whole,
-    reduce_columns: Callable[[Role], ReduceMax | None] = whole,
+    reduce_max: Callable[[Role], ReduceMax | None] = no_reduction,
+    reduce_columns: Callable[[Role], ReduceMax | None] = no_reduction,
     part: Callable[[Role], Part] = all_of_it,
 ) -> LinearQuantizer | None:
     """Return the quantizers of the linear `name`, or None if it stays in high precision.

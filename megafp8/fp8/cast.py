@@ -21,7 +21,7 @@ from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E2M1, E4M3, SIMULATED, Fp8Format
 from megafp8.fp8.kernels.compile import KINDS, library
 from megafp8.ops.scaled_mm import PACKED, Layout
-from megafp8.ops.swizzle import numbers_of, swizzled, unswizzled
+from megafp8.ops.swizzle import fp4_numbers, swizzled, unswizzled
 
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
@@ -221,7 +221,7 @@ class Fp8Tensor:
             return self
         payload = self.payload
         if payload.dtype == torch.float4_e2m1fn_x2:
-            payload = numbers_of(payload) if self._sums_last else numbers_of(payload.t()).t()
+            payload = fp4_numbers(payload) if self._sums_last else fp4_numbers(payload.t()).t()
         scale = self.scale_matrix().float()
         return replace(self, payload=payload, dequant_scale=scale, layout="other")
 

@@ -23,7 +23,7 @@ import torch
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.fused import ActivationProducer, Producer
 from megafp8.fp8.heads import Heads
-from megafp8.fp8.linear import GradOutput, Linear, backward, forward, summing
+from megafp8.fp8.linear import GradOutput, Linear, linear_backward, linear_forward, summing
 from megafp8.fp8.quantizer import Operand
 from megafp8.ops import torch_private
 
@@ -52,7 +52,7 @@ def can_run(links: Sequence[Link], consumer: Heads | None = None) -> bool:
     return all(q is not None and q.fuses("input", with_first=with_first) for q in quantizers)
 
 
-def run(
+def run_chain(
     links: Sequence[Link],
     x_TX: torch.Tensor,
     dtype: torch.dtype,
@@ -101,7 +101,7 @@ class _Chain(torch.autograd.Function):
             input, made = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
             if made.total is not None:
                 stream_TX = value_TX = made.total
-            done = forward(linear, input, dtype, x_TX.shape[0])
+            done = linear_forward(linear, input, dtype, x_TX.shape[0])
             if is_grad_enabled:
                 assert isinstance(done.input, Fp8Tensor)
                 ctx.remakes.append(done.input.factory())
@@ -129,7 +129,7 @@ class _Chain(torch.autograd.Function):
             payload, scale, x_TX, *kept = tensors[-ctx.counts[index] :]
             del tensors[-ctx.counts[index] :]
             input: Operand = ctx.remakes[index](payload, scale)
-            found = backward(linear, grad, input, ctx.weights[index])
+            found = linear_backward(linear, grad, input, ctx.weights[index])
             assert found.input is not None
             grad_TI, of_producer = found.input.contiguous(), []
             if index > 0:

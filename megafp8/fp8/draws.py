@@ -78,7 +78,7 @@ class Moment(NamedTuple):
     tokens: Tokens
 
 
-class Snapshot(NamedTuple):
+class DrawsSnapshot(NamedTuple):
     """Hold where the draws of a microbatch are."""
 
     moment: Moment
@@ -121,11 +121,11 @@ class Draws:
         self._uses.clear()
         self.at = Moment(EVALUATION, ONE_SAMPLE)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> DrawsSnapshot:
         """Return where the draws of the present microbatch are."""
-        return Snapshot(self.at, dict(self._uses_now()))
+        return DrawsSnapshot(self.at, dict(self._uses_now()))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: DrawsSnapshot) -> None:
         """Go back to a snapshot: the casts that follow draw what those after it drew."""
         self.at = snapshot.moment
         uses = self._uses_now()

@@ -179,7 +179,7 @@ Producer = NormProducer | ActivationProducer
 
 
 def cast_by(kernel: Callable[..., Any], source: object, into: CastInto, **options: Any) -> Produced:
-    """Call one of the kernels that return a `triton_cast.Cast`, so that it casts as `into` says.
+    """Call one of the kernels that return `CastResults`, so that it casts as `into` says.
 
     `source` is what the kernel reads first, and `options` are its other keyword arguments.
     """

@@ -4,9 +4,9 @@ output      = input       @ weight.T      (+ bias)
 grad_input  = grad_output @ weight
 grad_weight = grad_output.T @ input
 
-`forward` and `backward` below are all of it, in the order in which things happen: what is cast, the
-products, and what crosses ranks. The linears of the trainer (`Linear`) and those of `fp8.convert`
-run them.
+`linear_forward` and `linear_backward` below are all of it, in the order in which things happen:
+what is cast, the products, and what crosses ranks. The linears of the trainer (`Linear`) and those
+of `fp8.convert` run them.
 """
 
 # T tokens (batch x sequence)   I in features (I/tp row-parallel)   O out (O/tp column-parallel)
@@ -251,7 +251,7 @@ class Forward(NamedTuple):
     weight: Operand | None
 
 
-def forward(
+def linear_forward(
     layer: LinearWork,
     input: torch.Tensor | Operands,
     work: torch.dtype,
@@ -303,7 +303,7 @@ class Gradients(NamedTuple):
     bias: torch.Tensor | None
 
 
-def backward(
+def linear_backward(
     layer: LinearWork,
     grad_output: torch.Tensor | GradOutput,
     input: Operand,
@@ -414,7 +414,7 @@ class LinearFunction(torch.autograd.Function):
         layer: LinearWork,
         is_grad_enabled: bool,
     ) -> torch.Tensor:
-        done = forward(
+        done = linear_forward(
             layer, input_TI, input_TI.dtype, input_TI.shape[0], for_backward=is_grad_enabled
         )
         if is_grad_enabled:
@@ -430,7 +430,7 @@ class LinearFunction(torch.autograd.Function):
         kept = ctx.saved_tensors
         input: Operand = kept[0] if ctx.remake is None else ctx.remake(*kept)
         needs_input = ctx.needs_input_grad[0]
-        found = backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
+        found = linear_backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
         return *found, None, None
 
 

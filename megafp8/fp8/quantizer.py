@@ -52,7 +52,7 @@ class Operands(NamedTuple):
     along_first: Operand
 
 
-class Need(NamedTuple):
+class WantsFp8(NamedTuple):
     """Say for which of a tensor's two products FP8 is wanted.
 
     `last` is the product that sums along the tensor's last dim, `first` the other.
@@ -147,7 +147,9 @@ class LinearQuantizer:
         self.fp8_gemms = tuple(gemm for gemm in GEMMS if gemm not in high_precision)
         self.fast_accumulation = state.recipe.fast_accumulation
         self._needs = {
-            (role, with_first): Need(last in self.fp8_gemms, with_first and first in self.fp8_gemms)
+            (role, with_first): WantsFp8(
+                last in self.fp8_gemms, with_first and first in self.fp8_gemms
+            )
             for role, (last, first) in READERS.items()
             for with_first in (True, False)
         }
@@ -207,7 +209,7 @@ class LinearQuantizer:
         One quantization serves both products.
         """
         tensor = self.tensors["weight"]
-        operands, _ = tensor.rule.operands(tensor, weight_OI, Need(True, True))
+        operands, _ = tensor.rule.operands(tensor, weight_OI, WantsFp8(True, True))
         self._observe("weight", weight_OI, operands)
         last, first = operands
         assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
@@ -248,7 +250,7 @@ def cast_whole(
     tensor: TensorQuantizer,
     x_MN: torch.Tensor,
     quant_scale: torch.Tensor,
-    need: Need,
+    need: WantsFp8,
     *,
     amax: torch.Tensor | None = None,
     dequant_scale: torch.Tensor | None = None,
@@ -305,7 +307,7 @@ def tensors_of_cast(
     payload_t: torch.Tensor | None,
     quant_scale: torch.Tensor,
     fmt: Fp8Format,
-    need: Need,
+    need: WantsFp8,
     dequant_scale: torch.Tensor | None = None,
 ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
     """Return one cast as the products (along the last dim, along the first) read it.

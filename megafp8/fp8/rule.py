@@ -20,10 +20,10 @@ from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import Draw
 from megafp8.fp8.formats import E2M1
 from megafp8.fp8.quantizer import (
-    Need,
     Operands,
     SavedForm,
     TensorQuantizer,
+    WantsFp8,
     column_sum,
     operands_of,
 )
@@ -64,7 +64,7 @@ class CastRule(Recipe):
         return self.recipe.traits.casts[self.given.role]
 
     def operands(
-        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Quantize for each product in `need`."""
         casts, last, first = self._casts, None, None

@@ -87,7 +87,7 @@ class ScaledTensor:
         The scale is that of `amax` (0-d FP32), or of the values' own one.
         """
         quant_scale = self._rescale(amax_of(values) if amax is None else amax)
-        self.payload.copy_(cast(values, quant_scale, self.fmt, dither))
+        self.payload.copy_(cast_stored(values, quant_scale, self.fmt, dither))
 
     @torch.no_grad()
     def add(self, more: torch.Tensor, *, is_first: bool) -> None:
@@ -214,7 +214,7 @@ def resize_memory(tensor: torch.Tensor, *, has_memory: bool) -> None:
         storage.resize_(tensor.nbytes if has_memory else 0)
 
 
-def cast(
+def cast_stored(
     values: torch.Tensor,
     quant_scale: torch.Tensor,
     fmt: StorageFormat,

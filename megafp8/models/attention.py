@@ -17,7 +17,7 @@ from megafp8.models.documents import Area, Documents
 from megafp8.models.packed import BlockOf, attend_blocks, attend_varlen, uses_varlen
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
-from megafp8.ops.attention import Block, attention
+from megafp8.ops.attention import AttentionTile, attention
 from megafp8.ops.bf16 import is_widened
 from megafp8.specs import GPTSpec
 
@@ -234,7 +234,7 @@ class AttentionCore(nn.Module):
             return attend_blocks(q_BHSE, k_BGSE, v_BGSE, documents, block_of)
         if dropout == 0 and is_widened(q_BHSE):  # with dropout torch itself computes in FP32
             scale = scale or self.head_size**-0.5
-            block = Block(scale, is_causal=mask is None, mask=mask)
+            block = AttentionTile(scale, is_causal=mask is None, mask=mask)
             return attention(q_BHSE, k_BGSE, v_BGSE, block)
         return F.scaled_dot_product_attention(
             q_BHSE,
@@ -260,7 +260,7 @@ class AttentionCore(nn.Module):
         position, heads, dtype = self.streams.position, q_BHSE.shape[1], q_BHSE.dtype
         slopes_H = context.slopes_H
 
-        def block_of(number: int, area: Area) -> Block:
+        def block_of(number: int, area: Area) -> AttentionTile:
             mask = keep = None
             if slopes_H is not None:
                 bias = alibi_bias(slopes_H, *documents.places(area)).to(dtype)
@@ -272,7 +272,7 @@ class AttentionCore(nn.Module):
                 site = f"{self.site} block {number}"
                 with self.streams.at(position):
                     keep = self.kept(site, shape, q_BHSE.device, dropout)
-            return Block(scale, is_causal=mask is None, keep=keep, mask=mask)
+            return AttentionTile(scale, is_causal=mask is None, keep=keep, mask=mask)
 
         return block_of
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from megafp8.models.documents import Area, Documents
-from megafp8.ops.attention import Block, attend, attend_backward
+from megafp8.ops.attention import AttentionTile, attend, attend_backward
 
 # (the block's number, the block) -> its scale and masks, equal in forward and backward
-BlockOf = Callable[[int, Area], Block]
+BlockOf = Callable[[int, Area], AttentionTile]
 
 
 @cache

@@ -25,7 +25,7 @@ from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
 from megafp8.ops import bf16
 from megafp8.specs import GPTSpec
-from megafp8.specs.geometry import Piece, whole
+from megafp8.specs.geometry import Piece, whole_pieces
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
 
@@ -82,7 +82,7 @@ class Parts:
     def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
         shape = (self.spec.vocab_size, self.spec.hidden_size)
         draw = normal(self.spec.init_method_std, self.seed)
-        return parameter(shape, whole(name, shape, replica), draw, self.whole_dtype)
+        return parameter(shape, whole_pieces(name, shape, replica), draw, self.whole_dtype)
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the rows of `weight_VD` that `tokens_BS` name: [B, S] -> [B, S, D]."""
@@ -172,7 +172,7 @@ class Parts:
 
     def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
         """Return a parameter in `whole_dtype` that every tensor-parallel rank holds whole."""
-        return parameter(shape, whole(name, shape), draw, self.whole_dtype)
+        return parameter(shape, whole_pieces(name, shape), draw, self.whole_dtype)
 
 
 class Embedding(nn.Module):

@@ -21,7 +21,7 @@ Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Block:
+class AttentionTile:
     """Says how the scores of a block are scaled and masked.
 
     If `is_causal`, the i-th query sees the first i + 1 keys, else all keys. `keep` is dropout's
@@ -37,7 +37,7 @@ class Block:
 
 
 def attend(
-    q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
+    q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: AttentionTile
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [B, H, S, E] and the log-sum-exp of the scores [B, H, S] in FP32 or FP64.
 
@@ -77,7 +77,7 @@ def attend_backward(
     v_BGKE: torch.Tensor,
     out_BHSE: torch.Tensor,
     lse_BHS: torch.Tensor,
-    block: Block,
+    block: AttentionTile,
 ) -> Grads:
     """Return the gradients of a block's queries, keys and values.
 
@@ -127,7 +127,7 @@ def attend_backward(
 
 
 def attention(
-    q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
+    q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: AttentionTile
 ) -> torch.Tensor:
     """Return attention over all keys, [B, H, S, E], with gradients; products are in FP32.
 
@@ -142,7 +142,11 @@ def attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, v_BGKE: torch.Tensor, block: Block
+        ctx: Any,
+        q_BHSE: torch.Tensor,
+        k_BGKE: torch.Tensor,
+        v_BGKE: torch.Tensor,
+        block: AttentionTile,
     ) -> torch.Tensor:
         out_BHSE, lse_BHS = attend(q_BHSE, k_BGKE, v_BGKE, block)
         out_BHSE = out_BHSE.to(q_BHSE.dtype)
@@ -171,7 +175,7 @@ def merge_(
     lse_BHS.copy_(both_BHS)
 
 
-def _is_for_cpu(q_BHSE: torch.Tensor, block: Block) -> bool:
+def _is_for_cpu(q_BHSE: torch.Tensor, block: AttentionTile) -> bool:
     return block.keep is None and q_BHSE.device.type in ("cpu", "meta")
 
 
@@ -190,7 +194,7 @@ def _bias_of(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | No
     return bias[(None,) * (4 - bias.ndim)]
 
 
-def _has_flash_kernel(q_BHSE: torch.Tensor, block: Block) -> bool:
+def _has_flash_kernel(q_BHSE: torch.Tensor, block: AttentionTile) -> bool:
     if block.keep is not None or block.mask is not None:
         return False
     is_half = q_BHSE.dtype in (torch.bfloat16, torch.float16)
@@ -202,7 +206,7 @@ def _for_each_query(x_BGKE: torch.Tensor, q_BHSE: torch.Tensor) -> torch.Tensor:
     return x_BGKE.repeat_interleave(q_BHSE.shape[1] // x_BGKE.shape[1], dim=1)
 
 
-def _scores(q_BHSE: torch.Tensor, k_BHKE: torch.Tensor, block: Block) -> torch.Tensor:
+def _scores(q_BHSE: torch.Tensor, k_BHKE: torch.Tensor, block: AttentionTile) -> torch.Tensor:
     work = torch.promote_types(q_BHSE.dtype, torch.float32)
     scores_BHSK = (q_BHSE.to(work) @ k_BHKE.to(work).mT).mul_(block.scale)
     if block.is_causal:

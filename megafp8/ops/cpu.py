@@ -13,7 +13,7 @@ IMITATED = "MEGAFP8_CPU_FLAGS"
 """The environment variable with flags that replace the CPU's own, so that tests imitate another."""
 
 
-def flags_of(cpuinfo: str) -> frozenset[str] | None:
+def cpu_flags(cpuinfo: str) -> frozenset[str] | None:
     """Return the flags that all cores have, from the text of /proc/cpuinfo, or None if it has none.
 
     A line of x86 begins with `flags`, one of Arm with `Features`.
@@ -33,7 +33,7 @@ def read_flags() -> frozenset[str] | None:
     if (imitated := os.environ.get(IMITATED)) is not None:
         return frozenset(imitated.split())
     try:
-        return flags_of(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+        return cpu_flags(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return None
 
@@ -46,7 +46,7 @@ Without them torch multiplies BF16 matrices 5 to 90 times slower than FP32 ones.
 value, so everything that depends on it reads it from this module."""
 
 
-def why_not() -> str:
+def why_slow_at_bf16() -> str:
     """Return why `FAST_AT_BF16` is false, for a run's header."""
     if FLAGS is None:
         return f"which instructions this CPU has cannot be read on {platform.system()}"

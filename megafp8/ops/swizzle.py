@@ -42,7 +42,7 @@ def unswizzled(scale: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return matrix[:rows, :blocks].contiguous().view(scale.dtype)
 
 
-def numbers_of(packed_RB: torch.Tensor) -> torch.Tensor:
+def fp4_numbers(packed_RB: torch.Tensor) -> torch.Tensor:
     """Return the numbers of FP4 [R, 2 B] in two of every byte, the low half first, as E4M3."""
     bytes_RB = packed_RB.view(torch.uint8)
     codes = torch.stack((bytes_RB & 15, bytes_RB >> 4), -1).flatten(-2)

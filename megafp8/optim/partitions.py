@@ -25,7 +25,7 @@ from torch import nn
 from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.scaling import Pending
 from megafp8.models.init import pieces_of
-from megafp8.parallel.collectives import Axis, as_bytes
+from megafp8.parallel.collectives import Axis, as_sendable
 from megafp8.parallel.scaled_data import FlatGrads, lay_out, lay_out_whole
 from megafp8.specs import StorageSpec
 from megafp8.specs.geometry import Piece
@@ -132,7 +132,7 @@ class WeightBuffer:
 
     def start_gathering(self, shards: Axis) -> Pending | None:
         """Fill the buffer with the ranges of all ranks, now or when the result is waited for."""
-        sent = as_bytes(self.flat)
+        sent = as_sendable(self.flat)
         if self.is_padded:
             return shards.start_all_gather_in_place(sent)
         for rank in range(shards.size):
@@ -142,7 +142,7 @@ class WeightBuffer:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Hold where gradients and weights lie.
 
     order      the parameters, in the order in which their segments follow each other
@@ -171,7 +171,7 @@ class Partition(Protocol):
     stays: bool
     frees_grads: bool
 
-    def lay_out(self, divided: Divided) -> Layout:
+    def lay_out(self, divided: Divided) -> FlatLayout:
         """Return where gradients and weights lie."""
         ...
 
@@ -188,7 +188,7 @@ class Replicated:
     def __init__(self, data: Axis | None = None) -> None:
         self.data, self.shards = data or Axis("data"), Axis("shards")
 
-    def lay_out(self, divided: Divided) -> Layout:
+    def lay_out(self, divided: Divided) -> FlatLayout:
         """Return gradients alone; the weights stay where they are."""
         plain, few = divided.by_grad_format()
         plain.sort(key=lambda param: not is_sharded(param))
@@ -196,7 +196,7 @@ class Replicated:
         for group in groups_of(few, divided.bucket_size):
             fmt = divided.grad_format(group[0])
             grads.append(lay_out(group, fmt, divided.device, self.data.size))
-        return Layout(divided.params, grads)
+        return FlatLayout(divided.params, grads)
 
 
 class Sharded(ABC):
@@ -222,12 +222,12 @@ class Sharded(ABC):
         self.frees_grads = frees_grads and shards.size > 1
 
     @abstractmethod
-    def lay_out(self, divided: Divided) -> Layout:
+    def lay_out(self, divided: Divided) -> FlatLayout:
         """Return where gradients and weights lie."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class BucketKind:
     """Say what the parameters of one bucket have in common."""
 
     is_replicated: bool  # every tensor-parallel rank has them whole
@@ -244,7 +244,7 @@ class ByElements(Sharded):
 
     divides = True
 
-    def lay_out(self, divided: Divided) -> Layout:
+    def lay_out(self, divided: Divided) -> FlatLayout:
         """Return buckets, each of parameters of one kind."""
         order: list[nn.Parameter] = []
         grads, buffers = [], []
@@ -261,14 +261,14 @@ class ByElements(Sharded):
                 grads.append(flat)
                 order += group
         grads.sort(key=lambda flat: flat.fmt.name != "fp32")
-        return Layout(order, grads, buffers)
+        return FlatLayout(order, grads, buffers)
 
-    def _kinds(self, divided: Divided) -> list[tuple[Kind, list[nn.Parameter]]]:
-        kinds: dict[Kind, list[nn.Parameter]] = {}
+    def _kinds(self, divided: Divided) -> list[tuple[BucketKind, list[nn.Parameter]]]:
+        kinds: dict[BucketKind, list[nn.Parameter]] = {}
         for number, param in enumerate(divided.params, start=1):
             alone = number if param in self.tied else 0
             dtype, fmt = divided.weight_dtypes[param], divided.grad_format(param)
-            kinds.setdefault(Kind(not is_sharded(param), dtype, fmt, alone), []).append(param)
+            kinds.setdefault(BucketKind(not is_sharded(param), dtype, fmt, alone), []).append(param)
         if not divided.storage.is_plain:  # the gradient norm adds squares in this order
             return list(kinds.items())
         return sorted(
@@ -289,7 +289,7 @@ class ByTensors(Sharded):
         """Return the rank that owns each parameter."""
         return assign_owners(divided.params, divided.linears, self.shards.size, self.tied)
 
-    def lay_out(self, divided: Divided) -> Layout:
+    def lay_out(self, divided: Divided) -> FlatLayout:
         """Return weights and gradients, each in the order of their owners."""
         owner_of = self.owners(divided)
         kinds: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
@@ -307,7 +307,7 @@ class ByTensors(Sharded):
                 owners, fmt = [owner_of[param] for param in group], divided.grad_format(group[0])
                 size = self.shards.size
                 grads.append(lay_out_whole(group, owners, fmt, divided.device, size))
-        return Layout(divided.params, grads, buffers)
+        return FlatLayout(divided.params, grads, buffers)
 
 
 PARTITIONS: dict[str, type[Sharded]] = {"elements": ByElements, "tensors": ByTensors}

@@ -25,7 +25,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
     """Return FP8 numbers as bytes, since not every communication backend knows FP8 dtypes.
 
     A tensor of wider numbers is returned as it is.

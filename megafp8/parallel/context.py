@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from megafp8.fp8.draws import Tokens
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.documents import Documents
-from megafp8.ops.attention import Block, attend, attend_backward, merge_
+from megafp8.ops.attention import AttentionTile, attend, attend_backward, merge_
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.cut import Piece, own_pieces, pieces, places_of, shares
+from megafp8.parallel.cut import ScorePiece, own_pieces, pieces, places_of, shares
 
 
 def own_tokens(
@@ -112,8 +112,10 @@ ALL = slice(None)
 
 # (turn, the piece's number in the turn, queries, keys, whether they are causal) -> the piece's
 # scale and masks; equal in forward and backward
-BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, bool], Block]
-PiecesOf = Callable[[int, int], Sequence[Piece]]  # (turn, this rank's tokens of a row) -> pieces
+BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, bool], AttentionTile]
+PiecesOf = Callable[
+    [int, int], Sequence[ScorePiece]
+]  # (turn, this rank's tokens of a row) -> pieces
 
 
 def ring_attention(
@@ -127,7 +129,7 @@ def ring_attention(
     """Return causal attention of this rank's queries over the whole sequence: [B, H, S, E].
 
     `pieces_of` gives the pieces of each turn, by default those of whole sequences, and `block_of`
-    the `Block` of each piece. Both must return the same ones in backward.
+    the `AttentionTile` of each piece. Both must return the same ones in backward.
     """
     pieces_of = pieces_of or partial(_whole_pieces, cp)
     out_BHSE: torch.Tensor = _Ring.apply(  # type: ignore[no-untyped-call]
@@ -164,14 +166,14 @@ class RingAttentionCore(AttentionCore):
 
         def block_of(
             turn: int, number: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, is_causal: bool
-        ) -> Block:
+        ) -> AttentionTile:
             keep_BHSK = None
             if dropout > 0:
                 site = f"{self.site} turn {turn}" + (f" piece {number}" if number else "")
                 shape = (*q_BHSE.shape[:3], k_BGKE.shape[2])
                 with streams.at(position):
                     keep_BHSK = self.kept(site, shape, q_BHSE.device, dropout)
-            return Block(scale, is_causal=is_causal, keep=keep_BHSK)
+            return AttentionTile(scale, is_causal=is_causal, keep=keep_BHSK)
 
         pieces_of = None
         if context.documents is not None:
@@ -186,19 +188,19 @@ class RingAttentionCore(AttentionCore):
         return super().num_seen(batch, seq, num_keys * (self.cp.size + 1) // 2, None)
 
 
-def _whole_pieces(cp: Axis, turn: int, seq: int) -> list[Piece]:
+def _whole_pieces(cp: Axis, turn: int, seq: int) -> list[ScorePiece]:
     """Return the pieces of whole sequences after `turn` turns of the ring; see the file's top."""
     if turn == 0:
-        return [Piece(ALL, ALL, ALL, is_causal=True)]
+        return [ScorePiece(ALL, ALL, ALL, is_causal=True)]
     half, is_from_before = seq // 2, turn <= cp.rank
     if is_from_before:
-        return [Piece(ALL, ALL, slice(0, half))]
-    return [Piece(ALL, slice(half, seq), ALL)]
+        return [ScorePiece(ALL, ALL, slice(0, half))]
+    return [ScorePiece(ALL, slice(half, seq), ALL)]
 
 
 def _document_pieces(
     cp: Axis, borders: tuple[int, ...], whole_seq: int, turn: int, seq: int
-) -> list[Piece]:
+) -> list[ScorePiece]:
     """Return the pieces of documents, each of which is cut as a whole sequence is."""
     ranks = shares(borders, whole_seq, cp.size)
     if turn == 0:
@@ -211,7 +213,7 @@ def _attend_own(
     q_BHSE: torch.Tensor,
     k_BGSE: torch.Tensor,
     v_BGSE: torch.Tensor,
-    own: Sequence[Piece],
+    own: Sequence[ScorePiece],
     block_of: BlockOf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and log-sum-exp of this rank's own pieces, in FP32 at least.

@@ -41,7 +41,7 @@ class Share(NamedTuple):
         return self.middle + len(self.second)
 
 
-class Piece(NamedTuple):
+class ScorePiece(NamedTuple):
     """Describes scores that a rank computes at a turn of the ring: which rows, queries and keys."""
 
     rows: slice
@@ -92,7 +92,7 @@ def places_of(borders: tuple[int, ...], seq: int, cp: Axis) -> torch.Tensor:
     return torch.tensor(places).view(-1, seq // cp.size)
 
 
-def pieces(own: Sequence[Share], theirs: Sequence[Share], *, from_before: bool) -> list[Piece]:
+def pieces(own: Sequence[Share], theirs: Sequence[Share], *, from_before: bool) -> list[ScorePiece]:
     """Return what a rank computes with the keys of another rank, which has shares `theirs`.
 
     The keys of an earlier rank (`from_before`) have a first chunk that all queries see. The second
@@ -103,14 +103,14 @@ def pieces(own: Sequence[Share], theirs: Sequence[Share], *, from_before: bool) 
         queries = slice(mine.local if from_before else mine.middle, mine.stop)
         keys = slice(other.local, other.middle if from_before else other.stop)
         if queries.start < queries.stop and keys.start < keys.stop:
-            found.append(Piece(slice(mine.row, mine.row + 1), queries, keys))
+            found.append(ScorePiece(slice(mine.row, mine.row + 1), queries, keys))
     return found
 
 
-def own_pieces(own: Sequence[Share]) -> list[Piece]:
+def own_pieces(own: Sequence[Share]) -> list[ScorePiece]:
     """Return what a rank computes with its own keys: a triangle of each document."""
     return [
-        Piece(slice(s.row, s.row + 1), slice(s.local, s.stop), slice(s.local, s.stop), True)
+        ScorePiece(slice(s.row, s.row + 1), slice(s.local, s.stop), slice(s.local, s.stop), True)
         for s in own
         if s.local < s.stop
     ]

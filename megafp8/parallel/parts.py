@@ -161,7 +161,7 @@ class NativeParts(Parts):
         first, again = super().recompute_contexts()
         if self.scaling is None:
             return first, again
-        return first, both(again, self.scaling.recomputation())
+        return first, both_contexts(again, self.scaling.recomputation())
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the core of this rank's heads; ring attention with context parallelism."""
@@ -243,7 +243,9 @@ def _split_by_triton(qkv_BSF: torch.Tensor, sizes: HeadSizes, turn: Rotary) -> Q
 
 
 @contextmanager
-def both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+def both_contexts(
+    one: AbstractContextManager[Any], other: AbstractContextManager[Any]
+) -> Iterator[None]:
     """Enter two contexts, `one` first."""
     with one, other:
         yield

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
-from megafp8.fp8.scaled import ScaledTensor, add_up, cast, resize_memory, scales_for
+from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
-from megafp8.parallel.collectives import Axis, as_bytes
+from megafp8.parallel.collectives import Axis, as_sendable
 
 SATURATED = 1e-5
 """The fraction of values of the largest magnitude above which the factor is halved."""
@@ -208,7 +208,7 @@ class Exchange:
         if sum(parts) < sent.numel():
             filled = [sent[place] for place, size in zip(places, parts, strict=True) if size]
             sent = filled[0] if len(filled) == 1 else torch.cat(filled)
-        return self._axis.start_all_to_all(as_bytes(sent), parts, memory)
+        return self._axis.start_all_to_all(as_sendable(sent), parts, memory)
 
     def read(self, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what arrives, [ranks, elements], and where it begins in this rank's range.
@@ -307,10 +307,10 @@ class ExchangedBucket:
             held.hold_sums()
             own = held.own_range(rank)
             for index, place in held.own_parts(rank):
-                own[place].copy_(cast(total[place], quant_scales[index], held.fmt))
+                own[place].copy_(cast_stored(total[place], quant_scales[index], held.fmt))
             held.scales.copy_(dequant_scales)
         if not self.stays:
-            gathered = axis.start_all_gather_in_place(as_bytes(held.flat))
+            gathered = axis.start_all_gather_in_place(as_sendable(held.flat))
             yield
             gathered.wait()
 
@@ -371,7 +371,7 @@ class Fp8SumBucket(ExchangedBucket):
         factors = self.factors.clone()
         quant_scales = factors / shared
         for grad, quant_scale in zip(held.grads, quant_scales, strict=True):
-            grad.payload.copy_(cast(grad.values(), quant_scale, fmt))
+            grad.payload.copy_(cast_stored(grad.values(), quant_scale, fmt))
         exchange = Exchange(held, held.flat, axis)
         yield
         held.hold_sums()
@@ -384,7 +384,7 @@ class Fp8SumBucket(ExchangedBucket):
         counting = axis.start_all_reduce_sum(saturated)
         gathered = None
         if not self.stays:
-            gathered = axis.start_all_gather_in_place(as_bytes(held.flat))
+            gathered = axis.start_all_gather_in_place(as_sendable(held.flat))
         yield
         counts = counting.wait()
         if gathered is not None:
@@ -408,7 +408,7 @@ class Fp8SumBucket(ExchangedBucket):
             for numbers in received[1:]:
                 both = [ScaledTensor(x, one, fmt) for x in (total, numbers[place])]
                 add_up(both, values := torch.empty(total.shape, device=total.device))
-                total = cast(values, one, fmt)
+                total = cast_stored(values, one, fmt)
             own[place].copy_(total)
             saturated[index] += (_codes(total) == _code_of_max(fmt)).sum()
 

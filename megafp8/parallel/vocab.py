@@ -45,13 +45,13 @@ def vocab_parallel_look_up(
     The result is the same on every rank; with `scatter` each rank gets its part [B, S/tp, D] of the
     sequence.
     """
-    rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
+    rows_BSD: torch.Tensor = _VocabParallelLookUp.apply(  # type: ignore[no-untyped-call]
         tokens_BS, weight_VD, sink, tp, scatter
     )
     return rows_BSD
 
 
-class _LookUp(torch.autograd.Function):
+class _VocabParallelLookUp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -80,7 +80,9 @@ class Watchdog:
         rank = self.mesh.world.rank
         reports = self._exchange(self._report())
         if rank == min(reports):
-            print(describe(reports, self.mesh.world.size, self.timeout_seconds), file=sys.stderr)
+            print(
+                describe_hang(reports, self.mesh.world.size, self.timeout_seconds), file=sys.stderr
+            )
             sys.stderr.flush()
         else:  # the reporting rank would fail on a lost connection before it has reported
             time.sleep(LINGER_SECONDS)
@@ -116,7 +118,7 @@ class Watchdog:
         return reports
 
 
-def describe(
+def describe_hang(
     reports: dict[int, dict[str, Any]], world_size: int, timeout_seconds: float | None
 ) -> str:
     """Return a text that names the ranks that hang, with the stacks of one of them."""

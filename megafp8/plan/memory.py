@@ -19,7 +19,7 @@ from megafp8.plan.gradients import (
 from megafp8.plan.pipeline import most_held, planned_order
 from megafp8.plan.shape import (
     FP32,
-    Linear,
+    LinearShape,
     Parameter,
     RankShape,
     assign_whole_tensors,
@@ -28,8 +28,9 @@ from megafp8.plan.shape import (
     features_between,
     flat_buckets,
     fp8_products,
-    layers_of,
+    layers_of_stage,
     linears_of_layer,
+    microbatch_tokens,
     num_microbatches,
     num_stages,
     rank_shape,
@@ -40,7 +41,6 @@ from megafp8.plan.shape import (
     shard_ranks,
     stored_buckets,
     stored_itemsize,
-    tokens_of,
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
@@ -74,7 +74,7 @@ class HeldBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBytes:
+class PlannedStepBytes:
     """Hold the bytes that a step adds to `HeldBytes`."""
 
     microbatch: int  # kept between forward and backward of one microbatch, on its largest stage
@@ -103,7 +103,7 @@ class RankMemory:
     num_layers: int
     num_params: int  # elements of the rank's parameters, before FSDP shards them
     held: HeldBytes
-    step: StepBytes
+    step: PlannedStepBytes
 
     @property
     def total(self) -> int:
@@ -128,7 +128,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int) -> RankMemory:
         num_layers=len(shape.layers),
         num_params=sum(param.elements for param in shape.params),
         held=_held_bytes(spec, shape.params, shape.linears),
-        step=StepBytes(
+        step=PlannedStepBytes(
             microbatch=max(kept.values()),
             in_flight=in_flight,
             weight_copies=weight_copies,
@@ -149,7 +149,9 @@ def all_ranks(spec: RunSpec) -> list[RankMemory]:
     return [rank_memory(spec, rank) for rank in range(spec.parallel.pp)]
 
 
-def _held_bytes(spec: RunSpec, params: Sequence[Parameter], linears: Sequence[Linear]) -> HeldBytes:
+def _held_bytes(
+    spec: RunSpec, params: Sequence[Parameter], linears: Sequence[LinearShape]
+) -> HeldBytes:
     elements = sum(param.elements for param in params)
     weights = sum(param.elements * param.itemsize for param in params)
     recipe = spec.precision.fp8
@@ -233,13 +235,13 @@ def _stored_weights(spec: RunSpec, params: Sequence[Parameter]) -> int:
     return sum(rest) + sum(bucket.elements * bucket.itemsize for bucket in buckets)
 
 
-def _keeps_input_as_it_is(spec: RunSpec, linear: Linear) -> bool:
+def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
     """Whether a linear keeps its input in the compute dtype."""
     traits = BACKENDS[spec.precision.backend]
     return traits.keeps_inputs or "grad_weight" not in fp8_products(spec, linear)
 
 
-def _input_bytes(spec: RunSpec, linear: Linear, tokens: int) -> int:
+def _input_bytes(spec: RunSpec, linear: LinearShape, tokens: int) -> int:
     """Return the bytes of a linear's input as its weight gradient reads it."""
     elements = tokens * linear.in_features
     if _keeps_input_as_it_is(spec, linear):
@@ -251,14 +253,14 @@ def _input_bytes(spec: RunSpec, linear: Linear, tokens: int) -> int:
 
 def _norm_bytes(spec: RunSpec) -> int:
     """Return what a norm keeps: its input and FP32 statistics of each token."""
-    tokens = tokens_of(spec) // sequence_shards(spec)
+    tokens = microbatch_tokens(spec) // sequence_shards(spec)
     statistics = 2 if spec.model.normalization == "layernorm" else 1
     return tokens * (spec.model.hidden_size * residual_itemsize(spec) + FP32 * statistics)
 
 
 def _layer_input_bytes(spec: RunSpec) -> int:
     """Return the bytes of the residual stream of one microbatch on one rank."""
-    tokens = tokens_of(spec) // sequence_shards(spec)
+    tokens = microbatch_tokens(spec) // sequence_shards(spec)
     return tokens * spec.model.hidden_size * residual_itemsize(spec)
 
 
@@ -267,7 +269,7 @@ def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
 
     The results are its output and one FP32 number for each query of each head.
     """
-    model, tp, tokens = spec.model, spec.parallel.tp, tokens_of(spec)
+    model, tp, tokens = spec.model, spec.parallel.tp, microbatch_tokens(spec)
     size = compute_itemsize(spec)
     query, pair = model.query_size // tp, 2 * model.kv_size // tp
     kept = tokens * (query + pair) * size
@@ -285,7 +287,7 @@ def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
     Without `keeps_core` backward recomputes attention.
     """
     model, linears = spec.model, linears_of_layer(spec, layer)
-    tokens, between = tokens_of(spec), tokens_of(spec) // sequence_shards(spec)
+    tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
     size = compute_itemsize(spec)
     kept = 2 * _norm_bytes(spec)
     kept += _attention_bytes(spec, keeps_core=keeps_core)
@@ -307,8 +309,8 @@ def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
 
 def _kept_bytes(spec: RunSpec, stage: int) -> int:
     """Return what a stage keeps of one microbatch between forward and backward."""
-    model, tp, tokens = spec.model, spec.parallel.tp, tokens_of(spec)
-    layers = layers_of(spec, stage)
+    model, tp, tokens = spec.model, spec.parallel.tp, microbatch_tokens(spec)
+    layers = layers_of_stage(spec, stage)
     kept = 0
     if stage == 0:
         kept += 8 * tokens + (tokens if tp > 1 else 0)  # token numbers; which are another rank's
@@ -345,12 +347,12 @@ def _head_chunk(spec: RunSpec) -> int:
     """Return the tokens of one chunk of the head."""
     vocab = spec.model.vocab_size // spec.parallel.tp
     limit = max(1, HEAD_CHUNK_BYTES // (FP32 * vocab))
-    return min(tokens_of(spec), HEAD_CHUNK_TOKENS, limit)
+    return min(microbatch_tokens(spec), HEAD_CHUNK_TOKENS, limit)
 
 
 def _head_gradient_bytes(spec: RunSpec) -> int:
     """Return the gradients of the head's input and weight, which its forward pass computes."""
-    tokens, vocab = tokens_of(spec), spec.model.vocab_size // spec.parallel.tp
+    tokens, vocab = microbatch_tokens(spec), spec.model.vocab_size // spec.parallel.tp
     size, hidden = compute_itemsize(spec), spec.model.hidden_size
     return tokens * hidden * size + vocab * hidden * FP32
 
@@ -363,12 +365,12 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
     a layer; and a block of attention within documents. A GPU's kernel writes the gradient of the
     logits over them.
     """
-    moments = [_layer_workspace(spec, layers_of(spec, stage)), _scores_workspace(spec)]
+    moments = [_layer_workspace(spec, layers_of_stage(spec, stage)), _scores_workspace(spec)]
     if stage == num_stages(spec) - 1:
         vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
         chunk = _head_chunk(spec)
         logits = chunk * vocab * compute_itemsize(spec)
-        part = vocab * hidden * FP32 if tokens_of(spec) > chunk else 0
+        part = vocab * hidden * FP32 if microbatch_tokens(spec) > chunk else 0
         moments += [logits + part, _head_gradient_bytes(spec)]
     return max(moments)
 
@@ -394,7 +396,7 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     """
     if not layers:
         return 0
-    model, tokens = spec.model, tokens_of(spec)
+    model, tokens = spec.model, microbatch_tokens(spec)
     linears = linears_of_layer(spec, layers[0])
     size = compute_itemsize(spec)
     residual = 2 * _layer_input_bytes(spec)
@@ -410,7 +412,7 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     return work
 
 
-def _weight_copies(spec: RunSpec, linears: Sequence[Linear]) -> int:
+def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
     """Return the bytes of FP8 copies of weights that last a whole step.
 
     Tensor cores read a weight along one dimension for the output and along the other for the input

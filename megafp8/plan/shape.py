@@ -22,7 +22,7 @@ elements (`optim/partitions.py`)."""
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearShape:
     """Describe one linear of a layer as one tensor-parallel rank holds it."""
 
     whole: LayerLinear  # as all ranks hold it together
@@ -60,7 +60,7 @@ class Parameter:
     columns: int  # the product of its other dims; 1 without any
     itemsize: int  # bytes of an element of the parameter itself
     is_sharded: bool  # whether tensor-parallel ranks hold different parts
-    linear: Linear | None = None  # the linear of a layer whose weight it is
+    linear: LinearShape | None = None  # the linear of a layer whose weight it is
     in_layer: bool = True  # whether it belongs to a layer
     is_tied_end: bool = False  # whether another pipeline rank updates a copy of it
 
@@ -95,30 +95,30 @@ class RankShape:
     layers: tuple[int, ...]  # their indices in the whole model
     has_first: bool  # whether it has the embedding
     has_last: bool  # whether it has the head
-    linears: tuple[Linear, ...]
+    linears: tuple[LinearShape, ...]
     params: tuple[Parameter, ...]
 
 
 def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     """Return the part of the model that the ranks of `pipeline_rank` have."""
-    stages = stages_of(spec, pipeline_rank)
-    layers = tuple(layer for stage in stages for layer in layers_of(spec, stage))
+    stages = stages_of_rank(spec, pipeline_rank)
+    layers = tuple(layer for stage in stages for layer in layers_of_stage(spec, stage))
     linears = tuple(linear for layer in layers for linear in linears_of_layer(spec, layer))
     has_first, has_last = 0 in stages, num_stages(spec) - 1 in stages
     params = tuple(_parameters(spec, linears, has_first, has_last))
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
 
 
-def linears_of_layer(spec: RunSpec, layer: int) -> tuple[Linear, ...]:
+def linears_of_layer(spec: RunSpec, layer: int) -> tuple[LinearShape, ...]:
     """Return the linears of one layer, as one rank holds them."""
     tp, has_bias = spec.parallel.tp, spec.model.bias
     return tuple(
-        Linear(linear, *linear.local_shape(tp), has_bias, _precision_of(spec, linear.name))
+        LinearShape(linear, *linear.local_shape(tp), has_bias, _precision_of(spec, linear.name))
         for linear in layer_linears(spec.model, layer)
     )
 
 
-def features_between(linears: Sequence[Linear], *, in_mlp: bool) -> tuple[int, int]:
+def features_between(linears: Sequence[LinearShape], *, in_mlp: bool) -> tuple[int, int]:
     """Return the features that a layer's MLP, or else its attention, has between its linears.
 
     They are what the linears that begin it write (FC1, QKV), and what those that end it read (FC2,
@@ -129,7 +129,7 @@ def features_between(linears: Sequence[Linear], *, in_mlp: bool) -> tuple[int, i
     return written, sum(linear.in_features for linear in chosen if not linear.whole.is_column)
 
 
-def fp8_products(spec: RunSpec, linear: Linear) -> frozenset[GemmName]:
+def fp8_products(spec: RunSpec, linear: LinearShape) -> frozenset[GemmName]:
     """Return the products of a linear that run in FP8."""
     recipe = spec.precision.fp8
     if recipe is None:
@@ -145,7 +145,7 @@ def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:
     return traits.precision_of(recipe, linear, spec.model.num_layers)
 
 
-def stages_of(spec: RunSpec, pipeline_rank: int) -> list[int]:
+def stages_of_rank(spec: RunSpec, pipeline_rank: int) -> list[int]:
     """Return the numbers of the stages that a pipeline rank holds."""
     pipeline, pp = spec.parallel.pipeline, spec.parallel.pp
     if pp == 1:
@@ -159,7 +159,7 @@ def num_stages(spec: RunSpec) -> int:
     return 1 if parallel.pp == 1 else parallel.pp * parallel.pipeline.stages_per_rank
 
 
-def layers_of(spec: RunSpec, stage: int) -> range:
+def layers_of_stage(spec: RunSpec, stage: int) -> range:
     """Return the indices of a stage's layers."""
     if spec.parallel.pp == 1:
         return range(spec.model.num_layers)
@@ -187,7 +187,7 @@ def residual_itemsize(spec: RunSpec) -> int:
     return FP32 if spec.model.fp32_residual_connection else plain_itemsize(spec)
 
 
-def tokens_of(spec: RunSpec) -> int:
+def microbatch_tokens(spec: RunSpec) -> int:
     """Return the tokens of one microbatch on one rank."""
     return spec.train.micro_batch_size * spec.data.seq_length // spec.parallel.cp
 
@@ -203,7 +203,7 @@ def sequence_shards(spec: RunSpec) -> int:
 
 
 def _parameters(
-    spec: RunSpec, linears: Sequence[Linear], has_first: bool, has_last: bool
+    spec: RunSpec, linears: Sequence[LinearShape], has_first: bool, has_last: bool
 ) -> Iterator[Parameter]:
     """Return a rank's parameters in the model's order."""
     model, tp = spec.model, spec.parallel.tp
@@ -282,7 +282,7 @@ def layers_with_recomputation(
     The layers are those of the given stages, or of the whole model.
     """
     chosen = range(num_stages(spec)) if stages is None else stages
-    layers = [layers_of(spec, stage) for stage in chosen]
+    layers = [layers_of_stage(spec, stage) for stage in chosen]
     repeated = sum(
         recomputes(spec, granularity, place) for own in layers for place in range(len(own))
     )

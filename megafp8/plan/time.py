@@ -19,17 +19,17 @@ from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     FP32,
-    Linear,
+    LinearShape,
     features_between,
     fp8_products,
     layers_with_recomputation,
     linears_of_layer,
+    microbatch_tokens,
     num_microbatches,
     rank_shape,
     recomputed_fraction,
     sequence_shards,
     shard_ranks,
-    tokens_of,
 )
 from megafp8.plan.traffic import AxisName, Message, rank_traffic
 from megafp8.specs import RunSpec
@@ -151,7 +151,7 @@ def _bubble(spec: RunSpec) -> float:
 def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved) -> StepTime:
     shape = rank_shape(spec, rank)
     model, parallel = spec.model, spec.parallel
-    count, tokens = num_microbatches(spec), tokens_of(spec)
+    count, tokens = num_microbatches(spec), microbatch_tokens(spec)
     again = recomputed_fraction(spec, shape.stages)
     again_core = layers_with_recomputation(spec, "selective", shape.stages)
     bf16 = hardware.bf16_tflops * 1e12 * achieved.bf16
@@ -228,7 +228,7 @@ def _not_hidden(spec: RunSpec, seconds: Mapping[tuple[AxisName, bool], float], g
 
 
 def _linear_time(
-    spec: RunSpec, linear: Linear, tokens: int, bf16: float, fp8: float, again: float
+    spec: RunSpec, linear: LinearShape, tokens: int, bf16: float, fp8: float, again: float
 ) -> float:
     """Return the seconds of a linear's three products for one microbatch.
 
@@ -241,7 +241,7 @@ def _linear_time(
     return sum(flops * times[gemm] / rates[gemm] for gemm in GEMMS)
 
 
-def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
+def _pass_bytes(spec: RunSpec, linears: Sequence[LinearShape]) -> float:
     """Return the bytes of one layer's memory passes, per token and unit of the model's width.
 
     `linears` are those of the layer. Products and attention's kernels are not counted. In BF16 the
@@ -277,7 +277,7 @@ def _pass_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
 
 
 def _cast_bytes(
-    linear: Linear,
+    linear: LinearShape,
     width_in: float,
     width_out: float,
     *,
@@ -300,7 +300,7 @@ def _cast_bytes(
     return of_input * width_in + each * width_out + bias * (not traits.cost.sums_columns)
 
 
-def _weight_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
+def _weight_bytes(spec: RunSpec, linears: Sequence[LinearShape]) -> float:
     """Return the bytes by which a step casts weights and sums their gradients over microbatches.
 
     FSDP's weights are cast for each of their two uses in a microbatch; each of its gradients is
@@ -322,7 +322,7 @@ def _weight_bytes(spec: RunSpec, linears: Sequence[Linear]) -> float:
     return total
 
 
-def _launches(spec: RunSpec, linears: Sequence[Linear]) -> int:
+def _launches(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
     """Return the kernels that a layer starts, by the linear that needs most."""
     model = spec.model
     is_llama = model.is_gated or model.position_embedding_type == "rope"

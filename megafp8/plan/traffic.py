@@ -13,13 +13,14 @@ from typing import Literal
 from megafp8.plan.shape import (
     ALIGNMENT,
     FP32,
-    Linear,
+    LinearShape,
     RankShape,
     compute_itemsize,
     divides_elements,
     flat_buckets,
     fp8_products,
     layers_with_recomputation,
+    microbatch_tokens,
     num_microbatches,
     num_stages,
     rank_shape,
@@ -30,7 +31,6 @@ from megafp8.plan.shape import (
     sequence_shards,
     shard_ranks,
     stored_buckets,
-    tokens_of,
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
@@ -97,7 +97,7 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
 
 
 def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
-    tp, tokens, count = spec.parallel.tp, tokens_of(spec), num_microbatches(spec)
+    tp, tokens, count = spec.parallel.tp, microbatch_tokens(spec), num_microbatches(spec)
     if tp == 1:
         return
     size = compute_itemsize(spec)
@@ -142,7 +142,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     yield message("all_gather", "output gradients of linears", grads)
 
 
-def _part(spec: RunSpec, linear: Linear, role: Role, along: Along, tokens: int) -> int:
+def _part(spec: RunSpec, linear: LinearShape, role: Role, along: Along, tokens: int) -> int:
     """Return the bytes of a rank's tokens of a linear's tensor, of the model's width.
 
     They are those of the quantization that the product along the last or the first dim reads, with
@@ -159,7 +159,7 @@ def _part(spec: RunSpec, linear: Linear, role: Role, along: Along, tokens: int) 
     return tokens * width + FP32 * scales.count(*sizes)
 
 
-def _casts(spec: RunSpec, linear: Linear, role: Role) -> int:
+def _casts(spec: RunSpec, linear: LinearShape, role: Role) -> int:
     """Return how often a tensor is quantized for the two products that read it."""
     products = fp8_products(spec, linear)
     count = sum(_READERS[role, along] in products for along in ("last", "first"))
@@ -167,7 +167,7 @@ def _casts(spec: RunSpec, linear: Linear, role: Role) -> int:
     return min(count, 1) if traits is not None and traits.casts[role].serves_both else count
 
 
-def _is_sent_once(spec: RunSpec, linear: Linear) -> bool:
+def _is_sent_once(spec: RunSpec, linear: LinearShape) -> bool:
     """Whether one tensor serves both products that read an output gradient."""
     in_fp8 = [_READERS["grad_output", a] in fp8_products(spec, linear) for a in ("last", "first")]
     serves_both = linear.traits is not None and linear.traits.grad_output.serves_both
@@ -178,7 +178,7 @@ def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     cp = spec.parallel.cp
     if cp == 1:
         return
-    pairs = 2 * tokens_of(spec) * spec.model.kv_size // spec.parallel.tp
+    pairs = 2 * microbatch_tokens(spec) * spec.model.kv_size // spec.parallel.tp
     turns = (cp - 1) * len(shape.layers) * num_microbatches(spec)
     selective = layers_with_recomputation(spec, "selective", shape.stages)  # sends them again, too
     passes = 2 + recomputed_fraction(spec, shape.stages) + selective
@@ -200,7 +200,7 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     if pp == 1:
         return
     each = parallel.world_size // pp  # ranks of a stage, which are neighbours
-    activation = tokens_of(spec) // sequence_shards(spec) * spec.model.hidden_size
+    activation = microbatch_tokens(spec) // sequence_shards(spec) * spec.model.hidden_size
     activation *= residual_itemsize(spec)
     last = num_stages(spec) - 1
     own = set(shape.stages)

@@ -178,7 +178,7 @@ def _lines(verdict: Verdict | None) -> list[str]:
 # ---- a table of several configurations
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def comparison_table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a row for each configuration, below a row of titles, in columns of equal width."""
     rows = [("configuration", "verdict", "gap", "95 % interval", "gaps of the seeds")]
     rows += [(o.name, o.word, *_gaps(o.verdict)) for o in outcomes]

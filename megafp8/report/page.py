@@ -329,7 +329,7 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
     ]
 
 
-def differences(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
+def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Return the settings in which runs differ, with the value of each run."""
     known = [run.config for run in runs]
     keys = list(dict.fromkeys(key for config in known for key in config))
@@ -364,7 +364,7 @@ def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
 def _table(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
     if not runs:
         return ""
-    differ = differences(runs)
+    differ = differing_settings(runs)
     columns = list(differ)[:MOST_DIFFERENCES]
     outcomes = [
         (title, key)
@@ -425,7 +425,7 @@ def _failures(
 def _same_settings(runs: Sequence[RunRecord]) -> str:
     if not runs or not runs[0].config:
         return ""
-    differ = differences(runs)
+    differ = differing_settings(runs)
     lines = [
         f"{key}: {_text(value)}"
         for key, value in runs[0].config.items()

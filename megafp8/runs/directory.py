@@ -26,7 +26,7 @@ from megafp8.config.resume import (
 )
 from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.files import (
-    read_json,
+    read_json_object,
     run_errors_reported,
     write_atomically,
     write_json_atomically,
@@ -90,7 +90,7 @@ def choose_run(
 
 def mark(run_dir: Path, status: str) -> None:
     """Record the status of a run, such as `FINISHED`; any other status counts as unfinished."""
-    record = read_json(run_dir / RECORD_NAME)
+    record = read_json_object(run_dir / RECORD_NAME)
     if record.get("status") != status:
         write_json_atomically(run_dir / RECORD_NAME, {**record, "status": status})
 
@@ -113,7 +113,7 @@ def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bo
             )
         if not (path / RECORD_NAME).exists():  # the process was killed before it made the record
             _record(path, identity, is_sweep)
-        read_json(path / RECORD_NAME)  # a damaged record is refused
+        read_json_object(path / RECORD_NAME)  # a damaged record is refused
         return RunChoice(path, True, f"continues run {path.name}", lock)
     except BaseException:
         lock.release()
@@ -161,7 +161,7 @@ def _is_of_system(error: RunError) -> bool:
 
 
 def _is_candidate(path: Path, identity: str, is_sweep: bool) -> bool:
-    record = read_json(path / RECORD_NAME)
+    record = read_json_object(path / RECORD_NAME)
     matches = record.get("identity") == identity and record.get("sweep") == is_sweep
     return matches and record.get("status") != FINISHED
 
@@ -169,7 +169,7 @@ def _is_candidate(path: Path, identity: str, is_sweep: bool) -> bool:
 def _newest_first(exp_dir: Path) -> list[Path]:
     def age(path: Path) -> tuple[str, str]:
         try:
-            return str(read_json(path / RECORD_NAME).get("created")), path.name
+            return str(read_json_object(path / RECORD_NAME).get("created")), path.name
         except RunError:
             return "", path.name
 
@@ -307,7 +307,7 @@ def withdraw(choice: RunChoice) -> bool:
     return True
 
 
-def check(spec: RunSpec) -> None:
+def check_directory(spec: RunSpec) -> None:
     """Raise the errors that `enter` would raise for a named run, without making a directory."""
     observe = spec.observe
     path = named_directory(observe)
@@ -327,7 +327,7 @@ def check(spec: RunSpec) -> None:
         check_continues(old.config, spec.resolved, old.earlier, run=str(path))
 
 
-class Recorded(NamedTuple):
+class RecordedSettings(NamedTuple):
     """Hold the settings that a run was trained with last.
 
     `earlier` has the last values of those without effect in `config` that had one before.
@@ -337,7 +337,7 @@ class Recorded(NamedTuple):
     earlier: dict[str, Any]
 
 
-def recorded_settings(run_dir: Path) -> Recorded | None:
+def recorded_settings(run_dir: Path) -> RecordedSettings | None:
     """Return the settings of the newest readable checkpoint, else of config.yaml, or None."""
     root = run_dir / CHECKPOINTS_DIR
     for step_dir in sorted(root.glob("step_*"), reverse=True):
@@ -348,11 +348,11 @@ def recorded_settings(run_dir: Path) -> Recorded | None:
         except CheckpointError:
             continue  # loading the checkpoint reports the damage
         if isinstance(meta.get("config"), dict):
-            return Recorded(meta["config"], meta.get(LAST_IN_EFFECT) or {})
+            return RecordedSettings(meta["config"], meta.get(LAST_IN_EFFECT) or {})
     try:
         config = read_yaml(run_dir / CONFIG_NAME)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise RunError(f"{run_dir / CONFIG_NAME}: cannot be read ({error})") from error
-    return Recorded(config, {}) if isinstance(config, dict) else None
+    return RecordedSettings(config, {}) if isinstance(config, dict) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megafp8.errors import RunError
-from megafp8.files import read_json
+from megafp8.files import read_json_object
 
 RECORD_NAME = "run.json"
 CONFIG_NAME = "config.yaml"
@@ -60,6 +60,6 @@ def find_run(named: Path, *, with_checkpoint: bool = False) -> Path:
 def age(path: Path) -> tuple[str, str]:
     """Return what sorts runs by the time when they were made, oldest first."""
     try:
-        return str(read_json(path / RECORD_NAME).get("created") or ""), path.name
+        return str(read_json_object(path / RECORD_NAME).get("created") or ""), path.name
     except RunError:  # the record is missing or damaged: such a run counts as an old one
         return "", path.name

@@ -9,7 +9,7 @@ from pathlib import Path
 from megafp8.checkpoint.step_directories import steps
 from megafp8.config.resume import changed_settings, check_continues
 from megafp8.errors import RunError
-from megafp8.files import read_json
+from megafp8.files import read_json_object
 from megafp8.observe.summary import RunSummary
 from megafp8.runs.directory import in_words, recorded_settings
 from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, RECORD_NAME, SUMMARY_NAME
@@ -65,7 +65,7 @@ def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None
 def recorded_summary(path: Path) -> RunSummary | None:
     """Return the summary in a run's directory; None if it is missing or damaged."""
     try:
-        return RunSummary.from_dict(read_json(path / SUMMARY_NAME))
+        return RunSummary.from_dict(read_json_object(path / SUMMARY_NAME))
     except (RunError, ValueError):
         return None
 
@@ -84,7 +84,7 @@ def with_recorded(new: RunSummary, recorded: RunSummary | None) -> RunSummary:
 
 def _status(path: Path) -> object:
     try:
-        return read_json(path / RECORD_NAME).get("status")
+        return read_json_object(path / RECORD_NAME).get("status")
     except RunError:
         return None
 

@@ -15,7 +15,7 @@ from typing import Any
 from megafp8.checkpoint.step_directories import MANIFEST_NAME, is_ours, step_of
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import RunError
-from megafp8.files import read_json
+from megafp8.files import read_json_object
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.observe.trackers import WANDB_FOLDER, WANDB_ID_FILE
@@ -117,7 +117,7 @@ def _has_run(path: Path) -> bool:
     record = path / RECORD_NAME
     if record.is_file() and not record.is_symlink():
         try:
-            return all(isinstance(read_json(record).get(name), str) for name in _OF_A_RECORD)
+            return all(isinstance(read_json_object(record).get(name), str) for name in _OF_A_RECORD)
         except RunError:
             return True  # reading the record reports the damage, and the run is refused
     checkpoints = path / CHECKPOINTS_DIR
@@ -128,7 +128,7 @@ def _is_of_training(step_dir: Path) -> bool:
     if step_of(step_dir.name) is None:
         return False
     try:
-        manifest: Any = read_json(step_dir / MANIFEST_NAME)
+        manifest: Any = read_json_object(step_dir / MANIFEST_NAME)
     except RunError:
         return False
     meta = manifest.get("meta")

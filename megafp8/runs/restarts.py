@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.errors import RunError
-from megafp8.files import read_json, write_json_atomically
+from megafp8.files import read_json_object, write_json_atomically
 from megafp8.observe.metrics import read_metrics
 from megafp8.parallel.launch import LAUNCHER
 from megafp8.parallel.slurm import restart_count
@@ -85,7 +85,7 @@ def _last_logged(run_dir: Path) -> int:
 
 def _record(run_dir: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = read_json(run_dir / RECORD)
+        record: dict[str, Any] = read_json_object(run_dir / RECORD)
     except RunError:  # the file is missing or damaged: begin a new count
         return {}
     starts = record.get("starts")

@@ -11,7 +11,13 @@ from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
 from megafp8.errors import DataError
-from megafp8.files import draft_of, put, read_json, run_errors_reported, write_json_atomically
+from megafp8.files import (
+    draft_of,
+    put,
+    read_json_object,
+    run_errors_reported,
+    write_json_atomically,
+)
 from megafp8.foreign import ForeignFileError, member
 from megafp8.secrets import hide_values
 
@@ -94,7 +100,9 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     """
     for name in FILES:
         _member(folder, name)
-    config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+    config = (
+        read_json_object(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+    )
     end: object = config.get("eos_token")
     if isinstance(end, dict):
         end = end.get("content")
@@ -131,7 +139,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         RunError: A file cannot be copied.
     """
     config = _member(source, TOKENIZER_CONFIG)
-    renames = config is not None and is_own(read_json(config))
+    renames = config is not None and is_own(read_json_object(config))
     copied = []
     for name in FILES:
         if _member(source, name) is None:
@@ -143,7 +151,7 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
     return copied
 
 
-def refuse_secrets(folder: Path) -> None:
+def refuse_secrets_in_files(folder: Path) -> None:
     """Raise if a tokenizer's files hold a secret, since they are copied as they are.
 
     Raises:

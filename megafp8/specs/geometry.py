@@ -95,7 +95,7 @@ class Piece:
         )
 
 
-def whole(name: str, shape: tuple[int, ...], replica: int = 0) -> tuple[Piece, ...]:
+def whole_pieces(name: str, shape: tuple[int, ...], replica: int = 0) -> tuple[Piece, ...]:
     """Return the one piece of a tensor that is not sharded."""
     local = tuple(slice(0, size) for size in shape)
     return (Piece(name, shape, (0,) * len(shape), local, replica),)

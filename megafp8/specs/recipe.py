@@ -158,7 +158,7 @@ class Recipe:
 
         Args:
             x_MN: The contiguous tensor [M, N] itself.
-            need: For which products it is wanted (`fp8.quantizer.Need`).
+            need: For which products it is wanted (`fp8.quantizer.WantsFp8`).
             asked: What is asked for, along the last dim and along the first.
             packed: Whether operands are packed for tensor cores, as the trait `packs` says.
                 Otherwise they are as `cast` returns them, in the tensor's own orientation.
@@ -199,7 +199,7 @@ class Recipe:
         Args:
             tensor: What is quantized.
             x_MN: The tensor [M, N] in FP32, BF16 or FP16, which stays unchanged.
-            need: For which products FP8 is wanted (`fp8.quantizer.Need`).
+            need: For which products FP8 is wanted (`fp8.quantizer.WantsFp8`).
             with_sum: Whether the sums are wanted.
 
         Returns:

@@ -39,19 +39,19 @@ HASHES = {
 """Every release on PyPI from the oldest one on that was tried, with the SHA-256 of its wheel."""
 
 
-def numbers_of(version: str) -> tuple[int, ...]:
+def release_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version: "2.12.0" -> (2, 12)."""
     return tuple(int(number) for number in version.split(".")[:2])
 
 
-NEWEST_TRIED = max(map(numbers_of, HASHES))
+NEWEST_TRIED = max(map(release_of, HASHES))
 
 
 def why_not_version(version: str) -> str | None:
     """Return why a version is too old, or too new to be known, or None."""
-    if numbers_of(version) < OLDEST:
+    if release_of(version) < OLDEST:
         return f"{version} is too old: it must be {'.'.join(map(str, OLDEST))} or later"
-    if numbers_of(version)[0] > NEWEST_TRIED[0]:
+    if release_of(version)[0] > NEWEST_TRIED[0]:
         newest = ".".join(map(str, NEWEST_TRIED))
         return f"{version} is too new to be known here: versions up to {newest} were tried"
     return None

@@ -20,7 +20,7 @@ from megafp8.fp8.cast import Fp8Tensor, times_scale
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.recipes.mxfp8 import BLOCK, LARGEST_CODE, Mxfp8, power_of
 from megafp8.specs.recipe import Cast, Scaled
-from megafp8.specs.te_versions import DEFAULT_VERSION, numbers_of
+from megafp8.specs.te_versions import DEFAULT_VERSION, release_of
 from megafp8.te_cpu import wheel
 from megafp8.te_cpu.enums import FORMATS
 from megafp8.te_cpu.missing import SizeError, missing
@@ -96,7 +96,7 @@ def _no_bytes(shape: tuple[int, ...]) -> torch.Tensor:
 
 def _version() -> tuple[int, ...]:
     loaded = wheel.loaded()
-    return numbers_of(DEFAULT_VERSION if loaded is None else loaded.version)
+    return release_of(DEFAULT_VERSION if loaded is None else loaded.version)
 
 
 def quantize_blocks(

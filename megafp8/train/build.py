@@ -38,7 +38,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     counter = GemmCounter()
     sinks = make_sinks(spec, mesh)
-    backend = choose.make(spec, mesh, streams, sinks.outer, counter)
+    backend = choose.make_backend(spec, mesh, streams, sinks.outer, counter)
     model = make_model(spec, mesh, backend)
     graphs = make_graphs(spec, mesh, model, backend.scaling, sinks, counter)
     compiled = None
@@ -79,13 +79,13 @@ def settle_backend(spec: RunSpec, mesh: Mesh) -> RunSpec:
         ConfigError: The backend cannot run here.
     """
     spec = choose.settle(spec, mesh)
-    choose.check(spec, mesh.device)
+    choose.check_backend(spec, mesh.device)
     return spec
 
 
 def check_on_cpu(spec: RunSpec) -> None:
     """Raise `ConfigError` if a dry run cannot build the backend's layers on a CPU."""
-    choose.check(spec, torch.device("cpu"))
+    choose.check_backend(spec, torch.device("cpu"))
 
 
 def make_graphs(

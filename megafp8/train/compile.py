@@ -65,7 +65,7 @@ class CompileCounter:
         return torch_private.inductor(graph, inputs)
 
 
-def unavailable(device: torch.device) -> str | None:
+def why_not_compilable(device: torch.device) -> str | None:
     """Return why torch cannot compile for `device`, or None if it can."""
     if device.type == "cpu":
         compiler = os.environ.get("CXX", "g++")
@@ -101,7 +101,7 @@ def compile_layers(
         ConfigError: Torch cannot compile here, or the backend has layers of its own.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    reason = unavailable(device) or why_unsafe(CACHES)
+    reason = why_not_compilable(device) or why_unsafe(CACHES)
     if not layers:
         reason = "the backend brings layers of its own, which are not compiled"
     if reason is not None:

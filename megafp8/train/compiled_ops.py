@@ -94,7 +94,7 @@ def _linear(
     bytes, and so is the factor then.
     """
     live: LiveLinear = handle.value
-    done = eager.forward(live.linear, input_TI, input_TI.dtype, input_TI.shape[0])
+    done = eager.linear_forward(live.linear, input_TI, input_TI.dtype, input_TI.shape[0])
     kept = done.input
     if live.saved.scales is None:  # the input itself is kept, which an operation may not return
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
@@ -143,7 +143,7 @@ def _linear_backward(
     # The weight is the one that forward read: weights change only between steps.
     form, dtype = linear.weight_form, grad_output_TO.dtype
     weight = form.operands(linear.weight, dtype, input_shape[0]).along_first
-    found = eager.backward(linear, grad_output_TO, input, weight)
+    found = eager.linear_backward(linear, grad_output_TO, input, weight)
     assert found.input is not None
     assert found.weight is None and found.bias is None, "the sink keeps gradients itself"
     return found.input

@@ -43,7 +43,7 @@ choose their kernels and allocate their workspaces in them."""
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedGraph:
     """Hold what was recorded: `replay` runs it again, and `result` then has the new result."""
 
     replay: Callable[[], object]
@@ -57,7 +57,7 @@ class Recorder(Protocol):
         """Return a context in which work that is not recorded runs as recorded work will."""
         ...
 
-    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+    def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
         """Call the function once and record the kernels that it starts; none of them runs."""
         ...
 
@@ -87,7 +87,7 @@ class CudaRecorder:
             yield
         current.wait_stream(self._stream)
 
-    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+    def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
         """Capture the function as a CUDA graph.
 
         Raises:
@@ -104,7 +104,7 @@ class CudaRecorder:
             what = f"the forward and backward pass could not be captured ({error})"
             hint = "Set model.enable_cuda_graph=False; the run continues from its last checkpoint"
             raise ConfigError("model.enable_cuda_graph", True, what, hint) from error
-        return Recorded(graph.replay, result)
+        return RecordedGraph(graph.replay, result)
 
     def begin_again(self) -> None:
         """Leave the pool of memory to what is still alive in it.
@@ -129,7 +129,7 @@ def make_recorder(device: torch.device) -> Recorder:
 class _Recording:
     """Hold one recorded microbatch, and what the host knows after it."""
 
-    recorded: Recorded
+    recorded: RecordedGraph
     flops: Counter[tuple[str, str]]
     fp8_flops: Counter[Fp8Backend]
     untouched: frozenset[nn.Parameter]

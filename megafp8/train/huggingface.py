@@ -16,7 +16,7 @@ from megafp8.checkpoint.store import ShardEntry
 from megafp8.config.architecture import tree_of_spec
 from megafp8.files import run_errors_reported, whole_folder, write_atomically
 from megafp8.runs.find import CHECKPOINTS_DIR
-from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets
+from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets_in_files
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train.load import MODEL
@@ -57,7 +57,7 @@ def _build(
     model: Path, folder: Path, build: Path, config: dict[str, Any], spec: GPTSpec
 ) -> tuple[Path, list[str]]:
     """Write all of the folder to `build`; return the checkpoint there and the tokenizer's files."""
-    refuse_secrets(model)
+    refuse_secrets_in_files(model)
     tokenizer = find_tokenizer(model)
     first = end_of_text(config, model / "config.json")
     tree = {

@@ -18,7 +18,7 @@ from megafp8.checkpoint.reader import Reader, check_structure
 from megafp8.checkpoint.step_directories import MANIFEST_NAME
 from megafp8.config.architecture import function_differences, spec_of_tree
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.resume import LAST_IN_EFFECT, differences, last_in_effect, typed
+from megafp8.config.resume import LAST_IN_EFFECT, last_in_effect, setting_differences, typed
 from megafp8.errors import CheckpointError, ConfigError
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.gpt import GPT
@@ -86,7 +86,7 @@ def resume_from(
 
 
 def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
-    meta = state_dict.load(path, state, console.warn)
+    meta = state_dict.load_checkpoint(path, state, console.warn)
     if meta["data_fingerprint"] != data.fingerprint:  # on all ranks, as `open_on_all` has checked
         raise_on_all(
             CheckpointError(
@@ -139,7 +139,7 @@ def _check_settings(path: Path, spec: RunSpec) -> None:
                 f"Set {typed(d.key, d.old)}, or use restore_from_path, which reads the weights "
                 "only",
             )
-            for d in differences(config, spec.resolved, meta.get(LAST_IN_EFFECT))
+            for d in setting_differences(config, spec.resolved, meta.get(LAST_IN_EFFECT))
             if d.key != "restore_from_path"  # whose weights the checkpoint has trained further
         ]
     )

@@ -372,7 +372,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
         finish_background_save(run)
         newest = newest_after_cleanup(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
-            meta = state_dict.load(newest, run.state, run.console.warn)
+            meta = state_dict.load_checkpoint(newest, run.state, run.console.warn)
             run.saver.metrics = dict(meta.get(METRICS, {}))
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)

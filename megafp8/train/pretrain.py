@@ -46,7 +46,7 @@ from megafp8.train.load import start_from
 from megafp8.train.loop import save, train
 from megafp8.train.process import StopRequest, TimeLimit, prepare_process
 from megafp8.train.report.fp8 import HealthLog, share_of
-from megafp8.train.report.header import describe, peak_of_ranks
+from megafp8.train.report.header import describe_run, peak_of_ranks
 from megafp8.train.report.profile import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.report.summary import CommandLine, show_sample, summarize
 from megafp8.train.run import Run
@@ -290,7 +290,7 @@ def open_run(
         peak=peak_of_ranks(spec, mesh),
         memory=memory,
     )
-    console.header(describe(spec, state, data, share, run.peak))
+    console.header(describe_run(spec, state, data, share, run.peak))
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     console.follow(lambda: state.step)

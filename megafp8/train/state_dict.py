@@ -134,7 +134,7 @@ class RepeatedPlacements:
         return [*self._fixed, *_passing_placements(state)]
 
 
-def load(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
+def load_checkpoint(step_dir: Path, state: TrainState, notify: Notify) -> dict[str, Any]:
     """Fill `state` from a verified checkpoint of any layout, and return the manifest's meta.
 
     All ranks call it together.

@@ -12,7 +12,7 @@ from torch import nn
 
 pytest.importorskip("torchao.float8")
 
-from megafp8.backends.torchao import TorchaoLinear, load, make_config, why_not
+from megafp8.backends.torchao import TorchaoLinear, import_torchao, make_config, why_torchao_cannot
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of
@@ -60,7 +60,7 @@ def run_of(recipe: Fp8Recipe, compute: str = "bf16", num_layers: int = 2) -> Tra
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_torchao_s_own_recipes_are_reached(name: str) -> None:
     """The config equals `from_recipe_name`'s in every field but `emulate`."""
-    own = load().Float8LinearConfig.from_recipe_name(name)
+    own = import_torchao().Float8LinearConfig.from_recipe_name(name)
     ours = make_config(RECIPES[name], emulate=True)
     assert dataclasses.replace(ours, emulate=False) == own
 
@@ -168,7 +168,7 @@ def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
     for number in range(3):
         step(begun, number)
     saver = Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
-    state_dict.load(saver.save(begun), continued, print)
+    state_dict.load_checkpoint(saver.save(begun), continued, print)
     for number in range(3, 5):
         step(continued, number)
     for one, other in zip(whole.masters.masters, continued.masters.masters, strict=True):
@@ -247,9 +247,11 @@ def test_evaluation_in_fp8_or_not() -> None:
 
 
 def test_what_torchao_cannot_do_is_said() -> None:
-    assert "no delayed recipe" in str(why_not(Fp8Recipe(), CPU))
-    assert "fp8_params" in str(why_not(Fp8Recipe(name="rowwise", params_in_fp8=True), CPU))
-    assert why_not(RECIPES["rowwise"], CPU) is None
+    assert "no delayed recipe" in str(why_torchao_cannot(Fp8Recipe(), CPU))
+    assert "fp8_params" in str(
+        why_torchao_cannot(Fp8Recipe(name="rowwise", params_in_fp8=True), CPU)
+    )
+    assert why_torchao_cannot(RECIPES["rowwise"], CPU) is None
 
 
 def test_a_linear_in_high_precision_evaluation_is_torch_s() -> None:

@@ -164,7 +164,7 @@ def leg(precision: str, layout: Layout, mesh: Mesh, source: Path, target: Path) 
     spec = replace(layout.spec, devices_per_node=layout.ranks)
     case = case_of(precision, spec, zero=layout.zero)
     state, messages = case.build(mesh), list[str]()
-    state_dict.load(source / step_name(STEPS_BEFORE), state, messages.append)
+    state_dict.load_checkpoint(source / step_name(STEPS_BEFORE), state, messages.append)
     saver_at(target).save(state)
     return Leg(params_of(state), next_samples(state), train(state, case, STEPS_AFTER), messages)
 

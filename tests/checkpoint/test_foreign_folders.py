@@ -92,7 +92,7 @@ def test_nothing_of_another_program_is_touched(tmp_path: Path, what: str) -> Non
     assert name.split("/")[0] in str(raised.value) and "new or an empty folder" in str(raised.value)
     assert contents(tmp_path) == before
     with pytest.raises(RunError, match="a run would overwrite: "):
-        rundir.check(spec_for(tmp_path))
+        rundir.check_directory(spec_for(tmp_path))
 
 
 def test_other_names_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_run_of_others_writes_through_no_link(tmp_path: Path, name: str, kind:
     (folder / name).unlink()
     rundir.enter(spec_for(folder), is_sweep=False).release()
     put()
-    for enters in (rundir.check, lambda spec: rundir.enter(spec, is_sweep=False)):
+    for enters in (rundir.check_directory, lambda spec: rundir.enter(spec, is_sweep=False)):
         with pytest.raises(RunError, match=f"{name} is a link or no ordinary file"):
             enters(spec_for(folder))
     record = json.loads((folder / "run.json").read_text())
@@ -150,9 +150,9 @@ def test_a_run_without_its_record_is_still_a_run(tmp_path: Path) -> None:
     for meta in ({"config": {}}, "no object", None):
         (step_dir / "manifest.json").write_text(json.dumps({"meta": meta}))
         with pytest.raises(RunError, match=r"would overwrite: tokenizer\.json"):
-            rundir.check(spec_for(tmp_path))
+            rundir.check_directory(spec_for(tmp_path))
     (step_dir / "manifest.json").write_text(json.dumps({"meta": {"data_fingerprint": "x"}}))
-    rundir.check(spec_for(tmp_path))
+    rundir.check_directory(spec_for(tmp_path))
 
 
 def test_a_process_that_died_early_does_not_block_the_folder(tmp_path: Path) -> None:
@@ -211,10 +211,10 @@ def test_the_root_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/")
     with pytest.raises(RunError, match=r"explicit_log_dir=~ is the root of the file system"):
-        rundir.check(spec_for(Path("~")))
+        rundir.check_directory(spec_for(Path("~")))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with pytest.raises(RunError, match="Write the path without '~'"):
-        rundir.check(spec_for(Path("~nobody_of_that_name/x")))
+        rundir.check_directory(spec_for(Path("~nobody_of_that_name/x")))
     choice = rundir.enter(spec_for(Path("~/x")), is_sweep=False)
     assert choice.path == tmp_path / "home" / "x" and not (tmp_path / "~").exists()
     choice.release()

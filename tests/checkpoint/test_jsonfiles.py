@@ -12,7 +12,7 @@ from megafp8.errors import RunError
 from megafp8.files import (
     built_beside,
     locked,
-    read_json,
+    read_json_object,
     run_errors_reported,
     write_json_atomically,
 )
@@ -38,7 +38,7 @@ def test_json_round_trip_leaves_one_file(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     for tree in ({"status": "running", "n": 1}, {"status": "finished"}):
         write_json_atomically(path, tree)
-        assert read_json(path) == tree
+        assert read_json_object(path) == tree
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -55,7 +55,7 @@ def test_a_failed_write_keeps_the_old_content(
         patch.setattr(os, "fsync", full)
         with pytest.raises(RunError, match=r"run\.json.*No space left"):
             write_json_atomically(path, {"new": 1})
-    assert read_json(path) == {"old": 1}
+    assert read_json_object(path) == {"old": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
@@ -102,4 +102,4 @@ def test_damaged_json_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(RunError, match=r"run\.json"):
-        read_json(path)
+        read_json_object(path)

@@ -56,7 +56,7 @@ def bound_of(precision: str, layout: Layout, expected: list[float], start: Path)
     for seed in range(PERTURBATIONS):
         case = layouts.case_of(precision)
         state = case.build(single_rank())
-        state_dict.load(start, state, print)
+        state_dict.load_checkpoint(start, state, print)
         perturb(state, seed)
         spread = max(spread, distance(layouts.train(state, case, STEPS_AFTER), expected))
     return 3 * spread

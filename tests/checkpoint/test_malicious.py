@@ -14,7 +14,7 @@ import pytest
 
 from megafp8.checkpoint import store
 from megafp8.errors import CheckpointError, RunError
-from megafp8.files import read_json
+from megafp8.files import read_json_object
 
 Save = Callable[[Path, int], Path]
 SHARD = "model-rank0.safetensors"
@@ -131,7 +131,7 @@ def test_json_as_deep_as_a_well(tmp_path: Path, save: Save) -> None:
         store.verify(step_dir)
     (tmp_path / "run.json").write_bytes(b"[" * 200_000)
     with pytest.raises(RunError, match="nested deeper than 64 levels"):
-        read_json(tmp_path / "run.json")
+        read_json_object(tmp_path / "run.json")
 
 
 def test_links_lead_nowhere(tmp_path: Path, save: Save) -> None:

@@ -30,7 +30,7 @@ def one_thread() -> None:
 
 def continued(precision: str, path: Path) -> tuple[TrainState, list[str]]:
     state, messages = layouts.case_of(precision).build(single_rank()), list[str]()
-    state_dict.load(path, state, messages.append)
+    state_dict.load_checkpoint(path, state, messages.append)
     return state, messages
 
 

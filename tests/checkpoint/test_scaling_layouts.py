@@ -115,7 +115,7 @@ def loaded(rank: Rank, jobs: dict[str, tuple[str, ParallelSpec, bool]]) -> dict[
     for name, (path, spec, reduces) in jobs.items():
         case, messages = case_of(spec, reduces), list[str]()
         state = case.build(join(case.parallel))
-        state_dict.load(Path(path), state, messages.append)
+        state_dict.load_checkpoint(Path(path), state, messages.append)
         tables = tables_of(state)
         found[name] = Loaded(tables, messages, state_step(case, state))
     return found
@@ -218,7 +218,7 @@ def trained_and_loaded(rank: Rank, folder: str) -> tuple[bool, Loaded]:
     torch.distributed.all_gather(whole, own)
     four = case_of(replace(TENSOR_GROUPS, tp=4, sequence_parallel=True), True, rank.size)
     state = four.build(join(four.parallel))
-    state_dict.load(Path(folder, step_name(1)), state, messages.append)
+    state_dict.load_checkpoint(Path(folder, step_name(1)), state, messages.append)
     tables = tables_of(state)
     same = torch.equal(own, whole[rank.index ^ 2])
     return same, Loaded(tables, messages, state_step(four, state))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megafp8.cli import compare, compare_runs
-from megafp8.cli.compare_runs import Job
+from megafp8.cli.compare_runs import ComparedJob
 from megafp8.cli.help import keys_of_group
 from megafp8.report.comparison import Outcome, costs_of, worst
 from megafp8.report.record import RunRecord
@@ -22,13 +22,13 @@ from tests.report.made import make_run
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ComparedJob]:
     """Let the command make its runs without training; return the jobs that it ran."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "_loaded", {})
-    jobs: list[Job] = []
+    jobs: list[ComparedJob] = []
 
-    def run(job: Job, *, quiet: bool) -> int:
+    def run(job: ComparedJob, *, quiet: bool) -> int:
         jobs.append(job)
         if not job.directory.exists():
             fp8 = job.label != "baseline"
@@ -39,7 +39,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     return jobs
 
 
-def test_the_baseline_has_nothing_of_fp8(made: list[Job]) -> None:
+def test_the_baseline_has_nothing_of_fp8(made: list[ComparedJob]) -> None:
     given = [
         "precision=fp8_rowwise", "model.optim.fp8_opt_level=O2", "model.optim.exp_avg_dtype=fp8",
         "trainer.max_steps=5",
@@ -82,7 +82,7 @@ def test_all_keys_of_fp8_lm_are_tried() -> None:
     "place", ["command line", "file", "command line and file", "the same in both"]
 )
 def test_the_baseline_has_no_key_of_fp8_lm(
-    key: str, place: str, made: list[Job], tmp_path: Path
+    key: str, place: str, made: list[ComparedJob], tmp_path: Path
 ) -> None:
     detail = {key: LOW_PRECISION[key]}
     files = {"file": {"fp8_opt_level": "O2"} | detail, "command line and file": detail,
@@ -108,7 +108,7 @@ def test_the_baseline_has_no_key_of_fp8_lm(
 
 
 def test_a_baseline_of_another_level_keeps_what_has_an_effect_there(
-    made: list[Job],
+    made: list[ComparedJob],
 ) -> None:
     given = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "model.optim.exp_avg_sq_dtype=fp8"]
     assert compare.main([*given, "model.optim.stochastic_rounding=True",
@@ -119,7 +119,7 @@ def test_a_baseline_of_another_level_keeps_what_has_an_effect_there(
 
 
 def test_the_command_reports_and_says_the_verdict_last(
-    made: list[Job], capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "--seeds", "1", "2", "3", "--out", "out"]
     assert compare.main(argv) == 0
@@ -145,7 +145,7 @@ def test_the_command_reports_and_says_the_verdict_last(
 
 
 def test_worse_undecided_and_failed_runs(
-    made: list[Job],
+    made: list[ComparedJob],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -172,7 +172,7 @@ def test_worse_undecided_and_failed_runs(
 
 
 def test_runs_of_other_configurations_do_not_count(
-    made: list[Job], capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", "--out", "out"]) == 0
     count = len(made)
@@ -185,7 +185,7 @@ def test_runs_of_other_configurations_do_not_count(
 
 
 def test_a_directory_without_a_run_is_free(
-    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command whose data do not exist ends before its first run; another one may follow."""
     with monkeypatch.context() as patch:
@@ -202,7 +202,7 @@ def test_a_directory_without_a_run_is_free(
 
 
 def test_a_setting_of_gpus_is_refused_where_there_is_none(
-    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["model.fp8=True", "model.enable_cuda_graph=True"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -216,11 +216,11 @@ def test_a_setting_of_gpus_is_refused_where_there_is_none(
 
 
 def test_ctrl_c_while_a_run_starts_is_an_interruption(
-    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that has not begun to train cannot save, and ends with the signal's own code."""
 
-    def interrupted(job: Job, *, quiet: bool) -> int:
+    def interrupted(job: ComparedJob, *, quiet: bool) -> int:
         signal.raise_signal(signal.SIGINT)
         return 128 + signal.SIGINT
 
@@ -230,7 +230,7 @@ def test_ctrl_c_while_a_run_starts_is_an_interruption(
 
 
 def test_a_mistake_is_no_verdict(
-    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", "--out", "out"]) == 0
     monkeypatch.setattr(compare_runs, "_run", lambda job, *, quiet: 2 * (job.label == "given"))
@@ -238,7 +238,7 @@ def test_a_mistake_is_no_verdict(
     assert "the configuration's run ended with exit code 2" in capsys.readouterr().err
 
 
-def test_what_is_refused(made: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["trainer.max_steps=5"]) == 2
     assert "the configuration is its own baseline" in capsys.readouterr().err
     assert compare.main(["model.fp8=True", "model.hidden_size=101"]) == 2
@@ -250,7 +250,7 @@ def test_what_is_refused(made: list[Job], capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_two_configurations_in_fp8_are_both_measured(
-    made: list[Job], capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "model.fp8_recipe=tensorwise", "--out", "out",
             "--base", "model.fp8_recipe=delayed"]  # fmt: skip
@@ -308,7 +308,7 @@ def set_loss(label: str, seed: int, loss: float) -> None:
 
 
 def test_several_recipes_have_one_baseline_and_one_table(
-    made: list[Job], capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("lab.py").write_text(ONE)
     argv = [*SEVERAL, "--seeds", "1", "2", "--out", "out"]
@@ -354,7 +354,7 @@ def test_the_word_on_several_is_the_worst() -> None:
 
 
 def test_another_rule_in_the_same_file_is_another_configuration(
-    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise the runs of the rule before would be shown as those of the new one."""
     Path("lab.py").write_text(ONE)
@@ -368,7 +368,7 @@ def test_another_rule_in_the_same_file_is_another_configuration(
 @pytest.mark.parametrize("is_deleted", [False, True])
 def test_a_rule_that_changes_while_runs_train_ends_the_comparison(
     is_deleted: bool,
-    made: list[Job],
+    made: list[ComparedJob],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -376,7 +376,7 @@ def test_a_rule_that_changes_while_runs_train_ends_the_comparison(
     file.write_text(ONE)
     run = compare_runs._run
 
-    def run_and_edit(job: Job, *, quiet: bool) -> int:
+    def run_and_edit(job: ComparedJob, *, quiet: bool) -> int:
         file.write_text(ONE.replace("return x_MK", "return x_MK / 2"))
         if is_deleted:
             file.unlink()
@@ -391,7 +391,7 @@ def test_a_rule_that_changes_while_runs_train_ends_the_comparison(
 
 
 def test_a_file_that_names_a_recipe_is_trusted_by_the_command_line_alone(
-    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lab.py").write_text(ONE)
     (tmp_path / "mine.yaml").write_text(
@@ -422,7 +422,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused_of_several(
-    words: str, made: list[Job], capsys: pytest.CaptureFixture[str]
+    words: str, made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", *REFUSED[words]]) == 2
     said = capsys.readouterr().err
@@ -431,7 +431,7 @@ def test_what_is_refused_of_several(
 
 
 def test_configurations_of_one_recipe_are_named_by_what_differs(
-    made: list[Job], capsys: pytest.CaptureFixture[str]
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "model.fp8_margin=0,1", "--out", "out"]
     assert compare.main(argv) == 0
@@ -443,7 +443,7 @@ def test_configurations_of_one_recipe_are_named_by_what_differs(
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "lab.py:One"])
 def test_the_hint_names_a_recipe_with_other_traits(
-    recipe: str, made: list[Job], capsys: pytest.CaptureFixture[str]
+    recipe: str, made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("lab.py").write_text(ONE)
     given = ["model.fp8=True", f"model.fp8_recipe={recipe}"]

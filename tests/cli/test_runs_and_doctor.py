@@ -108,7 +108,7 @@ def test_the_doctor_names_what_is_missing_and_what_it_would_give(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(doctor, "PACKAGES", (("no-such-package", "nothing"), ("numpy", "arrays")))
 
-    def broken() -> doctor.Finding:
+    def broken() -> doctor.MachinePart:
         raise RuntimeError("driver too old\nmore")
 
     monkeypatch.setattr(doctor, "_memory", broken)
@@ -125,7 +125,7 @@ def test_a_failed_self_test_shows_the_last_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "SELF_TEST", ["model.hidden_size=101"])
-    monkeypatch.setattr(doctor, "findings", lambda disk: [doctor.Finding("a", "b")])
+    monkeypatch.setattr(doctor, "examine_machine", lambda disk: [doctor.MachinePart("a", "b")])
     assert doctor.main(["--self-test"]) == 1
     said = capsys.readouterr().out
     assert "self-test: exit code 2 at 4 steps" in said and "model.hidden_size=101" in said
@@ -135,7 +135,7 @@ def test_a_self_test_that_takes_too_long_is_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "SELF_TEST_SECONDS", 0.01)
-    monkeypatch.setattr(doctor, "findings", lambda disk: [doctor.Finding("a", "b")])
+    monkeypatch.setattr(doctor, "examine_machine", lambda disk: [doctor.MachinePart("a", "b")])
     assert doctor.main(["--self-test"]) == 1
     assert "self-test: 4 steps were not done after 0.01 s" in capsys.readouterr().out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megafp8.config.resume import differences
+from megafp8.config.resume import setting_differences
 from megafp8.errors import ConfigError
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
@@ -243,4 +243,4 @@ def test_a_run_with_a_pattern_that_was_ignored_continues_without_it() -> None:
     new = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": []}}
     for entry, num_found in (("*fc9:high_precision", 0), ("*fc2:high_precision", 1)):
         old = {"model": {"fp8": True, "num_layers": 2, "fp8_modules": [entry]}}
-        assert len(differences(old, new)) == num_found
+        assert len(setting_differences(old, new)) == num_found

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from megafp8.config.gelu import FUSION, GELU
 from megafp8.config.load import load_all
-from megafp8.config.resume import check_continues, differences
+from megafp8.config.resume import check_continues, setting_differences
 from megafp8.errors import ConfigError
 from tests.config.helpers import run_spec, the_problem
 from tests.config.test_nemo import nemo_yaml
@@ -120,7 +120,7 @@ def test_a_run_of_the_exact_form_never_goes_on_with_the_other(tmp_path: Path) ->
     new = run_spec(*DATA, gpu=True, **where).resolved
     with pytest.raises(ConfigError, match=f"Give {GELU}=False to continue it"):
         check_continues(old, new, run="runs/a")
-    assert [d.key for d in differences(old, new)] == [GELU]
+    assert [d.key for d in setting_differences(old, new)] == [GELU]
 
 
 def test_query_key_layer_scaling_acts_in_fp16_alone(tmp_path: Path) -> None:

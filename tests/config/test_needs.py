@@ -12,7 +12,7 @@ import pytest
 from megafp8.config.checks import check_values
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import Loaded, load, load_all
-from megafp8.config.resume import differences
+from megafp8.config.resume import setting_differences
 from megafp8.config.rules import effective, unmet_need
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values
@@ -206,7 +206,7 @@ def test_a_layer_definition_is_of_no_effect_on_a_cpu_without_fp8(tmp_path: Path)
 def test_a_run_of_a_gpu_with_that_key_continues_on_a_cpu() -> None:
     """The key chooses which backend runs, and no number, so the resolved values may differ."""
     on_gpu, on_cpu = (run_spec(NO_TE, gpu=gpu).resolved for gpu in (True, False))
-    assert on_gpu != on_cpu and differences(on_gpu, on_cpu) == []
+    assert on_gpu != on_cpu and setting_differences(on_gpu, on_cpu) == []
 
 
 def test_the_device_is_looked_for_only_if_a_key_depends_on_it() -> None:

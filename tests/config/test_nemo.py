@@ -15,7 +15,7 @@ from megafp8.config.gelu import FUSION
 from megafp8.config.keys import NOT_IN_NEMO
 from megafp8.config.load import load, load_all
 from megafp8.config.nemo import NemoKey, nemo_keys
-from megafp8.config.resume import differences, flat, identity
+from megafp8.config.resume import flat, identity, setting_differences
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import known_sections
 from megafp8.specs import LossScaleSpec
@@ -275,7 +275,7 @@ def test_fused_adams_are_adamw(name: str) -> None:
     fused = run_spec(f"model.optim.name={name}")
     assert fused.optim.name == name
     assert identity(fused.resolved) == identity(run_spec().resolved)
-    assert differences(run_spec().resolved, fused.resolved) == []
+    assert setting_differences(run_spec().resolved, fused.resolved) == []
 
 
 def test_exp_dir_null_is_runs() -> None:

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megafp8.config import checks
-from megafp8.config.layers import find_source, layers_of
+from megafp8.config.layers import compose_layers, find_source
 from megafp8.config.load import load_all
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.resolve import resolve
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 def test_layers_from_the_weakest_to_the_strongest(folder: Path) -> None:
     source = find_source(folder, "mine")
     parsed, _ = parse_overrides(["precision=fp32", "model.seed=4"], source.directories)
-    layers = layers_of(source, parsed)
+    layers = compose_layers(source, parsed)
     assert [str(layer.origin) for layer in layers] == [
         "default", "base.yaml", "preset model=gpt3_125m", "mine.yaml", "preset precision=fp32",
         "command line",

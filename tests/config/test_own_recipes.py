@@ -15,7 +15,7 @@ from megafp8.cli.main import run_app
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import resolve
-from megafp8.config.resume import differences
+from megafp8.config.resume import setting_differences
 from megafp8.specs import recipes
 from megafp8.specs.recipes import (
     RecipeError,
@@ -260,7 +260,7 @@ def test_settings_of_an_old_run_can_be_compared_without_its_code() -> None:
     new = load(["model.fp8=True", f"model.fp8_recipe={BLOCKS}", "model.ffn_hidden_size=1024"])
     resolved = resolve(new, lambda: False).resolved
     old = {**resolved, "model": {**resolved["model"], "fp8_recipe": "gone.py:Gone"}}  # type: ignore[dict-item]
-    assert [(d.key, d.old) for d in differences(old, resolved)] == [
+    assert [(d.key, d.old) for d in setting_differences(old, resolved)] == [
         ("model.fp8_recipe", "gone.py:Gone")
     ]
 

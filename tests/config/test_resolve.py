@@ -20,11 +20,11 @@ from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import (
     check_continues,
-    differences,
     flat,
     full_identity,
     identity,
     last_in_effect,
+    setting_differences,
     typed,
 )
 from megafp8.config.schema import all_keys
@@ -144,7 +144,7 @@ def test_length_logging_layout_and_policy_continue(override: str) -> None:
     old, new = run_spec().resolved, run_spec(override).resolved
     assert identity(old) == identity(new)
     assert full_identity(old) != full_identity(new)
-    assert differences(old, new) == []
+    assert setting_differences(old, new) == []
     check_continues(old, new, run="runs/x")
 
 
@@ -153,12 +153,12 @@ def test_model_data_and_optimizer_do_not(override: str) -> None:
     key = override.partition("=")[0]
     old, new = run_spec().resolved, run_spec(override).resolved
     assert identity(old) != identity(new)
-    assert [difference.key for difference in differences(old, new)] == [key]
+    assert [difference.key for difference in setting_differences(old, new)] == [key]
     (problem,) = problems(lambda: check_continues(old, new, run="runs/x"))
     given = typed(key, flat(old)[key])
     assert problem.key == key and f"Give {given} to continue it" in problem.hint
     assert "exp_manager.name" in problem.hint
-    assert differences(old, run_spec(*shlex.split(given)).resolved) == [], "it can be typed"
+    assert setting_differences(old, run_spec(*shlex.split(given)).resolved) == [], "it can be typed"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_hint_names_what_chooses_the_directory(
 
 def test_tensor_parallel_size_may_change() -> None:
     two = run_spec("trainer.devices=2", "model.tensor_model_parallel_size=2")
-    assert differences(run_spec().resolved, two.resolved) == []
+    assert setting_differences(run_spec().resolved, two.resolved) == []
 
 
 TWO, FP8, SHARDED = "trainer.devices=2", "model.fp8=True", "model.fsdp=True"
@@ -232,16 +232,16 @@ def test_a_key_of_a_layout_is_compared_where_both_have_an_effect(setting: str) -
         assert problem.key == key and f"{key}={flat(old)[key]}" in problem.hint
     for other in elsewhere:
         idle = run_spec(*other).resolved
-        assert differences(idle, given) == [], "the run has used no value yet"
-        assert differences(idle, given, last_in_effect(left_out, idle))[0].key == key
+        assert setting_differences(idle, given) == [], "the run has used no value yet"
+        assert setting_differences(idle, given, last_in_effect(left_out, idle))[0].key == key
 
 
 def test_a_key_that_an_older_run_lacks_counts_with_its_default() -> None:
     old = run_spec().resolved
     model = {name: value for name, value in old["model"].items() if name != "fp8_margin"}
-    assert differences({**old, "model": model}, old) == []
+    assert setting_differences({**old, "model": model}, old) == []
     stranger = {**old, "model": {**old["model"], "gone": 1}}
-    assert [d.key for d in differences(stranger, old)] == ["model.gone"]
+    assert [d.key for d in setting_differences(stranger, old)] == ["model.gone"]
 
 
 # --- any list of overrides ends in a spec or in an error that a user can mend --------------------
@@ -342,13 +342,13 @@ def test_the_files_of_data_may_move_and_hints_can_be_typed() -> None:
         (["data/c"], ["model.data.data_prefix"]),
     ):
         new["model"]["data"]["data_prefix"] = prefix
-        assert [found.key for found in differences(old, new)] == keys, prefix
+        assert [found.key for found in setting_differences(old, new)] == keys, prefix
     for name, keys in (("/there/a.jsonl", []), ("b.jsonl", ["model.data.train_ds.file_names"])):
         runs = [
             {**old, "model": {**old["model"], "data": {"train_ds": {"file_names": file}}}}
             for file in ("a.jsonl", name)
         ]
-        assert [found.key for found in differences(*runs)] == keys, name
+        assert [found.key for found in setting_differences(*runs)] == keys, name
     (word,) = shlex.split(typed("model.data.data_prefix", data))
     assert OmegaConf.select(load([word]), "model.data.data_prefix") == data
 
@@ -410,8 +410,8 @@ def test_a_run_with_a_key_that_was_taken_out_continues_if_it_meant_what_is_left(
         optim = {**new["model"]["optim"], "moments_scaling": value}
         return {**new, "model": {**new["model"], "optim": optim}}
 
-    assert differences(earlier("tensor"), new) == []
-    (found,) = differences(earlier("group"), new)
+    assert setting_differences(earlier("tensor"), new) == []
+    (found,) = setting_differences(earlier("group"), new)
     assert found.key == "model.optim.moments_scaling" and found.new == "tensor"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.cli import report
 from megafp8.cli.compare import main as compare
-from megafp8.cli.sweep_results import Job, print_results, result_of
+from megafp8.cli.sweep_results import SweepJob, print_results, result_of
 from megafp8.report.page import PAGE_START
 from tests.config.test_app import shell
 from tests.report.made import make_run
@@ -40,7 +40,7 @@ def test_a_job_does_not_overwrite_another_programs_result(tmp_path: Path) -> Non
 
 def test_the_page_of_a_repeated_sweep_is_not_written_again(tmp_path: Path) -> None:
     make_run(tmp_path / "0")
-    results = [result_of(Job(0, ("model.fp8=True",), tmp_path / "0"), 0)]
+    results = [result_of(SweepJob(0, ("model.fp8=True",), tmp_path / "0"), 0)]
     assert print_results(results, tmp_path) == 0
     page = tmp_path / "report.html"
     page.write_text(PAGE_START + "of another minute")

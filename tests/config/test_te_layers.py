@@ -112,7 +112,7 @@ def test_each_row_reaches_checks_plan_auto_and_backend(
             auto = spec_of(values | {"model.fp8_backend": "auto"}).precision.auto
             assert auto is not None and found.reason in str(auto.why_not_te)
     with pytest.raises(ConfigError) as caught:
-        choose.check(spec_of(values), torch.device("cpu"))
+        choose.check_backend(spec_of(values), torch.device("cpu"))
     assert f"{key}=" in str(caught.value) and found.reason in str(caught.value)
 
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8.data import prepare as prepare_module
-from megafp8.data.builtin import Corpus, Document, builtin_documents, builtin_key, cache_folder
+from megafp8.data.builtin import Corpus, Document, builtin_documents, builtin_key, prepared_folder
 from megafp8.data.prepare import PreparedData, excerpt, prepare
 from megafp8.errors import DataError
 from megafp8.specs import TokenizerSpec
@@ -181,11 +181,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("XDG_CACHE_HOME", "/big/cache")
-    assert cache_folder(None) == Path("/big/cache/megafp8")
+    assert prepared_folder(None) == Path("/big/cache/megafp8")
     for unset in ("", "relative/ignored"):
         monkeypatch.setenv("XDG_CACHE_HOME", unset)
-        assert cache_folder(None) == Path("/home/someone/.cache/megafp8")
-    assert cache_folder("~/mine") == Path("/home/someone/mine")
+        assert prepared_folder(None) == Path("/home/someone/.cache/megafp8")
+    assert prepared_folder("~/mine") == Path("/home/someone/mine")
 
 
 class TestPrefix:

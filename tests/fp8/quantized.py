@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 
-from megafp8.fp8.quantizer import LinearQuantizer, Need, Operands, Role
+from megafp8.fp8.quantizer import LinearQuantizer, Operands, Role, WantsFp8
 
-BOTH = Need(True, True)
+BOTH = WantsFp8(True, True)
 
 
 def quantized(
-    quantizer: LinearQuantizer, role: Role, x_MN: torch.Tensor, need: Need = BOTH, **options: Any
+    quantizer: LinearQuantizer,
+    role: Role,
+    x_MN: torch.Tensor,
+    need: WantsFp8 = BOTH,
+    **options: Any,
 ) -> tuple[Operands, torch.Tensor | None]:
     """Operands and sums, also for products that the recipe keeps out of FP8."""
     tensor = quantizer.tensors[role]

@@ -21,7 +21,7 @@ pytest.importorskip("torchao", reason="torchao is not installed")
 
 def theirs(x: torch.Tensor, fmt: torch.dtype, dim: int | None, power_2: bool) -> Any:
     """torchao's cast: (payload, scale to multiply by)."""
-    torchao_linear.load()
+    torchao_linear.import_torchao()
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
 

@@ -32,7 +32,7 @@ DELAYED = Fp8Recipe(amax_history_len=8)
 
 @pytest.fixture(autouse=True)
 def _needs_transformer_engine() -> None:
-    reason = te_names.why_not(torch.device("cuda"), "DelayedScaling")
+    reason = te_names.why_te_cannot(torch.device("cuda"), "DelayedScaling")
     if reason is not None:
         pytest.skip(reason)
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_moves_between_the_backends(order: tuple[str, str], tmp_pat
         step(source, number)
     saver = Saver(tmp_path, 1, {"config": {}, "data_fingerprint": ""})
     notify: Callable[[str], None] = print
-    state_dict.load(saver.save(source), target, notify)
+    state_dict.load_checkpoint(saver.save(source), target, notify)
     for direction, table in source.scaling.tables.items():
         for field, tensor in table.tensors().items():
             other = target.scaling.tables[direction].tensors()[field]

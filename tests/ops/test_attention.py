@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megafp8.ops import cpu
 from megafp8.ops.attention import (
-    Block,
+    AttentionTile,
     attend,
     attend_backward,
     attention,
@@ -38,7 +38,7 @@ def test_two_blocks_are_the_whole(heads: tuple[int, int], keep: torch.Tensor | N
     q, k, v, grad = inputs(*heads)
     expected = scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=True)
     expected.backward(grad)
-    block = Block(0.3, keep=keep)
+    block = AttentionTile(0.3, keep=keep)
     parts = [slice(0, 4), slice(4, KEYS)]
     with torch.no_grad():
         (out, lse), more = (attend(q, k[:, :, part], v[:, :, part], block) for part in parts)
@@ -58,7 +58,7 @@ def test_a_causal_block(keep: torch.Tensor | None) -> None:
     q, k, v, grad = inputs(4, 2, QUERIES)
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
     expected.backward(grad)
-    block = Block(0.3, is_causal=True, keep=keep)
+    block = AttentionTile(0.3, is_causal=True, keep=keep)
     with torch.no_grad():
         out, lse = attend(q, k, v, block)
         close(out, expected)
@@ -73,7 +73,7 @@ def test_dropout_is_what_autograd_makes_of_it() -> None:
     keep = torch.empty(2, 4, QUERIES, KEYS, dtype=torch.float64).bernoulli_(0.7) / 0.7
     expected = ((q @ k.mT * 0.3).softmax(-1) * keep) @ v
     expected.backward(grad)
-    block = Block(0.3, keep=keep)
+    block = AttentionTile(0.3, keep=keep)
     with torch.no_grad():
         out, lse = attend(q, k, v, block)
         close(out, expected)
@@ -97,7 +97,7 @@ def test_on_a_gpu(dtype: torch.dtype, is_causal: bool) -> None:
     )
     expected.backward(grad)
     there = [x.detach().to("cuda", dtype) for x in (q, k, v, grad)]
-    block = Block(0.3, is_causal=is_causal)
+    block = AttentionTile(0.3, is_causal=is_causal)
     out, lse = attend(*there[:3], block)
     grads = attend_backward(there[3], *there[:3], out, lse, block)
     wanted = [expected.detach(), q.grad, k.grad, v.grad]
@@ -141,7 +141,7 @@ def test_widened_attention_keeps_bf16_and_rounds_once(
     grad, mask = exact[3], masked(kind)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        out = attention(q, k, v, Block(scale, is_causal=mask is None, mask=mask))
+        out = attention(q, k, v, AttentionTile(scale, is_causal=mask is None, mask=mask))
     assert [x.dtype for x in kept] == [torch.bfloat16] * 4 + [torch.float32]
     assert kept[4].numel() == 2 * heads * QUERIES, "the log-sum-exp alone is in FP32"
     out.backward(grad.bfloat16())

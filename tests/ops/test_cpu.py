@@ -31,12 +31,12 @@ def both(form: str, first: str, second: str) -> str:
     ],
 )
 def test_flags_of_every_core_decide(cpuinfo: str, is_fast: bool) -> None:
-    flags = cpu.flags_of(cpuinfo)
+    flags = cpu.cpu_flags(cpuinfo)
     assert flags is not None and bool(flags & cpu.BF16_FLAGS) == is_fast
 
 
 def test_a_file_without_flags_tells_nothing() -> None:
-    assert cpu.flags_of("processor : 0\n") is None
+    assert cpu.cpu_flags("processor : 0\n") is None
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("avx2", "False"), ("avx2 amx_bf16", "True")])
@@ -56,6 +56,6 @@ def test_another_cpu_is_imitated_and_no_torch_is_read(flags: str, expected: str)
 
 def test_the_reason_says_whether_flags_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "FLAGS", frozenset({"avx2"}))
-    assert cpu.why_not() == "this CPU has no BF16 instructions"
+    assert cpu.why_slow_at_bf16() == "this CPU has no BF16 instructions"
     monkeypatch.setattr(cpu, "FLAGS", None)
-    assert cpu.why_not().startswith("which instructions this CPU has cannot be read on ")
+    assert cpu.why_slow_at_bf16().startswith("which instructions this CPU has cannot be read on ")

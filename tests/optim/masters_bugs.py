@@ -55,7 +55,7 @@ def _summed_in_fp8(patch: pytest.MonkeyPatch) -> None:
 def _quantized(patch: pytest.MonkeyPatch) -> None:
     """The scale with which a rank quantizes what it sends or has summed."""
     right = scaled_data.cast
-    patch.setattr(scaled_data, "cast", lambda x, scale, fmt: right(x, scale * FACTOR, fmt))
+    patch.setattr(scaled_data, "cast_stored", lambda x, scale, fmt: right(x, scale * FACTOR, fmt))
 
 
 def _sent(patch: pytest.MonkeyPatch) -> None:

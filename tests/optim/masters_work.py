@@ -33,7 +33,7 @@ from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
-from megafp8.train.state_dict import load, placements_of
+from megafp8.train.state_dict import load_checkpoint, placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
 from tests.optim.masters_bugs import IN_SUMS
 from tests.optim.sharded_work import on_ranks, spoil_gradient, weights
@@ -121,9 +121,9 @@ def planted(bug: str | None, axis: Axis) -> Iterator[Axis]:
 
     with pytest.MonkeyPatch.context() as patch:
         if bug == "nothing is quantized again":
-            patch.setattr(scaled_data, "cast", cast_by_own_amax)
+            patch.setattr(scaled_data, "cast_stored", cast_by_own_amax)
         if bug == "the sum is not quantized again":
-            patch.setattr(scaled_data, "cast", cast_by_no_scale)
+            patch.setattr(scaled_data, "cast_stored", cast_by_no_scale)
         if bug in IN_SUMS:
             IN_SUMS[bug](patch)
         kind = kinds.get(bug or "", Axis)
@@ -270,7 +270,7 @@ def train(
     for name, (step_dir, asked) in (loads or {}).items():
         case, mesh = mesh_of(asked)
         state = case.build(mesh)
-        load(step_dir, state, print)
+        load_checkpoint(step_dir, state, print)
         found[name] = after_steps(state, case, 2)
     assert all(math.isfinite(loss) for one in found.values() for loss in one.losses)
     return found

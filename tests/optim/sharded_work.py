@@ -15,10 +15,10 @@ from megafp8.specs import LossScaleSpec, ParallelSpec
 from megafp8.te_cpu.tensors import memory_of
 from megafp8.train.build import build
 from megafp8.train.nonfinite import first_nonfinite
-from megafp8.train.report.header import StateBytes, bytes_of
+from megafp8.train.report.header import StateBytes, state_bytes
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
-from megafp8.train.state_dict import load, placements
+from megafp8.train.state_dict import load_checkpoint, placements
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import evaluate
 from tests.parallel.rank_work import Case, Piece
@@ -99,7 +99,7 @@ def run(job: Job, mesh: Mesh) -> Run:
         weights(state),
         saved(state),
         tables(state),
-        bytes_of(state),
+        state_bytes(state),
         {key: count for key, count in traffic.items() if count},
         validation,
         [(b.flat.numel(), [p.numel() for p in b.begins]) for b in buffers],
@@ -194,7 +194,7 @@ def load_all(rank: Rank, cases: dict[str, tuple[Path, Case]]) -> dict[str, Loade
         spec = on_ranks(case.parallel, rank)
         mesh = join(spec)
         state = replace(case, parallel=spec).build(mesh)
-        load(step_dir, state, print)
+        load_checkpoint(step_dir, state, print)
         found[name] = continued(state, case, mesh)
     return found
 

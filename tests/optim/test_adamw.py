@@ -19,7 +19,7 @@ from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.plan.time import OPTIMIZER_BYTES, write_back_bytes
 from megafp8.specs import OptimSpec
-from megafp8.specs.geometry import Piece, whole
+from megafp8.specs.geometry import Piece, whole_pieces
 from tests.tiny import build_run, optim_spec, run_spec
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -29,10 +29,10 @@ def params(dtype: torch.dtype) -> list[nn.Parameter]:
     """A whole matrix, half of a sharded one, a norm's weight and a bias."""
     half = Piece("half", (6, 4), (3, 0), (slice(0, 3), slice(0, 4)))
     return [
-        parameter((5, 7), whole("matrix", (5, 7)), normal(1.0, 1), dtype),
-        parameter((7,), whole("norm", (7,)), constant(1.0), dtype),
+        parameter((5, 7), whole_pieces("matrix", (5, 7)), normal(1.0, 1), dtype),
+        parameter((7,), whole_pieces("norm", (7,)), constant(1.0), dtype),
         parameter((3, 4), [half], normal(1.0, 1), dtype),
-        parameter((3,), whole("bias", (3,)), constant(0.0), dtype),
+        parameter((3,), whole_pieces("bias", (3,)), constant(0.0), dtype),
     ]
 
 
@@ -263,7 +263,7 @@ def test_norm_clip_and_update_are_two_passes_over_the_gradients(dtype: torch.dty
     An FP32 weight is its own master, and nothing rounds it.
     """
     sizes = (256, 512)
-    matrix = parameter(sizes, whole("matrix", sizes), normal(1.0, 1), dtype)
+    matrix = parameter(sizes, whole_pieces("matrix", sizes), normal(1.0, 1), dtype)
     ours = AdamW(Masters([matrix]), optim_spec(clip_grad_norm=0.5))
     draw_gradients(ours.masters, 1)
     one = Axis("one")

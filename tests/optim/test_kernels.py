@@ -16,7 +16,7 @@ from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.kernels import TORCH, choose_foreign, choose_kernel
 from megafp8.optim.masters import Masters
 from megafp8.optim.schedules import learning_rate
-from megafp8.specs.geometry import whole
+from megafp8.specs.geometry import whole_pieces
 from tests.tiny import optim_spec
 
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 def test_apex_is_used_where_it_is_installed(apex: types.ModuleType) -> None:
     """Three updates by Apex's interface equal those of torch's plain AdamW."""
-    params = [parameter((3, 4), whole("matrix", (3, 4)), normal(1.0, 1), torch.float32)]
+    params = [parameter((3, 4), whole_pieces("matrix", (3, 4)), normal(1.0, 1), torch.float32)]
     ours = AdamW(Masters(params), FUSED)
     assert ours.kernel_name == "Apex's fused kernel" and isinstance(ours._torch, FusedAdam)
     copy = torch.nn.Parameter(ours.masters.masters[0].detach().clone())
@@ -189,8 +189,8 @@ def test_a_chosen_one_trains_and_continues_like_torchs(monkeypatch: pytest.Monke
 
     def make() -> AdamW:
         params = [
-            parameter((3, 4), whole("matrix", (3, 4)), normal(1.0, 1), torch.bfloat16),
-            parameter((4,), whole("bias", (4,)), normal(1.0, 2), torch.bfloat16),
+            parameter((3, 4), whole_pieces("matrix", (3, 4)), normal(1.0, 1), torch.bfloat16),
+            parameter((4,), whole_pieces("bias", (4,)), normal(1.0, 2), torch.bfloat16),
         ]
         return AdamW(Masters(params), FUSED)
 

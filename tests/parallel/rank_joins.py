@@ -65,7 +65,7 @@ def wait_for_files(rank: Rank, folder: str, timeout: float) -> list[str]:
     Saver(root, 1, {"config": {}, "data_fingerprint": ""}).save(state)
     newest = newest_after_cleanup(root, mesh, print)
     assert newest == root / step_name(0)
-    state_dict.load(newest, state, print)
+    state_dict.load_checkpoint(newest, state, print)
     assert mesh.world.all_reduce_sum(torch.ones(1)).item() == rank.size
     state_dict.load_weights(store.Reader(newest), state, print)
     assert mesh.world.all_reduce_sum(torch.ones(1)).item() == rank.size

@@ -126,7 +126,7 @@ def load_train(case: Case, mesh: Mesh, folder: Path, steps: int) -> Resumed:
     state = case.build(mesh)
     newest = newest_after_cleanup(folder, mesh, print)
     assert newest is not None
-    state_dict.load(newest, state, print)
+    state_dict.load_checkpoint(newest, state, print)
     losses = _train(state, case, range(state.step, state.step + steps))
     weights = pieces(state, [param.detach() for param in state.masters.params])
     tables = {

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megafp8.models.attention import QKV, AttentionContext
 from megafp8.models.documents import Documents, document_ids
 from megafp8.models.random import RandomStreams
-from megafp8.ops.attention import Block
+from megafp8.ops.attention import AttentionTile
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import (
     RingAttentionCore,
@@ -82,8 +82,10 @@ def run_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Any]:
     }
 
 
-def by_turn(turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool) -> Block:
-    return Block(0.3, is_causal)
+def by_turn(
+    turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool
+) -> AttentionTile:
+    return AttentionTile(0.3, is_causal)
 
 
 LENGTHS = [[[256], [100, 1, 1, 53, 101]], [[1] * 256, [64, 32, 8, 8, 144]], [[127, 129], [255, 1]]]
@@ -164,11 +166,11 @@ def with_dropout(cp: Axis) -> Errors:
 
     def block_of(
         turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool
-    ) -> Block:
+    ) -> AttentionTile:
         assert number == 0 and is_causal == (turn == 0)
         rows = places[-q.shape[2] :]  # all, or the second chunk
         columns = all_places[(cp.rank - turn) % cp.size][: k.shape[2]]  # all, or the first
-        return Block(0.3, turn == 0, keep=keep[:, :, rows][:, :, :, columns])
+        return AttentionTile(0.3, turn == 0, keep=keep[:, :, rows][:, :, :, columns])
 
     mine = [leaf(x, cp) for x in whole]
     out = ring_attention(*mine, cp, block_of)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
-from megafp8.train.compile import cannot_trace, unavailable
+from megafp8.train.compile import cannot_trace, why_not_compilable
 from tests.ranks import run_ranks
 
-if reason := unavailable(torch.device("cpu")) or cannot_trace():
+if reason := why_not_compilable(torch.device("cpu")) or cannot_trace():
     pytest.skip(reason, allow_module_level=True)
 
 DELAYED = Fp8Recipe(amax_history_len=4)

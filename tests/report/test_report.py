@@ -15,7 +15,7 @@ import pytest
 
 from megafp8.cli import report
 from megafp8.report.curves import Curve, charts, heat_maps, points
-from megafp8.report.page import differences, run_page, runs_page
+from megafp8.report.page import differing_settings, run_page, runs_page
 from megafp8.report.record import HEALTH_COLUMNS, read_run
 from megafp8.report.writer import REPORT_FILE, Reporter
 from megafp8.runs.lock import RunLock
@@ -105,7 +105,7 @@ def test_several_runs_are_compared(tmp_path: Path) -> None:
         read_run(make_run(tmp_path / "a", model__fp8=False)),
         read_run(make_run(tmp_path / "b", steps=50, trainer__max_steps=50)),
     ]
-    assert differences(runs) == {"trainer.max_steps": [100, 50], "model.fp8": [False, True]}
+    assert differing_settings(runs) == {"trainer.max_steps": [100, 50], "model.fp8": [False, True]}
     page = runs_page("two", runs)
     labels = [series["label"] for series in data_of(page)["charts"][0]["series"]]
     assert labels == ["a", "a, validation", "b", "b, validation"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megafp8.specs.te_versions import HASHES, numbers_of
+from megafp8.specs.te_versions import HASHES, release_of
 from scripts import te_versions
 from tests.te_cpu.sources import need_sources
 
@@ -22,7 +22,7 @@ def test_the_committed_table_has_every_version_and_each_ran() -> None:
     assert [row[0] for row in ROWS] == list(HASHES)
     for version, modules, *recipes, bits in ROWS:
         assert int(modules) > 60 and recipes == ["ok"] * 5 and bits == "yes", version
-    assert numbers_of("2.6.0.post1") == (2, 6)
+    assert release_of("2.6.0.post1") == (2, 6)
 
 
 def test_a_result_outside_its_bound_is_named() -> None:

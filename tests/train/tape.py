@@ -22,7 +22,7 @@ from megafp8.fp8.kernels.compile import Library
 from megafp8.ops import addmm
 from megafp8.ops.addmm import Scales, times_scales
 from megafp8.train import graphs
-from megafp8.train.graphs import Recorded
+from megafp8.train.graphs import RecordedGraph
 
 WAITING = {"equal", "nonzero", "masked_select", "is_nonzero", "unique_dim"}
 READ = "_local_scalar_dense"
@@ -105,13 +105,13 @@ class TapeRecorder:
         self.num_beside += 1
         yield
 
-    def record(self, function: Callable[[], torch.Tensor]) -> Recorded:
+    def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
         self.num_records += 1
         tape = Tape()
         with tape:
             result = function()
         tape.undo()
-        return Recorded(tape.replay, result)
+        return RecordedGraph(tape.replay, result)
 
     def begin_again(self) -> None:
         self.num_beginnings += 1

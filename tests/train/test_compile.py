@@ -22,7 +22,7 @@ from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES
 from megafp8.train import compile as compile_module
 from megafp8.train.build import build
-from megafp8.train.compile import CompileCounter, cannot_trace, unavailable
+from megafp8.train.compile import CompileCounter, cannot_trace, why_not_compilable
 from megafp8.train.generate import sample
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
@@ -30,7 +30,7 @@ from megafp8.train.validate import evaluate
 from tests.documents import borders_of
 from tests.tiny import SEQ, VOCAB, build_run, gpt_spec, microbatch, run_spec
 
-if reason := unavailable(torch.device("cpu")):
+if reason := why_not_compilable(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 

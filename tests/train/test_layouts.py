@@ -23,7 +23,7 @@ from megafp8.optim.clipping import grad_norm
 from megafp8.parallel import watchdog
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.watchdog import describe, is_waiting
+from megafp8.parallel.watchdog import describe_hang, is_waiting
 from megafp8.train.step import read_back
 from megafp8.train.validate import evaluate
 from tests.train.runs import Done, Place
@@ -113,12 +113,12 @@ def report(
 
 
 def test_who_hangs() -> None:
-    text = describe({0: report(True, 5), 1: report(False, 4), 2: report(True, 5)}, 3, 9.0)
+    text = describe_hang({0: report(True, 5), 1: report(False, 4), 2: report(True, 5)}, 3, 9.0)
     assert "rank 1 hangs in step 7, after 4 collectives" in text and "a stack of 4" in text
     assert "rank(s) 0, 2 wait" in text and "a stack of 5" not in text
-    text = describe({0: report(True, 5), 2: report(True, 5)}, 3, 9.0)
+    text = describe_hang({0: report(True, 5), 2: report(True, 5)}, 3, 9.0)
     assert "rank 1 hangs: it does not even answer" in text and "rank(s) 0, 2 wait" in text
-    text = describe({0: report(True, 5), 1: report(True, 3)}, 2, 9.0)
+    text = describe_hang({0: report(True, 5), 1: report(True, 3)}, 2, 9.0)
     assert "rank 1 hangs in step 7, after 3 collectives" in text, "all wait: the one behind"
 
 
@@ -141,18 +141,18 @@ def test_who_hangs_on_gpus() -> None:
     def on_gpu(waits: bool, collectives: int, stage: int = 0) -> dict[str, object]:
         return report(waits, collectives, is_queued=True, stage=stage)
 
-    text = describe({0: on_gpu(False, 5), 1: on_gpu(False, 4), 2: on_gpu(False, 5)}, 3, 9.0)
+    text = describe_hang({0: on_gpu(False, 5), 1: on_gpu(False, 4), 2: on_gpu(False, 5)}, 3, 9.0)
     assert "rank 1 hangs in step 7, after 4 collectives" in text and "rank(s) 0, 2 wait" in text
     assert text.count("hangs in") == 1
-    text = describe({0: on_gpu(False, 5), 2: on_gpu(False, 4)}, 3, 9.0)
+    text = describe_hang({0: on_gpu(False, 5), 2: on_gpu(False, 4)}, 3, 9.0)
     assert "rank 1 hangs: it does not even answer" in text and "rank(s) 0, 2 wait" in text
     assert "hangs in" not in text
     stages = {0: on_gpu(True, 5, 0), 1: on_gpu(True, 9, 1), 2: on_gpu(True, 5, 0)}
-    text = describe(stages | {3: on_gpu(True, 8, 1)}, 4, 9.0)
+    text = describe_hang(stages | {3: on_gpu(True, 8, 1)}, 4, 9.0)
     assert "rank 3 hangs" in text and text.count("hangs in") == 1, "behind its own stage"
-    text = describe(stages | {3: on_gpu(False, 9, 1)}, 4, 9.0)
+    text = describe_hang(stages | {3: on_gpu(False, 9, 1)}, 4, 9.0)
     assert "rank 3 hangs" in text and text.count("hangs in") == 1, "reads no result"
-    text = describe(stages | {3: on_gpu(True, 9, 1)}, 4, 9.0)
+    text = describe_hang(stages | {3: on_gpu(True, 9, 1)}, 4, 9.0)
     assert "hangs in" not in text and "rank(s) 0, 1, 2, 3 all wait for their GPUs" in text
     assert "is not visible to the ranks" in text and "a stack of 5" in text
 

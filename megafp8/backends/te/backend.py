@@ -47,9 +47,9 @@ class TeBackend(Backend):
     def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
         """Open no region yet; its amaxes are reduced over the ranks of `mesh.amax`."""
         super().__init__(spec, mesh, parts_args)
-        names, recipe = te_names.load(), spec.precision.fp8
+        names, recipe = te_names.import_te(), spec.precision.fp8
         attention = attention_in_fp8(spec, mesh.device)
-        made = None if recipe is None else te_recipe.make(recipe, names.recipe, attention)
+        made = None if recipe is None else te_recipe.make_te_recipe(recipe, names.recipe, attention)
         region = TeRegion(names, made, group_of(mesh.amax))
         self._tables: TeScaling | None = None
         if recipe is not None and find_recipe(recipe.name).traits.has_history:
@@ -119,11 +119,13 @@ class TeBackend(Backend):
 
     def forget(self) -> None:
         if self.spec.precision.fp8 is not None:
-            te_names.load().global_state.reset()
+            te_names.import_te().global_state.reset()
 
     def describe(self) -> str:
         on_cpu = self.device.type == "cpu" and te_cpu.loaded() is not None
-        return te_cpu.describe() if on_cpu else te_names.describe(te_names.load().version)
+        return (
+            te_cpu.describe() if on_cpu else te_names.describe_version(te_names.import_te().version)
+        )
 
     def planned(self, model: nn.Module) -> Iterator[PlannedGemms]:
         return (layer.planned() for layer in layers_in(model))
@@ -186,7 +188,7 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
         why_not = te_names.why_not_installed(device)
         if why_not is None and load:
             recipe = None if precision.fp8 is None else te_class(precision.fp8.name)
-            why_not = te_names.why_not(device, recipe)
+            why_not = te_names.why_te_cannot(device, recipe)
         if why_not is not None:
             yield why_not
             load = False
@@ -196,6 +198,8 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
         te_cpu.load(precision.te_version or te_cpu.DEFAULT_VERSION)
     if precision.fp8 is not None:
         try:
-            te_recipe.make(precision.fp8, te_names.load().recipe, attention_in_fp8(spec, device))
+            te_recipe.make_te_recipe(
+                precision.fp8, te_names.import_te().recipe, attention_in_fp8(spec, device)
+            )
         except ValueError as error:
             yield str(error)

@@ -14,7 +14,7 @@ import torch
 
 from megafp8.errors import ConfigError
 from megafp8.specs.gpus import why_not_in_te
-from megafp8.specs.te_versions import NEWEST_TRIED, numbers_of, why_not_version
+from megafp8.specs.te_versions import NEWEST_TRIED, release_of, why_not_version
 
 INSTALL = (
     'Install it (pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.20.2", '
@@ -125,7 +125,7 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
     )
 
 
-def load() -> TeNames:
+def import_te() -> TeNames:
     """Import Transformer Engine and return its names.
 
     torch is imported first, so that Transformer Engine finds its libraries. It calls two
@@ -141,12 +141,12 @@ def load() -> TeNames:
     )
 
 
-def why_not(device: torch.device, recipe: str | None) -> str | None:
+def why_te_cannot(device: torch.device, recipe: str | None) -> str | None:
     """Return why Transformer Engine cannot run a class of recipes here, or None where it can."""
     if (reason := why_not_installed(device)) is not None:
         return reason
     try:
-        load()
+        import_te()
     except Exception as error:  # its own checks are asserts; a broken package is a reason
         version = importlib.metadata.version("transformer-engine")
         return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
@@ -169,10 +169,10 @@ def why_not_installed(device: torch.device) -> str | None:
     return None
 
 
-def describe(version: str) -> str:
+def describe_version(version: str) -> str:
     """Return what runs on a GPU, for a run's header, and whether the version was tried."""
     newest = ".".join(map(str, NEWEST_TRIED))
-    is_new = numbers_of(version) > NEWEST_TRIED
+    is_new = release_of(version) > NEWEST_TRIED
     untried = f" (newer than {newest}, the newest version that was tried)" if is_new else ""
     return f"Transformer Engine {version} layers{untried}"
 

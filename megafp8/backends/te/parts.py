@@ -22,7 +22,7 @@ from megafp8.fp8.scaling import Direction
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import pieces_of
 from megafp8.models.positions import alibi_slopes
-from megafp8.parallel.parts import NativeParts, PartsArgs, both
+from megafp8.parallel.parts import NativeParts, PartsArgs, both_contexts
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization
@@ -195,7 +195,7 @@ class TransformerEngineParts(NativeParts):
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Return two contexts, for a forward pass and for its recomputation; see `Parts`."""
         first, again = super().recompute_contexts()
-        return first, both(again, self.region.recomputation())
+        return first, both_contexts(again, self.region.recomputation())
 
     def own_layer(self, index: int) -> nn.Module:
         """Return Transformer Engine's layer `index` (from 0) with our initial weights."""

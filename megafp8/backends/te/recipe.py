@@ -32,13 +32,13 @@ WITHOUT_CHOICES = ("MXFP8BlockScaling",)
 """The classes that say nothing about how scales are rounded and products added up."""
 
 
-def why_not(recipe: Fp8Recipe) -> str | None:
+def why_no_te_recipe(recipe: Fp8Recipe) -> str | None:
     """Return what no version of Transformer Engine can do of this recipe, or None where one can."""
     found = te_layers.findings(of_recipe(recipe))
     return "; ".join(finding.reason for finding in found) or None
 
 
-def make(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> Any:
+def make_te_recipe(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> Any:
     """Return the recipe object, made of the classes in `module`.
 
     `module` is transformer_engine.common.recipe; `attention` says what of attention is in FP8.
@@ -47,7 +47,7 @@ def make(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> 
     Raises:
         ValueError: This version of Transformer Engine lacks what the recipe needs.
     """
-    if (reason := why_not(recipe)) is not None:
+    if (reason := why_no_te_recipe(recipe)) is not None:
         raise ValueError(reason)
     traits = find_recipe(recipe.name).traits
     name = traits.backends["te"]

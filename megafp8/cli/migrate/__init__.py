@@ -67,10 +67,10 @@ def migrate(text: str, source: str) -> Migration:
         raise SettingError(source, None, "has no settings", "Give a NeMo or Accelerate YAML")
     migration = Migration()
     if any(mark in tree for mark in accelerate.MARKS):
-        accelerate.translate(tree, migration)
+        accelerate.translate_accelerate(tree, migration)
         check_written(migration)
     else:
-        nemo.translate(tree, migration)
+        nemo.translate_nemo(tree, migration)
     return migration
 
 

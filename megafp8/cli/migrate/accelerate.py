@@ -51,7 +51,7 @@ _UNREAD_LEVEL = (
 _SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
 
 
-def translate(tree: dict[str, Any], m: Migration) -> None:
+def translate_accelerate(tree: dict[str, Any], m: Migration) -> None:
     """Translate the tree of an Accelerate file into the migration `m`."""
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
     block = tree.get("fp8_config")
@@ -76,7 +76,7 @@ def translate(tree: dict[str, Any], m: Migration) -> None:
             else:
                 m.drop(key, value, "trainer.accelerator=auto uses the GPU if there is one")
         elif key in sections.SECTIONS and isinstance(value, dict) and value:
-            sections.translate(key, value, tree, m)
+            sections.translate_section(key, value, tree, m)
         elif key == "gradient_accumulation_steps":
             sections.accumulation(tree)(key, value, m)
         elif key == "gpu_ids" and str(value).lower() == "all":

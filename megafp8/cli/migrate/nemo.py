@@ -36,11 +36,11 @@ _NAME = re.compile(r"[\w.]+")
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
-def translate(tree: dict[Any, Any], m: Migration) -> None:
+def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     """Translate the tree of a NeMo file into the migration `m`."""
     m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
     ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
-    spelled, translated = spellings.translate(flatten("", ours, ""))
+    spelled, translated = spellings.translate_spellings(flatten("", ours, ""))
     settings = [_with_number(setting, m) for setting in spelled]
     new_names = {t.setting.key: t for t in translated}
     whole = tree_with_nemo_keys()

@@ -53,7 +53,9 @@ _STAGE_2_OF_LEVELS = {
 _DEFAULT_STAGE = 2  # of Accelerate's DeepSpeedPlugin
 
 
-def translate(name: str, section: Mapping[Any, Any], tree: Mapping[str, Any], m: Migration) -> None:
+def translate_section(
+    name: str, section: Mapping[Any, Any], tree: Mapping[str, Any], m: Migration
+) -> None:
     """Translate the section `name` of the file `tree` into the migration `m`."""
     kind = tree.get("distributed_type")
     needed = SECTIONS[name]

@@ -24,7 +24,7 @@ from megafp8.config.keys import (
     needs_above,
     or_null,
 )
-from megafp8.config.schema.data import OF_EXAMPLES, Data, Tokenizer
+from megafp8.config.schema.data import OF_EXAMPLES, Data, TokenizerKeys
 from megafp8.config.schema.exp_manager import ExpManager, NsysProfile
 from megafp8.config.schema.model import Architecture
 from megafp8.config.schema.optim import Optim
@@ -89,7 +89,7 @@ class Model(Precision, Architecture, Parallel):
         spec="optim.decays_vectors",
         needs=needs_above("model.optim.weight_decay", 0),
     )
-    tokenizer: Tokenizer = field(default_factory=Tokenizer)
+    tokenizer: TokenizerKeys = field(default_factory=TokenizerKeys)
     data: Data = field(default_factory=Data)
     optim: Optim = field(default_factory=Optim)
     nsys_profile: NsysProfile = field(default_factory=NsysProfile)

@@ -14,7 +14,7 @@ from megafp8.config.keys import (
     Valid,
     at_least,
     between,
-    both,
+    both_needs,
     key,
     needs,
     one_of,
@@ -41,7 +41,7 @@ def _is_splits(value: object) -> bool:
 
 
 _DATA = "model.data.data_prefix"
-_OF_BUILTIN = both(
+_OF_BUILTIN = both_needs(
     Need(
         _DATA,
         f"{_DATA}={MOCK_DATA} or {BUILTIN_CORPUS}",
@@ -53,7 +53,7 @@ _OF_BUILTIN = both(
 
 
 @dataclass
-class Tokenizer:
+class TokenizerKeys:
     """Define the keys below `model.tokenizer`: how text becomes tokens."""
 
     library: str = key(
@@ -281,7 +281,7 @@ class Data:
         group="data",
         spec="data.dataloader_type",
         valid=one_of("single", "cyclic"),
-        needs=both(_OF_TEXT, _READ),
+        needs=both_needs(_OF_TEXT, _READ),
     )
     reset_position_ids: bool = key(
         False,
@@ -322,7 +322,7 @@ class Data:
         nemo=True,
         group="data",
         spec="data.shuffle_documents",
-        needs=both(_OF_TEXT, _READ),
+        needs=both_needs(_OF_TEXT, _READ),
     )
     train_ds: TrainDs = field(default_factory=TrainDs)
     validation_ds: ValidationDs = field(default_factory=ValidationDs)

@@ -15,7 +15,7 @@ from megafp8.config.keys import (
     Valid,
     above,
     at_least,
-    both,
+    both_needs,
     from_to_below,
     key,
     needs,
@@ -296,7 +296,7 @@ class Architecture:
         nemo=False,
         group="model",
         spec="model.fp32_residual_connection",
-        needs=both(
+        needs=both_needs(
             needs("model.transformer_block_type", "pre_ln"), needs("model.megatron_amp_O2", True)
         ),
     )

@@ -14,7 +14,7 @@ from megafp8.config.keys import (
     above,
     at_least,
     between,
-    both,
+    both_needs,
     key,
     needs,
     one_of,
@@ -83,7 +83,7 @@ SUMMED = Need(
 )
 """The need for ranks whose gradients are summed."""
 
-SUMMED_IN_FP8 = both(
+SUMMED_IN_FP8 = both_needs(
     _stores(
         "main_grads",
         named="model.optim.main_grads_dtype=fp8",
@@ -94,9 +94,9 @@ SUMMED_IN_FP8 = both(
 )
 """The need for ranks that sum gradients in FP8."""
 
-SHARDS_LOW_PRECISION = both(
+SHARDS_LOW_PRECISION = both_needs(
     needs("model.optim.name", "distributed_fused_adam"),
-    both(
+    both_needs(
         _stores(
             "main_grads",
             "main_params",
@@ -266,7 +266,7 @@ class Optim:
         group="optimizer",
         spec="parallel.grad_reduce_dtype",
         valid=one_of("fp32", "bf16"),
-        needs=both(
+        needs=both_needs(
             needs("model.fsdp", False, hint="Leave it out; FSDP has model.fsdp_grad_reduce_dtype"),
             SUMMED,
         ),

@@ -14,7 +14,7 @@ from megafp8.config.keys import (
     MAX_STAGES,
     Valid,
     at_least,
-    both,
+    both_needs,
     key,
     needs,
     needs_above,
@@ -155,7 +155,7 @@ class Parallel:
         nemo=125,
         group="ranks",
         valid=at_least(1),
-        needs=both(needs("model.fsdp", False), SUMMED),
+        needs=both_needs(needs("model.fsdp", False), SUMMED),
     )
     activations_checkpoint_granularity: str | None = key(
         None,

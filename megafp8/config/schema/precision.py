@@ -11,7 +11,7 @@ from megafp8.config.keys import (
     Values,
     at_least,
     between,
-    both,
+    both_needs,
     key,
     needs,
     one_of,
@@ -81,9 +81,9 @@ REPLICAS = Need(
     "Leave it out; there is one replica, and more trainer.devices make more replicas",
 )
 IN_TE_OR_FALSE = "Set model.fp8_backend=te on a GPU, or leave it out (False)"
-IN_TE_S_FP8 = both(
+IN_TE_S_FP8 = both_needs(
     FP8,
-    both(
+    both_needs(
         needs("model.fp8_backend", "te", hint=IN_TE_OR_FALSE),
         needs("trainer.accelerator", "gpu", "auto", hint=IN_TE_OR_FALSE),
     ),
@@ -202,7 +202,7 @@ class Precision:
         nemo=True,
         group="delayed_scaling",
         spec="precision.fp8.reduce_amax",
-        needs=both(WITH_HISTORY, AMAX_RANKS),
+        needs=both_needs(WITH_HISTORY, AMAX_RANKS),
     )
     tp_only_amax_red: bool = key(
         False,
@@ -210,7 +210,7 @@ class Precision:
         "own scales.",
         group="delayed_scaling",
         spec="parallel.tp_only_amax_red",
-        needs=both(needs("model.reduce_amax", True), REPLICAS),
+        needs=both_needs(needs("model.reduce_amax", True), REPLICAS),
     )
     fp8_recipe: str = key(
         DEFAULT_RECIPE,
@@ -278,7 +278,7 @@ class Precision:
         "True, True]`, and all three with Transformer Engine's `blockwise`, which has no choice.",
         group="fp8",
         valid=or_null(Valid("three of True and False", lambda v: len(v) == 3)),
-        needs=both(FP8, ON_GPUS),
+        needs=both_needs(FP8, ON_GPUS),
     )
     first_last_layers_bf16: bool = key(
         False,
@@ -385,9 +385,9 @@ class Precision:
         nemo=False,
         group="backends",
         spec="precision.user_buffers",
-        needs=both(
+        needs=both_needs(
             needs("model.fp8_backend", "te"),
-            both(needs("model.sequence_parallel", True), ON_GPUS),
+            both_needs(needs("model.sequence_parallel", True), ON_GPUS),
         ),
     )
     fp8_dot_product_attention: bool = key(
@@ -405,7 +405,7 @@ class Precision:
         "with attention (`fp8_mha` of its recipe). This has not run on a GPU yet.",
         group="backends",
         kind="model",
-        needs=both(IN_TE_S_FP8, needs("model.fp8_dot_product_attention", True)),
+        needs=both_needs(IN_TE_S_FP8, needs("model.fp8_dot_product_attention", True)),
         never_idle=True,
     )
     enable_fsdp_float8_all_gather: bool = key(

@@ -43,7 +43,7 @@ _NARROWER: dict[tuple[Activation | None, bool], int] = {
 }
 
 
-class Cast(NamedTuple):
+class CastResults(NamedTuple):
     """Hold the results of a cast; None stands for one that was not asked for.
 
     `payload` is [M, N], `payload_t` [N, M]. `partial_sums` FP32 [P, N] are the sums of each column
@@ -68,7 +68,7 @@ def cast(
     with_columns: bool = False,
     with_sums: bool = False,
     with_plain: bool = False,
-) -> Cast:
+) -> CastResults:
     """Cast FP32, BF16 or FP16 with a 0-d FP32 `quant_scale`; `amax` works as in `cast.quantize`.
 
     With `activation`, its result for `x_MX` is cast; with `grad_MN`, the gradient of that result,
@@ -105,7 +105,7 @@ def cast(
             BACKWARD=grad_MN is not None,
             **made.arguments(quant_scale, fmt, amax, tile_cols),
         )
-    return Cast(*made)
+    return CastResults(*made)
 
 
 def transpose_payload(payload_MN: torch.Tensor) -> torch.Tensor:

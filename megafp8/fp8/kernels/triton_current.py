@@ -37,7 +37,7 @@ BLOCK = 128
 BLOCK_WARPS = 16
 
 
-class Scaled(NamedTuple):
+class PayloadAndScale(NamedTuple):
     """Hold a payload and its FP32 `dequant_scale`."""
 
     payload: torch.Tensor
@@ -51,8 +51,8 @@ class BothWays(NamedTuple):
     along M.
     """
 
-    rows: Scaled | None
-    columns: Scaled | None
+    rows: PayloadAndScale | None
+    columns: PayloadAndScale | None
 
 
 def amax_of_matrix(x_MN: torch.Tensor) -> torch.Tensor:
@@ -190,8 +190,8 @@ def _both_ways(
 ) -> BothWays:
     payload, payload_t = payloads
     return BothWays(
-        None if payload is None else Scaled(payload, of_rows),
-        None if payload_t is None else Scaled(payload_t, of_columns),
+        None if payload is None else PayloadAndScale(payload, of_rows),
+        None if payload_t is None else PayloadAndScale(payload_t, of_columns),
     )
 
 

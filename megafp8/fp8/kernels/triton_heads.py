@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.kernels.triton_cast import Cast
+from megafp8.fp8.kernels.triton_cast import CastResults
 from megafp8.fp8.kernels.triton_rounding import widened
 from megafp8.fp8.kernels.triton_tile import TILE_ROWS, emit_tile, emitted
 
@@ -35,7 +35,7 @@ def pack_heads(
     with_columns: bool = False,
     with_sums: bool = False,
     with_plain: bool = False,
-) -> Cast:
+) -> CastResults:
     """Return a matrix [B S, D] of queries, keys and (unless left out) values, cast as asked.
 
     The parts have one dtype and innermost stride 1. `turn` holds the cosines and sines of RoPE's
@@ -77,7 +77,7 @@ def pack_heads(
             REST=rest, REST_LANES=triton.next_power_of_2(max(1, rest)),
             BACKWARD=backward, SIZE=size, enable_fp_fusion=False, **arguments,
         )  # fmt: skip
-    return Cast(*made)
+    return CastResults(*made)
 
 
 @triton.jit

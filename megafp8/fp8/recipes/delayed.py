@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from megafp8.fp8 import fused, quantizer
-    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+    from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
     torch, fused = lazy("torch"), lazy("megafp8.fp8.fused")
     quantizer = lazy("megafp8.fp8.quantizer")
@@ -37,7 +37,7 @@ class Delayed(Recipe):
     )
 
     def operands(
-        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Cast with the table's scale, and stage the amax for later microbatches."""
         assert tensor.slot is not None
@@ -75,7 +75,7 @@ class Delayed(Recipe):
         self,
         tensor: TensorQuantizer,
         make: fused.Make,
-        need: Need,
+        need: WantsFp8,
         *,
         with_plain: bool,
         with_sum: bool = False,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megafp8.fp8 import cast, quantizer, scales
     from megafp8.fp8.cast import Fp8Tensor
     from megafp8.fp8.kernels import triton_cast, triton_current
-    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+    from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
     cast, scales = lazy("megafp8.fp8.cast"), lazy("megafp8.fp8.scales")
     quantizer = lazy("megafp8.fp8.quantizer")
@@ -40,7 +40,7 @@ class Rowwise(Recipe):
     )
 
     def operands(
-        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Quantize each row (or column) with the scale of its own amax."""
         if tensor.state.engine.uses_triton:
@@ -91,7 +91,7 @@ class Rowwise(Recipe):
         )
 
     def _by_triton(
-        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8
     ) -> tuple[Fp8Tensor | None, Fp8Tensor | None]:
         """Return the same bits, with the second quantization laid out as its product reads it."""
         fmt, power_2 = tensor.fmt, tensor.power_2

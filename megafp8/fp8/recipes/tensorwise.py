@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from megafp8.fp8 import cast, quantizer, scales
     from megafp8.fp8.kernels import triton_current
-    from megafp8.fp8.quantizer import Need, Operands, SavedForm, TensorQuantizer
+    from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
     cast, scales = lazy("megafp8.fp8.cast"), lazy("megafp8.fp8.scales")
     quantizer = lazy("megafp8.fp8.quantizer")
@@ -39,7 +39,7 @@ class Tensorwise(Recipe):
     )
 
     def operands(
-        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: Need, *, with_sum: bool = False
+        self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Compute the amax and the scale, then cast: the tensor is read twice."""
         if tensor.state.engine.uses_triton:

@@ -30,7 +30,7 @@ from megafp8.train.report.fp8 import PrecisionShare
 from megafp8.train.state import TrainState
 
 
-def describe(
+def describe_run(
     spec: RunSpec,
     state: TrainState,
     data: RunData,
@@ -66,7 +66,7 @@ def describe(
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
         f"learning rate: {spec.optim.schedule.name}",
         *shares_of(spec, state),
-        *storage_of(spec, state),
+        *storage_lines(spec, state),
         *documents_of(spec, state),
         *graphs_of(spec, state),
         *smoke_options(spec),
@@ -166,7 +166,7 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     fsdp = spec.parallel.fsdp
     if fsdp is None and not spec.optim.shards_states:
         return []
-    held = bytes_of(state)
+    held = state_bytes(state)
     if not spec.optim.storage.is_plain:
         return [_shares_of_stored(state.masters, held)]
     whole = 12 * sum(param.numel() for param in state.masters.params)
@@ -194,7 +194,7 @@ def _shares_of_stored(masters: Masters, held: StateBytes) -> str:
     )
 
 
-def storage_of(spec: RunSpec, state: TrainState) -> list[str]:
+def storage_lines(spec: RunSpec, state: TrainState) -> list[str]:
     """Return a line about gradients, masters and moments that are stored below FP32, if any are.
 
     The bytes are counted from the live tensors, each memory once.
@@ -272,7 +272,7 @@ def precision_of(spec: RunSpec, state: TrainState) -> str:
     """Return the number formats of a run, and the kernels that run them on this machine."""
     parts = [part for part in (_formats_of(spec), state.backend.describe()) if part]
     if spec.precision.compute == "bf16" and bf16.fp32_products(state.mesh.device):
-        parts.append(f"BF16 values, FP32 products: {cpu.why_not()}")
+        parts.append(f"BF16 values, FP32 products: {cpu.why_slow_at_bf16()}")
     if spec.precision.auto is not None:
         parts.append(spec.precision.auto.text)
     return "; ".join(parts)
@@ -289,10 +289,10 @@ def _formats_of(spec: RunSpec) -> str:
     recipe = spec.precision.fp8
     if recipe is None:
         return compute
-    return f"{numbers_of(recipe)}, in QKV, projection, FC1, FC2; the rest {compute}"
+    return f"{recipe_and_numbers(recipe)}, in QKV, projection, FC1, FC2; the rest {compute}"
 
 
-def numbers_of(recipe: Fp8Recipe) -> str:
+def recipe_and_numbers(recipe: Fp8Recipe) -> str:
     """Return the recipe of a run and its numbers: `FP8 delayed, hybrid E4M3/E5M2`."""
     name, traits = label_of(recipe.name), find_recipe(recipe.name).traits
     if traits.is_simulated:
@@ -316,7 +316,7 @@ class StateBytes:
     gradients: int
 
 
-def bytes_of(state: TrainState) -> StateBytes:
+def state_bytes(state: TrainState) -> StateBytes:
     """Return the bytes that this rank's state takes, counted in its tensors."""
     masters, optimizer = state.masters, state.optimizer
     return StateBytes(

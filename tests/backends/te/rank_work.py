@@ -365,7 +365,7 @@ def continued(rank: Rank, root: str) -> tuple[float, dict[str, Any]]:
     loss, found = one_step(state, mesh), {}
     for name in LAYOUTS:
         state, mesh = state_of(name)
-        state_dict.load(path, state, refuse)
+        state_dict.load_checkpoint(path, state, refuse)
         rows = rows_of(state)
         path = save(state, name.replace(" ", "").replace(",", "-"))
         found[name] = rows, saved, one_step(state, mesh)

@@ -16,7 +16,7 @@ import torch
 
 from megafp8.backends.te import backend as te_backend
 from megafp8.backends.te import recipe as te_recipe
-from megafp8.backends.te.names import load
+from megafp8.backends.te.names import import_te
 from megafp8.specs.precision import AttentionInFp8
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver
@@ -37,10 +37,10 @@ OUTPUT_OF_QKV, GRAD_OF_PROJECTION = "forward/{}.qkv.output", "backward/{}.projec
 def run_with(attention: AttentionInFp8, monkeypatch: pytest.MonkeyPatch) -> TrainState:
     """A run whose attention has scales, and whose recipe object does not ask for its kernels."""
     MANAGER.reset()
-    make = te_recipe.make
+    made = te_recipe.make_te_recipe
     with monkeypatch.context() as patch:
         patch.setattr(te_backend, "attention_in_fp8", lambda spec, device: attention)
-        patch.setattr(te_recipe, "make", lambda recipe, module, asked: make(recipe, module))
+        patch.setattr(te_recipe, "make_te_recipe", lambda recipe, module, _: made(recipe, module))
         return run_of("te", DELAYED)
 
 
@@ -62,7 +62,7 @@ def test_the_recipe_object_asks_for_it() -> None:
         "none": (False, False), "core": (True, False), "whole": (True, True),
     }  # fmt: skip
     for attention, flags in wanted.items():
-        made = te_recipe.make(DELAYED, recipes, attention)
+        made = te_recipe.make_te_recipe(DELAYED, recipes, attention)
         assert (made.fp8_dpa, made.fp8_mha) == flags
 
 
@@ -166,7 +166,7 @@ def test_scales_of_attention_are_in_checkpoints(
     def no_notice(text: str) -> None:
         raise AssertionError(text)
 
-    state_dict.load(path, loaded, no_notice)
+    state_dict.load_checkpoint(path, loaded, no_notice)
     for layer in range(2):
         for direction, roles in CORE.items():
             columns = [int(getattr(FUSED, constant)) for constant in roles.values()]
@@ -174,7 +174,7 @@ def test_scales_of_attention_are_in_checkpoints(
             assert torch.equal(found.scale[columns], wanted.scale[columns])
             assert torch.equal(found.amax_history[:, columns], wanted.amax_history[:, columns])
             assert (found.scale[columns] != 1).all()
-    of_linear = load().forward_index.GEMM1_OUTPUT
+    of_linear = import_te().forward_index.GEMM1_OUTPUT
     module = saved.model.get_submodule("layers.0.layer.self_attention.layernorm_qkv")
     assert module.fp8_meta["scaling_fwd"].scale[int(of_linear)] == 1  # no kernel wrote an amax
 

@@ -75,7 +75,7 @@ def _forget_other_models() -> Iterator[None]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Regions, updates, and layers as they are made and run, recorded and passed on."""
-    found, names = Calls(), te_names.load()
+    found, names = Calls(), te_names.import_te()
 
     @contextmanager
     def region(**given: Any) -> Iterator[None]:
@@ -109,7 +109,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     recorded = dataclasses.replace(
         names, transformer_layer=Layer, _autocast=region, _model_init=model_init
     )
-    monkeypatch.setattr(te_names, "load", lambda: recorded)
+    monkeypatch.setattr(te_names, "import_te", lambda: recorded)
     return found
 
 
@@ -205,7 +205,7 @@ def test_user_buffers_are_asked_for_by_kind(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append((args, kwargs))
 
     monkeypatch.setattr(base, "initialize_ub", initialize_ub)
-    names, bf16 = te_names.load(), torch.bfloat16
+    names, bf16 = te_names.import_te(), torch.bfloat16
     names.initialize_user_buffers(64, 32, 2, bf16, in_fp8=[True])
     kinds = te_parts.kinds_of_layers(gpt_spec(), FIRST_IN_HIGH_PRECISION)
     assert kinds == [True, False] and te_parts.kinds_of_layers(gpt_spec(), None) == [False]
@@ -272,7 +272,7 @@ def test_a_rank_s_share_is_ours(calls: Calls, rank: int, monkeypatch: pytest.Mon
     )  # fmt: skip
     in_sequence = dataclasses.replace(parts_args, sequence_parallel=True)
     parts = te_parts.TransformerEngineParts(
-        in_sequence, region=TeRegion(te_names.load(), None, None), te_scaling=None,
+        in_sequence, region=TeRegion(te_names.import_te(), None, None), te_scaling=None,
         device=torch.device("cpu"), recipe=None,
     )  # fmt: skip
     model, native = GPT(parts), GPT(NativeParts(parts_args))
@@ -336,7 +336,7 @@ def test_a_run_with_weights_in_fp8_continues_bit_for_bit(tmp_path: Path) -> None
     wanted, masters = tables_of(whole), [m.detach().clone() for m in whole.masters.masters]
     MANAGER.reset()
     continued = weights_in_fp8(3)
-    state_dict.load(path, continued, no_notice)
+    state_dict.load_checkpoint(path, continued, no_notice)
     for number in range(2, 4):
         step(continued, number)
     for name, tensor in tables_of(continued).items():
@@ -399,9 +399,9 @@ def test_the_unfused_update_is_refused(
         spec = dataclasses.replace(spec, precision=precision)
         if is_other and recipe is DELAYED:
             with pytest.raises(ConfigError, match="NVTE_UNFUSED_FP8_UPDATE=1"):
-                choose.check(spec, torch.device("cpu"))
+                choose.check_backend(spec, torch.device("cpu"))
         else:
-            choose.check(spec, torch.device("cpu"))
+            choose.check_backend(spec, torch.device("cpu"))
 
 
 if NUMBERS >= (2, 15):
@@ -443,7 +443,7 @@ def test_modules_of_a_layer_are_all_known(monkeypatch: pytest.MonkeyPatch) -> No
             super().__init__(**given)
             self.extra = nn.Parameter(torch.ones(3))
 
-    names = dataclasses.replace(te_names.load(), transformer_layer=WithMore)
-    monkeypatch.setattr(te_names, "load", lambda: names)
+    names = dataclasses.replace(te_names.import_te(), transformer_layer=WithMore)
+    monkeypatch.setattr(te_names, "import_te", lambda: names)
     with pytest.raises(RuntimeError, match="extra"):
         te_run(None)

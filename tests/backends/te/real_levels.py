@@ -38,7 +38,7 @@ from megafp8.train.build import build
 from megafp8.train.dryrun import held_bytes, simulated
 from megafp8.train.generate import sample
 from megafp8.train.nonfinite import first_nonfinite
-from megafp8.train.report.header import storage_of
+from megafp8.train.report.header import storage_lines
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
@@ -295,7 +295,7 @@ def test_bytes_a_linear_parameter_are_the_tables(level: str) -> None:
     recipe = replace(DELAYED, params_in_fp8=level == "O3")
     made_at("O0", recipe)  # Transformer Engine makes its workspace once
     state, few = made_at(level, recipe)
-    (line,) = storage_of(spec_at(level), state)
+    (line,) = storage_lines(spec_at(level), state)
     assert line.endswith(f" {BYTES[level]}.0 bytes a parameter of the linears")
     linear = sum(param.numel() for param in masters_of(state).linears)
     rest = sum(param.numel() for param in state.masters.params) - linear
@@ -393,7 +393,7 @@ def test_a_run_continues_bit_for_bit(level: str, tmp_path: Path) -> None:
     path = save(begun, tmp_path)
     torch.manual_seed(7)  # Transformer Engine draws weights that are never used
     continued = at_level(level, storage=dither)
-    state_dict.load(path, continued, no_notice)
+    state_dict.load_checkpoint(path, continued, no_notice)
     assert [step(continued, number).loss for number in (3, 4)] == losses[3:]
     for name, tensor in tables_of(continued).items():
         assert torch.equal(tensor, tables[name]), name
@@ -412,9 +412,9 @@ def test_a_checkpoint_goes_to_our_level_and_back(level: str, tmp_path: Path) -> 
     payloads = [own.payload.clone() for own in masters_of(first).stored]
     expected = step(first, 3)
     native = at_level(level, "native")
-    state_dict.load(path, native, no_notice)
+    state_dict.load_checkpoint(path, native, no_notice)
     last = at_level(level)
-    state_dict.load(save(native, tmp_path / "native"), last, no_notice)
+    state_dict.load_checkpoint(save(native, tmp_path / "native"), last, no_notice)
     by_name = dict(zip(names, payloads, strict=True))
     for each in (native, last):
         for name, tensor in tables_of(each).items():

@@ -167,7 +167,7 @@ def test_presets_build(preset: str) -> None:
         )
         spec = resolve(loaded, lambda: False)
         spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=1024))
-        choose.check(spec, torch.device("cpu"))
+        choose.check_backend(spec, torch.device("cpu"))
         with simulated_rank(spec.parallel, 0) as mesh:
             state = build(spec, mesh)
         pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
@@ -369,7 +369,7 @@ def test_a_run_continues_bit_for_bit(recipe: Fp8Recipe, compute: str, tmp_path: 
     assert [step(begun, number).loss for number in range(3)] == losses[:3]
     path = save(begun, tmp_path)
     continued = run_alone(recipe, compute, seed=3)
-    state_dict.load(path, continued, no_notice)
+    state_dict.load_checkpoint(path, continued, no_notice)
     assert [step(continued, number).loss for number in (3, 4)] == losses[3:]
     for name, tensor in tables_of(continued).items():
         assert torch.equal(tensor, tables[name]), name
@@ -454,8 +454,8 @@ def test_a_checkpoint_goes_to_our_engine_and_back(tmp_path: Path) -> None:
     for number in range(3):
         step(first, number)
     native, last = run_of("native", DELAYED, "bf16"), run_of("te", DELAYED, "bf16")
-    state_dict.load(save(first, tmp_path / "te"), native, no_notice)
-    state_dict.load(save(native, tmp_path / "native"), last, no_notice)
+    state_dict.load_checkpoint(save(first, tmp_path / "te"), native, no_notice)
+    state_dict.load_checkpoint(save(native, tmp_path / "native"), last, no_notice)
     assert_same_tables(first, native, 0)
     assert_same_tables(first, last, 0)
     assert step(first, 3) == step(last, 3)
@@ -523,7 +523,7 @@ def test_check_loads_it_and_says_what_runs() -> None:
         spec, precision=dataclasses.replace(spec.precision, te_version=VERSION)
     )
     device = torch.device("cpu")
-    choose.check(spec, device)
+    choose.check_backend(spec, device)
     backend = build(spec, single_rank()).backend
     assert (
         backend.describe()

@@ -38,7 +38,7 @@ def test_rotary_positions_that_begin_again_are_refused() -> None:
     spec = spec_of("te", DELAYED, position_embedding_type="rope")
     spec = dataclasses.replace(spec, data=dataclasses.replace(spec.data, reset_position_ids=True))
     with pytest.raises(ConfigError, match="begin again at 0"):
-        choose.check(spec, torch.device("cpu"))
+        choose.check_backend(spec, torch.device("cpu"))
 
 
 def test_a_program_s_own_spec_meets_all_refusals_at_once() -> None:
@@ -46,7 +46,7 @@ def test_a_program_s_own_spec_meets_all_refusals_at_once() -> None:
     part = dataclasses.replace(DELAYED, modules=(ModuleRule("*.mlp.fc2", HIGH_PRECISION),))
     spec = spec_of("te", part, activation="gelu", transformer_block_type="post_ln")
     with pytest.raises(ConfigError) as caught:
-        choose.check(spec, torch.device("cpu"))
+        choose.check_backend(spec, torch.device("cpu"))
     text = str(caught.value)
     assert "3 settings cannot be used" in text
     for word in ("model.openai_gelu=False: ", "are pre-norm", "keeps a part of a layer out of FP8"):
@@ -76,23 +76,23 @@ def test_versions_that_are_not_known_are_refused(
 ) -> None:
     """2.2 and 2.3 keep the MLP's gradient quantizers elsewhere: scales would be others'."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-    monkeypatch.setattr(te_names, "load", lambda: None)
+    monkeypatch.setattr(te_names, "import_te", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    found = te_names.why_not(torch.device("cuda"), "DelayedScaling")
+    found = te_names.why_te_cannot(torch.device("cuda"), "DelayedScaling")
     assert (found is None) if reason is None else (f"{version} {reason}" in str(found))
     is_newer = version in ("2.31.0", "3.0.0")
-    assert ("newer than 2.20" in te_names.describe(version)) is is_newer
+    assert ("newer than 2.20" in te_names.describe_version(version)) is is_newer
 
 
 def test_a_recipe_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformer Engine would end in an error of its own at the first step."""
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
-    monkeypatch.setattr(te_names, "load", lambda: None)
+    monkeypatch.setattr(te_names, "import_te", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     cuda = torch.device("cuda")
-    assert te_names.why_not(cuda, "Float8CurrentScaling") is None
-    assert te_names.why_not(cuda, None) is None
-    found = te_names.why_not(cuda, "Float8BlockScaling")
+    assert te_names.why_te_cannot(cuda, "Float8CurrentScaling") is None
+    assert te_names.why_te_cannot(cuda, None) is None
+    found = te_names.why_te_cannot(cuda, "Float8BlockScaling")
     assert found == (
         "this GPU has compute capability 8.9, and Float8BlockScaling begins at compute capability "
         "9.0"
@@ -104,7 +104,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    reason = str(te_names.why_not(torch.device("cuda"), None))
+    reason = str(te_names.why_te_cannot(torch.device("cuda"), None))
     assert "transformer-engine is not installed" in reason and "--no-build-isolation" in reason
 
 
@@ -120,7 +120,7 @@ def test_a_package_that_asserts_at_its_import_is_a_reason(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.12.0")
-    reason = str(te_names.why_not(torch.device("cuda"), None))
+    reason = str(te_names.why_te_cannot(torch.device("cuda"), None))
     assert "cannot be loaded (AssertionError: package version mismatch)" in reason
     assert fused_adam("transformer_engine", "transformer_engine.pytorch.optimizers") is None
 
@@ -128,7 +128,7 @@ def test_a_package_that_asserts_at_its_import_is_a_reason(
 def test_torchao_without_fp8_is_refused() -> None:
     """The configuration refuses it; a program that makes its own specs meets this."""
     with pytest.raises(ConfigError, match="FP8 alone"):
-        choose.check(spec_of("torchao", None), torch.device("cpu"))
+        choose.check_backend(spec_of("torchao", None), torch.device("cpu"))
 
 
 def test_attention_dropout_differs_by_rank_and_leaves_the_generator() -> None:

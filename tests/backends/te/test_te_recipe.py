@@ -32,18 +32,18 @@ BLOCKWISE = Fp8Recipe(name="blockwise", backward_format="e4m3", fast_accumulatio
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_delayed(version: str) -> None:
-    made = te_recipe.make(DELAYED, classes := recipe_classes(version))
+    made = te_recipe.make_te_recipe(DELAYED, classes := recipe_classes(version))
     assert type(made).__name__ == "DelayedScaling"
     assert made.margin == 2 and made.amax_history_len == 7 and not made.reduce_amax
     assert made.amax_compute_algo == "most_recent" and made.fp8_format is classes.Format.E4M3
-    hybrid = te_recipe.make(Fp8Recipe(), classes)
+    hybrid = te_recipe.make_te_recipe(Fp8Recipe(), classes)
     assert hybrid.fp8_format is classes.Format.HYBRID and hybrid.amax_history_len == 1024
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tensorwise(version: str) -> None:
     """Power-of-two scales reach what modules read, `fp8_quant_*`; accumulation per GEMM."""
-    made = te_recipe.make(TENSORWISE, recipe_classes(version))
+    made = te_recipe.make_te_recipe(TENSORWISE, recipe_classes(version))
     assert type(made).__name__ == "Float8CurrentScaling"
     for name in te_recipe.QUANTIZERS:
         assert getattr(made, name) == QParams(power_2_scale=True)
@@ -52,13 +52,13 @@ def test_tensorwise(version: str) -> None:
 
 
 def test_blockwise_and_what_a_version_lacks() -> None:
-    made = te_recipe.make(BLOCKWISE, recipe_classes("2.12.0"))
+    made = te_recipe.make_te_recipe(BLOCKWISE, recipe_classes("2.12.0"))
     assert type(made).__name__ == "Float8BlockScaling"
     assert not made.fp8_quant_fwd_inp.power_2_scale and made.use_f32_scales
     classes = recipe_classes("2.4.0")
     del classes.Float8BlockScaling
     with pytest.raises(ValueError, match="Float8BlockScaling"):
-        te_recipe.make(BLOCKWISE, classes)
+        te_recipe.make_te_recipe(BLOCKWISE, classes)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,9 @@ def test_blockwise_and_what_a_version_lacks() -> None:
 )  # fmt: skip
 def test_what_it_cannot_do_is_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        te_recipe.make(dataclasses.replace(Fp8Recipe(), **changes), recipe_classes("2.20.2"))
+        te_recipe.make_te_recipe(
+            dataclasses.replace(Fp8Recipe(), **changes), recipe_classes("2.20.2")
+        )
 
 
 def test_an_argument_that_is_swallowed_is_found() -> None:
@@ -88,7 +90,7 @@ def test_an_argument_that_is_swallowed_is_found() -> None:
 
     classes.DelayedScaling.__init__ = forgetful
     with pytest.raises(ValueError, match="did not take margin=2"):
-        te_recipe.make(DELAYED, classes)
+        te_recipe.make_te_recipe(DELAYED, classes)
 
 
 PROGRAM = """
@@ -97,18 +99,18 @@ os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its build's own switch: no CUDA lib
 import transformer_engine.common.recipe as real
 from tests.backends.te import test_te_recipe as t
 
-made = t.te_recipe.make(t.DELAYED, real)
+made = t.te_recipe.make_te_recipe(t.DELAYED, real)
 assert repr(made).startswith(("recipe_type=DelayedScaling", "margin=2")), made
 assert (made.margin, made.amax_history_len, made.reduce_amax) == (2, 7, False)
 assert made.amax_compute_algo == "most_recent" and made.fp8_format is real.Format.E4M3
 assert isinstance(made, real.DelayedScaling) and isinstance(made, real.Recipe)
-current = t.te_recipe.make(t.TENSORWISE, real)
+current = t.te_recipe.make_te_recipe(t.TENSORWISE, real)
 assert current.fp8_quant_bwd_grad.power_2_scale and current.float8_current_scaling()
 assert not current.fp8_gemm_wgrad.use_split_accumulator
 assert not real.Float8CurrentScaling().fp8_quant_bwd_grad.power_2_scale  # the class is untouched
 real.Float8CurrentScaling(margin=3, fp8_fromat=1)  # swallowed: why we check ourselves
 if hasattr(real, "Float8BlockScaling"):
-    block = t.te_recipe.make(t.BLOCKWISE, real)
+    block = t.te_recipe.make_te_recipe(t.BLOCKWISE, real)
     assert not block.fp8_quant_fwd_inp.power_2_scale and block.float8_block_scaling()
 if "backward_override" in real.Float8CurrentScaling.__dataclass_fields__:
     assert current.backward_override is None, "the environment's override must not leak in"

@@ -21,13 +21,13 @@ def both_ways(rank: Rank, parallel: ParallelSpec, model: GPTSpec) -> dict[str, A
     """Return losses and gradients of two steps by chains and apart, and the linears in chains."""
     mesh = join(parallel)
     names: set[str] = set()
-    run = chain.run
+    run = chain.run_chain
 
     def noting(links: Any, *args: Any, **options: Any) -> Any:
         names.update(link.linear.name for link in links)
         return run(links, *args, **options)
 
-    chain.run = noting  # type: ignore[assignment]
+    chain.run_chain = noting  # type: ignore[assignment]
     found: dict[str, Any] = {}
     for way, engine in (("chains", hopper()), ("apart", EMULATED)):
         fp8 = Fp8Recipe(amax_history_len=3)

@@ -22,7 +22,7 @@ from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
-from megafp8.fp8.quantizer import Need, Operands, Role
+from megafp8.fp8.quantizer import Operands, Role, WantsFp8
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8, StoredFp8
 from megafp8.specs import Fp8Recipe
@@ -111,7 +111,7 @@ def test_casts_are_those_of_the_ordinary_path(
         quantizer = linear_quantizer(state, "linear")
         assert quantizer is not None
         state.engine = engine
-        for need in (Need(True, True), Need(True, False), Need(False, True)):
+        for need in (WantsFp8(True, True), WantsFp8(True, False), WantsFp8(False, True)):
             operands, sums = quantized(quantizer, role, x, need, with_sum=True)
             last, first = (o if isinstance(o, Fp8Tensor) else None for o in operands)
             assert (last is not None, first is not None) == need

@@ -56,13 +56,13 @@ class Fusions:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        run = chain.run
+        run = chain.run_chain
 
         def noting(links: Any, *args: Any, **options: Any) -> Any:
             self.names += [link.linear.name for link in links]
             return run(links, *args, **options)
 
-        monkeypatch.setattr(chain, "run", noting)
+        monkeypatch.setattr(chain, "run_chain", noting)
 
 
 @pytest.mark.parametrize(
