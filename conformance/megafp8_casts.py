@@ -15,7 +15,7 @@ import torch
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor, quantize
 from megafp8.fp8.formats import E4M3, FORMATS
-from megafp8.fp8.quantizer import Need, Role
+from megafp8.fp8.quantizer import Role, WantsFp8
 from megafp8.fp8.scaling import Pending, ScaleTable, ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Cast
@@ -75,7 +75,7 @@ def quantized(
     quantizer = linear_quantizer(ScalingState(recipe), "linear")
     assert quantizer is not None
     tensor = quantizer.tensors[role]
-    both, _ = tensor.rule.operands(tensor, x, Need(is_last, not is_last))
+    both, _ = tensor.rule.operands(tensor, x, WantsFp8(is_last, not is_last))
     operand = both.along_last if is_last else both.along_first
     assert isinstance(operand, Fp8Tensor)
     return operand
