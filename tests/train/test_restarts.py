@@ -26,6 +26,14 @@ from tests.train.runs import (
 )
 
 pytestmark = pytest.mark.kill
+FOUR_BITS = (
+    "trainer.devices=4",
+    "model.tensor_model_parallel_size=2",
+    "model.sequence_parallel=True",
+    "model.optim.name=distributed_fused_adam",
+    "model.fp8_recipe=nvfp4",
+    "model.fp8_amax_history_len=1024",
+)
 SECONDS_TO_END = 15.0  # from a rank's death to the end of all of that start
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
@@ -131,6 +139,23 @@ def test_two_ranks_again_and_again(
             job.terminate()
             job.wait(60)
     assert_same(place, two_ranks, same_settings=False)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_nvfp4(place: Place, tmp_path: Path) -> None:
+    """Random rounding goes on with the same bits on 4 ranks, after a kill and a restart.
+
+    The ranks share tensors, the sequence and the optimizer's states.
+    """
+    job = place.command(*FOUR_BITS, "trainer.max_restarts=1")
+    dead = kill_a_rank(job, place, 6, 4, 3)
+    finish(job, place, dead)
+    assert "restart 1 of 1" in place.command_output
+    (tmp_path / "calm").mkdir()
+    calm = Place(place.driver, place.data, tmp_path / "calm")
+    done = calm.run(*FOUR_BITS)
+    assert done.code == 0, done.output
+    assert_same(place, calm, same_settings=False)
 
 
 @pytest.mark.slow
