@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" TORCH_BUILD="$(TORCH_BUILD)" bash scripts/setup_env.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs clean
+.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs docs-site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -55,7 +55,7 @@ test-slurm-container: container ## run a Slurm job in the unpacked image (root; 
 	@rm -rf build/image && scripts/container/unpack.sh build/image
 	@MEGAFP8_IMAGE_FOLDER=$(CURDIR)/build/image $(PY) -m pytest tests/slurm/test_container.py -m slurm -q $(ARGS)
 
-nightly: setup-dev ## run every suite that this machine can run; the table is docs/nightly.md (ARGS="slow slurm")
+nightly: setup-dev ## run every suite that this machine can run; the table is docs/evidence/nightly.md (ARGS="slow slurm")
 	@$(PY) scripts/nightly.py $(ARGS)
 
 lint: setup-dev ## check format, lint rules, spelling and types; change nothing
@@ -71,9 +71,12 @@ format: setup-dev ## format, and fix what ruff can fix
 
 check: lint test ## run everything that a change must pass
 
-docs: setup-dev ## write docs/configuration.md from the configuration's schema
-	@$(PY) -m megafp8.cli.help > docs/configuration.md.tmp
-	@mv docs/configuration.md.tmp docs/configuration.md
+docs: setup-dev ## write docs/reference/configuration.md from the configuration's schema
+	@$(PY) -m megafp8.cli.help > docs/reference/configuration.md.tmp
+	@mv docs/reference/configuration.md.tmp docs/reference/configuration.md
+
+docs-site: setup-dev ## build the site of the documentation in build/site (ARGS=serve shows it at http://127.0.0.1:8000)
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(or $(ARGS),build) --strict
 
 clean: ## delete caches and build outputs, but not .venv and runs/
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

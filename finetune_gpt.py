@@ -3,7 +3,8 @@
     python finetune_gpt.py restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl
 
 This is `pretrain_gpt.py` with the job conf/finetune_gpt.yaml: settings, files and the continuation
-of runs are the same. docs/finetuning.md explains the data. `megafp8 finetune` is the same command.
+of runs are the same. docs/guide/finetuning.md explains the data. `megafp8 finetune` is the
+same command.
 """
 
 from __future__ import annotations

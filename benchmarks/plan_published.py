@@ -1,4 +1,4 @@
-"""Compare the plan's predictions with published tables; docs/plan.md prints the rows.
+"""Compare the plan's predictions with published tables; docs/evidence/published.md prints the rows.
 
     python -m benchmarks.plan_published
 

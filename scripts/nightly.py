@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs/nightly.md"
+TABLE = ROOT / "docs/evidence/nightly.md"
 TITLE = "# The last run of every suite"
 EXPLANATION = """\
 `make nightly` runs all suites that a machine can run and writes this table. `make nightly
@@ -145,7 +145,9 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(known))
-    parser.add_argument("--table", type=Path, default=TABLE, help="default: docs/nightly.md")
+    parser.add_argument(
+        "--table", type=Path, default=TABLE, help="default: docs/evidence/nightly.md"
+    )
     parser.add_argument("--logs", type=Path, default=ROOT / "build/nightly")
     options = parser.parse_args(argv)
     unknown = [name for name in options.suites if name not in known]
@@ -258,7 +260,9 @@ def _commit() -> str:
         )
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/nightly.md")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs/evidence/nightly.md"
+    )
     return (git("rev-parse", "--short=10", "HEAD") or "unknown") + (
         " with changes" if changed else ""
     )

@@ -193,7 +193,7 @@ for line in project["dependencies"] + [line for name in sys.argv[1:] for line in
         core=core_cu$("$py" -c 'import torch; print(torch.version.cuda.split(".")[0])')
         run_logged "$py" -m pip install --no-cache-dir wheel packaging pybind11 ninja cmake \
             && run_logged "$py" -m pip install --no-cache-dir --no-build-isolation "${engine[0]/pytorch]/pytorch,$core]}" \
-            || give_up "Transformer Engine could not be built (docs/backends.md says what it needs)"
+            || give_up "Transformer Engine could not be built (docs/reference/backends.md says what it needs)"
     fi
     run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
     say "ready"

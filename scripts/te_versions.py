@@ -33,7 +33,7 @@ from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, OLDEST, release_o
 from megafp8.te_cpu.wheel import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "docs/te_versions.md"
+TABLE = ROOT / "docs/reference/te_versions.md"
 RECIPES = {
     "BF16": None,
     "delayed": "DelayedScaling",

@@ -1,7 +1,7 @@
 """Check that what the documentation names exists: links, files, tests, modules, commands, settings.
 
-Read are docs/*.md, README.md and CONTRIBUTING.md. `PAGES` are their texts; each check yields a
-complaint for every name that is not there.
+Read are all pages below docs, README.md and CONTRIBUTING.md. `PAGES` are their texts; each check
+yields a complaint for every name that is not there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
     for path in (
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
     )
@@ -49,7 +49,7 @@ NOT_OURS = frozenset(
         "megafp8.recipes",  # a group of entry points
         "megafp8.sqsh",
         "megafp8.sif",
-        "model.layers.0",  # in docs/front_door.md, of any PyTorch model
+        "model.layers.0",  # in docs/guide/own_model.md, of any PyTorch model
         "model.parameters",
         "model.state_dict",
     }
@@ -265,7 +265,7 @@ def modules_of(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("package", FLOORS)
 def test_the_architecture_page_lists_each_packages_modules(package: str) -> None:
-    page = PAGES["docs/architecture.md"]
+    page = PAGES["docs/reference/architecture.md"]
     item = re.search(
         rf"^- (\d+) \*\*`{package}`\*\*(.*?)(?=^- |^$)", page, re.DOTALL | re.MULTILINE
     )
@@ -275,8 +275,12 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
     there = modules_of(ROOT / "megafp8" / package)
     assert item[1] == str(FLOORS[package]), f"{package} is on floor {FLOORS[package]}"
     missing, gone = sorted(there - listed), sorted(listed - there)
-    assert not missing, f"add {missing} to the item about {package} in docs/architecture.md"
-    assert not gone, f"remove {gone} from the item about {package} in docs/architecture.md"
+    assert not missing, (
+        f"add {missing} to the item about {package} in docs/reference/architecture.md"
+    )
+    assert not gone, (
+        f"remove {gone} from the item about {package} in docs/reference/architecture.md"
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,8 +288,8 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
     [
         ("[a](nowhere.md)", "link to nowhere.md"),
         ("[a](training.md#nowhere)", "link to training.md#nowhere: no such anchor"),
-        ("`nowhere` in [a](../megafp8/errors.py)", "nowhere in ../megafp8/errors.py"),
-        ("**`Nowhere`** ([a](../megafp8/errors.py))", "Nowhere in ../megafp8/errors.py"),
+        ("`nowhere` in [a](../../megafp8/errors.py)", "nowhere in ../../megafp8/errors.py"),
+        ("**`Nowhere`** ([a](../../megafp8/errors.py))", "Nowhere in ../../megafp8/errors.py"),
         ("`tests/nowhere`", "path tests/nowhere"),
         ("`fp8/nowhere.py`", "path fp8/nowhere.py"),
         ("`test_nowhere.py`", "file test_nowhere.py"),
@@ -304,19 +308,19 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
     ],
 )
 def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
-    (found,) = [found for check in CHECKS for found in check("docs/page.md", text)]
+    (found,) = [found for check in CHECKS for found in check("docs/guide/page.md", text)]
     assert found.startswith(complaint)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "[a](training.md#exit-codes), [b](../README.md), [c](https://example.org)",
-        "`UserError` in [errors.py](../megafp8/errors.py)",
+        "[a](training.md#continuing), [b](../../README.md), [c](https://example.org)",
+        "`UserError` in [errors.py](../../megafp8/errors.py)",
         "`megafp8/fp8/kernels/triton_*.py`, `fp8/gemm.py`, `test_docs.py`",
         "`from megafp8 import fp8`, `megafp8.errors`, `megafp8 dryrun --rank N`",
         "`make check`, `model.optim.lr=1e-3`, `model=gpt3_125m`, `trainer.logger`",
     ],
 )
 def test_what_exists_is_accepted(text: str) -> None:
-    assert not [found for check in CHECKS for found in check("docs/page.md", text)]
+    assert not [found for check in CHECKS for found in check("docs/guide/page.md", text)]

@@ -25,7 +25,7 @@ NOT_YET: tuple[str, ...] = ()
 """Patterns of the files that are not written in plain English yet; a new file is checked."""
 
 PAGES = [
-    *(f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))),
+    *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "docs").rglob("*.md"))),
     "README.md",
     "CONTRIBUTING.md",
 ]

@@ -1,6 +1,6 @@
-"""Make the pages about all settings from the schema: `--help` and docs/configuration.md.
+"""Make the pages about all settings from the schema: `--help` and docs/reference/configuration.md.
 
-python -m megafp8.cli.help > docs/configuration.md
+python -m megafp8.cli.help > docs/reference/configuration.md
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megafp8.config.together import TOGETHER
 from megafp8.config.values import plain
 
 WIDTH = 110
-"""Columns of a line in docs/configuration.md."""
+"""Columns of a line in docs/reference/configuration.md."""
 HELP_WIDTH = 100
 """Columns of a line that `--help` prints."""
 TEMPLATE = Path(__file__).with_name("configuration_page.md")
 _PURPOSES = {
-    "finetune_gpt": "Fine-tune a GPT on questions and answers (docs/finetuning.md).",
+    "finetune_gpt": "Fine-tune a GPT on questions and answers (docs/guide/finetuning.md).",
     "pretrain_gpt": "Pretrain a GPT. Without arguments this runs the default job.",
 }
 _EXAMPLES = {
@@ -114,7 +114,7 @@ def _help_lines(keys: Sequence[Key], values: dict[str, Any]) -> Iterator[str]:
 
 
 def markdown_page() -> str:
-    """Return the text of docs/configuration.md: the template with its tables and lists."""
+    """Return the text of docs/reference/configuration.md: the template, its tables and lists."""
     values = default_values()
     made = {
         "contents": _contents(),

@@ -30,8 +30,8 @@ USABLE = 0.9
 allocator's and the communication library's."""
 UNCERTAINTY = 1.23
 """The largest factor by which a predicted ratio of FP8's speed to BF16's and a published one
-differ: `python -m benchmarks.plan_published` compares six pairs of runs (docs/plan.md). Within it
-of 1 the plan does not say which is faster."""
+differ: `python -m benchmarks.plan_published` compares six pairs of runs
+(docs/evidence/published.md). Within it of 1 the plan does not say which is faster."""
 PARTS = {
     "linears": "products of linears",
     "head": "output head",

@@ -77,7 +77,7 @@ def _check(name: str) -> int:
         load_recipe(name)
     except RecipeError as error:
         reason = str(error).removeprefix(f"{name}: ")
-        hint = "Correct the name or the file; docs/recipes.md describes a recipe"
+        hint = "Correct the name or the file; docs/guide/own_recipe.md describes a recipe"
         raise SettingError("NAME", name, reason, hint, origin=COMMAND_LINE) from error
     from megafp8.fp8.checker import check  # torch takes seconds, and an error above does not
 

@@ -1,4 +1,4 @@
-"""Name the groups in which the help and docs/configuration.md show the settings."""
+"""Name the groups in which the help and docs/reference/configuration.md show the settings."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ class Group(NamedTuple):
 GROUPS = {
     "length": Group(
         "Length and validation",
-        "How long a run is, and when it validates. See [training.md](training.md).",
+        "How long a run is, and when it validates. See [training.md](../guide/training.md).",
         "trainer.max_steps=2000 trainer.val_check_interval=200 trainer.max_time=00:04:00:00",
         "logging",
     ),
     "logs": Group(
         "Run directory and logs",
-        "Where a run writes, and what it records "
-        "([files of a run](training.md#what-a-run-leaves)).",
+        "Where a run writes, and what it records ([files of a run](runs.md#what-a-run-leaves)).",
         "exp_manager.name=first trainer.log_every_n_steps=50",
         "logging",
     ),
@@ -68,14 +67,14 @@ GROUPS = {
     "ranks": Group(
         "Ranks and parallelism",
         "How many ranks there are, and what they divide among themselves. "
-        "See [parallelism.md](parallelism.md).",
+        "See [parallelism.md](../guide/parallelism.md).",
         "trainer.devices=4 model.tensor_model_parallel_size=2 model.sequence_parallel=True",
         "layout",
     ),
     "fsdp": Group(
         "FSDP",
         "Sharding of parameters, gradients and optimizer states over replicas "
-        "([parallelism.md](parallelism.md#sharded-parameters-fsdp)). ZeRO-1 is "
+        "([layouts.md](layouts.md#sharded-parameters-fsdp)). ZeRO-1 is "
         "`model.optim.name=distributed_fused_adam`.",
         "trainer.devices=2 model.fsdp=True model.fsdp_sharding_strategy=grad",
         "layout",
@@ -101,7 +100,8 @@ GROUPS = {
     ),
     "fp8": Group(
         "FP8",
-        "Which products and weights are in FP8, and in which formats. See [fp8.md](fp8.md).",
+        "Which products and weights are in FP8, and in which formats. See "
+        "[fp8.md](../guide/fp8.md).",
         "model.fp8=True model.fp8_recipe=tensorwise model.first_last_layers_bf16=True",
         "model",
     ),
@@ -127,14 +127,14 @@ GROUPS = {
     ),
     "data": Group(
         "Data and tokenizer",
-        "What is trained on. See [data.md](data.md).",
+        "What is trained on. See [data.md](../guide/data.md).",
         "'model.data.data_prefix=[0.8,my/corpus,0.2,my/other]' model.data.num_workers=4",
         "data",
     ),
     "finetuning": Group(
         "Fine-tuning",
         "Questions and answers that `finetune_gpt.py` trains on. See "
-        "[finetuning.md](finetuning.md).",
+        "[finetuning.md](../guide/finetuning.md).",
         "restore_from_path=runs/first model.data.train_ds.file_names=mine.jsonl "
         "'model.data.train_ds.prompt_template=\"Q: {input} A: {output}\"'",
         "data",
@@ -160,7 +160,8 @@ GROUPS = {
     ),
     "profiles": Group(
         "Profiles",
-        "A profile of some steps ([trials and profiles](training.md#trials-and-profiles)).",
+        "A profile of some steps "
+        "([trials and profiles](../guide/training.md#trials-and-profiles)).",
         "model.nsys_profile.enabled=True model.nsys_profile.end_step=12",
         "logging",
     ),

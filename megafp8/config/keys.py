@@ -136,7 +136,7 @@ def key(
 
     Args:
         default: The default, in the type of the field.
-        help: What the key means, for `--help` and docs/configuration.md.
+        help: What the key means, for `--help` and docs/reference/configuration.md.
         nemo: The default in NeMo's `megatron_gpt_config.yaml`.
         group: The group in the help, by its name in `GROUPS`.
         kind: The kind of setting, which decides whether it may change when a run continues; None

@@ -9,8 +9,8 @@
             loss.backward()
         optimizer.step()
 
-`convert` returns an `Fp8State`. docs/front_door.md describes it and says what is supported. The
-names of `__all__` are for use from outside the package; modules are not.
+`convert` returns an `Fp8State`. docs/guide/own_model.md describes it and says what is supported.
+The names of `__all__` are for use from outside the package; modules are not.
 
 The recipes are read where torch is not loaded, so a public name loads its module when it is first
 used.

@@ -14,8 +14,8 @@ With `interval` N (which Transformer Engine has dropped) the scale follows only 
 
 One point differs on purpose: a non-finite a0 (a NaN counts as +inf) is treated as "did not occur"
 and counted, while Transformer Engine lets an infinity freeze the scale for a whole history
-(docs/numerics.md). So a tensor that did not occur keeps its state, and therefore a weight that is
-quantized once a step rolls once a step.
+(docs/reference/numerics.md). So a tensor that did not occur keeps its state, and therefore a weight
+that is quantized once a step rolls once a step.
 """
 
 from __future__ import annotations

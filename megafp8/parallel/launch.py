@@ -75,8 +75,8 @@ def prepare_threads(environment: MutableMapping[str, str]) -> None:
     By default a thread of GNU's OpenMP spins for milliseconds at the end of each parallel loop. If
     another process runs on one of the cores, the spinning thread keeps the one that it waits for
     from running: steps of the default job then took 3 to 30 times as long, and with this setting 2
-    times (`docs/troubleshooting.md`). The library reads the variable when torch is imported, so
-    this function must be called before.
+    times (`docs/reference/troubleshooting.md`). The library reads the variable when torch is
+    imported, so this function must be called before.
     """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = str(SPINS)

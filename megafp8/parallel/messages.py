@@ -41,7 +41,7 @@ def from_bytes(content: bytes) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError) as error:
         raise RunError(
             f"a message of another rank cannot be read ({type(error).__name__}). Another program "
-            "may have written to this job's store: see docs/slurm.md about shared networks"
+            "may have written to this job's store: see docs/guide/slurm.md about shared networks"
         ) from error
 
 

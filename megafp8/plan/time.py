@@ -55,7 +55,7 @@ FUSED_ACTIVATIONS = ("gelu", "gelu-tanh", "swiglu", "geglu", "geglu-tanh")
 """The activations that have a kernel which writes FP8 (`KINDS` of fp8/fused.py)."""
 SUM_BYTES = 12
 """Bytes an element of a weight's gradient that each microbatch after a step's first one moves: the
-sum reads two FP32 tensors and writes one (docs/performance.md)."""
+sum reads two FP32 tensors and writes one (docs/evidence/performance.md)."""
 Producer = Literal["norm", "activation"] | None
 """What computes the input of a linear, where it can cast it too."""
 REPLICAS: tuple[AxisName, ...] = ("data", "nodes")

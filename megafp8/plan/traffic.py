@@ -1,7 +1,8 @@
 """Compute the bytes that one rank sends in a step, by mesh axis, from the run's spec alone.
 
-`docs/parallelism.md` says what is sent and why. `handed` is what a rank hands to the operation, as
-`traffic_bytes` of `summary.json` counts it; `on_wire` is what the rank sends with ring algorithms.
+`docs/reference/layouts.md` says what is sent and why. `handed` is what a rank hands to the
+operation, as `traffic_bytes` of `summary.json` counts it; `on_wire` is what the rank sends with
+ring algorithms.
 """
 
 from __future__ import annotations

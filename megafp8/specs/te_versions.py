@@ -1,6 +1,7 @@
 """Say which versions of Transformer Engine run here, without importing it or torch.
 
-`python -m scripts.te_versions` tries every version of `HASHES` and writes docs/te_versions.md.
+`python -m scripts.te_versions` tries every version of `HASHES` and writes
+docs/reference/te_versions.md.
 """
 
 from __future__ import annotations

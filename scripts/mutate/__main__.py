@@ -8,7 +8,7 @@ or survived. Those that are justified as equivalent in `equivalent.json` are not
 are kept in `results.jsonl` beside this file, so that the command continues where it ended, also in
 another checkout; a result is dropped when the text of its line is gone. --again tries those that
 survived, or were not decided, again. A test that notices a mutant must pass without it, and one
-that is skipped says nothing. The table is docs/mutation.md. The command needs
+that is skipped says nothing. The table is docs/evidence/mutation.md. The command needs
 `pip install -e '.[mutation]'`.
 """
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after these")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/mutate")
     parser.add_argument("--results", type=Path, default=Path(__file__).with_name("results.jsonl"))
-    parser.add_argument("--table", type=Path, default=ROOT / "docs/mutation.md")
+    parser.add_argument("--table", type=Path, default=ROOT / "docs/evidence/mutation.md")
     given = parser.parse_args(argv)
     preload()
     run = Run(given.folder.absolute(), given.results, given.seed)

@@ -17,6 +17,7 @@ from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
 from tests.config.test_presets import PARAMETERS
 
+PUBLISHED = Path(__file__).parents[2] / "docs" / "evidence" / "published.md"
 JOB = ["model=gpt3_5b", "model.fp8=True", "trainer.devices=8", "hardware=h200"]
 
 
@@ -53,7 +54,7 @@ def test_the_uncertainty_is_the_largest_difference_to_published_pairs() -> None:
     factors = {name: ours / theirs for name, (ours, theirs) in pair_ratios().items()}
     worst = max(max(factor, 1 / factor) for factor in factors.values())
     assert worst <= UNCERTAINTY < worst + 0.01, factors
-    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    page = PUBLISHED.read_text()
     for name, (ours, theirs) in pair_ratios().items():
         row = f"| {name} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} |"
         assert row in page, row
@@ -61,7 +62,7 @@ def test_the_uncertainty_is_the_largest_difference_to_published_pairs() -> None:
 
 def test_the_readme_names_the_range_of_predicted_speeds() -> None:
     root = Path(__file__).parents[2]
-    rows = [line.split("|")[1:-1] for line in (root / "docs" / "plan.md").read_text().splitlines()]
+    rows = [line.split("|")[1:-1] for line in PUBLISHED.read_text().splitlines()]
     speeds = ("TFLOP/s of one GPU", "tokens/s of one GPU", "utilization of the BF16 peak")
     ratios = [float(row[-1]) for row in rows if len(row) == 5 and row[1].strip().startswith(speeds)]
     assert len(ratios) == 14

@@ -51,8 +51,10 @@ def test_the_default_job_holds_what_the_schema_leaves_open_and_no_default_again(
 
 
 def test_configuration_page_is_current() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text()
-    assert page == markdown_page(), "run `python -m megafp8.cli.help > docs/configuration.md`"
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert page == markdown_page(), (
+        "run `python -m megafp8.cli.help > docs/reference/configuration.md`"
+    )
     for key in differing_keys():
         assert f"| `{key.path}` |" in page
 

@@ -413,7 +413,9 @@ def test_the_command_checks_a_file(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_the_page_has_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["table"]) == 0
     printed = capsys.readouterr().out
-    assert printed in (ROOT / "docs/fp8.md").read_text("utf-8"), "copy the table into docs/fp8.md"
+    assert printed in (ROOT / "docs/guide/fp8.md").read_text("utf-8"), (
+        "copy the table into docs/guide/fp8.md"
+    )
     assert [row.split("`")[1] for row in printed.splitlines()[2:]] == list(RECIPES)
 
 

@@ -457,10 +457,10 @@ def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
 def test_the_example_of_the_documentation_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[2] / "docs/front_door.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs/guide/own_model.md").read_text("utf-8")
     program = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
-    exec(compile(program, "docs/front_door.md", "exec"), {})
+    exec(compile(program, "docs/guide/own_model.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in lines[:3]]
     assert losses[2] < losses[1] < losses[0]

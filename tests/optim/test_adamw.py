@@ -258,7 +258,7 @@ VIEWS = {"detach", "view", "split", "split_with_sizes", "alias", "slice", "_unsa
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_norm_clip_and_update_are_two_passes_over_the_gradients(dtype: torch.dtype) -> None:
-    """The bytes for each parameter are those that docs/performance.md and the plan state.
+    """The bytes for each parameter are those that docs/evidence/performance.md and the plan state.
 
     An FP32 weight is its own master, and nothing rounds it.
     """

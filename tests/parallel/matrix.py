@@ -1,7 +1,7 @@
 """Every layout against one process, in every precision: `python -m tests.parallel.matrix`.
 
-Writes the table of docs/parallelism.md and exits with 1 if a bound is exceeded. Compared with one
-process whose microbatches hold what those of all replicas do, so that their numbers agree.
+Writes the table of docs/evidence/layouts.md and exits with 1 if a bound is exceeded. Compared with
+one process whose microbatches hold what those of all replicas do, so that their numbers agree.
 
 FP32: first gradients, 20 losses and gradient norms within 1e-5, relatively. BF16 and FP8: losses
 within 3 times the spread of one process's losses over five runs whose embeddings differ by one
@@ -34,7 +34,7 @@ from tests.parallel.test_tensor_parallel import (
 from tests.ranks import ROOT, run_ranks
 from tests.tiny import SEQ, gpt_spec, optim_spec
 
-PAGE = ROOT / "docs" / "parallelism.md"
+PAGE = ROOT / "docs" / "evidence" / "layouts.md"
 BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 MICROBATCHES = 8  # of 2 samples; a replica has its share of them
 PERTURBATIONS = 5
@@ -302,9 +302,7 @@ def bounds_of(page: Path) -> Bounds:
 def missing(page: Path) -> dict[str, list[str]]:
     """The precisions that a layout can have, and for which the page has no row."""
     known = {(row[0], row[1]) for row in rows_of(page)}
-    pairs = {
-        name: [p for p in precisions_of(name) if (name, p) not in known] for name in LAYOUTS
-    }
+    pairs = {name: [p for p in precisions_of(name) if (name, p) not in known] for name in LAYOUTS}
     return {name: chosen for name, chosen in pairs.items() if chosen}
 
 

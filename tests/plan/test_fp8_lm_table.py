@@ -1,4 +1,4 @@
-"""The plan against FP8-LM's tables 5 and 7 (arXiv 2310.18313); docs/fp8_lm.md prints the rows."""
+"""The plan against FP8-LM's tables 5 and 7 (arXiv 2310.18313) in docs/reference/fp8_lm.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec, StorageSpec
 from megafp8.train.dryrun import rank_share
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
-PAGE = Path(__file__).parents[2] / "docs" / "fp8_lm.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "fp8_lm.md"
 O3 = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
 SHAPES = {  # layers, width, heads, tensor-parallel, pipeline, GPUs, samples of a step
     "7B": (32, 4096, 32, 1, 1, 32, 2048),
@@ -266,7 +266,7 @@ def test_the_page_prints_these_figures() -> None:
 
 
 def test_the_plan_s_page_prints_the_memory_of_o3() -> None:
-    page = PAGE.with_name("plan.md").read_text("utf-8")
+    page = (PAGE.parents[1] / "evidence" / "published.md").read_text("utf-8")
     for size, more, micro, printed in (
         ("7B", "", 2, 49.4),
         ("13B", "", 2, 48.9),

@@ -150,7 +150,7 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there() -> None:
     """Each line that names its extra `pytorch` has the flag; without it pip takes another torch."""
     texts = {
         path: path.read_text("utf-8")
-        for pattern in ("*.md", "docs/*.md", "megafp8/**/*.py", "pyproject.toml", "scripts/*.sh")
+        for pattern in ("*.md", "docs/**/*.md", "megafp8/**/*.py", "pyproject.toml", "scripts/*.sh")
         for path in ROOT.glob(pattern)
         if path.name != "CHANGELOG.md"
     }

@@ -216,7 +216,7 @@ def test_ranks_on_gpus_name_the_one_that_is_behind(
 
 @pytest.mark.slow
 def test_eight_ranks_with_every_axis_by_one_command(place: Place) -> None:
-    """The command line of docs/parallelism.md with sequence parallelism runs in its own process.
+    """The command of docs/guide/parallelism.md runs in its own process.
 
     It trains, validates and saves; one process then continues it.
     """

@@ -18,7 +18,7 @@ from megafp8.specs.te_versions import NEWEST_TRIED, release_of, why_not_version
 
 INSTALL = (
     'Install it (pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.20.2", '
-    "see docs/backends.md), or use model.fp8_backend=native"
+    "see docs/reference/backends.md), or use model.fp8_backend=native"
 )
 
 

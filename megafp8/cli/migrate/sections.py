@@ -37,7 +37,7 @@ _LAYERS = "each transformer layer is sharded by itself; this changes no number"
 _ORDER = "it changes when weights are sent, and no number"
 _LOADING = "initial weights are drawn by name, the same on all ranks"
 _FILES = "checkpoints are sharded safetensors, which load into any layout"
-_STARTS = "srun, torchrun or trainer.devices starts the ranks; see docs/slurm.md"
+_STARTS = "srun, torchrun or trainer.devices starts the ranks; see docs/guide/slurm.md"
 _NO_OFFLOAD = "asks for weights or states in host memory, which megafp8 does not have"
 _USE_FSDP = "Give none, and use model.fsdp=True, which shards them over more ranks"
 
@@ -125,7 +125,8 @@ def without_section(value: Any, tree: Mapping[str, Any], m: Migration) -> None:
         return
     m.decide(
         "distributed_type", value, f"the file has no {section}, which says how the ranks share the "
-        "work", f"Write the settings of {section} under their names here (docs/parallelism.md)",
+        "work",
+        f"Write the settings of {section} under their names here (docs/guide/parallelism.md)",
     )  # fmt: skip
 
 

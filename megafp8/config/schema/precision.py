@@ -222,7 +222,7 @@ class Precision:
             "package.module:Class",
             lambda v: names_code(v) or problem(v) is None,
             later=("custom",),
-            suggestion="A recipe of your own is named by its file (docs/recipes.md)",
+            suggestion="A recipe of your own is named by its file (docs/guide/own_recipe.md)",
             why=problem,
         ),
         needs=FP8,

@@ -49,7 +49,7 @@ def tally(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
         yield tally
 
 
-# Counted, not measured. docs/performance.md has the figures of the GPT shape, part by part.
+# Counted, not measured. docs/evidence/performance.md has the GPT shape's figures, part by part.
 COSTS: dict[tuple[str, str], Cost] = {
     ("gpt", "bf16"): Cost(39, 114.0, 22.0, 0.0),
     ("gpt", "delayed"): Cost(43, 104.1, 22.0, 24.0),
