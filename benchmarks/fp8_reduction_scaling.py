@@ -42,7 +42,7 @@ from megafp8.data.loader import microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
-from megafp8.runs.data import open_data
+from megafp8.runs.run_data import open_data
 from megafp8.train.build import build
 from megafp8.train.pretrain import with_vocabulary
 from megafp8.train.step import forward_backward, train_step

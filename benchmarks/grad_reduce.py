@@ -27,7 +27,7 @@ from torch import nn
 
 from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.data import Bucket
+from megafp8.parallel.grad_reduce import Bucket
 from megafp8.parallel.mesh import join
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket, lay_out
 from megafp8.specs import ParallelSpec

@@ -27,7 +27,7 @@ import torch
 from megafp8.checkpoint.reader import Reader
 from megafp8.data.loader import validation_batches
 from megafp8.data.tokenize import continuation
-from megafp8.runs.data import open_data
+from megafp8.runs.run_data import open_data
 from megafp8.specs import DataSpec, InstructionSpec, TokenizerSpec
 from megafp8.train.generate import Sampling, generate
 from megafp8.train.load import find_checkpoint, load_model

@@ -25,7 +25,7 @@ from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
 from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
-from megafp8.runs.data import open_data
+from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size

@@ -33,8 +33,8 @@ from megafp8.parallel.launch import (
     prepare_threads,
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
-from megafp8.runs.data import check_data
 from megafp8.runs.place import check_place
+from megafp8.runs.run_data import check_data
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # megafp8.cli comes before all that takes long to import: it handles Ctrl-C

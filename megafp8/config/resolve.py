@@ -13,7 +13,7 @@ from megafp8.config.base_model import STARTS, folder_of_model
 from megafp8.config.checks import rule_findings
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
-from megafp8.config.precision import precision_spec
+from megafp8.config.precision_spec import precision_spec
 from megafp8.config.rules import Finding, effective
 from megafp8.config.schema import all_keys, spec_fields
 from megafp8.config.settings import read_value

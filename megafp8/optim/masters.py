@@ -27,8 +27,8 @@ from megafp8.optim.partitions import (
     is_sharded,
     replicated_range,
 )
-from megafp8.parallel.data import Bucket, GradBucket, buckets_of
 from megafp8.parallel.fsdp import ShardedModel, local_of
+from megafp8.parallel.grad_reduce import Bucket, GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket
 from megafp8.specs import StorageSpec
 

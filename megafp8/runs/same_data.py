@@ -9,7 +9,7 @@ from megafp8.config.errors import SettingError
 from megafp8.errors import RunError, UserError
 from megafp8.parallel.agreement import on_all, raise_on_all
 from megafp8.parallel.mesh import Mesh
-from megafp8.runs.data import RunData, open_data, prefixes_of
+from megafp8.runs.run_data import RunData, open_data, prefixes_of
 from megafp8.specs import DataSpec
 
 _HOSTS_SHOWN = 4

@@ -20,8 +20,8 @@ from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
 from megafp8.optim.partitions import PARTITIONS, Partition, Replicated
-from megafp8.parallel.data import GradReducer, NotingSink
 from megafp8.parallel.fsdp import shard_model
+from megafp8.parallel.grad_reduce import GradReducer, NotingSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.plan.shape import divides_elements

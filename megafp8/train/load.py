@@ -28,8 +28,8 @@ from megafp8.models.random import RandomStreams
 from megafp8.observe.console import Console
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.parallel.launch import note_checkpoint
-from megafp8.runs.data import RunData
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
+from megafp8.runs.run_data import RunData
 from megafp8.specs import GPTSpec, RunSpec
 from megafp8.specs.recipes import HIGH_PRECISION, source_of
 from megafp8.train import state_dict

@@ -30,12 +30,12 @@ from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
-from megafp8.runs.data import RunData
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.enough_memory import require_memory
 from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME, RUNNING
 from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
+from megafp8.runs.run_data import RunData
 from megafp8.runs.same_data import open_on_all
 from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec

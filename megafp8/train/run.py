@@ -12,7 +12,7 @@ from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.plan.utilization import Peak
 from megafp8.report.writer import Reporter
-from megafp8.runs.data import RunData
+from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
 from megafp8.train.pace import Pace
 from megafp8.train.process import StopRequest, TimeLimit

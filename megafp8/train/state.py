@@ -13,7 +13,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
-from megafp8.parallel.data import GradReducer
+from megafp8.parallel.grad_reduce import GradReducer
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.train.compile import CompileCounter

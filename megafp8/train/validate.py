@@ -15,7 +15,7 @@ from megafp8.config.errors import SettingError
 from megafp8.data.loader import Microbatch, num_validation_batches, validation_batches
 from megafp8.files import note_progress
 from megafp8.observe.summary import bits_per_byte
-from megafp8.runs.data import RunData
+from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
 from megafp8.train.run import Run
 from megafp8.train.state import TrainState

@@ -11,7 +11,7 @@ import pytest
 from megafp8.config.load import load
 from megafp8.config.resolve import data_spec
 from megafp8.data.mock import MockData
-from megafp8.runs.data import check_data, open_data
+from megafp8.runs.run_data import check_data, open_data
 from megafp8.specs import DataSpec
 from tests.config.helpers import the_problem
 

@@ -11,7 +11,7 @@ from torch import nn
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.data import GradReducer, NotingSink, buckets_of
+from megafp8.parallel.grad_reduce import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from tests.parallel.rank_work import Case, Outcome, run_case

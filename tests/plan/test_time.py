@@ -342,7 +342,7 @@ def replicas_wait(spec: RunSpec, hardware: Any) -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("batch", [8, 64])
 def test_only_the_last_microbatch_hides_sums_of_gradients(batch: int) -> None:
-    """A bucket is sent once its last gradient of the step was added (`parallel/data.py`)."""
+    """A bucket is sent once its last gradient of the step was added (`parallel/grad_reduce.py`)."""
     spec = job(1, batch=batch, ranks=8)
     waits, sums, written = replicas_wait(spec, SLOW)
     time = step_time(spec, SLOW, NO_HOST)

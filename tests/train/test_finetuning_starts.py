@@ -16,7 +16,7 @@ from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec, resolve
 from megafp8.data.tokenize import byte_tokenizer
 from megafp8.errors import ConfigError, DataError
-from megafp8.runs.data import open_data
+from megafp8.runs.run_data import open_data
 from megafp8.runs.tokenizer import save_tokenizer
 from tests.data.test_instructions import GOOD, write
 from tests.train.runs import FILES, Done, Finetuning, Place

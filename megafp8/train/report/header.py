@@ -21,7 +21,7 @@ from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
-from megafp8.runs.data import RunData
+from megafp8.runs.run_data import RunData
 from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS

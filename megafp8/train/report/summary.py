@@ -19,7 +19,7 @@ from megafp8.observe.summary import RunSummary
 from megafp8.optim.schedules import learning_rate
 from megafp8.report.record import logged_steps, typical
 from megafp8.report.writer import REPORT_FILE
-from megafp8.runs.data import RunData
+from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
 from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
