@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import site
 import subprocess
 import sys
@@ -23,12 +24,30 @@ SMALL = (
 OWN = ROOT / "tests" / "own_recipes" / "blocks_of_32.py"
 
 
+def what_builds_leave() -> dict[str, int]:
+    """Return the paths, with their times, that a build in this tree would write."""
+    paths = (*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*"), *ROOT.glob("*.egg-info/*"))
+    return {str(path): path.stat().st_mtime_ns for path in paths}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel, built without a network."""
+    """Return the wheel, built without a network from a copy of what it is made of.
+
+    A build leaves `build/lib` in its tree, and what lies there from an earlier build comes into the
+    next wheel, with modules that are gone.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    words = ["-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "-q", "-w"]
+    copy, before = folder / "tree", what_builds_leave()
+    for name in ("megafp8", "conf", "hydra_plugins"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy2(path, copy)
+    words = ["-m", "pip", "wheel", str(copy), "--no-deps", "--no-build-isolation", "-q", "-w"]
     subprocess.run([sys.executable, *words, str(folder)], check=True, timeout=600)
+    assert what_builds_leave() == before
     (file,) = folder.glob("megafp8-*.whl")
     return file
 
