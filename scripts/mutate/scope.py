@@ -37,7 +37,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"megafp8/fp8/recipes/{name}.py": ("fp8/test_blackwell", "fp8/kernels/test_triton_blocks")
         for name in ("mxfp8", "nvfp4")
     },
-    "megafp8/fp8/cast.py": (*_fp8(*CORE, "kernels/test_engine"), RANKS),
+    "megafp8/fp8/cast.py": (*_fp8(*CORE, "test_packed", "kernels/test_engine"), RANKS),
+    "megafp8/fp8/recipes/rowwise.py": (
+        *_fp8("test_recipes", "test_linear", "test_own_recipes", "kernels/test_engine"),
+        RANKS,
+    ),
     "megafp8/fp8/kernels/draws_cpu.h": ("fp8/test_draws",),
     "megafp8/fp8/kernels/scaled_*.h": (*SCALED, "optim/test_partitions_elements"),
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),

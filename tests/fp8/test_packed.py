@@ -70,6 +70,13 @@ def test_gathered_operands_are_those_of_all_tokens(name: str, tokens: int) -> No
 
 
 @names
+def test_the_shape_of_packed_operands_is_that_of_the_numbers(name: str) -> None:
+    """A byte has two numbers of FP4, along the rows of one operand and the columns of the other."""
+    x = torch.randn(48, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert [operand.shape for operand in operands(name, x)] == [(48, 80)] * 2
+
+
+@names
 def test_the_form_that_a_compiled_layer_keeps(name: str) -> None:
     x = torch.randn(48, 80, generator=torch.Generator().manual_seed(1)).bfloat16()
     form, (_, kept) = packing(name).saved_form(), operands(name, x)

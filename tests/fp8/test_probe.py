@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megafp8 import fp8
-from megafp8.fp8 import blocks
+from megafp8.fp8 import Cast, blocks
 from megafp8.fp8.probe import Probe
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.refute import SIMULATED_FLOOR, floor_of, wrong_scales
 from megafp8.specs import Fp8Recipe
-from tests.fp8.test_check import lie, traits
+from tests.fp8.test_check import SIMULATED_RANDOM, lie, traits
 
 FOUR_BITS = str(Path(__file__).parents[1] / "own_recipes" / "four_bits.py")
 
@@ -67,3 +67,18 @@ def test_a_reason_names_the_first_scale_that_is_no_power_of_two() -> None:
     scales = probe.operands(probe.wide)["last"].dequant_scale.flatten().tolist()
     first = next(scale for scale in scales if math.frexp(scale)[0] != 0.5)
     assert f"the scale {first:.6g} along the last dim" in next(wrong_scales(probe))
+
+
+def test_the_bound_of_a_bias_is_that_of_all_draws() -> None:
+    """Three of four errors of 1/4 go upward; the signs of 32 draws are judged by 32 others.
+
+    Each draw has 64 x 96 numbers. The bound is Hoeffding's, for errors between -1/4 and 1/4, and
+    for the chance 1e-9 of either sign; bytes add 1/256.
+    """
+
+    def cast(self: object, x: torch.Tensor, cast: Cast) -> torch.Tensor:
+        return x.float() + torch.where(cast.draw(tuple(x.shape)) >= 64, 0.25, -0.25)
+
+    bound = 0.25 * (math.sqrt(2 * math.log(2 / 1e-9) / (32 * 64 * 96)) + 1 / 256)
+    report = fp8.check(lie(SIMULATED_RANDOM, cast=cast))
+    assert f"chance explains {bound:.3g}" in str(report)

@@ -46,3 +46,21 @@ def test_products_add_to_sums_that_are_held_and_zero() -> None:
     held.clear()
     sink.begin_products(params[:1])
     assert not held and (sums[0] == 1).all()
+
+
+def test_gradients_of_look_ups_are_summed_and_the_first_of_a_step_overwrites() -> None:
+    """A table that a microbatch reads twice, and that no look-up is added to without a sum."""
+    table, rows = nn.Parameter(torch.ones(4, 3)), torch.tensor([2, 0, 2])
+    grads = torch.arange(9.0).view(3, 3)
+    expected = torch.zeros(4, 3)
+    for row, grad in zip(rows.tolist(), grads, strict=True):
+        expected[row] += grad
+    total, sink = torch.full((4, 3), 7.0), MainGradSink()
+    alone = sink.add_rows(table, rows, grads)
+    assert alone is not None and torch.equal(alone, expected)
+    sink.attach([(table, total)])
+    for _ in range(2):
+        sink.begin_step()
+        for number in (1, 2, 3):
+            assert sink.add_rows(table, rows, grads) is None
+            assert torch.equal(total, number * expected)

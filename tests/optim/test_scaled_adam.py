@@ -188,18 +188,25 @@ def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
     def times(row: int, factor: float) -> Any:
         return lambda tensors: tensors[row].dequant_scale.mul_(factor)
 
-    def odd(row: int, factor: float) -> Any:
+    def odd(row: int, parity: int) -> Any:
+        """Multiply one of three scales, whose exponents are all even or all odd, by 1.2."""
+
         def change(tensors: list[ScaledTensor]) -> None:
-            tensors[row].dequant_scale.mul_(factor)
-            tensors[0].payload[1:].zero_()  # so that all bits of the updates are stored
+            # The parameter keeps its scale, 2^(parity - 15), and all bits of the updates.
+            first = torch.arange(len(tensors[0].payload)) == 0
+            tensors[0].store(1.5 * 2**parity * first)
+            for tensor in tensors[:3]:
+                _, exponent = torch.frexp(tensor.dequant_scale / tensors[0].dequant_scale)
+                tensor.dequant_scale.mul_(1 if exponent % 2 else 2)  # of 1 it is 1
+            tensors[row].dequant_scale.mul_(1.2)
 
         return change
 
     for changed in (lambda tensors: None, huge, nan_at(1, 70), nan_at(1, 299), nan_at(3, 10)):
         check(changed)
     check(lambda tensors: None, betas=(0.0, 0.0))
-    for row, factor in itertools.product((1, 2), (0.3, 0.6)):  # of either parity
-        check(odd(row, factor), 60_000)
+    for row, parity in itertools.product((1, 2), (0, 1)):
+        check(odd(row, parity), 60_000)
     for row, factor in itertools.product(
         range(4), (0.3, 0.6, 2.0**-120, 2.0**110, -1.0, torch.nan)
     ):
