@@ -34,7 +34,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         for name in ("kernels/blocks*", "block_casts.py")
     },
     **{
-        f"megafp8/fp8/recipes/{name}.py": ("fp8/test_blackwell", "fp8/kernels/test_triton_blocks")
+        f"megafp8/fp8/recipes/{name}.py": (
+            *_fp8("test_blackwell", "test_packed", "kernels/test_triton_blocks"),
+        )
         for name in ("mxfp8", "nvfp4")
     },
     "megafp8/fp8/cast.py": (*_fp8(*CORE, "test_packed", "kernels/test_engine"), RANKS),
