@@ -49,7 +49,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
     "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),
-    "megafp8/fp8/engine.py": _fp8("kernels/test_engine", "kernels/test_layer_counts"),
+    "megafp8/fp8/engine.py": (
+        "ops/test_scaled_mm",
+        *_fp8("kernels/test_engine", "kernels/test_layer_counts"),
+    ),
     "megafp8/fp8/gemm.py": _fp8("test_gemm", "kernels/test_engine", "test_linear"),
     "megafp8/ops/addmm.py": ("ops/test_addmm", *_fp8("test_gemm")),
     "megafp8/fp8/scaling.py": (

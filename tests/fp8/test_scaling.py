@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from megafp8.fp8 import rule
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
@@ -368,3 +371,16 @@ def test_evaluation_ends_also_when_it_fails() -> None:
         assert not state.recording
         raise KeyError
     assert state.recording
+
+
+def test_the_time_of_rules_is_that_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two calls takes two ticks of a clock; one in an evaluation does not count."""
+    ticks = itertools.count(step=2.0)
+    monkeypatch.setattr(rule, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    state = ScalingState(Fp8Recipe())
+    result = torch.ones(1), torch.ones(1)
+    for _ in range(2):
+        assert rule._run(lambda: result, state, "a rule") is result
+    with state.evaluation():
+        rule._run(lambda: result, state, "a rule")
+    assert state.rule_seconds == 4.0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megafp8.fp8.engine import unsupported
-from megafp8.ops.scaled_mm import Layout, check_scales, scaled_mm
+from megafp8.ops.scaled_mm import Layout, check_scales, scaled_mm, writes_fp32
 from tests.fp8.kernels.tensor_cores import TensorCores, exact, needs_rows_on_a_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -115,23 +115,45 @@ def test_a_cpu_has_no_fp8_tensor_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "runs"),
+    ("capability", "cuda", "runs"),
     [
-        ((8, 6), ""),
-        ((8, 9), "tensor"),
-        ((9, 0), "tensor row block square"),
-        ((10, 0), "tensor row"),
-        ((12, 0), "tensor row"),
+        ((8, 6), "13.0", ""),
+        ((8, 9), "13.0", "tensor"),
+        ((9, 0), "13.0", "tensor row block square"),
+        ((10, 0), "12.7", "tensor row"),
+        ((10, 0), "12.8", "tensor row mx nv"),
+        ((12, 0), "13.0", "tensor row mx nv"),
     ],
 )
 def test_the_scales_that_a_gpu_multiplies(
-    capability: tuple[int, int], runs: str, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], cuda: str, runs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     for layout in get_args(Layout):
         reason = unsupported(torch.device("cuda"), layout)
         assert (reason is None) == (layout in runs.split()), reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "does"),
+    [
+        ((9, 0), None, False),
+        ((9, 0), "12.8", False),
+        ((9, 0), "12.9", True),
+        ((9, 0), "13.0", True),
+        ((10, 0), "13.0", False),
+    ],
+)
+def test_products_with_scales_of_rows_that_write_fp32(
+    capability: tuple[int, int], cuda: str | None, does: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for layout in get_args(Layout):
+        assert writes_fp32(torch.device("cuda"), layout) == (does or layout != "row")
+    assert not writes_fp32(torch.device("cpu"), "row")
 
 
 @needs_rows_on_a_cpu
