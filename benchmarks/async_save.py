@@ -32,9 +32,10 @@ from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.parallel.mesh import single_rank
+from megafp8.train.background_saver import BackgroundSaver
 from megafp8.train.build import build
 from megafp8.train.process import prepare_process
-from megafp8.train.saver import BackgroundSaver, Saver
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 

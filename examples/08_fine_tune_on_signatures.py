@@ -30,7 +30,8 @@ from megafp8.data.tokenize import continuation
 from megafp8.runs.run_data import open_data
 from megafp8.specs import DataSpec, InstructionSpec, TokenizerSpec
 from megafp8.train.generate import Sampling, generate
-from megafp8.train.load import find_checkpoint, load_model
+from megafp8.train.load import find_checkpoint
+from megafp8.train.load_model import load_model
 
 NOT_IMPORTED = ("antigravity", "idlelib", "lib2to3", "this", "turtledemo")  # they open something
 TEST_SHARE = 10  # every tenth name, by its hash, is a test

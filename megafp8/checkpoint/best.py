@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megafp8.checkpoint.reader import check_structure
+from megafp8.checkpoint.verify import check_structure
 from megafp8.errors import CheckpointError, UnreadableError
 
 METRICS = "metrics"

@@ -25,7 +25,7 @@ from megafp8.checkpoint.manifest import (
     why_incomplete,
     write_manifest,
 )
-from megafp8.checkpoint.reader import Reader, check_size, check_structure, verify, why_damaged
+from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.shardfile import DTYPE_NAMES, write_safetensors
 from megafp8.checkpoint.step_directories import (
     remove_leftovers,
@@ -36,6 +36,7 @@ from megafp8.checkpoint.step_directories import (
     steps,
     were_set_aside,
 )
+from megafp8.checkpoint.verify import check_size, check_structure, verify, why_damaged
 from megafp8.errors import CheckpointError
 from megafp8.files import fsync_directory, os_errors_reported, remove_tree
 

@@ -57,7 +57,8 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     from megafp8.checkpoint.huggingface import architecture
     from megafp8.checkpoint.huggingface_files import CONFIG, write_folder
     from megafp8.checkpoint.reader import Reader
-    from megafp8.train.load import find_checkpoint, read_tensor, shape_of
+    from megafp8.train.load import find_checkpoint
+    from megafp8.train.load_model import read_tensor, shape_of
 
     checkpoint = find_checkpoint(run, say)
     reader = Reader(checkpoint)

@@ -69,7 +69,8 @@ def generate_text(options: argparse.Namespace) -> None:
     """
     from megafp8.checkpoint.reader import Reader
     from megafp8.train.generate import Sampling, beyond_training, generate
-    from megafp8.train.load import find_checkpoint, load_model
+    from megafp8.train.load import find_checkpoint
+    from megafp8.train.load_model import load_model
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     checkpoint = find_checkpoint(options.run, _note)

@@ -40,6 +40,36 @@ TARGETS = frozenset(
 
 _WORD = re.compile(r"[\w.,:=+@&|()\[\] *-]*", re.ASCII)
 
+_NUMBERS = (
+    ("launcher", "n_jobs", "verbose", "timeout", "timeout_min", "cpus_per_task", "gpus_per_node"),
+    ("launcher", "tasks_per_node", "mem_gb", "nodes", "stderr_to_stdout", "cpus_per_gpu"),
+    ("launcher", "gpus_per_task", "signal_delay_s", "max_num_timeout", "array_parallelism"),
+    ("sweeper", "max_batch_size", "n_trials", "n_jobs", "max_failure_rate"),
+)
+_WORDS = (
+    ("launcher", "batch_size", "name", "partition", "qos", "comment", "constraint", "exclude"),
+    ("launcher", "gres", "mem_per_gpu", "mem_per_cpu", "account"),
+    ("sweeper", "direction", "study_name"),
+    ("job", "name"),
+    ("job.config.override_dirname", "kv_sep", "item_sep", "exclude_keys"),
+)
+
+ON_THE_COMMAND_LINE = (
+    "hydra.sweep.",
+    "hydra.launcher.",
+    "hydra.sweeper.",
+    "hydra.job.name",
+    "hydra.job.env_set.",
+    "hydra.job.config.override_dirname.",
+)
+"""The beginnings of the settings that the command line of a sweep may give."""
+
+GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
+"""The groups of Hydra from which a sweep's command line and a file's `defaults:` may choose."""
+
+_QUIET = ("hydra/job_logging", "hydra/hydra_logging")
+"""The groups of Hydra's logging, which a sweep switches off; a file may do the same."""
+
 
 def _is_number(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float))
@@ -67,21 +97,6 @@ def _is_one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values and type(value) in {type(known) for known in values}
 
 
-_NUMBERS = (
-    ("launcher", "n_jobs", "verbose", "timeout", "timeout_min", "cpus_per_task", "gpus_per_node"),
-    ("launcher", "tasks_per_node", "mem_gb", "nodes", "stderr_to_stdout", "cpus_per_gpu"),
-    ("launcher", "gpus_per_task", "signal_delay_s", "max_num_timeout", "array_parallelism"),
-    ("sweeper", "max_batch_size", "n_trials", "n_jobs", "max_failure_rate"),
-)
-_WORDS = (
-    ("launcher", "batch_size", "name", "partition", "qos", "comment", "constraint", "exclude"),
-    ("launcher", "gres", "mem_per_gpu", "mem_per_cpu", "account"),
-    ("sweeper", "direction", "study_name"),
-    ("job", "name"),
-    ("job.config.override_dirname", "kv_sep", "item_sep", "exclude_keys"),
-)
-
-
 def _keys(groups: tuple[tuple[str, ...], ...]) -> Iterator[str]:
     return (f"{HYDRA}.{section}.{name}" for section, *names in groups for name in names)
 
@@ -103,23 +118,6 @@ IN_A_FILE: Mapping[str, Callable[[Any], bool]] = {
     "hydra.job.chdir": _is_one_of(None, False),
 }
 """The settings that a YAML may give, with the check of their values."""
-
-ON_THE_COMMAND_LINE = (
-    "hydra.sweep.",
-    "hydra.launcher.",
-    "hydra.sweeper.",
-    "hydra.job.name",
-    "hydra.job.env_set.",
-    "hydra.job.config.override_dirname.",
-)
-"""The beginnings of the settings that the command line of a sweep may give."""
-
-GROUPS = ("hydra/launcher", "hydra/sweeper", "hydra/sweeper/sampler")
-"""The groups of Hydra from which a sweep's command line and a file's `defaults:` may choose."""
-
-
-_QUIET = ("hydra/job_logging", "hydra/hydra_logging")
-"""The groups of Hydra's logging, which a sweep switches off; a file may do the same."""
 
 
 def is_hydras(key: str) -> bool:

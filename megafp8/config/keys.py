@@ -57,6 +57,9 @@ class Valid:
     why: Callable[[Any], str | None] = lambda _: None
 
 
+PATH = Valid("a path", bool)
+
+
 @dataclass(frozen=True)
 class Need:
     """Say which setting a key depends on; while `holds` returns False, the key has no effect.
@@ -257,9 +260,6 @@ def or_null(valid: Valid) -> Valid:
         valid.later,
         valid.suggestion,
     )
-
-
-PATH = Valid("a path", bool)
 
 
 def _type_text(hint: Any) -> str:

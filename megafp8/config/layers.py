@@ -42,6 +42,7 @@ from megafp8.secrets import HIDDEN, hide_values
 DEFAULT_CONFIG = "pretrain_gpt"
 ROOT_CONFIG = "megafp8_root"
 """The name of the config that is made for each composition: the user's YAML, then the presets."""
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
 
 
 def _product(*factors: float) -> float:
@@ -62,7 +63,6 @@ def _numbers(values: Sequence[object]) -> list[float]:
 # NeMo's files use these two resolvers, as `${multiply:...}` and `${sum:...}`.
 OmegaConf.register_new_resolver("multiply", _product, replace=True)
 OmegaConf.register_new_resolver("sum", _sum, replace=True)
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
 
 
 def conf_dir() -> Path:

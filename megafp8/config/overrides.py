@@ -33,6 +33,11 @@ from megafp8.secrets import is_secret_name
 PRESET_GROUPS = ("model", "precision")
 """The folders of presets, which are files of settings: `model=gpt3_125m` chooses one."""
 
+_LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
+_PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
+
+_CLOSING = {"[": "]", "{": "}"}
+
 
 @dataclass(frozen=True)
 class ParsedOverride:
@@ -76,10 +81,6 @@ def parse_overrides(
         if not found:
             good.append(parsed)
     return good, problems
-
-
-_LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
-_PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
 
 
 def quoted(text: str) -> str:
@@ -213,9 +214,6 @@ def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:
     """Return the names of a group's presets in the directories, sorted."""
     files = (file for folder in config_dirs for file in (folder / group).glob("*.yaml"))
     return sorted({file.name.removesuffix(".yaml") for file in files})
-
-
-_CLOSING = {"[": "]", "{": "}"}
 
 
 def _grammar_problem(text: str, error: Exception) -> SettingError:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from megafp8.config.architecture import gpt_spec
 from megafp8.config.base_model import STARTS, folder_of_model
 from megafp8.config.checks import rule_findings
+from megafp8.config.data_values import file_list, parse_data_prefix, unescaped
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
 from megafp8.config.precision_spec import precision_spec
@@ -20,8 +21,6 @@ from megafp8.config.settings import read_value
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     PRECISIONS,
-    file_list,
-    parse_data_prefix,
     parse_layout,
     parse_splits,
     plain,
@@ -29,7 +28,6 @@ from megafp8.config.values import (
     shortest_number,
     steps_or_ratio,
     storage_of,
-    unescaped,
     warmup_steps,
 )
 from megafp8.ops.torch_build import why_no_gpu

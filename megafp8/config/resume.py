@@ -49,8 +49,10 @@ _FILES_OF_DATA = (
 """Keys whose files may move: their last names are compared here. A checkpoint records a fingerprint
 of the content, which is compared when it is loaded."""
 
-
 _PLACES = ("exp_manager.exp_dir", "exp_manager.name", "exp_manager.explicit_log_dir")
+
+_PLAIN_WORD = re.compile(r"(?!(true|false|null|nan|inf|infinity)$)[a-z]\w*", re.IGNORECASE)
+"""Words that Hydra reads as text without quotes."""
 
 
 class Difference(NamedTuple):
@@ -240,10 +242,6 @@ def _word(value: Any) -> str:
     if isinstance(value, str):
         return value if _PLAIN_WORD.fullmatch(value) else quoted(value)
     return "null" if value is None else str(value)
-
-
-_PLAIN_WORD = re.compile(r"(?!(true|false|null|nan|inf|infinity)$)[a-z]\w*", re.IGNORECASE)
-"""Words that Hydra reads as text without quotes."""
 
 
 def _rules_with_match(rules: Any, values: Values) -> Any:

@@ -15,6 +15,9 @@ from megafp8.specs.traits import Traits
 
 NATIVE = "or use model.fp8_backend=native, which has no such limit"
 
+_DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
+
 
 class Condition(NamedTuple):
     """Define a condition on a setting that is more than equality with one value."""
@@ -23,6 +26,16 @@ class Condition(NamedTuple):
     holds: Callable[[Any, Values], bool]  # the arguments are the key's value and all values
     reads: tuple[str, ...] = ()  # the other keys that `holds` reads
     named: Callable[[Values], tuple[str, ...]] = lambda _: ()  # the recipes that meet it
+
+
+FP16 = Condition("=16", lambda _, values: compute_dtypes(values) == (16,))
+FP32 = Condition("=32", lambda _, values: compute_dtypes(values) == (32,))
+HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
+ZERO_BUBBLE = Condition(
+    f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
+    lambda _, values: schedule_of(values) in ZERO_BUBBLE_SCHEDULES,
+    ("model.virtual_pipeline_model_parallel_size",),
+)
 
 
 class Row(NamedTuple):
@@ -121,22 +134,10 @@ def its_recipe(kind: RecipeKind) -> Condition:
     )
 
 
-FP16 = Condition("=16", lambda _, values: compute_dtypes(values) == (16,))
-FP32 = Condition("=32", lambda _, values: compute_dtypes(values) == (32,))
-HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
-ZERO_BUBBLE = Condition(
-    f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
-    lambda _, values: schedule_of(values) in ZERO_BUBBLE_SCHEDULES,
-    ("model.virtual_pipeline_model_parallel_size",),
-)
-
-
 def _below_fp32(*parts: str) -> Callable[[Any, Values], bool]:
     return lambda _, values: any(storage_of(values)[part] != "fp32" for part in parts)
 
 
-_DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
-_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
 LOW_PRECISION = Condition(
     " above O0, or states below fp32 by keys of their own", _below_fp32(*_DTYPES), _DTYPE_KEYS
 )

@@ -17,6 +17,9 @@ from megafp8.config.values import plain
 
 Origins = Mapping[str, Origin]
 
+SEARCH_LIMIT = 10_000
+"""How many numbers a hint tries on either side of a wrong one."""
+
 
 class Finding(NamedTuple):
     """Say what is wrong with one key, and what to do."""
@@ -143,10 +146,6 @@ def is_mistake(found: Unused, origins: Origins | None) -> bool:
 def counted(number: int, singular: str, plural: str = "") -> str:
     """Return a number with its noun: `1 rank`, `2 ranks`."""
     return f"{number} {singular if number == 1 else plural or singular + 's'}"
-
-
-SEARCH_LIMIT = 10_000
-"""How many numbers a hint tries on either side of a wrong one."""
 
 
 def nearest_multiples(value: int, step: int) -> str:

@@ -66,6 +66,8 @@ _FIRST_LAST = (
     "model.num_layers_at_end_in_bf16",
 )
 
+GELU = Condition("=gelu or geglu", lambda value, _: spell_activation(value) in GELUS)
+
 
 def _rules_of(values: Values) -> list[ModuleRule]:
     """Return the rules about single linears, then those about the first and the last layers."""
@@ -103,8 +105,6 @@ def _of_class(name: str) -> RecipeKind:
     """Return the recipes for which Transformer Engine has the class of this name."""
     return RecipeKind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
 
-
-GELU = Condition("=gelu or geglu", lambda value, _: spell_activation(value) in GELUS)
 
 TABLE = (
     # --- the model -----------------------------------------------------------------------------

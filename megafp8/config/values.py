@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from megafp8.specs.data import SeparateSplits, Weighted
 from megafp8.specs.layer import linear_names
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
@@ -86,6 +84,24 @@ TENSOR_CORE_MULTIPLE = 16
 
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
+MAX_RAMP_SIZES = 100_000
+"""The most sizes that a growing batch may have, since each of them is checked."""
+
+LAYERS_NAMED = 10_000
+
+_MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from a run's name
+
+GELUS = ("gelu", "geglu")
+"""The activations that compute GELU, which has an exact and a tanh form, without `fast-`."""
+
+SIZES = (
+    "model.tensor_model_parallel_size",
+    "model.context_parallel_size",
+    "model.pipeline_model_parallel_size",
+)
+SIZES_WITHOUT_CONTEXT = (SIZES[0], SIZES[2])
+WORLD = ("trainer.devices", "trainer.num_nodes")
+
 
 def parse_interval_seconds(value: object) -> float | None:
     """Return the seconds in `90`, `"90"`, `"HH:MM:SS"` or `"DD:HH:MM:SS"`; None for any other."""
@@ -117,10 +133,6 @@ def are_shares(value: object) -> bool:
     if not isinstance(value, (list, tuple)) or not value:
         return False
     return all((_finite(item) or 0) > 0 and float(item) <= 2**53 for item in value)
-
-
-MAX_RAMP_SIZES = 100_000
-"""The most sizes that a growing batch may have, since each of them is checked."""
 
 
 def is_rampup(value: object) -> bool:
@@ -168,9 +180,6 @@ def modules_problem(value: object) -> str | None:
     named = {rule.precision for rule in rules if not names_code(rule.precision)}
     reasons = (problem(name) for name in sorted(named - {HIGH_PRECISION}))
     return next((reason for reason in reasons if reason is not None), None)
-
-
-LAYERS_NAMED = 10_000
 
 
 def without_match(value: object, num_layers: int) -> list[str]:
@@ -221,9 +230,6 @@ def plain(value: object) -> str:
     return "null" if value is None else str(value)
 
 
-_MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from a run's name
-
-
 def why_no_name(name: str) -> str | None:
     """Return why a text cannot be a run's name, which is that of a directory; None if it can."""
     if not name.strip():
@@ -251,10 +257,6 @@ def spell_splits(value: object) -> str:
     splits = parse_splits(value)
     assert splits is not None, value
     return ",".join(shortest_number(number) for number in splits)
-
-
-GELUS = ("gelu", "geglu")
-"""The activations that compute GELU, which has an exact and a tanh form, without `fast-`."""
 
 
 def spell_activation(name: str) -> str:
@@ -334,15 +336,6 @@ def size_multiple(values: Mapping[str, Any]) -> int:
     return math.lcm(*(1 if padded and t.pads else t.multiple for t in traits))
 
 
-SIZES = (
-    "model.tensor_model_parallel_size",
-    "model.context_parallel_size",
-    "model.pipeline_model_parallel_size",
-)
-SIZES_WITHOUT_CONTEXT = (SIZES[0], SIZES[2])
-WORLD = ("trainer.devices", "trainer.num_nodes")
-
-
 def ranks_beside(v: Mapping[str, Any], *sizes: str) -> int | None:
     """Return the ranks of the world divided by some parallel sizes.
 
@@ -370,125 +363,3 @@ def world_size(v: Mapping[str, Any]) -> int:
     """Return the number of ranks on all nodes."""
     ranks: int = v["trainer.devices"] * v["trainer.num_nodes"]
     return ranks
-
-
-# --- model.data.data_prefix in NeMo's three forms: one dataset, a weighted list, one per split ----
-
-PREFIX_TEXT = (
-    "builtin, mock, a path, a list [weight, path, weight, path, ...] of weights above 0, or a dict "
-    "{train: [...], validation: [...], test: [...]} of such lists"
-)
-
-DataPrefix = str | tuple[Weighted, ...] | SeparateSplits
-
-
-def parse_data_prefix(value: object) -> DataPrefix | None:
-    """Return the datasets that a value names; None if it has none of the three forms."""
-    if isinstance(value, str):
-        return value or None
-    if isinstance(value, Mapping):
-        return _separate(value)
-    blend = _blend(value)
-    if blend is not None and len(blend) == 1:
-        return blend[0].prefix
-    return blend
-
-
-def plain_data_prefix(value: object) -> object:
-    """Return a value in one spelling, so that equal runs have equal settings."""
-    parsed = parse_data_prefix(value)
-    if isinstance(parsed, SeparateSplits):
-        parts = {"train": parsed.train, "validation": parsed.validation, "test": parsed.test}
-        return {name: _plain(blend) for name, blend in parts.items() if blend}
-    return _plain(parsed) if isinstance(parsed, tuple) else parsed
-
-
-def prefixes_in(value: object) -> tuple[str, ...]:
-    """Return all paths that a value names."""
-    parsed = parse_data_prefix(value)
-    if isinstance(parsed, SeparateSplits):
-        together = (*parsed.train, *parsed.validation, *parsed.test)
-        return tuple(weighted.prefix for weighted in together)
-    if isinstance(parsed, tuple):
-        return tuple(weighted.prefix for weighted in parsed)
-    return () if parsed is None else (parsed,)
-
-
-def _separate(value: Mapping[object, object]) -> SeparateSplits | None:
-    if not {"train", "validation"} <= value.keys() or value.keys() - {
-        "train",
-        "validation",
-        "test",
-    }:
-        return None
-    blends = {name: _one_or_blend(value.get(name)) for name in ("train", "validation", "test")}
-    train, validation, test = (blends[name] for name in ("train", "validation", "test"))
-    if train is None or validation is None or (test is None and value.get("test")):
-        return None
-    return SeparateSplits(train=train, validation=validation, test=test or ())
-
-
-def _one_or_blend(value: object) -> tuple[Weighted, ...] | None:
-    if isinstance(value, str):
-        return (Weighted("1", value),) if value else None
-    return _blend(value)
-
-
-def _blend(value: object) -> tuple[Weighted, ...] | None:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return None
-    if len(value) == 1 and isinstance(value[0], str) and value[0]:
-        return (Weighted("1", value[0]),)
-    if len(value) % 2:
-        return None
-    pairs = [(_weight(value[i]), value[i + 1]) for i in range(0, len(value), 2)]
-    found = [Weighted(w, p) for w, p in pairs if w is not None and isinstance(p, str) and p]
-    return tuple(found) if len(found) == len(pairs) else None
-
-
-def _weight(value: object) -> str | None:
-    """Return a weight as a decimal in its shortest spelling; None if it is no number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = Decimal(str(value))
-    except InvalidOperation:
-        return None
-    if not number.is_finite() or number <= 0 or not math.isfinite(float(number)):
-        return None
-    # Exact arithmetic with larger exponents would be slow, and no blend needs them.
-    return format(number.normalize(), "f") if abs(number.adjusted()) <= 30 else None
-
-
-def _plain(blend: Sequence[Weighted]) -> list[object]:
-    if len(blend) == 1:
-        return [blend[0].prefix]
-    return [item for w in blend for item in (float(w.weight), w.prefix)]
-
-
-# --- model.data.train_ds.file_names: one file or a list of files ----------------------------------
-
-
-def file_list(value: object) -> tuple[str, ...] | None:
-    """Return the files that a value names; None if it is neither a text nor a list of texts."""
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not names:
-        return None
-    good = all(isinstance(name, str) and name for name in names)
-    return tuple(names) if good else None
-
-
-def spell_files(value: object) -> object:
-    """Return a value of file names in one spelling: a list, or null."""
-    names = file_list(value)
-    return value if names is None else list(names)
-
-
-def unescaped(template: str) -> str:
-    """Return a template with a new line for `\\n` and a tab for `\\t`, as NeMo reads it.
-
-    A shell and Hydra leave these pairs of characters as they are. `\\\\` stands for a backslash;
-    one before any other character stays.
-    """
-    meant = {"n": "\n", "t": "\t", "\\": "\\"}
-    return re.sub(r"\\([nt\\])", lambda match: meant[match[1]], template)

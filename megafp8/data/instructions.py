@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples, JoinedSamples
-from megafp8.data.examples import Example, Tokenized, read_examples, tokenized
+from megafp8.data.examples import Example, read_examples
 from megafp8.data.index_maps import shuffled
 from megafp8.data.loader import DocumentRules
+from megafp8.data.prompts import Tokenized, tokenized
 from megafp8.data.samples import FiniteSource, SampleSource, split_documents
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError

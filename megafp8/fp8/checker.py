@@ -30,6 +30,21 @@ from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.specs.traits import ROLES, Casts, Traits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MESSAGES = "no undeclared message"
+
+
+COLLECTIVES = tuple(
+    name
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
+        *("all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
+        *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce"),
+        *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
+    )
+    if hasattr(dist, name)
+)
+ANSWERS = {"is_available": True, "is_initialized": True, "get_rank": 0, "get_world_size": 2}
+"""What a rule finds if it asks whether there are other ranks."""
 
 
 class Refutation(NamedTuple):
@@ -81,11 +96,6 @@ class _Claim(NamedTuple):
     is_claimed: Callable[[Traits, Casts, Fp8Recipe], bool] = lambda traits, casts, settings: True
 
 
-def _has_power_2(traits: Traits, settings: Fp8Recipe) -> bool:
-    """Whether scales are powers of two, by the traits or by the setting that they leave open."""
-    return settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default
-
-
 CLAIMS = (
     _Claim("deterministic", refute.wrong_repeats),  # before a rule has seen extreme numbers
     _Claim("runs", refute.wrong_runs),
@@ -109,7 +119,11 @@ CLAIMS = (
     _Claim("rotation", refute.wrong_products, lambda t, c, s: c.rotation is not None),
     _Claim("is_simulated", refute.wrong_simulation, lambda t, c, s: t.is_simulated),
 )
-MESSAGES = "no undeclared message"
+
+
+def _has_power_2(traits: Traits, settings: Fp8Recipe) -> bool:
+    """Whether scales are powers of two, by the traits or by the setting that they leave open."""
+    return settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default
 
 
 def check(recipe: str | type[Recipe]) -> CheckReport:
@@ -183,19 +197,6 @@ def _is_claimed(claim: _Claim, probe: Probe) -> bool:
 
 
 # --- messages between ranks -----------------------------------------------------------------------
-
-COLLECTIVES = tuple(
-    name
-    for name in (
-        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
-        *("all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
-        *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "recv", "reduce"),
-        *("reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
-    )
-    if hasattr(dist, name)
-)
-ANSWERS = {"is_available": True, "is_initialized": True, "get_rank": 0, "get_world_size": 2}
-"""What a rule finds if it asks whether there are other ranks."""
 
 
 @contextmanager

@@ -264,15 +264,15 @@ class Fp8Linear(Converted, nn.Linear):  # type: ignore[misc]
     """An `nn.Linear` that `fp8.convert` has converted."""
 
 
+_CLASSES: dict[type[nn.Module], type[Converted]] = {nn.Linear: Fp8Linear}
+
+
 def converted_class(kind: type[nn.Module]) -> type[Converted]:
     """Return the class that a module of class `kind` gets: a subclass of `kind`, made once."""
     if kind not in _CLASSES:
         made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
         _CLASSES[kind] = cast(type[Converted], made)
     return _CLASSES[kind]
-
-
-_CLASSES: dict[type[nn.Module], type[Converted]] = {nn.Linear: Fp8Linear}
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -48,15 +48,6 @@ SIMULATED = Fp8Format("simulated", torch.float32, math.inf)
 FORMATS: dict[FormatName, Fp8Format] = {"e4m3": E4M3, "e5m2": E5M2}
 
 
-def _format_named(name: NumbersName) -> Fp8Format:
-    return next(fmt for fmt in (E4M3, E5M2, E2M1, SIMULATED) if fmt.name == name)
-
-
-def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:
-    """Return the formats of (inputs and weights, output gradients) under a recipe."""
-    return FORMATS[recipe.forward_format], FORMATS[recipe.backward_format]
-
-
 @dataclass(frozen=True)
 class StorageFormat:
     """Describe how a gradient, a master weight or a moment is stored.
@@ -77,3 +68,12 @@ STORAGE_FORMATS: dict[StorageName, StorageFormat] = {
     "fp8": StorageFormat("fp8", E4M3.dtype, E4M3.max),
     "fp8_e5m2": StorageFormat("fp8_e5m2", E5M2.dtype, E5M2.max),
 }
+
+
+def _format_named(name: NumbersName) -> Fp8Format:
+    return next(fmt for fmt in (E4M3, E5M2, E2M1, SIMULATED) if fmt.name == name)
+
+
+def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:
+    """Return the formats of (inputs and weights, output gradients) under a recipe."""
+    return FORMATS[recipe.forward_format], FORMATS[recipe.backward_format]

@@ -25,6 +25,7 @@ from megafp8.specs.traits import FormatName
 
 HISTORY_FIELDS = ("margin", "interval", "amax_history_len", "amax_compute_algo", "reduce_amax")
 """The fields that act only with a recipe that has a history."""
+ALGORITHMS = get_args(get_type_hints(Fp8Recipe)["amax_compute_algo"])
 
 
 class Check(NamedTuple):
@@ -33,6 +34,9 @@ class Check(NamedTuple):
     accepts: Callable[[object], bool]
     what: str  # completes "must be …"
     hint: str
+
+
+BOOL = Check(lambda value: isinstance(value, bool), "True or False", "Use True or False")
 
 
 def recipe_named(name: str) -> Fp8Recipe:
@@ -123,10 +127,8 @@ def _names(names: Sequence[str]) -> Check:
     return Check(_is_one_of(names), f"one of {', '.join(quoted)}", f"Use {' or '.join(quoted)}")
 
 
-BOOL = Check(lambda value: isinstance(value, bool), "True or False", "Use True or False")
 GEMM_SET = Check(_is_gemms, f"a frozenset of {', '.join(GEMMS)}", "Use frozenset({'grad_weight'})")
 SPAN = Check(_is_whole(*UPDATES), f"a whole number from {UPDATES[0]} to {UPDATES[1]}", "Use 16")
-ALGORITHMS = get_args(get_type_hints(Fp8Recipe)["amax_compute_algo"])
 CHECKS: dict[str, Check] = {
     "name": Check(lambda name: isinstance(name, str), "a recipe's name", "Use 'delayed'"),
     "forward_format": _names(get_args(FormatName)),

@@ -27,7 +27,7 @@ LARGEST_SCALE = 2.0**126
 _FP8 = {"fp8": E4M3, "fp8_e5m2": E5M2}
 _IN_C: tuple[StorageName, ...] = ("fp32", "bf16", "fp16", "fp8", "fp8_e5m2")
 _KINDS = {STORAGE_FORMATS[name].dtype: number for number, name in enumerate(_IN_C)}
-"""The formats' numbers in scaled_cpu.h."""
+"""The formats' numbers in stored_cpu.h."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ScaledTensor:
 
 
 class StoredInC(ctypes.Structure):
-    """Mirror `struct stored` of scaled_cpu.h, and keep the tensors that it points to alive."""
+    """Mirror `struct stored` of stored_cpu.h, and keep the tensors that it points to alive."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),

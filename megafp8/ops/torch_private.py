@@ -27,9 +27,22 @@ _RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split("."
 OBJECTS_IN_GRAPHS_FROM = (2, 13)
 """The first version of torch in which objects may be inputs of a graph and of its backward."""
 
-# ------------------------------------------------------------------------------------- arithmetic
-
 _aten = torch.ops.aten
+
+
+# Attention that also returns the log-sum-exp of its scores, which the public function does not.
+cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
+cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash_attention = _aten._scaled_dot_product_flash_attention  # CUDA
+flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward  # CUDA
+efficient_attention = _aten._scaled_dot_product_efficient_attention  # CUDA
+
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return a number of a tensor that each write in place increases."""
+
+
+# ------------------------------------------------------------------------------------- arithmetic
 
 
 def scaled_mm(
@@ -55,12 +68,7 @@ def scaled_mm(
     return product
 
 
-# Attention that also returns the log-sum-exp of its scores, which the public function does not.
-cpu_attention = _aten._scaled_dot_product_flash_attention_for_cpu
-cpu_attention_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-flash_attention = _aten._scaled_dot_product_flash_attention  # CUDA
-flash_attention_backward = _aten._scaled_dot_product_flash_attention_backward  # CUDA
-efficient_attention = _aten._scaled_dot_product_efficient_attention  # CUDA
+# ------------------------------------------------------------------------- tensors and their bytes
 
 
 def copy_all_(
@@ -82,13 +90,6 @@ def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """
     listed = list(tensors)
     return list(torch._foreach_norm(listed)) if listed else []
-
-
-# ------------------------------------------------------------------------- tensors and their bytes
-
-
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""Return a number of a tensor that each write in place increases."""
 
 
 def preserve_version(tensor: torch.Tensor) -> Any:

@@ -228,7 +228,7 @@ def _update_part_torch(
 
 
 class _AdamInC(ctypes.Structure):
-    """Mirror `struct adam` of scaled_cpu.h."""
+    """Mirror `struct adam` of stored_cpu.h."""
 
     _fields_ = (
         ("param", StoredInC),

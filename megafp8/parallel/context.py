@@ -32,6 +32,15 @@ from megafp8.ops.attention import AttentionTile, attend, attend_backward, merge_
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.cut import ScorePiece, own_pieces, pieces, places_of, shares
 
+ALL = slice(None)
+
+# (turn, the piece's number in the turn, queries, keys, whether they are causal) -> the piece's
+# scale and masks; equal in forward and backward
+BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, bool], AttentionTile]
+PiecesOf = Callable[
+    [int, int], Sequence[ScorePiece]
+]  # (turn, this rank's tokens of a row) -> pieces
+
 
 def own_tokens(
     x_BS: torch.Tensor, cp: Axis, *, borders: Sequence[int] | NDArray[np.int32] | None = None
@@ -106,16 +115,6 @@ def whole_logits(model: HasLogits, tokens_BS: torch.Tensor, cp: Axis) -> torch.T
     positions_BS = own_positions(tuple(tokens_BS.shape), cp, tokens_BS.device)
     logits_BSV = model.logits(own_tokens(tokens_BS, cp), position_ids_BS=positions_BS)
     return all_tokens(logits_BSV, cp)
-
-
-ALL = slice(None)
-
-# (turn, the piece's number in the turn, queries, keys, whether they are causal) -> the piece's
-# scale and masks; equal in forward and backward
-BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, bool], AttentionTile]
-PiecesOf = Callable[
-    [int, int], Sequence[ScorePiece]
-]  # (turn, this rank's tokens of a row) -> pieces
 
 
 def ring_attention(

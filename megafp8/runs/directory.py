@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megafp8.checkpoint.reader import check_structure
+from megafp8.checkpoint.verify import check_structure
 from megafp8.config.resume import (
     LAST_IN_EFFECT,
     Difference,

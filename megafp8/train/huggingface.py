@@ -19,7 +19,7 @@ from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets_in_files
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
-from megafp8.train.load import MODEL
+from megafp8.train.load_model import MODEL
 
 CONFIG = "model.yaml"
 SHARD_BYTES = 4 << 30

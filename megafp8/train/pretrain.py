@@ -41,8 +41,9 @@ from megafp8.runs.tokenizer import save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import load, state_dict
+from megafp8.train.background_saver import BackgroundSaver
 from megafp8.train.build import build, settle_backend
-from megafp8.train.load import start_from
+from megafp8.train.load_model import start_from
 from megafp8.train.loop import save, train
 from megafp8.train.process import StopRequest, TimeLimit, prepare_process
 from megafp8.train.report.fp8 import HealthLog, share_of
@@ -50,7 +51,7 @@ from megafp8.train.report.header import describe_run, peak_of_ranks
 from megafp8.train.report.profile import StepProfiler, memory_snapshot_on_oom
 from megafp8.train.report.summary import CommandLine, show_sample, summarize
 from megafp8.train.run import Run
-from megafp8.train.saver import BackgroundSaver, Saver
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.validate import check_validation, with_validation_batches
 

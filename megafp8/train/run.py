@@ -14,11 +14,12 @@ from megafp8.plan.utilization import Peak
 from megafp8.report.writer import Reporter
 from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
+from megafp8.train.background_saver import BackgroundSaver
 from megafp8.train.pace import Pace
 from megafp8.train.process import StopRequest, TimeLimit
 from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.report.profile import StepProfiler
-from megafp8.train.saver import BackgroundSaver, Saver
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 
 

@@ -45,7 +45,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         RANKS,
     ),
     "megafp8/fp8/kernels/draws_cpu.h": ("fp8/test_draws",),
-    "megafp8/fp8/kernels/scaled_*.h": (*SCALED, "optim/test_partitions_elements"),
+    **{
+        f"megafp8/fp8/kernels/{name}.h": (*SCALED, "optim/test_partitions_elements")
+        for name in ("scaled_*", "stored_cpu")
+    },
     "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
     "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
     "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),

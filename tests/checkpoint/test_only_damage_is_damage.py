@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from megafp8.checkpoint import reader, store
+from megafp8.checkpoint import reader, store, verify
 from megafp8.checkpoint.best import Best
 from megafp8.checkpoint.manifest import Placement
 from megafp8.errors import CheckpointError, RunError, UnreadableError
@@ -154,6 +154,7 @@ def test_every_kind_of_error_of_the_system(
     def fails(*_: object, **__: object) -> None:
         raise error
 
+    monkeypatch.setattr(verify, "safe_open", fails)
     monkeypatch.setattr(reader, "safe_open", fails)
     with pytest.raises(UnreadableError, match="cannot be read now: E"):
         store.newest_valid(tmp_path, print)

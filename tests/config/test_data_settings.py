@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.config.data_values import parse_data_prefix, prefixes_in
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import changed_settings, check_continues, identity
-from megafp8.config.values import parse_data_prefix, prefixes_in
 from megafp8.specs.data import SeparateSplits, Weighted
 from tests.config.helpers import run_spec, the_problem
 

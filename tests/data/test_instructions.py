@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megafp8.config.values import unescaped
-from megafp8.data.examples import Tokenized, checked_fields, read_examples, tokenized
+from megafp8.config.data_values import unescaped
+from megafp8.data.examples import read_examples
 from megafp8.data.instructions import PreparedInstructions, pack, prepare_instructions
 from megafp8.data.loader import validation_batches
+from megafp8.data.prompts import Tokenized, checked_fields, tokenized
 from megafp8.data.tokenize import JsonTokenizer, byte_tokenizer, train_tokenizer
 from megafp8.errors import DataError
 from megafp8.specs import DataSpec, InstructionSpec

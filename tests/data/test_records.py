@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megafp8.cli.preprocess import main
-from megafp8.data.examples import checked_fields, read_examples
+from megafp8.data.examples import read_examples
+from megafp8.data.prompts import checked_fields
 from megafp8.data.records import json_records
 from megafp8.data.text_sources import TextSource
 from megafp8.errors import DataError

@@ -35,7 +35,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
-from megafp8.train.load import check_fits
+from megafp8.train.load_model import check_fits
 from tests.config.helpers import run_spec
 from tests.models.test_options import randomized
 

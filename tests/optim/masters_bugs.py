@@ -54,7 +54,7 @@ def _summed_in_fp8(patch: pytest.MonkeyPatch) -> None:
 
 def _quantized(patch: pytest.MonkeyPatch) -> None:
     """The scale with which a rank quantizes what it sends or has summed."""
-    right = scaled_data.cast
+    right = scaled_data.cast_stored
     patch.setattr(scaled_data, "cast_stored", lambda x, scale, fmt: right(x, scale * FACTOR, fmt))
 
 

@@ -105,7 +105,7 @@ def planted(bug: str | None, axis: Axis) -> Iterator[Axis]:
         "a scale is not shared": Unshared,
         "scales are not sent": Ungathered,
     }
-    cast: Callable[..., torch.Tensor] = scaled_data.cast
+    cast: Callable[..., torch.Tensor] = scaled_data.cast_stored
 
     def cast_by_own_amax(
         values: torch.Tensor, scale: torch.Tensor, fmt: StorageFormat

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megafp8.checkpoint import reader, shardfile
+from megafp8.checkpoint import shardfile, verify
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.step_directories import steps
 from megafp8.errors import RunError
@@ -252,7 +252,7 @@ def test_what_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(shardfile, "_CHUNK_BYTES", 100)
     monkeypatch.setattr(shardfile, "_FLUSH_BYTES", 250)
-    monkeypatch.setattr(reader, "_CHUNK_BYTES", 100)
+    monkeypatch.setattr(verify, "_CHUNK_BYTES", 100)
     path = tmp_path / "a.safetensors"
     size, sha256 = shardfile.write_safetensors(path, {"a": torch.arange(1000).to(torch.uint8)})
     header = size - 1000
@@ -261,7 +261,7 @@ def test_what_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if written - after_header >= 250:
             after_header, flushes = written, flushes + 1
     assert flushes >= 3 and num_shown() == 11 + flushes + 1
-    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == reader._sha256(path)
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == verify._sha256(path)
     assert num_shown() == -(-size // 100)
     Watchdog(single_rank(), None).beat("step 1")
     assert num_shown() == 1

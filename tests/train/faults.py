@@ -20,7 +20,7 @@ from megafp8.models.init import pieces_of
 from megafp8.report.record import read_run
 from megafp8.runs import same_data, tokenizer
 from megafp8.runs.lock import is_locked
-from megafp8.train import loop, pretrain, saver, state_dict, step, validate
+from megafp8.train import background_saver, loop, pretrain, saver, state_dict, step, validate
 
 
 def killed_in_write(number: int) -> None:
@@ -176,9 +176,9 @@ POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
 MAIN_RANKS = {name for name in list(POINTS)[6:-1]} | {"staging made"}
 """Only the main rank reaches these points."""
 ASYNC_POINTS: dict[str, Callable[[Callable[[], bool]], None]] = {
-    "asked for": _killed_before(saver.BackgroundSaver, "start"),
-    "begun": _killed_after(saver.BackgroundSaver, "start"),
-    "waited for": _killed_before(saver.BackgroundSaver, "wait"),
+    "asked for": _killed_before(background_saver.BackgroundSaver, "start"),
+    "begun": _killed_after(background_saver.BackgroundSaver, "start"),
+    "waited for": _killed_before(background_saver.BackgroundSaver, "wait"),
     "reported": _killed_after(loop, "finish_background_save"),
 }
 

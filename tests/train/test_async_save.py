@@ -11,8 +11,9 @@ import torch
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.step_directories import step_name
 from megafp8.errors import CheckpointError, NonFiniteError
-from megafp8.train import saver, state_dict
-from megafp8.train.saver import BackgroundSaver, Placement, Saver, Snapshot, store
+from megafp8.train import background_saver, state_dict
+from megafp8.train.background_saver import BackgroundSaver, Snapshot
+from megafp8.train.saver import Placement, Saver, store
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, microbatch
@@ -196,7 +197,7 @@ def test_pages_are_locked_as_they_are_and_unlocked_when_they_are_freed(
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
     block = torch.ones(3000, dtype=torch.uint8)
-    saver._lock_pages(block)
+    background_saver._lock_pages(block)
     assert locked == {block.data_ptr(): 3000}
     view = block[10:20].view(torch.int16)
     del block

@@ -24,7 +24,8 @@ from megafp8.data.tokenize import byte_tokenizer
 from megafp8.errors import ConfigError
 from megafp8.models.gpt import GPT
 from megafp8.runs.run_data import open_data
-from megafp8.train.load import find_checkpoint, load_model
+from megafp8.train.load import find_checkpoint
+from megafp8.train.load_model import load_model
 from megafp8.train.step import forward_backward
 from tests.data.test_instructions import GOOD, spec_of, write
 from tests.models.test_transformers import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megafp8.checkpoint.reader import SCALES, Reader
-from megafp8.train.load import load_model, read_tensor
+from megafp8.train.load_model import load_model, read_tensor
 from tests.train.runs import Place
 
 LEVEL = "model.optim.fp8_opt_level"

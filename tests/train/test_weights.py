@@ -23,7 +23,8 @@ from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.train.generate import Sampling, beyond_training
 from megafp8.train.generate import generate as draw
 from megafp8.train.huggingface import divisor
-from megafp8.train.load import check_fits, find_checkpoint, load_model, shape_of
+from megafp8.train.load import find_checkpoint
+from megafp8.train.load_model import check_fits, load_model, shape_of
 from tests.tiny import VOCAB, gpt_spec
 from tests.train.runs import Place
 

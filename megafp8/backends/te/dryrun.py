@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from megafp8.backends.te.layer import layers_in
 from megafp8.te_cpu.cuda import asking_frame, to_cpu
 
+_DATA = torch.Tensor.data
+
 
 def scaling_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors in which Transformer Engine's quantizers keep scales and amaxes.
@@ -72,9 +74,6 @@ class CudaIsMeta(TorchFunctionMode):
         elif (asked := kwargs.get("device")) is not None and to_cpu(asked) is not asked:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
-
-
-_DATA = torch.Tensor.data
 
 
 def _one_operation(dropout: float) -> Callable[..., torch.Tensor]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megafp8.config.data_values import file_list
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules
-from megafp8.config.values import file_list
 from megafp8.specs.data import template_fields
 
 rule = Rules()

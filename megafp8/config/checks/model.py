@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megafp8.config.data_values import prefixes_in
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
-from megafp8.config.values import NEMO_TOKENIZER_TYPE, prefixes_in, size_multiple
+from megafp8.config.values import NEMO_TOKENIZER_TYPE, size_multiple
 from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 
 rule = Rules()
+
+_NAMES_TOKENIZER = {
+    "huggingface": ("type",),
+    "sentencepiece": ("model",),
+    "tiktoken": ("model",),
+    "megatron": ("vocab_file", "merge_file"),
+}
 
 
 def hidden_step(v: Values) -> int:
@@ -194,14 +202,6 @@ def _positions_suffice(v: Values) -> Iterator[Finding]:
             f"is less than model.encoder_seq_length={length}",
             f"Give at least {length}, or leave it out",
         )
-
-
-_NAMES_TOKENIZER = {
-    "huggingface": ("type",),
-    "sentencepiece": ("model",),
-    "tiktoken": ("model",),
-    "megatron": ("vocab_file", "merge_file"),
-}
 
 
 @rule(

@@ -7,6 +7,14 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from megafp8.config.data_values import (
+    PREFIX_TEXT,
+    file_list,
+    parse_data_prefix,
+    plain_data_prefix,
+    prefixes_in,
+    spell_files,
+)
 from megafp8.config.keys import (
     MAX_VOCABULARY,
     PATH,
@@ -20,25 +28,8 @@ from megafp8.config.keys import (
     one_of,
     or_null,
 )
-from megafp8.config.values import (
-    PREFIX_TEXT,
-    are_shares,
-    file_list,
-    parse_data_prefix,
-    parse_splits,
-    plain_data_prefix,
-    prefixes_in,
-    spell_files,
-    spell_splits,
-    spell_tokenizer_type,
-)
+from megafp8.config.values import are_shares, parse_splits, spell_splits, spell_tokenizer_type
 from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
-
-
-def _is_splits(value: object) -> bool:
-    splits = parse_splits(value)
-    return splits is not None and len(splits) == 3 and min(splits[:2]) > 0 and splits[2] >= 0
-
 
 _DATA = "model.data.data_prefix"
 _OF_BUILTIN = both_needs(
@@ -50,6 +41,21 @@ _OF_BUILTIN = both_needs(
     ),
     needs("model.tokenizer.library", "builtin"),
 )
+
+FILES = "model.data.train_ds.file_names"
+_READ = Need(_DATA, f"{_DATA} other than {MOCK_DATA}", lambda v: v[_DATA] != MOCK_DATA)
+_OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
+OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
+_FILES = Valid(
+    "a path, or a list of paths, of .jsonl, .ndjson, .json or .parquet, or of a folder that "
+    "datasets saved; hf:NAME is a dataset of the Hub",
+    lambda value: value is None or file_list(value) is not None,
+)
+
+
+def _is_splits(value: object) -> bool:
+    splits = parse_splits(value)
+    return splits is not None and len(splits) == 3 and min(splits[:2]) > 0 and splits[2] >= 0
 
 
 @dataclass
@@ -113,17 +119,6 @@ class TokenizerKeys:
         valid=at_least(257, MAX_VOCABULARY),
         needs=_OF_BUILTIN,
     )
-
-
-FILES = "model.data.train_ds.file_names"
-_READ = Need(_DATA, f"{_DATA} other than {MOCK_DATA}", lambda v: v[_DATA] != MOCK_DATA)
-_OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
-OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
-_FILES = Valid(
-    "a path, or a list of paths, of .jsonl, .ndjson, .json or .parquet, or of a folder that "
-    "datasets saved; hf:NAME is a dataset of the Hub",
-    lambda value: value is None or file_list(value) is not None,
-)
 
 
 @dataclass

@@ -14,6 +14,12 @@ KEEPS_BEST = Need(_BEST, f"{_BEST} other than 0", lambda v: v[_BEST] != 0)
 WANDB = needs("exp_manager.create_wandb_logger", True)
 PROFILES = needs("model.nsys_profile.enabled", True)
 
+_PROJECT = Valid(
+    "a text of at most 128 letters without / \\ # ? % and :, or null",
+    lambda value: value is None or (0 < len(value) <= 128 and not set(value) & set("/\\#?%:")),
+)
+"""The names of projects that Weights & Biases takes."""
+
 
 def _why_no_name(value: str | None) -> str | None:
     return None if value is None else why_no_name(value)
@@ -26,13 +32,6 @@ def _is_folder(value: str) -> bool:
 def _is_own_folder(value: str) -> bool:
     """Whether a path can be that of one run; the root of the file system holds everything else."""
     return _is_folder(value) and os.path.normpath(value).strip("/") != ""
-
-
-_PROJECT = Valid(
-    "a text of at most 128 letters without / \\ # ? % and :, or null",
-    lambda value: value is None or (0 < len(value) <= 128 and not set(value) & set("/\\#?%:")),
-)
-"""The names of projects that Weights & Biases takes."""
 
 
 @dataclass

@@ -32,6 +32,16 @@ from megafp8.config.values import (
 )
 from megafp8.specs.optim import STORAGE_NAMES
 
+LEVEL = "model.optim.fp8_opt_level"
+
+SUMMED = Need(
+    "trainer.devices",
+    "several data- or context-parallel ranks",
+    lambda v: ranks_beside(v, *SIZES_WITHOUT_CONTEXT) != 1,
+    "Leave it out; one rank sums no gradients, and trainer.devices sets the number of ranks",
+)
+"""The need for ranks whose gradients are summed."""
+
 
 def read_by(name: str) -> Need | None:
     """Return what a key of the schedule needs: a schedule that reads it. None if all read it."""
@@ -41,9 +51,6 @@ def read_by(name: str) -> Need | None:
 
 def _are_betas(value: list[float]) -> bool:
     return len(value) == 2 and all(0 <= beta < 1 for beta in value)
-
-
-LEVEL = "model.optim.fp8_opt_level"
 
 
 def _stores(
@@ -74,14 +81,6 @@ def _stores(
 
     return Need(LEVEL, text, is_met, hint, others=own)
 
-
-SUMMED = Need(
-    "trainer.devices",
-    "several data- or context-parallel ranks",
-    lambda v: ranks_beside(v, *SIZES_WITHOUT_CONTEXT) != 1,
-    "Leave it out; one rank sums no gradients, and trainer.devices sets the number of ranks",
-)
-"""The need for ranks whose gradients are summed."""
 
 SUMMED_IN_FP8 = both_needs(
     _stores(

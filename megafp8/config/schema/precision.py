@@ -39,35 +39,8 @@ from megafp8.specs.traits import Traits
 FP16 = needs("trainer.precision", 16, reads=compute_dtypes)
 HALF = needs("trainer.precision", "bf16", 16, reads=compute_dtypes)
 
-
-def _has_te_layers(v: Values) -> bool:
-    backend, device = v.get("model.fp8_backend", "auto"), v.get("trainer.accelerator")
-    return v["model.fp8"] or backend == "te" or (backend == "auto" and device != "cpu")
-
-
 ON_GPUS = needs("trainer.accelerator", "gpu", "auto")
-TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
 FP8 = needs("model.fp8", True)
-
-
-def _needs_recipe(holds: Callable[[Traits], bool]) -> Need:
-    """Return the need for a linear whose recipe has a trait; the text names the built-in ones."""
-    need = needs("model.fp8_recipe", *names_where(holds))
-    return replace(need, holds=lambda v: bool(some(recipes_in(v), holds)))
-
-
-def _explained() -> str:
-    """Return what the scales of each built-in recipe follow from."""
-    return ", ".join(f"{find_recipe(name).traits.help} (`{name}`)" for name in RECIPES)
-
-
-def _quoted(holds: Callable[[Traits], bool]) -> str:
-    """Return the names of built-in recipes with a trait: `a`, `b` and `c`."""
-    return " and ".join(", ".join(f"`{name}`" for name in names_where(holds)).rsplit(", ", 1))
-
-
-WITH_HISTORY = _needs_recipe(lambda traits: traits.has_history)
-CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 AMAX_RANKS = Need(
     "trainer.devices",
     "several ranks in a pipeline stage",
@@ -90,6 +63,34 @@ IN_TE_S_FP8 = both_needs(
 )
 FIRST_LAST = needs("model.first_last_layers_bf16", True)
 MEASURES = needs("model.fp8_health", "full")
+
+
+def _has_te_layers(v: Values) -> bool:
+    backend, device = v.get("model.fp8_backend", "auto"), v.get("trainer.accelerator")
+    return v["model.fp8"] or backend == "te" or (backend == "auto" and device != "cpu")
+
+
+TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
+
+
+def _needs_recipe(holds: Callable[[Traits], bool]) -> Need:
+    """Return the need for a linear whose recipe has a trait; the text names the built-in ones."""
+    need = needs("model.fp8_recipe", *names_where(holds))
+    return replace(need, holds=lambda v: bool(some(recipes_in(v), holds)))
+
+
+def _explained() -> str:
+    """Return what the scales of each built-in recipe follow from."""
+    return ", ".join(f"{find_recipe(name).traits.help} (`{name}`)" for name in RECIPES)
+
+
+def _quoted(holds: Callable[[Traits], bool]) -> str:
+    """Return the names of built-in recipes with a trait: `a`, `b` and `c`."""
+    return " and ".join(", ".join(f"`{name}`" for name in names_where(holds)).rsplit(", ", 1))
+
+
+WITH_HISTORY = _needs_recipe(lambda traits: traits.has_history)
+CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 
 
 @dataclass

@@ -3,6 +3,8 @@
  * A block lies along a row, or along a column: then rows are read one after the other, and columns
  * are the elements of a vector. The rules and the bits are those of fp8/recipes.
  */
+#include "elements_cpu.h"
+
 #define STRIP 256 /* columns that are done together */
 #define MX_BLOCK 32
 #define FP4_BLOCK 16

@@ -28,10 +28,7 @@ from megafp8.files import cache_folder, check_own_file, own_folder, put
 from megafp8.fp8.formats import E4M3, E5M2
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
-INCLUDED = [
-    Path(__file__).with_name(name)
-    for name in ("blocks_cpu.h", "draws_cpu.h", "scaled_cpu.h", "scaled_avx512.h")
-]
+INCLUDED = sorted(Path(__file__).parent.glob("*.h"))
 # No flag here may let the compiler reassociate: (y + M) - M would fold to y. -fno-trapping-math
 # only says that no code catches floating-point exceptions; gcc vectorizes no comparison without it.
 # -fno-math-errno only says that no code reads errno; gcc vectorizes no square root without it.

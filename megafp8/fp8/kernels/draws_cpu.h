@@ -3,6 +3,8 @@
  * The 16 bytes of one counter belong to 16 columns that follow each other. The bytes are those of
  * fp8/philox.py.
  */
+#include "elements_cpu.h"
+
 #define DRAW_LANES 64 /* counters that are computed together */
 #define DRAW_BYTES 16 /* of one counter */
 

@@ -1,6 +1,8 @@
 /* Adam's update over stored tensors for CPUs with AVX-512, 16 elements at a time in registers, so that
- * divisions and roots overlap with the conversions. The bits are those of scaled_cpu.h's blocks.
+ * divisions and roots overlap with the conversions. The bits are those of stored_cpu.h's blocks.
  */
+#include "stored_cpu.h"
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 INLINE __m512 load_16(const void *data, size_t i, int kind, __m512 scale) {
     if (kind == S_F32) return _mm512_loadu_ps((const float *)data + i);
@@ -157,7 +159,7 @@ INLINE int has_nan(__m512i codes) {
 }
 
 /* Codes of x * scale, whose magnitude is at most 448, and |x| through `magnitude`. The sum's last
- * byte is k of fp8_cpu.c less that of emin >> 20, which is even and so changes no tie; the exponent's
+ * byte is k of elements_cpu.h less that of emin >> 20, which is even and so changes no tie; the exponent's
  * bits are added to it. */
 INLINE __m128i e4m3_of(__m512 x, __m512 scale, __m512i *magnitude) {
     const int emin = 121 << 23;

@@ -35,6 +35,12 @@ from megafp8.fp8.scaled import Dither, ScaledTensor
 BLOCK = 1024  # elements of a program
 WARPS = 4  # 8 elements a thread: 16 bytes of FP16, 8 bytes of FP8
 
+_FACTORS = (
+    "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
+    "inverse_root", "eps", "step_size", "decay",
+)  # fmt: skip
+_KEYS = ("param_low", "param_high", "avg_low", "avg_high", "avg_sq_low", "avg_sq_high")
+
 
 def adam(
     written: Sequence[ScaledTensor],
@@ -83,13 +89,6 @@ def adam(
     _adam_kernel[grid](**arguments)
     if arguments["SCALED"]:
         _adam_again_kernel[grid](**arguments)
-
-
-_FACTORS = (
-    "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-    "inverse_root", "eps", "step_size", "decay",
-)  # fmt: skip
-_KEYS = ("param_low", "param_high", "avg_low", "avg_high", "avg_sq_low", "avg_sq_high")
 
 
 def _mask(flags: Iterable[bool]) -> int:

@@ -44,7 +44,7 @@ from tests.train.test_health import run as health_run
 
 MODEL = gpt_spec(activation="gelu-tanh")
 MANAGER = te.module.base.FP8GlobalStateManager
-NUMBERS = te_names.numbers_of(VERSION)
+NUMBERS = te_names.release_of(VERSION)
 MOST_RECENT = Fp8Recipe(
     amax_history_len=3, amax_compute_algo="most_recent", margin=1, backward_format="e4m3"
 )

@@ -1,0 +1,123 @@
+"""Load the model alone from a checkpoint: for fine-tuning, generation, export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.reader import Reader
+from megafp8.config.architecture import function_differences, spec_of_tree
+from megafp8.errors import CheckpointError, ConfigError
+from megafp8.fp8.scaling import ScalingState
+from megafp8.models.gpt import GPT
+from megafp8.models.init import pieces_of
+from megafp8.models.parts import Parts
+from megafp8.models.random import RandomStreams
+from megafp8.parallel.agreement import on_main
+from megafp8.specs import GPTSpec, RunSpec
+from megafp8.train import state_dict
+from megafp8.train.load import Notify, find_checkpoint
+from megafp8.train.state import TrainState
+
+MODEL = "model/"
+WORD = f"{MODEL}embedding.word.weight"
+# These keys may change on purpose: weights are trained further to read longer texts.
+_MAY_DIFFER = ("rotary_base", "seq_len_interpolation_factor")
+
+
+def shape_of(reader: Reader) -> GPTSpec:
+    """Return the architecture of the model in a checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint does not describe its model.
+    """
+    config = reader.meta.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        raise CheckpointError(reader.path, "does not describe its model", "Use another checkpoint")
+    try:
+        return spec_of_tree(model, reader.global_shape(WORD)[0])
+    except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
+        reason = f"does not describe its model ({str(error).splitlines()[0]})"
+        raise CheckpointError(reader.path, reason, "Use another checkpoint") from error
+
+
+def read_tensor(reader: Reader, name: str) -> torch.Tensor:
+    """Return one logical tensor of the model in FP32; `name` is its name in the model."""
+    return reader.read_values(MODEL + name)
+
+
+def load_model(reader: Reader, dtype: torch.dtype, device: torch.device) -> GPT:
+    """Return the model of a checkpoint on one rank, without FP8, for evaluation."""
+    model = GPT(Parts(shape_of(reader), dtype, 0, RandomStreams(0)))
+    for param in model.parameters():
+        loaded = torch.empty(param.shape)
+        reader.load_into(list(_placements(param, loaded)))
+        with torch.no_grad():
+            param.copy_(loaded)
+    return model.to(device).eval()
+
+
+def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
+    """Fill a new run's master weights and weights from `restore_from_path`.
+
+    All ranks call it together.
+
+    Raises:
+        CheckpointError: There is no good checkpoint.
+        ConfigError: The checkpoint's model has another shape or vocabulary.
+    """
+    assert spec.restore_from_path is not None
+    named = Path(spec.restore_from_path)
+    found = on_main(state.mesh, lambda: find_checkpoint(named, notify))
+    reader = Reader(found)
+    for line in check_fits(spec.model, reader):
+        notify(line)
+    state_dict.load_weights(reader, state, notify)
+    if isinstance(state.scaling, ScalingState):
+        state.scaling.forget_staged()  # amaxes of the initial weights, which nothing has read
+    state.masters.write_back()
+    notify(f"loaded the weights from {found}")
+
+
+def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
+    """Return a message for each setting that differs from the stored model's and may differ.
+
+    Raises:
+        ConfigError: A setting differs that must be the same.
+    """
+    stored, notes = shape_of(reader), []
+    for key, (now, was) in function_differences(asked, stored).items():
+        if key in _MAY_DIFFER:
+            notes.append(f"model.{key}={now}: the weights were trained with {was}")
+        elif key != "max_position_embeddings" or asked.position_embedding_type == (
+            "learned_absolute"
+        ):
+            raise _misfit(f"model.{key}", now, reader.path, was)
+    if asked.vocab_size != stored.vocab_size:
+        raise ConfigError(
+            "restore_from_path",
+            reader.path,
+            f"its vocabulary has {stored.vocab_size} rows, padding included, and this run's has "
+            f"{asked.vocab_size}",
+            "Train on data of the model's own tokenizer, with the model's value of "
+            "model.make_vocab_size_divisible_by",
+        )
+    return notes
+
+
+def _misfit(key: str, now: Any, path: Path, was: Any) -> ConfigError:
+    return ConfigError(
+        key, now, f"the model in {path} has {was}", f"Set {key}={was}, or start from another model"
+    )
+
+
+def _placements(param: nn.Parameter, tensor: torch.Tensor) -> Iterator[Placement]:
+    for piece in pieces_of(param):
+        yield Placement(MODEL + piece.name, piece.global_shape, piece.offset, tensor[piece.local])
