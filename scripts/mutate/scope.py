@@ -88,7 +88,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"megafp8/fp8/{name}.py": _fp8("test_probe", "test_check")
         for name in ("checker", "probe", "refute")
     },
-    "megafp8/fp8/draws.py": ("fp8/test_draws", "fp8/test_own_recipes"),
+    **{
+        f"megafp8/fp8/{name}.py": ("fp8/test_draws", "fp8/test_own_recipes")
+        for name in ("draws", "philox")
+    },
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
     **{f"megafp8/fp8/{name}.py": FRONT_DOOR for name in FRONT_DOOR_FILES},
     "megafp8/fp8/*.py": (*_fp8(*CORE), RANKS),

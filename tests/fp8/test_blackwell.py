@@ -234,6 +234,15 @@ def test_a_nan_is_not_lost_in_nvfp4(kind: str) -> None:
         assert operand.outer is not None and operand.outer.isinf()
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_a_rotated_nan_is_a_nan(bits: int) -> None:
+    """Whatever its bits: those of the second would be carried into the sign by rounding to BF16."""
+    x = torch.ones(16, 32)
+    x[3, 5] = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    found = block_casts.rotate_columns(x, torch.ones(16))
+    assert torch.equal(found.isnan(), (torch.arange(32) == 5).expand(16, 32))
+
+
 @pytest.mark.parametrize("block", [(1, 32), (32, 1), (1, 16), (16, 1), (16, 16), (1, 7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_of_blocks_are_numbers_times_scales(

@@ -25,6 +25,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.ops import cpu
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
+from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.specs.traits import ROW, TENSOR, GemmName, Scales
 from tests.fp8.quantized import quantized
 from tests.spec import current
@@ -346,3 +347,12 @@ def test_a_kernel_casts_an_input_only_if_no_product_reads_it_in_high_precision(
     assert quantizer.fuses("input", with_first=with_first) == expected
     state.fp8_enabled = False
     assert not quantizer.fuses("input", with_first=with_first)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_plan_counts_a_second_read_where_scales_need_one(name: str) -> None:
+    """A history knows the scale before; a block's amax is found in the read that casts it."""
+    traits = find_recipe(name).traits
+    scales = [some for casts in traits.casts.values() for some in (casts.last, casts.first)]
+    of_more = any(some.along is None or some.has_outer for some in scales)
+    assert traits.cost.reads_twice == (of_more and not traits.has_history)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from megafp8.optim.masters import Masters
-from megafp8.optim.partitions import ByElements, Replicated
+from megafp8.optim.partitions import ALIGNMENT, ByElements, Replicated, WeightBuffer
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
@@ -71,3 +72,16 @@ def test_a_tied_weight_is_alone_in_its_group() -> None:
         found.partition.tied = frozenset([tied])
         groups = [params for _, params in found.partition._kinds(found._divided())]
         assert [tied] in groups and sum(map(len, groups)) == len(found.params)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_weights_lie_in_the_order_of_their_owners(is_padded: bool) -> None:
+    """Three weights of 3, 5 and 2 numbers; rank 1 of two owns the first and the last."""
+    first, second, third = params = [nn.Parameter(torch.ones(size)) for size in (3, 5, 2)]
+    owners, unit = {first: 1, second: 0, third: 1}, ALIGNMENT
+    buffer = WeightBuffer.of(params, owners, 2, torch.bfloat16, is_padded=is_padded)
+    assert list(buffer.bounds) == ([0, 2 * unit, 4 * unit] if is_padded else [0, 5, 10])
+    begins = (2 * unit, 0, 3 * unit) if is_padded else (5, 0, 8)
+    assert buffer.begins == dict(zip(params, begins, strict=True))
+    for param, owner in owners.items():
+        assert buffer.owned_by(owner, param) == slice(0, param.numel())
