@@ -19,13 +19,13 @@ PARTS = {
 TITLE = "# Would a test notice? Mutations of the code that handles FP8"
 EXPLANATION = """\
 `python -m scripts.mutate` changes one place of the code at a time and runs the fast tests that
-should notice it: [scope.py](../scripts/mutate/scope.py) says which files and tests,
-[mutants.py](../scripts/mutate/mutants.py) which changes, and
-[covering.py](../scripts/mutate/covering.py) chooses the tests that run the line. A mutant is killed
-if a test fails, and survives if all pass; it is not decided if one is skipped that is not skipped
-without it. [results.jsonl](../scripts/mutate/results.jsonl) has every result. A mutant that changes
-no result that anything reads is equivalent: it is justified in
-[equivalent.json](../scripts/mutate/equivalent.json), and neither tried from then on nor counted.
+should notice it: [scope.py](../../scripts/mutate/scope.py) says which files and tests,
+[mutants.py](../../scripts/mutate/mutants.py) which changes, and
+[covering.py](../../scripts/mutate/covering.py) chooses the tests that run the line. A mutant is
+killed if a test fails, and survives if all pass; it is not decided if one is skipped that is not
+skipped without it. [results.jsonl](../../scripts/mutate/results.jsonl) has every result. A mutant
+that changes no result that anything reads is equivalent: it is justified in
+[equivalent.json](../../scripts/mutate/equivalent.json), and neither tried from then on nor counted.
 Triton's kernels are not mutated."""
 SIDE_BY_SIDE = """\
 Files were tried side by side (`--files`), so the decided ones are not the first of the seed's

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -197,3 +198,10 @@ def test_c_is_tried_by_the_tests_that_call_it(calls_itself: bool, tmp_path: Path
     mutant = Mutant("megafp8/k.c", 1, "", "", "int x = 2;\n", "int x = 1;\n", "key")
     (found,) = tests.batches(mutant, ["tests/test_c.py"], Counter())
     assert set(found) == (set(names) if calls_itself else {"calls", "starts"})
+
+
+def test_the_links_of_the_page_lead_from_where_it_is_written() -> None:
+    folder = ROOT / "docs" / "evidence"
+    assert (folder / "mutation.md").exists()
+    links = re.findall(r"\]\(([^)]*)\)", table.page([ROW], 7, 200))
+    assert len(links) > 4 and not [link for link in links if not (folder / link).exists()]
