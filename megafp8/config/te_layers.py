@@ -40,7 +40,12 @@ from megafp8.config.values import (
 from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.specs.te_versions import DEFAULT_VERSION, why_not_on_cpu
+from megafp8.specs.te_versions import (
+    DEFAULT_VERSION,
+    DOCUMENTS_ON_CPU,
+    is_before,
+    why_not_on_cpu,
+)
 
 IN_TE = RecipeKind("that Transformer Engine has", lambda traits: "te" in traits.backends)
 NOT_IN_TE = RecipeKind(
@@ -51,6 +56,7 @@ FP4 = RecipeKind("in FP4", lambda traits: traits.numbers == "e2m1")
 
 BACKEND, RECIPE, SPLIT = "model.fp8_backend", "model.fp8_recipe", "model.fp8_split_accumulator"
 VERSION, MODULES = "model.te_version", "model.fp8_modules"
+DOCUMENTS = "model.data.reset_attention_mask"
 CP, PP = "model.context_parallel_size", "model.pipeline_model_parallel_size"
 ACTIVATION, POSITIONS = "model.activation", "model.position_embedding_type"
 FP8_ATTENTION = "model.fp8_dot_product_attention"
@@ -101,6 +107,10 @@ def _differs_from_its_own(value: Any, values: Values) -> bool:
     return value is not None and list(value) != own
 
 
+def _lacks_documents(version: Any, _: Values) -> bool:
+    return version is not None and is_before(version, DOCUMENTS_ON_CPU)
+
+
 def _of_class(name: str) -> RecipeKind:
     """Return the recipes for which Transformer Engine has the class of this name."""
     return RecipeKind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
@@ -131,14 +141,27 @@ TABLE = (
         f"Use model.ffn_dropout=0, {NATIVE}",
     ),
     Row(
-        {}, {"model.data.reset_attention_mask": True},
-        "Transformer Engine's layers attend over whole samples, across the ends of documents",
-        LEAVE,
+        {POSITIONS: "rope", DOCUMENTS: False}, {"model.data.reset_position_ids": True},
+        "Transformer Engine's rotary positions begin again at 0 only with documents that do not "
+        "see each other",
+        f"Use {DOCUMENTS}=True, leave it out, {NATIVE}",
     ),
     Row(
-        {POSITIONS: "rope"}, {"model.data.reset_position_ids": True},
-        "Transformer Engine's rotary positions do not begin again at 0 with a document",
-        f"Use {POSITIONS}=learned_absolute, leave it out, {NATIVE}",
+        {DOCUMENTS: True, "model.sequence_parallel": True}, {"model.micro_batch_size": is_above(1)},
+        "Transformer Engine's layers put the tokens of all sequence-parallel ranks behind each "
+        "other, which tears the documents of several samples apart",
+        f"Use model.micro_batch_size=1, {NATIVE}",
+    ),
+    Row(
+        {DOCUMENTS: True}, {VERSION: Condition(f" before {DOCUMENTS_ON_CPU}", _lacks_documents)},
+        "the attention that Transformer Engine has on a CPU keeps documents apart from "
+        f"{DOCUMENTS_ON_CPU} on",
+        f"Use a later version, such as {DEFAULT_VERSION}, {NATIVE}",
+    ),
+    Row(
+        {DOCUMENTS: True}, {FP8_ATTENTION: True},
+        "cuDNN's attention in FP8 takes samples of one length, and no documents within them",
+        "Leave one of the two out",
     ),
     Row(
         {PRECISION: HALF}, {"model.megatron_amp_O2": False},

@@ -29,6 +29,8 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
         "model.ub_tp_comm_overlap": precision.user_buffers,
         "model.data.reset_attention_mask": spec.data.reset_attention_mask,
         "model.data.reset_position_ids": spec.data.reset_position_ids,
+        "model.micro_batch_size": spec.train.micro_batch_size,
+        "model.sequence_parallel": parallel.sequence_parallel,
         "model.compile": spec.train.compile,
         "model.enable_cuda_graph": spec.train.cuda_graph,
         "model.context_parallel_size": parallel.cp,

@@ -13,6 +13,10 @@ OLDEST = (2, 4)
 columns of the scaling tensors."""
 DEFAULT_VERSION = "2.12.0"
 """The version whose Python runs on a CPU where none was asked for."""
+DOCUMENTS_ON_CPU = "2.11"
+"""The first version whose attention without flash attention and cuDNN, which a CPU lacks, keeps
+documents apart; earlier ones leave it out for `qkv_format="thd"`."""
+_WHOLE = re.compile(r"\d+\.\d+\.\d+(\.post\d+)?")
 
 HASHES = {
     "2.4.0": "c2a845e433fcf81497cbc53334c99725bd2faa361e7548342e95398acb06e8ce",
@@ -45,6 +49,11 @@ def release_of(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 
 
+def is_before(version: str, first: str) -> bool:
+    """Whether a version is whole and earlier than `first`."""
+    return bool(_WHOLE.fullmatch(version)) and release_of(version) < release_of(first)
+
+
 NEWEST_TRIED = max(map(release_of, HASHES))
 
 
@@ -60,6 +69,6 @@ def why_not_version(version: str) -> str | None:
 
 def why_not_on_cpu(version: str) -> str | None:
     """Return why the Python of a version cannot be fetched to run on a CPU, or None."""
-    if not re.fullmatch(r"\d+\.\d+\.\d+(\.post\d+)?", version):
+    if not _WHOLE.fullmatch(version):
         return f"is no whole version, such as {DEFAULT_VERSION}"
     return why_not_version(version)

@@ -1,15 +1,18 @@
-"""Compute the fused softmaxes of unfused attention, and rotary positions.
+"""Compute the fused softmaxes of unfused attention, rotary positions, and the form of documents.
 
 `scale_factor` multiplies the scores. A masked score is -10000, as in the kernels; a causally masked
-one contributes nothing.
+one contributes nothing. `cu_seqlens` has the place of each document's first token among all tokens,
+and then the number of tokens.
 """
+
+# T tokens  B documents  S places, of the longest document at least  H heads  D head width
 
 from __future__ import annotations
 
 import torch
 
 from megafp8.te_cpu.enums import QkvFormat
-from megafp8.te_cpu.missing import missing
+from megafp8.te_cpu.missing import SizeError, missing
 
 MASKED = -10000.0
 
@@ -134,15 +137,62 @@ def _angles(
     cu_seqlens: torch.Tensor | None,
     cp_size: int,
 ) -> torch.Tensor:
-    """Return the angles in FP32, shaped to broadcast over [S, B, H, D] or [B, S, H, D]."""
-    if cp_size != 1 or cu_seqlens is not None:
-        raise missing("fused_rope", " with packed sequences or context parallelism")
+    """Return the angles in FP32, shaped to broadcast over [S, B, H, D], [B, S, H, D] or [T, H, D].
+
+    With documents, their positions begin at 0.
+    """
+    if cp_size != 1:
+        raise missing("fused_rope", " with context parallelism")
     if start_positions is not None:
         raise missing("fused_rope", " with start positions (inference)")
     width = freqs.shape[-1]
+    if int(qkv_format) == int(QkvFormat["NVTE_THD"]):
+        if cu_seqlens is None:
+            raise SizeError("fused_rope: cu_seqlens is missing, which qkv_format='thd' needs")
+        _, positions = _places(cu_seqlens, x.shape[0], freqs.shape[0])
+        return freqs.reshape(-1, width)[positions.to(freqs.device)].float()[:, None]
     if int(qkv_format) == int(QkvFormat["NVTE_SBHD"]):
         return freqs[: x.shape[0]].float().reshape(-1, 1, 1, width)
     return freqs[: x.shape[1]].float().reshape(1, -1, 1, width)
+
+
+def convert_thd_to_bshd(
+    tensor: torch.Tensor, cu_seqlens: torch.Tensor, b: int, max_seq_len: int
+) -> torch.Tensor:
+    """Give each document a row of its own: [T, H, D] -> [B, S, H, D], with zeros behind it."""
+    documents, positions = _places(cu_seqlens[: b + 1], tensor.shape[0], max_seq_len)
+    rows = tensor.new_zeros(b * max_seq_len, *tensor.shape[1:])
+    rows[(documents * max_seq_len + positions).to(tensor.device)] = tensor
+    return rows.view(b, max_seq_len, *tensor.shape[1:])
+
+
+def convert_bshd_to_thd(
+    tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int | torch.Tensor
+) -> torch.Tensor:
+    """Put the documents of the rows behind each other: [B, S, H, D] -> [T, H, D]."""
+    documents, positions = _places(cu_seqlens, int(t), tensor.shape[1])
+    rows = tensor.flatten(0, 1)
+    return rows[(documents * tensor.shape[1] + positions).to(tensor.device)]
+
+
+def _places(
+    cu_seqlens: torch.Tensor, num_tokens: int, longest: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the document of each token and its position there, int64 [T].
+
+    Raises:
+        SizeError: The documents are not all tokens, or one is longer than there are places. The
+            compiled kernels would read or write memory of others.
+    """
+    lengths = cu_seqlens.long().diff()
+    is_whole = cu_seqlens[0] == 0 and cu_seqlens[-1] == num_tokens
+    if not is_whole or (lengths < 0).any() or (lengths > longest).any():
+        raise SizeError(
+            f"cu_seqlens={cu_seqlens.tolist()} does not divide {num_tokens} tokens into documents "
+            f"of up to {longest}"
+        )
+    documents = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return documents, torch.arange(num_tokens, device=lengths.device) - cu_seqlens[documents]
 
 
 def _turned(
@@ -177,4 +227,6 @@ KERNELS = (
     scaled_aligned_causal_masked_softmax_backward,
     fused_rope_forward,
     fused_rope_backward,
+    convert_thd_to_bshd,
+    convert_bshd_to_thd,
 )

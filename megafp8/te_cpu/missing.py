@@ -14,7 +14,6 @@ SETTINGS = {
     "fa_prepare": "flash attention (NVTE_FLASH_ATTN=1)",
     "thd_": "packed sequences (qkv_format='thd') with context parallelism",
     "copy_to_kv_cache": "inference with a KV cache (InferenceParams)",
-    "convert_": "packed sequences (qkv_format='thd')",
     "moe_": "mixture of experts",
     "fused_topk": "mixture of experts",
     "fused_score": "mixture of experts",

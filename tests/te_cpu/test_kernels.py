@@ -37,6 +37,7 @@ from megafp8.te_cpu.missing import (
     ImportPhase,
     Missing,
     MissingKernelError,
+    SizeError,
 )
 from megafp8.te_cpu.wheel import Sources
 from tests.spec import formats, mxfp8
@@ -162,6 +163,55 @@ def test_rotary_positions(layout: str, interleaved: bool, width: int) -> None:
     assert_near(found.movedim(dims, (0, 1)), exact_grad)
 
 
+LENGTHS = (3, 1, 5, 1, 2)  # of documents
+
+
+def test_rotary_positions_of_documents() -> None:
+    """Each document is turned as a sample of its own is, from position 0 on; so is its gradient."""
+    borders = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    x, grad = normal(12, 2, 8), normal(12, 2, 8, seed=1)
+    freqs = normal(6, 1, 1, 4, seed=2)
+    thd = (freqs, None, QkvFormat["NVTE_THD"], False, borders, 1, 0)
+    bshd = (freqs, None, QkvFormat["NVTE_BSHD"], False, None, 1, 0)
+    for turn, given in ((attention.fused_rope_forward, x), (attention.fused_rope_backward, grad)):
+        alone = [turn(part[None], *bshd)[0] for part in given.split(LENGTHS)]
+        assert torch.equal(turn(given, *thd), torch.cat(alone))
+
+
+def test_documents_in_rows_and_back() -> None:
+    """A row holds a document and then zeros; the number of tokens may be a tensor."""
+    borders = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    x = normal(12, 2, 8)
+    rows = attention.convert_thd_to_bshd(x, borders, 5, 6)
+    expected = torch.zeros(5, 6, 2, 8)
+    for row, part in zip(expected, x.split(LENGTHS), strict=True):
+        row[: len(part)] = part
+    assert torch.equal(rows, expected)
+    rows[rows == 0] = torch.nan  # what is behind a document is not read
+    for num_tokens in (12, borders[-1]):
+        assert torch.equal(attention.convert_bshd_to_thd(rows, borders, num_tokens), x)
+    meta = attention.convert_thd_to_bshd(x.to("meta"), borders, 5, 6)
+    assert meta.is_meta and meta.shape == rows.shape
+
+
+@pytest.mark.parametrize("borders", [[0, 4, 11], [1, 4, 12], [0, 5, 12], [0, 13, 12]])
+def test_borders_that_are_not_those_of_the_tokens_are_refused(borders: list[int]) -> None:
+    """The compiled kernels would read or write other memory."""
+    told, freqs = torch.tensor(borders, dtype=torch.int32), torch.zeros(6, 1, 1, 4)
+    x = torch.zeros(12, 2, 8)
+    for call in (
+        lambda: attention.convert_thd_to_bshd(x, told, 2, 6),
+        lambda: attention.convert_bshd_to_thd(x.view(2, 6, 2, 8), told, 12),
+        lambda: attention.fused_rope_forward(
+            x, freqs, None, QkvFormat["NVTE_THD"], False, told, 1, 0
+        ),
+    ):
+        with pytest.raises(SizeError, match="does not divide 12 tokens into documents of up to 6"):
+            call()
+    with pytest.raises(SizeError, match="cu_seqlens is missing"):
+        attention.fused_rope_forward(x, freqs, None, QkvFormat["NVTE_THD"], False, None, 1, 0)
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("has_masters", [False, True])
 def test_adam(decoupled: bool, has_masters: bool) -> None:
@@ -238,9 +288,11 @@ def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
         extension.moe_permute_fwd()
     with pytest.raises(MissingKernelError, match=r"some_new_function"):
         extension.some_new_function()
-    with pytest.raises(MissingKernelError, match="packed sequences"):
+    with pytest.raises(MissingKernelError, match="fused_rope with context parallelism"):
         x, freqs = torch.zeros(4, 2, 4), torch.zeros(4, 1, 1, 4)
-        extension.fused_rope_forward(x, freqs, None, 2, False, torch.tensor([0, 4]), 1, 0)
+        extension.fused_rope_forward(x, freqs, None, 2, False, torch.tensor([0, 4]), 2, 0)
+    with pytest.raises(MissingKernelError, match=r"thd_second_half.*context parallelism"):
+        extension.thd_second_half_lse_correction()
     with pytest.raises(MissingKernelError, match="nvfp4_quantize.*NVFP4BlockScaling"):
         quantize.quantize(torch.zeros(16, 16), type("NVFP4Quantizer", (), {})())
     assert (extension.CommOverlap | None) is not None  # an annotation

@@ -63,6 +63,18 @@ def test_the_header_says_how_documents_are_kept_apart() -> None:
     data = dataclasses.replace(spec.data, reset_attention_mask=True)
     (line,) = documents_of(dataclasses.replace(spec, data=data), state)
     assert line == "documents: attention within each one, in blocks of the scores that are seen"
+    packed = dataclasses.replace(spec, data=data)
+    precision = dataclasses.replace(spec.precision, backend="te")
+    (line,) = documents_of(dataclasses.replace(packed, precision=precision), state)
+    assert line.endswith("by Transformer Engine's thd and padding_causal")
+    mesh = dataclasses.replace(state.mesh, device=torch.device("cuda"))
+    (line,) = documents_of(
+        dataclasses.replace(packed, precision=precision), dataclasses.replace(state, mesh=mesh)
+    )
+    assert line.endswith("; unproven: no GPU has run this yet")
+    graphs: Any = object()
+    (line,) = documents_of(packed, dataclasses.replace(state, graphs=graphs))
+    assert line.endswith("by a mask of all scores, as CUDA graphs have fixed shapes")
 
 
 def test_masked_ends_are_not_counted() -> None:

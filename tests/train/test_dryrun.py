@@ -42,8 +42,10 @@ SHAPE = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 128, "num_attent
 
 def job(parallel: ParallelSpec, *, batch: int = 8, **choices: Any) -> RunSpec:
     shape = choices.pop("shape", {})
+    packs = choices.pop("packs", False)
     spec = run_spec(parallel=parallel, model=gpt_spec(**(SHAPE | shape)), compute="bf16", **choices)
-    return replace(spec, train=replace(spec.train, global_batch_size=batch))
+    data = replace(spec.data, reset_attention_mask=packs)
+    return replace(spec, data=data, train=replace(spec.train, global_batch_size=batch))
 
 
 def layout(**sizes: Any) -> ParallelSpec:
@@ -191,6 +193,7 @@ TE_CASES = {
         "shape": {"activation": "gelu-tanh"},
     },
     "fp8, llama": {"fp8": FP8, "shape": LLAMA},
+    "fp8, llama, documents": {"fp8": FP8, "shape": LLAMA, "packs": True},
 }
 
 
@@ -217,7 +220,7 @@ def with_te(spec: RunSpec) -> RunSpec:
     return replace(spec, precision=replace(spec.precision, backend="te"))
 
 
-FAST = ("fp8 alone", "fp8, llama", "recomputed")
+FAST = ("fp8 alone", "fp8, llama", "fp8, llama, documents", "recomputed")
 
 
 def test_one_rank_of_transformer_engine_holds_what_the_dry_run_says() -> None:

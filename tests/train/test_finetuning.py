@@ -303,7 +303,6 @@ def test_settings_that_lack_something(argv: list[str], words: list[str]) -> None
         (["model.data.train_ds.truncation_method=left"], ["has no effect"]),
         (["model.data.train_ds.concat_sampling_probabilities=[0.5,0.5]"], ["names 1 file"]),
         (["model.data.shuffle_documents=False"], ["has no effect", "Leave it out"]),
-        (["model.fp8=True", "model.fp8_backend=te"], ["across the ends of documents"]),
         (["model.num_layers=3"], []),
     ],
 )

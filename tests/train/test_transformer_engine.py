@@ -37,6 +37,22 @@ def test_a_run_says_what_it_is(place: Place, ranks: list[str]) -> None:
     assert counted == pytest.approx(planned, rel=1e-6) and planned > 0.5
 
 
+def test_a_run_keeps_documents_apart(place: Place) -> None:
+    """In training and in validation; the header says by what, and losses differ from those of
+    whole samples."""
+    found = {}
+    for name, apart in (("apart", "True"), ("whole", "False")):
+        flags = [f"model.data.reset_attention_mask={apart}", "trainer.max_steps=2"]
+        done = place.run(*TE, *flags, f"exp_manager.name={name}")
+        assert done.code == 0, done.output
+        assert ("by Transformer Engine's thd and padding_causal" in done.output) is (
+            apart == "True"
+        )
+        assert "validation loss" in done.output
+        found[name] = [row["loss"] for row in place.metrics(name) if "loss" in row]
+    assert len(found["apart"]) == 2 and found["apart"] != found["whole"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [["killed_in_write", 3], ["signalled", int(signal.SIGTERM), 5]])
 def test_a_run_that_ends_early_continues_bit_for_bit(

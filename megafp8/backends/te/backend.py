@@ -74,6 +74,7 @@ class TeBackend(Backend):
             device=mesh.device,
             recipe=recipe,
             attention_in_fp8=attention,
+            packs=spec.data.reset_attention_mask,
         )
 
     @classmethod

@@ -86,8 +86,13 @@ def _one_operation(dropout: float) -> Callable[..., torch.Tensor]:
         value: torch.Tensor,
         *,
         qkv_layout: str,
+        cu_seqlens_q: torch.Tensor,
         **unused: object,
     ) -> torch.Tensor:
+        whole = query.shape
+        if qkv_layout.startswith("thd"):  # a dry run's documents are whole samples
+            batch, qkv_layout = len(cu_seqlens_q) - 1, "bshd"
+            query, key, value = (x.unflatten(0, (batch, -1)) for x in (query, key, value))
         dims = (1, 2, 0, 3) if qkv_layout.startswith("sb") else (0, 2, 1, 3)
         q_BHSD, k_BHSD, v_BHSD = (x.permute(dims) for x in (query, key, value))
         out_BHSD = F.scaled_dot_product_attention(
@@ -101,6 +106,6 @@ def _one_operation(dropout: float) -> Callable[..., torch.Tensor]:
             enable_gqa=query.shape[-2] != key.shape[-2],
         )
         inverse = (2, 0, 1, 3) if qkv_layout.startswith("sb") else (0, 2, 1, 3)
-        return out_BHSD.permute(inverse).flatten(-2)
+        return out_BHSD.permute(inverse).reshape(whole).flatten(-2)
 
     return forward

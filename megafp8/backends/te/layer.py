@@ -1,6 +1,6 @@
 """Run one of Transformer Engine's layers: keyed dropout, weight caching, counted products."""
 
-# B batch  S sequence  D model width  R rotated width
+# B batch  S sequence  T tokens (B x S)  D model width  R rotated width
 
 from __future__ import annotations
 
@@ -17,11 +17,17 @@ from megafp8.backends.te.stored_weights import ParameterData, StoredWeights
 from megafp8.fp8.formats import DTYPE_NAMES
 from megafp8.fp8.grad_sink import GradSum
 from megafp8.models.attention import AttentionContext
+from megafp8.models.documents import Documents
+from megafp8.models.positions import rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
 from megafp8.specs.layer import layer_linears
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.traits import GemmName
+
+PLACES = 64
+"""The longest document counts as a multiple of so many tokens, as Transformer Engine's own count
+does: cuDNN prepares its work for each length."""
 
 
 class TeLayer(nn.Module):
@@ -35,9 +41,12 @@ class TeLayer(nn.Module):
         index: int,
         *,
         in_fp8: bool,
+        packs: bool,
         alibi_slopes: torch.Tensor | None,
     ) -> None:
+        """Hold the layer `index`; with `packs` its form is `thd`, of documents in a row."""
         super().__init__()
+        self.packs = packs
         self.layer, self.in_fp8, self.alibi_slopes = layer, in_fp8, alibi_slopes
         self.index, self.region, self.counter = index, region, parts.counter
         self.streams, self.sequence_parallel = parts.streams, parts.sequence_parallel
@@ -56,18 +65,20 @@ class TeLayer(nn.Module):
         """Return the layer's output: [B, S, D] -> [B, S, D].
 
         With sequence parallelism S are this rank's tokens. Attention is causal over whole
-        sequences.
+        sequences, or within documents.
         """
         context = context or AttentionContext()
         # Settings that lead to either are refused, and generation builds layers of our own.
-        given = (context.mask, context.documents, context.cache)
+        given = (context.mask, context.cache, None if self.packs else context.documents)
         if any(each is not None for each in given):
             raise RuntimeError(
                 "Transformer Engine's layers got a mask or a cache, and know neither"
             )
+        documents = self._documents(x_BSD, context) if self.packs else None
         self.products.counter = self.counter
         x_BSD = self._announce_gradients(x_BSD)
-        arguments, runs_fp8 = self._arguments(context), self.in_fp8 and self.region.in_fp8
+        arguments = self._arguments(context, documents)
+        runs_fp8 = self.in_fp8 and self.region.in_fp8
         is_cast = runs_fp8 and arguments["is_first_microbatch"] is False
         values, shape = ParameterData.VALUES, ParameterData.SHAPE
         with (
@@ -77,15 +88,34 @@ class TeLayer(nn.Module):
         ):
             out_BSD = self._run(x_BSD, arguments)
         out_BSD = self._await_backward(out_BSD, shape if runs_fp8 else values)
-        self._count_attention(x_BSD, out_BSD, is_recomputed=context.recompute_attention)
+        seen = x_BSD.shape[0] * self._seq(x_BSD) ** 2 if documents is None else documents.num_seen
+        self._count_attention(seen, out_BSD, is_recomputed=context.recompute_attention)
         return out_BSD
 
-    def _arguments(self, context: AttentionContext) -> dict[str, Any]:
+    def _seq(self, x_BSD: torch.Tensor) -> int:
+        """Return the tokens of a whole sequence, which tensor-parallel ranks may share."""
+        return x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
+
+    def _documents(self, x_BSD: torch.Tensor, context: AttentionContext) -> Documents:
+        """Return the documents of a microbatch: whole rows where the context has none."""
+        if context.documents is not None:
+            return context.documents
+        seq = self._seq(x_BSD)
+        borders = range(0, x_BSD.shape[0] * seq + 1, seq)
+        return Documents(torch.tensor(borders, dtype=torch.int32, device="cpu"), seq, x_BSD.device)
+
+    def _arguments(self, context: AttentionContext, documents: Documents | None) -> dict[str, Any]:
         """Return what the layer is called with besides the input."""
         is_first = self.region.is_first_microbatch(self.index)
         arguments: dict[str, Any] = {"is_first_microbatch": is_first}
+        if documents is not None:
+            arguments |= _of_documents(documents)
         if context.rotary is not None:
             angles_SR = context.rotary.angles
+            if documents is not None:
+                # It counts positions from the first token of each document. Scores depend on
+                # differences of positions alone, so they are those of positions that continue.
+                angles_SR = self._angles(documents)
             if angles_SR.dim() != 2:  # `backends.check` refuses the settings that lead here
                 raise RuntimeError("Transformer Engine's layers got positions that vary by sample")
             # It takes the angles as [S, 1, 1, R], and pairs the features (i, i + R/2) as we do.
@@ -97,7 +127,18 @@ class TeLayer(nn.Module):
             arguments["checkpoint_core_attention"] = True
         return arguments
 
+    def _angles(self, documents: Documents) -> torch.Tensor:
+        """Return the angles [S, R] of the positions from 0 on, of any document of a sample."""
+        spec, positions = self.spec, torch.arange(documents.seq, device=documents.device)
+        factor = spec.seq_len_interpolation_factor
+        return rotary(positions, spec.rotary_size, spec.rotary_base, factor).angles
+
     def _run(self, x_BSD: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        if self.packs:
+            # The settings refuse several samples with sequence parallelism: ranks' tokens, put
+            # behind each other, would not be whole samples.
+            out_TD: torch.Tensor = self.layer(x_BSD.flatten(0, 1), **arguments)
+            return out_TD.view(x_BSD.shape)
         if not self.sequence_parallel:
             out_BSD: torch.Tensor = self.layer(x_BSD, **arguments)
             return out_BSD
@@ -167,15 +208,14 @@ class TeLayer(nn.Module):
         return PlannedGemms(f"layers.{self.index}", flops, fp8, reasons)
 
     def _count_attention(
-        self, x_BSD: torch.Tensor, out_BSD: torch.Tensor, *, is_recomputed: bool
+        self, num_seen: int, out_BSD: torch.Tensor, *, is_recomputed: bool
     ) -> None:
-        """Count the FLOPs of causal attention on this rank, forward and backward, by its shapes.
+        """Count the FLOPs of causal attention on this rank, forward and backward.
 
-        The products of the linears are counted where they run, for this layer in its backward pass
-        too.
+        `num_seen` is twice the scores that queries see. The products of the linears are counted
+        where they run, for this layer in its backward pass too.
         """
-        seq = x_BSD.shape[1] * (self.tp_size if self.sequence_parallel else 1)
-        causal = 2 * x_BSD.shape[0] * seq * seq * self.spec.query_size // self.tp_size
+        causal = 2 * num_seen * self.spec.query_size // self.tp_size
         self.counter.add(self.attention_dtype, "attention", causal)
         if out_BSD.requires_grad:
 
@@ -186,6 +226,19 @@ class TeLayer(nn.Module):
                 self.counter.add(self.attention_dtype, "attention", again)
 
             out_BSD.register_hook(begin_backward)
+
+
+def _of_documents(documents: Documents) -> dict[str, Any]:
+    """Return what keeps documents apart; in a dry run the borders alone have values."""
+    is_dry = documents.device.type == "meta"
+    borders_N1 = documents.cu_seqlens_N1 if is_dry else documents.on_device
+    longest = min(-(-max(documents.lengths) // PLACES) * PLACES, documents.seq)
+    return {
+        "cu_seqlens_q": borders_N1,
+        "cu_seqlens_kv": borders_N1,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
 
 
 def layers_in(model: nn.Module) -> list[TeLayer]:

@@ -145,8 +145,11 @@ class TransformerEngineParts(NativeParts):
         recipe: Fp8Recipe | None,
         user_buffers: bool = False,
         attention_in_fp8: AttentionInFp8 = "none",
+        packs: bool = False,
     ) -> None:
+        """Make no part yet; with `packs` the layers keep documents apart."""
         super().__init__(parts_args)
+        self.packs = packs
         self.region, self.te_scaling, self.device = region, te_scaling, device
         self.recipe, self.user_buffers = recipe, user_buffers
         self.attention_in_fp8 = attention_in_fp8
@@ -220,7 +223,8 @@ class TransformerEngineParts(NativeParts):
             for tensor in tensors_of_attention(self.attention_in_fp8, layer, index):
                 self.te_scaling.register_tensor(tensor, index)
         slopes = self.alibi_slopes
-        made = TeLayer(layer, self, self.region, index, in_fp8=in_fp8, alibi_slopes=slopes)
+        options = {"in_fp8": in_fp8, "packs": self.packs}
+        made = TeLayer(layer, self, self.region, index, alibi_slopes=slopes, **options)
         if in_fp8 and self.attention_in_fp8 != "none":
             made.attention_dtype = "fp8"
         made.weights = [layer.get_parameter(path) for path in self._weights(layer)]
@@ -262,7 +266,7 @@ class TransformerEngineParts(NativeParts):
             "hidden_dropout": spec.hidden_dropout,
             "attention_dropout": spec.attention_dropout,
             "layer_number": index + 1,
-            "self_attn_mask_type": "causal",
+            "self_attn_mask_type": "padding_causal" if self.packs else "causal",
             "tp_group": self.tp.group if is_parallel else None,
             "tp_size": self.tp.size,
             "params_dtype": self.dtype,
@@ -279,9 +283,19 @@ class TransformerEngineParts(NativeParts):
             "zero_centered_gamma": spec.layernorm_zero_centered_gamma,
             # It compares this with the text "meta", and then makes no values.
             "device": "meta" if self.device.type == "meta" else self.device,
-            # Its linears gather and scatter along the first dim, so parts of sequences lead there.
-            "attn_input_format": "sbhd" if self.sequence_parallel else "bshd",
+            "attn_input_format": self.form,
         }
+
+    @property
+    def form(self) -> str:
+        """Return the order of the dims of what its layers get, in its words.
+
+        Its linears gather and scatter along the first dim, so parts of sequences lead there.
+        Documents are all in one row.
+        """
+        if self.packs:
+            return "thd"
+        return "sbhd" if self.sequence_parallel else "bshd"
 
     @torch.no_grad()
     def _adopt(self, layer: nn.Module, index: int, native: nn.Module) -> None:

@@ -34,6 +34,7 @@ VERSIONS = [
         "real_attention.py",
         "real_blackwell.py",
         "real_calls.py",
+        "real_documents.py",
         "real_layers.py",
         "real_levels.py",
         "real_nemo.py",
@@ -144,6 +145,30 @@ def test_layouts_of_mxfp8() -> None:
     assert {name: found["te"] for name, found in ranks[0].items()} == {
         name: found["te"] for name, found in ranks[1].items()
     }
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ["tensor", "sequence"],
+        pytest.param(["pipeline", "replicas", "FSDP"], marks=pytest.mark.slow),
+    ],
+    ids=", ".join,
+)
+def test_layouts_of_documents(layouts: list[str]) -> None:
+    """Documents that do not see each other, with rotary positions and grouped queries: in FP32 two
+    steps are those of one process and of our engine; in FP8 a rounding may fall the other way. With
+    sequence parallelism a microbatch is one sample, whose tokens the ranks hold in turn."""
+    need_sources(DEFAULT_VERSION)
+    given = {"steps": 2, "layouts": layouts}
+    ranks = run_ranks("tests.backends.te.rank_documents:documents", 2, given, timeout=280)
+    assert len(ranks[0]) == 2 * len(layouts)
+    for (precision, layout), found in ranks[0].items():
+        assert found["te"] == ranks[1][precision, layout]["te"]
+        rel = 1e-5 if precision == "FP32" else 1e-2
+        for run in ("native", "one process"):
+            for mine, other in zip(found["te"], found[run], strict=True):
+                assert mine == pytest.approx(other, rel=rel), (precision, layout, run)
 
 
 @pytest.mark.slow
