@@ -47,12 +47,16 @@ class Setting:
 
 FP4, FP4_RECIPE, _FP4_PARAM = "model.fp4", "model.fp4_recipe", "model.fp4_param"
 FP4_KEYS = (FP4, FP4_RECIPE, _FP4_PARAM)
-"""Megatron's keys of FP4, which `spellings` translates."""
+DOCUMENT_MASKING = "model.data.dataloader_inter_document_masking"
+MEGATRON_KEYS = (*FP4_KEYS, DOCUMENT_MASKING)
+"""Megatron's keys of FP4 and of packed documents, which `spellings` translates."""
 
 
-def _fp4_problem(setting: Setting) -> SettingError | None:
-    """Return what is wrong with one of Megatron's keys of FP4, or None."""
+def _megatron_problem(setting: Setting) -> SettingError | None:
+    """Return what is wrong with one of Megatron's keys, or None."""
     key, value, origin = setting.key, setting.value, setting.origin
+    if key == DOCUMENT_MASKING and not isinstance(value, bool | None):
+        return SettingError(key, value, "is not True or False", "Give True or False", origin=origin)
     if key == FP4 and value not in (None, "e2m1"):
         return SettingError(key, value, "must be e2m1 or null", "Use e2m1", origin=origin)
     if key == _FP4_PARAM and value:
@@ -79,8 +83,8 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     """
     if setting.key == UNDECIDED:
         return _undecided(setting)
-    if setting.key in FP4_KEYS:
-        return _fp4_problem(setting)
+    if setting.key in MEGATRON_KEYS:
+        return _megatron_problem(setting)
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
         if is_unused_section(setting):

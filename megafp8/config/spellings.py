@@ -14,7 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.errors import DEFAULT, Origin, SettingError
-from megafp8.config.settings import FP4, FP4_KEYS, FP4_RECIPE, Setting, read_value
+from megafp8.config.settings import (
+    DOCUMENT_MASKING,
+    FP4,
+    FP4_RECIPE,
+    MEGATRON_KEYS,
+    Setting,
+    read_value,
+)
 from megafp8.specs.data import MOCK_DATA
 from megafp8.specs.recipes import names_where
 
@@ -23,6 +30,12 @@ SEQUENCE = "model.encoder_seq_length"
 POSITIONS = "model.max_position_embeddings"
 IMPL, PREFIX = "model.data.data_impl", "model.data.data_prefix"
 DISTRIBUTED = "mcore_distributed_optim"
+DOCUMENTS_APART = {
+    "model.data.reset_attention_mask": True,
+    "model.data.reset_position_ids": True,
+    "model.get_attention_mask_from_fusion": False,  # with it NeMo drops the first of the three
+}
+"""What Megatron does with `dataloader_inter_document_masking`, in NeMo's keys."""
 
 _VALUES: dict[str, dict[Any, Any]] = {
     "model.optim.name": {DISTRIBUTED: "distributed_fused_adam"},
@@ -54,7 +67,7 @@ def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], lis
     translated: list[Translated] = []
     for setting in given:
         value = setting.value
-        if setting.key in FP4_KEYS:
+        if setting.key in MEGATRON_KEYS:
             found = _of_megatron(setting)
             result += found
             translated += [Translated(setting, f"{s.key}={s.value}") for s in found]
@@ -74,7 +87,10 @@ def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], lis
 
 
 def _of_megatron(setting: Setting) -> list[Setting]:
-    """Return what Megatron's keys of FP4 mean here: its recipe is one of `fp8_recipe`."""
+    """Return what Megatron's keys mean here: its recipe of FP4 is one of `fp8_recipe`."""
+    if setting.key == DOCUMENT_MASKING:
+        apart = DOCUMENTS_APART.items() if setting.value else ()
+        return [Setting(key, value, setting.origin) for key, value in apart]
     if setting.key == FP4_RECIPE and setting.value is not None:
         return [Setting("model.fp8_recipe", setting.value, setting.origin)]
     if setting.key != FP4 or setting.value is None:

@@ -329,6 +329,23 @@ def test_only_learned_positions_begin_again_in_a_nemo_file(tmp_path: Path) -> No
         assert spec_of(load_all([*PATHS, f"{reset}=True"], **where)).data.reset_position_ids
 
 
+def test_megatrons_name_of_packed_documents(tmp_path: Path) -> None:
+    """Its documents begin at position 0 and are apart, also where NeMo would drop a mask; the start
+    of a run says what the key stands for. False stands for nothing."""
+    masking = "model.data.dataloader_inter_document_masking"
+    for value in (True, False):
+        where = launcher_yaml(tmp_path, **{masking: value})
+        loaded = load_all(PATHS, **where)
+        data = spec_of(loaded).data
+        assert data.reset_attention_mask is data.reset_position_ids is value
+        lines = [line for line in loaded.inert_lines() if "reset_attention_mask" in line]
+        assert not any("has no effect" in line for line in lines)
+        own = spec_of(load_all([f"{masking}={value}"])).data
+        assert own.reset_attention_mask is own.reset_position_ids is value
+    problem = the_problem(*PATHS, f"{masking}=maybe")
+    assert problem.key == masking and "Give True or False" in problem.hint
+
+
 def test_documents_are_kept_apart_with_context_parallelism(tmp_path: Path) -> None:
     """As the files of Llama 3 ask for it, once the mask has an effect."""
     mask, fusion = "model.data.reset_attention_mask", "model.get_attention_mask_from_fusion"
