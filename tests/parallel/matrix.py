@@ -130,10 +130,14 @@ TE = "FP8 delayed, te"
 NOT_TE = {
     name
     for name, (_, spec) in LAYOUTS.items()
-    if spec.cp > 1 or spec.tp > 2 or "zero bubble" in name or name.endswith(PACKED)
+    if spec.cp > 1
+    or spec.tp > 2
+    or "zero bubble" in name
+    or (name.endswith(PACKED) and spec.sequence_parallel)
 }
 """Layouts that have no row with Transformer Engine: settings refuse them, but for `tp 4`, where a
-rank's part of this small model has 8 columns and Transformer Engine multiplies multiples of 16."""
+rank's part of this small model has 8 columns and Transformer Engine multiplies multiples of 16.
+Documents with sequence parallelism are refused for microbatches of several samples, as here."""
 
 
 def precisions_of(layout: str) -> list[str]:

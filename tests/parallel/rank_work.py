@@ -59,7 +59,11 @@ class Case:
             optim=self.optim,
             loss_scale=self.loss_scale,
         )
-        spec = replace(spec, train=replace(spec.train, micro_batch_size=self.batch))
+        spec = replace(
+            spec,
+            train=replace(spec.train, micro_batch_size=self.batch),
+            data=replace(spec.data, reset_attention_mask=self.documents),
+        )
         if self.backend == "te":  # it updates the scales of all models of a process together
             te_cpu.load().module.base.FP8GlobalStateManager.reset()
         precision = replace(spec.precision, backend=self.backend)
