@@ -80,6 +80,16 @@ def test_a_pair_has_a_row_where_it_is_not_refused(precision: str) -> None:
             assert "tokens of a microbatch" in finding.reason and finding.hint
 
 
+def test_every_row_of_the_page_is_a_pair_and_holds() -> None:
+    """Every recipe has rows, and each row is of a layout that runs and within its bound."""
+    rows = matrix.rows_of(matrix.PAGE)
+    assert {row[1] for row in rows} == matrix.PRECISIONS.keys()
+    assert all(row[1] in matrix.precisions_of(row[0]) for row in rows)
+    for row in rows:
+        losses, bound = float(row[4]), float(row[5])
+        assert row[6] == "yes" and losses <= bound, row
+
+
 def test_parts_that_do_not_join_are_refused_by_name() -> None:
     load_recipe(SIMULATED)
     for layout, (_, spec) in matrix.LAYOUTS.items():

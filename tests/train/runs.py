@@ -238,7 +238,7 @@ class Finetuning(Place):
         return [word for word in argv if word.partition("=")[0] not in given] + list(more)
 
 
-def wait_until(condition: Any, what: str, seconds: float = 90.0) -> None:
+def wait_until(condition: Any, what: str, seconds: float = 600.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
