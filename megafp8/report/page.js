@@ -10,6 +10,7 @@
     ? v.toExponential(2) : String(+v.toPrecision(5));
 
   // ---- curves
+  const wholeSteps = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7].flatMap((n) => [n, 2 * n, 5 * n]);
   const drawn = [];
   function draw(box, chart, isLog) {
     box.querySelector(".plot").replaceChildren();
@@ -29,7 +30,7 @@
     const plot = new uPlot({
       width: Math.max(200, box.clientWidth), height: box.classList.contains("wide") ? 320 : 220,
       scales: { x: { time: false }, y: isLog && positive ? { distr: 3 } : {} },
-      axes: [axis, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
+      axes: [{ ...axis, incrs: wholeSteps }, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
       series, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
     }, joined, box.querySelector(".plot"));
     return plot;
