@@ -1,7 +1,7 @@
 """Count the package's files, lines and functions, and the stations of a token and of a setting.
 
     python -m scripts.house                    counts of this tree
-    python -m scripts.house --walk             run two small steps and list the stations
+    python -m scripts.house --walk             run two small steps; list stations, count imports
     python -m scripts.house --tree FOLDER      the same for another tree, such as a git worktree
 
 A token's path is every file of megafp8 with a function that takes or returns an array or a tensor
@@ -9,6 +9,8 @@ while two training steps run on a CPU with delayed scaling. The path of the sett
 function of megafp8 and of pretrain_gpt.py that receives the command line, the whole tree of
 settings or the `RunSpec` and passes it on to another function, from `main` to the first call of
 `build`. Functions that only read it, such as rules, do not count.
+
+A constant is late if a function stands before it although its value needs no function of the file.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -39,6 +42,7 @@ JOB = (
 )  # fmt: skip
 SETTINGS = ("Options", "DictConfig", "RunSpec", "Loaded", "Merged", "Composed")
 RULES = ("findings", "unused", "effective", "_contradictions")  # all below them only read settings
+OF_TE = ("megafp8.backends.te", "megafp8.te_cpu")
 MOST_KEYS = 100  # a dict of settings with more keys than this is the whole tree
 
 
@@ -70,6 +74,12 @@ def print_counts(tree: Path) -> None:
         f"lines of a function: median {statistics.median(functions):.0f}, "
         f"90 % up to {functions[len(functions) * 9 // 10]}, most {functions[-1]}"
     )
+    classes = Counter(
+        node.name for source in sources for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef)
+    )  # fmt: skip
+    print(f"names of classes in several files {sum(num > 1 for num in classes.values())}")
+    print(f"late constants {sum(late_constants(source) for source in sources)}")
 
 
 def function_lengths(source: str) -> Iterable[int]:
@@ -77,6 +87,25 @@ def function_lengths(source: str) -> Iterable[int]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def late_constants(source: str) -> int:
+    """Return how many constants of a file a function precedes that their values do not need."""
+    seen: set[str] = set()  # functions, and constants and classes that need one
+    found, is_late = 0, False
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            seen.add(node.name)
+            is_late = True
+        elif isinstance(node, ast.ClassDef) and seen:
+            seen.add(node.name)  # a constant below may have to follow the class
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and is_late:
+            if seen.isdisjoint(name.id for name in ast.walk(node) if isinstance(name, ast.Name)):
+                found += 1
+            else:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                seen.update(ast.unparse(target) for target in targets)
+    return found
 
 
 def code_lines(source: str) -> int:
@@ -109,6 +138,7 @@ class Stations:
         self.settings: dict[str, None] = {}
         self.receivers: dict[int, str] = {}  # active functions that were given the settings
         self.files: dict[str, None] = {}
+        self.files_of_steps: set[str] = set()
         self.is_built = self.is_training = False
         self.num_steps = self.num_rules = 0
 
@@ -143,12 +173,19 @@ class Stations:
         reads_data = name.startswith("megafp8/data/") and self.is_built
         if (self.is_training or reads_data) and any(map(is_array, given)):
             self.files.setdefault(name)
+            if self.is_training and not name.startswith("megafp8/data/"):
+                self.files_of_steps.add(name)
 
     def print(self) -> None:
         """Print what was seen."""
         for what, names in (("functions", self.settings), ("files", self.files)):
             print(f"\n{len(names)} {what}, in the order of their first call:")
             print("\n".join(f"  {name}" for name in names), flush=True)
+        ours = [name for name in sys.modules if name.partition(".")[0] == "megafp8"]
+        print(f"\n{len(self.files_of_steps)} of these without data, from train_step on")
+        print(f"{len(ours)} modules of megafp8 imported, "
+              f"{sum(name.startswith(OF_TE) for name in ours)} of them Transformer Engine's",
+              flush=True)  # fmt: skip
 
 
 def arguments(frame: FrameType, code: CodeType) -> list[Any]:

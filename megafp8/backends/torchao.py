@@ -154,6 +154,7 @@ class TorchaoLinear(nn.Module):
         super().__init__()
         self.name = name
         out_features, in_features = weight_OI.shape
+        # On meta it allocates nothing: torchao converts a module, and the parameters are there.
         plain = nn.Linear(in_features, out_features, bias=False, device="meta")
         plain.weight, plain.bias = weight_OI, bias_O  # type: ignore[assignment]  # None is allowed
         self.linear: nn.Linear = import_torchao().convert_to_float8_training(plain, config=config)

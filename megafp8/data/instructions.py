@@ -104,6 +104,7 @@ class ShuffledEpochs:
         return self.source[int(self._order(epoch)[place]) if self.shuffle else place]
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the samples in the order in which an epoch reads them; two epochs are kept."""
         known = self._orders.get(epoch)
         if known is None:
             known = shuffled(self.source.num_samples, self.seed, _EPOCH, epoch)

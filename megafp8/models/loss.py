@@ -161,10 +161,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         with_grads = is_grad_enabled and any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
         factor = 1 if bf16.device_kind(hidden_TD.device) == "cpu" else GPU_FACTOR
+        # Logits of one chunk at a time: those of a whole microbatch would be the largest tensor.
         chunk = max(1, min(factor * CHUNK_TOKENS, factor * CHUNK_BYTES // (4 * vocab)))
         work = _sum_dtype(hidden_TD)
         loss = torch.zeros((), dtype=work, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None
+        # The first chunk's product overwrites the total; without tokens nothing would write it.
         make_total = torch.empty_like if num_tokens > 0 else torch.zeros_like
         grad_weight_VD = make_total(weight_VD, dtype=work) if with_grads else None
         for begin in range(0, num_tokens, chunk):
@@ -177,7 +179,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             loss += chunk_loss
             if grad_hidden_TD is None or grad_weight_VD is None or grad_CV is None:
                 continue
-            grad_CV = grad_CV.to(hidden_TD.dtype)
+            grad_CV = grad_CV.to(hidden_TD.dtype)  # the products below take operands of one dtype
             grad_hidden_TD[rows] = head.matmul(grad_CV, weight_VD, place="head grad_input")
             part_VD = head.matmul(
                 grad_CV,

@@ -39,7 +39,25 @@ def test_counts_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "lines 514, of code 506",
         "lines of a file: median 257, most 501",
         "lines of a function: median 6, 90 % up to 6, most 6",
+        "names of classes in several files 0",
+        "late constants 0",
     ]
+
+
+def test_a_constant_is_late_if_it_could_stand_before_the_functions() -> None:
+    source = "class A: ...\ndef f(): ...\nX = 1\nY = f()\nZ = A(Y)\nW: int = X\n"
+    assert house.late_constants(source) == 2
+    assert house.late_constants("X = 1\ndef f(): ...\n") == 0
+
+
+def test_names_of_classes_are_counted_over_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "megafp8").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "megafp8" / f"{name}.py").write_text("class Same: ...\ndef f(): ...\n")
+    house.print_counts(tmp_path)
+    assert "names of classes in several files 1" in capsys.readouterr().out
 
 
 def test_the_whole_settings_are_told_from_parts_of_them() -> None:
