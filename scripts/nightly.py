@@ -114,6 +114,10 @@ SUITES = (
         (sys.executable, "-m", "scripts.te_versions"),
     ),
     Suite(
+        "tritons", "the GPU kernels, compiled by the Triton of each supported PyTorch",
+        (sys.executable, "-m", "scripts.tritons"),
+    ),
+    Suite(
         "slurm", "jobs on a Slurm of two nodes", _pytest("-m", "slurm"),
         SLURM, "--no-install-recommends slurmctld slurmd slurm-client munge iproute2", root=True,
     ),

@@ -353,7 +353,7 @@ def call_adam(found: Compilations, *, all_kinds: bool) -> None:
 
 
 def main(capability: str, *cases: str) -> None:
-    """Print one JSON object with a row for each binary.
+    """Print one JSON object with Triton's version and a row for each binary.
 
     A case is ROWSxCOLS:PART,PART, or `adam` or `all_adam` for the optimizer over stored tensors, or
     `blocks` for the casts of MXFP8 and NVFP4 alone.
@@ -371,7 +371,7 @@ def main(capability: str, *cases: str) -> None:
         shape, _, parts = case.partition(":")
         rows, cols = map(int, shape.split("x"))
         call_all(found, rows, cols, tuple(parts.split(",")) if parts else (*NORMS, *ACTIVATIONS))
-    json.dump({"binaries": list(found.rows())}, sys.stdout)
+    json.dump({"triton": triton.__version__, "binaries": list(found.rows())}, sys.stdout)
 
 
 if __name__ == "__main__":
