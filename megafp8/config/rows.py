@@ -73,10 +73,12 @@ HISTORY = RecipeKind("with a history of amaxes", lambda traits: traits.has_histo
 CURRENT = RecipeKind("without a history of amaxes", lambda traits: not traits.has_history)
 WHOLE_BLOCKS = RecipeKind("that needs whole blocks", lambda traits: not traits.pads)
 GATHERED = RecipeKind("whose casts ranks can gather", lambda traits: traits.gathers_tokens)
+_GATHERED_BY_TE = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 UNTRIED_GATHER = RecipeKind(
-    "with several scales for a tensor, except MXFP8's",
-    lambda traits: not traits.has_one_scale and traits.backends.get("te") != "MXFP8BlockScaling",
+    "with several scales for a tensor, except those of mxfp8 and nvfp4",
+    lambda traits: not traits.has_one_scale and traits.backends.get("te") not in _GATHERED_BY_TE,
 )
+ROTATED = RecipeKind("that rotates operands", lambda traits: traits.input.rotation is not None)
 NOT_GATHERED = RecipeKind(
     "whose casts ranks cannot gather", lambda traits: not traits.gathers_tokens
 )

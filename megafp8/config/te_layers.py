@@ -19,6 +19,7 @@ from megafp8.config.rows import (
     HALF,
     LOW_PRECISION,
     NATIVE,
+    ROTATED,
     ZERO_BUBBLE,
     Condition,
     RecipeKind,
@@ -32,6 +33,7 @@ from megafp8.config.rules import Finding
 from megafp8.config.values import (
     GELUS,
     LAYERS_NAMED,
+    compute_dtypes,
     layers_in_bf16,
     parse_modules,
     spell_activation,
@@ -39,20 +41,17 @@ from megafp8.config.values import (
 )
 from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import ModuleRule
-from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.specs.recipes import HIGH_PRECISION, te_class
 from megafp8.specs.te_versions import (
     DEFAULT_VERSION,
     DOCUMENTS_ON_CPU,
     is_before,
+    release_of,
     why_not_on_cpu,
 )
 
 IN_TE = RecipeKind("that Transformer Engine has", lambda traits: "te" in traits.backends)
-NOT_IN_TE = RecipeKind(
-    "that Transformer Engine lacks",
-    lambda traits: "te" not in traits.backends and traits.numbers != "e2m1",
-)
-FP4 = RecipeKind("in FP4", lambda traits: traits.numbers == "e2m1")
+NOT_IN_TE = RecipeKind("that Transformer Engine lacks", lambda traits: "te" not in traits.backends)
 
 BACKEND, RECIPE, SPLIT = "model.fp8_backend", "model.fp8_recipe", "model.fp8_split_accumulator"
 VERSION, MODULES = "model.te_version", "model.fp8_modules"
@@ -62,6 +61,7 @@ ACTIVATION, POSITIONS = "model.activation", "model.position_embedding_type"
 FP8_ATTENTION = "model.fp8_dot_product_attention"
 LEVEL, PRECISION = "model.optim.fp8_opt_level", "trainer.precision"
 LEAVE = f"Leave it out, {NATIVE}"
+NVFP4 = "NVFP4BlockScaling"
 ALL_IN_FP8 = (
     "Transformer Engine's layers run all products in FP8; they ignore this setting, or fail in the "
     "first forward pass"
@@ -72,6 +72,7 @@ _FIRST_LAST = (
     "model.num_layers_at_end_in_bf16",
 )
 
+NOT_BF16 = Condition("=32 or 16", lambda _, values: compute_dtypes(values) != ("bf16",))
 GELU = Condition("=gelu or geglu", lambda value, _: spell_activation(value) in GELUS)
 
 
@@ -176,10 +177,10 @@ TABLE = (
         f"Use {RECIPE}={IN_TE.hint}, {NATIVE}",
     ),
     Row(
-        {"model.fp8": True}, {RECIPE: its_recipe(FP4)},
-        "Transformer Engine's NVFP4BlockScaling is not connected: no test has compared its layers "
-        "with {recipe}, and the kernels on a CPU do not have it",
-        f"Use {RECIPE}={IN_TE.hint}, {NATIVE}",
+        {"model.fp8": True, RECIPE: its_recipe(ROTATED), "model.fp4_disable_rht": False},
+        {PRECISION: NOT_BF16},
+        "Transformer Engine rotates tensors in BF16 alone, and {recipe} rotates",
+        f"Use {PRECISION}=bf16, model.fp4_disable_rht=True, {NATIVE}",
     ),
     Row(
         {"model.fp8": True},
@@ -221,15 +222,16 @@ TABLE = (
         for name, own, which in (
             ("DelayedScaling", "[False, True, True]", "the two backward products alone"),
             ("MXFP8BlockScaling", "[False, True, True]", "the two backward products alone"),
+            (NVFP4, "[False, True, True]", "the two backward products alone"),
             ("Float8BlockScaling", "[True, True, True]", "all products"),
         )
     ),
     # --- attention in FP8 ----------------------------------------------------------------------
     Row(
         {FP8_ATTENTION: True}, {RECIPE: its_recipe(CURRENT)},
-        "Transformer Engine has no FP8 attention for blockwise, that for mxfp8, of later versions, "
-        "has not been tried, and for tensorwise it gives the scores delayed scales, whose rule no "
-        "setting describes",
+        "Transformer Engine has no FP8 attention for blockwise, that for mxfp8 and nvfp4, of later "
+        "versions, has not been tried, and for tensorwise it gives the scores delayed scales, "
+        "whose rule no setting describes",
         f"Use {RECIPE}=delayed, or leave {FP8_ATTENTION} out",
     ),
     Row(
@@ -281,5 +283,11 @@ def findings(values: Values) -> Iterator[Finding]:
     """
     yield from refusals(TABLE, values)
     version = values.get(VERSION)
-    if version is not None and (reason := why_not_on_cpu(version)) is not None:
+    if version is None:
+        return
+    reason = why_not_on_cpu(version)
+    needed = te_class(values.get(RECIPE, "")) if values.get("model.fp8") else None
+    if reason is None and needed == NVFP4 and release_of(version) < (2, 8):
+        reason = f"{needed} begins with 2.8"
+    if reason is not None:
         yield Finding(VERSION, reason, f"Use {DEFAULT_VERSION}, or leave it out")

@@ -7,6 +7,7 @@ from typing import Any
 from megafp8.config.architecture import tree_of_spec
 from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, StorageSpec
 from megafp8.specs.precision import GEMMS
+from megafp8.specs.recipes import find_recipe
 
 _PRECISIONS = {"bf16": "bf16", "fp16": 16, "fp32": 32}
 
@@ -61,6 +62,7 @@ def of_recipe(recipe: Fp8Recipe) -> dict[str, Any]:
         "model.fp8_wgrad": not in_wgrad,
         "model.override_linear_precision": [gemm in high and not in_wgrad for gemm in GEMMS],
         "model.fp8_split_accumulator": [gemm not in recipe.fast_accumulation for gemm in GEMMS],
+        "model.fp4_disable_rht": find_recipe(recipe.name).traits.input.rotation is None,
         "model.pad_inner_dim": recipe.pad_inner_dim,
         "model.fp8_modules": [f"{rule.pattern}:{rule.precision}" for rule in recipe.modules],
         "model.first_last_layers_bf16": False,

@@ -8,6 +8,7 @@ import torch
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.gemm import GemmCounter, gemm
+from megafp8.te_cpu import nv
 from megafp8.te_cpu.activations import dgelu, gelu_of
 from megafp8.te_cpu.enums import WIDE
 from megafp8.te_cpu.missing import missing
@@ -88,6 +89,10 @@ def _product(
     else:
         # A matrix in FP32 that is to be accumulated takes FP32 operands.
         left, right = (x.detach().reshape(-1, x.shape[-1]).to(dtype) for x in (b, a))
+    if nv.is_nv(a) and nv.is_nv(b):
+        columns = not trans_a, trans_b
+        left.outer = nv.scale_of_product(a, b, columns=columns, alpha=alpha)
+        right.outer, alpha = torch.ones_like(left.outer), 1.0
     if alpha != 1.0:
         assert isinstance(right, Fp8Tensor) and bias is None, "alpha is for FP8 without a bias"
         right.dequant_scale = right.dequant_scale * alpha
@@ -129,6 +134,8 @@ def _check_alignment(tensor: Any) -> None:
 def _bias_gradient(grad_output: Any, bias: torch.Tensor | None) -> torch.Tensor | None:
     if bias is None or not bias.numel():
         return None
+    if nv.is_nv(grad_output):
+        raise missing("generic_gemm", " with the gradient of a bias, of rotated columns in NVFP4")
     if is_quantized(grad_output):
         grad_output = operand(grad_output, by_column=True).dequantize(torch.float32)
     grad_32: torch.Tensor = grad_output.detach().float()

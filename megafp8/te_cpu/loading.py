@@ -18,7 +18,7 @@ import torch
 from megafp8.errors import ConfigError
 from megafp8.ops import torch_private
 from megafp8.specs.te_versions import DEFAULT_VERSION
-from megafp8.te_cpu import cuda, wheel
+from megafp8.te_cpu import cuda, nv, wheel
 from megafp8.te_cpu.extension import make_extension
 from megafp8.te_cpu.missing import FromAbsentPackage, ImportPhase
 from megafp8.te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
@@ -107,20 +107,29 @@ def _import(sources: Sources) -> ModuleType:
             common.load_framework_extension = lambda framework: None
             sys.modules[EXTENSION] = make_extension(sources)
             imported = importlib.import_module("transformer_engine.pytorch")
-        _supply_mxfp8()
+        _supply_recipes()
+        _supply_padding()
         undo.pop_all()
     return imported
 
 
-def _supply_mxfp8() -> None:
-    """Let Transformer Engine's check for MXFP8 pass, whose kernels are here as on a Blackwell GPU.
+def _supply_recipes() -> None:
+    """Let Transformer Engine's checks for MXFP8 and NVFP4 pass, whose kernels are here.
 
     The recipe that it chooses where none is given stays that of an H100.
     """
     for name in ("quantization", "fp8"):  # the name of the file since 2.9, and before
         module: Any = sys.modules.get(f"transformer_engine.pytorch.{name}")
-        if (real := getattr(module, "check_mxfp8_support", None)) is not None:
-            module.check_mxfp8_support = _passed_but_by_default(real)
+        for check in ("check_mxfp8_support", "check_nvfp4_support"):
+            if (real := getattr(module, check, None)) is not None:
+                setattr(module, check, _passed_but_by_default(real))
+
+
+def _supply_padding() -> None:
+    """Let torch pad the scales of gathered NVFP4, as a kernel in Triton does from 2.8 on."""
+    module: Any = sys.modules["transformer_engine.pytorch.distributed"]
+    if hasattr(module, "pad_columnwise_scale_inv"):
+        module.pad_columnwise_scale_inv = nv.padded_scales
 
 
 def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:

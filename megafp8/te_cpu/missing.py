@@ -28,7 +28,7 @@ SETTINGS = {
     "multi_tensor_adam_": "FusedAdam with states other than FP32, or capturable=True",
     "multi_tensor_sgd": "FusedSGD",
     "mxfp8": "MXFP8 weights as the only copy, in parts (fp8_params, quantized_model_init)",
-    "nvfp4": "the NVFP4 recipe (NVFP4BlockScaling), which needs a Blackwell GPU",
+    "nvfp4": "NVFP4 weights as the only copy, in parts (quantized_model_init)",
     "clamped_": "the clamped SwiGLU activation",
     "dropout_": "dropout in FP8 attention",
     "init_nvshmem": "NVSHMEM",

@@ -20,10 +20,9 @@ from megafp8.fp8.cast import Fp8Tensor, times_scale
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.recipes.mxfp8 import BLOCK, LARGEST_CODE, Mxfp8, power_of
 from megafp8.specs.recipe import Cast, Scaled
-from megafp8.specs.te_versions import DEFAULT_VERSION, release_of
-from megafp8.te_cpu import wheel
 from megafp8.te_cpu.enums import FORMATS
 from megafp8.te_cpu.missing import SizeError, missing
+from megafp8.te_cpu.wheel import version_in_use
 
 NAME = "MXFP8Tensor"
 ROW, COLUMN = (1, BLOCK), (BLOCK, 1)
@@ -84,7 +83,7 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
     )
     for block, data, scale_inv in sides:
         if data is not None:
-            payload, code = quantize_blocks(x_MK, block, _version())
+            payload, code = quantize_blocks(x_MK, block, version_in_use())
             data.copy_(payload.view(torch.uint8).reshape(data.shape))
             scale_inv.zero_()[: code.shape[0], : code.shape[1]].copy_(code)
     return out
@@ -92,11 +91,6 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
 
 def _no_bytes(shape: tuple[int, ...]) -> torch.Tensor:
     raise AssertionError("MXFP8 rounds to nearest")
-
-
-def _version() -> tuple[int, ...]:
-    loaded = wheel.loaded()
-    return release_of(DEFAULT_VERSION if loaded is None else loaded.version)
 
 
 def quantize_blocks(

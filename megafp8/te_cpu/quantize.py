@@ -16,7 +16,7 @@ from megafp8.fp8 import cast
 from megafp8.fp8.cast import times_scale
 from megafp8.fp8.scales import amax_of_blocks, scale_of_amax
 from megafp8.specs.traits import BLOCK
-from megafp8.te_cpu import mx
+from megafp8.te_cpu import mx, nv
 from megafp8.te_cpu.cuda import to_cpu
 from megafp8.te_cpu.enums import FORMATS, WIDE
 from megafp8.te_cpu.missing import missing
@@ -26,6 +26,7 @@ from megafp8.te_cpu.tensors import (
     create,
     is_blockwise,
     is_mx,
+    is_nv,
     kind_of,
     operand,
     row_shape,
@@ -57,6 +58,8 @@ def _place(quantizer: Quantizer, x: torch.Tensor, dtype: torch.dtype, output: An
 
 def dequantize(input: Any, otype: int) -> torch.Tensor:
     """Return the values of a quantized tensor, in its own shape."""
+    if nv.is_nv(input):
+        return nv.dequantize(input, WIDE[otype])
     has_rows = getattr(input, "_rowwise_data", getattr(input, "_data", None)) is not None
     values_MK = operand(input, by_column=not has_rows).dequantize(torch.float32)
     return values_MK.reshape(row_shape(input)).to(WIDE[otype])
@@ -112,6 +115,8 @@ def fill(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
     """Write the cast of `x` and its scales into `out`; a dry run's tensors have no values."""
     if x.is_meta:
         return out
+    if is_nv(quantizer):
+        return nv.fill(quantizer, x, out)
     if is_mx(quantizer):
         return mx.fill(quantizer, x, out)
     if is_blockwise(quantizer):

@@ -15,23 +15,26 @@ import torch
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.specs.traits import BLOCK
-from megafp8.te_cpu import mx
+from megafp8.te_cpu import mx, nv
 from megafp8.te_cpu.enums import FORMATS, ScaleFormat
 from megafp8.te_cpu.missing import missing
 
 Quantizer = Any  # of transformer_engine.pytorch.tensor
 # Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
 BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
-# Where they keep bytes and scales, of whole tensors and of blocks.
-MEMORY = (*BYTES, "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
+# Where they keep bytes, scales of whole tensors and of blocks, and amaxes that are scales too.
+MEMORY = (
+    *(*BYTES, "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv"),
+    *("_amax_rowwise", "_amax_columnwise"),
+)
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether `tensor` is a tensor that Transformer Engine keeps in FP8, of either kind.
+    """Whether `tensor` is a tensor that Transformer Engine keeps in FP8 or FP4, of either kind.
 
     One kind is a subclass of `torch.Tensor`, which a parameter may be; the other one is not.
     """
-    return hasattr(tensor, "_fp8_dtype")
+    return hasattr(tensor, "_fp8_dtype") or hasattr(tensor, "_fp4_dtype")
 
 
 def bytes_of(tensor: Any) -> torch.Tensor | None:
@@ -43,6 +46,14 @@ def bytes_of(tensor: Any) -> torch.Tensor | None:
             assert isinstance(found, torch.Tensor)
             return found
     return None
+
+
+def size_of(tensor: Any) -> int:
+    """Return the number of elements of a tensor; the bytes of one in FP4 hold two each."""
+    found = bytes_of(tensor)
+    if found is None:
+        return int(tensor.numel())
+    return found.numel() * (2 if hasattr(tensor, "_fp4_dtype") else 1)
 
 
 def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -67,6 +78,10 @@ def is_mx(quantizer: Quantizer) -> bool:
     return kind_of(quantizer) == "MXFP8Quantizer"
 
 
+def is_nv(quantizer: Quantizer) -> bool:
+    return kind_of(quantizer) == "NVFP4Quantizer"
+
+
 def _column_shape(shape: Sequence[int]) -> list[int]:
     return [shape[-1], *shape[:-1]]
 
@@ -87,9 +102,9 @@ def create(
     `internal` quantizers make a plain storage object, others a subclass of `torch.Tensor`.
     """
     shape = list(shape)
-    if kind_of(quantizer) == "NVFP4Quantizer":
-        raise missing("nvfp4_quantize")
-    if is_mx(quantizer):
+    if is_nv(quantizer):
+        made, name, module = nv.arguments(quantizer, shape, device), nv.NAME, nv.module()
+    elif is_mx(quantizer):
         made, name, module = mx.arguments(quantizer, shape, device), mx.NAME, mx.module()
     elif is_blockwise(quantizer):
         made, name = _block_arguments(quantizer, shape, device), "Float8BlockwiseQTensor"
@@ -170,6 +185,11 @@ def _up_to_4(size: int) -> int:
 def coerce(quantizer: Quantizer, tensor: Any) -> Any:
     """Give a tensor that is to be written the memory that the quantizer's usages ask for now."""
     assert quantizer.rowwise_usage or quantizer.columnwise_usage, "a quantizer without a usage"
+    if is_nv(quantizer):
+        data = bytes_of(tensor)
+        assert data is not None, "an NVFP4Tensor without data"
+        made = nv.arguments(quantizer, list(nv.row_shape(tensor)), data.device)
+        return _coerce_sides(made, tensor)
     if is_mx(quantizer):
         data = tensor._rowwise_data if tensor._rowwise_data is not None else tensor._columnwise_data
         return _coerce_sides(mx.arguments(quantizer, list(data.shape), data.device), tensor)
@@ -202,7 +222,7 @@ def _coerce_blocks(quantizer: Quantizer, tensor: Any) -> Any:
 def _coerce_sides(made: dict[str, Any], tensor: Any) -> Any:
     """Give a tensor the memory of `made` for what it lacks, and drop what `made` has not."""
     for name, fresh in made.items():
-        if name.startswith(("rowwise", "columnwise")):
+        if name.startswith(("rowwise", "columnwise", "amax")):
             old = getattr(tensor, f"_{name}")
             setattr(tensor, f"_{name}", old if old is not None and fresh is not None else fresh)
     return tensor
@@ -214,6 +234,8 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
     It is made of the row-wise bytes or of the column-wise ones. They must be there: the hardware
     has no other way to that orientation.
     """
+    if nv.is_nv(tensor):
+        return nv.operand(tensor, by_column=by_column)
     if mx.is_mx(tensor):
         return mx.operand(tensor, by_column=by_column)
     fmt = FORMATS[tensor._fp8_dtype]
@@ -260,6 +282,8 @@ def row_shape(tensor: Any) -> torch.Size:
     """Return the logical shape of any operand of a product."""
     if not is_quantized(tensor):
         return torch.Size(tensor.shape)
+    if nv.is_nv(tensor):
+        return nv.row_shape(tensor)
     if mx.is_mx(tensor):
         data = tensor._rowwise_data if tensor._rowwise_data is not None else tensor._columnwise_data
         return torch.Size(data.shape)

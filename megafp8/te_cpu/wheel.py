@@ -27,7 +27,7 @@ from pathlib import Path
 
 from megafp8.errors import ConfigError
 from megafp8.files import built_beside, cache_folder, locked, move_away, own_folder
-from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, why_not_on_cpu
+from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, release_of, why_not_on_cpu
 
 PACKAGE = "transformer-engine"
 EXTENSION = "transformer_engine_torch"
@@ -50,6 +50,12 @@ def loaded() -> Sources | None:
     """Return the version whose Python this process has loaded on the CPU; None before."""
     found = getattr(sys.modules.get(EXTENSION), "sources", None)
     return found if isinstance(found, Sources) else None
+
+
+def version_in_use() -> tuple[int, ...]:
+    """Return the first two numbers of the version that is loaded; before, those of the default."""
+    found = loaded()
+    return release_of(DEFAULT_VERSION if found is None else found.version)
 
 
 def te_folder() -> Path:

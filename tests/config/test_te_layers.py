@@ -34,6 +34,7 @@ from tests.config.helpers import load_problems, run_spec
 ROOT = Path(__file__).parents[2]
 TE = "model.fp8_backend=te"
 FP8, ROPE = "model.fp8=True", "model.position_embedding_type=rope"
+FP4 = (FP8, "model.fp8_recipe=nvfp4", "trainer.precision=bf16")
 ATTENTION = "model.fp8_dot_product_attention=True"
 DOCUMENTS = "model.data.reset_attention_mask=True"
 SMALL = ["model.micro_batch_size=2", "model.global_batch_size=8"]
@@ -50,7 +51,7 @@ EXAMPLES: tuple[list[str], ...] = (
     [DOCUMENTS, FP8, ATTENTION],
     ["model.megatron_amp_O2=False"],
     [FP8, "model.fp8_recipe=rowwise"],
-    [FP8, "model.fp8_recipe=nvfp4"],
+    [*FP4[:2], "trainer.precision=32"],
     [FP8, "model.fp8_modules=['layers.0.*:tensorwise']"],
     [FP8, "model.fp8_modules=['*.mlp.fc2:high_precision']"],
     [FP8, "model.fp8_interval=2"],
@@ -59,6 +60,7 @@ EXAMPLES: tuple[list[str], ...] = (
     [FP8, "model.override_linear_precision=[true,false,false]"],
     [FP8, "model.fp8_split_accumulator=[true,true,true]"],
     [FP8, "model.fp8_recipe=mxfp8", "model.fp8_split_accumulator=[true,true,true]"],
+    [*FP4, "model.fp8_split_accumulator=[true,true,true]"],
     [FP8, "model.fp8_recipe=blockwise", "model.fp8_split_accumulator=[false,true,true]"],
     [FP8, ATTENTION, "model.fp8_recipe=tensorwise"],
     [FP8, ATTENTION, "trainer.precision=32"],
@@ -153,6 +155,8 @@ def test_a_version_that_cannot_run_is_refused_with_the_settings() -> None:
     for version, word in (("2.3.0", "too old"), ("3.0.0", "too new"), ("newest", "whole version")):
         (problem,) = load_problems(TE, f"model.te_version={version}")
         assert problem.key == "model.te_version" and word in problem.reason
+    (problem,) = load_problems(TE, *FP4, "model.openai_gelu=True", "model.te_version=2.7.0")
+    assert problem.key == "model.te_version" and "NVFP4BlockScaling" in problem.reason
 
 
 # --- what adds up precisely -----------------------------------------------------------------------

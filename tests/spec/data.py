@@ -33,6 +33,11 @@ def data(kind: str, shape: tuple[int, int] = (32, 64)) -> Floats32:
         halves = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, 0.0, -0.0, -5.0])
         normal = generator.choice(halves, shape)
         normal[:, ::16] = 6.0
+    elif kind == "sixteenths":  # the largest of 16 elements is 192 / 16, 191 / 16, and so on
+        most = 192 - np.arange(normal.size // 16)[:, None] % 192
+        normal = generator.integers(-most, most + 1, (len(most), 16)) / 16
+        normal[:, :1] = most / 16
+        normal = normal.reshape(shape)
     elif kind == "largest":
         normal = np.copysign(2.0**128 - 2.0**120, normal)  # the largest in BF16
     found = to_bf16(normal.astype(np.float32))

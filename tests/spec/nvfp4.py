@@ -21,6 +21,8 @@ Three more rules apply to some operands:
 * **Rotation** (both operands of the gradient of a weight): each 16 elements along the sum times
   diag(SIGNS) @ H / 4, where H is Sylvester's Hadamard matrix. Input and result are BF16.
 * The amax of a rotated operand is that of the rotated tensor.
+
+Up to 2.13 step 4 is s = E4M3(block_amax / 6 * S), which rounds at other places (`sixth_first`).
 """
 
 from __future__ import annotations
@@ -97,11 +99,17 @@ def encoding_scale(amax: np.float32) -> np.float32:
 
 
 def quantize_blocks(
-    x: Floats32, rows: int = 1, amax: np.float32 | None = None, byte: Codes | None = None
+    x: Floats32,
+    rows: int = 1,
+    amax: np.float32 | None = None,
+    byte: Codes | None = None,
+    *,
+    sixth_first: bool = False,
 ) -> FourBit:
     """Quantize blocks of `rows` x 16 elements of x [M, K], whose sizes are multiples of them.
 
-    `amax` is that of the whole tensor, where x is a part of it. `byte` asks for random rounding.
+    `amax` is that of the whole tensor, where x is a part of it. `byte` asks for random rounding,
+    and `sixth_first` for the rule up to 2.13.
     """
     if x.shape[0] % rows or x.shape[1] % BLOCK:
         raise ValueError(f"{x.shape} is not a multiple of {rows} x {BLOCK}")
@@ -115,8 +123,10 @@ def quantize_blocks(
                 slice(down * rows, (down + 1) * rows),
                 slice(right * BLOCK, (right + 1) * BLOCK),
             )
-            factor = scale * (ONE / np.float32(6))
-            of_block = quantize(np.array([amax_of(x[at])]), np.float32(factor), E4M3)
+            of_block = amax_of(x[at])
+            factor = scale if sixth_first else scale * (ONE / np.float32(6))
+            of_block = of_block / np.float32(6) if sixth_first else of_block
+            of_block = quantize(np.array([of_block]), np.float32(factor), E4M3)
             scale_codes[down, right] = of_block[0]
             s = np.float32(dequantize(of_block, E4M3)[0])
             with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):

@@ -21,8 +21,14 @@ from tests.spec.data import data
 from tests.spec.formats import E4M3, Floats32
 from tests.te_cpu.sources import need_sources
 
-TE_VERSION = "2.20.2"
-FINITE = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints")
+REFERENCES = {
+    "2.20.2": ("gemm", "reference_utils", "reference_nvfp4"),
+    "2.12.0": ("quantization", "utils", "quantization_nvfp4"),
+}
+"""The files of Transformer Engine's own reference by version; the last one quantizes."""
+FINITE = (
+    *("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints", "sixteenths"),
+)
 rows_of = pytest.mark.parametrize("rows", [1, 16])
 
 
@@ -104,11 +110,13 @@ def test_random_rounding_goes_up_as_often_as_the_part_says() -> None:
     assert nvfp4.to_e2m1_at_random(beyond, bytes_[-3:]).tolist() == [7, 7, 7]
 
 
-@pytest.fixture(scope="module")
-def reference() -> Iterator[Any]:
-    """Transformer Engine's `NVFP4QuantizerRef`, loaded by its file with stand-ins around it."""
-    need_sources(TE_VERSION)
-    folder = wheel.sources(TE_VERSION).folder / "transformer_engine/pytorch/custom_recipes"
+@pytest.fixture(scope="module", params=REFERENCES)
+def reference(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Transformer Engine's `NVFP4QuantizerRef`, loaded by its file with stand-ins around it, of
+    each of the two rules."""
+    version: str = request.param
+    need_sources(version)
+    folder = wheel.sources(version).folder / "transformer_engine/pytorch/custom_recipes"
     base = "transformer_engine.pytorch"
     held = {name: m for name, m in sys.modules.items() if name.startswith("transformer_engine")}
     for name in held:
@@ -127,7 +135,7 @@ def reference() -> Iterator[Any]:
     modules |= {f"{base}.quantized_tensor": stand_in, f"{base}.tensor.utils": utils}
     sys.modules.update(modules)
     try:
-        for file in ("gemm", "reference_utils", "reference_nvfp4"):
+        for file in REFERENCES[version]:
             name = f"{base}.custom_recipes.{file}"
             spec = importlib.util.spec_from_file_location(name, folder / f"{file}.py")
             assert spec is not None and spec.loader is not None
@@ -135,6 +143,7 @@ def reference() -> Iterator[Any]:
             sys.modules[name] = module
             setattr(modules[f"{base}.custom_recipes"], file, module)
             spec.loader.exec_module(module)
+        module.__dict__["sixth_first"] = version == "2.12.0"
         yield module
     finally:
         for name in [n for n in sys.modules if n.startswith("transformer_engine")]:
@@ -143,8 +152,9 @@ def reference() -> Iterator[Any]:
 
 
 def quantized_by(reference: Any, x: Floats32, rows: int, *, with_rht: bool = False) -> Any:
+    utils = getattr(reference, "reference_utils", None) or reference.utils
     quantizer = reference.NVFP4QuantizerRef(
-        dtype=reference.reference_utils.Fp4Formats.E2M1,
+        dtype=utils.Fp4Formats.E2M1,
         quant_tile_shape=(rows, 16),
         with_rht=with_rht,
     )
@@ -165,7 +175,8 @@ def without_negative_zero(codes: formats.Codes) -> formats.Codes:
 @pytest.mark.parametrize("kind", [*FINITE, "largest", "inf"])
 def test_nvfp4_is_transformer_engines_reference(reference: Any, kind: str, rows: int) -> None:
     x = data(kind)
-    theirs, ours = quantized_by(reference, x, rows), nvfp4.quantize_blocks(x, rows)
+    theirs = quantized_by(reference, x, rows)
+    ours = nvfp4.quantize_blocks(x, rows, sixth_first=reference.sixth_first)
     assert theirs.global_amax_row.item() == ours.amax
     scales = np.repeat(ours.scale_codes, rows, axis=0)
     assert np.array_equal(scales, theirs.scale.view(torch.uint8).numpy()[: len(x)])
@@ -179,11 +190,22 @@ def test_the_rotation_is_transformer_engines(reference: Any, kind: str) -> None:
     x = data(kind)
     theirs = quantized_by(reference, x, 1, with_rht=True)
     rotated = torch.from_numpy(nvfp4.rotate(x.T)).bfloat16().float().numpy()
-    ours = nvfp4.quantize_blocks(rotated)
+    ours = nvfp4.quantize_blocks(rotated, sixth_first=reference.sixth_first)
     assert theirs.global_amax_col.item() == ours.amax
     assert np.array_equal(ours.scale_codes, theirs.scale_t.view(torch.uint8).numpy())
     theirs_codes = without_negative_zero(unpacked(theirs.data_t))
     assert np.array_equal(without_negative_zero(ours.codes), theirs_codes)
+
+
+def test_the_two_rules_of_a_scale_differ(reference: Any) -> None:
+    """The reference of a version has the scales of its own rule alone."""
+    x = data("sixteenths")
+    codes = quantized_by(reference, x, 1).scale.view(torch.uint8).numpy()[: len(x)]
+    by_rule = [
+        nvfp4.quantize_blocks(x, sixth_first=is_first).scale_codes for is_first in (False, True)
+    ]
+    assert np.array_equal(codes, by_rule[reference.sixth_first])
+    assert not np.array_equal(codes, by_rule[not reference.sixth_first])
 
 
 def test_a_product_cancels_the_rotation() -> None:

@@ -56,7 +56,7 @@ class TeBackend(Backend):
             self.scaling = self._tables = TeScaling(recipe, region)
         else:
             in_evaluation = recipe is not None and recipe.fp8_in_evaluation
-            self.scaling = TeEvents(region, fp8_in_evaluation=in_evaluation)
+            self.scaling = TeEvents(region, fp8_in_evaluation=in_evaluation, seed=spec.train.seed)
         user_buffers = spec.precision.user_buffers and mesh.device.type == "cuda"
         if user_buffers:
             names.initialize_user_buffers(

@@ -13,7 +13,7 @@ from typing import Any
 from megafp8.fp8.formats import DTYPE_NAMES
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.specs.traits import GemmName
-from megafp8.te_cpu.tensors import bytes_of
+from megafp8.te_cpu.tensors import bytes_of, size_of
 
 # By (transA, transB): "TN" is input @ weight^T, "NN" grad_output @ weight, "NT" grad_output^T @
 # input.
@@ -59,10 +59,4 @@ def _precision(a: Any, b: Any) -> str:
 
 def _flops(a: Any, b: Any, out: Any) -> int:
     """Return 2 M N K: the sizes of the three matrices are MK, KN and MN."""
-    sizes = [_size(x) for x in (a, b, out)]
-    return 2 * math.isqrt(math.prod(sizes))
-
-
-def _size(x: Any) -> int:
-    found = bytes_of(x)
-    return int((x if found is None else found).numel())
+    return 2 * math.isqrt(math.prod(size_of(x) for x in (a, b, out)))

@@ -28,7 +28,7 @@ ACCUMULATION: dict[GemmName, str] = {
     "grad_weight": "fp8_gemm_wgrad",
 }
 
-WITHOUT_CHOICES = ("MXFP8BlockScaling",)
+WITHOUT_CHOICES = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 """The classes that say nothing about how scales are rounded and products added up."""
 
 
@@ -98,4 +98,12 @@ def _arguments(
         "use_power_2_scales": recipe.power_2_scale,
         "use_f32_scales": not recipe.power_2_scale,
     }
+    if traits.numbers == "e2m1":
+        optional |= {
+            "disable_rht": traits.input.rotation is None,
+            "disable_stochastic_rounding": not traits.grad_output.is_random,
+            "disable_2d_quantization": traits.weight.last.across == 1,
+            "row_scaled_activation": False,
+            "nvfp4_4over6": "none",
+        }
     return found | {key: value for key, value in optional.items() if key in known}

@@ -20,6 +20,7 @@ from megafp8.backends.te.names import TeNames
 from megafp8.fp8.draws import ONE_SAMPLE, Tokens
 from megafp8.fp8.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
+from megafp8.te_cpu.draws import DRAWS
 
 META_KEYS: dict[Direction, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
@@ -139,12 +140,18 @@ class TeRegion:
 class TeEvents(NoScaling):
     """Receive the events of a step for recipes without a lasting state, and for BF16."""
 
-    def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool) -> None:
+    def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool, seed: int) -> None:
         self.region, self._fp8_in_evaluation = region, fp8_in_evaluation
+        self._seed = seed
 
     def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
-        """Open the region for microbatch `index`."""
+        """Open the region for microbatch `index`; kernels on a CPU draw by step and tokens."""
+        DRAWS.begin(self._seed, step, repr(tokens))
         self.region.begin(index)
+
+    def return_to(self, step: int, tokens: Tokens) -> None:
+        """Let the kernels on a CPU draw for an earlier microbatch, whose backward pass begins."""
+        DRAWS.begin(self._seed, step, repr(tokens))
 
     def end_forward(self) -> None:
         """Close the region."""

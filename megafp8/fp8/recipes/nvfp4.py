@@ -11,6 +11,8 @@ from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
 from megafp8.specs.traits import Casts, Cost, Scales, Traits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     import torch
 
     from megafp8.fp8.philox import Counters
@@ -51,6 +53,7 @@ class Nvfp4(Recipe):
         cost=Cost(
             launches=(83, 97), reads_twice=True, sums_columns=True, bytes_written=1 + 2 / BLOCK
         ),
+        backends={"te": "NVFP4BlockScaling"},
     )
 
     @classmethod
@@ -86,7 +89,7 @@ class Nvfp4(Recipe):
             is_turned = cast.along == "first"
             byte = cast.draw((n, m) if is_turned else (m, n))
             byte = byte.t().contiguous() if is_turned else byte
-        payload, scale = nvfp4(x_MN, block, _encoding(amax), byte)
+        payload, scale = nvfp4(x_MN, block, encoding(amax), byte)
         return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
 
     def in_triton(
@@ -131,21 +134,44 @@ class Nvfp4(Recipe):
         casts = self.traits.casts[cast.role]
         if cast.along == "first" and casts.rotation is not None:
             x_MK = rotated(x_MK)
-        rows, (m, k) = cast.scales.across or 1, x_MK.shape
-        tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
-        magnitudes = tiles.abs()
-        amax = magnitudes.amax().nan_to_num_(nan=float("inf"), posinf=float("inf"))
+        x_MK = x_MK.float()
+        amax = x_MK.abs().amax().nan_to_num_(nan=float("inf"), posinf=float("inf"))
         if cast.reduce_max is not None:
             cast.reduce_max(amax)
-        encoding = _encoding(amax)
-        of_block = magnitudes.nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
-        wide = (of_block * (encoding * _sixth(amax))).clamp_(max=LARGEST_E4M3)
-        scale = wide.to(cast.fmt.dtype).float()
-        inverse = (1.0 / (scale * (1.0 / encoding))).clamp_(max=_largest(amax))
-        numbers = tiles * inverse[:, None, :, None]
-        byte = cast.draw((m, k)) if casts.is_random else None
-        payload = to_e2m1(numbers.reshape(m, k), byte).to(cast.fmt.dtype)
-        return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
+        byte = cast.draw(tuple(x_MK.shape)) if casts.is_random else None
+        payload, scale = quantize_blocks(x_MK, cast.scales.across or 1, amax, byte)
+        return Scaled(payload.to(cast.fmt.dtype), scale, amax.div(amax.new_full((), LARGEST)))
+
+
+def quantize_blocks(
+    x_MK: torch.Tensor,
+    rows: int,
+    amax: torch.Tensor,
+    byte: torch.Tensor | None,
+    scale_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of E2M1 in FP32 [M, K], and the scales of blocks of `rows` x 16, in FP32.
+
+    `amax` (0-d FP32) is that of the whole tensor. `byte` [M, K] asks for random rounding.
+    `scale_of` returns the scales before they are rounded, of the amaxes of blocks and the factor of
+    the tensor's amax; without it the rule is that of `Nvfp4`.
+    """
+    import torch
+
+    m, k = x_MK.shape
+    tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
+    factor = encoding(amax)
+    of_block = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
+    wide = (scale_of or _times_sixth)(of_block, factor).clamp_(max=LARGEST_E4M3)
+    scale = wide.to(torch.float8_e4m3fn).float()
+    inverse = (1.0 / (scale * (1.0 / factor))).clamp_(max=_largest(amax))
+    numbers = tiles * inverse[:, None, :, None]
+    return to_e2m1(numbers.reshape(m, k), byte), scale
+
+
+def _times_sixth(of_block: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    sixth = factor.new_full((), LARGEST_E2M1).reciprocal_()
+    return of_block * (factor * sixth)
 
 
 def _counters(cast: Cast) -> Counters | None:
@@ -161,12 +187,7 @@ def _largest(like: torch.Tensor) -> float:
     return float(torch.finfo(like.dtype).max)
 
 
-def _sixth(like: torch.Tensor) -> torch.Tensor:
-    """Return 1 / 6 as an FP32 number."""
-    return like.new_full((), LARGEST_E2M1).reciprocal_()
-
-
-def _encoding(amax: torch.Tensor) -> torch.Tensor:
+def encoding(amax: torch.Tensor) -> torch.Tensor:
     """Return the factor that brings an amax (0-d FP32) to the largest element times scale."""
     import torch
 
@@ -200,14 +221,14 @@ def _step(magnitude: torch.Tensor) -> torch.Tensor:
     return one.where(magnitude >= 2, 0.5) + one.where(magnitude >= 4, 0.0)
 
 
-def rotated(x_MK: torch.Tensor) -> torch.Tensor:
+def rotated(x_MK: torch.Tensor, signs: Sequence[int] = SIGNS) -> torch.Tensor:
     """Return x with each 16 elements of a row times Hadamard's matrix with signs, in BF16."""
     import torch
 
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    matrix *= torch.tensor(SIGNS, dtype=torch.float64)[:, None] / 4
+    matrix *= torch.tensor(signs, dtype=torch.float64)[:, None] / 4
     turned = x_MK.double().unflatten(1, (-1, BLOCK)) @ matrix.to(x_MK.device)
     result: torch.Tensor = turned.flatten(1).float().bfloat16()
     return result

@@ -71,43 +71,95 @@ IN_PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-def mxfp8(rank: Rank, steps: int) -> dict[str, dict[str, list[tuple[float, float]]]]:
+Results = list[tuple[float, float]]
+
+
+def mxfp8(rank: Rank, steps: int) -> dict[str, dict[str, Results]]:
     """Losses and norms of steps in MXFP8 by layout: of both engines, and in one process.
 
     Every rank has whole blocks of tokens, so that its blocks are those of one process.
     """
+    return {layout: _in_layout(rank, layout, MXFP8, "fp32", steps) for layout in IN_PARTS}
+
+
+def _in_layout(
+    rank: Rank, layout: str, recipe: Fp8Recipe, compute: str, steps: int, *, merges: bool = True
+) -> dict[str, Results]:
+    """By run: Transformer Engine's and ours in a layout, and Transformer Engine's in one process.
+
+    One process takes the microbatches of all replicas, merged into larger ones or one by one.
+    """
     from tests.backends.te.real import spec_of, te
 
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    sizes = {"hidden_size": 64, "ffn_hidden_size": 128}
-    for layout, axes in IN_PARTS.items():
-        parallel = ParallelSpec(devices_per_node=rank.size, **axes)
-        mesh, alone = join(parallel), ParallelSpec()
-        runs = {
-            "te": ("te", parallel),
-            "native": ("native", parallel),
-            "one process": ("te", alone),
-        }
-        found[layout] = {}
-        for run, (backend, where) in runs.items():
-            te.module.base.FP8GlobalStateManager.reset()
-            spec = spec_of(backend, MXFP8, "fp32", where, **sizes)
-            spec = replace(spec, train=replace(spec.train, micro_batch_size=4))
-            if layout == "ZeRO-1":
-                spec = replace(spec, optim=replace(spec.optim, name="distributed_fused_adam"))
-            dp = mesh.dp
-            ranks = range(dp.size) if where is alone else [dp.rank]
-            state = build(spec, single_rank() if where is alone else mesh)
-            results = found[layout][run] = []
-            for number in range(steps):
-                firsts = [2 * (number * dp.size + replica) for replica in ranks]
-                batches = [
-                    merged([microbatch(first + index, batch=4) for first in firsts])
-                    for index in range(2)
-                ]
-                one = train_step(state, batches)
-                state.step += 1
-                results.append((one.loss, one.grad_norm))
+    parallel = ParallelSpec(devices_per_node=rank.size, **IN_PARTS[layout])
+    mesh, alone = join(parallel), ParallelSpec()
+    runs = {"te": ("te", parallel), "native": ("native", parallel), "one process": ("te", alone)}
+    found: dict[str, Results] = {}
+    for run, (backend, where) in runs.items():
+        te.module.base.FP8GlobalStateManager.reset()
+        spec = spec_of(backend, recipe, compute, where, hidden_size=64, ffn_hidden_size=128)
+        spec = replace(spec, train=replace(spec.train, micro_batch_size=4))
+        if layout == "ZeRO-1":
+            spec = replace(spec, optim=replace(spec.optim, name="distributed_fused_adam"))
+        dp = mesh.dp
+        ranks = range(dp.size) if where is alone else [dp.rank]
+        state = build(spec, single_rank() if where is alone else mesh)
+        results = found[run] = []
+        for number in range(steps):
+            firsts = [2 * (number * dp.size + replica) for replica in ranks]
+            batches = [
+                [microbatch(first + index, batch=4) for first in firsts] for index in range(2)
+            ]
+            one = train_step(state, [merged(b) for b in batches] if merges else sum(batches, []))
+            state.step += 1
+            results.append((one.loss, one.grad_norm))
+    return found
+
+
+PLAIN_FP4 = Fp8Recipe(name="nvfp4-no_rht-no_sr", backward_format="e4m3")
+FP4 = Fp8Recipe(name="nvfp4-no_sr", backward_format="e4m3")
+
+
+def nvfp4(rank: Rank, steps: int) -> dict[str, dict[str, Results]]:
+    """Losses and norms of steps in NVFP4 by layout; with tensor parallelism in BF16 and rotated.
+
+    A microbatch has its own amaxes, so that one process must not merge those of replicas.
+    """
+    found = {}
+    for layout in IN_PARTS:
+        is_tensor = layout in ("tensor", "sequence")
+        recipe, compute = (FP4, "bf16") if is_tensor else (PLAIN_FP4, "fp32")
+        found[layout] = _in_layout(rank, layout, recipe, compute, steps, merges=False)
+    return found
+
+
+def nvfp4_linears(rank: Rank) -> dict[str, dict[str, tuple[torch.Tensor, ...]]]:
+    """What a linear of each tensor-parallel kind gets and gives with sequence parallelism.
+
+    By kind: this rank's input, output gradient, weight; output, gradients of input and weight.
+    """
+    from tests.backends.te.real import autocast, recipes, te
+
+    join(ParallelSpec(devices_per_node=rank.size, tp=rank.size, sequence_parallel=True))
+    found: dict[str, dict[str, tuple[torch.Tensor, ...]]] = {}
+    for kind in ("column", "row"):
+        torch.manual_seed(rank.index)
+        linear = te.Linear(
+            64, 96, bias=False, params_dtype=torch.bfloat16, parallel_mode=kind,
+            sequence_parallel=True, tp_group=dist.group.WORLD, tp_size=rank.size,
+        )  # fmt: skip
+        with torch.no_grad():
+            linear.weight.copy_(torch.randn_like(linear.weight) * (1 + rank.index))
+        rows = 32 if kind == "column" else 32 * rank.size
+        x = (torch.randn(rows, linear.weight.shape[1]) * (1 + rank.index)).bfloat16()
+        x = x.requires_grad_()
+        with autocast(recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+            out = linear(x)
+        grad = (torch.randn_like(out.float()) * (1 + rank.index)).bfloat16()
+        out.backward(grad)
+        given = x.detach(), grad, linear.weight.detach()
+        made = out.detach(), x.grad, linear.weight.grad
+        found[kind] = {"given": given, "made": made}
     return found
 
 

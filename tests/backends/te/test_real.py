@@ -11,12 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megafp8.te_cpu import DEFAULT_VERSION
 from tests.backends.te.rank_work import Found
 from tests.ranks import run_ranks
+from tests.spec import nvfp4
 from tests.te_cpu.sources import need_sources
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +48,23 @@ VERSIONS = [
 def test_in_its_own_process(version: str, file: str) -> None:
     """Warnings are errors there as here, and no test is skipped for another reason than that the
     version lacks what it tests."""
+    run_alone(version, file)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        DEFAULT_VERSION,
+        pytest.param("2.8.0", marks=pytest.mark.slow),
+        pytest.param("2.20.2", marks=pytest.mark.slow),
+    ],
+)
+def test_nvfp4_in_its_own_process(version: str) -> None:
+    """From the first version that has it on; 2.20 has another rule for scales than the others."""
+    run_alone(version, "real_nvfp4.py")
+
+
+def run_alone(version: str, file: str) -> None:
     need_sources(version)
     environment = os.environ | {"MEGAFP8_TESTED_TE": version, "OMP_NUM_THREADS": "1"}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
@@ -169,6 +188,61 @@ def test_layouts_of_documents(layouts: list[str]) -> None:
         for run in ("native", "one process"):
             for mine, other in zip(found["te"], found[run], strict=True):
                 assert mine == pytest.approx(other, rel=rel), (precision, layout, run)
+
+
+def quantized(matrix: torch.Tensor, *, turned: bool = False, rows: int = 1) -> np.ndarray:
+    """The values of rows, or of rotated columns as rows, by the rule of the default version."""
+    x = matrix.float().numpy()
+    if turned:
+        turned_x = torch.from_numpy(nvfp4.rotate(np.ascontiguousarray(x.T))).float()
+        x = turned_x.bfloat16().float().numpy()
+    return nvfp4.quantize_blocks(x, rows, sixth_first=True).values
+
+
+def test_gathered_fp4_is_that_of_the_whole_tensor() -> None:
+    """With sequence parallelism a column-parallel linear gathers its input, and a row-parallel one
+    its output gradient, as rows and as rotated columns by the largest amax of the ranks. What
+    other ranks do not see has this rank's own amax. The bound is that of sums in FP32, of the four
+    roundings of the factor, and of the one to BF16."""
+    need_sources(DEFAULT_VERSION)
+    ranks = run_ranks("tests.backends.te.rank_work:nvfp4_linears", 2, {})
+    for kind in ("column", "row"):
+        inputs, grads = (torch.cat([rank[kind]["given"][at] for rank in ranks]) for at in (0, 1))
+        for rank in ranks:
+            own_input, own_grad, weight = rank[kind]["given"]
+            out, grad_input, grad_weight = rank[kind]["made"]
+            squares = quantized(weight, rows=16)
+            if kind == "column":
+                cases = [(out, quantized(inputs), squares)]
+                x, grad = inputs, own_grad
+            else:
+                cases = [(grad_input, quantized(grads), np.ascontiguousarray(squares.T))]
+                x, grad = own_input, grads
+            cases += [(grad_weight, quantized(grad, turned=True), quantized(x, turned=True))]
+            for found, left, right in cases:
+                exact = left @ right.T
+                bound = (left.shape[1] + 4) * 2.0**-24 * (np.abs(left) @ np.abs(right.T))
+                bound += 2.0**-8 * np.abs(exact)
+                assert (np.abs(found.double().numpy() - exact) <= bound).all(), kind
+
+
+def test_layouts_of_nvfp4() -> None:
+    """In FP32 without the rotation every layout but tensor parallelism is one process, and our
+    engine, up to FP32's rounding. Tensor-parallel ranks have amaxes of their own in Transformer
+    Engine, where ours agree, and there the products of both are in BF16."""
+    need_sources(DEFAULT_VERSION)
+    ranks = run_ranks("tests.backends.te.rank_work:nvfp4", 2, {"steps": 1}, timeout=600)
+    for by_layout in ranks:
+        for layout, found in by_layout.items():
+            is_tensor = layout in ("tensor", "sequence")
+            of_loss, of_norm = (1e-3, 2e-2) if is_tensor else (1e-6, 1e-5)
+            for run in ("native", "one process"):
+                (loss, norm), (wanted, wanted_norm) = found["te"][0], found[run][0]
+                assert loss == pytest.approx(wanted, rel=of_loss), (layout, run)
+                assert norm == pytest.approx(wanted_norm, rel=of_norm), (layout, run)
+    assert {name: found["te"] for name, found in ranks[0].items()} == {
+        name: found["te"] for name, found in ranks[1].items()
+    }
 
 
 @pytest.mark.slow
