@@ -30,6 +30,7 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.grad_reduce import Bucket
 from megafp8.parallel.mesh import join
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket, lay_out
+from megafp8.plan.division import equal_parts
 from megafp8.specs import ParallelSpec
 
 WARM_UP = 2
@@ -48,8 +49,8 @@ def ways(axis: Axis, count: int, size: int) -> dict[str, Callable[[], None]]:
     values = [1e-3 * torch.randn(size, size, generator=generator) for _ in params]
     flat = torch.cat([value.flatten() for value in values])
     plain = Bucket(flat, frozenset(params))
-    device, fp8 = torch.device("cpu"), STORAGE_FORMATS["fp8"]
-    held = [lay_out(params, fp8, device, axis.size) for _ in range(2)]
+    places = equal_parts([param.numel() for param in params], axis.size)
+    held = [lay_out(places, params, STORAGE_FORMATS["fp8"]) for _ in range(2)]
     for grads in held:
         for grad, value in zip(grads.grads, values, strict=True):
             grad.store(value)

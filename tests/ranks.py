@@ -1,8 +1,8 @@
 """Run a function as N gloo ranks, each a process of its own, and collect what they return.
 
-    results = run_ranks("tests.parallel.rank_work:train", 2, {"steps": 20})
+    results = run_ranks(rank_work.train, 2, {"steps": 20})
 
-The function gets `ranks.Rank` and the arguments; its module must be one that ranks can import.
+The function gets `ranks.Rank` and the arguments; ranks import its module.
 Ranks are forked from a process that has imported torch and megafp8 already.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -42,11 +41,14 @@ class Rank:
 
 
 def run_ranks(
-    function: str, size: int, arguments: Mapping[str, Any] | None = None, timeout: float = 120.0
+    function: Callable[..., Any],
+    size: int,
+    arguments: Mapping[str, Any] | None = None,
+    timeout: float = 120.0,
 ) -> list[Any]:
     """Run `function` on `size` ranks, and return each rank's result, by rank.
 
-    `function` is `module:name`. Results are pickled and may have tensors.
+    `function` and results are pickled; results may have tensors.
 
     Raises:
         RuntimeError: A rank failed; the error is in the message, and the other ranks are ended.
@@ -57,8 +59,8 @@ def run_ranks(
     # The rendezvous is in this process, on a port that the system chose: tests cannot collide.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        work = (function, dict(arguments or {}), timeout)
-        Path(folder, "arguments").write_bytes(pickle.dumps(work))
+        work = pickle.dumps((function, dict(arguments or {})))
+        Path(folder, "arguments").write_bytes(pickle.dumps((work, timeout)))
         processes = [_start(rank, size, store.port, folder) for rank in range(size)]
         try:
             _wait(processes, folder, timeout)
@@ -132,11 +134,10 @@ def main(folder: str, environment: Mapping[str, str]) -> None:
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's may be in its place
     gc.freeze()
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    target, arguments, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
-    module, _, name = target.partition(":")
+    given, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
     faulthandler.dump_traceback_later(timeout, exit=True)  # shows where a rank hangs
-    function = getattr(importlib.import_module(module), name)
     try:
+        function, arguments = pickle.loads(given)  # imports the function's module
         result = function(rank, **arguments)
     except BaseException:
         traceback.print_exc()

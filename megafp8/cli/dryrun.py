@@ -246,11 +246,11 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     if spec.precision.fp8 is not None:
         add("FP8 scales, histories", (share.held.scaling for share in shares))
         add("FP8 copies of weights", (share.step.weight_copies for share in shares))
-    add("activations of a microbatch", (max(share.step.kept.values()) for share in shares))
+    add("activations of a microbatch", (share.step.microbatch for share in shares))
     if spec.parallel.pp > 1:
         add("  of all in flight", (share.step.in_flight for share in shares))
     peaks = [
-        (share.step.without_graphs, share.step.weight_copies, share.step.gradients)
+        (share.step.peak - share.step.graphs, share.step.weight_copies, share.step.gradients)
         for share in shares
     ]
     add("  at their peak", (peak - copies - gradients for peak, copies, gradients in peaks))
@@ -258,7 +258,7 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
         add("gradients of other ranks", (gradients for *_, gradients in peaks))
     if spec.train.cuda_graph:
         add("memory of CUDA graphs", (share.step.graphs for share in shares))
-    add("total at the peak", (share.held.total + share.step.peak for share in shares))
+    add("total at the peak", (share.total for share in shares))
     width = max(len(name) for name, _ in rows)
     columns = [max(len(cells[i]) for _, cells in rows) for i in range(len(shares))]
     for name, cells in rows:
@@ -273,7 +273,7 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
 
 def fits(shares: Sequence[RankShare], hardware: Hardware) -> str:
     """Return in words whether the ranks that are shown fit into the memory of `hardware`."""
-    largest = max(share.held.total + share.step.peak for share in shares)
+    largest = max(share.total for share in shares)
     usable = USABLE * hardware.memory_bytes
     part = f"{format_bytes(largest)} of {format_bytes(hardware.memory_bytes)}"
     if largest <= usable:

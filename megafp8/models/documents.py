@@ -17,11 +17,11 @@ from functools import cached_property
 
 import torch
 
+from megafp8.specs.model import BLOCK_QUERIES
+
 SHORT = 64
 """Consecutive documents share a block up to so many tokens: a kernel's call then costs about as
 much per token as with fewer, and more scores than these would be computed for nothing."""
-QUERIES = 128
-"""The queries of a block whose scores need a tensor of their own."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,10 @@ class Documents:
             if last - first > 1 or not self.cuts_queries:
                 yield Area(row, start, start, stop, is_causal=last - first == 1)
                 continue
-            for query in range(start, stop, QUERIES):
-                yield Area(row, start, query, min(query + QUERIES, stop), is_causal=query == start)
+            for query in range(start, stop, BLOCK_QUERIES):
+                yield Area(
+                    row, start, query, min(query + BLOCK_QUERIES, stop), is_causal=query == start
+                )
 
 
 def _groups(borders: Sequence[int], seq: int) -> Iterator[tuple[int, int]]:

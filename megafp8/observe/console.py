@@ -38,6 +38,28 @@ LEAST_DATA_WAIT = 0.01  # of a step's time, from which on it is shown
 
 
 @dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Hold the result of a validation; `val_loss` is in nats per token."""
+
+    step: int
+    val_loss: float
+    perplexity: float | None = None
+    bits_per_byte: float | None = None
+    seconds: float | None = None
+
+    def line(self) -> str:
+        """Return the result as a line."""
+        parts = [f"val loss {format_number(self.val_loss)}"]
+        if self.perplexity is not None:
+            parts.append(f"perplexity {format_number(self.perplexity, 2)}")
+        if self.bits_per_byte is not None:
+            parts.append(f"{format_number(self.bits_per_byte, 3)} bits/byte")
+        if self.seconds is not None:
+            parts.append(f"validated in {self.seconds:.1f} s")
+        return " | ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepReport:
     """Hold the numbers of one step that is shown; they are of this step alone."""
 
@@ -92,16 +114,8 @@ class Console:
     def validating(self, done: int, total: int) -> None:
         """Show that `done` of `total` microbatches of a validation are done."""
 
-    def validation(
-        self,
-        step: int,
-        val_loss: float,
-        *,
-        perplexity: float | None = None,
-        bits_per_byte: float | None = None,
-        seconds: float | None = None,
-    ) -> None:
-        """Show the result of a validation; `val_loss` is in nats per token."""
+    def validation(self, result: Validation) -> None:
+        """Show the result of a validation."""
 
     def event(self, text: str, *, kind: str = "note") -> None:
         """Show a line about an event, such as a saved checkpoint or a continued run.
@@ -225,23 +239,6 @@ def _utilization(report: StepReport) -> str:
     return text
 
 
-def validation_line(
-    val_loss: float,
-    perplexity: float | None,
-    bits_per_byte: float | None,
-    seconds: float | None,
-) -> str:
-    """Return the result of a validation as a line."""
-    parts = [f"val loss {format_number(val_loss)}"]
-    if perplexity is not None:
-        parts.append(f"perplexity {format_number(perplexity, 2)}")
-    if bits_per_byte is not None:
-        parts.append(f"{format_number(bits_per_byte, 3)} bits/byte")
-    if seconds is not None:
-        parts.append(f"validated in {seconds:.1f} s")
-    return " | ".join(parts)
-
-
 def settings_lines(settings: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the settings that are not the default job's as lines with aligned columns."""
     rows = [
@@ -299,18 +296,9 @@ class PlainConsole(Console):
         parts = [f"loss {format_number(report.loss)}", *quality_of(report), *cost_of(report)]
         self._line(" | ".join([self._at(report.step), *parts, f"ETA {eta}", *report.notes]))
 
-    def validation(
-        self,
-        step: int,
-        val_loss: float,
-        *,
-        perplexity: float | None = None,
-        bits_per_byte: float | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    def validation(self, result: Validation) -> None:
         """Print one line with the result of a validation."""
-        line = validation_line(val_loss, perplexity, bits_per_byte, seconds)
-        self._line(f"{self._at(step)} | {line}")
+        self._line(f"{self._at(result.step)} | {result.line()}")
 
     def event(self, text: str, *, kind: str = "note") -> None:
         """Print a line about an event."""

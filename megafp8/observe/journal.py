@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from megafp8.files import to_json
-from megafp8.observe.console import Console, PlainConsole, Row, StepReport
+from megafp8.observe.console import Console, PlainConsole, Row, StepReport, Validation
 from megafp8.secrets import redacted
 
 CONSOLE_FILE = "console.log"
@@ -144,25 +144,11 @@ class JournaledConsole(Console):
         """Show how far a validation is."""
         self._shown.validating(done, total)
 
-    def validation(
-        self,
-        step: int,
-        val_loss: float,
-        *,
-        perplexity: float | None = None,
-        bits_per_byte: float | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    def validation(self, result: Validation) -> None:
         """Show and keep the result of a validation."""
         for console in (self._shown, self._log):
             if console is not None:
-                console.validation(
-                    step,
-                    val_loss,
-                    perplexity=perplexity,
-                    bits_per_byte=bits_per_byte,
-                    seconds=seconds,
-                )
+                console.validation(result)
 
     def event(self, text: str, *, kind: str = "note") -> None:
         """Show a line about an event, and record it."""

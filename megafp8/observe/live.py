@@ -17,11 +17,11 @@ from megafp8.observe.console import (
     Row,
     SilentConsole,
     StepReport,
+    Validation,
     cost_of,
     quality_of,
     settings_lines,
     silence,
-    validation_line,
 )
 from megafp8.observe.curve import sparkline
 from megafp8.observe.units import format_duration, format_number
@@ -161,19 +161,10 @@ class LiveConsole(Console):
         self._validating = (done, total)
         self._draw(force=False)
 
-    def validation(
-        self,
-        step: int,
-        val_loss: float,
-        *,
-        perplexity: float | None = None,
-        bits_per_byte: float | None = None,
-        seconds: float | None = None,
-    ) -> None:
+    def validation(self, result: Validation) -> None:
         """Print the result of a validation, and keep its loss in the block."""
-        self._val_loss, self._validating = (step, val_loss), None
-        line = validation_line(val_loss, perplexity, bits_per_byte, seconds)
-        self._print(f"{self._at(step)} | {line}", style="cyan")
+        self._val_loss, self._validating = (result.step, result.val_loss), None
+        self._print(f"{self._at(result.step)} | {result.line()}", style="cyan")
         self._draw(force=True)
 
     def event(self, text: str, *, kind: str = "note") -> None:

@@ -19,9 +19,7 @@ from megafp8.fp8.scaled import ScaledTensor
 from megafp8.ops import torch_private
 from megafp8.optim.fp8_weights import Fp8Weights, MasterPart, WholeFp8Weights, move
 from megafp8.optim.partitions import (
-    Divided,
     Partition,
-    Replicated,
     Segment,
     WeightBuffer,
     is_sharded,
@@ -29,7 +27,8 @@ from megafp8.optim.partitions import (
 )
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.parallel.grad_reduce import Bucket, GradBucket, buckets_of
-from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket
+from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
+from megafp8.plan.division import Divided, Member, Places
 from megafp8.specs import StorageSpec
 
 ALL_IN_FP32 = StorageSpec()
@@ -75,7 +74,7 @@ class Masters:
 
         `fp8` has the weights that are kept in FP8; `bucket_bytes` is a bucket's size in FP32.
         """
-        self.storage, self.partition = storage, partition or Replicated()
+        self.storage, self.partition = storage, partition or Partition()
         self.data, self.shards = self.partition.data, self.partition.shards
         self.params, self.linears = list(params), frozenset(linears)
         if storage.is_plain:  # the gradient norm adds squares in this order
@@ -84,10 +83,12 @@ class Masters:
         self._one = torch.ones((), device=self.device)
         self._fp8 = fp8 or WholeFp8Weights()
         self._in_fp8 = frozenset(self._fp8.params)
-        layout = self.partition.lay_out(self._divided())
-        self.buffers = list(layout.buffers)
-        self.plain_groups = [group for group in layout.grads if group.fmt.name == "fp32"]
-        self.scaled_groups = [group for group in layout.grads if group.fmt.name != "fp32"]
+        division = self.partition.way.divide(self._divided())
+        self.buffers = [WeightBuffer.of(p, self._members_of(p)) for p in division.weights]
+        formats = {str(name): fmt for name, fmt in STORAGE_FORMATS.items()}
+        grads = [lay_out(p, self._members_of(p), formats[p.kind]) for p in division.grads]
+        self.plain_groups = [group for group in grads if group.fmt.name == "fp32"]
+        self.scaled_groups = [group for group in grads if group.fmt.name != "fp32"]
         self.row_of = None
         if self.partition.divides:
             self.row_of = {param: row for row, param in enumerate(self.params)}
@@ -97,10 +98,10 @@ class Masters:
         self._places: list[torch.Tensor] = []  # where each segment's weights belong
         self._rounded: list[tuple[torch.Tensor, nn.Parameter]] = []  # from masters there
         self.own_weights: dict[nn.Parameter, ScaledTensor] = {}
-        buffer_of = {param: buffer for buffer in self.buffers for param in buffer.begins}
-        for param in layout.order:
-            self._take(param, buffer_of.get(param))
-        self._collect(layout.grads)
+        buffer_of = {param: buffer for buffer in self.buffers for param in buffer.index_of}
+        for row in division.order:
+            self._take(self.params[row], buffer_of.get(self.params[row]))
+        self._collect(grads)
         sizes = [len(group.params) for group in self.scaled_groups]
         count = self.data.size
         factor = {"pre": 1 / count, "post": 1.0}.get(storage.reduction, count**-0.5)
@@ -109,12 +110,27 @@ class Masters:
 
     def _divided(self) -> Divided:
         """Return what the partition divides."""
-        few = STORAGE_FORMATS[self.storage.main_params]
-        dtypes = {param: param.dtype for param in self.params}
-        dtypes |= {param: few.dtype for param in self.params if self._is_own_master(param)}
-        dtypes |= {param: self._fp8.dtype_of(param) for param in self.params if self._is_fp8(param)}
+        few, main = STORAGE_FORMATS[self.storage.main_params], self.storage.main_grads
+        members = []
+        for param in self.params:
+            dtype = few.dtype if self._is_own_master(param) else param.dtype
+            if self._is_fp8(param):
+                dtype = self._fp8.dtype_of(param)
+            member = Member(
+                elements=param.numel(),
+                weight=str(dtype).removeprefix("torch."),
+                grad=main if param in self.linears else "fp32",
+                is_linear=param in self.linears,
+                is_sharded=is_sharded(param),
+                is_tied=param in self.partition.tied,
+            )
+            members.append(member)
         size = self.bucket_bytes // torch.float32.itemsize
-        return Divided(self.params, self.linears, self.storage, dtypes, size)
+        return Divided(tuple(members), self.data.size, size, self.storage.is_plain)
+
+    def _members_of(self, places: Places) -> list[nn.Parameter]:
+        """Return the parameters that lie in a flat tensor."""
+        return [self.params[row] for row in places.rows]
 
     def _is_fp8(self, param: nn.Parameter) -> bool:
         """Whether the weight is kept in FP8 alone, and has a master besides."""
@@ -193,7 +209,7 @@ class Masters:
     def padding(self) -> float:
         """Return the padding of the weights that ranks send, as a fraction of their elements."""
         held = sum(buffer.flat.numel() for buffer in self.buffers)
-        return held / sum(p.numel() for b in self.buffers for p in b.begins) - 1
+        return held / sum(p.numel() for b in self.buffers for p in b.index_of) - 1
 
     @property
     def factors_adapt(self) -> bool:

@@ -21,6 +21,7 @@ from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis, as_sendable
+from megafp8.plan.division import Places
 
 SATURATED = 1e-5
 """The fraction of values of the largest magnitude above which the factor is halved."""
@@ -32,19 +33,17 @@ GROWTH = 2.0 ** (1 / 1000)
 class FlatGrads:
     """Hold gradients of several parameters in one flat tensor, and say which rank sums what.
 
-    `begins[i]` is where gradient i begins in `flat`. Rank r sums the elements from `bounds[r]` to
-    `bounds[r + 1]`. `scales` holds the gradients' `dequant_scale`, FP32 [gradients].
+    `scales` holds the gradients' `dequant_scale`, FP32 [gradients].
 
     With `sums` (ZeRO, stage 2) the memory of `flat` is there from a step's first gradient until the
     other ranks have theirs, and that of `sums`, this rank's range, from then to the next step.
     """
 
+    places: Places
     params: Sequence[nn.Parameter]
     grads: Sequence[ScaledTensor]
     flat: torch.Tensor
     scales: torch.Tensor
-    begins: Sequence[int]
-    bounds: Sequence[int]
     sums: torch.Tensor | None = None
 
     @property
@@ -52,24 +51,11 @@ class FlatGrads:
         """Return the format of all the gradients."""
         return self.grads[0].fmt
 
-    @property
-    def is_split(self) -> bool:
-        """Whether some gradient lies in the ranges of several ranks."""
-        ends = (begin + g.payload.numel() for begin, g in zip(self.begins, self.grads, strict=True))
-        pieces = list(zip(self.begins, ends, strict=True))
-        return any(begin < bound < end for bound in self.bounds for begin, end in pieces)
-
-    @property
-    def parts(self) -> list[int]:
-        """Return how many elements each rank sums."""
-        ends = self.bounds[1:]
-        return [end - begin for begin, end in zip(self.bounds, ends, strict=False)]
-
     def own_range(self, rank: int) -> torch.Tensor:
         """Return a view of what `rank`, which is this rank where there are `sums`, sums."""
         if self.sums is not None:
             return self.sums
-        return self.flat[self.bounds[rank] : self.bounds[rank + 1]]
+        return self.flat[self.places.bounds[rank] : self.places.bounds[rank + 1]]
 
     def own_sums(self, rank: int) -> Iterator[tuple[int, ScaledTensor]]:
         """Yield the gradients that lie in the range of `rank`, as this rank has their sums.
@@ -77,28 +63,15 @@ class FlatGrads:
         A gradient that lies whole in the range has its parameter's shape; another part is flat.
         """
         own = self.own_range(rank)
-        for index, place in self.own_parts(rank):
+        for index, place in self.places.owned_by(rank):
             grad, sums = self.grads[index], own[place]
             if sums.numel() == grad.payload.numel():
                 sums = sums.view(grad.payload.shape)
             yield index, ScaledTensor(sums, grad.dequant_scale, grad.fmt)
 
-    def rounds(self) -> list[list[slice]]:
-        """Return which elements of `flat` each rank receives from all others, one round at a time.
-
-        In a round no rank receives more than an equal share of the bucket. So what arrives from all
-        ranks together is never larger than the bucket, also where one rank sums all of it.
-        """
-        share = max(1, -(-self.flat.numel() // len(self.parts)))
-        both = list(zip(self.bounds, self.bounds[1:], strict=False))
-        return [
-            [slice(min(low + at, high), min(low + at + share, high)) for low, high in both]
-            for at in range(0, max(1, *self.parts), share)
-        ]
-
     def free_early(self, rank: int) -> None:
         """Keep the sums of `rank` apart, so that all other memory is freed once it was sent."""
-        size = self.bounds[rank + 1] - self.bounds[rank]
+        size = self.places.parts[rank]
         self.sums = torch.zeros(size, dtype=self.flat.dtype, device=self.flat.device)
         self.free()
 
@@ -122,71 +95,17 @@ class FlatGrads:
         if self.sums is not None:
             resize_memory(self.flat, has_memory=False)
 
-    def own_parts(self, rank: int) -> Iterator[tuple[int, slice]]:
-        """Yield the gradients that lie in a rank's range, with their place in the range."""
-        return self.parts_between(self.bounds[rank], self.bounds[rank + 1])
 
-    def parts_between(self, low: int, high: int) -> Iterator[tuple[int, slice]]:
-        """Yield the gradients that lie in a range of `flat`, with their place in the range."""
-        for index, (begin, grad) in enumerate(zip(self.begins, self.grads, strict=True)):
-            first, last = max(begin, low), min(begin + grad.payload.numel(), high)
-            if first < last:
-                yield index, slice(first - low, last - low)
-
-
-def lay_out(
-    params: Sequence[nn.Parameter],
-    fmt: StorageFormat,
-    device: torch.device,
-    num_ranks: int,
-    *,
-    unit: int = 1,
-) -> FlatGrads:
-    """Return gradients of zero for `params`, of which each rank sums a range of the same size.
-
-    Gradients and ranges begin at multiples of `unit` elements.
-    """
-    whole = sum(-(-param.numel() // unit) * unit for param in params)
-    share = -(-whole // (unit * num_ranks)) * unit
-    bounds = [rank * share for rank in range(num_ranks + 1)]
-    return _laid_out(params, fmt, device, bounds, unit)
-
-
-def lay_out_whole(
-    params: Sequence[nn.Parameter],
-    owners: Sequence[int],
-    fmt: StorageFormat,
-    device: torch.device,
-    num_ranks: int,
-) -> FlatGrads:
-    """Return gradients of zero for `params`, each of them summed whole by its owner.
-
-    `owners` does not fall from one parameter to the next.
-    """
-    assert list(owners) == sorted(owners)
-    held = [0] * num_ranks
-    for param, owner in zip(params, owners, strict=True):
-        held[owner] += param.numel()
-    bounds = [sum(held[:rank]) for rank in range(num_ranks + 1)]
-    return _laid_out(params, fmt, device, bounds)
-
-
-def _laid_out(
-    params: Sequence[nn.Parameter],
-    fmt: StorageFormat,
-    device: torch.device,
-    bounds: Sequence[int],
-    unit: int = 1,
-) -> FlatGrads:
-    flat = torch.zeros(bounds[-1], dtype=fmt.dtype, device=device)
+def lay_out(places: Places, params: Sequence[nn.Parameter], fmt: StorageFormat) -> FlatGrads:
+    """Return gradients of zero for `params`, which lie as `places` says."""
+    device = params[0].device
+    flat = torch.zeros(places.elements, dtype=fmt.dtype, device=device)
     scales = torch.ones(1 if fmt.max is None else len(params), device=device).expand(len(params))
-    begins, grads, begin = [], [], 0
-    for param, scale in zip(params, scales.unbind(), strict=True):
-        payload = flat[begin : begin + param.numel()].view(param.shape)
-        grads.append(ScaledTensor(payload, scale, fmt))
-        begins.append(begin)
-        begin += -(-param.numel() // unit) * unit
-    return FlatGrads(params, grads, flat, scales, begins, bounds)
+    grads = [
+        ScaledTensor(flat[begin : begin + param.numel()].view(param.shape), scale, fmt)
+        for begin, param, scale in zip(places.begins, params, scales.unbind(), strict=True)
+    ]
+    return FlatGrads(places, params, grads, flat, scales)
 
 
 class Exchange:
@@ -197,8 +116,8 @@ class Exchange:
 
     def __init__(self, held: FlatGrads, sent: torch.Tensor, axis: Axis) -> None:
         """Start to send `sent`, flat numbers that lie as those of `held.flat` do."""
-        self._sent, self._axis, self._rounds = sent, axis, held.rounds()
-        self._begin = held.bounds[axis.rank]
+        self._sent, self._axis, self._rounds = sent, axis, held.places.rounds()
+        self._begin = held.places.bounds[axis.rank]
         self._pending = self._start(0, None)
 
     def _start(self, number: int, memory: torch.Tensor | None) -> Pending:
@@ -287,26 +206,26 @@ class ExchangedBucket:
         if gathering is not None:
             gathering.wait()
         if has_scale:
-            total = torch.empty(held.parts[rank], device=held.flat.device)
+            total = torch.empty(held.places.parts[rank], device=held.flat.device)
         else:  # sums in FP32 are not quantized
             held.hold_sums()
             total = held.own_range(rank)
         amaxes = torch.zeros_like(held.scales)
         for begin, received in exchange.read(fmt.dtype):
             self._add_up(
-                received, all_scales, fmt, begin + held.bounds[rank], total[begin:], amaxes
+                received, all_scales, fmt, begin + held.places.bounds[rank], total[begin:], amaxes
             )
         del exchange, received
         held.free()
         if has_scale:
-            if not self.stays or held.is_split:
+            if not self.stays or held.places.is_split:
                 agreeing = axis.start_all_reduce_max(amaxes)
                 yield
                 amaxes = agreeing.wait()
             quant_scales, dequant_scales = scales_for(amaxes, held.fmt)
             held.hold_sums()
             own = held.own_range(rank)
-            for index, place in held.own_parts(rank):
+            for index, place in held.places.owned_by(rank):
                 own[place].copy_(cast_stored(total[place], quant_scales[index], held.fmt))
             held.scales.copy_(dequant_scales)
         if not self.stays:
@@ -327,7 +246,7 @@ class ExchangedBucket:
 
         `all_scales` are the ranks', [ranks, gradients]. `amaxes` [gradients] are raised.
         """
-        for index, place in self.held.parts_between(begin, begin + received.shape[1]):
+        for index, place in self.held.places.between(begin, begin + received.shape[1]):
             parts = [
                 ScaledTensor(numbers[place], scales[index], fmt)
                 for numbers, scales in zip(received, all_scales, strict=True)
@@ -378,7 +297,7 @@ class Fp8SumBucket(ExchangedBucket):
         own = held.own_range(rank)
         saturated = torch.zeros_like(shared)
         for begin, received in exchange.read(fmt.dtype):
-            self._add_rounded(received, begin + held.bounds[rank], own[begin:], saturated)
+            self._add_rounded(received, begin + held.places.bounds[rank], own[begin:], saturated)
         del exchange, received
         held.free()
         counting = axis.start_all_reduce_sum(saturated)
@@ -403,7 +322,7 @@ class Fp8SumBucket(ExchangedBucket):
         They are rounded after each rank. `saturated` [gradients] counts the largest numbers.
         """
         fmt, one = self.held.fmt, torch.ones_like(saturated[0])
-        for index, place in self.held.parts_between(begin, begin + received.shape[1]):
+        for index, place in self.held.places.between(begin, begin + received.shape[1]):
             total = received[0, place]
             for numbers in received[1:]:
                 both = [ScaledTensor(x, one, fmt) for x in (total, numbers[place])]

@@ -4,109 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.plan.shape import (
-    FP32,
-    Parameter,
-    assign_whole_tensors,
-    divides_elements,
-    num_microbatches,
-)
+from megafp8.plan.division import Division, Places
+from megafp8.plan.shape import FP32, num_microbatches, shard_ranks
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
 
 
-def has_low_precision(spec: RunSpec, param: Parameter) -> bool:
-    """Whether a gradient is in low precision throughout a step, and has a scale."""
-    storage = spec.optim.storage
-    return param.is_linear and not storage.sums_in_fp32 and storage.main_grads != "fp32"
+def gradient_bytes(spec: RunSpec, division: Division, rank: int) -> int:
+    """Return the bytes of the gradients, and of scales, that one of the replicas keeps."""
+    total = 0
+    for places in division.grads:
+        held = places.parts[rank] if frees_gradients(spec) else places.elements
+        total += held * ITEM_BYTES[places.kind]
+        if places.kind != "fp32":
+            total += FP32 * len(places.rows)
+    return total
 
 
-def gradient_bytes(spec: RunSpec, param: Parameter) -> int:
-    """Return the bytes of a gradient without its scale where some are in low precision (FP8-LM)."""
-    few = ITEM_BYTES[spec.optim.storage.main_grads]
-    return param.elements * (few if has_low_precision(spec, param) else FP32)
+def frees_gradients(spec: RunSpec) -> bool:
+    """Whether a rank frees the gradients that others sum, once they were sent (ZeRO-2)."""
+    return spec.optim.shards_grads and not spec.optim.storage.is_plain and shard_ranks(spec) > 1
 
 
-def passing_gradients(spec: RunSpec, params: Sequence[Parameter]) -> int:
-    """Return the gradients that a rank holds for others, at most, under FP8-LM's ZeRO-2.
+def passing_gradients(spec: RunSpec, division: Division, rank: int) -> int:
+    """Return the gradients that a rank holds in a step, at most, beside those that it keeps.
 
-    With several microbatches they are complete only in the last one's backward pass. With one, they
-    are the FP32 gradients and two buckets of the linears'.
+    They are FP32 sums of gradients that are stored in low precision, and under ZeRO-2 those of
+    other ranks. With several microbatches the latter are complete only in the last one's backward
+    pass. With one, they are the FP32 gradients and two buckets of the linears'.
     """
-    if not spec.optim.shards_grads or spec.optim.storage.is_plain:
-        return 0
-    ranks = spec.parallel.dp * spec.parallel.cp
-    whole = sum(gradient_bytes(spec, param) for param in params)
-    others = whole - whole // ranks
+    few = [places for places in division.grads if places.kind != "fp32"]
+    sums = 0
+    if spec.optim.storage.sums_in_fp32:
+        sums = FP32 * sum(sum(places.sizes) for places in few)
+    if not frees_gradients(spec):
+        return sums
+    sizes = [places.elements * ITEM_BYTES[places.kind] for places in division.grads]
+    others = sum(sizes) - sum(p.parts[rank] * ITEM_BYTES[p.kind] for p in division.grads)
     if num_microbatches(spec) > 1:
-        return others
-    plain = sum(
-        gradient_bytes(spec, param)
-        for param in params
-        if not _is_sent_in_low_precision(spec, param)
-    )
-    buckets = [sum(held) for held in _shared_buckets(spec, params, in_low_precision=True)]
-    item = ITEM_BYTES[spec.optim.storage.main_grads]
-    return min(others, plain + 2 * item * max(buckets, default=0))
+        return sums + others
+    plain = sum(FP32 * places.elements for places in division.grads if places.kind == "fp32")
+    buckets = [places.elements * ITEM_BYTES[places.kind] for places in few]
+    return sums + min(others, plain + 2 * max(buckets, default=0))
 
 
-def _is_sent_in_low_precision(spec: RunSpec, param: Parameter) -> bool:
-    """Whether ranks send each other this gradient in low precision (FP8-LM)."""
-    return param.is_linear and spec.optim.storage.main_grads != "fp32"
-
-
-def _shared_buckets(
-    spec: RunSpec, params: Sequence[Parameter], *, in_low_precision: bool
-) -> list[list[int]]:
-    """Return, for each bucket of gradients, how many elements of it each rank sums (FP8-LM).
-
-    The gradients are those in low precision or the others.
-    """
-    ranks = spec.parallel.dp * spec.parallel.cp
-    size = spec.parallel.grad_bucket_bytes // FP32
-    is_whole = spec.optim.shards_states and not divides_elements(spec)
-    buckets: list[list[int]] = []
-    for param, owner in zip(params, assign_whole_tensors(params, ranks), strict=True):
-        if _is_sent_in_low_precision(spec, param) != in_low_precision:
-            continue
-        if not buckets or sum(buckets[-1]) >= size:
-            buckets.append([0] * ranks)
-        buckets[-1][owner] += param.elements
-    if is_whole:
-        return buckets
-    return [[-(-sum(held) // ranks)] * ranks for held in buckets]
-
-
-def arriving_bytes(spec: RunSpec, params: Sequence[Parameter]) -> tuple[int, int]:
+def arriving_bytes(spec: RunSpec, division: Division) -> tuple[int, int]:
     """Return what a bucket of gradients needs while backward passes run, and what after them.
 
     FP32 gradients and a bucket that is the only one are complete at the end alone (FP8-LM).
     """
-    early, last = (_of_a_bucket(spec, params, in_low_precision=few) for few in (True, False))
-    if early and len(_shared_buckets(spec, params, in_low_precision=True)) == 1:
-        early, last = 0, max(early, last)
-    return early, last
+    if spec.optim.storage.is_plain or shard_ranks(spec) == 1:
+        return 0, 0
+    few = [places for places in division.grads if places.kind != "fp32"]
+    plain = [places for places in division.grads if places.kind == "fp32"]
+    early, last = _of_a_bucket(spec, few), 0
+    if spec.optim.shards_states:  # otherwise FP32 gradients are all-reduced in place
+        last = _of_a_bucket(spec, plain)
+    return (0, max(early, last)) if len(few) == 1 else (early, last)
 
 
-def _of_a_bucket(spec: RunSpec, params: Sequence[Parameter], *, in_low_precision: bool) -> int:
+def _of_a_bucket(spec: RunSpec, buckets: Sequence[Places]) -> int:
     """Return what the rank that sums most of a bucket of gradients needs for it (FP8-LM).
 
-    In a round of the exchange at most an equal share of the bucket arrives from each rank. Sums of
-    numbers in low precision are FP32 until their scales are known. What is sent in several rounds,
-    or in another dtype than that of the sums, is copied (`parallel/scaled_data.py`).
+    Sums of numbers in low precision are FP32 until their scales are known. What is sent in several
+    rounds, or in another dtype than that of the sums, is copied (`parallel/scaled_data.py`).
     """
-    storage, ranks = spec.optim.storage, spec.parallel.dp * spec.parallel.cp
-    is_exchanged = in_low_precision or spec.optim.shards_states  # otherwise all-reduced in place
-    if storage.is_plain or ranks == 1 or not is_exchanged:
-        return 0
-    dtype = storage.main_grads if in_low_precision else spec.parallel.grad_reduce_dtype
     most = 0
-    for held in _shared_buckets(spec, params, in_low_precision=in_low_precision):
-        share = -(-sum(held) // ranks)
-        first_round = [min(part, share) for part in held]
-        copied = sum(first_round) if max(held) > share and max(held) < sum(held) else 0
-        if not in_low_precision and dtype != "fp32":
-            copied += sum(held)
-        total = max(held) if in_low_precision else 0
-        most = max(most, ITEM_BYTES[dtype] * (ranks * share + copied) + FP32 * total)
+    for places in buckets:
+        is_few = places.kind != "fp32"
+        dtype = places.kind if is_few else spec.parallel.grad_reduce_dtype
+        first = [part.stop - part.start for part in places.rounds()[0]]
+        is_cut = sum(first) < places.elements
+        copied = sum(first) if is_cut and sum(size > 0 for size in first) > 1 else 0
+        if dtype != places.kind:
+            copied += places.elements
+        arriving = len(first) * max(first) + copied
+        total = max(places.parts) if is_few else 0
+        most = max(most, ITEM_BYTES[dtype] * arriving + FP32 * total)
     return most

@@ -10,23 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megafp8.plan.gradients import (
-    arriving_bytes,
-    gradient_bytes,
-    has_low_precision,
-    passing_gradients,
-)
+from megafp8.plan.division import Division
+from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
 from megafp8.plan.pipeline import most_held, planned_order
 from megafp8.plan.shape import (
     FP32,
     LinearShape,
     Parameter,
     RankShape,
-    assign_whole_tensors,
     compute_itemsize,
-    divides_elements,
+    division_of,
     features_between,
-    flat_buckets,
     fp8_products,
     layers_of_stage,
     linears_of_layer,
@@ -39,20 +33,17 @@ from megafp8.plan.shape import (
     sent_in_fp8,
     sequence_shards,
     shard_ranks,
-    stored_buckets,
-    stored_itemsize,
+    stored_as,
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.model import BLOCK_QUERIES
 from megafp8.specs.optim import ITEM_BYTES
 
 HEAD_CHUNK_TOKENS = 8192
 HEAD_CHUNK_BYTES = 2 << 30
 """On a GPU the head works on chunks of at most so many tokens, and bytes of FP32 logits
 (`models/loss.py`)."""
-BLOCK_QUERIES = 128
-"""Attention within documents whose scores have a bias takes so many queries at a time, with up to
-all keys of a document (`models/documents.py`)."""
 SCALE_TABLE_BYTES = 20
 """Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
 
@@ -74,15 +65,15 @@ class HeldBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedStepBytes:
-    """Hold the bytes that a step adds to `HeldBytes`."""
+class StepBytes:
+    """Hold the bytes that a step adds to `HeldBytes`; a plan and a dry run fill this in."""
 
     microbatch: int  # kept between forward and backward of one microbatch, on its largest stage
     in_flight: int  # kept by all microbatches that the schedule has begun, at its worst moment
     weight_copies: int  # FP8 copies of weights, in two orientations for tensor cores
     workspace: int  # alive only while one layer or the head runs
-    gathered: int  # whole weights that FSDP holds: two layers', and those outside layers
-    gradients: int = 0  # those of other ranks, until they were sent, under FP8-LM's ZeRO-2
+    gathered: int = 0  # whole weights that FSDP holds: two layers', and those outside layers
+    gradients: int = 0  # those that stay no longer than a step: FP32 sums, other ranks' (ZeRO-2)
     arriving: int = 0  # with FP8-LM: what other ranks send of a bucket, and its FP32 sum
     arriving_last: int = 0  # the same after the backward passes, when what they keep is free
     graphs: int = 0  # the memory of CUDA graphs, beside that of steps that run without them
@@ -97,13 +88,13 @@ class PlannedStepBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Hold the bytes of one rank."""
+    """Hold the bytes of one rank, as a plan computes or a dry run counts them."""
 
     pipeline_rank: int
     num_layers: int
     num_params: int  # elements of the rank's parameters, before FSDP shards them
     held: HeldBytes
-    step: PlannedStepBytes
+    step: StepBytes
 
     @property
     def total(self) -> int:
@@ -111,30 +102,36 @@ class RankMemory:
         return self.held.total + self.step.peak
 
 
-def rank_memory(spec: RunSpec, pipeline_rank: int) -> RankMemory:
+def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -> RankMemory:
     """Return the bytes of a rank on the pipeline stage(s) of `pipeline_rank`.
 
-    Tensor-, context- and data-parallel ranks of a stage hold the same number of bytes, but for the
-    last few elements that ZeRO-1 and FSDP pad. `spec.model.vocab_size` must be known.
+    Tensor-parallel ranks of a stage hold the same bytes. Context- and data-parallel ones are
+    replicas, which own different tensors or ranges under ZeRO: without `replica` it is the one that
+    owns most, but for padding. FSDP's is its largest shard. `spec.model.vocab_size` must be known.
     """
     shape = rank_shape(spec, pipeline_rank)
     kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
     in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
     weight_copies = _weight_copies(spec, shape.linears)
     workspace = max(_workspace_bytes(spec, stage) for stage in shape.stages)
-    early, late = arriving_bytes(spec, shape.params)
+    division, passing, early, late = None, 0, 0, 0
+    if spec.parallel.fsdp is None:
+        division = division_of(spec, shape.params)
+        replica = _fullest(spec, shape, division) if replica is None else replica
+        passing = passing_gradients(spec, division, replica)
+        early, late = arriving_bytes(spec, division)
     return RankMemory(
         pipeline_rank=pipeline_rank,
         num_layers=len(shape.layers),
         num_params=sum(param.elements for param in shape.params),
-        held=_held_bytes(spec, shape.params, shape.linears),
-        step=PlannedStepBytes(
+        held=_held_bytes(spec, shape, division, replica or 0),
+        step=StepBytes(
             microbatch=max(kept.values()),
             in_flight=in_flight,
             weight_copies=weight_copies,
             workspace=workspace,
             gathered=_gathered_bytes(spec, shape),
-            gradients=passing_gradients(spec, shape.params),
+            gradients=passing,
             arriving=early,
             arriving_last=late,
             # One pool has all of a microbatch, its casts of weights too. Steps without graphs and
@@ -150,17 +147,14 @@ def all_ranks(spec: RunSpec) -> list[RankMemory]:
 
 
 def _held_bytes(
-    spec: RunSpec, params: Sequence[Parameter], linears: Sequence[LinearShape]
+    spec: RunSpec, shape: RankShape, division: Division | None, replica: int
 ) -> HeldBytes:
-    elements = sum(param.elements for param in params)
-    weights = sum(param.elements * param.itemsize for param in params)
     recipe = spec.precision.fp8
-    delayed = sum(linear.has_history for linear in linears)
+    delayed = sum(linear.has_history for linear in shape.linears)
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
-    if spec.parallel.fsdp is not None:
-        shards = shard_ranks(spec)
-        own = sum(param.shard_elements(shards) for param in params)
+    if division is None:
+        own = sum(param.shard_elements(shard_ranks(spec)) for param in shape.params)
         return HeldBytes(
             weights=0,
             masters=FP32 * own,  # FSDP's parameters themselves
@@ -168,71 +162,43 @@ def _held_bytes(
             gradients=FP32 * own,
             scaling=scaling,
         )
-    storage = spec.optim.storage
-    if not storage.is_plain:
-        return _stored_bytes(spec, params, scaling)
-    if spec.optim.shards_states:
-        buckets = flat_buckets(spec, params)
-        own = sum(bucket.elements for bucket in buckets) // shard_ranks(spec)
-        return HeldBytes(
-            weights=sum(bucket.elements * bucket.itemsize for bucket in buckets),
-            masters=FP32 * own,
-            moments=2 * FP32 * own,
-            gradients=FP32 * sum(bucket.elements for bucket in buckets),
-            scaling=scaling,
-        )
+    names = [stored_as(spec, param) for param in shape.params]
+    weights = sum(ITEM_BYTES[places.kind] * places.elements for places in division.weights)
+    for row in set(range(len(names))) - {row for p in division.weights for row in p.rows}:
+        weights += ITEM_BYTES[names[row]] * shape.params[row].elements
+    masters = moments = 0
+    for row, elements in division.owned_by(replica):
+        of_master, of_moments = _owned_itemsizes(spec, shape.params[row], division)
+        masters += elements * of_master
+        moments += elements * of_moments
+    gradients = gradient_bytes(spec, division, replica)
     return HeldBytes(
-        weights=weights,
-        masters=sum(FP32 * param.elements for param in params if param.itemsize != FP32),
-        moments=2 * FP32 * elements,
-        gradients=FP32 * elements,
-        scaling=scaling,
+        weights=weights, masters=masters, moments=moments, gradients=gradients, scaling=scaling
     )
 
 
-def _stored_bytes(spec: RunSpec, params: Sequence[Parameter], scaling: int) -> HeldBytes:
-    """Return what is held where gradients, masters or moments are in low precision (FP8-LM).
+def _owned_itemsizes(spec: RunSpec, param: Parameter, division: Division) -> tuple[int, int]:
+    """Return the bytes of an element's master, beside the parameter itself, and of its moments.
 
-    A linear's weight in FP16 or BF16 is its own master; one in FP8 has a master beside it. Where
-    ranks own whole tensors (ZeRO), it is what the rank with most has.
+    A linear's weight in low precision is its own master; one in FP8 has a master beside it. A whole
+    FP32 parameter is its own master, too; a rank that owns a part of it has a copy.
     """
     storage = spec.optim.storage
-    ranks = spec.parallel.dp * spec.parallel.cp if spec.optim.shards_states else 1
-    owners = assign_whole_tensors(params, ranks)
-    scales = 0
-    masters, moments, gradients = [0] * ranks, [0] * ranks, [0] * ranks
-    for param, owner in zip(params, owners, strict=True):
-        is_stored = param.is_linear and storage.main_params != "fp32"
-        itemsize = ITEM_BYTES[storage.main_params]
-        is_own_master = is_stored and param.itemsize > 1
-        if param.itemsize != FP32 and not is_own_master:
-            masters[owner] += param.elements * (itemsize if is_stored else FP32)
-        gradients[owner] += gradient_bytes(spec, param)
-        scales += FP32 * has_low_precision(spec, param)
-        for moment in (storage.exp_avg, storage.exp_avg_sq):
-            is_small = param.is_linear or not storage.linears_only
-            moments[owner] += param.elements * (ITEM_BYTES[moment] if is_small else FP32)
-    if divides_elements(spec):
-        masters, moments, grads = ([-(-sum(x) // ranks)] for x in (masters, moments, gradients))
-        gradients = grads if spec.optim.shards_grads else gradients
-        ranks = 1
-    most = max(range(ranks), key=lambda rank: masters[rank] + moments[rank])
-    return HeldBytes(
-        weights=_stored_weights(spec, params),
-        masters=masters[most],
-        moments=moments[most],
-        gradients=(gradients[most] if spec.optim.shards_grads else sum(gradients)) + scales,
-        scaling=scaling,
-    )
+    is_small = param.is_linear or not storage.linears_only
+    names = (storage.exp_avg, storage.exp_avg_sq) if is_small else ("fp32", "fp32")
+    moments = sum(ITEM_BYTES[name] for name in names)
+    if param.is_linear and storage.main_params != "fp32":
+        return 0 if param.itemsize > 1 else ITEM_BYTES[storage.main_params], moments
+    is_own = param.itemsize == FP32 and not division.splits
+    return 0 if is_own else FP32, moments
 
 
-def _stored_weights(spec: RunSpec, params: Sequence[Parameter]) -> int:
-    """Return the bytes of all weights under FP8-LM; ZeRO pads those of the linears."""
-    if not spec.optim.shards_states or divides_elements(spec):
-        return sum(stored_itemsize(spec, param) * param.elements for param in params)
-    rest = (param.elements * param.itemsize for param in params if not param.is_linear)
-    buckets = stored_buckets(spec, params)
-    return sum(rest) + sum(bucket.elements * bucket.itemsize for bucket in buckets)
+def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:
+    """Return the replica that owns the most bytes of masters and moments, but for padding."""
+    held = [0] * shard_ranks(spec)
+    for param, owner in zip(shape.params, division.owners, strict=False):
+        held[owner] += param.elements * sum(_owned_itemsizes(spec, param, division))
+    return held.index(max(held))
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:

@@ -6,19 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megafp8.plan.division import WAYS, Divided, Division, Member
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.layer import LayerLinear, layer_linears
-from megafp8.specs.optim import ITEM_BYTES
-from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of, owners_of
+from megafp8.specs.optim import ITEM_BYTES, StorageName
+from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of
 from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, traits_of
 from megafp8.specs.traits import GemmName, Traits
 
 FP32 = 4
-ALIGNMENT = 64
-"""ZeRO-1 pads each parameter, and each rank's range of a bucket, to a multiple of this number of
-elements (`optim/partitions.py`)."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +75,6 @@ class Parameter:
     def shard_elements(self, num_shards: int) -> int:
         """Return the elements of FSDP's largest shard, along the first dim."""
         return -(-self.rows // num_shards) * self.columns
-
-
-@dataclass(frozen=True)
-class FlatBucket:
-    """Describe one of ZeRO-1's flat buffers, of consecutive parameters of one kind."""
-
-    elements: int  # with the padding
-    itemsize: int  # bytes of an element of the weights
 
 
 @dataclass(frozen=True)
@@ -234,29 +224,6 @@ def _parameters(
             yield Parameter(vocab, hidden, plain, True, in_layer=False, is_tied_end=True)
 
 
-def flat_buckets(spec: RunSpec, params: Sequence[Parameter]) -> list[FlatBucket]:
-    """Return the flat buffers into which ZeRO-1 puts a rank's parameters."""
-    size = spec.parallel.grad_bucket_bytes // FP32
-    kinds: dict[tuple[bool, int, bool], list[int]] = {}
-    for param in params:
-        is_sharded = param.is_sharded and spec.parallel.tp > 1
-        buckets = kinds.setdefault((is_sharded, param.itemsize, param.is_tied_end), [])
-        if not buckets or buckets[-1] >= size:
-            buckets.append(0)
-        buckets[-1] += rounded_up(param.elements, ALIGNMENT)
-    step = ALIGNMENT * shard_ranks(spec)
-    return [
-        FlatBucket(rounded_up(elements, step), itemsize)
-        for (_, itemsize, _), buckets in kinds.items()
-        for elements in buckets
-    ]
-
-
-def rounded_up(count: int, multiple: int) -> int:
-    """Return the first multiple of `multiple` that is not below `count`."""
-    return -(-count // multiple) * multiple
-
-
 def shard_ranks(spec: RunSpec) -> int:
     """Return how many ranks share one replica's optimizer state, under ZeRO-1 or FSDP."""
     parallel = spec.parallel
@@ -300,29 +267,62 @@ def recomputes(spec: RunSpec, granularity: str, place: int) -> bool:
     return recompute.method == "uniform" or place < recompute.num_layers
 
 
-def stored_buckets(spec: RunSpec, params: Sequence[Parameter]) -> list[FlatBucket]:
-    """Return the flat tensors in which FP8-LM's ZeRO gathers the linears' weights.
+def stored_as(spec: RunSpec, param: Parameter) -> StorageName:
+    """Return the format of the memory that a parameter's weights occupy.
 
-    There is one for each size of an element. All ranks' ranges of it are as large as the largest
-    one, and each weight begins at a multiple of `ALIGNMENT` elements (`optim/partitions.py`).
-    """
-    ranks = shard_ranks(spec)
-    held: dict[int, list[int]] = {}
-    for param, owner in zip(params, assign_whole_tensors(params, ranks), strict=True):
-        if param.is_linear:
-            ranges = held.setdefault(stored_itemsize(spec, param), [0] * ranks)
-            ranges[owner] += rounded_up(param.elements, ALIGNMENT)
-    return [FlatBucket(ranks * max(ranges), itemsize) for itemsize, ranges in held.items()]
-
-
-def stored_itemsize(spec: RunSpec, param: Parameter) -> int:
-    """Return the bytes of an element of a weight that FP8-LM stores.
-
-    A linear's weight is its own master there, unless it is in FP8 or masters are FP32.
+    A linear's weight is its own master under FP8-LM, unless it is in FP8 or masters are FP32.
     """
     main = spec.optim.storage.main_params
-    is_own_master = param.is_linear and param.itemsize > 1 and main != "fp32"
-    return ITEM_BYTES[main] if is_own_master else param.itemsize
+    if param.itemsize == 1:
+        return "fp8"
+    if param.is_linear and main != "fp32":
+        return main
+    return "fp32" if param.itemsize == FP32 else spec.precision.compute
+
+
+def division_of(spec: RunSpec, params: Sequence[Parameter], way: str = "") -> Division:
+    """Return where gradients and weights lie and what each replica owns of them, without FSDP."""
+    grad, tp = spec.optim.storage.main_grads, spec.parallel.tp
+    members = tuple(
+        Member(
+            elements=param.elements,
+            weight=stored_as(spec, param),
+            grad=grad if param.is_linear else "fp32",
+            is_linear=param.is_linear,
+            is_sharded=param.is_sharded and tp > 1,
+            is_tied=param.is_tied_end,
+        )
+        for param in params
+    )
+    size = spec.parallel.grad_bucket_bytes // FP32
+    divided = Divided(members, shard_ranks(spec), size, spec.optim.storage.is_plain)
+    return _division(way or way_of(spec), divided)
+
+
+@lru_cache(maxsize=64)
+def _division(way: str, divided: Divided) -> Division:
+    """Return a division; a search asks for that of one layout many times."""
+    return WAYS[way].divide(divided)
+
+
+def way_of(spec: RunSpec) -> str:
+    """Return the way in which replicas divide masters and moments, by its name in `WAYS`.
+
+    A run that chooses itself divides elements where whole tensors would be too uneven.
+    """
+    optim = spec.optim
+    if not optim.shards_states:
+        return "replicated"
+    if optim.storage.is_plain or optim.shard_by != "auto":
+        return "elements" if optim.storage.is_plain else optim.shard_by
+    most = 0.0
+    for stage in range(spec.parallel.pp):
+        params = rank_shape(spec, stage).params
+        held = [0] * shard_ranks(spec)
+        for places in division_of(spec, params, "tensors").grads:
+            held = [a + b for a, b in zip(held, places.parts, strict=True)]
+        most = max(most, imbalance_of(held))
+    return "elements" if most > LARGEST_IMBALANCE else "tensors"
 
 
 def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
@@ -331,28 +331,3 @@ def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
     if recipe is None or param.linear is None or not param.linear.in_fp8:
         return False
     return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
-
-
-def assign_whole_tensors(params: Sequence[Parameter], ranks: int) -> list[int]:
-    """Return the rank that owns each parameter under FP8-LM's ZeRO: linears first, by size."""
-    held, owners = [0] * ranks, [0] * len(params)
-    for kind in (True, False):
-        rows = [row for row, param in enumerate(params) if param.is_linear == kind]
-        tied = [place for place, row in enumerate(rows) if params[row].is_tied_end]  # are rank 0's
-        assigned = owners_of([params[row].elements for row in rows], held, tied)
-        for row, owner in zip(rows, assigned, strict=True):
-            owners[row] = owner
-    return owners
-
-
-def divides_elements(spec: RunSpec) -> bool:
-    """Whether FP8-LM's ZeRO gives ranks equal numbers of elements, and not whole tensors."""
-    if spec.optim.shard_by != "auto" or not spec.optim.shards_states:
-        return spec.optim.shards_states and spec.optim.shard_by == "elements"
-    ranks, most = shard_ranks(spec), 0.0
-    for stage in range(spec.parallel.pp):
-        held, params = [0] * ranks, rank_shape(spec, stage).params
-        for param, owner in zip(params, assign_whole_tensors(params, ranks), strict=True):
-            held[owner] += param.elements
-        most = max(most, imbalance_of(held))
-    return most > LARGEST_IMBALANCE

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megafp8.plan.division import ALIGNMENT, Division, rounded_up
 from megafp8.plan.shape import (
-    ALIGNMENT,
     FP32,
     LinearShape,
     RankShape,
     compute_itemsize,
-    divides_elements,
-    flat_buckets,
+    division_of,
     fp8_products,
     layers_with_recomputation,
     microbatch_tokens,
@@ -27,11 +26,9 @@ from megafp8.plan.shape import (
     rank_shape,
     recomputed_fraction,
     residual_itemsize,
-    rounded_up,
     sent_in_fp8,
     sequence_shards,
     shard_ranks,
-    stored_buckets,
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import ITEM_BYTES
@@ -259,83 +256,68 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         )
 
     itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
+    division = division_of(spec, shape.params)
+    plain = sum(places.elements for places in division.grads if places.kind == "fp32")
     if not spec.optim.storage.is_plain:
-        yield from _stored(spec, shape, itemsize, message)
+        yield from _stored(spec, shape, division, plain * itemsize, message)
     elif spec.optim.shards_states:
-        buckets = flat_buckets(spec, shape.params)
-        padded = sum(bucket.elements for bucket in buckets)
-        weights = sum(bucket.elements * bucket.itemsize for bucket in buckets)
-        yield message("reduce_scatter", "gradients", padded * itemsize)
-        yield _written(message("all_gather", "updated weights", weights / replicas))
+        yield message("reduce_scatter", "gradients", plain * itemsize)
+        sent = _weight_bytes(division, is_padded=True)
+        yield _written(message("all_gather", "updated weights", sent / replicas))
         in_fp8 = sum(sent_in_fp8(spec, param) for param in shape.params)
         yield _written(message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8))
     else:
-        elements = sum(param.elements for param in shape.params)
-        yield message("all_reduce", "gradients", elements * itemsize)
+        yield message("all_reduce", "gradients", plain * itemsize)
+
+
+def _weight_bytes(division: Division, *, is_padded: bool) -> int:
+    """Return the bytes of the flat tensors of weights whose ranges are padded, or of the others."""
+    chosen = [places for places in division.weights if places.is_padded == is_padded]
+    return sum(ITEM_BYTES[places.kind] * places.elements for places in chosen)
 
 
 def _stored(
     spec: RunSpec,
     shape: RankShape,
-    itemsize: int,
+    division: Division,
+    plain: int,
     message: Callable[[Operation, str, float], Message],
 ) -> Iterator[Message]:
-    """Return FP8-LM's messages, with the scalars of each tensor's scale."""
+    """Return FP8-LM's messages, with the scalars of each tensor's scale.
+
+    `plain` are the bytes of gradients in FP32, as they are sent.
+    """
     replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage
     linears = [param for param in shape.params if param.is_linear]
     scalars = FP32 * len(linears)
-    in_fp8 = sum(param.elements for param in linears) if storage.main_grads != "fp32" else 0
-    plain = sum(param.elements for param in shape.params) - in_fp8
+    in_fp8 = sum(places.elements for places in division.grads if places.kind != "fp32")
+    adds_in_fp32 = bool(in_fp8) and storage.reduction == "fp32"
     if in_fp8:
         yield message("all_to_all", "gradients in FP8", in_fp8)
-        if storage.reduction == "fp32":
+        if adds_in_fp32:
             yield message("all_gather", "scales of gradients", scalars)
         else:
             yield message("all_reduce", "scales of gradients", scalars)
             yield message("all_reduce", "counts of saturated gradients", scalars)
-    if not spec.optim.shards_states:
-        if in_fp8:
-            yield message("all_gather", "summed gradients in FP8", in_fp8 / replicas)
-            if storage.reduction == "fp32":
-                yield message("all_reduce", "amaxes of gradients", scalars)
-        yield message("all_reduce", "gradients", plain * itemsize)
-        return
-    yield message("all_to_all", "gradients", plain * itemsize)
-    if divides_elements(spec):
-        yield from _stored_parts(spec, shape, scalars, message)
-        return
-    kept = FP32 * sum(param.itemsize == 1 for param in linears)
-    yield _written(message("all_reduce", "amaxes of weights in FP8", kept))
-    own_masters = sum(param.itemsize > 1 for param in linears)
-    if storage.main_params != "fp32":
-        yield _written(message("all_reduce", "scales of weights", FP32 * own_masters))
-    buckets = stored_buckets(spec, shape.params)
-    sent = sum(bucket.elements * bucket.itemsize for bucket in buckets) / replicas
-    yield _written(message("all_gather", "updated weights of linears", sent))
-    rest = sum(param.elements * param.itemsize for param in shape.params if not param.is_linear)
-    yield _written(message("broadcast", "updated weights of the rest", rest))
-
-
-def _stored_parts(
-    spec: RunSpec,
-    shape: RankShape,
-    scalars: int,
-    message: Callable[[Operation, str, float], Message],
-) -> Iterator[Message]:
-    """Return what FP8-LM's ZeRO sends beside gradients where ranks own elements, but padding."""
-    replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage
-    if storage.main_grads != "fp32" and storage.reduction == "fp32":
+    if adds_in_fp32 and not division.owners:
         yield message("all_reduce", "amaxes of gradients", scalars)
-    yield message("all_reduce", "amaxes of masters and moments", 3 * FP32 * len(shape.params))
-    weights = 0
-    for param in shape.params:
-        few = param.is_linear and param.itemsize > 1 and storage.main_params != "fp32"
-        weights += param.elements * (ITEM_BYTES[storage.main_params] if few else param.itemsize)
-    in_fp8 = any(param.is_linear and param.itemsize == 1 for param in shape.params)
-    if in_fp8 or storage.main_params != "fp32":
-        what = "amaxes of weights in FP8" if in_fp8 else "scales of weights"
-        yield _written(message("all_reduce", what, scalars))
-    yield _written(message("all_gather", "updated weights", weights / replicas))
+    if not spec.optim.shards_states:
+        yield message("all_gather", "summed gradients in FP8", in_fp8 / replicas)
+        yield message("all_reduce", "gradients", plain)
+        return
+    yield message("all_to_all", "gradients", plain)
+    num_in_fp8 = sum(param.itemsize == 1 for param in linears)
+    num_own = len(linears) - num_in_fp8 if storage.main_params != "fp32" else 0
+    if division.splits:  # one reduction for all weights
+        yield message("all_reduce", "amaxes of masters and moments", 3 * FP32 * len(shape.params))
+        num_in_fp8, num_own = (len(linears) if n else 0 for n in (num_in_fp8, num_own))
+        num_own = 0 if num_in_fp8 else num_own
+    yield _written(message("all_reduce", "amaxes of weights in FP8", FP32 * num_in_fp8))
+    yield _written(message("all_reduce", "scales of weights", FP32 * num_own))
+    sent = _weight_bytes(division, is_padded=True) / replicas
+    yield _written(message("all_gather", "updated weights", sent))
+    rest = _weight_bytes(division, is_padded=False)
+    yield _written(message("broadcast", "updated weights of the rest", rest))
 
 
 def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:

@@ -13,6 +13,9 @@ BlockType = Literal["pre_ln", "post_ln"]
 GATED: tuple[Activation, ...] = ("geglu", "geglu-tanh", "swiglu", "reglu")
 """Activations that multiply the results of two linears: activation(gate) * up."""
 
+BLOCK_QUERIES = 128
+"""The queries of a block of attention within documents whose scores need a tensor of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeSpec:

@@ -12,7 +12,7 @@ Fp8Reduction = Literal["fp32", "auto", "pre", "post"]
 ShardBy = Literal["tensors", "elements", "auto"]
 """What ranks own of stored states: whole tensors, equal numbers of elements, or what is better."""
 STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
-ITEM_BYTES: dict[StorageName, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
+ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
 """Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
 
 

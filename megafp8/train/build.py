@@ -19,12 +19,12 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
-from megafp8.optim.partitions import PARTITIONS, Partition, Replicated
+from megafp8.optim.partitions import Partition
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
-from megafp8.plan.shape import divides_elements
+from megafp8.plan.shape import way_of
 from megafp8.specs import RunSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers
@@ -180,13 +180,8 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
 
 def make_partition(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Partition:
     """Return how the replicas divide master weights, moments and summed gradients."""
-    if not spec.optim.shards_states:
-        return Replicated(mesh.data)
-    name = {"auto": "tensors"}.get(spec.optim.shard_by, spec.optim.shard_by)
-    if spec.optim.storage.is_plain or divides_elements(spec):
-        name = "elements"
     frees_grads = spec.optim.shards_grads and not spec.optim.storage.is_plain
-    return PARTITIONS[name](mesh.data, tied_of(model), frees_grads=frees_grads)
+    return Partition(way_of(spec), mesh.data, tied_of(model), frees_grads=frees_grads)
 
 
 def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:

@@ -10,7 +10,7 @@ import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from megafp8.ops import torch_private
 from megafp8.ops.torch_private import run_backward, storage_key
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
-from megafp8.plan.memory import HeldBytes
+from megafp8.plan.memory import HeldBytes, RankMemory, StepBytes
 from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
 from megafp8.specs import RunSpec
 from megafp8.train.build import build
@@ -33,47 +33,15 @@ from megafp8.train.state import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """Hold the bytes that a step needs in addition to the state."""
-
-    kept: dict[int, int]  # by stage, for the backward pass of one microbatch
-    weight_copies: int  # FP8 copies of weights, which are quantized once for each step
-    one_microbatch: int  # peak of a microbatch without others
-    in_flight: int  # peak of what is kept for all microbatches that a pipeline has begun
-    at_the_end: int = 0  # peak of reductions in low precision after the backward passes
-    gradients: int = 0  # what gradients that a rank frees during a step add to the peak (ZeRO-2)
-    has_graphs: bool = False  # whether microbatches are captured as CUDA graphs
-
-    @property
-    def graphs(self) -> int:
-        """Memory of CUDA graphs; steps that run without them need as much beside it."""
-        return self.without_graphs if self.has_graphs else 0
-
-    @property
-    def peak(self) -> int:
-        """Peak of a step, in which one microbatch is computed while the others' bytes are kept."""
-        return self.without_graphs + self.graphs
-
-    @property
-    def without_graphs(self) -> int:
-        """Peak of a step in which no microbatch is captured."""
-        alone = max(self.kept.values())
-        computing = self.in_flight - alone + max(alone, self.one_microbatch)
-        return self.weight_copies + max(computing, self.at_the_end) + self.gradients
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankShare:
-    """Describe one rank's part of a job."""
+class RankShare(RankMemory):
+    """Describe one rank's part of a job, with its bytes as they were counted."""
 
     rank: int
     place: dict[str, int]  # its coordinates on the mesh
     layers: tuple[int, ...]
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
     """The logical name, logical shape, local shape and dtype of every piece."""
-    num_params: int  # elements of its parameters
-    held: HeldBytes
-    step: StepBytes
+    kept: dict[int, int]  # by stage, for the backward pass of one microbatch
     linears: LinearFlops | None  # the FLOPs in FP8; None without FP8
 
 
@@ -112,15 +80,19 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
     """
     with simulated(spec, rank) as state:
         sizes = {axis: getattr(spec.parallel, axis) for axis in AXES}
-        recipe = spec.precision.fp8
+        recipe, layers, held = spec.precision.fp8, tuple(layers_of(state)), held_bytes(state)
+        step, kept = step_bytes(state, spec)
         return RankShare(
             rank=rank,
+            pipeline_rank=state.mesh.pp.rank,
             place=coordinates(sizes, rank),
-            layers=tuple(layers_of(state)),
+            layers=layers,
+            num_layers=len(layers),
             shapes=tuple(shapes_of(state)),
             num_params=sum(param.numel() for param in state.model.parameters()),
-            held=held_bytes(state),
-            step=step_bytes(state, spec),
+            held=held,
+            step=step,
+            kept=kept,
             linears=None if recipe is None else linear_flops(state.backend.planned(state.model)),
         )
 
@@ -202,11 +174,12 @@ def held_bytes(state: TrainState) -> HeldBytes:
     )
 
 
-def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
+def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, int]]:
     """Run one microbatch forward and backward through each stage of this rank; count the bytes.
 
-    It is the last one of a step, in which gradients are sent: under ZeRO-2 those of the
-    microbatches before it are there from its beginning.
+    Return them, and what each stage keeps of a microbatch. It is the last one of a step, in which
+    gradients are sent: under ZeRO-2 those of the microbatches before it are there from its
+    beginning. What arrives of gradients during the backward pass is a part of the working memory.
     """
     count = spec.train.num_microbatches(state.mesh.dp.size)
     alive = LiveBytes("meta", state.backend.memory_of)
@@ -251,15 +224,16 @@ def step_bytes(state: TrainState, spec: RunSpec) -> StepBytes:
     if pp > 1:
         in_flight = most_held(orders_of(state, pp, count)[state.mesh.pp.rank], kept)
     copies = state.backend.weight_copies(state.model)
-    return StepBytes(
-        kept=kept,
-        weight_copies=made if copies is None else copies,
-        one_microbatch=most,
+    step = StepBytes(
+        microbatch=max(kept.values()),
         in_flight=in_flight,
-        has_graphs=spec.train.cuda_graph,
-        at_the_end=at_the_end,
+        weight_copies=made if copies is None else copies,
+        workspace=max(0, most - max(kept.values())),
+        arriving_last=at_the_end,
         gradients=max(0, with_gradients - max(most, at_the_end)),
     )
+    # Steps that run without graphs need as much beside them.
+    return replace(step, graphs=step.peak if spec.train.cuda_graph else 0), kept
 
 
 def freed_gradients(state: TrainState) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from megafp8.config.errors import SettingError
 from megafp8.data.loader import Microbatch, num_validation_batches, validation_batches
 from megafp8.files import note_progress
+from megafp8.observe.console import Validation
 from megafp8.observe.summary import bits_per_byte
 from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
@@ -60,7 +61,8 @@ def validate(run: Run, *, whole: bool = False, is_last: bool = False) -> float:
     run.trackers.log(run.state.step, values)
     run.saver.metrics["val_loss"] = val_loss
     seconds = time.perf_counter() - began
-    run.console.validation(run.state.step, val_loss, bits_per_byte=bits, seconds=seconds)
+    result = Validation(step=run.state.step, val_loss=val_loss, bits_per_byte=bits, seconds=seconds)
+    run.console.validation(result)
     return val_loss
 
 

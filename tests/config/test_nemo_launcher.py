@@ -213,7 +213,7 @@ def test_what_would_change_numbers_is_refused_by_name(family: str, tmp_path: Pat
 
 
 def test_values_of_other_families_that_ask_for_nothing_pass(tmp_path: Path) -> None:
-    load_launcher(
+    given = load_launcher(
         tmp_path,
         **{
             "model.name": "megatron_gpt_full_te_layer_autocast",
@@ -225,6 +225,9 @@ def test_values_of_other_families_that_ask_for_nothing_pass(tmp_path: Path) -> N
             "env_vars": {"NVTE_FUSED_ATTN": 1},
         },
     )
+    spec, plain = spec_of(given), spec_of(load_launcher(tmp_path))
+    for part in ("model", "optim", "precision", "parallel", "train", "data"):
+        assert getattr(spec, part) == getattr(plain, part), part
 
 
 def test_recomputing_no_layer_is_refused() -> None:

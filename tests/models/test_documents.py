@@ -25,11 +25,12 @@ from megafp8.models.attention import (
     AttentionCore,
     attention_context,
 )
-from megafp8.models.documents import QUERIES, SHORT, Documents, document_ids
+from megafp8.models.documents import SHORT, Documents, document_ids
 from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
 from megafp8.ops import cpu
 from megafp8.ops.torch_private import TorchDispatchMode, tree_leaves
+from megafp8.specs.model import BLOCK_QUERIES as QUERIES
 from megafp8.train.live_bytes import LiveBytes
 from tests.tiny import gpt_spec
 

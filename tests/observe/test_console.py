@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.observe.console import Console, PlainConsole, SilentConsole, StepReport
+from megafp8.observe.console import Console, PlainConsole, SilentConsole, StepReport, Validation
 from megafp8.observe.live import LiveConsole, open_console
 
 ROOT = Path(__file__).parents[2]
@@ -72,8 +72,10 @@ def test_plain_lines_of_everything_else() -> None:
     with PlainConsole(stream) as console:
         console.header(["a run", "of a model"])
         console.start(600, 40)
-        console.validation(50, 5.3, perplexity=200.34, bits_per_byte=2.1, seconds=0.44)
-        console.validation(100, math.nan)
+        console.validation(
+            Validation(step=50, val_loss=5.3, perplexity=200.34, bits_per_byte=2.1, seconds=0.44)
+        )
+        console.validation(Validation(step=100, val_loss=math.nan))
         console.event("checkpoint saved: /x [bold]")
         console.warn("disk is full")
         console.finish([("loss", "1"), ("perplexity", "2.72")], ["bye"])
@@ -154,7 +156,7 @@ def test_the_live_block_counts_steps_that_are_not_logged() -> None:
     assert "0:13 elapsed, 3:14 left" in text  # 97 steps of the 2 s that the last two took
     console.validating(12, 40)
     assert "validating: 12 of 40 microbatches" in shown()
-    console.validation(3, 4.2)
+    console.validation(Validation(step=3, val_loss=4.2))
     assert "validating" not in shown() and "val loss 4.2000 at 3" in shown()
     console.answer("SIGINT: saving after this step (4); again to leave at once")
     assert "SIGINT: saving after this step (4); again to leave at once" in shown()
@@ -184,7 +186,7 @@ def use_everything(console: Console) -> None:
         console.validating(1, 2)
         console.sample(50, "def", " f():\n\x07")
         console.answer("answer")
-        console.validation(50, 1.0)
+        console.validation(Validation(step=50, val_loss=1.0))
         console.event("event")
         console.warn("warning")
         console.finish([("a", "b")], ["c"])
@@ -257,7 +259,7 @@ LOOP = """
 import dataclasses, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs behind
 sys.path.insert(0, {root!r})
-from tests.observe.test_console import REPORT
+from tests.observe.test_console import REPORT, Validation
 from megafp8.observe.live import open_console
 with open_console() as console:
     console.header(["a run with a name in [brackets]"])
@@ -267,7 +269,7 @@ with open_console() as console:
         time.sleep({pause})
         console.step(dataclasses.replace(REPORT, step=step))
         if step == 20:
-            console.validation(step, 2.5)
+            console.validation(Validation(step=step, val_loss=2.5))
             print("a library prints")
             print("and complains", file=sys.stderr)
             {at_20}

@@ -17,16 +17,22 @@ from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import Pending
-from megafp8.optim.partitions import PARTITIONS, ByTensors, Divided
 from megafp8.parallel import scaled_data
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.scaled_data import (
     ExchangedBucket,
-    FlatGrads,
     Fp8SumBucket,
     lay_out,
-    lay_out_whole,
+)
+from megafp8.plan.division import (
+    WAYS,
+    Divided,
+    Division,
+    Way,
+    by_tensors,
+    equal_parts,
+    whole_parts,
 )
 from megafp8.specs import ParallelSpec
 from megafp8.train.live_bytes import LiveBytes
@@ -132,12 +138,13 @@ def planted(bug: str | None, axis: Axis) -> Iterator[Axis]:
 
 def sum_gradients(summed: Summed, axis: Axis) -> Sums:
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
-    held: FlatGrads
+    sizes = [param.numel() for param in params]
     if summed.whole:
         owners = [min(index * axis.size // 3, axis.size - 1) for index in range(len(params))]
-        held = lay_out_whole(params, owners, FP8, torch.device("cpu"), axis.size)
+        places = whole_parts(sizes, owners, axis.size)
     else:
-        held = lay_out(params, FP8, torch.device("cpu"), axis.size)
+        places = equal_parts(sizes, axis.size)
+    held = lay_out(places, params, FP8)
     fixed = {"auto": axis.size**-0.5, "pre": 1 / axis.size, "post": 1.0}
     factors = torch.full((len(params),), fixed.get(summed.how, 1.0))
     bucket = ExchangedBucket(held, stays=summed.whole)
@@ -156,7 +163,7 @@ def sum_gradients(summed: Summed, axis: Axis) -> Sums:
         [grad.payload.view(torch.uint8).clone() for grad in held.grads],
         held.scales.clone(),
         factors,
-        [index for index, _ in held.own_parts(axis.rank)],
+        [index for index, _ in held.places.owned_by(axis.rank)],
         {
             f"{operation} {dtype}": count - before.get((name, operation, dtype), 0)
             for (name, operation, dtype), count in axis.traffic.num_bytes.items()
@@ -287,7 +294,8 @@ def exchange(rank: Rank, how: str, elements: int) -> tuple[int, int, bool]:
     fmt = STORAGE_FORMATS["fp32"] if how == "FP32" else FP8
     shapes, owners = ((9, elements), (elements,)), (1, 3)
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    held = lay_out_whole(params, owners, fmt, torch.device("cpu"), axis.size)
+    sizes = [param.numel() for param in params]
+    held = lay_out(whole_parts(sizes, owners, axis.size), params, fmt)
     bucket = ExchangedBucket(held, stays=True)
     if how == "summed in FP8":
         bucket = Fp8SumBucket(held, stays=True, factors=torch.full((2,), 0.25), adapts=False)
@@ -307,15 +315,13 @@ def exchange(rank: Rank, how: str, elements: int) -> tuple[int, int, bool]:
     return most, axis.traffic.num_bytes[key], right
 
 
-class ByTurns(ByTensors):
+def by_turns(divided: Divided) -> Division:
     """Give the ranks one parameter after the other."""
-
-    def owners(self, divided: Divided) -> dict[nn.Parameter, int]:
-        return {p: at % self.shards.size for at, p in enumerate(divided.params)}
+    return by_tensors(divided, [at % divided.num_ranks for at in range(len(divided.members))])
 
 
 def train_with_turns(rank: Rank, cases: dict[str, Case]) -> dict[str, Trained]:
     """Train every case, with one more partition, `turns`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PARTITIONS, "turns", ByTurns)
+        patch.setitem(WAYS, "turns", Way(by_turns))
         return train(rank, cases)

@@ -102,7 +102,7 @@ def run(job: Job, mesh: Mesh) -> Run:
         state_bytes(state),
         {key: count for key, count in traffic.items() if count},
         validation,
-        [(b.flat.numel(), [p.numel() for p in b.begins]) for b in buffers],
+        [(b.flat.numel(), [p.numel() for p in b.index_of]) for b in buffers],
         named,
     )
 

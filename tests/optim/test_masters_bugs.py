@@ -66,7 +66,7 @@ def work(rank: Rank) -> tuple[dict[str, Trained], dict[str, Sums]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[str, Trained], dict[str, Sums]]]:
-    return run_ranks("tests.optim.test_masters_bugs:work", 2)
+    return run_ranks(work, 2)
 
 
 @pytest.fixture(scope="module")

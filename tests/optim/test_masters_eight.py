@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megafp8.specs import ParallelSpec
+from tests.optim import masters_work
 from tests.optim.masters_work import Sums, train
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import (
@@ -55,7 +56,7 @@ CASES = levels()
 @pytest.fixture(scope="module")
 def summed() -> list[dict[str, Sums]]:
     jobs = {name: JOBS[name] for name in (*SUMMED, *BUGS)}
-    return run_ranks("tests.optim.masters_work:sums", 8, {"jobs": jobs}, timeout=300)
+    return run_ranks(masters_work.sums, 8, {"jobs": jobs}, timeout=300)
 
 
 @pytest.mark.parametrize("name", SUMMED)
@@ -73,7 +74,7 @@ def test_the_bounds_of_eight_ranks_tell_planted_mistakes(
 
 @pytest.fixture(scope="module")
 def trained() -> Found:
-    return run_ranks("tests.optim.masters_work:train", 8, {"cases": CASES}, timeout=900)
+    return run_ranks(masters_work.train, 8, {"cases": CASES}, timeout=900)
 
 
 def assert_gradients_are_right(ranks: Found, name: str, like: Case) -> None:

@@ -27,6 +27,7 @@ from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.parallel import owners_of
 from megafp8.train import state_dict
 from megafp8.train.step import forward_backward
+from tests.optim import masters_work
 from tests.optim.masters_work import (
     FP8,
     SHAPES,
@@ -104,7 +105,7 @@ def assert_sums_are_right(ranks: Ranks, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Ranks:
-    return run_ranks("tests.optim.masters_work:sums", 2, {"jobs": JOBS})
+    return run_ranks(masters_work.sums, 2, {"jobs": JOBS})
 
 
 @pytest.mark.parametrize("name", ["fp32", "auto", "pre", "fp32, whole", "auto, whole"])
@@ -115,7 +116,7 @@ def test_two_ranks_sum_as_one_process(two: Ranks, name: str) -> None:
 def test_four_ranks_sum_as_one_process() -> None:
     names = ("fp32", "auto", "pre", "fp32, whole", "auto, whole", "a scale is not shared")
     jobs = {name: JOBS[name] for name in names}
-    ranks = run_ranks("tests.optim.masters_work:sums", 4, {"jobs": jobs})
+    ranks = run_ranks(masters_work.sums, 4, {"jobs": jobs})
     for name in names[:-1]:
         assert_sums_are_right(ranks, name)
     with pytest.raises(AssertionError):
@@ -204,7 +205,7 @@ def test_the_factors_rule() -> None:
     alone = run_one(Summed("auto", equal=True, steps=3)).factors
     assert alone[3] == 1 and alone.min() >= 0.25, "one rank begins with the most, 1"
     ranks = run_ranks(
-        "tests.optim.masters_work:sums",
+        masters_work.sums,
         2,
         {"jobs": {str(n): Summed("auto", equal=True, steps=n) for n in (1, 2, 3, 40)}},
     )
@@ -302,7 +303,7 @@ Found = list[dict[str, Trained]]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
+    return root, run_ranks(masters_work.train, 2, arguments, timeout=300)
 
 
 def together(ranks: Found, name: str, field: str) -> dict[str, torch.Tensor]:
@@ -470,9 +471,7 @@ def test_checkpoints_continue_in_any_layout(trained: tuple[Path, Found]) -> None
         "replicas to tp": (path_of(root, "O2"), TWO["tp"]),
         "O2, summed in FP8": (path_of(root, "O2, summed in FP8"), TWO["O2, summed in FP8"]),
     }
-    ranks = run_ranks(
-        "tests.optim.masters_work:train", 2, {"cases": {}, "loads": loads}, timeout=300
-    )
+    ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads}, timeout=300)
     kept = {name: name for name in SAVED} | {"O2 to ZeRO": "O2", "O3 from ZeRO": "O3, ZeRO"}
     for name, source in kept.items():
         for rank, was in zip(ranks, before, strict=True):
@@ -509,7 +508,7 @@ FOUR = {
 
 @pytest.mark.slow
 def test_four_ranks_in_all_layouts() -> None:
-    ranks = run_ranks("tests.optim.masters_work:train", 4, {"cases": FOUR}, timeout=600)
+    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR}, timeout=600)
     for plain, sharded in itertools.pairwise(FOUR):
         if sharded.replace(", ZeRO", "") == plain or plain.replace(", ZeRO", "") == sharded:
             for rank in ranks:

@@ -15,12 +15,13 @@ from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import Constants, Tensors, fresh_amaxes, update, update_part
 from megafp8.parallel.mesh import single_rank
-from megafp8.plan.shape import assign_whole_tensors, rank_shape
+from megafp8.plan.shape import division_of, rank_shape
 from megafp8.specs import ParallelSpec
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
 from megafp8.train.dryrun import simulated
 from tests.c_kernels import need_kernels
+from tests.optim import masters_work
 from tests.optim.masters_work import Trained, train
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, together
@@ -75,7 +76,7 @@ SAVED = ("O2, split", "O3, split")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=400)
+    return root, run_ranks(masters_work.train, 2, arguments, timeout=400)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if f"{name}, split" in TWO])
@@ -157,7 +158,7 @@ def test_checkpoints_of_parts_continue_in_any_layout(trained: tuple[Path, Found]
         loads[f"{level}, replicas"] = (path, case(level))
     loads["to tp"] = (paths["O2"], case("O2", parallel=replace(SMALL, tp=2)))
     arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
+    ranks = run_ranks(masters_work.train, 2, arguments, timeout=300)
     for rank, was in zip(ranks, before, strict=True):
         for name, found in rank.items():
             if name != "to tp":
@@ -176,10 +177,10 @@ def test_a_run_at_another_level_converts_parts_with_the_scale_of_the_whole(
     root, _ = trained
     plain = replace(case("O1", zero=True), optim=replace(TWO["O1"].optim, shard_by="elements"))
     arguments: dict[str, Any] = {"cases": {"O1": plain}, "root": root / "more", "saved": ("O1",)}
-    run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
+    run_ranks(masters_work.train, 2, arguments, timeout=300)
     path = path_of(root / "more", "O1")
     loads = {"whole": (path, TWO["O2"]), "split": (path, TWO["O2, split"])}
-    ranks = run_ranks("tests.optim.masters_work:train", 2, {"cases": {}, "loads": loads})
+    ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads})
     assert_same(ranks, "whole", "split")
 
 
@@ -283,7 +284,8 @@ def test_all_stages_decide_alike_in_a_dry_run_too() -> None:
     for stage in range(3):
         params = rank_shape(spec, stage).params
         held = [0, 0]
-        for param, owner in zip(params, assign_whole_tensors(params, 2), strict=True):
+        owners = division_of(spec, params, "tensors").owners
+        for param, owner in zip(params, owners, strict=True):
             held[owner] += param.elements
         is_unequal.append(imbalance_of(held) > LARGEST_IMBALANCE)
         with simulated(spec, 2 * stage) as state:
@@ -306,7 +308,7 @@ def test_elements_in_all_layouts_of_four_ranks(trained: tuple[Path, Found]) -> N
     path = path_of(trained[0], "O2, split")
     loads = {"of two": (path, FOUR["dp, split"]), "of two, whole": (path, FOUR["dp"])}
     arguments = {"cases": FOUR, "loads": loads}
-    ranks = run_ranks("tests.optim.masters_work:train", 4, arguments, timeout=600)
+    ranks = run_ranks(masters_work.train, 4, arguments, timeout=600)
     for name in FOUR:
         if f"{name}, split" in FOUR:
             assert_same(ranks, name, f"{name}, split")

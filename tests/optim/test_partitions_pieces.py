@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from megafp8.optim.masters import Masters
-from megafp8.optim.partitions import ALIGNMENT, ByElements, Replicated, WeightBuffer
+from megafp8.optim.partitions import Partition, WeightBuffer
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
+from megafp8.plan.division import ALIGNMENT, whole_parts
 from megafp8.specs import ParallelSpec
 from tests.optim.test_masters_ranks import case
 
@@ -51,7 +52,9 @@ def test_sums_in_fp8_begin_with_the_factor_of_their_kind(reduction: str, factor:
     """Of 16 replicas: gradients are divided before the sum, after it, or by 4 before and after."""
     whole = masters("tensors")
     storage = replace(whole.storage, reduction=reduction)  # type: ignore[arg-type]
-    found = Masters(whole.params, storage, Replicated(Axis("data", 16)), linears=whole.linears)
+    found = Masters(
+        whole.params, storage, Partition("replicated", Axis("data", 16)), linears=whole.linears
+    )
     assert found.factors.numel() > 2 and set(found.factors.tolist()) == {factor}
 
 
@@ -67,21 +70,21 @@ def test_masters_keep_no_gradient_that_was_attached() -> None:
 def test_a_tied_weight_is_alone_in_its_group() -> None:
     """All stages that have it divide it alike, whichever place it has among the parameters."""
     found = masters("elements")
-    assert isinstance(found.partition, ByElements)
-    for tied in found.params:
+    for row, tied in enumerate(found.params):
         found.partition.tied = frozenset([tied])
-        groups = [params for _, params in found.partition._kinds(found._divided())]
-        assert [tied] in groups and sum(map(len, groups)) == len(found.params)
+        groups = found._divided().kinds()
+        assert [row] in groups and sum(map(len, groups)) == len(found.params)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_weights_lie_in_the_order_of_their_owners(is_padded: bool) -> None:
     """Three weights of 3, 5 and 2 numbers; rank 1 of two owns the first and the last."""
-    first, second, third = params = [nn.Parameter(torch.ones(size)) for size in (3, 5, 2)]
-    owners, unit = {first: 1, second: 0, third: 1}, ALIGNMENT
-    buffer = WeightBuffer.of(params, owners, 2, torch.bfloat16, is_padded=is_padded)
-    assert list(buffer.bounds) == ([0, 2 * unit, 4 * unit] if is_padded else [0, 5, 10])
-    begins = (2 * unit, 0, 3 * unit) if is_padded else (5, 0, 8)
-    assert buffer.begins == dict(zip(params, begins, strict=True))
-    for param, owner in owners.items():
+    params = [nn.Parameter(torch.ones(size)) for size in (3, 5, 2)]
+    owners, unit = [1, 0, 1], ALIGNMENT
+    places = whole_parts([3, 5, 2], owners, 2, kind="bfloat16", is_padded=is_padded)
+    buffer = WeightBuffer.of(places, params)
+    assert list(places.bounds) == ([0, 2 * unit, 4 * unit] if is_padded else [0, 5, 10])
+    assert places.begins == ((2 * unit, 0, 3 * unit) if is_padded else (5, 0, 8))
+    assert buffer.flat.numel() == places.elements and buffer.flat.dtype == torch.bfloat16
+    for param, owner in zip(params, owners, strict=True):
         assert buffer.owned_by(owner, param) == slice(0, param.numel())

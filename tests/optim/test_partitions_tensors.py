@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megafp8.specs import ParallelSpec
+from tests.optim import masters_work, zero_work
 from tests.optim.masters_work import Trained, train
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, same_bits
@@ -55,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     saved = ("three microbatches a rank, ZeRO-2",)
     arguments = {"cases": TWO, "root": root, "saved": saved, "spoiled": SPOILED}
-    return root, run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
+    return root, run_ranks(masters_work.train, 2, arguments, timeout=300)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if "ZeRO-2" not in name])
@@ -79,7 +80,7 @@ def test_its_checkpoint_continues_in_stage_1_and_in_one_process(
     path = path_of(root, f"{name}, ZeRO-2")
     loads = {"same": (path, TWO[f"{name}, ZeRO-2"]), "stage 1": (path, TWO[name])}
     arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks("tests.optim.masters_work:train", 2, arguments, timeout=300)
+    ranks = run_ranks(masters_work.train, 2, arguments, timeout=300)
     for rank, was in zip(ranks, before, strict=True):
         for found in rank.values():
             assert found.losses == was[f"{name}, ZeRO-2, continued"].losses
@@ -111,7 +112,7 @@ def test_a_rank_holds_its_own_gradients_and_those_on_their_way() -> None:
         **both("two microbatches", case("O1", num_microbatches=4, **ALONE)),
     }
     ranks: list[dict[str, Memory]] = run_ranks(
-        "tests.optim.zero_work:memory_of_gradients", 2, {"cases": cases, "steps": 3}
+        zero_work.memory_of_gradients, 2, {"cases": cases, "steps": 3}
     )
     for rank in ranks:
         for name in ("one microbatch", "two microbatches"):
@@ -136,7 +137,7 @@ def test_an_owner_receives_no_more_than_a_bucket_at_a_time(how: str) -> None:
     bucket = size * (9 + 1) * EXCHANGED
     sums = 4 * 9 * EXCHANGED if how != "FP32" else 0
     small = 4096  # scales and amaxes
-    ranks = run_ranks("tests.optim.masters_work:exchange", 4, {"how": how, "elements": EXCHANGED})
+    ranks = run_ranks(masters_work.exchange, 4, {"how": how, "elements": EXCHANGED})
     for most, num_sent, is_right in ranks:
         assert is_right and num_sent == bucket
         assert most <= 2 * bucket + sums + small
@@ -165,7 +166,7 @@ FOUR = {
 
 @pytest.mark.slow
 def test_stage_2_in_all_layouts_of_four_ranks() -> None:
-    ranks = run_ranks("tests.optim.masters_work:train", 4, {"cases": FOUR}, timeout=600)
+    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR}, timeout=600)
     for name in FOUR:
         if "ZeRO-2" not in name:
             for rank in ranks:
@@ -181,7 +182,7 @@ def test_a_new_partition_is_one_entry() -> None:
         "by size": zero,
         "by turns": replace(zero, optim=replace(zero.optim, shard_by=turns)),
     }
-    ranks = run_ranks("tests.optim.masters_work:train_with_turns", 2, {"cases": cases})
+    ranks = run_ranks(masters_work.train_with_turns, 2, {"cases": cases})
     assert_same(ranks, "replicas", "by turns")
     owned = [tuple(rank[name].num_owned for rank in ranks) for name in cases]
     assert owned[0][0] == owned[0][1] == sum(owned[1]) == sum(owned[2])

@@ -24,6 +24,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import traits_of
+from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -255,9 +256,7 @@ def table(
         cases = {
             precision: case_of(precision, spec, model, optim=optim, **data) for precision in chosen
         }
-        results = run_ranks(
-            "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=1200
-        )
+        results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=1200)
         for precision in chosen:
             key = (precision, replicas, kind_of(name))
             if key not in ones:

@@ -10,6 +10,7 @@ import torch
 
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from megafp8.train.compile import cannot_trace, why_not_compilable
+from tests.parallel import rank_compile
 from tests.ranks import run_ranks
 
 if reason := why_not_compilable(torch.device("cpu")) or cannot_trace():
@@ -46,7 +47,7 @@ def compared(
 ) -> dict[str, Any]:
     of_bf16 = {name: {"compute": "bf16", **case} for name, case in cases.items()}
     arguments = {"cases": of_bf16, "with_inductor": with_inductor}
-    of_ranks = run_ranks("tests.parallel.rank_compile:compare", ranks, arguments, timeout=900)
+    of_ranks = run_ranks(rank_compile.compare, ranks, arguments, timeout=900)
     assert of_ranks[0].keys() == of_ranks[1].keys() == cases.keys()
     for name in cases:
         assert "error" not in of_ranks[0][name], (name, of_ranks[0][name])

@@ -15,7 +15,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec
-from tests.parallel import rank_ring
+from tests.parallel import rank_ring, rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     DROPOUT,
@@ -67,9 +67,7 @@ LAYOUTS = {
 
 
 def on_ranks(size: int, cases: dict[str, Case], timeout: float = 400) -> dict[str, Outcomes]:
-    results = run_ranks(
-        "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=timeout
-    )
+    results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=timeout)
     return {name: [rank[name] for rank in results] for name in cases}
 
 
@@ -95,7 +93,7 @@ def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
 def two_ranks() -> list[dict[str, Any]]:
     cases = CASES | MORE | AGAIN | DROPPED
     on_two = {name: replace(case, parallel=TWO) for name, case in cases.items()}
-    return run_ranks("tests.parallel.rank_ring:run_all", 2, {"cases": on_two}, timeout=400)
+    return run_ranks(rank_ring.run_all, 2, {"cases": on_two}, timeout=400)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -103,7 +101,7 @@ def rings(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     if request.param == 2:
         found: list[dict[str, Any]] = request.getfixturevalue("two_ranks")
         return found
-    return run_ranks("tests.parallel.rank_ring:run_all", request.param, {"cases": {}}, timeout=400)
+    return run_ranks(rank_ring.run_all, request.param, {"cases": {}}, timeout=400)
 
 
 def test_the_ring_is_attention_over_the_whole_sequence(rings: list[dict[str, Any]]) -> None:

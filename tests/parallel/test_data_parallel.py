@@ -14,6 +14,7 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink, buckets_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
+from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_sequence_pipeline import EXACT, assert_same_bits, staged
 from tests.parallel.test_tensor_parallel import (
@@ -141,7 +142,7 @@ Runs = dict[str, Outcomes]
 
 
 def on(size: int, cases: dict[str, Case]) -> Runs:
-    results = run_ranks("tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=300)
+    results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=300)
     return {name: [rank[name] for rank in results] for name in cases}
 
 

@@ -11,6 +11,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
+from tests.parallel import draws_work
 from tests.parallel.draws_work import (
     Cast,
     Place,
@@ -74,7 +75,7 @@ def one() -> Watched:
 @cache
 def watched(size: int) -> dict[str, list[Watched]]:
     cases = {name: case_of(name) for name, (ranks, _) in LAYOUTS.items() if ranks == size}
-    found = run_ranks("tests.parallel.draws_work:watch", size, {"cases": cases}, timeout=600)
+    found = run_ranks(draws_work.watch, size, {"cases": cases}, timeout=600)
     return {name: [rank[name] for rank in found] for name in cases}
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from tests.fp8.test_recipes import recipe_of
+from tests.parallel import linear_records
 from tests.parallel.linear_oracle import Checker, problem_of
 from tests.parallel.linear_records import Watched
 from tests.parallel.rank_work import Case
@@ -117,9 +118,7 @@ WITH_BUGS = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Watched]]:
-    found = run_ranks(
-        "tests.parallel.linear_records:watch", 2, {"cases": CASES | WITH_BUGS}, timeout=600
-    )
+    found = run_ranks(linear_records.watch, 2, {"cases": CASES | WITH_BUGS}, timeout=600)
     return {name: [rank[name] for rank in found] for name in CASES | WITH_BUGS}
 
 

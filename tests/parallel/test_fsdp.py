@@ -18,6 +18,7 @@ from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
+from tests.optim import sharded_work
 from tests.optim.sharded_work import Job, Loaded, Run, load_all, save
 from tests.parallel.rank_work import Case
 from tests.parallel.test_tensor_parallel import assembled
@@ -109,7 +110,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     }
     jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] in DEFAULT}
     arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
-    ranks = run_ranks("tests.optim.sharded_work:everything", 2, arguments, timeout=300)
+    ranks = run_ranks(sharded_work.everything, 2, arguments, timeout=300)
     runs, before, after = (
         {name: [rank[part][name] for rank in ranks] for name in names}
         for part, names in enumerate((jobs, saves, loads))
@@ -121,7 +122,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
 def more() -> Runs:
     """The slow ones."""
     jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] not in DEFAULT}
-    ranks = run_ranks("tests.optim.sharded_work:runs", 2, {"jobs": jobs}, timeout=900)
+    ranks = run_ranks(sharded_work.runs, 2, {"jobs": jobs}, timeout=900)
     return {name: [rank[name] for rank in ranks] for name in jobs}
 
 
@@ -402,7 +403,7 @@ def test_four_ranks() -> None:
     }  # fmt: skip
     jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
     jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
-    ranks = run_ranks("tests.optim.sharded_work:runs", 4, {"jobs": jobs}, timeout=1200)
+    ranks = run_ranks(sharded_work.runs, 4, {"jobs": jobs}, timeout=1200)
     for name, (_, _, _, bound) in of.items():
         ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
         assert_same_on_all(ours)
@@ -418,7 +419,7 @@ def test_four_ranks() -> None:
 @pytest.mark.slow
 def test_four_ranks_load_what_two_have_sharded(two: Two) -> None:
     cases = {"sharded": (path_of(two.root, "sharded"), replace(SHARDED, num_microbatches=4))}
-    ranks = run_ranks("tests.optim.sharded_work:load_all", 4, {"cases": cases}, timeout=900)
+    ranks = run_ranks(sharded_work.load_all, 4, {"cases": cases}, timeout=900)
     after = assembled([rank["sharded"].saved for rank in ranks])
     before = assembled([rank.saved for rank in two.before["sharded"]])
     assert all(torch.equal(after[name], before[name]) for name in before)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megafp8.parallel.mesh import AXES, coordinates, groups_along
 from megafp8.specs import ParallelSpec, PipelineSpec
+from tests.parallel import rank_work
 from tests.ranks import run_ranks
 
 EIGHT = {"tp": 2, "cp": 1, "dp": 2, "pp": 2}
@@ -64,7 +65,7 @@ def test_layers_of_stages() -> None:
 @pytest.fixture(scope="module")
 def joined() -> list[dict[str, tuple[int, int, list[int]]]]:
     spec = ParallelSpec(devices_per_node=4, tp=1, pp=2)
-    return run_ranks("tests.parallel.rank_work:members", 4, {"spec": spec})
+    return run_ranks(rank_work.members, 4, {"spec": spec})
 
 
 def test_the_groups_are_made_of_these_ranks(

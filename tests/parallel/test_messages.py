@@ -17,6 +17,7 @@ from megafp8.plan.utilization import Peak
 from megafp8.runs.directory import RunChoice
 from megafp8.runs.lock import RunLock
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from tests.parallel import rank_messages
 from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
@@ -110,7 +111,7 @@ def test_other_messages_are_refused(content: bytes) -> None:
 
 
 def test_two_ranks_agree() -> None:
-    run_ranks("tests.parallel.rank_messages:agree", 2)
+    run_ranks(rank_messages.agree, 2)
 
 
 SMALL = gpt_spec(num_layers=2)
@@ -127,4 +128,4 @@ def test_torch_pickles_nothing_in_a_step() -> None:
         name: Case("fp32", Fp8Recipe(amax_history_len=4), SMALL, steps=1, parallel=spec)
         for name, spec in LAYOUTS.items()
     }
-    run_ranks("tests.parallel.rank_messages:without_pickles", 2, {"cases": cases})
+    run_ranks(rank_messages.without_pickles, 2, {"cases": cases})

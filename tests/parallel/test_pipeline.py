@@ -10,6 +10,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
+from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -70,7 +71,7 @@ Runs = dict[str, Outcomes]
 
 @pytest.fixture(scope="module")
 def ranks() -> Runs:
-    results = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": CASES}, timeout=300)
+    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES}, timeout=300)
     return {name: [rank[name] for rank in results] for name in CASES}
 
 

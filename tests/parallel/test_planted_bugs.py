@@ -11,7 +11,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.te_cpu import DEFAULT_VERSION
-from tests.parallel import matrix
+from tests.parallel import matrix, rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
@@ -61,7 +61,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, Outcomes]:
-    results = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": CASES}, timeout=300)
+    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES}, timeout=300)
     return {name: [rank[name] for rank in results] for name in CASES}
 
 
@@ -117,7 +117,7 @@ def test_transformer_engine_s_gradients_tell() -> None:
     }
     amax = "te's amax is not reduced"
     cases |= right | {"fp8": fp8, amax: replace(fp8, bug=amax)}
-    work = "tests.parallel.rank_work:run_layouts"
+    work = rank_work.run_layouts
     results = run_ranks(work, 2, {"cases": cases}, timeout=600)
     ((one,),) = (list(found.values()) for found in run_ranks(work, 1, {"cases": {"one": plain}}))
     for name in right:
@@ -152,7 +152,7 @@ def test_the_matrix_tells(precision: str) -> None:
         name: matrix.case_of(precision, spec, bug=name.removesuffix(", sp"))
         for name, spec in chosen.items()
     }
-    ranks = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": cases}, timeout=900)
+    ranks = run_ranks(rank_work.run_layouts, 2, {"cases": cases}, timeout=900)
     ones: dict[int, Outcome] = {}
     inside = {}
     for name, spec in chosen.items():

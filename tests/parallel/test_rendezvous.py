@@ -24,6 +24,7 @@ from megafp8.parallel.rendezvous import (
     reach,
     serve,
 )
+from tests.parallel import rank_joins
 from tests.ranks import run_ranks
 
 
@@ -206,7 +207,7 @@ def test_nccl_gets_the_gpu_of_this_rank(monkeypatch: pytest.MonkeyPatch, backend
 def test_the_same_ranks_join_again_for_the_next_job() -> None:
     """The store of torchrun still has the keys and addresses of the first job."""
     sums = [3.0, 3.0, 30.0, 30.0, 300.0, 300.0]
-    work = "tests.parallel.rank_joins:join_again"
+    work = rank_joins.join_again
     assert run_ranks(work, 2, {"times": 3}, timeout=30) == [sums, sums]
 
 

@@ -13,6 +13,7 @@ from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import RECIPES
 from tests.config.helpers import load_problems, run_spec
+from tests.parallel import rank_probes, rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     DROPOUT,
@@ -60,7 +61,7 @@ def on_ranks(size: int, tp: int) -> dict[str, Outcomes]:
     cases = {
         name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED | RECOMPUTED).items()
     }
-    ranks = run_ranks("tests.parallel.rank_work:run_layouts", size, {"cases": cases})
+    ranks = run_ranks(rank_work.run_layouts, size, {"cases": cases})
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
@@ -85,7 +86,7 @@ def first_losses() -> dict[str, float]:
         for layout in ("tp", "sp"):
             spec = ParallelSpec(tp=2, sequence_parallel=layout == "sp")
             cases[f"{name}, {layout}"] = replace(case, parallel=spec)
-    ranks = run_ranks("tests.parallel.rank_work:run_layouts", 2, {"cases": cases})
+    ranks = run_ranks(rank_work.run_layouts, 2, {"cases": cases})
     return {name: ranks[0][name].losses[0] for name in cases}
 
 
@@ -174,7 +175,7 @@ def layer_bytes(size: int) -> dict[str, dict[str, dict[tuple[str, str, str], flo
         for name in ("bf16", "delayed", "tensorwise")
         for layers in (1, 3)
     }
-    ranks = run_ranks("tests.parallel.rank_probes:phases", size, {"cases": cases})
+    ranks = run_ranks(rank_probes.phases, size, {"cases": cases})
     assert all(rank == ranks[0] for rank in ranks)
     found: dict[str, dict[str, dict[tuple[str, str, str], float]]] = {}
     for name in ("bf16", "delayed", "tensorwise"):

@@ -13,6 +13,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.pipeline import Boundary
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_pipeline import SCHEDULES, assert_same_fp8_state
 from tests.parallel.test_tensor_parallel import (
@@ -55,7 +56,7 @@ def staged(case: Case, schedule: str) -> Case:
 
 
 def on(size: int, cases: dict[str, Case]) -> Runs:
-    results = run_ranks("tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=400)
+    results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=400)
     return {name: [rank[name] for rank in results] for name in cases}
 
 

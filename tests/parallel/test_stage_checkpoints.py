@@ -10,6 +10,7 @@ import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
+from tests.parallel import rank_probes
 from tests.parallel.rank_probes import Resumed, load_train, train_save
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_pipeline import FP8, SCHEDULES, UNTIED
@@ -60,7 +61,7 @@ def one() -> Outcome:
 def resumed(folder: Path) -> dict[str, list[Resumed]]:
     train_save(ONE, single_rank(), folder / "one", STEPS)
     arguments = {"saved": SAVED, "resumed": RESUMED, "folder": str(folder), "steps": STEPS}
-    results = run_ranks("tests.parallel.rank_probes:saved_and_resumed", 2, arguments)
+    results = run_ranks(rank_probes.saved_and_resumed, 2, arguments)
     found = {name: [rank[name] for rank in results] for name in RESUMED}
     for name in SAVED:
         found[f"{name} -> one"] = [load_train(ONE, single_rank(), folder / name, STEPS)]

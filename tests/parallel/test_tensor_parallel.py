@@ -8,6 +8,7 @@ import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe
+from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Outcome, Piece, run_case
 from tests.ranks import run_ranks
 from tests.spec.delayed import DelayedScalingModel, Recipe, reduce
@@ -52,7 +53,7 @@ FOUR_RANK_CASES = {
 
 def by_case(size: int, tp: int, cases: dict[str, Case]) -> dict[str, Outcomes]:
     arguments = {"tp": tp, "cases": cases}
-    ranks = run_ranks("tests.parallel.rank_work:run_cases", size, arguments)
+    ranks = run_ranks(rank_work.run_cases, size, arguments)
     return {name: [rank[name] for rank in ranks] for name in cases}
 
 
@@ -315,4 +316,4 @@ def test_both_together_equal_one_process(alone: dict[str, Outcome]) -> None:
 def test_a_failing_rank_ends_the_others_and_is_named() -> None:
     """Of the helper itself: no hang, the error is there."""
     with pytest.raises(RuntimeError, match=r"(?s)rank 1 failed.*the number is 42"):
-        run_ranks("tests.parallel.rank_work:fail_on_rank_1", 2)
+        run_ranks(rank_work.fail_on_rank_1, 2)

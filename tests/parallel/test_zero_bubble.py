@@ -9,6 +9,7 @@ import pytest
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.parallel import rank_probes
 from tests.parallel.rank_probes import Recorded, record
 from tests.parallel.rank_work import Case
 from tests.parallel.test_pipeline import SCHEDULES
@@ -26,7 +27,7 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Recorded]]:
-    results = run_ranks("tests.parallel.rank_probes:recorded", 2, {"cases": CASES})
+    results = run_ranks(rank_probes.recorded, 2, {"cases": CASES})
     return {name: [rank[name] for rank in results] for name in CASES}
 
 

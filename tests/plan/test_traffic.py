@@ -13,6 +13,7 @@ from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
+from tests.parallel import plan_traffic_work
 from tests.parallel.matrix import LAYOUTS, kind_of
 from tests.parallel.plan_traffic_work import Measured
 from tests.parallel.rank_work import Case
@@ -184,7 +185,7 @@ def check(name: str, rank: int, outcomes: list[dict[str, Measured]]) -> None:
 def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
     """Each recipe's tokens, scales and agreed amaxes under sequence parallelism, to the byte."""
     cases = {name: real for name, (_, real) in CASES.items() if name.startswith("sequence, ")}
-    work = "tests.parallel.plan_traffic_work:measure"
+    work = plan_traffic_work.measure
     measured = run_ranks(work, 2, {"cases": cases}, timeout=300)
     for rank in range(2):
         for name in cases:
@@ -196,9 +197,7 @@ def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
 def test_a_plan_has_the_bytes_that_ranks_send_and_hold(num_ranks: int) -> None:
     """What is sent to the byte, in every layout of the matrix; what is held within 5 %."""
     cases = {name: real for name, (ranks, real) in CASES.items() if ranks == num_ranks}
-    measured = run_ranks(
-        "tests.parallel.plan_traffic_work:measure", num_ranks, {"cases": cases}, timeout=600
-    )
+    measured = run_ranks(plan_traffic_work.measure, num_ranks, {"cases": cases}, timeout=600)
     for rank in range(num_ranks):
         for name in cases:
             check(name, rank, measured)
@@ -209,7 +208,7 @@ def test_ranks_at_o3_hold_what_the_plan_says() -> None:
     """2 tensor-parallel ranks, 2 stages, 2 replicas; to the byte for each stage's fullest rank."""
     layout = replace(SEQUENCE, pp=2)
     _, real = case(layout, 8, fp8=IN_FP8, optim=replace(ZERO, storage=O2))
-    work = "tests.parallel.plan_traffic_work:measure"
+    work = plan_traffic_work.measure
     measured = run_ranks(work, 8, {"cases": {"O3": real}}, timeout=600)
     for stage in range(2):
         held = [found["O3"].held for found in measured[4 * stage : 4 * stage + 4]]

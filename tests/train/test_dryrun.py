@@ -21,6 +21,7 @@ from megafp8.train.dryrun import RankShare, orders_of, rank_share, simulated_ran
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, run_spec
+from tests.train import dryrun_work
 from tests.train.dryrun_work import Kept, alone, fresh_bytes, storages
 
 # torch 2.13's new names for these two are not in 2.11
@@ -132,11 +133,12 @@ def test_one_rank_holds_what_the_dry_run_says(name: str) -> None:
     spec = job(layout(), **CASES[name])
     share, (held, kept, most) = rank_share(spec, 0), alone(spec)
     check_held(share, held, name)
-    assert share.step.kept == {0: pytest.approx(kept, rel=0.01)}
+    assert share.kept == {0: pytest.approx(kept, rel=0.01)}
+    counted = share.step.microbatch + share.step.workspace
     if name == "recomputed":  # tensors of a second forward pass count until their layer's end
-        assert 0.99 * most <= share.step.one_microbatch <= 1.5 * most
+        assert 0.99 * most <= counted <= 1.5 * most
     else:
-        assert share.step.one_microbatch == pytest.approx(most, rel=0.25)
+        assert counted == pytest.approx(most, rel=0.25)
 
 
 def compare(parallel: ParallelSpec, names: list[str]) -> None:
@@ -144,9 +146,7 @@ def compare(parallel: ParallelSpec, names: list[str]) -> None:
     cases = {name: job(parallel, **CASES[name]) for name in names}
     shares = {name: [rank_share(spec, rank) for rank in ranks] for name, spec in cases.items()}
     arguments = {"cases": cases, "planned": kept_by(shares)}
-    measured = run_ranks(
-        "tests.train.dryrun_work:measure", parallel.world_size, arguments, timeout=400
-    )
+    measured = run_ranks(dryrun_work.measure, parallel.world_size, arguments, timeout=400)
     for name in cases:
         for rank in ranks:
             share, real = shares[name][rank], measured[rank][name]
@@ -154,11 +154,11 @@ def compare(parallel: ParallelSpec, names: list[str]) -> None:
             assert share.num_params == real["params"], where
             check_held(share, real["held"], where)
             expected = {stage: pytest.approx(n, rel=0.01) for stage, n in real["kept"].items()}
-            assert share.step.kept == expected, where
+            assert share.kept == expected, where
 
 
 def kept_by(shares: dict[str, list[RankShare]]) -> Kept:
-    return {name: [share.step.kept for share in of_ranks] for name, of_ranks in shares.items()}
+    return {name: [share.kept for share in of_ranks] for name, of_ranks in shares.items()}
 
 
 def test_a_new_tensor_at_a_freed_address_is_counted() -> None:
@@ -201,11 +201,9 @@ def compare_te(parallel: ParallelSpec, names: Iterable[str]) -> None:
     """As `compare`, over Transformer Engine's own Python, in processes of its own."""
     need_sources(DEFAULT_VERSION)
     cases = {name: with_te(job(parallel, **TE_CASES[name])) for name in names}
-    (shares,) = run_ranks("tests.train.dryrun_work:shares_of_te", 1, {"cases": cases}, timeout=400)
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, {"cases": cases}, timeout=400)
     arguments = {"cases": cases, "planned": kept_by(shares)}
-    measured = run_ranks(
-        "tests.train.dryrun_work:measure_te", parallel.world_size, arguments, timeout=400
-    )
+    measured = run_ranks(dryrun_work.measure_te, parallel.world_size, arguments, timeout=400)
     for name in cases:
         for rank, share in enumerate(shares[name]):
             real, where = measured[rank][name], f"{name}, rank {rank}"
@@ -213,7 +211,7 @@ def compare_te(parallel: ParallelSpec, names: Iterable[str]) -> None:
             # The state of its dropout's random numbers is a position of two INT64.
             check_held(share, real["held"], where, more=16 if parallel.tp > 1 else 0)
             expected = {stage: pytest.approx(n, rel=0.01) for stage, n in real["kept"].items()}
-            assert share.step.kept == expected, where
+            assert share.kept == expected, where
 
 
 def with_te(spec: RunSpec) -> RunSpec:
@@ -242,7 +240,7 @@ def kept_on_a_gpu(**shape: Any) -> tuple[int, int]:
     """Return the bytes that a microbatch keeps on a GPU, and its number of tokens."""
     spec = job(layout(accelerator="gpu"), shape=shape)
     tokens = spec.train.micro_batch_size * spec.data.seq_length
-    return max(rank_share(spec, 0).step.kept.values()), tokens
+    return rank_share(spec, 0).step.microbatch, tokens
 
 
 def test_dropout_on_a_gpu_keeps_one_byte_for_each_element() -> None:

@@ -311,7 +311,7 @@ def on_a_rank(rank: Rank, name: str) -> list[int]:
 
 @pytest.mark.parametrize("name", ["adamw", "distributed_fused_adam"])
 def test_replicas_reduce_between_the_replays(name: str) -> None:
-    first, second = run_ranks("tests.train.test_graphs:on_a_rank", 2, {"name": name})
+    first, second = run_ranks(on_a_rank, 2, {"name": name})
     assert first == second and first[0] == 2 and first[1] > 0
 
 

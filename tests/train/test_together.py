@@ -19,6 +19,7 @@ from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.documents import borders_of
+from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, run_case
 from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
@@ -143,7 +144,7 @@ RANK_CASES = {
 
 
 def test_two_tensor_parallel_ranks_recompute_in_every_recipe() -> None:
-    ranks = run_ranks("tests.parallel.rank_work:run_cases", 2, {"tp": 2, "cases": RANK_CASES})
+    ranks = run_ranks(rank_work.run_cases, 2, {"tp": 2, "cases": RANK_CASES})
     for name, case in RANK_CASES.items():
         plain = dataclasses.replace(case, model=dataclasses.replace(case.model, recompute=None))
         alone = run_case(plain, single_rank())

@@ -10,13 +10,14 @@ import torch.distributed as dist
 
 from megafp8.errors import RunError
 from megafp8.parallel.rendezvous import _allow_open_files, group_that_waits
+from tests.parallel import rank_joins
 from tests.ranks import run_ranks
 
 
 def test_saves_and_loads_may_take_longer_than_collectives(tmp_path: Path) -> None:
     """NCCL's collectives may take 10 minutes, and those of this job 2 seconds."""
     slow = run_ranks(
-        "tests.parallel.rank_joins:wait_for_files",
+        rank_joins.wait_for_files,
         2,
         {"folder": str(tmp_path), "timeout": 2.0},
         timeout=60,
@@ -26,7 +27,7 @@ def test_saves_and_loads_may_take_longer_than_collectives(tmp_path: Path) -> Non
 
 def test_a_rank_that_dies_is_not_waited_for() -> None:
     """The wait may last a day, but a broken connection ends it at once."""
-    error, _ = run_ranks("tests.parallel.rank_joins:miss_a_rank", 2, timeout=60)
+    error, _ = run_ranks(rank_joins.miss_a_rank, 2, timeout=60)
     assert "onnection" in error
 
 

@@ -357,7 +357,7 @@ def test_two_ranks_compute_nemos_function(tmp_path: Path) -> None:
     planted = jobs["gpt3, tp"][0]
     jobs |= {bug: (planted, bug) for bug in (
         "te's output is not summed", "te's grad_input is not summed")}  # fmt: skip
-    ranks = run_ranks("tests.backends.te.real_nemo:on_ranks", 2, {"jobs": jobs})
+    ranks = run_ranks(on_ranks, 2, {"jobs": jobs})
     for name, spec in specs.items():
         state = build(spec, single_rank())
         model = FAMILIES[name] | {"num_attention_heads": 32}

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megafp8.te_cpu import DEFAULT_VERSION
+from tests.backends.te import rank_work
 from tests.backends.te.rank_work import Found
 from tests.ranks import run_ranks
 from tests.spec import nvfp4
@@ -87,7 +88,7 @@ def test_two_ranks_train_as_ours_do(tp: int) -> None:
     With `tensorwise`, where Transformer Engine leaves each tensor-parallel rank its own amax and
     ours share one, losses differ by less than 1e-3."""
     need_sources(DEFAULT_VERSION)
-    ranks = run_ranks("tests.backends.te.rank_work:train", 2, {"tp": tp, "steps": 2})
+    ranks = run_ranks(rank_work.train, 2, {"tp": tp, "steps": 2})
     if tp == 1:
         one, other = (by_run["own amaxes"]["te"].tables for by_run in ranks)
         assert not any(torch.equal(one[name], other[name]) for name in one if "history" in name)
@@ -137,7 +138,7 @@ def test_two_pipeline_stages_train_as_ours_do() -> None:
     """GPipe, 1F1B and interleaved stages, with recomputation, dropout and rotary positions in the
     last: one region a microbatch and stage, amaxes never leave a stage."""
     need_sources(DEFAULT_VERSION)
-    ranks = run_ranks("tests.backends.te.rank_work:pipelines", 2, {"steps": 2})
+    ranks = run_ranks(rank_work.pipelines, 2, {"steps": 2})
     for by_run in ranks:
         for name, found in by_run.items():
             assert_layout_is_right(found, 1, 0)
@@ -154,7 +155,7 @@ def test_layouts_of_mxfp8() -> None:
     gathers bytes and scales of rows and of columns. Where every rank has whole blocks, the first
     step is that of one process and of our engine; a rounding may then fall the other way."""
     need_sources(DEFAULT_VERSION)
-    ranks = run_ranks("tests.backends.te.rank_work:mxfp8", 2, {"steps": 2})
+    ranks = run_ranks(rank_work.mxfp8, 2, {"steps": 2})
     assert list(ranks[0]) == ["tensor", "sequence", "pipeline", "replicas", "ZeRO-1", "FSDP"]
     for by_layout in ranks:
         for layout, found in by_layout.items():
@@ -251,7 +252,7 @@ def test_all_kinds_of_parallelism_together() -> None:
     positions and grouped queries: one MAX a direction and microbatch over the stage's 4 ranks."""
     need_sources(DEFAULT_VERSION)
     given = {"steps": 2, "tp": 2, "pp": 2, "sequence_parallel": True}
-    for found in run_ranks("tests.backends.te.rank_work:together", 8, given):
+    for found in run_ranks(rank_work.together, 8, given):
         assert_layout_is_right(found["fp32"], 4, 8)
         assert_losses_are_near(found["fp32"])
 
@@ -260,7 +261,7 @@ def test_zero_is_the_replicated_optimizer() -> None:
     """FP8 on two replicas, with weights in BF16 and in FP8 alone by each recipe: weights, scales
     and histories of three steps bit for bit; the norm is summed in another order."""
     need_sources(DEFAULT_VERSION)
-    for by_run in run_ranks("tests.backends.te.rank_work:zero", 2, {"steps": 3}):
+    for by_run in run_ranks(rank_work.zero, 2, {"steps": 3}):
         assert list(by_run) == ["bf16", "delayed", "tensorwise", "blockwise"]
         for run, found in by_run.items():
             (results, state), (sharded_results, sharded) = found.values()
@@ -278,7 +279,7 @@ def test_fsdp_is_replicas() -> None:
     kept in FP8 alone cross ranks as bytes. In BF16 the gradients of the embedding and the head are
     rounded before they are summed, which our replicas do in FP32."""
     need_sources(DEFAULT_VERSION)
-    for found in run_ranks("tests.backends.te.rank_work:fsdp", 2, {"steps": 3}):
+    for found in run_ranks(rank_work.fsdp, 2, {"steps": 3}):
         bounds = {"fp32": (1e-5, 1e-4), "bf16": (1e-3, 5e-2), "alone": (1e-3, 5e-2)}
         bounds["tensorwise"] = (1e-3, 5e-2)
         sharded = [name for name in found if not name.startswith("replicas")]
@@ -303,7 +304,7 @@ def test_gathered_weights_are_cast_as_often_as_is_counted(version: str, casts: i
     2.12 once a step as with replicas. So the first loss is that of replicas, bit for bit, with one
     microbatch a step in both versions, and with two in 2.12 up to FP32's rounding alone."""
     need_sources(version)
-    for found in run_ranks("tests.backends.te.rank_work:casts", 2, {"version": version}):
+    for found in run_ranks(rank_work.casts, 2, {"version": version}):
         assert found["FSDP, 1"] == found["replicas, 1"]
         (loss, *counted), (wanted, *of_replicas) = found["FSDP, 2"], found["replicas, 2"]
         assert counted == [casts, casts] and of_replicas == [1, 1]
@@ -315,7 +316,7 @@ def test_a_run_continues_in_every_other_layout(tmp_path: Path) -> None:
     each load what the last one has saved: the same scales and histories all the way, and the next
     step is that of the run that went on."""
     need_sources(DEFAULT_VERSION)
-    work = "tests.backends.te.rank_work:continued"
+    work = rank_work.continued
     for loss, found in run_ranks(work, 2, {"root": str(tmp_path)}):
         assert len(found) == 5
         for name, (rows, wanted, next_loss) in found.items():

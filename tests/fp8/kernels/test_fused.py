@@ -25,6 +25,7 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
+from tests.fp8.kernels import rank_chains
 from tests.fp8.kernels.test_engine import hopper
 from tests.ranks import run_ranks
 from tests.tiny import build_run, gpt_spec, microbatch
@@ -191,9 +192,7 @@ def test_what_cannot_be_fused_is_not(
 def test_tensor_parallel_ranks_run_chains(sequence_parallel: bool) -> None:
     """Losses and gradients of two ranks are those of the same ranks on the ordinary path."""
     parallel = ParallelSpec(devices_per_node=2, tp=2, sequence_parallel=sequence_parallel)
-    ranks = run_ranks(
-        "tests.fp8.kernels.rank_chains:both_ways", 2, {"parallel": parallel, "model": GATED}
-    )
+    ranks = run_ranks(rank_chains.both_ways, 2, {"parallel": parallel, "model": GATED})
     for rank in ranks:
         assert rank["names"] == sorted(f"layers.0.{n}" for n in LINEARS if "proj" not in n)
         assert rank["names apart"] == []
