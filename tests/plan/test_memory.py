@@ -267,8 +267,8 @@ def live(spec: RunSpec, rank: int) -> tuple[HeldBytes, int, int]:
     """Build a rank's part; return what it holds, the bytes of its live tensors, and its masters."""
     with simulated_rank(spec.parallel, rank) as mesh, LiveBytes("meta") as alive:
         state = build(spec, mesh)
-        alive.watch(freed_gradients(state))
-        gone = sum(x.numel() * x.element_size() for x in freed_gradients(state))
+        sizes = [(x.nbytes, x.untyped_storage().nbytes()) for x in freed_gradients(state)]
+        gone = sum(whole - now for whole, now in sizes)  # `alive` counts them as they were made
         held = held_bytes(state)
         state.backend.forget()
         return held, alive.bytes() - gone, len(state.masters.masters)
@@ -343,16 +343,15 @@ def test_a_wrong_size_is_found(
         assert_planned(spec)
 
 
-def test_fp32_sums_are_beside_gradients_in_few_bits() -> None:
+def test_fp32_sums_are_beside_gradients_in_low_precision() -> None:
     """A step adds up in FP32, and quantizes once: 4 bytes an element beside the one that stays."""
     sums = replace(O3, sums_in_fp32=True)
     spec, few = (job(fp8=DELAYED, optim=optim_spec(storage=x)) for x in (sums, O3))
     elements = sum(p.elements for p in shape.rank_shape(spec, 0).params if p.is_linear)
-    plan, real = rank_memory(spec, 0), rank_share(spec, 0)
-    assert plan.held == real.held == rank_memory(few, 0).held
-    assert plan.step.gradients == 4 * elements
-    assert plan.total == pytest.approx(real.total, rel=0.05)
-    assert rank_memory(few, 0).step.gradients == 0
+    plan = rank_memory(spec, 0)
+    assert_planned(spec)
+    assert plan.held == rank_memory(few, 0).held
+    assert plan.step.gradients == 4 * elements and rank_memory(few, 0).step.gradients == 0
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
@@ -432,7 +431,8 @@ def test_zero_2_with_gradients_in_fp32() -> None:
     )
     spec = job(ranks=4, optim=optim)
     whole = 4 * sum(p.elements for p in shape.rank_shape(spec, 0).params)
-    assert rank_memory(spec, 0).step.gradients == pytest.approx(whole * 3 / 4, rel=0.01)
+    plan = rank_memory(spec, 0)
+    assert plan.held.gradients + plan.step.gradients == whole > 2 * plan.held.gradients
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 22, 125 << 20], ids=["1M", "one bucket"])
