@@ -225,7 +225,8 @@ def test_values_of_other_families_that_ask_for_nothing_pass(tmp_path: Path) -> N
             "env_vars": {"NVTE_FUSED_ATTN": 1},
         },
     )
-    spec, plain = spec_of(given), spec_of(load_launcher(tmp_path))
+    name = {"model.name": "megatron_gpt_full_te_layer_autocast"}
+    spec, plain = spec_of(given), spec_of(load_launcher(tmp_path, **name))
     for part in ("model", "optim", "precision", "parallel", "train", "data"):
         assert getattr(spec, part) == getattr(plain, part), part
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from megafp8.parallel.mesh import single_rank
-from tests.parallel import matrix
+from tests.parallel import matrix, rank_work
 from tests.parallel.rank_work import run_case
 from tests.ranks import run_ranks
 
@@ -36,9 +36,7 @@ def test_ranks_train_on_documents_as_one_process(precision: str) -> None:
     for layout in IN_PARTS:
         size, spec = matrix.LAYOUTS[layout]
         cases = {precision: matrix.case_of(precision, spec, **STEPS)}
-        results = run_ranks(
-            "tests.parallel.rank_work:run_layouts", size, {"cases": cases}, timeout=600
-        )
+        results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=600)
         ranks = [result[precision] for result in results]
         found[layout], good = matrix.row(layout, precision, ranks, one, bound)
         assert good, found[layout]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megafp8.te_cpu import DEFAULT_VERSION
-from tests.backends.te import rank_work
+from tests.backends.te import rank_documents, rank_work
 from tests.backends.te.rank_work import Found
 from tests.ranks import run_ranks
 from tests.spec import nvfp4
@@ -181,7 +181,7 @@ def test_layouts_of_documents(layouts: list[str]) -> None:
     sequence parallelism a microbatch is one sample, whose tokens the ranks hold in turn."""
     need_sources(DEFAULT_VERSION)
     given = {"steps": 2, "layouts": layouts}
-    ranks = run_ranks("tests.backends.te.rank_documents:documents", 2, given, timeout=280)
+    ranks = run_ranks(rank_documents.documents, 2, given, timeout=280)
     assert len(ranks[0]) == 2 * len(layouts)
     for (precision, layout), found in ranks[0].items():
         assert found["te"] == ranks[1][precision, layout]["te"]
