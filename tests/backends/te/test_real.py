@@ -206,7 +206,7 @@ def test_gathered_fp4_is_that_of_the_whole_tensor() -> None:
     other ranks do not see has this rank's own amax. The bound is that of sums in FP32, of the four
     roundings of the factor, and of the one to BF16."""
     need_sources(DEFAULT_VERSION)
-    ranks = run_ranks("tests.backends.te.rank_work:nvfp4_linears", 2, {})
+    ranks = run_ranks(rank_work.nvfp4_linears, 2, {})
     for kind in ("column", "row"):
         inputs, grads = (torch.cat([rank[kind]["given"][at] for rank in ranks]) for at in (0, 1))
         for rank in ranks:
@@ -232,7 +232,7 @@ def test_layouts_of_nvfp4() -> None:
     engine, up to FP32's rounding. Tensor-parallel ranks have amaxes of their own in Transformer
     Engine, where ours agree, and there the products of both are in BF16."""
     need_sources(DEFAULT_VERSION)
-    ranks = run_ranks("tests.backends.te.rank_work:nvfp4", 2, {"steps": 1}, timeout=600)
+    ranks = run_ranks(rank_work.nvfp4, 2, {"steps": 1}, timeout=600)
     for by_layout in ranks:
         for layout, found in by_layout.items():
             is_tensor = layout in ("tensor", "sequence")
