@@ -24,6 +24,8 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     if masters.grads:  # a shard may be all padding
         of_each = masters.squared_norms()
         squares = torch.stack([of_each[rows].sum() for rows in masters.rows_of_norm])
+    # The order decides what counts once: shards own disjoint parts, so their squares are added
+    # first; then those of sharded weights over tensor-parallel ranks, and of all over stages.
     masters.shards.all_reduce_sum(squares)
     return pp.all_reduce_sum(tp.all_reduce_sum(squares[0] + squares[1] / tp.size)).sqrt()
 

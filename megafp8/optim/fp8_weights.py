@@ -96,6 +96,8 @@ class OwnFp8Weights:
         held: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for part in parts:
             dtype = self._forms[part.param].compute_dtype
+            # The weight is first rounded as it would be without FP8: its amax and its FP8 numbers
+            # are those of the rounded weight, as where a rank holds the whole weight.
             rounded, at = part.master.to(dtype), row_of[part.param]
             raise_amax(amaxes[at], rounded)
             held[part.param] = list(rectangles(part, rounded))

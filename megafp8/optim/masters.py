@@ -338,7 +338,7 @@ class Masters:
 
         A row is a parameter's, in the order of `row_of`; parts of other ranks count as 0.
         """
-        return self.shards.all_reduce_max(amaxes)
+        return self.shards.all_reduce_max(amaxes)  # one scale a tensor, whose parts ranks share
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -373,6 +373,8 @@ class Masters:
                 for param, weight in self.own_weights.items()
             ]
         )
+        # Only a weight's owner knows its scale: the others send 0. The maximum drops NaN on some
+        # devices, so that a NaN travels as infinity.
         shared = self.shards.all_reduce_max(scales.nan_to_num(nan=torch.inf))
         shared = torch.where(shared.isfinite(), shared, torch.nan)
         for weight, scale in zip(self.own_weights.values(), shared.unbind(), strict=True):

@@ -68,7 +68,7 @@ class Bucket:
 
     def start(self, axis: Axis, dtype: torch.dtype) -> None:
         """Start to sum the gradients over `axis`, in `dtype`."""
-        sent = self.gradient.to(dtype)  # no copy if the dtype is the same
+        sent = self.gradient.to(dtype)  # rounds what is sent; no copy if the dtype is the same
         if self.is_scattered:
             self.reduced = axis.start_reduce_scatter_in_place(sent)
         else:

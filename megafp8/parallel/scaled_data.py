@@ -198,6 +198,7 @@ class ExchangedBucket:
         sent = held.flat if held.flat.dtype == fmt.dtype else held.flat.to(fmt.dtype)
         exchange = Exchange(held, sent, axis)
         del sent
+        # Ranks' gradients have scales of their own; the owner of a part divides each by its scale.
         all_scales = held.scales.repeat(axis.size, 1)
         gathering = None
         if has_scale:
@@ -219,6 +220,7 @@ class ExchangedBucket:
         held.free()
         if has_scale:
             if not self.stays or held.places.is_split:
+                # Several ranks need one scale: all read the sums, or own parts of one tensor.
                 agreeing = axis.start_all_reduce_max(amaxes)
                 yield
                 amaxes = agreeing.wait()
@@ -287,7 +289,7 @@ class Fp8SumBucket(ExchangedBucket):
         yield
         shared = sharing.wait()
         shared = torch.where(shared > 0, shared, 1.0)
-        factors = self.factors.clone()
+        factors = self.factors.clone()  # `adapts` changes them below, for the next step
         quant_scales = factors / shared
         for grad, quant_scale in zip(held.grads, quant_scales, strict=True):
             grad.payload.copy_(cast_stored(grad.values(), quant_scale, fmt))

@@ -66,6 +66,7 @@ class _VocabParallelLookUp(torch.autograd.Function):
         ctx.weight, ctx.sink, ctx.gathered_over = weight_VD, sink, tp if scatter else None
         rows_BSD = nn.functional.embedding(local_BS, weight_VD)
         rows_BSD.masked_fill_(~is_here_BS[..., None], 0.0)
+        # Exactly one rank has the row of a token and the others have zeros: the sum is that row.
         if scatter:
             return scatter_sum(rows_BSD, tp)
         return tp.all_reduce_sum(rows_BSD)
@@ -116,6 +117,8 @@ def loss_by_triton(
         own_C = (targets_C - tp.rank * logits_CV.shape[1]).masked_fill(is_ignored_C, elsewhere)
         sums = token_sums(logits_CV, own_C)
         if tp.size > 1:
+            # Each rank's exponentials are relative to its own largest logit, so that the largest
+            # of all ranks must be known before they can be added.
             largest_C = tp.all_reduce_max(sums.largest.clone())
             own_part_C = (sums.largest - largest_C).exp_().mul_(sums.exponentials)
             both_2C = tp.all_reduce_sum(torch.stack((own_part_C, sums.target)))
@@ -179,6 +182,7 @@ class VocabParallelHeadLoss(HeadLoss):
         """Return the hidden states' gradient summed over ranks; with `gather` this rank's tokens
         of it.
         """
+        # Each rank's product has the columns of its part of the vocabulary alone.
         return self.tp.all_reduce_sum(grad_hidden_TD)
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:

@@ -76,6 +76,7 @@ def train_step(
     loss_sum, num_tokens = forward_backward(state, microbatches)
     mesh = state.mesh
     mesh.pp.all_reduce_sum(loss_sum)  # 0 except on the stage with the head
+    # Sums and counts are reduced, not means: replicas may have counted unequally many tokens.
     totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
     reduce_gradients(state)
     norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # over 0 tokens it becomes NaN
