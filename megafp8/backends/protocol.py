@@ -84,6 +84,10 @@ class Backend(ABC):
     def describe(self) -> str:
         """Return name, version and kernels for the header; empty if the dtype says it all."""
 
+    def documents(self) -> str:
+        """Return how its own attention keeps documents apart; empty where ours computes."""
+        return ""
+
     @abstractmethod
     def planned(self, model: nn.Module) -> Iterable[PlannedGemms]:
         """Return which products of this rank's linears run in FP8; there is a recipe."""

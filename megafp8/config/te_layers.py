@@ -157,12 +157,12 @@ TABLE = (
         {DOCUMENTS: True}, {VERSION: Condition(f" before {DOCUMENTS_ON_CPU}", _lacks_documents)},
         "the attention that Transformer Engine has on a CPU keeps documents apart from "
         f"{DOCUMENTS_ON_CPU} on",
-        f"Use a later version, such as {DEFAULT_VERSION}, {NATIVE}",
+        f"Use {VERSION}={DEFAULT_VERSION} or another later one, {NATIVE}",
     ),
     Row(
         {DOCUMENTS: True}, {FP8_ATTENTION: True},
         "cuDNN's attention in FP8 takes samples of one length, and no documents within them",
-        "Leave one of the two out",
+        f"Leave it out, or leave {DOCUMENTS} out",
     ),
     Row(
         {PRECISION: HALF}, {"model.megatron_amp_O2": False},

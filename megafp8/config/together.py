@@ -284,7 +284,7 @@ TOGETHER = (
     Row(
         {LEVEL: LOW_PRECISION}, {BACKEND: "torchao"},
         f"{IN_LOW_PRECISION} our own linears and Transformer Engine's; those of "
-        "{{model.fp8_backend}} have not been shown to be right with it",
+        "{model.fp8_backend} have not been shown to be right with it",
         f"Use model.fp8_backend=native or te, or {NO_LEVEL}",
         UNPROVEN,
     ),

@@ -183,7 +183,7 @@ def test_damaged_ones_set_aside_still_count_as_existing(tmp_path: Path, save: Sa
 MANY_THREADS = """
 import sys, threading
 from pathlib import Path
-from megafp8.checkpoint.reader import _sha256
+from megafp8.checkpoint.verify import _sha256
 from megafp8.train.process import keep_freed_memory
 
 def resident():

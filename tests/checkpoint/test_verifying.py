@@ -16,7 +16,7 @@ THREADS, MIB = 8, 1 << 20
 VERIFY = """
 import re, sys, threading
 from pathlib import Path
-from megafp8.checkpoint.reader import verify
+from megafp8.checkpoint.verify import verify
 from megafp8.train.process import keep_freed_memory
 
 def anonymous():

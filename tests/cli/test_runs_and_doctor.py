@@ -245,8 +245,7 @@ class Share:
     """Stand in for a rank's share: what it holds, and what a step adds at its peak."""
 
     def __init__(self, held: int, peak: int) -> None:
-        self.held = type("Held", (), {"total": held})()
-        self.step = type("Step", (), {"peak": peak})()
+        self.total = held + peak
 
 
 def test_whether_a_job_fits() -> None:

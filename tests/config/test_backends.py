@@ -141,14 +141,15 @@ def test_te_leaves_no_product_in_high_precision(recipe: str, high: tuple[str, ..
     assert any("ignore this setting" in problem.reason for problem in refused)
 
 
-def test_te_does_not_tell_documents_apart() -> None:
-    """Transformer Engine's layers have no mask of documents; resetting positions is possible."""
-    key = "model.data.reset_attention_mask"
-    problem = the_problem(TE, f"{key}=True")
-    assert (problem.key, problem.value) == (key, True) and "documents" in problem.reason
+def test_te_tells_documents_apart() -> None:
+    """Rotary positions begin again only with documents that do not see each other."""
+    mask, positions = "model.data.reset_attention_mask=True", "model.data.reset_position_ids=True"
+    rope = "model.position_embedding_type=rope"
+    for given in ((mask,), (positions,), (mask, positions), (mask, positions, rope)):
+        load([TE, *given])
+    problem = the_problem(TE, rope, positions)
+    assert problem.key == "model.data.reset_position_ids" and "see each other" in problem.reason
     assert "native" in problem.hint
-    load([f"{key}=True"])
-    load([TE, "model.data.reset_position_ids=True"])
 
 
 # --- sizes ---------------------------------------------------------------------------------------

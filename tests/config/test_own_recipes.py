@@ -296,7 +296,7 @@ def test_no_package_names_a_recipe() -> None:
         for path in package.rglob("*.py")
         if path.parent.name != "recipes" and names_of_recipes(path)
     }
-    for name in ("tensors", "mx"):
+    for name in ("tensors", "mx", "nv"):
         found.pop(f"te_cpu/{name}.py", None)  # `rowwise` is Transformer Engine's orientation
     found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
     assert sorted(found) == ["cli/migrate/accelerate.py", "specs/recipes.py"], found

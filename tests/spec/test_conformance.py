@@ -105,6 +105,7 @@ def test_torchao_has_the_same_mxfp8() -> None:
     assert wrong == [] and counts["mxfp8: the same"] == 6
 
 
+@pytest.mark.parametrize("reference", ["2.20.2"], indirect=True)  # earlier rules differ
 def test_transformer_engines_python_has_the_same_nvfp4(reference: Any) -> None:  # noqa: F811
     """Its reference reads BF16, and writes -0 as 0, unlike its kernels."""
 

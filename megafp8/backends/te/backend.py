@@ -122,6 +122,11 @@ class TeBackend(Backend):
         if self.spec.precision.fp8 is not None:
             te_names.import_te().global_state.reset()
 
+    def documents(self) -> str:
+        """Return how Transformer Engine's attention keeps documents apart."""
+        unproven = "; unproven: no GPU has run this yet" if self.device.type == "cuda" else ""
+        return f"by Transformer Engine's thd and padding_causal{unproven}"
+
     def describe(self) -> str:
         on_cpu = self.device.type == "cpu" and te_cpu.loaded() is not None
         return (

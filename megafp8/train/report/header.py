@@ -93,9 +93,8 @@ def documents_of(spec: RunSpec, state: TrainState) -> list[str]:
     has_bias = model.position_embedding_type == "alibi"
     if state.graphs is not None:
         return [line + "by a mask of all scores, as CUDA graphs have fixed shapes"]
-    if spec.precision.backend == "te":
-        unproven = "; unproven: no GPU has run this yet" if traits[0].type == "cuda" else ""
-        return [line + f"by Transformer Engine's thd and padding_causal{unproven}"]
+    if how := state.backend.documents():
+        return [line + how]
     if uses_varlen(*traits, dropout=model.attention_dropout, has_bias=has_bias):
         return [line + "by torch's varlen_attn; unproven: no GPU has run this yet"]
     return [line + "in blocks of the scores that are seen"]
