@@ -220,7 +220,9 @@ def parse_yaml(text: str) -> Any:
     check_yaml(text)
     try:
         return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+    except RecursionError as error:  # libyaml stops above 1,000 levels, before it says how many
+        raise ForeignFileError(f"it is nested deeper than {MAX_DEPTH} levels") from error
+    except (yaml.YAMLError, ValueError, TypeError) as error:
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise ForeignFileError(f"it is not YAML ({line})") from error
 
