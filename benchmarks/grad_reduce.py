@@ -30,8 +30,8 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.grad_reduce import Bucket
 from megafp8.parallel.mesh import join
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket, lay_out
-from megafp8.plan.division import equal_parts
 from megafp8.specs import ParallelSpec
+from megafp8.specs.division import equal_parts
 
 WARM_UP = 2
 ON_WIRE: dict[str, Callable[[int], float]] = {  # times the bytes handed in, by the number of ranks

@@ -28,8 +28,8 @@ from megafp8.optim.partitions import (
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.parallel.grad_reduce import Bucket, GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
-from megafp8.plan.division import Divided, Member, Places
 from megafp8.specs import StorageSpec
+from megafp8.specs.division import Divided, Member, Places
 
 ALL_IN_FP32 = StorageSpec()
 
@@ -373,8 +373,8 @@ class Masters:
                 for param, weight in self.own_weights.items()
             ]
         )
-        # Only a weight's owner knows its scale: the others send 0. The maximum drops NaN on some
-        # devices, so that a NaN travels as infinity.
+        # Only a weight's owner knows its scale: the others send 0. A maximum may drop a NaN, so a
+        # NaN travels as infinity.
         shared = self.shards.all_reduce_max(scales.nan_to_num(nan=torch.inf))
         shared = torch.where(shared.isfinite(), shared, torch.nan)
         for weight, scale in zip(self.own_weights.values(), shared.unbind(), strict=True):

@@ -1,6 +1,6 @@
 """Divide master weights, moments and summed gradients among the replicas of the same weights.
 
-The ways to do that are in `plan/division.py`: it says in which flat tensors gradients lie, which
+The ways to do that are in `specs/division.py`: it says in which flat tensors gradients lie, which
 range of them a rank sums, and in which flat tensors the weights lie that ranks send each other.
 `Masters` does the rest. Parts of a tensor have the scale of the whole one, which the ranks agree
 on, so that both divisions store the same numbers bit for bit, but for stochastic rounding and, once
@@ -19,7 +19,7 @@ from megafp8.fp8.scaling import Pending
 from megafp8.models.init import pieces_of
 from megafp8.parallel.collectives import Axis, as_sendable
 from megafp8.parallel.scaled_data import FlatGrads
-from megafp8.plan.division import WAYS, Places
+from megafp8.specs.division import WAYS, Places
 from megafp8.specs.geometry import Piece
 
 

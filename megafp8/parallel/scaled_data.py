@@ -21,7 +21,7 @@ from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis, as_sendable
-from megafp8.plan.division import Places
+from megafp8.specs.division import Places
 
 SATURATED = 1e-5
 """The fraction of values of the largest magnitude above which the factor is halved."""
@@ -198,7 +198,7 @@ class ExchangedBucket:
         sent = held.flat if held.flat.dtype == fmt.dtype else held.flat.to(fmt.dtype)
         exchange = Exchange(held, sent, axis)
         del sent
-        # Ranks' gradients have scales of their own; the owner of a part divides each by its scale.
+        # Each rank's gradients have scales of their own, which the owner of a part needs to add up.
         all_scales = held.scales.repeat(axis.size, 1)
         gathering = None
         if has_scale:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.plan.division import Division, Places
 from megafp8.plan.shape import FP32, num_microbatches, shard_ranks
 from megafp8.specs import RunSpec
+from megafp8.specs.division import Division, Places
 from megafp8.specs.optim import ITEM_BYTES
 
 

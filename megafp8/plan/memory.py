@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megafp8.plan.division import Division
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
 from megafp8.plan.pipeline import most_held, planned_order
 from megafp8.plan.shape import (
@@ -37,6 +36,7 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.division import Division
 from megafp8.specs.model import BLOCK_QUERIES
 from megafp8.specs.optim import ITEM_BYTES
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megafp8.plan.division import WAYS, Divided, Division, Member
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.division import WAYS, Divided, Division, Member
 from megafp8.specs.layer import LayerLinear, layer_linears
 from megafp8.specs.optim import ITEM_BYTES, StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of

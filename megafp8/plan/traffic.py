@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megafp8.plan.division import ALIGNMENT, Division, rounded_up
 from megafp8.plan.shape import (
     FP32,
     LinearShape,
@@ -31,6 +30,7 @@ from megafp8.plan.shape import (
     shard_ranks,
 )
 from megafp8.specs import RunSpec
+from megafp8.specs.division import ALIGNMENT, Division, rounded_up
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.traits import GemmName, Role
 

@@ -25,7 +25,8 @@ from megafp8.parallel.scaled_data import (
     Fp8SumBucket,
     lay_out,
 )
-from megafp8.plan.division import (
+from megafp8.specs import ParallelSpec
+from megafp8.specs.division import (
     WAYS,
     Divided,
     Division,
@@ -34,7 +35,6 @@ from megafp8.plan.division import (
     equal_parts,
     whole_parts,
 )
-from megafp8.specs import ParallelSpec
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.saver import Saver

@@ -12,8 +12,8 @@ from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Partition, WeightBuffer
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
-from megafp8.plan.division import ALIGNMENT, whole_parts
 from megafp8.specs import ParallelSpec
+from megafp8.specs.division import ALIGNMENT, whole_parts
 from tests.optim.test_masters_ranks import case
 
 ALONE = case("O2", zero=True, parallel=ParallelSpec())

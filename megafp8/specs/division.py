@@ -203,8 +203,7 @@ class Divided:
         for is_linear in (True, False):
             rows = [row for row, m in enumerate(self.members) if m.is_linear == is_linear]
             tied = [place for place, row in enumerate(rows) if self.members[row].is_tied]
-            dealt = owners_of(self.sizes(rows), held, tied)
-            for row, owner in zip(rows, dealt, strict=True):
+            for row, owner in zip(rows, owners_of(self.sizes(rows), held, tied), strict=True):
                 owners[row] = owner
         return owners
 
