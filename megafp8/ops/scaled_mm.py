@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8.ops import torch_private
-from megafp8.ops.swizzle import swizzled_size
+from megafp8.ops.swizzle import rounded_up, swizzled_size
 
 BLOCK = 128
 ALIGNMENT = 16  # K and N must be multiples of it
@@ -117,9 +117,9 @@ def scaled_mm(
     if a_MK.numel() == 0 or b_NK.numel() == 0:
         empty = torch.zeros(num_rows, num_cols, dtype=out_dtype, device=a_MK.device)
         return empty if bias_N is None else empty + bias_N.to(out_dtype)
-    inner = _round_up(a_MK.shape[1], _step(layouts, a_MK.dtype))
-    cols = _round_up(num_cols, BLOCK if b_layout == "square" else ALIGNMENT)
-    rows = _round_up(num_rows, {"square": BLOCK, "block": BLOCK_ROWS}.get(a_layout, 1))
+    inner = rounded_up(a_MK.shape[1], _step(layouts, a_MK.dtype))
+    cols = rounded_up(num_cols, BLOCK if b_layout == "square" else ALIGNMENT)
+    rows = rounded_up(num_rows, {"square": BLOCK, "block": BLOCK_ROWS}.get(a_layout, 1))
     late_bias = bias_N if out_dtype == torch.float32 else None
     early_bias = None if bias_N is None or late_bias is not None else bias_N.to(out_dtype)
     is_whole = (rows, cols) == (num_rows, num_cols) and late_bias is None
@@ -155,10 +155,6 @@ def _step(layouts: tuple[Layout, Layout], dtype: torch.dtype) -> int:
     if "square" in layouts:
         return SQUARE_ALIGNMENT
     return ALIGNMENT if layouts[0] in ("tensor", "row") else BLOCK
-
-
-def _round_up(size: int, step: int) -> int:
-    return -(-size // step) * step
 
 
 def _extended(x: torch.Tensor, more: tuple[int, ...], value: float = 0.0) -> torch.Tensor:

@@ -17,14 +17,17 @@ _ROWS_INSIDE = 32
 
 def swizzled_size(rows: int, blocks: int) -> int:
     """Return the number of bytes of the scales of an operand, with the padding of their tiles."""
-    return _up(rows, TILE_ROWS) * _up(blocks, TILE_BLOCKS)
+    return rounded_up(rows, TILE_ROWS) * rounded_up(blocks, TILE_BLOCKS)
 
 
 def swizzled(scale_RB: torch.Tensor) -> torch.Tensor:
     """Return a matrix of one-byte scales in tiles, flat; the padding is zero."""
     rows, blocks = scale_RB.shape
     padded = torch.zeros(
-        _up(rows, TILE_ROWS), _up(blocks, TILE_BLOCKS), dtype=torch.uint8, device=scale_RB.device
+        rounded_up(rows, TILE_ROWS),
+        rounded_up(blocks, TILE_BLOCKS),
+        dtype=torch.uint8,
+        device=scale_RB.device,
     )
     padded[:rows, :blocks] = scale_RB.view(torch.uint8)
     down, right = padded.shape[0] // TILE_ROWS, padded.shape[1] // TILE_BLOCKS
@@ -51,5 +54,6 @@ def fp4_numbers(packed_RB: torch.Tensor) -> torch.Tensor:
     return (number | (codes & 8) << 4).view(torch.float8_e4m3fn)
 
 
-def _up(size: int, step: int) -> int:
+def rounded_up(size: int, step: int) -> int:
+    """Return the first multiple of `step` that is not below `size`."""
     return -(-size // step) * step

@@ -19,6 +19,7 @@ from megafp8.fp8 import block_casts, cast
 from megafp8.fp8.cast import Fp8Tensor, times_scale
 from megafp8.fp8.formats import E4M3
 from megafp8.fp8.recipes.mxfp8 import BLOCK, LARGEST_CODE, Mxfp8, power_of
+from megafp8.ops.swizzle import rounded_up
 from megafp8.specs.recipe import Cast, Scaled
 from megafp8.te_cpu.enums import FORMATS
 from megafp8.te_cpu.missing import SizeError, missing
@@ -41,11 +42,10 @@ def module() -> Any:
 def scale_shapes(shape: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the shapes of the row-wise and of the column-wise scales, padded for cuBLASLt."""
     m, k = int(torch.Size(shape[:-1]).numel()), shape[-1]
-    return (_up_to(128, m), _up_to(4, k // BLOCK)), (_up_to(4, m // BLOCK), _up_to(128, k))
-
-
-def _up_to(multiple: int, size: int) -> int:
-    return -(-size // multiple) * multiple
+    return (rounded_up(m, 128), rounded_up(k // BLOCK, 4)), (
+        rounded_up(m // BLOCK, 4),
+        rounded_up(k, 128),
+    )
 
 
 def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[str, Any]:

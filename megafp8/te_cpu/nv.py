@@ -34,7 +34,7 @@ from megafp8.fp8.recipes.nvfp4 import (
     quantize_blocks,
     rotated,
 )
-from megafp8.ops.swizzle import fp4_numbers
+from megafp8.ops.swizzle import fp4_numbers, rounded_up
 from megafp8.te_cpu.draws import DRAWS
 from megafp8.te_cpu.missing import SizeError, missing
 from megafp8.te_cpu.wheel import version_in_use
@@ -66,13 +66,9 @@ def scale_shapes(shape: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the shapes of the row-wise and of the column-wise scales, padded for cuBLASLt."""
     m, k = int(torch.Size(shape[:-1]).numel()), shape[-1]
     return (
-        [_up_to(128, m), _up_to(4, k // BLOCK)],
-        [_up_to(128, k), _up_to(4, m // BLOCK)],
+        [rounded_up(m, 128), rounded_up(k // BLOCK, 4)],
+        [rounded_up(k, 128), rounded_up(m // BLOCK, 4)],
     )
-
-
-def _up_to(multiple: int, size: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[str, Any]:
@@ -224,7 +220,7 @@ def _packed(payload: torch.Tensor) -> torch.Tensor:
 def padded_scales(scale: torch.Tensor) -> torch.Tensor:
     """Return a matrix of scales with zeros up to multiples of 128 rows and 4 columns."""
     rows, columns = scale.shape
-    return F.pad(scale, (0, _up_to(4, columns) - columns, 0, _up_to(128, rows) - rows))
+    return F.pad(scale, (0, rounded_up(columns, 4) - columns, 0, rounded_up(rows, 128) - rows))
 
 
 def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from megafp8.fp8.cast import Fp8Tensor
+from megafp8.ops.swizzle import rounded_up
 from megafp8.specs.traits import BLOCK
 from megafp8.te_cpu import mx, nv
 from megafp8.te_cpu.enums import FORMATS, ScaleFormat
@@ -174,12 +175,8 @@ def block_scale_shapes(
     m = int(torch.Size(shape[:-1]).numel())
     k_blocks, m_blocks = -(-k // BLOCK), -(-m // BLOCK)
     if quantizer.block_scaling_dim == 2:
-        return (m_blocks, _up_to_4(k_blocks)), (k_blocks, _up_to_4(m_blocks))
-    return (k_blocks, _up_to_4(m)), (m_blocks, _up_to_4(k))
-
-
-def _up_to_4(size: int) -> int:
-    return -(-size // 4) * 4
+        return (m_blocks, rounded_up(k_blocks, 4)), (k_blocks, rounded_up(m_blocks, 4))
+    return (k_blocks, rounded_up(m, 4)), (m_blocks, rounded_up(k, 4))
 
 
 def coerce(quantizer: Quantizer, tensor: Any) -> Any:
