@@ -9,8 +9,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+
+import pytest
+import torch
 
 from megafp8 import te_cpu
 from megafp8.parallel.mesh import Mesh, single_rank
@@ -25,6 +29,34 @@ VERSION = os.environ.get(VARIABLE, te_cpu.DEFAULT_VERSION)
 DELAYED = Fp8Recipe(amax_history_len=4)
 te: Any = te_cpu.load(VERSION)
 recipes: Any = importlib.import_module("transformer_engine.common.recipe")
+
+
+@pytest.fixture(autouse=True)
+def forget_other_models() -> Iterator[None]:
+    """Transformer Engine updates the scales of all models of a process together."""
+    manager = te.module.base.FP8GlobalStateManager
+    manager.reset()
+    yield
+    manager.reset()
+
+
+def linears(
+    dtype: torch.dtype, octaves: int
+) -> tuple[Any, torch.nn.Linear, torch.Tensor, torch.Tensor]:
+    """Transformer Engine's linear and ours with the same weights, an input and a gradient.
+
+    Weights spread over twice so many octaves; inputs and gradients over about as many.
+    """
+    torch.manual_seed(0)
+    theirs = te.Linear(96, 64, bias=False, params_dtype=dtype)
+    ours = torch.nn.Linear(96, 64, bias=False, dtype=dtype)
+    with torch.no_grad():
+        ours.weight.copy_(torch.randn(64, 96) * 2.0 ** torch.randint(-octaves, octaves, (64, 96)))
+        theirs.weight.copy_(ours.weight)
+    decades = octaves / 2
+    x = (torch.randn(128, 96) * torch.logspace(-decades, decades, 96)).to(dtype)
+    grad = (torch.randn(128, 64) * torch.logspace(-2 * decades, 0, 128)[:, None]).to(dtype)
+    return theirs, ours, x, grad
 
 
 def autocast(recipe: object, enabled: bool = True) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
 from megafp8.te_cpu import mx, quantize
 from megafp8.te_cpu.missing import MissingKernelError, SizeError
-from tests.backends.te.real import VERSION, autocast, recipes, run_of, step, te
+from tests.backends.te.real import VERSION, autocast, linears, recipes, run_of, step, te
 from tests.spec import mxfp8
 from tests.spec.data import data
 from tests.spec.formats import E4M3, NAN_CODE, same_codes
@@ -95,23 +95,10 @@ def test_what_is_not_here_is_named() -> None:
             square(torch.ones(32, 64))
 
 
-def linears(dtype: torch.dtype) -> tuple[Any, torch.nn.Linear, torch.Tensor, torch.Tensor]:
-    """Transformer Engine's linear and ours with the same weights, an input and a gradient."""
-    torch.manual_seed(0)
-    theirs = te.Linear(96, 64, bias=False, params_dtype=dtype)
-    ours = torch.nn.Linear(96, 64, bias=False, dtype=dtype)
-    with torch.no_grad():
-        ours.weight.copy_(torch.randn(64, 96) * 2.0 ** torch.randint(-6, 6, (64, 96)))
-        theirs.weight.copy_(ours.weight)
-    x = (torch.randn(128, 96) * torch.logspace(-3, 3, 96)).to(dtype)
-    grad = (torch.randn(128, 64) * torch.logspace(-6, 0, 128)[:, None]).to(dtype)
-    return theirs, ours, x, grad
-
-
 @DTYPES
 def test_a_linear_is_ours_bit_for_bit(dtype: torch.dtype) -> None:
     """The output and the gradients of input and weight."""
-    theirs, ours, x, grad = linears(dtype)
+    theirs, ours, x, grad = linears(dtype, octaves=6)
     state = fp8.convert(ours, "mxfp8")
     one, other = (x.clone().requires_grad_() for _ in range(2))
     with autocast(recipes.MXFP8BlockScaling()):
@@ -130,7 +117,7 @@ def test_a_linear_s_products_are_those_of_the_specification(dtype: torch.dtype) 
     """Within the bound of sums in FP32, K * 2**-24 of the products' magnitudes, and one rounding
     to BF16 (2**-8). The output has rows of both operands, the gradient of the input columns of the
     weight, and that of the weight columns of both."""
-    theirs, _, x, grad = linears(dtype)
+    theirs, _, x, grad = linears(dtype, octaves=6)
     x = x.requires_grad_()
     with autocast(recipes.MXFP8BlockScaling()):
         out = theirs(x)

@@ -38,6 +38,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, VERSION, recipes, run_of, spec_of, step, tables_of, te
+from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.documents import borders_of
 from tests.tiny import gpt_spec, microbatch, precision_share
 from tests.train.test_health import run as health_run
@@ -62,14 +63,6 @@ class Calls(list[Call]):
 
     def named(self, name: str) -> list[dict[str, Any]]:
         return [call.arguments for call in self if call.name == name]
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
-    MANAGER.reset()
-    yield
-    MANAGER.reset()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ follow from the format. Whole models are compared with our layers, with a mask o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,7 +25,9 @@ from megafp8.specs.te_versions import DOCUMENTS_ON_CPU, is_before
 from megafp8.train.build import build, settle_backend
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward
+from tests.backends.te.rank_work import LLAMA
 from tests.backends.te.real import DELAYED, VERSION, spec_of, te
+from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.real_nemo import assert_near, logical
 from tests.models.test_documents import (
     LENGTHS,
@@ -45,15 +46,6 @@ IS_TOO_OLD = is_before(VERSION, DOCUMENTS_ON_CPU)
 needs_documents = pytest.mark.skipif(
     IS_TOO_OLD, reason="this version's attention on a CPU does not keep documents apart"
 )
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
-    manager = te.module.base.FP8GlobalStateManager
-    manager.reset()
-    yield
-    manager.reset()
 
 
 def check(
@@ -132,13 +124,6 @@ RECIPES = {
 }  # fmt: skip
 BLOCKS = {"blockwise": 8, "mxfp8": 2}
 """The samples of a microbatch in recipes with blocks of tokens, which are whole."""
-LLAMA = {
-    "num_query_groups": 2,
-    "bias": False,
-    "activation": "swiglu",
-    "normalization": "rmsnorm",
-    "position_embedding_type": "rope",
-}
 MODELS: dict[str, dict[str, Any]] = {
     "learned": {},
     "Llama": LLAMA,

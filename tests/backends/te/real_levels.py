@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
+from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.spec import scaled as spec
 from tests.tiny import microbatch
 
@@ -56,14 +56,6 @@ BYTES = {"O1": 11, "O2": 6, "O3": 8}  # at O3 it keeps a weight's FP8 bytes in t
 TENSORWISE = Fp8Recipe(name="tensorwise", power_2_scale=True)
 RECIPES: dict[str, Fp8Recipe | None] = {"delayed": DELAYED, "tensorwise": TENSORWISE}
 RECIPES["high precision"] = None
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
-    te.module.base.FP8GlobalStateManager.reset()
-    yield
-    te.module.base.FP8GlobalStateManager.reset()
 
 
 def at_level(

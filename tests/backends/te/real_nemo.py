@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients
 from tests.backends.te.real import autocast, recipes, te
+from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.config.test_nemo_launcher import PATHS, launcher_yaml
 from tests.parallel import bugs
 from tests.parallel.rank_work import Piece
@@ -73,15 +73,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "without Megatron Core": PLAIN | {"mcore_gpt": False, "transformer_engine": True},
 }  # fmt: skip
 FILES = sorted(Path(os.environ.get("MEGAFP8_NEMO_FILES", "/nowhere")).glob("*/*.yaml"))
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
-    manager = te.module.base.FP8GlobalStateManager
-    manager.reset()
-    yield
-    manager.reset()
 
 
 def name_of(case: str | Path) -> str:

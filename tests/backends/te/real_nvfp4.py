@@ -16,7 +16,7 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.te_cpu import nv, quantize
 from megafp8.te_cpu.draws import DRAWS
 from megafp8.te_cpu.missing import MissingKernelError, SizeError
-from tests.backends.te.real import VERSION, autocast, recipes, run_of, step, te
+from tests.backends.te.real import VERSION, autocast, linears, recipes, run_of, step, te
 from tests.spec import nvfp4
 from tests.spec.data import data
 from tests.spec.formats import Codes
@@ -247,26 +247,13 @@ def test_what_is_not_here_is_named() -> None:
             made_by(torch.ones(32, 64))
 
 
-def linears(dtype: torch.dtype) -> tuple[Any, torch.nn.Linear, torch.Tensor, torch.Tensor]:
-    """Transformer Engine's linear and ours with the same weights, an input and a gradient."""
-    torch.manual_seed(0)
-    theirs = te.Linear(96, 64, bias=False, params_dtype=dtype)
-    ours = torch.nn.Linear(96, 64, bias=False, dtype=dtype)
-    with torch.no_grad():
-        ours.weight.copy_(torch.randn(64, 96) * 2.0 ** torch.randint(-2, 2, (64, 96)))
-        theirs.weight.copy_(ours.weight)
-    x = (torch.randn(128, 96) * torch.logspace(-1, 1, 96)).to(dtype)
-    grad = (torch.randn(128, 64) * torch.logspace(-2, 0, 128)[:, None]).to(dtype)
-    return theirs, ours, x, grad
-
-
 @DTYPES
 def test_a_linear_s_products_are_those_of_the_specification(dtype: torch.dtype) -> None:
     """Within the bound of sums in FP32, K * 2**-24 of the products' magnitudes, four roundings of
     the factor (2**-24 each), and one to BF16 (2**-8); and ours are within the same bound, in FP32
     without the rotation. Operands of the weight's gradient are rotated and quantized columns."""
     rotates = dtype == torch.bfloat16
-    theirs, ours, x, grad = linears(dtype)
+    theirs, ours, x, grad = linears(dtype, octaves=2)
     state = fp8.convert(ours, NO_RANDOM.name if rotates else PLAIN.name)
     one, other = (x.clone().requires_grad_() for _ in range(2))
     with autocast(

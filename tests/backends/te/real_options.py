@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,7 +23,8 @@ from megafp8.specs import RunSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward
-from tests.backends.te.real import spec_of, te
+from tests.backends.te.real import forget_other_models as forget_other_models
+from tests.backends.te.real import spec_of
 from tests.backends.te.real_nemo import assert_near, logical
 from tests.config.helpers import run_spec
 from tests.models.test_model_options import BASE, MARKED, OTHER, VOCAB
@@ -44,15 +44,6 @@ DRAWN = {"hidden_dropout=0.2", "attention_dropout=0.2"}
 """Only training draws, and attention's draws are those of each backend; they are compared without
 dropout, as in validation."""
 WITH = {"apply_query_key_layer_scaling": ["trainer.precision=16"]}
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
-    manager = te.module.base.FP8GlobalStateManager
-    manager.reset()
-    yield
-    manager.reset()
 
 
 def asked() -> dict[str, list[str]]:

@@ -39,18 +39,10 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, VERSION, run_of, spec_of, step, tables_of, te
+from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.tiny import microbatch
 
 PRESETS = Path(__file__).parents[3] / "conf/model"
-
-
-@pytest.fixture(autouse=True)
-def _forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
-    manager = te.module.base.FP8GlobalStateManager
-    manager.reset()
-    yield
-    manager.reset()
 
 
 RECIPES = {
