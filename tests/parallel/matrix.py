@@ -241,13 +241,16 @@ Key = tuple[str, int, str]  # precision, number of replicas, `kind_of` the layou
 Bounds = dict[Key, float]
 
 
-def table(
+def run_pairs(
     pairs: dict[str, list[str]], bounds: Bounds, tell: Callable[[list[str]], None]
-) -> tuple[list[list[str]], bool]:
-    """Run each layout of `pairs` in its precisions; `bounds` are known already."""
+) -> bool:
+    """Run each layout of `pairs` in its precisions; return whether all bounds hold.
+
+    `bounds` are known already; `tell` receives each row of the table.
+    """
     torch.set_num_threads(1)
     ones: dict[Key, tuple[Outcome, float]] = {}
-    rows, all_good = [], True
+    all_good = True
     for name, chosen in pairs.items():
         size, spec = LAYOUTS[name]
         replicas, model = replicas_of(name), model_of(name)
@@ -270,9 +273,8 @@ def table(
             ranks = [result[precision] for result in results]
             line, good = row(name, precision, ranks, *ones[key])
             tell(line)
-            rows.append(line)
             all_good = all_good and good
-    return rows, all_good
+    return all_good
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -338,7 +340,7 @@ def main() -> int:
         put(PAGE, row)
 
     known = bounds_of(PAGE) if args.bounds_of_page else {}
-    _, good = table({name: some for name, some in chosen.items() if some}, known, tell)
+    good = run_pairs({name: some for name, some in chosen.items() if some}, known, tell)
     return 0 if good else 1
 
 
