@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.keys import Values
-from megafp8.config.values import SCHEDULES, steps_or_ratio, warmup_steps
+from megafp8.config.values import SCHEDULES, steps_or_ratio, warmup_steps, wsd_decay_steps
 
 _SCHED = "model.optim.sched"
 _STEPS = "trainer.max_steps"
@@ -23,7 +23,7 @@ def notes(values: Values) -> Iterator[str]:
 def _cut_schedule(v: Values) -> Iterator[str]:
     """Say where a schedule ends whose parts have more steps than the run."""
     steps, name = v[_STEPS], v[f"{_SCHED}.name"]
-    lengths = {part: _length(v, part) for part in ("warmup", "hold", "constant")}
+    lengths = {part: _length(v, part) for part in ("warmup", "hold", "constant", "wsd_decay")}
     parts = {part: n for part, n in lengths.items() if f"{part}_steps" in SCHEDULES[name] and n}
     if sum(parts.values()) <= steps:
         return
@@ -33,13 +33,17 @@ def _cut_schedule(v: Values) -> Iterator[str]:
         end = "the run ends in the warm-up, before the highest rate"
     elif warmup + hold >= steps:
         end = "the run ends at the highest rate, before the decay"
+    elif name == "WSD":
+        end = "the decay begins before the warm-up ends, and the rate jumps there"
     else:
         end = "there is no decay: the rate is the lowest one right after the warm-up"
-    yield f"cut: {shown} ({name}) do not fit into {_STEPS}={steps}: {end}, as in NeMo"
+    theirs = "Megatron" if name == "WSD" else "NeMo"
+    yield f"cut: {shown} ({name}) do not fit into {_STEPS}={steps}: {end}, as in {theirs}"
 
 
 def _length(v: Values, part: str) -> int:
     """Return the steps of a part of the schedule, given as a number or as a share of the run."""
     key, steps = f"{_SCHED}.{part}", v[_STEPS]
     given = steps_or_ratio(v[f"{key}_steps"], v[f"{key}_ratio"], steps)
-    return warmup_steps(given, steps) if part == "warmup" else given or 0
+    defaults = {"warmup": warmup_steps, "wsd_decay": wsd_decay_steps}
+    return defaults[part](given, steps) if part in defaults else given or 0

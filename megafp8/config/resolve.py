@@ -29,6 +29,7 @@ from megafp8.config.values import (
     steps_or_ratio,
     storage_of,
     warmup_steps,
+    wsd_decay_steps,
 )
 from megafp8.ops.torch_build import why_no_gpu
 from megafp8.specs import (
@@ -249,6 +250,7 @@ def _schedule(values: Values) -> ScheduleSpec:
         constant_steps=steps("constant") or 0,
         max_steps=max_steps,
         hold_steps=steps("hold"),
+        wsd_decay_steps=wsd_decay_steps(steps("wsd_decay"), max_steps),
         d_model=values["model.optim.sched.d_model"] or values["model.hidden_size"],
     )
 

@@ -63,8 +63,12 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "InverseSquareRootAnnealing": WARMUP,
     "NoamAnnealing": (*WARMUP, "d_model"),
     "NoamHoldAnnealing": (*WARMUP, *HOLD, "decay_rate"),
+    "WSD": (*WARMUP, "wsd_decay_steps", "wsd_decay_ratio", "wsd_decay_style"),
 }
-"""NeMo's schedules, and the keys of `model.optim.sched` that each reads besides `min_lr`."""
+"""NeMo's schedules and Megatron's WSD, and the keys of `model.optim.sched` that each reads.
+
+All read `min_lr` too.
+"""
 
 LATER_SCHEDULES = (
     "T5InverseSquareRootAnnealing", "StepLR", "ExponentialLR", "ReduceLROnPlateau", "CyclicLR",
@@ -154,6 +158,11 @@ def steps_or_ratio(steps: int | None, ratio: float | None, max_steps: int) -> in
 def warmup_steps(given: int | None, max_steps: int) -> int:
     """Return `model.optim.sched.warmup_steps`, or a tenth of the run if it is null."""
     return max_steps // 10 if given is None else given
+
+
+def wsd_decay_steps(given: int | None, max_steps: int) -> int:
+    """Return `model.optim.sched.wsd_decay_steps`, or a fifth of the run if it is null."""
+    return max_steps // 5 if given is None else given
 
 
 def parse_modules(value: object) -> tuple[ModuleRule, ...] | None:

@@ -1,4 +1,4 @@
-"""Compute NeMo's learning-rate schedules as pure functions of the step.
+"""Compute NeMo's learning-rate schedules, and Megatron's WSD, as pure functions of the step.
 
 NeMo counts steps from 0 and so do the formulas below: s is the optimizer step less one, W the
 number of warm-up steps, M the run's number of steps. Unless a schedule says otherwise, it begins
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 
 from megafp8.specs import OptimSpec
+from megafp8.specs.optim import WsdDecay
 
 Formula = Callable[[OptimSpec, int], float]
 
@@ -50,6 +51,11 @@ def _warmup(spec: OptimSpec, s: int) -> float:
     return spec.lr * ((s + 1) / (spec.schedule.warmup_steps + 1))
 
 
+def _warmup_from_zero(spec: OptimSpec, s: int) -> float:
+    """Return the rate of Megatron's warm-up, whose first rate is 0."""
+    return spec.lr * (s / spec.schedule.warmup_steps)
+
+
 def _end_of_hold(spec: OptimSpec) -> int:
     """Return the step at which the hold ends; 0 without a hold, as in NeMo."""
     hold = spec.schedule.hold_steps
@@ -70,7 +76,7 @@ def _cosine(spec: OptimSpec, s: int) -> float:
     schedule = spec.schedule
     warmup, constant = schedule.warmup_steps, schedule.constant_steps
     if _warms_up(spec, s):
-        return spec.lr * (s / warmup) if constant else _warmup(spec, s)
+        return _warmup_from_zero(spec, s) if constant else _warmup(spec, s)
     num_decay_steps = schedule.max_steps - constant - warmup
     if constant and num_decay_steps <= 0:
         return schedule.min_lr  # the constant steps fill what the run has after its warm-up
@@ -154,6 +160,32 @@ def _noam_after_hold(spec: OptimSpec, s: int) -> float:
     return max(schedule.min_lr, spec.lr * top / since)
 
 
+def _warmup_stable_decay(spec: OptimSpec, s: int) -> float:
+    """Return the rate of warm-up, stable, decay (MiniCPM, arXiv 2404.06395, section 4).
+
+    Formulas and warm-up are those of `lr_decay_style=WSD` in Megatron-core's
+    `OptimizerParamScheduler`.
+    """
+    schedule = spec.schedule
+    if _warms_up(spec, s):
+        return _warmup_from_zero(spec, s)
+    if s > schedule.max_steps:
+        return schedule.min_lr
+    since = s - (schedule.max_steps - schedule.wsd_decay_steps)
+    if since <= 0:
+        return spec.lr
+    left = WSD_DECAYS[schedule.wsd_decay_style](since / schedule.wsd_decay_steps)
+    return schedule.min_lr + left * (spec.lr - schedule.min_lr)
+
+
+WSD_DECAYS: dict[WsdDecay, Callable[[float], float]] = {
+    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""What is left of the rate above `min_lr`, by the progress of the decay from 0 to 1."""
+
 FORMULAS: dict[str, Formula] = {
     "CosineAnnealing": _cosine,
     "WarmupPolicy": _with_warmup(_constant),
@@ -166,5 +198,6 @@ FORMULAS: dict[str, Formula] = {
     "InverseSquareRootAnnealing": _with_warmup(_inverse_square_root),
     "NoamAnnealing": _noam,
     "NoamHoldAnnealing": _with_warmup_and_hold(_noam_after_hold),
+    "WSD": _warmup_stable_decay,
 }
-"""The formula of each schedule, under NeMo's name for it."""
+"""The formula of each schedule, under NeMo's name for it, or Megatron's (WSD)."""

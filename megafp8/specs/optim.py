@@ -12,13 +12,15 @@ Fp8Reduction = Literal["fp32", "auto", "pre", "post"]
 ShardBy = Literal["tensors", "elements", "auto"]
 """What ranks own of stored states: whole tensors, equal numbers of elements, or what is better."""
 STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
+WsdDecay = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+"""How the rate falls in the last phase of warm-up, stable, decay."""
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
 """Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """Describe one of NeMo's schedules by its name there; `optim.schedules` has the formulas."""
+    """Describe a schedule by its name in NeMo or Megatron; `optim.schedules` has the formulas."""
 
     name: str
     warmup_steps: int
@@ -29,6 +31,8 @@ class ScheduleSpec:
     power: float = 1.0  # the polynomial's exponent
     decay_rate: float = 0.5  # NoamHoldAnnealing: exponent of the decay
     d_model: int | None = None  # NoamAnnealing: the rate is divided by its root
+    wsd_decay_steps: int = 0  # WSD: the last steps, in which the rate falls
+    wsd_decay_style: WsdDecay = "exponential"
 
 
 @dataclass(frozen=True, kw_only=True)

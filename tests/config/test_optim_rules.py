@@ -22,6 +22,9 @@ VALUES = {
     "hold_ratio": 0.04,
     "power": 2.0,
     "decay_rate": 1.0,
+    "wsd_decay_steps": 3,
+    "wsd_decay_ratio": 0.1,
+    "wsd_decay_style": "cosine",
     "d_model": 64,
 }
 
@@ -48,6 +51,7 @@ def test_a_schedule_takes_the_keys_it_reads_and_no_others(name: str) -> None:
         ("warmup", "CosineAnnealing"),
         ("constant", "CosineAnnealing"),
         ("hold", "PolynomialHoldDecayAnnealing"),
+        ("wsd_decay", "WSD"),
     ],
 )
 def test_shares_of_the_run(part: str, name: str) -> None:
@@ -82,6 +86,14 @@ def test_shares_of_the_run(part: str, name: str) -> None:
             "into trainer.max_steps=100: there is no decay",
         ),
         ("WarmupPolicy", ("warmup_steps=101",), f"{SCHED}.warmup_steps=101 (WarmupPolicy)"),
+        ("WSD", ("wsd_decay_ratio=0.9",), None),  # the warm-up is a tenth
+        (
+            "WSD",
+            ("wsd_decay_steps=91",),
+            f"{SCHED}.warmup_steps=10 and {SCHED}.wsd_decay_steps=91 (WSD) do not fit into "
+            "trainer.max_steps=100: the decay begins before the warm-up ends, and the rate jumps "
+            "there, as in Megatron",
+        ),
     ],
 )
 def test_a_schedule_longer_than_the_run_is_cut_and_said(

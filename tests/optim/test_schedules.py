@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megafp8.config.values import SCHEDULES
-from megafp8.optim.schedules import FORMULAS, learning_rate
+from megafp8.optim.schedules import FORMULAS, WSD_DECAYS, learning_rate
 from megafp8.specs import OptimSpec, ScheduleSpec
 from tests.tiny import optim_spec
 
@@ -42,6 +43,8 @@ def rates(spec: OptimSpec) -> list[float]:
     """The rate of every step, 1 to max_steps."""
     return [learning_rate(spec, step) for step in range(1, spec.schedule.max_steps + 1)]
 
+
+NEMOS = [name for name in SCHEDULES if name != "WSD"]  # which is Megatron's
 
 # ---- by hand: 3 steps of warm-up (a quarter, half, three quarters), the rest in so many steps
 
@@ -142,7 +145,7 @@ def test_beyond_the_end_the_rate_is_the_minimum() -> None:
 
 
 def test_warmup_to_the_very_end() -> None:
-    for name in SCHEDULES:
+    for name in NEMOS:
         if name != "NoamAnnealing":
             assert rates(spec(3, 0, 3, name=name)) == pytest.approx([0.25, 0.5, 0.75]), name
 
@@ -168,8 +171,8 @@ def test_after_the_warmup_they_are_torchs(name: str) -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize(("warmup", "constant"), [(5, 4), (0, 3), (1, 1)])
-def test_cosine_with_constant_steps_is_megatrons(warmup: int, constant: int) -> None:
+def megatron_rates(lr: float, warmup: int, decay_steps: int, **more: Any) -> Iterator[float]:
+    """The rate of each step by Megatron's scheduler, from a warm-up that begins at 0 to 0.1."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         megatron = pytest.importorskip("megatron.core.optimizer_param_scheduler")
@@ -177,19 +180,47 @@ def test_cosine_with_constant_steps_is_megatrons(warmup: int, constant: int) -> 
     scheduler = megatron.OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=0.7,
+        max_lr=lr,
         min_lr=0.1,
         lr_warmup_steps=warmup,
-        lr_decay_steps=40 - constant,
-        lr_decay_style="cosine",
+        lr_decay_steps=decay_steps,
         start_wd=0.0,
         end_wd=0.0,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        **more,
     )
-    for rate in rates(spec(warmup, constant, 40, lr=0.7)):
-        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-12)
+    while True:
+        yield optimizer.param_groups[0]["lr"]
         scheduler.step(1)
+
+
+@pytest.mark.parametrize(("warmup", "constant"), [(5, 4), (0, 3), (1, 1)])
+def test_cosine_with_constant_steps_is_megatrons(warmup: int, constant: int) -> None:
+    theirs = megatron_rates(0.7, warmup, 40 - constant, lr_decay_style="cosine")
+    for rate in rates(spec(warmup, constant, 40, lr=0.7)):
+        assert rate == pytest.approx(next(theirs), abs=1e-12)
+
+
+@pytest.mark.parametrize("style", WSD_DECAYS)
+@pytest.mark.parametrize(
+    ("warmup", "decay"), [(5, 8), (0, 8), (1, 1), (5, 40), (5, 38), (0, 50), (39, 8)]
+)
+def test_wsd_is_megatrons(warmup: int, decay: int, style: str) -> None:
+    more = {"wsd_decay_steps": decay, "lr_wsd_decay_style": style}
+    theirs = megatron_rates(0.7, warmup, 40, lr_decay_style="WSD", **more)
+    more = {"wsd_decay_steps": decay, "wsd_decay_style": style}
+    ours = spec(warmup, 0, 40, lr=0.7, name="WSD", **more)
+    for step in range(1, 50):
+        assert learning_rate(ours, step) == pytest.approx(next(theirs), rel=1e-15 * 4, abs=0), step
+
+
+@pytest.mark.parametrize("decay", [0, 8])
+def test_a_prolonged_wsd_continues_at_the_same_rate(decay: int) -> None:
+    short, long = (spec(5, 0, n, name="WSD", wsd_decay_steps=decay) for n in (40, 400))
+    stable = range(1, 40 - decay + 2)
+    assert [learning_rate(short, n) for n in stable] == [learning_rate(long, n) for n in stable]
+    assert {learning_rate(long, n) for n in range(6, 393)} == {1.0}
 
 
 # ---- against NeMo's rules for any sizes
@@ -237,7 +268,7 @@ def nemo(spec: OptimSpec, s: int) -> float:
 
 @st.composite
 def schedules(draw: Any, name: str | None = None, cut: bool = False) -> OptimSpec:
-    name = name or draw(st.sampled_from(sorted(SCHEDULES)))
+    name = name or draw(st.sampled_from(sorted(NEMOS)))
     read = SCHEDULES[name]
     warmup = draw(st.integers(name == "NoamHoldAnnealing", 50))
     constant = draw(st.integers(0, 50)) if "constant_steps" in read else 0

@@ -19,6 +19,7 @@ STEPS = 6
 SCHED = "model.optim.sched."
 HOLD = f"{SCHED}name=PolynomialHoldDecayAnnealing"
 NOAM_HOLD = [f"{SCHED}name=NoamHoldAnnealing", f"{SCHED}warmup_steps=2"]
+WSD = f"{SCHED}name=WSD"
 SHORT = [f"trainer.max_steps={STEPS}", f"{SCHED}warmup_steps=1"]
 
 
@@ -48,6 +49,9 @@ def train(spec: OptimSpec) -> tuple[list[float], list[torch.Tensor]]:
         ([HOLD], f"{SCHED}power=2.0"),
         (NOAM_HOLD, f"{SCHED}decay_rate=2.0"),
         ([f"{SCHED}name=NoamAnnealing"], f"{SCHED}d_model=4"),
+        ([WSD], f"{SCHED}wsd_decay_steps=3"),
+        ([WSD], f"{SCHED}wsd_decay_ratio=0.5"),
+        ([WSD, f"{SCHED}wsd_decay_steps=3"], f"{SCHED}wsd_decay_style=linear"),
         ([], "model.optim.name=adam"),
         (["trainer.gradient_clip_val=1e-6"], "trainer.gradient_clip_algorithm=value"),
     ],
@@ -70,6 +74,18 @@ def test_a_run_has_its_schedules_rates(place: Place) -> None:
     fallen = [low + (high - low) * left**2 for left in (2 / 3, 1 / 3)]
     found = [row["lr"] for row in place.metrics() if "lr" in row]
     assert found == pytest.approx([high / 2, high, high, high, *fallen])
+
+
+def test_a_prolonged_wsd_run_continues_in_its_stable_phase(place: Place) -> None:
+    whole = [WSD, f"{SCHED}warmup_steps=2", f"{SCHED}wsd_decay_steps=0", "trainer.max_steps=4"]
+    assert place.run(*whole).code == 0
+    longer = [*whole[:2], f"{SCHED}wsd_decay_steps=4", "trainer.max_steps=10"]
+    done = place.run(*longer)
+    assert done.code == 0 and "learning rate: WSD" in done.output, done.output
+    low, high = 1e-4, 2e-3
+    fallen = [low + (high - low) * (2 * 0.5**p - 1) for p in (0.25, 0.5, 0.75)]
+    found = [row["lr"] for row in place.metrics() if "lr" in row]
+    assert found == pytest.approx([0, high / 2, high, high, *[high] * 3, *fallen])
 
 
 def test_adam_may_not_continue_adamw_and_fused_adam_may(place: Place) -> None:

@@ -45,6 +45,11 @@ def _one_hold(v: Values) -> Iterator[Finding]:
     yield from _steps_or_ratio(v, "hold")
 
 
+@rule("model.optim.sched.wsd_decay_steps", "model.optim.sched.wsd_decay_ratio")
+def _one_wsd_decay(v: Values) -> Iterator[Finding]:
+    yield from _steps_or_ratio(v, "wsd_decay")
+
+
 def _steps_or_ratio(v: Values, part: str) -> Iterator[Finding]:
     steps, ratio = f"{_SCHED}.{part}_steps", f"{_SCHED}.{part}_ratio"
     # The default of constant_steps is 0, not null.

@@ -118,7 +118,7 @@ class Sched:
     name: str = key(
         "CosineAnnealing",
         "Schedule of the learning rate, as NeMo has it under this name: a linear warm-up, then the "
-        "decay of the name.",
+        "decay of the name. `WSD` is Megatron's: warm-up, stable, decay.",
         nemo="CosineAnnealing",
         group="schedule",
         spec="optim.schedule.name",
@@ -197,6 +197,36 @@ class Sched:
         group="schedule",
         valid=or_null(at_least(1)),
         needs=read_by("d_model"),
+    )
+    wsd_decay_steps: int | None = key(
+        None,
+        "With WSD (warm-up, stable, decay): the last steps, in which the rate falls from "
+        "`model.optim.lr` to `min_lr`; Megatron's `lr_wsd_decay_iters`. Before them the rate does "
+        "not depend on `trainer.max_steps`, but for a warm-up that is a share of it, so that a run "
+        "with another end continues there without a jump. `null`: a fifth of `trainer.max_steps`.",
+        kind="length",
+        group="schedule",
+        valid=or_null(at_least(0)),
+        needs=read_by("wsd_decay_steps"),
+    )
+    wsd_decay_ratio: float | None = key(
+        None,
+        "Steps of WSD's decay as a fraction of `trainer.max_steps`, instead of `wsd_decay_steps`.",
+        kind="length",
+        group="schedule",
+        valid=or_null(between(0, 1)),
+        needs=read_by("wsd_decay_ratio"),
+    )
+    wsd_decay_style: str = key(
+        "exponential",
+        "With WSD: how the rate falls, as with Megatron's `lr_wsd_decay_style`. With p from 0 to 1 "
+        "over the decay, what is left of the difference from `min_lr` is `2 * 0.5^p - 1` "
+        "(`exponential`), `1 - p` (`linear`), half a cosine, or `1 - sqrt(p)` (`minus_sqrt`).",
+        kind="length",
+        group="schedule",
+        spec="optim.schedule.wsd_decay_style",
+        valid=one_of("exponential", "linear", "cosine", "minus_sqrt"),
+        needs=read_by("wsd_decay_style"),
     )
     min_lr: float = key(
         MISSING,
