@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from omegaconf import MISSING
 from megafp8.config.groups import GROUPS
 from megafp8.config.keys import FREE_KINDS, NOT_IN_NEMO, Key
 from megafp8.config.layers import DEFAULT_CONFIG, compose_layers, conf_dir, find_source
+from megafp8.config.megatron_names import NAMES as MEGATRON_NAMES
+from megafp8.config.megatron_names import REFUSED_PRESETS, meaning
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.rows import condition_text
@@ -50,7 +52,8 @@ Usage: {prog} [KEY=VALUE ...] [options]
 {purpose}
 
 Options:
-  --help, -h [WORD ...]  print this page, or only the keys that have a WORD in their name
+  --help, -h [WORD ...]  print this page, or only what has a WORD in its name: keys, values,
+                         presets, and names of NeMo and Megatron
   --version              print the versions of megafp8, torch and Python
   --cfg job, -c job      print the configuration and end; --resolve fills in ${{...}}
   --config-name, -cn N   use another YAML than {job}
@@ -78,10 +81,11 @@ def keys_of_group(name: str) -> list[Key]:
 
 
 def help_page(prog: str, words: Sequence[str] = (), job: str = DEFAULT_CONFIG) -> str:
-    """Return what `--help` prints: everything, or the keys that have one of `words` in their path.
+    """Return what `--help` prints: everything, or what has one of `words` in its name.
 
-    A word may be a setting; only what is before its `=` counts. `job` is the command's own YAML,
-    whichever one `--config-name` names.
+    Found are keys by their paths and their values, presets, and names of other programs. A word may
+    be a setting; only what is before its `=` counts. `job` is the command's own YAML, whichever one
+    `--config-name` names.
     """
     wanted = [word.partition("=")[0].lower() for word in words]
     names = (", ".join(preset_names(group, [conf_dir()])) for group in PRESET_GROUPS)
@@ -93,23 +97,71 @@ def help_page(prog: str, words: Sequence[str] = (), job: str = DEFAULT_CONFIG) -
     lines = [] if wanted else [usage]
     values = default_values(job)
     for name, group in GROUPS.items():
-        keys = [
-            key
-            for key in keys_of_group(name)
-            if not wanted or any(word in key.path.lower() for word in wanted)
-        ]
+        keys = [key for key in keys_of_group(name) if not wanted or _is_about(key, wanted)]
         if keys:
             lines += [f"{group.title}:", *_help_lines(keys, values), ""]
+    if wanted:
+        lines += _found_presets(wanted) + _found_elsewhere(wanted)
     if not lines:
-        return f"No key has {' or '.join(words)} in its name; --help lists all keys.\n"
+        said = " or ".join(words)
+        return f"No key or value has {said} in its name; --help lists all keys.\n"
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _is_about(key: Key, wanted: Sequence[str]) -> bool:
+    """Whether a word is in a key's path, or is one of its values, also of the refused ones."""
+    values = re.findall(r"[\w-]+", f"{key.valid_text} {_refused(key)}".lower())
+    return any(word in key.path.lower() or word in values for word in wanted)
+
+
+def _refused(key: Key) -> str:
+    """Return the values that NeMo or Megatron has and this version refuses, if they are listed."""
+    later = key.valid.later if key.valid is not None else ()
+    return ", ".join(map(str, later)) if isinstance(later, Iterable) else ""
+
+
+def _found_presets(wanted: Sequence[str]) -> list[str]:
+    """Return lines about the presets that have a word in their name, also the refused ones."""
+    lines = []
+    for group in PRESET_GROUPS:
+        found = [n for n in preset_names(group, [conf_dir()]) if _has(n, wanted)]
+        if found:
+            text = f"{group}={', '.join(found)}"
+            lines += [f"Presets of conf/{group}:", *_wrapped(text, HELP_WIDTH, "  ", "      "), ""]
+    for name, (reason, hint) in REFUSED_PRESETS.items():
+        if _has(name, wanted):
+            said = _wrapped(f"{reason}. {hint}.", HELP_WIDTH, "      ", "      ")
+            lines += [f"Refused: precision={name}", *said, ""]
+    return lines
+
+
+def _found_elsewhere(wanted: Sequence[str]) -> list[str]:
+    """Return lines about the names of other programs that have a word in them."""
+    lines = []
+    for key in nemo_keys().values():
+        if _has(key.path, wanted):
+            accepted = key.free.text if key.free else ", ".join(map(_plain, key.accepts))
+            text = f"It has no effect: {key.note}. {key.hint}. [accepted: {accepted}]"
+            lines += [f"  {key.path}", *_wrapped(text, HELP_WIDTH, "      ", "      ")]
+    for name in MEGATRON_NAMES:
+        if _has(name, wanted):
+            means = meaning(name, {"model.fp4": "e2m1"}.get(name, True)) or {}
+            stands = " ".join(f"{path}={_plain(value)}" for path, value in means.items())
+            text = f"It stands for {stands}." if stands else "It is refused if it is True."
+            lines += [f"  {name}", *_wrapped(text, HELP_WIDTH, "      ", "      ")]
+    return ["Names of NeMo, Megatron and Megatron Bridge:", *lines, ""] if lines else []
+
+
+def _has(name: str, wanted: Sequence[str]) -> bool:
+    return any(word in name.lower() for word in wanted)
 
 
 def _help_lines(keys: Sequence[Key], values: dict[str, Any]) -> Iterator[str]:
     for key in keys:
         yield f"  {key.path}={_plain(values[key.path])}"
         needs = "" if key.needs is None else f"; needs {key.needs.text}"
-        text = f"{key.help} [{key.valid_text}{needs}]"
+        refused = f"; refused: {_refused(key)}" if _refused(key) else ""
+        text = f"{key.help} [{key.valid_text}{refused}{needs}]"
         yield from _wrapped(text, HELP_WIDTH, "      ", "      ")
 
 

@@ -46,6 +46,7 @@ from megafp8.config.settings import (
 )
 from megafp8.config.spellings import (
     Translated,
+    contradictions,
     take_length_of_samples,
     take_mock_data,
     translate_spellings,
@@ -163,6 +164,8 @@ def load_all(
     except SettingError as problem:
         raise_if_any([*problems, problem])
         raise
+    for layer in layers:
+        problems += contradictions(layer.settings)
     translations = [translate_spellings(layer.settings) for layer in layers]
     layers = [
         Layer(layer.origin, tuple(settings))

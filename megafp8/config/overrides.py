@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.hydra_section import GROUPS, ON_THE_COMMAND_LINE, is_hydras
+from megafp8.config.megatron_names import REFUSED_PRESETS
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import (
@@ -197,6 +198,10 @@ def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride |
     else:
         options = [str(override.value())]
     unknown = [option for option in options if option not in there]
+    refused = [one for one in unknown if group == "precision" and one in REFUSED_PRESETS]
+    if refused:
+        reason, hint = REFUSED_PRESETS[refused[0]]
+        return SettingError(group, refused[0], reason, hint, origin=COMMAND_LINE)
     if unknown or override.package is not None:
         return SettingError(
             group,

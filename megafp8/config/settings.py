@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from megafp8.config import megatron_names
 from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.keys import Key
 from megafp8.config.nemo import nemo_keys, nemo_sections
@@ -45,24 +46,12 @@ class Setting:
     origin: str
 
 
-FP4, FP4_RECIPE, _FP4_PARAM = "model.fp4", "model.fp4_recipe", "model.fp4_param"
-FP4_KEYS = (FP4, FP4_RECIPE, _FP4_PARAM)
-DOCUMENT_MASKING = "model.data.dataloader_inter_document_masking"
-MEGATRON_KEYS = (*FP4_KEYS, DOCUMENT_MASKING)
-"""Megatron's keys of FP4 and of packed documents, which `spellings` translates."""
-
-
 def _megatron_problem(setting: Setting) -> SettingError | None:
-    """Return what is wrong with one of Megatron's keys, or None."""
-    key, value, origin = setting.key, setting.value, setting.origin
-    if key == DOCUMENT_MASKING and not isinstance(value, bool | None):
-        return SettingError(key, value, "is not True or False", "Give True or False", origin=origin)
-    if key == FP4 and value not in (None, "e2m1"):
-        return SettingError(key, value, "must be e2m1 or null", "Use e2m1", origin=origin)
-    if key == _FP4_PARAM and value:
-        reason = "FP4 cannot be the only copy of a weight: most updates are smaller than its steps"
-        return SettingError(key, value, reason, "Leave it out", origin=origin)
-    return None
+    """Return what is wrong with one of Megatron's names, or None."""
+    refusal = megatron_names.why_refused(setting.key, setting.value)
+    if refusal is None:
+        return None
+    return SettingError(setting.key, setting.value, *refusal, origin=setting.origin)
 
 
 def setting_problem(setting: Setting) -> SettingError | None:
@@ -83,8 +72,10 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     """
     if setting.key == UNDECIDED:
         return _undecided(setting)
-    if setting.key in MEGATRON_KEYS:
+    if setting.key in megatron_names.NAMES:
         return _megatron_problem(setting)
+    if megatron_names.is_format(setting.key, setting.value):
+        return None  # `spellings` has translated it in every tree that is merged
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
         if is_unused_section(setting):

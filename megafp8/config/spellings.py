@@ -13,30 +13,16 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megafp8.config import megatron_names
 from megafp8.config.errors import DEFAULT, Origin, SettingError
-from megafp8.config.settings import (
-    DOCUMENT_MASKING,
-    FP4,
-    FP4_RECIPE,
-    MEGATRON_KEYS,
-    Setting,
-    read_value,
-)
+from megafp8.config.settings import Setting, read_value
 from megafp8.specs.data import MOCK_DATA
-from megafp8.specs.recipes import names_where
 
 SAMPLES = "model.data.seq_length"
 SEQUENCE = "model.encoder_seq_length"
 POSITIONS = "model.max_position_embeddings"
 IMPL, PREFIX = "model.data.data_impl", "model.data.data_prefix"
 DISTRIBUTED = "mcore_distributed_optim"
-DOCUMENTS_APART = {
-    "model.data.reset_attention_mask": True,
-    "model.data.reset_position_ids": True,
-    "model.get_attention_mask_from_fusion": False,  # with it NeMo drops the first of the three
-}
-"""What Megatron does with `dataloader_inter_document_masking`, in NeMo's keys."""
-
 _VALUES: dict[str, dict[Any, Any]] = {
     "model.optim.name": {DISTRIBUTED: "distributed_fused_adam"},
     "model.position_embedding_type": {"ALiBi": "alibi", "RoPE": "rope"},
@@ -67,8 +53,9 @@ def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], lis
     translated: list[Translated] = []
     for setting in given:
         value = setting.value
-        if setting.key in MEGATRON_KEYS:
-            found = _of_megatron(setting)
+        means = megatron_names.meaning(setting.key, value)
+        if means is not None:
+            found = [Setting(key, item, setting.origin) for key, item in means.items()]
             result += found
             translated += [Translated(setting, f"{s.key}={s.value}") for s in found]
             continue
@@ -86,18 +73,12 @@ def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], lis
     return result, translated
 
 
-def _of_megatron(setting: Setting) -> list[Setting]:
-    """Return what Megatron's keys mean here: its recipe of FP4 is one of `fp8_recipe`."""
-    if setting.key == DOCUMENT_MASKING:
-        apart = DOCUMENTS_APART.items() if setting.value else ()
-        return [Setting(key, value, setting.origin) for key, value in apart]
-    if setting.key == FP4_RECIPE and setting.value is not None:
-        return [Setting("model.fp8_recipe", setting.value, setting.origin)]
-    if setting.key != FP4 or setting.value is None:
-        return []
-    recipe, *_ = names_where(lambda traits: traits.numbers == setting.value)
-    given = {"model.fp8": True, "model.fp8_recipe": recipe}
-    return [Setting(key, value, setting.origin) for key, value in given.items()]
+def contradictions(settings: Iterable[Setting]) -> list[SettingError]:
+    """Return which settings of one layer contradict Megatron's names in it."""
+    given = list(settings)
+    origins = {s.key: s.origin for s in given}
+    found = megatron_names.contradictions((s.key, s.value) for s in given)
+    return [SettingError(*one, origin=origins[one.key]) for one in found]
 
 
 def take_length_of_samples(tree: DictConfig, origins: dict[str, Origin]) -> list[str]:

@@ -60,7 +60,26 @@ def test_help_with_words_shows_the_keys_that_have_them(capsys: pytest.CaptureFix
     assert run_app(["--help", "margin", "model.seed=1"], lambda cfg, info: 1) == 0
     shown = re.findall(r"^  (\S+?)=", capsys.readouterr().out, re.MULTILINE)
     assert shown == ["model.seed", "model.fp8_margin"]
-    assert "No key has nonsense in its name" in help_page(PROG, ["nonsense"])
+    assert "No key or value has nonsense in its name" in help_page(PROG, ["nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("mxfp8", ["  model.fp8_recipe=delayed", "  precision=bf16_with_mxfp8_mixed,"]),
+        ("hybrid", ["  model.fp8=False", "  model.fp8_hybrid=null"]),
+        ("custom", ["  model.fp8_recipe=delayed", "refused: custom"]),
+        ("subchannel", ["Refused: precision=bf16_with_fp8_subchannel_scaling_mixed"]),
+        ("fp8_output_proj", ["  model.fp8_output_proj", "[accepted: False]"]),
+        ("fp8_param", ["  model.fp8_param_gather", "It stands for model.fp8_params=True."]),
+        ("fp4_param", ["  model.fp4_param", "It is refused if it is True."]),
+        ("lion", ["  model.optim.name=adamw"]),
+    ],
+)
+def test_help_finds_values_presets_and_names_of_others(word: str, shown: list[str]) -> None:
+    page = help_page(PROG, [word])
+    assert all(text in page for text in shown), page
+    assert "model.seed" not in page and "exp_manager.name" not in page
 
 
 @pytest.mark.parametrize("more", [[], ["--config-name", "mine"]])

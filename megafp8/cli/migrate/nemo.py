@@ -40,11 +40,13 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     """Translate the tree of a NeMo file into the migration `m`."""
     m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
     ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
-    spelled, translated = spellings.translate_spellings(flatten("", ours, ""))
+    given_there = list(flatten("", ours, ""))
+    contradicting = spellings.contradictions(given_there)
+    spelled, translated = spellings.translate_spellings(given_there)
     settings = [_with_number(setting, m) for setting in spelled]
     new_names = {t.setting.key: t for t in translated}
     whole = tree_with_nemo_keys()
-    wrong: dict[str, SettingError] = {}
+    wrong = {problem.key: problem for problem in contradicting}
     for setting in settings:
         problem = put_in(whole, setting)
         if problem is not None:

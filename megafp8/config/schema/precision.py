@@ -142,7 +142,14 @@ class Precision:
         group="backends",
         needs=TE_LAYERS,
     )
-    fp8: bool = key(False, "Run the linear layers of all blocks in FP8.", nemo=False, group="fp8")
+    fp8: bool = key(
+        False,
+        "Run the linear layers of all blocks in FP8. Megatron's `hybrid` and `e4m3` stand for "
+        "`True` and the format.",
+        nemo=False,
+        group="fp8",
+        valid=Valid("True or False, or Megatron's hybrid or e4m3", lambda _: True),
+    )
     fp8_e4m3: bool | None = key(
         None,
         "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`, which decides otherwise.",

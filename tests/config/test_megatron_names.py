@@ -1,0 +1,155 @@
+"""Test that every FP8 and FP4 name of Megatron-core and Megatron Bridge is known here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megafp8.config.layers import conf_dir
+from megafp8.config.load import load_all
+from megafp8.config.megatron_names import NAMES, REFUSED_PRESETS
+from megafp8.config.nemo import nemo_keys
+from megafp8.config.overrides import preset_names
+from megafp8.config.schema import all_keys
+from megafp8.specs import Fp8Recipe
+from tests.config.helpers import load_problems, run_spec, the_problem
+
+FIELDS = """
+fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
+fp8_amax_compute_algo fp8_wgrad fp8_output_proj fp8_dot_product_attention fp8_multi_head_attention
+tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+use_kitchen use_kitchen_attention kitchen_attention_backend quant_recipe
+fp4 fp4_recipe fp4_param fp4_quantizer_factory activation_func_fp8_input_store
+moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_dispatch_fwd_dtype
+moe_combine_bwd_dtype
+fp8_param_gather fp4_param_gather keep_fp8_transpose_cache reuse_grad_buf_for_mxfp8_param_ag
+overlap_grad_reduce overlap_param_gather delay_wgrad_compute cp_comm_type
+te_precision_config_file kitchen_config_file kitchen_recipe_number
+""".split()
+"""Megatron-core 0.20: `TransformerConfig`, `DistributedDataParallelConfig`, the parser's own."""
+
+BRIDGES = {
+    # name: dtype, recipe, format of gradients, weights in FP8, layers in BF16 at start and end
+    "bf16_mixed": ("bf16", None),
+    "fp16_mixed": ("fp16", None),
+    "bf16_with_fp8_delayed_scaling_mixed": ("bf16", "delayed", "e5m2", True, 0, 0),
+    "fp16_with_fp8_delayed_scaling_mixed": ("fp16", "delayed", "e5m2", True, 0, 0),
+    "bf16_with_fp8_current_scaling_mixed": ("bf16", "tensorwise", "e5m2", True, 1, 1),
+    "fp16_with_fp8_current_scaling_mixed": ("fp16", "tensorwise", "e5m2", True, 1, 1),
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": ("bf16", "tensorwise", "e5m2", True, 2, 2),
+    "bf16_with_mxfp8_mixed": ("bf16", "mxfp8", "e4m3", False, 0, 0),
+    "fp16_with_mxfp8_mixed": ("fp16", "mxfp8", "e4m3", False, 0, 0),
+    "bf16_with_nvfp4_mixed": ("bf16", "nvfp4", "e4m3", False, 0, 0),
+    "nemotron_3_super_bf16_with_nvfp4_mixed": ("bf16", "nvfp4", "e4m3", False, 0, 14),
+    "nemotron_3_ultra_bf16_with_nvfp4_mixed": ("bf16", "nvfp4", "e4m3", False, 0, 16),
+}  # fmt: skip
+"""Bridge 0.6.2, which also keeps weights of MXFP8 and NVFP4 in low precision."""
+
+
+def fp8(*overrides: str, **where: Any) -> Fp8Recipe:
+    found = run_spec(*overrides, **where).precision.fp8
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_name_is_known(name: str) -> None:
+    path = f"model.{name}"
+    assert path in all_keys() or path in nemo_keys() or path in NAMES
+
+
+@pytest.mark.parametrize("name", ["hybrid", "e4m3"])
+def test_megatrons_format_is_switch_and_format(name: str, tmp_path: Path) -> None:
+    ours = f"model.fp8_{name}=True"
+    others = ["model.fp8_hybrid=False"] if name == "e4m3" else ["model.fp8_e4m3=False"]
+    assert fp8(f"model.fp8={name}") == fp8("model.fp8=True", ours, *others)
+    assert fp8("precision=fp8_delayed_e4m3", f"model.fp8={name}").backward_format == (
+        "e5m2" if name == "hybrid" else "e4m3"
+    )
+    start = f"defaults: [pretrain_gpt, _self_]\nmodel: {{fp8: {name}}}\n"
+    (tmp_path / "mine.yaml").write_text(start)
+    where = {"config_dir": tmp_path, "config_name": "mine"}
+    assert fp8(**where) == fp8(f"model.fp8={name}")
+    assert run_spec("model.fp8=False", **where).precision.fp8 is None
+    lines = load_all(**where).inert_lines()
+    assert f"translated: model.fp8={name} (mine.yaml): model.fp8=True" in lines
+
+
+def test_null_is_no_fp8() -> None:
+    assert run_spec("precision=fp8_tensorwise", "model.fp8=null").precision.fp8 is None
+    assert "hybrid or e4m3" in the_problem("model.fp8=HYBRID").hint
+    assert the_problem("model.fp8={a:1}").key == "model.fp8"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.fp8=hybrid", "model.fp8_e4m3=True"], "model.fp8_e4m3"),
+        (["model.fp8=hybrid", "model.fp8_hybrid=False"], "model.fp8_hybrid"),
+        (["model.fp8=e4m3", "model.fp8_hybrid=True"], "model.fp8_hybrid"),
+        (["model.fp8_e4m3=False", "model.fp8=e4m3"], "model.fp8_e4m3"),
+        (["model.fp8=e4m3", "model.fp4=e2m1"], "model.fp4"),
+        (["model.fp8=True", "model.fp8_params=False", "model.fp8_param=True"], "model.fp8_param"),
+        (["model.fp8=hybrid", "model.fp8_recipe=mxfp8"], "model.fp8_hybrid"),
+        (["model.fp8=hybrid", "model.fp8_recipe=custom"], "model.fp8_recipe"),
+        (["model.fp4_recipe=custom"], "model.fp4_recipe"),
+        (["model.fp4_param_gather=True"], "model.fp4_param_gather"),
+        (["model.fp8_param=yes"], "model.fp8_param"),
+    ],
+)
+def test_contradictions_and_what_cannot_be_are_refused(overrides: list[str], key: str) -> None:
+    assert [problem.key for problem in load_problems(*overrides)] == [key]
+
+
+@pytest.mark.parametrize("overrides", [
+    ["model.fp8=hybrid", "model.fp8_hybrid=True"], ["model.fp8=e4m3", "model.fp8_e4m3=True"],
+    ["model.fp8=e4m3", "model.fp8_recipe=mxfp8"], ["model.fp8=True", "model.fp8_e4m3=True"],
+])  # fmt: skip
+def test_what_says_the_same_twice_is_accepted(overrides: list[str]) -> None:
+    assert load_all(overrides).cfg.model.fp8 is True
+
+
+def test_the_two_names_of_weights_in_fp8() -> None:
+    for name in ("fp8_param", "fp8_param_gather"):
+        assert fp8("model.fp8=True", f"model.{name}=True").params_in_fp8
+        assert not fp8("precision=bf16_with_fp8_delayed_scaling_mixed",
+                       f"model.{name}=False").params_in_fp8  # fmt: skip
+
+
+def test_all_of_bridges_precisions_are_known() -> None:
+    there = set(preset_names("precision", [conf_dir()]))
+    assert BRIDGES.keys() <= there and not REFUSED_PRESETS.keys() & there
+    assert {name for name in there if name.endswith("_mixed")} == BRIDGES.keys()
+    for name in REFUSED_PRESETS:
+        problem = the_problem(f"precision={name}")
+        assert "E5M2" in problem.reason and "precision=fp8_blockwise" in problem.hint
+
+
+@pytest.mark.parametrize("name", BRIDGES)
+def test_bridges_precisions_mean_what_bridge_means(name: str) -> None:
+    compute, recipe, *rest = BRIDGES[name]
+    spec = run_spec(f"precision={name}", "model.num_layers=20").precision
+    assert spec.compute == compute
+    if recipe is None:
+        assert spec.fp8 is None
+        return
+    gradients, params, start, end = rest
+    assert spec.fp8 is not None
+    assert (spec.fp8.name, spec.fp8.backward_format) == (recipe, gradients)
+    assert spec.fp8.params_in_fp8 is params
+    high = [n for n in range(20) if spec.fp8.precision_of(f"layers.{n}.mlp.fc1") != recipe]
+    assert high == [*range(start), *range(20 - end, 20)]
+    if recipe == "delayed":
+        assert (spec.fp8.amax_history_len, spec.fp8.amax_compute_algo) == (1024, "max")
+
+
+def test_patterns_name_any_recipe() -> None:
+    """`te_precision_config_file` has its counterpart in `fp8_modules`."""
+    assert "model.fp8_modules" in the_problem("model.te_precision_config_file=a.yaml").hint
+    rules = 'model.fp8_modules=["layers.0.*:high_precision","*.fc2:mxfp8","*.fc1:delayed"]'
+    found = fp8("model.fp8=True", "model.fp8_recipe=tensorwise", rules)
+    linears = ("0.mlp.fc2", "1.mlp.fc2", "1.mlp.fc1", "1.attention.qkv")
+    recipes = [found.precision_of(f"layers.{name}") for name in linears]
+    assert recipes == ["high_precision", "mxfp8", "delayed", "tensorwise"]
