@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import geometric_mean
 
@@ -241,6 +242,29 @@ Key = tuple[str, int, str]  # precision, number of replicas, `kind_of` the layou
 Bounds = dict[Key, float]
 
 
+@cache
+def reference(precision: str, replicas: int, kind: str) -> Outcome:
+    """What one process saw whose microbatches hold those of all replicas; it runs once."""
+    return run_case(_merged(precision, replicas, kind), single_rank())
+
+
+def _merged(precision: str, replicas: int, kind: str) -> Case:
+    model = LLAMA if kind == ON_LLAMA else MODEL
+    return case_of(precision, model=model, merged=replicas, documents=kind == PACKED)
+
+
+def bound_of(key: Key, bounds: Bounds) -> float:
+    """The bound of losses, which is put into `bounds` if it had to be measured."""
+    precision, *rest = key
+    if precision == "FP32":
+        return 1e-5
+    if key not in bounds and precision == TE:  # that of our own engine, where it is known
+        key = ("FP8 delayed", *rest)
+    if key not in bounds:
+        bounds[key] = 3 * spread(_merged(*key), reference(*key))
+    return bounds[key]
+
+
 def run_pairs(
     pairs: dict[str, list[str]], bounds: Bounds, tell: Callable[[list[str]], None]
 ) -> bool:
@@ -249,29 +273,19 @@ def run_pairs(
     `bounds` are known already; `tell` receives each row of the table.
     """
     torch.set_num_threads(1)
-    ones: dict[Key, tuple[Outcome, float]] = {}
     all_good = True
     for name, chosen in pairs.items():
         size, spec = LAYOUTS[name]
-        replicas, model = replicas_of(name), model_of(name)
         optim = ZERO if "ZeRO-1" in name else optim_spec()
-        data = {"documents": kind_of(name) == PACKED}
+        changes = {"optim": optim, "documents": kind_of(name) == PACKED}
         cases = {
-            precision: case_of(precision, spec, model, optim=optim, **data) for precision in chosen
+            precision: case_of(precision, spec, model_of(name), **changes) for precision in chosen
         }
         results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=1200)
         for precision in chosen:
-            key = (precision, replicas, kind_of(name))
-            if key not in ones:
-                case = case_of(precision, model=model, merged=replicas, **data)
-                one = run_case(case, single_rank())
-                bound = 1e-5 if precision == "FP32" else bounds.get(key)
-                if precision == TE and bound is None:  # that of our own engine, where it is known
-                    bound = bounds.get(("FP8 delayed", *key[1:]))
-                bound = bound or 3 * spread(case, one)
-                ones[key] = (one, bounds.setdefault(key, bound))
+            key = (precision, replicas_of(name), kind_of(name))
             ranks = [result[precision] for result in results]
-            line, good = row(name, precision, ranks, *ones[key])
+            line, good = row(name, precision, ranks, reference(*key), bound_of(key, bounds))
             tell(line)
             all_good = all_good and good
     return all_good
