@@ -100,17 +100,19 @@ class NativeBackend(Backend):
     def weight_copies(self, model: nn.Module) -> int | None:
         """Return the bytes of the FP8 copies of weights that tensor cores read.
 
-        A weight has one in each orientation in which a product in FP8 reads it. A weight that is
-        kept in FP8 only has no copy.
+        A weight has one in each orientation in which a product in FP8 reads it, packed for a recipe
+        whose kernels pack. A weight that is kept in FP8 only has no copy.
         """
         if self.spec.parallel.accelerator != "gpu":
             return None
-        return sum(
-            linear.weight.numel() * len({"output", "grad_input"}.intersection(quantizer.fp8_gemms))
-            for linear in linears_of(model)
-            if isinstance(linear.weight_form, CachedFp8 | RecastFp8)
-            and (quantizer := linear.quantizer) is not None
-        )
+        recipe, total = self.spec.precision.fp8, 0
+        for linear in linears_of(model):
+            is_copied = isinstance(linear.weight_form, CachedFp8 | RecastFp8)
+            if recipe is not None and linear.quantizer is not None and is_copied:
+                traits = find_recipe(recipe.precision_of(linear.name)).traits
+                out_features, in_features = linear.weight.shape
+                total += traits.weight_bytes(out_features, in_features, linear.quantizer.fp8_gemms)
+        return total
 
 
 def planned_of(model: nn.Module, recipe: Fp8Recipe, *, unnamed: str = "") -> Iterator[PlannedGemms]:

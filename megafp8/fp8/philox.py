@@ -51,8 +51,8 @@ def random_bytes(key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor
     `columns` are the numbers of the columns, without gaps in each range. A sample has up to 64
     bits, a position up to 32, and a column up to 36.
     """
-    lib = library().lib
-    if rows.samples.device.type == "cpu" and lib is not None:
+    lib = library().lib if rows.samples.device.type == "cpu" else None
+    if lib is not None:
         return _in_c(lib, key, rows, columns)
     parts = [_of_range(key, rows, each) for each in columns]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -192,13 +192,20 @@ class CastRule(Recipe):
         if not x_MN.numel() or not block_casts.runs_in_c(x_MN):
             return None
         is_last = along == "last"
-        rows, inner = x_MN.shape if is_last else x_MN.shape[::-1]
-        block = _block(scales, rows, inner)
+        shape = _turned(x_MN, is_last)
+        block = _block(scales, *shape)
         block = block if is_last else block[::-1]
-        result = self.recipe.in_c(x_MN, block, self._asked(scales, along, (rows, inner)))
-        if result is None:
-            return None
-        return self._of_kernel(result, along, x_MN.shape)
+        result = self.recipe.in_c(x_MN, block, self._asked(scales, along, shape))
+        missing = [_missing(size, step) for size, step in zip(x_MN.shape, block, strict=True)]
+        is_rotated = not is_last and self._casts.rotation is not None
+        if result is None and any(missing) and not is_rotated:
+            whole_MN = F.pad(x_MN, (0, missing[1], 0, missing[0]))
+            asked = self._asked(scales, along, shape, seen=_turned(whole_MN, is_last))
+            result = self.recipe.in_c(whole_MN, block, asked)
+            if result is not None:  # the blocks are those of the tensor; its numbers end inside
+                payload = result.payload[: x_MN.shape[0], : x_MN.shape[1]].contiguous()
+                result = result._replace(payload=payload)
+        return None if result is None else self._of_kernel(result, along, x_MN.shape)
 
     def _result(
         self, x_MK: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]
@@ -314,6 +321,12 @@ def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
 def _block(scales: Scales, rows: int, inner: int) -> tuple[int, int]:
     """Return the rows and columns of an operand [rows, inner] that share a scale."""
     return scales.across or max(1, rows), scales.along or max(1, inner)
+
+
+def _turned(x_MN: torch.Tensor, is_last: bool) -> tuple[int, int]:
+    """Return the sizes of a matrix, those of the transposed one if the sum is along the first."""
+    m, n = x_MN.shape
+    return (m, n) if is_last else (n, m)
 
 
 def _missing(size: int, block: int) -> int:

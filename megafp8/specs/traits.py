@@ -8,7 +8,7 @@ traits; none of them asks for a recipe's name. What a recipe does not declare is
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -23,6 +23,9 @@ BLOCK = 128
 """Elements along one side of the blocks that `scaled_mm` knows."""
 TENSOR_CORE_MULTIPLE = 16
 """The sizes of operands of FP8 tensor cores are multiples of this number."""
+PackedName = Literal["mx", "nv"]
+_PACKED: dict[PackedName, tuple[int, int, int]] = {"mx": (32, 8, 0), "nv": (16, 4, 4)}
+"""The elements that share a byte of scale, the bits of an element, and the bytes of the factor."""
 
 _LAYOUTS: dict[tuple[int | None, int | None], LayoutName] = {
     (None, None): "tensor",
@@ -181,7 +184,7 @@ class Traits:
     shares_weight: bool = False
     power_2: Power2 = "always"
     high_precision: frozenset[GemmName] = frozenset()
-    packs: Literal["mx", "nv"] | None = None
+    packs: PackedName | None = None
     multiple: int = TENSOR_CORE_MULTIPLE
     pads: bool = False
     backends: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -243,6 +246,22 @@ class Traits:
         is_known = self.commutes or is_shared or self.agrees_on_columns
         return not self.is_simulated and is_known
 
+    def weight_bytes(
+        self, out_features: int, in_features: int, products: Collection[GemmName]
+    ) -> int:
+        """Return the bytes of the copies of a weight that tensor cores read for some products.
+
+        `output` reads it along its in features, `grad_input` along its out features. The scales of
+        packed operands are counted, which are 3 % of MXFP8's bytes and 11 % of NVFP4's.
+        """
+        shapes = {"output": (out_features, in_features), "grad_input": (in_features, out_features)}
+        return sum(self._operand_bytes(*shapes[name]) for name in shapes if name in products)
+
+    def _operand_bytes(self, rows: int, inner: int) -> int:
+        if self.packs is None:
+            return rows * inner
+        return packed_bytes(self.packs, rows, inner)
+
     @property
     def power_2_is_choice(self) -> bool:
         """Whether `fp8_power_2_scale` acts."""
@@ -252,6 +271,16 @@ class Traits:
     def power_2_default(self) -> bool:
         """Whether scales are powers of two unless something else is asked for."""
         return self.power_2 in ("on", "always")
+
+
+def packed_bytes(kind: PackedName, rows: int, inner: int) -> int:
+    """Return the bytes of an operand [rows, inner] that is packed for Blackwell's tensor cores.
+
+    Scales lie in whole tiles of 128 rows x 4 blocks, as `ops/swizzle.py` says.
+    """
+    block, bits, factor = _PACKED[kind]
+    tiles = -(-rows // 128) * -(-inner // (4 * block))
+    return rows * inner * bits // 8 + 512 * tiles + factor
 
 
 def contradictions(traits: Traits) -> list[str]:

@@ -17,7 +17,9 @@ from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.philox import Rows, random_bytes
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.recipe_settings import recipe_named
+from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.fp8.scaling import ScalingState
+from megafp8.specs.recipe import Cast, Scaled
 from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES
 from tests.c_kernels import need_kernels, threads_started
@@ -200,6 +202,39 @@ def test_nvfp4_rounds_gradients_by_the_bytes_that_are_drawn(kind: str) -> None:
     assert_nvfp4(turned(first), expected_nvfp4(rotated(wide.T), 1, draws[1].T))
     nearest, _ = operands("nvfp4-no_sr", "grad_output", x)
     assert_nvfp4(nearest, expected_nvfp4(wide, 1))
+
+
+@pytest.mark.parametrize("shape", [(33, 64), (48, 20), (9, 33), (1, 1), (17, 16)])
+@pytest.mark.parametrize("role", ROLES)
+def test_blocks_of_nvfp4_that_end_behind_the_tensor_stay_in_c(
+    role: Role, shape: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    """They are filled with zeros, and draw the bytes of the elements that are there."""
+    cast, calls = Nvfp4.cast, []
+
+    def counted(self: Nvfp4, x_MK: torch.Tensor, asked: Cast) -> Scaled:
+        calls.append(x_MK.shape)
+        return cast(self, x_MK, asked)
+
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Nvfp4, "cast", counted)
+        last, first = operands("nvfp4-no_rht", role, x)
+    assert bool(calls) == ("torch" in request.node.name)
+    assert last.payload.shape == first.payload.shape == x.shape
+    rows = 16 if role == "weight" else 1
+    draws: list[formats.Codes | None] = [None, None]
+    if role == "grad_output":
+        tokens = Rows(torch.zeros(len(x), dtype=torch.int64), torch.arange(len(x)))
+        for place, along in enumerate(("last", "first")):
+            key = key_of(0, 0, f"linear.grad_output.{along}")
+            byte = random_bytes(key, tokens, [range(x.shape[1])]).numpy()
+            byte = byte.T if along == "first" else byte
+            draws[place] = np.pad(byte, ((0, 0), (0, -byte.shape[1] % nvfp4.BLOCK)))
+    wide = x.float().numpy()
+    assert_nvfp4(last, expected_nvfp4(wide, rows, draws[0]))
+    if role != "weight":
+        assert_nvfp4(turned(first), expected_nvfp4(np.ascontiguousarray(wide.T), 1, draws[1]))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])

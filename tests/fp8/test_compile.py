@@ -259,3 +259,10 @@ def test_the_folders_of_torch_and_triton_are_this_users(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "all" / "x"))
     found = why_unsafe(compile_train.CACHES)
     assert found is not None and "anybody may replace" in found and str(tmp_path / "all") in found
+
+
+@needs_compiler
+def test_a_dry_run_may_be_the_first_to_load_the_library() -> None:
+    """Its tensors have no memory unless a device is named; the sample that is cast has some."""
+    with torch.device("meta"):
+        assert library().lib is not None, library().note

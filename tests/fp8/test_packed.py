@@ -14,6 +14,8 @@ from megafp8.fp8.quantizer import LinearQuantizer
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.sequence import gather_tokens
+from megafp8.specs.precision import GEMMS
+from megafp8.specs.recipes import find_recipe
 from tests.fp8.quantized import quantized
 
 pytest.importorskip("triton")
@@ -85,3 +87,16 @@ def test_the_form_that_a_compiled_layer_keeps(name: str) -> None:
     num_bytes = kept.dequant_scale.numel() + (4 if kept.outer is not None else 0)
     assert form.scale_shape(*x.shape) == [num_bytes] and form.scale_dtype == torch.uint8
     assert kept.shape == tuple(x.shape) and kept.plain().payload.shape == x.shape
+
+
+@names
+@pytest.mark.parametrize("shape", [(48, 80), (128, 256), (144, 272)])
+def test_the_plan_counts_the_bytes_of_packed_weights(name: str, shape: tuple[int, int]) -> None:
+    """Numbers, tiles of scales and factors, as the kernels write them for each product."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    (last, first), _ = quantized(packing(name), "weight", x)
+    assert isinstance(last, Fp8Tensor) and isinstance(first, Fp8Tensor)
+    traits = find_recipe(name).traits
+    for products, copies in (("output",), [last]), (GEMMS[:2], [last, first]):
+        found = sum(tensor.nbytes for copy in copies for tensor in copy.tensors)
+        assert traits.weight_bytes(*shape, products) == found

@@ -188,23 +188,31 @@ def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "high", "copies"),
+    ("name", "high", "bits"),
     [
-        ("delayed", ("output",), 1),
-        ("tensorwise", ("grad_input", "grad_weight"), 1),
+        ("delayed", ("output",), 8),
+        ("tensorwise", ("grad_input", "grad_weight"), 8),
         ("delayed", ("output", "grad_input"), 0),
-        ("rowwise_with_gw_hp", ("output",), 1),
-        ("blockwise", ("grad_weight",), 2),
+        ("rowwise_with_gw_hp", ("output",), 8),
+        ("blockwise", ("grad_weight",), 16),
+        ("mxfp8", (), 16.5),
+        ("mxfp8", ("output",), 8.25),
+        ("nvfp4", (), 9),
     ],
 )
 def test_a_weight_has_a_copy_for_each_product_that_reads_it_in_fp8(
-    name: RecipeName, high: tuple[GemmName, ...], copies: int
+    name: RecipeName, high: tuple[GemmName, ...], bits: float
 ) -> None:
-    """The Triton kernel writes the orientations that products need, and no other."""
+    """The Triton kernel writes the orientations that products need, and no other.
+
+    `bits` are those of a weight, with the scales that lie in tiles for tensor cores.
+    """
     recipe = Fp8Recipe(name=name, amax_history_len=16, high_precision_gemms=frozenset(high))
     spec = job(fp8=recipe, shape={"num_layers": 1})
     plan, real = rank_memory(spec, 0), rank_share(spec, 0)
-    assert plan.step.weight_copies == real.step.weight_copies == copies * 12 * 256**2
+    factors = 4 * 2 * 4 if name == "nvfp4" else 0  # of two copies of each of four weights, in FP32
+    expected = bits / 8 * 12 * 256**2 + factors
+    assert plan.step.weight_copies == real.step.weight_copies == expected
     assert plan.step.microbatch == pytest.approx(real.step.microbatch, rel=2e-3)
 
 

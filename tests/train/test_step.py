@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from megafp8.data.loader import Microbatch
+from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.specs import Fp8Recipe, LossScaleSpec
+from megafp8.specs.recipe import Cast, Scaled
+from megafp8.train.generate import sample
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
+from tests.c_kernels import need_kernels
 from tests.copies import Copies
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
 from tests.train.skipped import SKIPPED, check_skipped_step
@@ -341,3 +345,19 @@ def test_a_kernel_that_decides_gives_the_bits_of_a_host_that_decides(
         found.append((repr(results), scale, everything(state)))
     assert found[0][:2] == found[1][:2]
     assert_same(found[0][2], found[1][2])
+
+
+def test_a_run_in_nvfp4_leaves_no_cast_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its header says, with sizes of 16 times an odd number, in validation and samples too."""
+    need_kernels()
+
+    def cast(self: Nvfp4, x_MK: torch.Tensor, asked: Cast) -> Scaled:
+        raise AssertionError(f"{asked.role} {list(x_MK.shape)} is cast by torch operations")
+
+    monkeypatch.setattr(Nvfp4, "cast", cast)
+    model = gpt_spec(hidden_size=48, ffn_hidden_size=80, num_attention_heads=3)
+    state = build_run(model=model, compute="bf16", fp8=Fp8Recipe(name="nvfp4"))
+    assert state.backend.describe().endswith("casts in C")
+    step(state, [microbatch(0, batch=3), microbatch(1, batch=3)])
+    evaluate(state, [microbatch(2, batch=3)])
+    sample(state, [1, 2, 3], 2, vocab_size=96, temperature=1.0, seed=0)

@@ -21,6 +21,7 @@ from megafp8.config.values import (
     without_match,
 )
 from megafp8.specs.layer import linear_names
+from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import find_recipe, names_where, some
 from megafp8.specs.traits import Traits
 
@@ -142,7 +143,8 @@ def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
     if two_copies:
         yield Finding(
             "model.fp8_params",
-            f"{two_copies[0]} gives no FP8 bytes of a weight that serve both of its products",
+            f"{two_copies[0]} gives no FP8 bytes of a weight that serve both of its products"
+            + _bits_of_copies(two_copies[0]),
             f"Leave it out, or use one of {', '.join(names_where(_one_weight))}",
         )
     if any(v["model.override_linear_precision"][:2]):
@@ -152,6 +154,12 @@ def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
             "and the weight would exist in FP8 only",
             "Leave one of the two out",
         )
+
+
+def _bits_of_copies(name: str) -> str:
+    """Return what the copies of a weight for both products take, where BF16 takes no more."""
+    bits = 8 * find_recipe(name).traits.weight_bytes(1024, 1024, GEMMS) / 1024**2
+    return f": two copies take {bits:.3g} bits a weight, and BF16 takes 16" if bits >= 16 else ""
 
 
 def _one_weight(traits: Traits) -> bool:

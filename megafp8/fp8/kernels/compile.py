@@ -83,7 +83,9 @@ def library() -> Library:
     if missing := [name for name in _functions() if not hasattr(lib, name)]:
         return Library(None, f"{path} lacks {missing[0]}; delete it: casts run as torch operations")
     _declare(lib)
-    if not _reproduces_torch(lib):
+    with torch.device("cpu"):  # a dry run makes tensors without memory, unless a device is named
+        reproduces_torch = _reproduces_torch(lib)
+    if not reproduces_torch:
         return Library(None, f"{compiler}'s code rounds differently: casts run as torch operations")
     threads = "" if lib.megafp8_has_threads() else ", on one thread: no OpenMP with torch's runtime"
     return Library(lib, f"compiled C ({path.name}{threads})")
