@@ -48,6 +48,15 @@ def gpt_spec(**changes: Any) -> GPTSpec:
     return GPTSpec(**(sizes | changes))
 
 
+def beside(name: str) -> str:
+    """The tensor whose gradient measures the rounding of another one's.
+
+    Softmax does not see what all keys have in common: where positions are not rotated, the gradient
+    of the keys' bias is 0 but for rounding, and as small as that of the queries' bias allows.
+    """
+    return name.replace("key.bias", "query.bias").replace("key_norm.bias", "query_norm.bias")
+
+
 def optim_spec(**changes: Any) -> OptimSpec:
     schedule = ScheduleSpec(
         name="CosineAnnealing", warmup_steps=0, constant_steps=0, min_lr=1e-3, max_steps=1000

@@ -73,8 +73,10 @@ class FusedLayer(TransformerLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream as autograd shall see it, and attention(norm(stream))."""
         link, core = self.qkv_link, self.attention.core
-        # The heads would be kept beside the linear's output if backward computed attention again.
-        if isinstance(core, AttentionCore) and not context.recompute_attention:
+        # The heads would be kept beside the linear's output if backward computed attention again,
+        # and no kernel normalizes them.
+        is_plain = not context.recompute_attention
+        if isinstance(core, AttentionCore) and not core.has_norms and is_plain:
             sizes = core.sizes(link.linear.weight.shape[0])
             heads = heads_of(x_BSD.shape[0], sizes, context.rotary)
             if chain.can_run([link], heads):

@@ -28,7 +28,6 @@ from megafp8.fp8.linear import LinearComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8
-from megafp8.models.init import constant, parameter
 from megafp8.ops import bf16
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts, PartsArgs
@@ -254,14 +253,13 @@ class TorchaoParts(NativeParts):
         name: str,
         shape: tuple[int, int],
         weights: list[Piece],
-        biases: list[Piece],
+        bias: nn.Parameter | None,
         std: float,
         comm: LinearComm,
     ) -> Any:
         chosen = TRAITS.precision_of(self.recipe, name, self.spec.num_layers)
         if chosen == HIGH_PRECISION:
-            return super()._linear(name, shape, weights, biases, std, comm)
-        bias = parameter(shape[:1], biases, constant(0.0), self.dtype) if self.spec.bias else None
+            return super()._linear(name, shape, weights, bias, std, comm)
         return TorchaoLinear(
             self.normal_parameter(shape, weights, std),
             bias,

@@ -18,6 +18,7 @@ _FP4_PARAMS = ("model.fp4_param", "model.fp4_param_gather")
 _RENAMED = {
     "model.fp8_param": "model.fp8_params",
     "model.fp8_param_gather": "model.fp8_params",
+    "model.qkv_bias": "model.add_qkv_bias",  # NeMo's own name of Megatron's field
 }
 NAMES = (FP4, FP4_RECIPE, *_FP4_PARAMS, DOCUMENT_MASKING, *_RENAMED)
 """The keys of Megatron and Bridge that the schema does not have and whose values have a meaning."""

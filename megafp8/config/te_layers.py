@@ -45,6 +45,7 @@ from megafp8.specs.recipes import HIGH_PRECISION, te_class
 from megafp8.specs.te_versions import (
     DEFAULT_VERSION,
     DOCUMENTS_ON_CPU,
+    HEAD_NORMS,
     is_before,
     release_of,
     why_not_on_cpu,
@@ -57,6 +58,7 @@ BACKEND, RECIPE, SPLIT = "model.fp8_backend", "model.fp8_recipe", "model.fp8_spl
 VERSION, MODULES = "model.te_version", "model.fp8_modules"
 DOCUMENTS = "model.data.reset_attention_mask"
 CP, PP = "model.context_parallel_size", "model.pipeline_model_parallel_size"
+HEAD_NORMS_KEY = "model.qk_layernorm"
 ACTIVATION, POSITIONS = "model.activation", "model.position_embedding_type"
 FP8_ATTENTION = "model.fp8_dot_product_attention"
 LEVEL, PRECISION = "model.optim.fp8_opt_level", "trainer.precision"
@@ -112,6 +114,10 @@ def _lacks_documents(version: Any, _: Values) -> bool:
     return version is not None and is_before(version, DOCUMENTS_ON_CPU)
 
 
+def _lacks_head_norms(version: Any, _: Values) -> bool:
+    return version is not None and is_before(version, HEAD_NORMS)
+
+
 def _of_class(name: str) -> RecipeKind:
     """Return the recipes for which Transformer Engine has the class of this name."""
     return RecipeKind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
@@ -134,6 +140,27 @@ TABLE = (
         for key, what in (
             ("model.apply_query_key_layer_scaling", "query-key layer scaling"),
             ("model.fp32_residual_connection", "FP32 residual stream"),
+        )
+    ),
+    Row(
+        {}, {"model.add_qkv_bias": True},
+        "all linears of Transformer Engine's layer have biases, or none has",
+        LEAVE,
+    ),
+    Row(
+        {HEAD_NORMS_KEY: True}, {VERSION: Condition(f" before {HEAD_NORMS}", _lacks_head_norms)},
+        f"it normalizes queries and keys before it rotates them from {HEAD_NORMS} on",
+        f"Use {VERSION}={DEFAULT_VERSION} or another later one, {NATIVE}",
+    ),
+    *(
+        Row(
+            {HEAD_NORMS_KEY: True}, {key: True},
+            f"Transformer Engine's norms of queries and keys have not been tried with {what}",
+            LEAVE,
+        )
+        for key, what in (
+            ("model.layernorm_zero_centered_gamma", "weights that begin at 0, which it ignores"),
+            ("model.fp8_multi_head_attention", "queries and keys in FP8"),
         )
     ),
     Row(

@@ -59,6 +59,13 @@ class HeadSizes:
     size: int
 
 
+class HeadNorms(NamedTuple):
+    """Holds the norms of queries and keys, each over the features of a head: [..., E]."""
+
+    query: nn.Module
+    key: nn.Module
+
+
 # (the linear's output, how it is divided, RoPE's rotation) -> heads, or None for the plain way
 SplitHeads = Callable[[torch.Tensor, HeadSizes, Rotary], QKV | None]
 
@@ -151,12 +158,20 @@ class AttentionCore(nn.Module):
         layer: int = 0,
         layer_scaling: int = 1,
         split_heads: SplitHeads | None = None,
+        norms: HeadNorms | None = None,
     ) -> None:
         super().__init__()
         self.head_size, self.dropout, self.site = head_size, dropout, site
         self.streams, self.count_flops = streams, count_flops
         self.queries_per_group, self.layer = queries_per_group, layer
         self.layer_scaling, self.split_heads = layer_scaling, split_heads
+        self.query_norm = None if norms is None else norms.query
+        self.key_norm = None if norms is None else norms.key
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether queries and keys are normalized, between the linear and the positions."""
+        return self.query_norm is not None
 
     def sizes(self, features: int) -> HeadSizes:
         """Return how a linear's output of so many features is divided into heads."""
@@ -164,17 +179,23 @@ class AttentionCore(nn.Module):
         return HeadSizes(groups * self.queries_per_group, groups, self.head_size)
 
     def split(self, qkv_BSF: torch.Tensor, context: AttentionContext) -> QKV:
-        """Return the heads of `qkv_BSF` [B, S, (H + 2 G) E]: all queries, keys, then values."""
+        """Return the heads of `qkv_BSF` [B, S, (H + 2 G) E]: all queries, keys, then values.
+
+        Norms of queries and keys come before positions, as in Megatron and transformers.
+        """
         sizes, turn = self.sizes(qkv_BSF.shape[-1]), context.rotary
-        if self.split_heads is not None and turn is not None:
+        if self.split_heads is not None and turn is not None and not self.has_norms:
             split = self.split_heads(qkv_BSF, sizes, turn)
             if split is not None:
                 return split
         query, key = sizes.num_heads * sizes.size, sizes.num_groups * sizes.size
-        q_BHSE, k_BGSE, v_BGSE = (
-            part.unflatten(-1, (-1, sizes.size)).transpose(1, 2)
+        q_BSHE, k_BSGE, v_BSGE = (
+            part.unflatten(-1, (-1, sizes.size))
             for part in qkv_BSF.split((query, key, key), dim=-1)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            q_BSHE, k_BSGE = self.query_norm(q_BSHE), self.key_norm(k_BSGE)
+        q_BHSE, k_BGSE, v_BGSE = (part.transpose(1, 2) for part in (q_BSHE, k_BSGE, v_BSGE))
         if turn is not None:
             q_BHSE, k_BGSE = turn(q_BHSE), turn(k_BGSE)
         return QKV(q_BHSE, k_BGSE, v_BGSE)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megafp8.models.attention import AttentionCore, SplitHeads
+from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
@@ -92,6 +92,10 @@ class Parts:
         """Return the norm `name`: [B, S, D] in `residual_dtype` -> [B, S, D] in `dtype`."""
         return Norm(self, name)
 
+    def head_norm(self, name: str) -> nn.Module:
+        """Return the norm `name` of each head's features: [..., E] -> [..., E] in `dtype`."""
+        return Norm(self, name, is_of_heads=True)
+
     def linear(self, linear: LayerLinear, std: float) -> nn.Module:
         """Return one linear of a layer, [B, S, in] -> [B, S, out], drawn from N(0, std)."""
         return PlainLinear(self, linear, std)
@@ -109,7 +113,14 @@ class Parts:
             layer=index,
             layer_scaling=index + 1 if spec.apply_query_key_layer_scaling else 1,
             split_heads=self.split_heads,
+            norms=self.head_norms(name),
         )
+
+    def head_norms(self, name: str) -> HeadNorms | None:
+        """Return the norms of the queries and of the keys of attention `name`, if it has them."""
+        if not self.spec.qk_layernorm:
+            return None
+        return HeadNorms(self.head_norm(f"{name}.query_norm"), self.head_norm(f"{name}.key_norm"))
 
     def local_heads(self) -> slice:
         """Return which query heads this rank holds."""
@@ -170,9 +181,15 @@ class Parts:
         """Return a parameter in `dtype`, drawn from N(0, std), with its place in the model."""
         return parameter(shape, pieces, normal(std, self.seed), self.dtype)
 
-    def whole_parameter(self, name: str, shape: tuple[int, ...], draw: Draw) -> nn.Parameter:
-        """Return a parameter in `whole_dtype` that every tensor-parallel rank holds whole."""
-        return parameter(shape, whole_pieces(name, shape), draw, self.whole_dtype)
+    def whole_parameter(
+        self, name: str, shape: tuple[int, ...], draw: Draw, *, is_of_heads: bool = False
+    ) -> nn.Parameter:
+        """Return a parameter in `whole_dtype` that every tensor-parallel rank holds whole.
+
+        One that `is_of_heads` acts on the heads of a rank: its gradients are summed over ranks.
+        """
+        pieces = whole_pieces(name, shape, is_of_heads=is_of_heads)
+        return parameter(shape, pieces, draw, self.whole_dtype)
 
 
 class Embedding(nn.Module):
@@ -211,18 +228,22 @@ class Embedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """Applies LayerNorm or RMSNorm over the model width; the output has the linears' dtype."""
+    """Applies LayerNorm or RMSNorm over the last dim; the output has the linears' dtype.
 
-    def __init__(self, parts: Parts, name: str) -> None:
+    The last dim is the model width, or the features of a head where the norm `is_of_heads`.
+    """
+
+    def __init__(self, parts: Parts, name: str, *, is_of_heads: bool = False) -> None:
         super().__init__()
         self.epsilon, self.dtype = parts.spec.layernorm_epsilon, parts.dtype
-        shape = (parts.spec.hidden_size,)
+        shape = (parts.spec.head_size if is_of_heads else parts.spec.hidden_size,)
         self.zero_centered = parts.spec.layernorm_zero_centered_gamma
         first = constant(0.0 if self.zero_centered else 1.0)
-        self.weight = parts.whole_parameter(f"{name}.weight", shape, first)
+        whole = partial(parts.whole_parameter, is_of_heads=is_of_heads)
+        self.weight = whole(f"{name}.weight", shape, first)
         self.bias: nn.Parameter | None = None
         if parts.spec.normalization == "layernorm":
-            self.bias = parts.whole_parameter(f"{name}.bias", shape, constant(0.0))
+            self.bias = whole(f"{name}.bias", shape, constant(0.0))
 
     def gain(self) -> torch.Tensor:
         """Return what normalized values are multiplied by: [D] in the weight's dtype.
@@ -233,6 +254,7 @@ class Norm(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return the normalized `x_BSD` in the dtype of the linears: [B, S, D] -> [B, S, D]."""
+        x_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, self.weight.dtype))
         weight = self.gain().to(x_BSD.dtype)  # a copy if the residual stream is FP32
         if self.bias is None:
             out_BSD = torch.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
@@ -251,7 +273,7 @@ class PlainLinear(nn.Module):
         shape = linear.local_shape(1)
         self.weight = parts.normal_parameter(shape, pieces, std)
         self.bias: nn.Parameter | None = None
-        if parts.spec.bias:
+        if linear.has_bias:
             self.bias = parameter(shape[:1], bias_pieces, constant(0.0), parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -278,6 +278,15 @@ class Masters:
         both = zip(self.segments, self.grads, strict=True)
         return [grad for segment, grad in both if segment.param is param]
 
+    @property
+    def grads_of_heads(self) -> list[torch.Tensor]:
+        """Return the gradients of what acts on each head, of the segments that this rank updates.
+
+        A tensor-parallel rank's gradient is that of its own heads; the sum is over its ranks.
+        """
+        both = zip(self.segments, self.grads, strict=True)
+        return [grad for segment, grad in both if segment.piece.is_of_heads]
+
     def squared_norms(self) -> torch.Tensor:
         """Return the squared L2 norm of each segment's gradient, of its values, FP64 [segments]."""
         in_fp32 = [grad.payload for grad in self.stored_grads if grad.fmt.name == "fp32"]

@@ -118,14 +118,17 @@ class NativeParts(Parts):
         if self.sequence_parallel:
             comms = (SequenceRowParallel, SequenceColumnParallel)
         comm = NoComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
-        return self._linear(linear.name, shape, weights, biases, std, comm)
+        bias = None
+        if linear.has_bias:
+            bias = parameter(shape[:1], biases, constant(0.0), self.dtype)
+        return self._linear(linear.name, shape, weights, bias, std, comm)
 
     def _linear(
         self,
         name: str,
         shape: tuple[int, int],
         weights: list[Piece],
-        biases: list[Piece],
+        bias: nn.Parameter | None,
         std: float,
         comm: LinearComm,
     ) -> Linear:
@@ -141,7 +144,7 @@ class NativeParts(Parts):
             weight = fp8_parameter(weight, FORMATS[scaling.recipe.forward_format].dtype)
         return Linear(
             weight,
-            parameter(shape[:1], biases, constant(0.0), self.dtype) if self.spec.bias else None,
+            bias,
             name=name,
             quantizer=quantizer,
             comm=comm,

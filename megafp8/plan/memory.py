@@ -220,8 +220,13 @@ def _input_bytes(spec: RunSpec, linear: LinearShape, tokens: int) -> int:
 def _norm_bytes(spec: RunSpec) -> int:
     """Return what a norm keeps: its input and FP32 statistics of each token."""
     tokens = microbatch_tokens(spec) // sequence_shards(spec)
-    statistics = 2 if spec.model.normalization == "layernorm" else 1
+    statistics = _norm_statistics(spec)
     return tokens * (spec.model.hidden_size * residual_itemsize(spec) + FP32 * statistics)
+
+
+def _norm_statistics(spec: RunSpec) -> int:
+    """Return how many numbers a norm keeps of each vector: its scale and, if it has one, mean."""
+    return 2 if spec.model.normalization == "layernorm" else 1
 
 
 def _layer_input_bytes(spec: RunSpec) -> int:
@@ -231,20 +236,24 @@ def _layer_input_bytes(spec: RunSpec) -> int:
 
 
 def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
-    """Return what attention keeps: queries, keys, values and, with `keeps_core`, its results.
+    """Return what attention keeps: queries, keys, values and, with `keeps_core`, what follows.
 
-    The results are its output and one FP32 number for each query of each head.
+    These are the normalized and rotated queries and keys, attention's output and one FP32 number
+    for each query of each head.
     """
     model, tp, tokens = spec.model, spec.parallel.tp, microbatch_tokens(spec)
     size = compute_itemsize(spec)
     query, pair = model.query_size // tp, 2 * model.kv_size // tp
     kept = tokens * (query + pair) * size
-    if model.position_embedding_type == "rope":
+    if not keeps_core:
+        return kept
+    if model.position_embedding_type == "rope" or model.qk_layernorm:
         # The rotated queries and keys are new tensors; the values stay in the packed one.
         kept += tokens * (query + pair // 2) * size
-    if keeps_core:
-        kept += tokens * (query * size + FP32 * (model.num_attention_heads // tp))
-    return kept
+    if model.qk_layernorm:
+        heads = (model.num_attention_heads + model.num_kv_heads) // tp
+        kept += tokens * heads * FP32 * _norm_statistics(spec)
+    return kept + tokens * (query * size + FP32 * (model.num_attention_heads // tp))
 
 
 def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:

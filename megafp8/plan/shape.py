@@ -61,6 +61,7 @@ class Parameter:
     linear: LinearShape | None = None  # the linear of a layer whose weight it is
     in_layer: bool = True  # whether it belongs to a layer
     is_tied_end: bool = False  # whether another pipeline rank updates a copy of it
+    is_of_heads: bool = False  # whether its gradients are summed over the ranks that have heads
 
     @property
     def elements(self) -> int:
@@ -101,9 +102,11 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
 
 def linears_of_layer(spec: RunSpec, layer: int) -> tuple[LinearShape, ...]:
     """Return the linears of one layer, as one rank holds them."""
-    tp, has_bias = spec.parallel.tp, spec.model.bias
+    tp = spec.parallel.tp
     return tuple(
-        LinearShape(linear, *linear.local_shape(tp), has_bias, _precision_of(spec, linear.name))
+        LinearShape(
+            linear, *linear.local_shape(tp), linear.has_bias, _precision_of(spec, linear.name)
+        )
         for linear in layer_linears(spec.model, layer)
     )
 
@@ -199,7 +202,9 @@ def _parameters(
     model, tp = spec.model, spec.parallel.tp
     plain, compute = plain_itemsize(spec), compute_itemsize(spec)
     hidden, vocab = model.hidden_size, model.vocab_size // tp
-    norm = [Parameter(hidden, 1, plain, False)] * (2 if model.normalization == "layernorm" else 1)
+    num = 2 if model.normalization == "layernorm" else 1
+    norm = [Parameter(hidden, 1, plain, False)] * num
+    of_heads = [Parameter(model.head_size, 1, plain, False, is_of_heads=True)] * (2 * num)
     is_tied = model.share_embeddings_and_output_weights
     is_tied_end = is_tied and has_first != has_last
     if has_first:
@@ -215,6 +220,8 @@ def _parameters(
         yield Parameter(linear.out_features, linear.in_features, itemsize, True, linear)
         if linear.has_bias:
             yield Parameter(linear.out_features, 1, compute, linear.whole.is_column)
+        if model.qk_layernorm and linear.whole.is_column and not linear.whole.in_mlp:
+            yield from of_heads
     if has_last:
         if model.transformer_block_type != "post_ln":
             yield from (replace(param, in_layer=False) for param in norm)

@@ -117,6 +117,8 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             yield message("all_reduce", "embeddings", whole)
         yield message("all_reduce", "activations", len(rows) * whole * passes)
         yield message("all_reduce", "gradients of activations", len(columns) * whole)
+        of_heads = sum(FP32 * param.elements for param in shape.params if param.is_of_heads)
+        yield message("all_reduce", "gradients of norms of heads", of_heads / count)
         return
     if shape.has_first:
         yield message("reduce_scatter", "embeddings", whole)

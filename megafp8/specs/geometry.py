@@ -72,7 +72,8 @@ class Piece:
 
     A fused parameter has several pieces: the rows of QKV are the pieces of query, key and value,
     which are not contiguous across tensor-parallel ranks. Only replica 0 is written to a
-    checkpoint.
+    checkpoint. `is_of_heads` says that a whole tensor acts on the heads of a tensor-parallel rank,
+    so that its gradient there is a part of a sum.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Piece:
     offset: tuple[int, ...]
     local: tuple[slice, ...]
     replica: int = 0
+    is_of_heads: bool = False
 
     @property
     def local_box(self) -> Box:
@@ -95,10 +97,12 @@ class Piece:
         )
 
 
-def whole_pieces(name: str, shape: tuple[int, ...], replica: int = 0) -> tuple[Piece, ...]:
+def whole_pieces(
+    name: str, shape: tuple[int, ...], replica: int = 0, *, is_of_heads: bool = False
+) -> tuple[Piece, ...]:
     """Return the one piece of a tensor that is not sharded."""
     local = tuple(slice(0, size) for size in shape)
-    return (Piece(name, shape, (0,) * len(shape), local, replica),)
+    return (Piece(name, shape, (0,) * len(shape), local, replica, is_of_heads),)
 
 
 def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:

@@ -37,6 +37,7 @@ class LayerLinear:
     in_features: int
     parts: tuple[SubLinear, ...]
     is_column: bool  # tensor-parallel ranks divide its out features, or else its in features
+    has_bias: bool = True
     products: tuple[GemmName, ...] = GEMMS
 
     @property
@@ -85,11 +86,12 @@ def layer_linears(spec: GPTSpec, layer: int) -> tuple[LayerLinear, ...]:
     fc1 = tuple(SubLinear(f"{name}.mlp.{part}", ffn) for part in inner)
     projection = SubLinear(f"{name}.attention.projection", hidden)
     fc2 = SubLinear(f"{name}.mlp.fc2", hidden)
+    bias = spec.bias
     return (
-        LayerLinear(f"{name}.attention.qkv", hidden, qkv, True),
-        LayerLinear(projection.name, spec.query_size, (projection,), False),
-        LayerLinear(f"{name}.mlp.fc1", hidden, fc1, True),
-        LayerLinear(fc2.name, ffn, (fc2,), False),
+        LayerLinear(f"{name}.attention.qkv", hidden, qkv, True, bias or spec.add_qkv_bias),
+        LayerLinear(projection.name, spec.query_size, (projection,), False, bias),
+        LayerLinear(f"{name}.mlp.fc1", hidden, fc1, True, bias),
+        LayerLinear(fc2.name, ffn, (fc2,), False, bias),
     )
 
 

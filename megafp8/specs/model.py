@@ -60,6 +60,8 @@ class GPTSpec:
     rotary_base: float = 10000.0
     seq_len_interpolation_factor: float | None = None  # rotary positions are divided by it
     bias: bool = True  # whether linears have a bias; norms have their own
+    add_qkv_bias: bool = False  # whether QKV has one where `bias` is False
+    qk_layernorm: bool = False  # whether queries and keys are normalized, head by head
     share_embeddings_and_output_weights: bool = True
     transformer_block_type: BlockType = "pre_ln"
     apply_query_key_layer_scaling: bool = False

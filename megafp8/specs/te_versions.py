@@ -16,6 +16,8 @@ DEFAULT_VERSION = "2.12.0"
 DOCUMENTS_ON_CPU = "2.11"
 """The first version whose attention without flash attention and cuDNN, which a CPU lacks, keeps
 documents apart; earlier ones leave it out for `qkv_format="thd"`."""
+HEAD_NORMS = "2.7"
+"""The first version that can normalize queries and keys before it rotates them."""
 _WHOLE = re.compile(r"\d+\.\d+\.\d+(\.post\d+)?")
 
 HASHES = {

@@ -166,7 +166,8 @@ def reduce_gradients(state: TrainState) -> None:
     """Sum the gradients over the ranks that have parts of them.
 
     All gradients are summed over replicas, those of unsharded parameters over the parts of a
-    sequence, and those of a tied embedding over the stages that have a copy.
+    sequence, those of the norms of heads over the ranks that have heads, and those of a tied
+    embedding over the stages that have a copy.
     """
     if state.reducer is not None:
         state.reducer.finish()
@@ -174,6 +175,11 @@ def reduce_gradients(state: TrainState) -> None:
     if state.sequence_parallel:  # a rank has seen only its part of the sequence
         for grad in state.masters.replicated_grads:
             state.mesh.tp.all_reduce_sum(grad)
+    elif state.mesh.tp.size > 1 and (grads := state.masters.grads_of_heads):
+        total = torch.cat([grad.flatten() for grad in grads])
+        state.mesh.tp.all_reduce_sum(total)
+        for grad, whole in zip(grads, total.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(whole.view_as(grad))
     if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
         for grad in state.masters.grads_of(tied):
             state.mesh.ends.all_reduce_sum(grad)

@@ -238,7 +238,8 @@ def test_null_replaces_the_section_of_a_weaker_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["model.bias=True"], "model.qkv_bias=True"),
+        (["model.bias=False"], "model.qkv_bias=True"),
+        (["model.bias=True"], "model.qkv_bias=False"),
         (["trainer.precision=32"], "model.precision=32"),
         (["model.encoder_seq_length=256"], "model.window_size=[256,0]"),
         (["model.encoder_seq_length=256"], "model.window_size=[255,0]"),
@@ -251,7 +252,6 @@ def test_what_follows_from_other_keys_passes(overrides: list[str], key: str) -> 
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["model.bias=False"], "model.qkv_bias=True"),
         (["trainer.precision=32"], "model.precision=bf16"),
         (["model.encoder_seq_length=256"], "model.window_size=[254,0]"),
         (["model.encoder_seq_length=256"], "model.window_size=[256,1]"),
@@ -431,7 +431,7 @@ HARMLESS = {
     "model.optim.store_param_remainders": True,
     "model.optim.average_grad_sync": True,
     "model.optim.sched.max_steps": "${trainer.max_steps}",
-    "model.qk_layernorm": False,
+    "model.multi_latent_attention": False,
     "model.attention_backend": "auto",
 }
 """Values of NeMo's exp_manager, Lightning's trainer and NeMo's optimizers that ask for nothing."""
@@ -463,7 +463,7 @@ def test_harmless_values_of_a_nemo_file_are_listed(tmp_path: Path) -> None:
         ("trainer.strategy=fsdp", "the sizes under model", "model.fsdp=True"),
         ("model.optim.amsgrad=true", "no largest second moments", "Leave it out"),
         ("model.optim.sched.max_steps=7", "trainer.max_steps", "Use trainer.max_steps"),
-        ("model.qk_layernorm=true", "has no equivalent in megafp8", "Leave it out"),
+        ("model.multi_latent_attention=true", "has no equivalent in megafp8", "Leave it out"),
     ],
 )  # fmt: skip
 def test_harmful_values_are_refused_by_name_with_the_reason(

@@ -193,7 +193,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mixtral": {"model.num_moe_experts": 8},
     "mixtral's router": {"model.moe_router_topk": 2},
     "falcon": {"model.name": "megatron_falcon_gpt"},
-    "qwen2": {"model.qkv_bias": True, "model.bias": False},
     "qwen2's vocabulary": {"model.override_vocab_size": 151936},
     "chatglm": {"model.rotary_interleaved": True},
     "llama 3.1": {"model.scale_positional_embedding": True},

@@ -36,6 +36,7 @@ TE = "model.fp8_backend=te"
 FP8, ROPE = "model.fp8=True", "model.position_embedding_type=rope"
 FP4 = (FP8, "model.fp8_recipe=nvfp4", "trainer.precision=bf16")
 ATTENTION = "model.fp8_dot_product_attention=True"
+HEAD_NORMS = "model.qk_layernorm=True"
 DOCUMENTS = "model.data.reset_attention_mask=True"
 SMALL = ["model.micro_batch_size=2", "model.global_batch_size=8"]
 EXAMPLES: tuple[list[str], ...] = (
@@ -43,6 +44,10 @@ EXAMPLES: tuple[list[str], ...] = (
     ["model.transformer_block_type=post_ln"],
     ["model.apply_query_key_layer_scaling=True", "trainer.precision=16"],
     ["model.fp32_residual_connection=True"],
+    ["model.bias=False", "model.add_qkv_bias=True"],
+    [HEAD_NORMS, "model.te_version=2.6.0", "trainer.accelerator=cpu"],
+    [HEAD_NORMS, "model.layernorm_zero_centered_gamma=True"],
+    [HEAD_NORMS, FP8, ATTENTION, "model.fp8_multi_head_attention=True"],
     ["model.ffn_dropout=0.1"],
     [ROPE, "model.data.reset_position_ids=True"],
     [DOCUMENTS, "trainer.devices=2", "model.tensor_model_parallel_size=2", *SMALL,

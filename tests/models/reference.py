@@ -39,7 +39,8 @@ def loss_of(
 
     def linear(name: str, x: torch.Tensor) -> torch.Tensor:
         out = torch.einsum("bsi,oi->bso", x, w[f"{name}.weight"])
-        return out + w[f"{name}.bias"] if spec.bias else out
+        is_qkv = name.endswith(("attention.query", "attention.key", "attention.value"))
+        return out + w[f"{name}.bias"] if spec.bias or (is_qkv and spec.add_qkv_bias) else out
 
     def norm(name: str, x: torch.Tensor) -> torch.Tensor:
         weight = w[f"{name}.weight"]
@@ -65,6 +66,9 @@ def loss_of(
             own = slice(head * size, (head + 1) * size)
             shared = slice(group * size, (group + 1) * size)
             queries, keys, values = q[..., own], k[..., shared], v[..., shared]
+            if spec.qk_layernorm:
+                queries = norm(f"{name}.attention.query_norm", queries)
+                keys = norm(f"{name}.attention.key_norm", keys)
             if spec.position_embedding_type == "rope":
                 queries, keys = turn(spec, queries, positions), turn(spec, keys, positions)
             scores = queries @ keys.transpose(1, 2) / math.sqrt(size)

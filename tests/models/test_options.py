@@ -20,7 +20,7 @@ from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import GPTSpec
 from tests.documents import borders_of
 from tests.models.reference import loss_of
-from tests.tiny import VOCAB, gpt_spec
+from tests.tiny import VOCAB, beside, gpt_spec
 
 BATCH, SEQ = 2, 8
 LLAMA: dict[str, Any] = dict(
@@ -61,6 +61,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layer scaling": dict(apply_query_key_layer_scaling=True),
     "fp32 residual": dict(fp32_residual_connection=True),
     "llama": LLAMA,
+    "normalized queries and keys": dict(qk_layernorm=True),
+    "the same, zero-centered": dict(qk_layernorm=True, layernorm_zero_centered_gamma=True),
+    "qwen2": LLAMA | dict(add_qkv_bias=True),
+    "qwen3": LLAMA | dict(qk_layernorm=True, kv_channels=16),
 }
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3, ffn_dropout=0.1)
 
@@ -133,12 +137,12 @@ def compare(model: GPT, bound: float, dropout: Any = None, **ids: torch.Tensor) 
         assert gradient is not None and param.grad is not None
         if name == "embedding.position.weight":
             gradient, local = gradient[:SEQ], (slice(0, SEQ), local[1])
-        elif not name.endswith("key.bias"):
+        elif not name.endswith(("key.bias", "key_norm.bias")):
             assert gradient.abs().max() > 1e-4, name
         # The softmax does not feel the keys' bias: its gradient is rounding without RoPE.
-        beside = weights[name.replace("key.bias", "query.bias")].grad
-        assert beside is not None
-        scale = max(gradient.abs().max().item(), beside.abs().max().item())
+        queries = weights[beside(name)].grad
+        assert queries is not None
+        scale = max(gradient.abs().max().item(), queries.abs().max().item())
         difference = (param.grad[local].double() - gradient).abs().max() / scale
         assert difference <= bound, f"{name}: {difference:.3g}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Outcome, Piece, run_case
 from tests.ranks import run_ranks
 from tests.spec.delayed import DelayedScalingModel, Recipe, reduce
-from tests.tiny import SEQ, gpt_spec
+from tests.tiny import SEQ, beside, gpt_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)
 DROPOUT = gpt_spec(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
@@ -42,6 +44,9 @@ SHAPES = {
     "llama": Case("fp32", None, LLAMA, steps=5),
     "llama bf16 fp8": Case("bf16", FP8, LLAMA, steps=5),
     "alibi": Case("fp32", None, ALIBI, steps=5),
+    "norms of heads": Case("fp32", None, replace(LLAMA, qk_layernorm=True), steps=5),
+    "norms of heads bf16 fp8": Case("bf16", FP8, replace(LLAMA, qk_layernorm=True), steps=5),
+    "biases of qkv": Case("fp32", None, replace(LLAMA, add_qkv_bias=True), steps=5),
 }
 Outcomes = list[Outcome]  # by rank
 DP_CASES = {name: CASES[name] for name in ("fp32", "bf16 fp8", "hidden dropout")}
@@ -97,7 +102,7 @@ def gradient_errors(ranks: Outcomes, one: Outcome) -> dict[str, float]:
     errors = {}
     for name, expected in theirs.items():
         assert expected.abs().max() > 0, name
-        scale = theirs[name.replace("key.bias", "query.bias")].abs().max()
+        scale = theirs[beside(name)].abs().max()
         errors[name] = ((ours[name] - expected).abs().max() / scale).item()
     return errors
 

@@ -108,6 +108,14 @@ JOBS: dict[str, RunSpec] = {
     "blockwise": job(fp8=Fp8Recipe(name="blockwise")),
     "a layer in high precision": job(fp8=SKIPPING),
     "llama": job(fp8=DELAYED, shape=LLAMA),
+    "norms of heads": job(fp8=DELAYED, shape=LLAMA | {"qk_layernorm": True}),
+    "norms of heads, recomputed": job(
+        fp8=DELAYED, shape=LLAMA | {"qk_layernorm": True} | recompute("selective")
+    ),
+    "layernorms of heads, no positions": job(
+        shape={"qk_layernorm": True, "position_embedding_type": "none"}
+    ),
+    "biases of qkv, tp 2": job(ranks=2, tp=2, shape=LLAMA | {"add_qkv_bias": True}),
     "dropout": job(fp8=DELAYED, shape=DROPOUT),
     "alibi": job(shape={"position_embedding_type": "alibi"}),
     "alibi, documents": with_documents({"position_embedding_type": "alibi"}),

@@ -77,6 +77,8 @@ CASES: dict[str, tuple[int, Case]] = {
     "tp, FP32": case(ParallelSpec(tp=2), compute="fp32"),
     "tp, recomputed": case(ParallelSpec(tp=2), model=RECOMPUTED),
     "tp, Llama": case(ParallelSpec(tp=2), model=LLAMA),
+    "tp, norms of heads": case(ParallelSpec(tp=2), model=replace(LLAMA, qk_layernorm=True)),
+    "sequence, norms of heads": case(SEQUENCE, model=replace(LLAMA, qk_layernorm=True)),
     "sequence, recomputed": case(SEQUENCE, fp8=DELAYED, model=RECOMPUTED),
     "sequence, tensorwise": case(SEQUENCE, fp8=TENSORWISE),
     **{

@@ -101,6 +101,8 @@ EFFECTS: dict[str, Effect] = {
     "model.activation": Trains("swiglu"),
     "model.openai_gelu": Trains(False),
     "model.bias": Trains(False),
+    "model.add_qkv_bias": Trains(True, ("model.bias=False",)),
+    "model.qk_layernorm": Trains(True),
     "model.transformer_block_type": Trains("post_ln"),
     "model.position_embedding_type": Trains("rope"),
     "model.rotary_percentage": Trains(0.5, ROPE),

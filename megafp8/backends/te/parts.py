@@ -39,6 +39,10 @@ PARAMETERS = {
     "attention_norm.bias": "self_attention.layernorm_qkv.layer_norm_bias",
     "attention.query.weight": "self_attention.layernorm_qkv.weight",
     "attention.query.bias": "self_attention.layernorm_qkv.bias",
+    "attention.query_norm.weight": "self_attention.q_norm.weight",
+    "attention.query_norm.bias": "self_attention.q_norm.bias",
+    "attention.key_norm.weight": "self_attention.k_norm.weight",
+    "attention.key_norm.bias": "self_attention.k_norm.bias",
     "attention.projection.weight": "self_attention.proj.weight",
     "attention.projection.bias": "self_attention.proj.bias",
     "mlp_norm.weight": "layernorm_mlp.layer_norm_weight",
@@ -208,6 +212,9 @@ class TransformerEngineParts(NativeParts):
         context = names.model_init(self.region.recipe) if weights_in_fp8 else nullcontext()
         with context:
             layer = names.transformer_layer(**self.arguments(index))
+        if self.spec.qk_layernorm:  # its earlier versions make them in FP32, whatever the layer is
+            layer.get_submodule("self_attention.q_norm").to(self.dtype)
+            layer.get_submodule("self_attention.k_norm").to(self.dtype)
         if weights_in_fp8 and self.device.type == "meta":
             quantize_without_values(layer, self._weights(layer))
         self._adopt(layer, index, TransformerLayer(self, index))
@@ -284,6 +291,17 @@ class TransformerEngineParts(NativeParts):
             # It compares this with the text "meta", and then makes no values.
             "device": "meta" if self.device.type == "meta" else self.device,
             "attn_input_format": self.form,
+            **self._norms_of_heads(),
+        }
+
+    def _norms_of_heads(self) -> dict[str, Any]:
+        """Return the arguments about norms of queries and keys, which old versions do not know."""
+        if not self.spec.qk_layernorm:
+            return {}
+        return {
+            "qk_norm_type": NORMALIZATIONS[self.spec.normalization],
+            "qk_norm_eps": self.spec.layernorm_epsilon,
+            "qk_norm_before_rope": True,
         }
 
     @property

@@ -183,6 +183,23 @@ class Architecture:
         spec="model.bias",
         defines_function=True,
     )
+    add_qkv_bias: bool = key(
+        False,
+        "Give the linear of queries, keys and values a bias where the others have none, as Qwen2 "
+        "does. NeMo's files call it `qkv_bias`.",
+        group="model",
+        spec="model.add_qkv_bias",
+        defines_function=True,
+        needs=needs("model.bias", False),
+    )
+    qk_layernorm: bool = key(
+        False,
+        "Normalize the queries and the keys of each head over the head's features before positions "
+        "are applied, as Qwen3 does; the kind of norm is `normalization`.",
+        group="model",
+        spec="model.qk_layernorm",
+        defines_function=True,
+    )
     activation: str = key(
         "gelu",
         "Activation of the MLP. `geglu`, `swiglu` and `reglu` are gated: the first linear has `2 "

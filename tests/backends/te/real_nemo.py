@@ -37,7 +37,7 @@ from tests.config.test_nemo_launcher import PATHS, launcher_yaml
 from tests.parallel import bugs
 from tests.parallel.rank_work import Piece
 from tests.ranks import Rank, run_ranks
-from tests.tiny import SEQ, VOCAB, microbatch, optim_spec
+from tests.tiny import SEQ, VOCAB, beside, microbatch, optim_spec
 
 WIDTH, FFN, HEADS, LAYERS = 64, 128, 4, 2
 FUSED, PLAIN = {"bias_activation_fusion": True}, {"bias_activation_fusion": False}
@@ -217,8 +217,8 @@ def assert_near(
     position is rotated, so the queries' counts for it."""
     assert found.keys() == wanted.keys()
     for name, grad in wanted.items():
-        beside = wanted[name.replace("key.bias", "query.bias")]
-        largest = max(grad.abs().max().item(), beside.abs().max().item())
+        queries = wanted[beside(name)]
+        largest = max(grad.abs().max().item(), queries.abs().max().item())
         error = (found[name] - grad).abs().max().item()
         assert error <= bound * largest, f"{name}: {error:.1e} of {largest:.1e}"
 
@@ -377,8 +377,7 @@ def distances(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
     assert found.keys() == wanted.keys()
     norms = {name: grad.norm().item() for name, grad in wanted.items()}
     return {
-        name: (found[name] - grad).norm().item()
-        / max(norms[name], norms[name.replace("key.bias", "query.bias")])
+        name: (found[name] - grad).norm().item() / max(norms[name], norms[beside(name)])
         for name, grad in wanted.items()
     }
 

@@ -24,7 +24,7 @@ from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward
 from tests.backends.te.real import forget_other_models as forget_other_models
-from tests.backends.te.real import spec_of
+from tests.backends.te.real import need_head_norms, spec_of
 from tests.backends.te.real_nemo import assert_near, logical
 from tests.config.helpers import run_spec
 from tests.models.test_model_options import BASE, MARKED, OTHER, VOCAB
@@ -35,6 +35,7 @@ CHOICES = ("activation", "normalization", "position_embedding_type", "transforme
 """The options whose values are names."""
 REFUSED = {
     "openai_gelu=False",
+    "add_qkv_bias=True",
     "transformer_block_type=post_ln",
     "ffn_dropout=0.2",
     "apply_query_key_layer_scaling=True",
@@ -107,6 +108,8 @@ def test_an_option_is_computed_or_refused(case: str) -> None:
     if case in REFUSED:
         assert refusals(given) == [case.partition("=")[0]]
         return
+    if case == "qk_layernorm=True":
+        need_head_norms()
     assert refusals(given) == []
     if case in DRAWN:
         given = []

@@ -38,7 +38,16 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
-from tests.backends.te.real import DELAYED, VERSION, run_of, spec_of, step, tables_of, te
+from tests.backends.te.real import (
+    DELAYED,
+    VERSION,
+    need_head_norms,
+    run_of,
+    spec_of,
+    step,
+    tables_of,
+    te,
+)
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.tiny import microbatch
 
@@ -60,6 +69,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt": {},
     "llama": {"num_query_groups": 2, "bias": False, "activation": "swiglu",
               "normalization": "rmsnorm"},
+    "qwen3": {"num_query_groups": 2, "bias": False, "activation": "swiglu", "kv_channels": 16,
+              "normalization": "rmsnorm", "position_embedding_type": "rope",
+              "qk_layernorm": True},
+    "normalized queries and keys": {"qk_layernorm": True},
     "rope": {"position_embedding_type": "rope"},
     "rope in part, interpolated": {"position_embedding_type": "rope", "rotary_percentage": 0.5,
                                    "rotary_base": 500.0, "seq_len_interpolation_factor": 2.0},
@@ -88,6 +101,8 @@ def test_the_first_update_is_ours(recipe: str, shape: str) -> None:
     """FP32: loss, gradient norm, every scale and history of a step of two microbatches within 1e-6;
     what is counted at the products equals ours, operation by operation."""
     changes = SHAPES[shape]
+    if changes.get("qk_layernorm"):
+        need_head_norms()
     theirs, ours = (run_of(backend, RECIPES[recipe], **changes) for backend in ("te", "native"))
     one, other = step(theirs, 0), step(ours, 0)
     assert one.loss == pytest.approx(other.loss, rel=1e-6)
@@ -112,6 +127,8 @@ def test_ten_steps_stay_together() -> None:
 def test_a_whole_model_is_the_exact_one(shape: str) -> None:
     """FP32 without FP8 against the plain parts in FP64: the loss within 1e-6, and every gradient
     within 1e-5 of its largest number."""
+    if SHAPES[shape].get("qk_layernorm"):
+        need_head_norms()
     state = run_of("te", None, **SHAPES[shape])
     spec = spec_of("te", None, **SHAPES[shape]).model
     exact = GPT(Parts(spec, torch.float64, 1234, RandomStreams(1234)))
