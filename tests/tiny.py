@@ -48,6 +48,11 @@ def gpt_spec(**changes: Any) -> GPTSpec:
     return GPTSpec(**(sizes | changes))
 
 
+def of_heads(size: int) -> GPTSpec:
+    """A model with rotary positions of so many features of a head."""
+    return gpt_spec(kv_channels=size, position_embedding_type="rope")
+
+
 def beside(name: str) -> str:
     """The tensor whose gradient measures the rounding of another one's.
 

@@ -24,6 +24,7 @@ from megafp8.config.rows import (
     Condition,
     RecipeKind,
     Row,
+    given,
     is_above,
     its_recipe,
     not_,
@@ -145,6 +146,11 @@ TABLE = (
     Row(
         {}, {"model.add_qkv_bias": True},
         "all linears of Transformer Engine's layer have biases, or none has",
+        LEAVE,
+    ),
+    Row(
+        {}, {"model.yarn_rotary_scaling_factor": given()},
+        "Transformer Engine takes RoPE's angles, and YaRN multiplies their cosines by a factor",
         LEAVE,
     ),
     Row(

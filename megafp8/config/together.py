@@ -53,6 +53,7 @@ GRAPH = "model.enable_cuda_graph"
 HEALTH, PARAMS = "model.fp8_health", "model.fp8_params"
 LEVEL = "model.optim.fp8_opt_level"
 OPTIMIZER, PRECISION = "model.optim.name", "trainer.precision"
+SCALED, YARN = "model.scale_positional_embedding", "model.yarn_rotary_scaling_factor"
 SAVES = "exp_manager.checkpoint_callback_params"
 NO_FSDP = f"or leave {FSDP} out"
 NO_GRAPH = f"or leave {GRAPH} out"
@@ -324,6 +325,19 @@ TOGETHER = (
         {"model.optim.main_grads_dtype": FP8_GRADS}, {"trainer.gradient_clip_algorithm": "value"},
         "gradients in FP8 are clipped by their scale, which multiplies all elements alike",
         "Use trainer.gradient_clip_algorithm=norm, or model.optim.main_grads_dtype=fp32",
+    ),
+    # --- the model -----------------------------------------------------------------------------
+    *(
+        Row(
+            {one: given()}, {other: given()},
+            "a model scales its rotary positions in one way, and {" + one + "} is another",
+            "Leave one of the two out",
+        )
+        for one, other in (
+            ("model.seq_len_interpolation_factor", SCALED),
+            ("model.seq_len_interpolation_factor", YARN),
+            (SCALED, YARN),
+        )
     ),
     # --- a run's length, checkpoints and restarts ----------------------------------------------
     Row(

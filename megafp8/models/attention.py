@@ -116,9 +116,7 @@ def attention_context(
         positions = position_ids_BS
         if positions is None:
             positions = torch.arange(past, past + seq, device=device)
-        turn = rotary(
-            positions, spec.rotary_size, spec.rotary_base, spec.seq_len_interpolation_factor
-        )
+        turn = rotary(positions, spec)
     if is_alibi:
         slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
     if cu_seqlens_N1 is not None:

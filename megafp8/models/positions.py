@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megafp8.specs import GPTSpec
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -32,21 +34,73 @@ class Rotary:
         return turned if not rest.shape[-1] else torch.cat((turned, rest), dim=-1)
 
 
-def rotary(
-    positions: torch.Tensor, size: int, base: float, interpolation_factor: float | None
-) -> Rotary:
+def rotary(positions: torch.Tensor, spec: GPTSpec) -> Rotary:
     """Return the rotation of RoPE (Su et al., arXiv 2104.09864) for positions [S] or [B, S].
 
     The angles are FP32 in every run, as in Megatron and transformers, so that their weights mean
-    the same here. An interpolation factor f (arXiv 2306.15595) divides the positions by f.
+    the same here. An interpolation factor f (arXiv 2306.15595) divides the positions by f. YaRN
+    also multiplies cosines and sines by a factor, so that scores grow with its square.
     """
-    exponents = torch.arange(0, size, 2, device=positions.device).float() / size
-    scaled = positions.float() / (interpolation_factor or 1.0)
-    half = scaled[..., None] * (1.0 / base**exponents)
+    scaled = positions.float() / (spec.seq_len_interpolation_factor or 1.0)
+    half = scaled[..., None] * frequencies(spec, positions.device)
     angles = torch.cat((half, half), dim=-1)
     if positions.dim() == 2:
         angles = angles[:, None]
-    return Rotary(angles, angles.cos(), angles.sin())
+    cos, sin = angles.cos(), angles.sin()
+    if (factor := yarn_attention_factor(spec)) != 1:
+        cos, sin = cos * factor, sin * factor
+    return Rotary(angles, cos, sin)
+
+
+def frequencies(spec: GPTSpec, device: torch.device) -> torch.Tensor:
+    """Return the angle between two positions of each pair of features: FP32 [R/2]."""
+    exponents = torch.arange(0, spec.rotary_size, 2, device=device).float() / spec.rotary_size
+    powers = spec.rotary_base**exponents
+    if spec.scale_positional_embedding:
+        return _scaled(1.0 / powers, spec)
+    if spec.yarn_rotary_scaling_factor is not None:
+        return _by_yarn(powers, spec, spec.yarn_rotary_scaling_factor)
+    return 1.0 / powers
+
+
+def _scaled(plain: torch.Tensor, spec: GPTSpec) -> torch.Tensor:
+    """Return the frequencies of Llama 3.1 (Dubey et al., arXiv 2407.21783), as transformers does.
+
+    Those that turn less than `rope_low_freq_factor` times within the original length are divided by
+    the factor, those that turn more than `rope_high_freq_factor` times stay, and those between are
+    a mean of both that is linear in the number of turns.
+    """
+    low, high = spec.rope_low_freq_factor, spec.rope_high_freq_factor
+    turns = spec.original_max_position_embeddings / (2 * math.pi / plain)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * plain / spec.rope_scaling_factor + kept * plain
+
+
+def _by_yarn(powers: torch.Tensor, spec: GPTSpec, factor: float) -> torch.Tensor:
+    """Return YaRN's frequencies (Peng et al., arXiv 2309.00071), given 1 / frequency without it.
+
+    The first pairs of features turn fast and keep their frequency, the last ones are divided by the
+    factor. Between them a ramp is linear in the pair's number; its ends are whole numbers.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        ratio = spec.original_max_position_embeddings / (times * 2 * math.pi)
+        return spec.rotary_size * math.log(ratio) / (2 * math.log(spec.rotary_base))
+
+    first = max(math.floor(pair_that_turns(spec.yarn_beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(spec.yarn_beta_slow)), spec.rotary_size - 1)
+    span = last - first or 0.001  # transformers' width of a ramp whose ends fall together
+    pairs = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
+    kept = 1 - ((pairs - first) / span).clamp(0, 1)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def yarn_attention_factor(spec: GPTSpec) -> float:
+    """Return the number by which YaRN multiplies cosines and sines; 1 without YaRN."""
+    factor, given = spec.yarn_rotary_scaling_factor, spec.yarn_attention_factor
+    if factor is None:
+        return 1.0
+    return 0.1 * math.log(factor) + 1.0 if given is None else given
 
 
 def alibi_slopes(num_heads: int) -> list[float]:

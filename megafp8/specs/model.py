@@ -59,6 +59,15 @@ class GPTSpec:
     rotary_percentage: float = 1.0  # the fraction of a head's features that is rotated
     rotary_base: float = 10000.0
     seq_len_interpolation_factor: float | None = None  # rotary positions are divided by it
+    scale_positional_embedding: bool = False  # whether slow rotations are slower (Llama 3.1)
+    rope_scaling_factor: float = 8.0
+    rope_low_freq_factor: float = 1.0  # turns in the original length below which they are slower
+    rope_high_freq_factor: float = 4.0  # turns in it above which they are as before
+    yarn_rotary_scaling_factor: float | None = None  # YaRN's; None: no YaRN
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_attention_factor: float | None = None  # cosines and sines are multiplied by it
+    original_max_position_embeddings: int = 8192  # positions before either of the two scalings
     bias: bool = True  # whether linears have a bias; norms have their own
     add_qkv_bias: bool = False  # whether QKV has one where `bias` is False
     qk_layernorm: bool = False  # whether queries and keys are normalized, head by head

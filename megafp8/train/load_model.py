@@ -28,7 +28,19 @@ from megafp8.train.state import TrainState
 MODEL = "model/"
 WORD = f"{MODEL}embedding.word.weight"
 # These keys may change on purpose: weights are trained further to read longer texts.
-_MAY_DIFFER = ("rotary_base", "seq_len_interpolation_factor")
+MAY_DIFFER = (
+    "rotary_base",
+    "seq_len_interpolation_factor",
+    "scale_positional_embedding",
+    "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_attention_factor",
+    "original_max_position_embeddings",
+)
 
 
 def shape_of(reader: Reader) -> GPTSpec:
@@ -94,7 +106,7 @@ def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
     """
     stored, notes = shape_of(reader), []
     for key, (now, was) in function_differences(asked, stored).items():
-        if key in _MAY_DIFFER:
+        if key in MAY_DIFFER:
             notes.append(f"model.{key}={now}: the weights were trained with {was}")
         elif key != "max_position_embeddings" or asked.position_embedding_type == (
             "learned_absolute"

@@ -195,7 +195,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "falcon": {"model.name": "megatron_falcon_gpt"},
     "qwen2's vocabulary": {"model.override_vocab_size": 151936},
     "chatglm": {"model.rotary_interleaved": True},
-    "llama 3.1": {"model.scale_positional_embedding": True},
     "gemma": {"model.apply_embedding_scaling": True},
     "gemma 2": {"model.mcore_customization_config": {"attn_logit_softcapping": 50.0}},
     "mistral nemo": {"model.window_size": [1024, 0]},
@@ -363,9 +362,9 @@ def test_documents_are_kept_apart_with_context_parallelism(tmp_path: Path) -> No
     spec = spec_of(load_all([*PATHS, f"{fusion}=False"], **where))
     assert spec.data.reset_attention_mask and spec.parallel.cp == 2
     assert not spec.data.reset_position_ids
-    where = launcher_yaml(tmp_path, **family, **REFUSED["llama 3.1"])
-    problem = the_problem(*PATHS, f"{fusion}=False", **where)
-    assert problem.key == "model.scale_positional_embedding"
+    where = launcher_yaml(tmp_path, **family, **{"model.scale_positional_embedding": True})
+    spec = spec_of(load_all([*PATHS, f"{fusion}=False"], **where))
+    assert spec.model.scale_positional_embedding and spec.model.rope_scaling_factor == 8
 
 
 def test_a_mask_of_documents_is_dropped_where_nemo_drops_it(tmp_path: Path) -> None:

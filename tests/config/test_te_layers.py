@@ -45,6 +45,7 @@ EXAMPLES: tuple[list[str], ...] = (
     ["model.apply_query_key_layer_scaling=True", "trainer.precision=16"],
     ["model.fp32_residual_connection=True"],
     ["model.bias=False", "model.add_qkv_bias=True"],
+    [ROPE, "model.yarn_rotary_scaling_factor=4"],
     [HEAD_NORMS, "model.te_version=2.6.0", "trainer.accelerator=cpu"],
     [HEAD_NORMS, "model.layernorm_zero_centered_gamma=True"],
     [HEAD_NORMS, FP8, ATTENTION, "model.fp8_multi_head_attention=True"],

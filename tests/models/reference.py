@@ -134,9 +134,43 @@ def turn(spec: GPTSpec, x: torch.Tensor, positions: torch.Tensor) -> torch.Tenso
     size = int(spec.head_size * spec.rotary_percentage)
     half = size // 2
     place = positions.float() / (spec.seq_len_interpolation_factor or 1)
-    speeds = torch.tensor([spec.rotary_base ** (-2 * i / size) for i in range(half)])
+    speeds = torch.tensor(
+        [speed(spec, i, spec.rotary_base ** (-2 * i / size)) for i in range(half)]
+    )
     angles = (place[..., None] * speeds).double()
+    length = 1.0
+    if spec.yarn_rotary_scaling_factor is not None:
+        length = spec.yarn_attention_factor or 0.1 * math.log(spec.yarn_rotary_scaling_factor) + 1
     turned = torch.complex(x[..., :half], x[..., half:size]) * torch.polar(
-        torch.ones_like(angles), angles
+        length * torch.ones_like(angles), angles
     )
     return torch.cat((turned.real, turned.imag, x[..., size:]), -1)
+
+
+def speed(spec: GPTSpec, pair: int, plain: float) -> float:
+    """The radians that a pair of features turns from one position to the next."""
+    turns = spec.original_max_position_embeddings * plain / (2 * math.pi)
+    if spec.scale_positional_embedding:
+        low, high = spec.rope_low_freq_factor, spec.rope_high_freq_factor
+        if turns > high:
+            return plain
+        if turns < low:
+            return plain / spec.rope_scaling_factor
+        part = (turns - low) / (high - low)
+        return part * plain + (1 - part) * plain / spec.rope_scaling_factor
+    if spec.yarn_rotary_scaling_factor is None:
+        return plain
+
+    def pair_of(times: float) -> float:
+        """Where a frequency turns so often: base ** (-2 pair / size) * length = 2 pi times."""
+        longest = spec.original_max_position_embeddings / (2 * math.pi * times)
+        return spec.rotary_size * math.log(longest, spec.rotary_base) / 2
+
+    first = max(math.floor(pair_of(spec.yarn_beta_fast)), 0)
+    last = min(math.ceil(pair_of(spec.yarn_beta_slow)), spec.rotary_size - 1)
+    if pair <= first:
+        return plain
+    if pair >= last:
+        return plain / spec.yarn_rotary_scaling_factor
+    slower = (pair - first) / (last - first)
+    return slower * plain / spec.yarn_rotary_scaling_factor + (1 - slower) * plain

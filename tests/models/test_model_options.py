@@ -35,7 +35,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
-from megafp8.train.load_model import check_fits
+from megafp8.train.load_model import MAY_DIFFER, check_fits
 from tests.config.helpers import run_spec
 from tests.models.test_options import randomized
 
@@ -44,6 +44,10 @@ BASE = ["trainer.precision=16", "model.num_layers=3", "model.hidden_size=32",
         "model.ffn_hidden_size=64", "model.num_attention_heads=4", "model.encoder_seq_length=16",
         "model.max_position_embeddings=16"]  # fmt: skip
 ROPE = ["model.position_embedding_type=rope"]
+SCALED = [*ROPE, "model.scale_positional_embedding=True", "model.kv_channels=16"]
+SCALED.append("model.original_max_position_embeddings=64")
+YARN = [*ROPE, "model.yarn_rotary_scaling_factor=4", "model.kv_channels=32"]
+YARN.append("model.original_max_position_embeddings=512")
 
 # Another value of each option, and the settings with which it has an effect.
 OTHER: dict[str, tuple[object, list[str]]] = {
@@ -73,6 +77,15 @@ OTHER: dict[str, tuple[object, list[str]]] = {
     "rotary_percentage": (0.5, ROPE),
     "rotary_base": (500.0, ROPE),
     "seq_len_interpolation_factor": (2.0, ROPE),
+    "scale_positional_embedding": (True, ROPE),
+    "rope_scaling_factor": (2.0, SCALED),
+    "rope_low_freq_factor": (2.0, SCALED),
+    "rope_high_freq_factor": (8.0, SCALED),
+    "yarn_rotary_scaling_factor": (2.0, ROPE),
+    "yarn_beta_fast": (8.0, YARN),
+    "yarn_beta_slow": (4.0, YARN),
+    "yarn_attention_factor": (2.0, YARN),
+    "original_max_position_embeddings": (256, SCALED),
     "share_embeddings_and_output_weights": (False, []),
     "apply_query_key_layer_scaling": (True, []),
     "fp32_residual_connection": (True, []),
@@ -135,7 +148,7 @@ def test_weights_of_another_function_are_refused(name: str) -> None:
         return
     first, *others = function_differences(changed, plain)
     assert first == name and set(others) <= {"kv_channels", "num_query_groups"}  # these follow
-    if name in ("rotary_base", "seq_len_interpolation_factor"):
+    if name in MAY_DIFFER:
         assert len(check_fits(changed, stored)) == 1
         return
     with pytest.raises(ConfigError) as caught:

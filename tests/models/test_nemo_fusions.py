@@ -17,7 +17,7 @@ from megafp8.config.nemo import nemo_keys
 from megafp8.models.parts import Norm, Parts
 from megafp8.models.positions import rotary
 from megafp8.models.random import RandomStreams
-from tests.tiny import gpt_spec
+from tests.tiny import gpt_spec, of_heads
 
 NOTE = "results differ only by rounding"
 WIDTH, SEQ, HEAD = 32, 6, 8
@@ -85,7 +85,7 @@ def attention_backend() -> Forms:
 
 def rope() -> Forms:
     """The kernel rotates pairs (i, i + R/2); without it a rotated half is multiplied and added."""
-    x, turn = drawn(1, 2, SEQ, HEAD), rotary(torch.arange(SEQ), HEAD, 10000.0, None)
+    x, turn = drawn(1, 2, SEQ, HEAD), rotary(torch.arange(SEQ), of_heads(HEAD))
     half = HEAD // 2
     speeds = 1.0 / 10000.0 ** (torch.arange(half).float() * 2 / HEAD)
     angles = (torch.arange(SEQ).float()[:, None] * speeds).double()

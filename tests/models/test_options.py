@@ -31,6 +31,15 @@ LLAMA: dict[str, Any] = dict(
     share_embeddings_and_output_weights=False,
     num_query_groups=2,
 )
+SCALED: dict[str, Any] = dict(
+    position_embedding_type="rope", kv_channels=16, scale_positional_embedding=True,
+    original_max_position_embeddings=60, rope_scaling_factor=4.0,
+)  # fmt: skip
+"""Two pairs of a head's eight turn often, one in between, and the others seldom."""
+YARN: dict[str, Any] = dict(
+    position_embedding_type="rope", kv_channels=32, yarn_rotary_scaling_factor=4.0,
+    yarn_beta_fast=8.0, original_max_position_embeddings=256,
+)  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "rmsnorm": dict(normalization="rmsnorm"),
@@ -46,6 +55,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rope of half": dict(position_embedding_type="rope", rotary_percentage=0.5),
     "rope, other base": dict(position_embedding_type="rope", rotary_base=500.0),
     "rope, interpolated": dict(position_embedding_type="rope", seq_len_interpolation_factor=3.0),
+    "rope, scaled": SCALED,
+    "rope, scaled, of half": SCALED | dict(kv_channels=32, rotary_percentage=0.5),
+    "rope, yarn": YARN,
+    "rope, yarn of half": YARN | dict(rotary_percentage=0.5, yarn_attention_factor=0.7),
     "alibi": dict(position_embedding_type="alibi"),
     "no positions": dict(position_embedding_type="none"),
     "two groups": dict(num_query_groups=2),

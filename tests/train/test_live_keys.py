@@ -74,6 +74,10 @@ MODEL_KEYS = "tests/train/test_model_keys.py"
 OPTIM_KEYS = ShownBy("tests/train/test_optim_keys.py::test_each_key_moves_the_weights_elsewhere")
 WANDB_KEYS = ShownBy("tests/observe/test_trackers.py::test_wandb_gets_what_the_settings_say")
 ROPE = ("model.position_embedding_type=rope",)
+LENGTH = "model.original_max_position_embeddings=64"
+SCALED = (*ROPE, "model.scale_positional_embedding=True", "model.kv_channels=16", LENGTH)
+YARN = (*ROPE, "model.yarn_rotary_scaling_factor=4", "model.kv_channels=32",
+        "model.original_max_position_embeddings=512")  # fmt: skip
 RECOMPUTES = ShownBy(f"{MODEL_KEYS}::test_recomputation_changes_what_runs_and_no_number")
 NAMED = ShownBy("tests/data/test_forms.py::test_a_named_tokenizer_must_be_that_of_the_data")
 RESUMES = ShownBy("tests/train/test_resume.py::test_a_new_run_continues_from_a_checkpoint")
@@ -108,6 +112,15 @@ EFFECTS: dict[str, Effect] = {
     "model.rotary_percentage": Trains(0.5, ROPE),
     "model.rotary_base": Trains(100.0, ROPE),
     "model.seq_len_interpolation_factor": Trains(2, ROPE),
+    "model.scale_positional_embedding": Trains(True, ROPE),
+    "model.rope_scaling_factor": Trains(2.0, SCALED),
+    "model.rope_low_freq_factor": Trains(2.0, SCALED),
+    "model.rope_high_freq_factor": Trains(8.0, SCALED),
+    "model.yarn_rotary_scaling_factor": Trains(2.0, ROPE),
+    "model.yarn_beta_fast": Trains(8.0, YARN),
+    "model.yarn_beta_slow": Trains(4.0, YARN),
+    "model.yarn_attention_factor": Trains(2.0, YARN),
+    "model.original_max_position_embeddings": Trains(256, SCALED),
     "model.share_embeddings_and_output_weights": Trains(False),
     "model.apply_query_key_layer_scaling": ShownBy(f"{MODEL_KEYS}::test_keys_of_the_function"),
     "model.fp32_residual_connection": Trains(True),

@@ -129,9 +129,8 @@ class TeLayer(nn.Module):
 
     def _angles(self, documents: Documents) -> torch.Tensor:
         """Return the angles [S, R] of the positions from 0 on, of any document of a sample."""
-        spec, positions = self.spec, torch.arange(documents.seq, device=documents.device)
-        factor = spec.seq_len_interpolation_factor
-        return rotary(positions, spec.rotary_size, spec.rotary_base, factor).angles
+        positions = torch.arange(documents.seq, device=documents.device)
+        return rotary(positions, self.spec).angles
 
     def _run(self, x_BSD: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         if self.packs:

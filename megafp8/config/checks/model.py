@@ -13,6 +13,8 @@ from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 
 rule = Rules()
 
+HIGH = "model.rope_high_freq_factor"
+
 _NAMES_TOKENIZER = {
     "huggingface": ("type",),
     "sentencepiece": ("model",),
@@ -134,6 +136,20 @@ def _rotary_width(v: Values) -> Iterator[Finding]:
             f"rotates {size} of the {width} features of a head, and RoPE rotates pairs of features",
             f"Nearest values: {fits}",
         )
+
+
+@rule("model.scale_positional_embedding", "model.rope_low_freq_factor", HIGH)
+def _frequencies_between(v: Values) -> Iterator[Finding]:
+    low = v["model.rope_low_freq_factor"]
+    if v["model.scale_positional_embedding"] and v[HIGH] <= low:
+        yield Finding(HIGH, f"is not above model.rope_low_freq_factor={low:g}", "Give more")
+
+
+@rule("model.yarn_rotary_scaling_factor", "model.yarn_beta_fast", "model.yarn_beta_slow")
+def _yarn_turns_between(v: Values) -> Iterator[Finding]:
+    fast, slow = v["model.yarn_beta_fast"], v["model.yarn_beta_slow"]
+    if v["model.yarn_rotary_scaling_factor"] is not None and fast <= slow:
+        yield Finding("model.yarn_beta_fast", f"is not above yarn_beta_slow={slow:g}", "Give more")
 
 
 @rule(

@@ -12,6 +12,7 @@ from megafp8.config.keys import (
     MAX_POSITIONS,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    Need,
     Valid,
     above,
     at_least,
@@ -26,6 +27,15 @@ from megafp8.config.schema.precision import FP16
 from megafp8.config.values import GELUS, spell_activation
 
 ROPE = needs("model.position_embedding_type", "rope")
+SCALED = needs("model.scale_positional_embedding", True)
+_FACTOR = "model.yarn_rotary_scaling_factor"
+YARN = Need(_FACTOR, f"{_FACTOR}", lambda values: values[_FACTOR] is not None)
+SCALED_OR_YARN = Need(
+    SCALED.key,
+    f"{SCALED.text} or {_FACTOR}",
+    lambda values: SCALED.holds(values) or YARN.holds(values),
+    others=(_FACTOR,),
+)
 
 
 @dataclass
@@ -289,6 +299,89 @@ class Architecture:
         defines_function=True,
         valid=or_null(at_least(1)),
         needs=ROPE,
+    )
+    scale_positional_embedding: bool = key(
+        False,
+        "Scale RoPE's frequencies as Llama 3.1 does: those that turn few times within the original "
+        "length are divided by `rope_scaling_factor`.",
+        group="model",
+        spec="model.scale_positional_embedding",
+        defines_function=True,
+        needs=ROPE,
+    )
+    rope_scaling_factor: float = key(
+        8.0,
+        "Factor by which Llama 3.1's scaling divides the low frequencies.",
+        group="model",
+        spec="model.rope_scaling_factor",
+        defines_function=True,
+        valid=at_least(1),
+        needs=SCALED,
+    )
+    rope_low_freq_factor: float = key(
+        1.0,
+        "Turns within the original length up to which a frequency is divided by the whole factor.",
+        group="model",
+        spec="model.rope_low_freq_factor",
+        defines_function=True,
+        valid=above(0),
+        needs=SCALED,
+    )
+    rope_high_freq_factor: float = key(
+        4.0,
+        "Turns within the original length from which on a frequency stays as it is; between "
+        "`rope_low_freq_factor` and this number it is divided by a part of the factor.",
+        group="model",
+        spec="model.rope_high_freq_factor",
+        defines_function=True,
+        valid=above(0),
+        needs=SCALED,
+    )
+    yarn_rotary_scaling_factor: float | None = key(
+        None,
+        "Factor by which YaRN (arXiv 2309.00071) lengthens the positions that a model knows. "
+        "`null`: no YaRN.",
+        group="model",
+        spec="model.yarn_rotary_scaling_factor",
+        defines_function=True,
+        valid=or_null(at_least(1)),
+        needs=ROPE,
+    )
+    yarn_beta_fast: float = key(
+        32.0,
+        "Turns within the original length from which on YaRN leaves a frequency as it is.",
+        group="model",
+        spec="model.yarn_beta_fast",
+        defines_function=True,
+        valid=above(0),
+        needs=YARN,
+    )
+    yarn_beta_slow: float = key(
+        1.0,
+        "Turns within the original length up to which YaRN divides a frequency by the factor.",
+        group="model",
+        spec="model.yarn_beta_slow",
+        defines_function=True,
+        valid=above(0),
+        needs=YARN,
+    )
+    yarn_attention_factor: float | None = key(
+        None,
+        "Number by which YaRN multiplies rotated queries and keys. `null`: 0.1 ln(factor) + 1.",
+        group="model",
+        spec="model.yarn_attention_factor",
+        defines_function=True,
+        valid=or_null(above(0)),
+        needs=YARN,
+    )
+    original_max_position_embeddings: int = key(
+        8192,
+        "Positions that the model was trained with before its frequencies were scaled.",
+        group="model",
+        spec="model.original_max_position_embeddings",
+        defines_function=True,
+        valid=at_least(1, MAX_POSITIONS),
+        needs=SCALED_OR_YARN,
     )
     share_embeddings_and_output_weights: bool = key(
         True,

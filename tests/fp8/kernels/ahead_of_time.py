@@ -238,12 +238,13 @@ def _call_heads(say: Any, x: torch.Tensor) -> None:
     from megafp8.fp8.fused import CastInto
     from megafp8.fp8.heads import Heads
     from megafp8.models.positions import rotary
+    from tests.tiny import of_heads
 
     scale, amax = _scalars()
     rows, cols = x.shape
     size = 128 if cols % 128 == 0 else 10
     num_heads = cols // size
-    turn = rotary(torch.arange(rows), size, 10000.0, None)
+    turn = rotary(torch.arange(rows), of_heads(size))
     for name, angles in (("heads", None), ("turned heads", (turn.cos, turn.sin))):
         heads = Heads(1, num_heads, num_heads, size, angles)
         say(name)

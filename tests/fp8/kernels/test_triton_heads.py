@@ -13,6 +13,7 @@ from megafp8.fp8.kernels.triton_heads import pack_heads
 from megafp8.models.positions import rotary
 from tests.fp8.kernels.helpers import assert_payload, codes, floats, hard_matrix
 from tests.spec.delayed import amax_of
+from tests.tiny import of_heads
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
 BATCH, SEQUENCE = 2, 35  # 70 tokens: two tiles, the second one not full
@@ -50,7 +51,7 @@ def test_turned_heads_and_their_gradients(
     positions = torch.arange(SEQUENCE, device=device)
     if batched:
         positions = torch.stack((positions, positions.flip(0)))
-    turn = rotary(positions, turned, 10000.0, None)
+    turn = rotary(positions, of_heads(turned))
     heads = Heads(BATCH, 3, groups, size, (turn.cos, turn.sin))
     features = (3 + 2 * groups) * size
     grads, found = [], []
@@ -74,7 +75,7 @@ def test_turned_heads_and_their_gradients(
 @pytest.mark.parametrize("turned", [0, 16])
 def test_the_packed_gradient_and_its_cast(device: torch.device, turned: int) -> None:
     """Payloads, amax and sums are those of the gradient that is not cast."""
-    turn = rotary(torch.arange(SEQUENCE, device=device), 16, 10000.0, None)
+    turn = rotary(torch.arange(SEQUENCE, device=device), of_heads(16))
     heads = Heads(BATCH, 2, 1, 16, (turn.cos, turn.sin) if turned else None)
     shapes = [(BATCH, SEQUENCE, n, 16) for n in (2, 1, 1)]
     grads = [torch.randn(shape).bfloat16().to(device).transpose(1, 2) for shape in shapes]
