@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
 from megafp8.cli.plan import hardware_from, is_hardware
-from megafp8.cli.plan_text import USABLE
+from megafp8.cli.plan_text import USABLE, passing_gradients
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.load import load_all
@@ -255,7 +255,7 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     ]
     add("  at their peak", (peak - copies - gradients for peak, copies, gradients in peaks))
     if any(gradients for *_, gradients in peaks):
-        add("gradients of other ranks", (gradients for *_, gradients in peaks))
+        add(passing_gradients(spec), (gradients for *_, gradients in peaks))
     if spec.train.cuda_graph:
         add("memory of CUDA graphs", (share.step.graphs for share in shares))
     add("total at the peak", (share.total for share in shares))

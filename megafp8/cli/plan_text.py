@@ -184,6 +184,12 @@ def num_params(plan: Plan) -> int:
     return total - is_copied * spec.model.vocab_size * spec.model.hidden_size
 
 
+def passing_gradients(spec: RunSpec) -> str:
+    """Return what gradients are called that a rank holds no longer than a step."""
+    in_fp32 = spec.optim.storage.sums_in_fp32
+    return "FP32 sums of gradients" if in_fp32 else "gradients of other ranks"
+
+
 def memory_rows(plan: Plan) -> list[tuple[str, list[int]]]:
     """Return the rows of the memory table, one figure for each pipeline rank that is shown."""
     ranks = shown_ranks(plan)
@@ -196,7 +202,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, list[int]]]:
         ("FP8 scales, histories", [r.held.scaling for r in ranks]),
         ("FP8 copies of weights", [r.step.weight_copies for r in ranks]),
         ("weights gathered by FSDP", [r.step.gathered for r in ranks]),
-        ("gradients of other ranks", [r.step.gradients for r in ranks]),
+        (passing_gradients(plan.spec), [r.step.gradients for r in ranks]),
         ("gradients that arrive", [r.step.arriving for r in ranks]),
         ("activations in flight", [r.step.in_flight for r in ranks]),
         ("working memory", [r.step.workspace for r in ranks]),

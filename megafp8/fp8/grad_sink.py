@@ -296,41 +296,49 @@ class ScaledGradSink(MainGradSink):
     Parameters that are not attached so go the way of `MainGradSink`.
 
     A library's products add to an FP32 tensor that has memory from `begin_products` to `add`, or
-    with `sums_in_fp32` to the end of the step.
+    with `sums_in_fp32` to the end of the step. `totals` are these tensors and the sums; those of
+    them that are not in use have no memory.
     """
 
     def __init__(self, *, sums_in_fp32: bool = False) -> None:
         super().__init__()
         self.scaled_grads: dict[nn.Parameter, ScaledTensor] = {}
         self._sums_in_fp32 = sums_in_fp32
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._fresh: set[nn.Parameter] = set()
-        self._library_grads: dict[nn.Parameter, torch.Tensor] = {}  # the FP32 tensors of a library
+        self.totals: dict[nn.Parameter, torch.Tensor] = {}
 
     def attach_scaled(self, scaled_grads: Iterable[tuple[nn.Parameter, ScaledTensor]]) -> None:
         """Start collecting in low precision for these parameters, which only linears use."""
         self.scaled_grads |= dict(scaled_grads)
+        if self._sums_in_fp32:
+            for param in self.scaled_grads:
+                self._total_of(param)
+
+    def _total_of(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the parameter's FP32 tensor, which is made without memory."""
+        if param not in self.totals:
+            self.totals[param] = total = torch.empty(param.shape, device=param.device)
+            resize_memory(total, has_memory=False)
+        return self.totals[param]
 
     def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
         """Let a library's products add the gradients of these parameters to FP32 tensors."""
         params = list(params)
         for param in params:
             if param in self.scaled_grads:
-                total = torch.empty(param.shape, device=param.device)
-                resize_memory(total, has_memory=False)
-                self._library_grads[param] = param.main_grad = total  # type: ignore[attr-defined]
-        super().sum_in_products(param for param in params if param not in self._library_grads)
+                param.main_grad = self._total_of(param)  # type: ignore[attr-defined]
+        super().sum_in_products(param for param in params if param not in self.scaled_grads)
 
     def begin_products(self, params: Iterable[nn.Parameter]) -> None:
         """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
         params = list(params)
-        totals = [self._library_grads[param] for param in params if param in self._library_grads]
+        totals = [self.totals[param] for param in params if param in self.totals]
         fresh = [each for each in totals if not each.untyped_storage().nbytes()]
         for each in fresh:
             resize_memory(each, has_memory=True)
         if fresh:
             torch_private.zero_all_(fresh)
-        super().begin_products(param for param in params if param not in self._library_grads)
+        super().begin_products(param for param in params if param not in self.totals)
 
     def collect(self, params: Iterable[nn.Parameter]) -> None:
         """Take the gradients that autograd delivers for these parameters through `.grad`."""
@@ -354,16 +362,16 @@ class ScaledGradSink(MainGradSink):
 
     def _forget_sums(self) -> None:
         """Free all FP32 tensors; some may be left of a step that an error ended."""
-        self._sums.clear()
-        for total in self._library_grads.values():
+        for total in self.totals.values():
             resize_memory(total, has_memory=False)
 
     def end_step(self) -> None:
         """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
         super().end_step()
-        for param, total in self._sums.items():
-            self._hold(param)
-            self.scaled_grads[param].add(total, is_first=True)
+        for param, total in self.totals.items() if self._sums_in_fp32 else ():
+            if param not in self._fresh:
+                self._hold(param)
+                self.scaled_grads[param].add(total, is_first=True)
         self._forget_sums()
         for param in self._fresh:
             self._hold(param)
@@ -376,26 +384,28 @@ class ScaledGradSink(MainGradSink):
             return super().add(weight, compute)
         is_first = weight in self._fresh
         self._fresh.discard(weight)
+        total = self.totals.get(weight)
         if self._sums_in_fp32:
-            if is_first:
-                self._sums[weight] = self._product_of(weight)
-            into = GradSum(self._sums[weight], is_first)
+            assert total is not None
+            resize_memory(total, has_memory=True)
+            into = GradSum(total, is_first)
             into.add(compute(into))
-        else:  # the product writes FP32 numbers, of this weight alone and for this moment
-            product = GradSum(self._product_of(weight), is_first=True)
-            grad = compute(product)
-            if is_first:
-                self._hold(weight)
-            self.scaled_grads[weight].add(grad, is_first=is_first)
-            if weight in self._library_grads:
-                resize_memory(product.total, has_memory=False)
+            return None
+        # The product writes FP32 numbers, of this weight alone and for this moment.
+        own = torch.empty(weight.shape, device=weight.device) if total is None else total
+        grad = compute(GradSum(own, is_first=True))
+        if is_first:
+            self._hold(weight)
+        self.scaled_grads[weight].add(grad, is_first=is_first)
+        if total is not None:
+            resize_memory(total, has_memory=False)
         return None
 
     def _hold(self, param: nn.Parameter) -> None:
         if self.hold is not None:
             self.hold(param)
 
-    def _product_of(self, weight: nn.Parameter) -> torch.Tensor:
-        """Return the FP32 tensor that a product writes, or that a library's has added to."""
-        total = self._library_grads.get(weight)
-        return torch.empty(weight.shape, device=weight.device) if total is None else total
+    def hold_sums(self) -> None:
+        """Allocate the sums of a step, as its first microbatch leaves them (a dry run)."""
+        for total in self.totals.values() if self._sums_in_fp32 else ():
+            resize_memory(total, has_memory=True)

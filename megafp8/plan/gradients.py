@@ -26,17 +26,20 @@ def frees_gradients(spec: RunSpec) -> bool:
     return spec.optim.shards_grads and not spec.optim.storage.is_plain and shard_ranks(spec) > 1
 
 
-def passing_gradients(spec: RunSpec, division: Division, rank: int) -> int:
+def passing_gradients(spec: RunSpec, division: Division, rank: int, in_flight: int) -> int:
     """Return the gradients that a rank holds in a step, at most, beside those that it keeps.
 
     They are FP32 sums of gradients that are stored in low precision, and under ZeRO-2 those of
     other ranks. With several microbatches the latter are complete only in the last one's backward
-    pass. With one, they are the FP32 gradients and two buckets of the linears'.
+    pass. With one, they are the FP32 gradients and two buckets of the linears'; its sums grow while
+    the backward pass frees the activations, `in_flight` bytes.
     """
     few = [places for places in division.grads if places.kind != "fp32"]
     sums = 0
     if spec.optim.storage.sums_in_fp32:
         sums = FP32 * sum(sum(places.sizes) for places in few)
+        if num_microbatches(spec) == 1:
+            sums = max(0, sums - in_flight)
     if not frees_gradients(spec):
         return sums
     sizes = [places.elements * ITEM_BYTES[places.kind] for places in division.grads]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
-from megafp8.plan.pipeline import most_held, planned_order
+from megafp8.plan.pipeline import most_in_flight
 from megafp8.plan.shape import (
     FP32,
     LinearShape,
@@ -118,7 +118,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     if spec.parallel.fsdp is None:
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
-        passing = passing_gradients(spec, division, replica)
+        passing = passing_gradients(spec, division, replica, in_flight)
         early, late = arriving_bytes(spec, division)
     return RankMemory(
         pipeline_rank=pipeline_rank,
@@ -450,4 +450,4 @@ def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) ->
         return count * kept[pipeline_rank]
     if parallel.pipeline.schedule == "1F1B":
         return min(count, parallel.pp - pipeline_rank) * kept[pipeline_rank]
-    return most_held(planned_order(parallel.pipeline, parallel.pp, pipeline_rank, count), kept)
+    return most_in_flight(parallel.pipeline, parallel.pp, pipeline_rank, count, kept)

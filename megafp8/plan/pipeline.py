@@ -118,6 +118,19 @@ def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
     return most
 
 
+def most_in_flight(
+    pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int, held: Mapping[int, int]
+) -> int:
+    """Return `most_held` of `planned_order`.
+
+    In its middle an order repeats itself every `pp` microbatches, a round. Forward passes are less
+    than two rounds ahead of backward passes, so that three rounds have all of the middle; with the
+    microbatches that make no whole round they hold as much as all.
+    """
+    enough = min(num_microbatches, 3 * pp + num_microbatches % pp)
+    return most_held(planned_order(pipeline, pp, rank, enough), held)
+
+
 def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
     """Return the passes of one of `pp` pipeline ranks in order, under a schedule of several stages.
 

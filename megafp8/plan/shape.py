@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from megafp8.specs import RunSpec
+from megafp8.specs import GPTSpec, PrecisionSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.division import WAYS, Divided, Division, Member
 from megafp8.specs.layer import LayerLinear, layer_linears
@@ -102,12 +102,22 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
 
 def linears_of_layer(spec: RunSpec, layer: int) -> tuple[LinearShape, ...]:
     """Return the linears of one layer, as one rank holds them."""
-    tp = spec.parallel.tp
+    return _linears(spec.model, spec.precision, spec.parallel.tp, layer)
+
+
+@lru_cache(maxsize=1024)
+def _linears(
+    model: GPTSpec, precision: PrecisionSpec, tp: int, layer: int
+) -> tuple[LinearShape, ...]:
+    """Return the linears of a layer; a search asks for those of one layer many times."""
     return tuple(
         LinearShape(
-            linear, *linear.local_shape(tp), linear.has_bias, _precision_of(spec, linear.name)
+            linear,
+            *linear.local_shape(tp),
+            linear.has_bias,
+            _precision_of(precision, linear.name, model.num_layers),
         )
-        for linear in layer_linears(spec.model, layer)
+        for linear in layer_linears(model, layer)
     )
 
 
@@ -130,12 +140,10 @@ def fp8_products(spec: RunSpec, linear: LinearShape) -> frozenset[GemmName]:
     return frozenset(linear.whole.products) - recipe.kept_high(linear.precision)
 
 
-def _precision_of(spec: RunSpec, linear: str) -> ModulePrecision:
-    recipe = spec.precision.fp8
-    if recipe is None:
+def _precision_of(precision: PrecisionSpec, linear: str, num_layers: int) -> ModulePrecision:
+    if precision.fp8 is None:
         return HIGH_PRECISION
-    traits = BACKENDS[spec.precision.backend]
-    return traits.precision_of(recipe, linear, spec.model.num_layers)
+    return BACKENDS[precision.backend].precision_of(precision.fp8, linear, num_layers)
 
 
 def stages_of_rank(spec: RunSpec, pipeline_rank: int) -> list[int]:

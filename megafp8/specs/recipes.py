@@ -148,6 +148,7 @@ def source_of(name: str) -> tuple[Path, str] | None:
     return Path(source), hashlib.sha256(Path(source).read_bytes()).hexdigest()
 
 
+@cache  # linears ask for their recipe by its name, many thousand times in a search of layouts
 def _is_built_in(name: str) -> bool:
     return name.partition(WITHOUT)[0] in RECIPES and not names_code(name)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from megafp8.fp8.grad_sink import ScaledGradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.ops import torch_private
@@ -178,8 +179,9 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     """Run one microbatch forward and backward through each stage of this rank; count the bytes.
 
     Return them, and what each stage keeps of a microbatch. It is the last one of a step, in which
-    gradients are sent: under ZeRO-2 those of the microbatches before it are there from its
-    beginning. What arrives of gradients during the backward pass is a part of the working memory.
+    gradients are sent: FP32 sums, and under ZeRO-2 the gradients, of the microbatches before it are
+    there from its beginning. What arrives of gradients during the backward pass is a part of the
+    working memory.
     """
     count = spec.train.num_microbatches(state.mesh.dp.size)
     alive = LiveBytes("meta", state.backend.memory_of)
@@ -189,6 +191,8 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     if count > 1:
         for param in state.masters.params:
             state.masters.hold_grad(param)
+        if isinstance(state.sink, ScaledGradSink):
+            state.sink.hold_sums()
     if state.reducer is not None:
         state.reducer.begin_step(1)
     state.scaling.begin_microbatch(0)
@@ -215,6 +219,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
                 take()()  # computes the weight gradients that zero bubble defers
             most = max(most, alive.most - made)
             with_gradients = max(with_gradients, alive.most_with_watched - made)
+        state.sink.end_step()
         alive.begin()
         if state.reducer is not None and not spec.optim.storage.is_plain:
             state.reducer.finish()
@@ -237,12 +242,15 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
 
 
 def freed_gradients(state: TrainState) -> list[torch.Tensor]:
-    """Return the flat gradients and sums whose memory comes and goes during a step (ZeRO-2)."""
+    """Return the gradients and sums whose memory comes and goes during a step.
+
+    They are the flat ones of ZeRO-2, and FP32 sums of gradients that are stored in low precision.
+    """
     masters = state.masters
     groups = [*masters.plain_groups, *masters.scaled_groups]
-    return [
-        tensor for group in groups if group.sums is not None for tensor in (group.flat, group.sums)
-    ]
+    totals = state.sink.totals.values() if isinstance(state.sink, ScaledGradSink) else ()
+    flat = [(group.flat, group.sums) for group in groups if group.sums is not None]
+    return [*totals, *(tensor for both in flat for tensor in both)]
 
 
 def _loss_by_kernel(

@@ -359,15 +359,37 @@ def test_a_wrong_size_is_found(
         assert_planned(spec)
 
 
-def test_fp32_sums_are_beside_gradients_in_low_precision() -> None:
-    """A step adds up in FP32, and quantizes once: 4 bytes an element beside the one that stays."""
-    sums = replace(O3, sums_in_fp32=True)
-    spec, few = (job(fp8=DELAYED, optim=optim_spec(storage=x)) for x in (sums, O3))
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"ranks": 4}, {"ranks": 2, "optim": ZERO}, {"ranks": 2, "pp": 2}],
+    ids=["one rank", "dp 4", "zero", "pp 2"],
+)
+def test_fp32_sums_are_beside_gradients_in_low_precision(layout: dict[str, Any]) -> None:
+    """A step adds up in FP32, and quantizes once: 4 bytes an element beside the one that stays.
+
+    With one microbatch they grow while its activations are freed.
+    """
+    optim = layout.get("optim", optim_spec())
+    stored = {"storage": replace(O3, sums_in_fp32=True)}, {"storage": O3}
+    spec, few = (
+        job(fp8=DELAYED, **(layout | {"optim": replace(optim, **fields)})) for fields in stored
+    )
+    size = spec.train.micro_batch_size * spec.parallel.dp
+    spec, few, once = (
+        replace(each, train=replace(each.train, global_batch_size=count * size))
+        for each, count in ((spec, 4), (few, 4), (spec, 1))
+    )
     elements = sum(p.elements for p in shape.rank_shape(spec, 0).params if p.is_linear)
-    plan = rank_memory(spec, 0)
+    plan, first = rank_memory(spec, 0), rank_memory(once, 0)
     assert_planned(spec)
     assert plan.held == rank_memory(few, 0).held
     assert plan.step.gradients == 4 * elements and rank_memory(few, 0).step.gradients == 0
+    assert rank_share(spec, 0).step.gradients == 4 * elements
+    assert first.step.gradients < plan.step.gradients
+    for planned, of in ((plan, spec), (first, once)):
+        real = rank_share(of, 0)
+        counted = total(real, real.step.weight_copies)
+        assert planned.total == pytest.approx(counted, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8"])

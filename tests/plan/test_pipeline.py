@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.plan.pipeline import Work, most_held, one_stage_order, run_times
+from megafp8.plan.pipeline import (
+    Work,
+    most_held,
+    most_in_flight,
+    one_stage_order,
+    planned_order,
+    run_times,
+)
+from megafp8.specs import PipelineSpec
 
 RANKS = st.integers(1, 9)
 SCHEDULES = st.sampled_from(["GPipe", "1F1B"])
@@ -35,6 +43,23 @@ def test_what_is_in_flight(ranks: int, microbatches: int) -> None:
         assert most_held(ahead, held) == 7 * microbatches
         in_turn = one_stage_order("1F1B", rank, ranks, microbatches)
         assert most_held(in_turn, held) == 7 * min(microbatches, ranks - rank)
+
+
+@given(
+    st.sampled_from([("Interleaved1F1B", 2), ("Interleaved1F1B", 5), ("InterleavedZeroBubble", 3),
+                     ("ZBVZeroBubble", 2)]),
+    st.integers(2, 7),
+    st.integers(1, 50),
+    st.data(),
+)  # fmt: skip
+def test_a_few_rounds_hold_as_much_as_all(
+    schedule: tuple[Any, int], ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    pipeline = PipelineSpec(schedule=schedule[0], stages_per_rank=schedule[1])
+    for rank in range(ranks):
+        held = {stage: data.draw(st.integers(0, 99)) for stage in pipeline.stages_of(rank, ranks)}
+        whole = most_held(planned_order(pipeline, ranks, rank, microbatches), held)
+        assert most_in_flight(pipeline, ranks, rank, microbatches, held) == whole
 
 
 def test_weights_gradients_fill_the_bubble_and_keep_what_they_need() -> None:

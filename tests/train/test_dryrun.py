@@ -15,14 +15,23 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.plan.pipeline import run_times
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.optim import StorageSpec
 from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.build import build
-from megafp8.train.dryrun import RankShare, orders_of, rank_share, simulated_rank, whole_layout
+from megafp8.train.dryrun import (
+    RankShare,
+    forward,
+    orders_of,
+    rank_share,
+    simulated_rank,
+    stages_of,
+    whole_layout,
+)
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
-from tests.tiny import gpt_spec, run_spec
+from tests.tiny import gpt_spec, optim_spec, run_spec
 from tests.train import dryrun_work
-from tests.train.dryrun_work import Kept, alone, fresh_bytes, storages
+from tests.train.dryrun_work import Kept, alone, built, fresh_bytes, storages
 
 # torch 2.13's new names for these two are not in 2.11
 pytestmark = [
@@ -139,6 +148,22 @@ def test_one_rank_holds_what_the_dry_run_says(name: str) -> None:
         assert 0.99 * most <= counted <= 1.5 * most
     else:
         assert counted == pytest.approx(most, rel=0.25)
+
+
+def test_a_microbatch_leaves_the_fp32_sums_that_the_dry_run_counts() -> None:
+    """Python's garbage collector finds 4 bytes for each element of a linear's weight."""
+    left, counted = [], []
+    for sums in (False, True):
+        storage = StorageSpec(main_grads="fp8", main_params="fp16", sums_in_fp32=sums)
+        spec = job(layout(), fp8=FP8, optim=optim_spec(storage=storage))
+        counted.append(rank_share(spec, 0).step.gradients)
+        state, _ = built(spec)
+        before = storages()
+        forward(stages_of(state)[0], spec, state).backward()
+        left.append(fresh_bytes(before))
+    linears = 4 * (4 * 64**2 + 2 * 64 * 128)  # 4 layers
+    assert counted == [0, 4 * linears]
+    assert left[1] - left[0] == 4 * linears
 
 
 def compare(parallel: ParallelSpec, names: list[str]) -> None:
