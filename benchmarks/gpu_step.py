@@ -87,8 +87,6 @@ def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str
         chosen.append("model.openai_gelu=True")  # Transformer Engine's GELU: all compute the same
     if not any(setting.startswith("model.fp8_backend=") for setting in chosen):
         chosen.append("model.fp8_backend=native")  # `auto` may take Transformer Engine on a GPU
-    if "model.fp8=True" in chosen:
-        chosen.append("model.fp8_health=off")
     micro = next(int(s.split("=")[1]) for s in chosen if s.startswith("model.micro_batch_size"))
     return [*chosen, f"model.global_batch_size={micro * args.accumulation}"]
 

@@ -1,19 +1,21 @@
 """Measure what FP8 does to each tensor of a step: how large it is, and what it loses.
 
-A probe observes the `ScalingState` in single steps only, because its measurements need extra passes
-over the tensors.
+A probe works in single steps only. `HealthProbe` sees each cast, with extra passes over tensors.
+`UpdateProbe` has the same numbers of delayed scaling from the updates of its tables, for one small
+copy an update.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megafp8.fp8.cast import Fp8Tensor, amax_of, spread
-from megafp8.fp8.scaling import Direction, ScalingState
+from megafp8.fp8.scaling import Direction, ScaleTable, ScalingState
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipes import traits_of
 from megafp8.specs.run import HealthMode, TensorHealth
@@ -30,6 +32,11 @@ class _Sums:
     elements: int
     overflow: torch.Tensor
     worst_snr: torch.Tensor  # signal power over noise power, of the worst row
+
+    def on_device(self) -> tuple[torch.Tensor, ...]:
+        """Return the totals that the host does not know."""
+        known = (self.amax, self.quant_scale, self.nonzero, self.underflow)
+        return (*known, self.overflow, self.worst_snr)
 
 
 class HealthProbe:
@@ -53,12 +60,18 @@ class HealthProbe:
     def detach(self) -> dict[str, TensorHealth]:
         """Stop measuring, and return the health of each tensor seen since `attach`.
 
-        This waits for the device.
+        This waits for the device, once.
         """
         self._state.observers.remove(self._see)
-        found = {name: self._health(name, sums) for name, sums in self._sums.items()}
-        self._sums.clear()
-        return found
+        names, sums = list(self._sums), list(self._sums.values())
+        self._sums = {}
+        if not names:
+            return {}
+        # As FP64 all of them are exact, so that one copy can bring counts and amaxes.
+        columns = zip(*(each.on_device() for each in sums), strict=True)
+        table = torch.stack([torch.stack(column).double() for column in columns]).tolist()
+        rows = zip(names, sums, zip(*table, strict=True), strict=True)
+        return {name: self._health(each.elements, *row) for name, each, row in rows}
 
     @torch.no_grad()
     def _see(
@@ -84,19 +97,94 @@ class HealthProbe:
             new.worst_snr = _worst_snr(wide, numbers * scale)
         self._sums[name] = _joined(self._sums[name], new) if name in self._sums else new
 
-    def _health(self, name: str, sums: _Sums) -> TensorHealth:
-        is_full = self._mode == "full"
+    def _health(
+        self,
+        elements: int,
+        amax: float,
+        quant_scale: float,
+        nonzero: float,
+        underflow: float,
+        overflow: float,
+        worst_snr: float,
+    ) -> TensorHealth:
+        if self._mode != "full":
+            return TensorHealth(amax=amax, quant_scale=quant_scale)
         return TensorHealth(
-            amax=sums.amax.item(),
-            quant_scale=sums.quant_scale.item(),
-            underflow=_share(sums.underflow, sums.nonzero) if is_full else None,
-            overflow=_share(sums.overflow, sums.elements) if is_full else None,
-            snr_db=_decibel(sums.worst_snr.item()) if is_full else None,
+            amax=amax,
+            quant_scale=quant_scale,
+            underflow=underflow / max(1.0, nonzero),
+            overflow=overflow / max(1.0, float(elements)),
+            snr_db=_decibel(worst_snr),
         )
 
 
+class UpdateProbe:
+    """Measure `scales` of delayed scaling, in the updates of its tables.
+
+    The numbers are those of a `HealthProbe`, without a pass over any tensor: an update has the
+    amaxes of a microbatch's casts, and the scales that they used. A tensor of which no update has
+    an amax was zero. A weight that is kept in FP8 counts with the step that reads it.
+    """
+
+    def __init__(self, state: ScalingState) -> None:
+        self._state = state
+
+    def attach(self) -> None:
+        """Start to measure."""
+        for table in self._state.tables.values():  # after the update under way
+            table.updates = []
+
+    def detach(self) -> None:
+        """Stop measuring, and forget what was measured."""
+        for table in (self._state.forward, self._state.backward):
+            table.updates = None
+
+    @torch.no_grad()
+    def numbers(self) -> torch.Tensor:
+        """Stop measuring, and return the numbers for `measures`, FP64 [4 x tensors], on the device.
+
+        For each table they are the tensors' amaxes, scales, and counts of updates and of those that
+        were not finite. The host does not wait for them.
+        """
+        found = [torch.zeros(0, dtype=torch.float64, device=self._state.forward.amax.device)]
+        for table in self._named_tables():
+            assert table.updates, f"no update of {table.names[0]} since `attach`"
+            amaxes, scales = (torch.stack(part) for part in zip(*table.updates, strict=True))
+            is_cast = amaxes != 0  # a weight is cast in one microbatch of a step
+            is_cast |= ~is_cast.any(0)
+            # the largest factor is the worst, as a `HealthProbe` has it, which sees the factors
+            worst = torch.where(is_cast, scales.reciprocal(), 0.0).amax(0)
+            found += [amaxes.amax(0).double(), worst.reciprocal().double()]
+            found += [table.num_updates.double(), table.num_nonfinite.double()]
+        self.detach()
+        return torch.cat(found)
+
+    def measures(self, numbers: Sequence[float]) -> tuple[dict[str, TensorHealth], dict[str, int]]:
+        """Return the health of all tensors, and how many non-finite updates the tensors have met.
+
+        `numbers` are the values of `numbers()`. Counts are since the run began, without zeros. A
+        tensor that has never had an amax is left out: its linear does not cast it.
+        """
+        health: dict[str, TensorHealth] = {}
+        counts: dict[str, int] = {}
+        begin = 0
+        for table in self._named_tables():
+            size = len(table.names)
+            columns = (numbers[begin + i * size : begin + (i + 1) * size] for i in range(4))
+            for name, amax, scale, num_updates, count in zip(table.names, *columns, strict=True):
+                if amax or num_updates:
+                    health[name] = TensorHealth(amax=amax, quant_scale=scale)
+                if count:
+                    counts[name] = int(count)
+            begin += 4 * size
+        return health, counts
+
+    def _named_tables(self) -> list[ScaleTable]:
+        return [table for table in self._state.tables.values() if table.names]
+
+
 class TableProbe:
-    """Measure `scales` from the tables of delayed scaling, where the casts themselves are not seen.
+    """Measure `scales` from the tables of another program, which has made the updates itself.
 
     The amax is the largest of the updates since `attach`, as many of them as the history holds; the
     scale is the smaller one of before and after.
@@ -167,10 +255,6 @@ def _worst_snr(wide_MN: torch.Tensor, values_MN: torch.Tensor) -> torch.Tensor:
     noise = ((wide_MN - values_MN) / peak_M1).square().sum(-1)
     ratio = torch.where(signal > 0, signal / noise, torch.inf)
     return ratio.amin()
-
-
-def _share(part: torch.Tensor, whole: torch.Tensor | int) -> float:
-    return float(part.item()) / max(1.0, float(whole))
 
 
 def _decibel(ratio: float) -> float:

@@ -125,6 +125,9 @@ class ScaleTable:
         self._staged: tuple[torch.Tensor | None, Sequence[torch.Tensor]] = None, ()
         self._zeros: torch.Tensor | None = None  # staged amaxes of earlier, which a kernel zeroed
         self.keeps_addresses = False
+        self.updates: list[tuple[torch.Tensor, torch.Tensor]] | None = (
+            None  # a probe's, see `_roll`
+        )
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
@@ -227,6 +230,10 @@ class ScaleTable:
         return self
 
     def _roll(self, staged: torch.Tensor) -> None:
+        """Roll amaxes into the histories; note them, and the scales that casts had, for a probe."""
+        if self.updates is not None:  # the kernel of the update writes zeros over the amaxes
+            scales = self.quant_scale.clone() if self.keeps_addresses else self.quant_scale
+            self.updates.append((staged.clone(), scales))
         if self.engine.uses_triton and not self._own:
             self._roll_in_one_launch(staged)
             return

@@ -61,7 +61,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             if run.spec.train.logs_at(run.state.step + 1):
                 run.health.begin()
             run.profiler.before_step(run.state.step)
-            result = train_step(run.state, microbatches, lambda: flags_of(run))
+            result = train_step(run.state, microbatches, lambda: flags_of(run), run.health.numbers)
             run.has_trained |= result.is_finite
             run.profiler.after_step(run.state.step)
             if result.scale_falls:
@@ -248,7 +248,7 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
     run.trackers.log(state.step, values)
-    run.health.end(state.step, run.trackers)
+    run.health.end(state.step, run.trackers, result.more)
     run.saver.metrics["reduced_train_loss"] = result.loss
 
 

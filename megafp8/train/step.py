@@ -34,6 +34,7 @@ class StepResult:
     loss_scale: float | None = None  # FP16's loss scale in this step
     scale_falls: bool = False  # not finite because FP16's loss scale is too large; it will fall
     raised: tuple[bool, ...] = ()  # for each flag, whether any rank has raised it
+    more: tuple[float, ...] = ()  # this rank's numbers that came to the host with the result
 
     @property
     def is_finite(self) -> bool:
@@ -50,17 +51,20 @@ def train_step(
     state: TrainState,
     microbatches: Sequence[Microbatch],
     flags: Callable[[], Sequence[bool]] = no_flags,
+    more: Callable[[], torch.Tensor] | None = None,
 ) -> StepResult:
     """Run one step: forward and backward passes, reduction, clipping, update.
 
     A step whose loss or gradient norm is not finite updates no weight and no moment. FP16's loss
     scale moves in it, and so do FP8's amax histories and scales, which follow each microbatch.
-    Where the optimizer's kernel decides this itself (`decides_on_device`), the update is started
-    before the host waits; the learning rate follows the step's number, so it needs no answer, and
+    Where the optimizer's kernel decides this itself (`decides_on_device`), the host starts the copy
+    of the results, then the update, and waits for the copy alone: it prepares the next step while
+    the device updates. The learning rate follows the step's number, so it needs no answer, and
     FP16's loss scale is changed by the host for the next step only.
 
-    `flags` returns what this rank wants all ranks to know. It is called once, just before the step
-    waits for the device, so that the answers arrive in the step's only copy to the host.
+    `flags` returns what this rank wants all ranks to know, and `more` FP64 numbers [numbers] of
+    this rank's device. Both are called once, after the passes, so that the answers arrive in the
+    step's only copy to the host.
 
     The loss is summed over the microbatches of all ranks. One division by the number of counted
     tokens then makes it a mean over the real tokens of the global batch.
@@ -82,10 +86,14 @@ def train_step(
     norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # over 0 tokens it becomes NaN
     mean_loss, mean_norm = totals[0] / totals[1], norm_sum / totals[1] / grad_scale
     optimizer, number = state.optimizer, state.step + 1
+    results = torch.stack((mean_loss, mean_norm, totals[1]))
+    if more is not None:
+        results = torch.cat((results, more()))
+    reading = start_read_back(mesh, results, flags())
     if optimizer.decides_on_device:  # the update is under way before the host waits
         divisor = totals[1] * grad_scale
         optimizer.update_if_finite(number, mean_loss, mean_norm, divisor=divisor)
-    loss, norm, num_counted, *raised = read_back(mesh, (mean_loss, mean_norm, totals[1]), flags())
+    (loss, norm, num_counted, *rest), raised = reading.wait()
     count = int(num_counted)
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
@@ -95,7 +103,8 @@ def train_step(
         count,
         None if scaler is None else scaler.scale,
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
-        raised=tuple(map(bool, raised)),
+        raised=raised,
+        more=tuple(rest),
     )
     if is_finite and not optimizer.decides_on_device:
         optimizer.update(number, norm, divisor=count * grad_scale)
@@ -149,17 +158,51 @@ def forward_backward(
     return loss_sum, num_tokens
 
 
-def read_back(mesh: Mesh, numbers: Sequence[torch.Tensor], flags: Sequence[bool]) -> list[float]:
-    """Return the FP64 scalars `numbers`, then 1 or 0 for each flag: whether any rank raises it.
+class ReadBack:
+    """Hold FP64 numbers [numbers] on their way to the host, and the flags of the ranks.
+
+    A GPU copies the numbers behind what it was given before, into page-locked memory, and signals
+    it by an event. So the host can start more work, and wait without waiting for that work.
+    """
+
+    def __init__(self, numbers: torch.Tensor, num_travelling: int, flags: Sequence[bool]) -> None:
+        """Start the copy; of the numbers the last `num_travelling` are flags of all ranks."""
+        self._num_travelling, self._flags = num_travelling, tuple(flags)
+        self._numbers, self._copied = numbers, None
+        if numbers.device.type != "cpu":
+            self._numbers, self._copied = copy_to_host(numbers)
+
+    def wait(self) -> tuple[list[float], tuple[bool, ...]]:
+        """Wait for the copy; return the numbers, and for each flag whether any rank raises it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        numbers = self._numbers.tolist()
+        count = len(numbers) - self._num_travelling
+        return numbers[:count], (*map(bool, numbers[count:]), *self._flags)
+
+
+def copy_to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """Start to copy numbers from the GPU to page-locked memory; the event says when they are there.
+
+    The GPU copies behind all that it was given before. No GPU has run this yet.
+    """
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    host.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return host, copied
+
+
+def start_read_back(mesh: Mesh, numbers: torch.Tensor, flags: Sequence[bool]) -> ReadBack:
+    """Start the copy of FP64 `numbers` [numbers] to the host, and of the flags of all ranks.
 
     One copy from the device brings all of them.
     """
-    values = torch.stack(tuple(numbers))
-    if flags and mesh.world.size > 1:
-        raised = torch.tensor(flags, dtype=torch.float32).to(mesh.device, non_blocking=True)
-        values = torch.cat((values, mesh.world.all_reduce_max(raised).double()))
-        flags = ()
-    return [*values.tolist(), *map(float, flags)]
+    if not flags or mesh.world.size == 1:
+        return ReadBack(numbers, 0, flags)
+    raised = torch.tensor(flags, dtype=torch.float32).to(mesh.device, non_blocking=True)
+    numbers = torch.cat((numbers, mesh.world.all_reduce_max(raised).double()))
+    return ReadBack(numbers, len(flags), ())
 
 
 def reduce_gradients(state: TrainState) -> None:

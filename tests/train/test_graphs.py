@@ -70,9 +70,13 @@ def run(captured: bool, mesh: Mesh | None = None, **choices: Any) -> TrainState:
     return build(dataclasses.replace(spec, train=train), mesh or single_rank())
 
 
-def step(state: TrainState, batches: list[Microbatch]) -> StepResult:
+def step(
+    state: TrainState,
+    batches: list[Microbatch],
+    more: Callable[[], torch.Tensor] | None = None,
+) -> StepResult:
     """Run a step as the loop does."""
-    result = train_step(state, batches)
+    result = train_step(state, batches, more=more)
     if not result.is_finite:
         state.masters.write_back()
     state.step += 1
@@ -439,10 +443,7 @@ def spec_of(fp8: Fp8Recipe | None, every: int = 1, mode: HealthMode = "scales") 
 
 @pytest.mark.parametrize("fp8", [DELAYED, HIGH], ids=["delayed", "partly in BF16"])
 def test_logged_steps_replay_where_tables_have_the_health(fp8: Fp8Recipe, tmp_path: Path) -> None:
-    """The amaxes are those that observers of the casts see; every step is logged.
-
-    The scale is at most theirs, since it may also be the one that the step's last update has made.
-    """
+    """The numbers are those of steps without graphs; every step is logged."""
     records = []
     for captured in (True, False):
         state = run(captured, fp8=fp8)
@@ -451,20 +452,14 @@ def test_logged_steps_replay_where_tables_have_the_health(fp8: Fp8Recipe, tmp_pa
         log = HealthLog(state, HealthSpec(mode="scales"), tmp_path / name, 0, lambda text: None)
         for number in range(5):
             log.begin()
-            step(state, batches_of(number))
-            log.end(number + 1, CompositeTracker([]))
+            result = step(state, batches_of(number), more=log.numbers)
+            log.end(number + 1, CompositeTracker([]), result.more)
         log.close()
         if captured:
             assert state.graphs is not None and state.graphs.num_replays == 2 * 2
         records.append(read_health(tmp_path / name / HEALTH_FILE))
     found, expected = records
-    for one, other in zip(found, expected, strict=True):
-        assert one.step == other.step and one.num_nonfinite == other.num_nonfinite
-        assert one.tensors.keys() == other.tensors.keys() and len(one.tensors) >= 4 * 3
-        for tensor, health in one.tensors.items():
-            assert health.amax == other.tensors[tensor].amax, tensor
-            # A probe of the casts has the scale's reciprocal's reciprocal, each rounded to FP32.
-            assert health.quant_scale <= other.tensors[tensor].quant_scale * (1 + 2.0**-22)
+    assert found == expected and all(len(record.tensors) >= 4 * 3 for record in found)
 
 
 def test_a_run_whose_graphs_would_never_replay_is_refused() -> None:

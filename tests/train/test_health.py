@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from megafp8.fp8.health import HealthProbe, UpdateProbe, num_nonfinite
 from megafp8.fp8.recipes.nvfp4 import Nvfp4
+from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
-from megafp8.specs import Fp8Recipe, HealthSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, TensorHealth
 from megafp8.specs.run import HealthMode
 from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.state import TrainState
@@ -32,9 +36,11 @@ def run(
     losses = []
     for step in range(1, steps + 1):
         log.begin()
-        losses.append(train_step(state, [microbatch(step), microbatch(50 + step)]).loss)
+        batches = [microbatch(step), microbatch(50 + step)]
+        result = train_step(state, batches, more=log.numbers)
+        losses.append(result.loss)
         state.step += 1
-        log.end(step, CompositeTracker([]))
+        log.end(step, CompositeTracker([]), result.more)
     log.close()
     return losses, warnings
 
@@ -79,3 +85,75 @@ def test_nvfp4_needs_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     traits = replace(Nvfp4.traits, max_saturated=0.0)
     monkeypatch.setattr(Nvfp4, "traits", traits)
     assert any("saturate" in warning for warning in healthy("nvfp4", tmp_path))
+
+
+LLAMA = gpt_spec(activation="swiglu", normalization="rmsnorm", bias=False)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "model", "spoilt"),
+    [
+        (Fp8Recipe(amax_history_len=4), None, 1.0),
+        (Fp8Recipe(amax_history_len=1, amax_compute_algo="most_recent"), None, 1.0),
+        (Fp8Recipe(amax_history_len=8, interval=2, margin=1), LLAMA, 1.0),
+        (Fp8Recipe(amax_history_len=4), None, math.inf),
+        (Fp8Recipe(amax_history_len=4), None, 0.0),
+    ],
+    ids=["history", "one amax", "Llama", "not finite", "zeros"],
+)
+def test_updates_have_the_numbers_that_a_probe_of_the_casts_sees(
+    fp8: Fp8Recipe, model: GPTSpec | None, spoilt: float
+) -> None:
+    """Steps of three microbatches; the third step's input of the layers is spoilt."""
+    state = build_run(compute="bf16", fp8=fp8, model=model)
+    assert isinstance(state.scaling, ScalingState)
+    casts, updates = HealthProbe(state.scaling, "scales"), UpdateProbe(state.scaling)
+    for number in range(4):
+        if number == 2:
+            with torch.no_grad():
+                state.masters.params[0].mul_(spoilt)
+        casts.attach()
+        updates.attach()
+        result = train_step(
+            state, [microbatch(3 * number + i) for i in range(3)], more=updates.numbers
+        )
+        state.step += 1
+        measured, counts = updates.measures(result.more)
+        assert measured == casts.detach() and len(measured) == 2 * 4 * 3
+        assert counts == num_nonfinite(state.scaling)
+        assert bool(counts) == (spoilt == math.inf and number >= 2)
+    assert state.scaling.forward.updates is state.scaling.backward.updates is None
+
+
+def test_a_weight_that_is_kept_in_fp8_counts_in_the_step_that_reads_it() -> None:
+    """A probe of the casts sees it as the step before stores it."""
+    state = build_run(compute="bf16", fp8=Fp8Recipe(amax_history_len=4, params_in_fp8=True))
+    assert isinstance(state.scaling, ScalingState)
+    casts, updates = HealthProbe(state.scaling, "scales"), UpdateProbe(state.scaling)
+    stored: dict[str, TensorHealth] = {}
+    for number in range(4):
+        casts.attach()
+        updates.attach()
+        result = train_step(state, [microbatch(number)], more=updates.numbers)
+        state.step += 1
+        measured, _ = updates.measures(result.more)
+        seen = casts.detach()
+        weights = {name for name in seen if name.endswith(".weight")}
+        assert len(weights) == 2 * 4 and measured.keys() == seen.keys()
+        for name in seen.keys() - weights:
+            assert measured[name] == seen[name]
+        if number:
+            assert {name: measured[name] for name in weights} == stored
+        stored = {name: seen[name] for name in weights}
+
+
+def test_an_abandoned_step_leaves_no_probe(tmp_path: Path) -> None:
+    """The step after a rollback is measured from its own first update."""
+    state = build_run(compute="bf16", fp8=Fp8Recipe(amax_history_len=4))
+    log = HealthLog(state, HealthSpec(), tmp_path, 0, lambda text: None)
+    log.begin()
+    train_step(state, [microbatch(1)])
+    log.abandon()
+    assert isinstance(state.scaling, ScalingState) and state.scaling.forward.updates is None
+    assert log.numbers().numel() == 0, "a step that is not logged"
+    log.close()

@@ -24,7 +24,7 @@ from megafp8.parallel import watchdog
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.watchdog import describe_hang, is_waiting
-from megafp8.train.step import read_back
+from megafp8.train.step import ReadBack
 from megafp8.train.validate import evaluate
 from tests.train.runs import Done, Place
 
@@ -126,7 +126,7 @@ def test_this_test_does_not_wait_for_other_ranks() -> None:
     assert not is_waiting(sys._getframe()) and not is_waiting(None)
 
 
-@pytest.mark.parametrize("reads", [read_back, HealthProbe.detach, TableProbe.detach, evaluate])
+@pytest.mark.parametrize("reads", [ReadBack.wait, HealthProbe.detach, TableProbe.detach, evaluate])
 def test_a_rank_that_reads_what_a_gpu_computes_waits(reads: Callable[..., object]) -> None:
     """Each function copies numbers to the host; the first is the step's only one."""
     frame: Any = SimpleNamespace(f_code=inspect.unwrap(reads).__code__)

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from megafp8.errors import ConfigError
 from megafp8.files import Warn
-from megafp8.fp8.health import HealthProbe, TableProbe, normally_saturated, num_nonfinite
+from megafp8.fp8.health import (
+    HealthProbe,
+    TableProbe,
+    UpdateProbe,
+    normally_saturated,
+    num_nonfinite,
+)
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
@@ -123,7 +131,11 @@ def _names(names: list[str]) -> str:
 
 
 class HealthLog:
-    """Log the FP8 health of one run. Call `begin` before a step that is logged, `end` after it."""
+    """Log the FP8 health of one run.
+
+    Call `begin` before a step that is logged, and `end` after it. `numbers` returns what the step
+    brings to the host in its own copy, so that a logged step waits no more often than others.
+    """
 
     def __init__(
         self, state: TrainState, spec: HealthSpec, run_dir: Path | None, step: int, warn: Warn
@@ -133,11 +145,12 @@ class HealthLog:
         `step` is the step that training continues from.
         """
         self._state, self._spec, self._warn = state, spec, warn
-        self._probe: HealthProbe | TableProbe | None = None
+        self._probe: HealthProbe | UpdateProbe | TableProbe | None = None
         if isinstance(state.scaling, ScalingState) and spec.mode != "off":
-            replays = state.graphs is not None and spec.reads_tables(state.scaling.recipe)
-            if replays or not state.backend.shows_casts:  # logged steps replay, too
+            if not state.backend.shows_casts:
                 self._probe = TableProbe(state.scaling)
+            elif spec.reads_tables(state.scaling.recipe):  # CUDA graphs replay in logged steps, too
+                self._probe = UpdateProbe(state.scaling)
             else:
                 self._probe = HealthProbe(state.scaling, spec.mode)
         self._file: MetricsFile | None = None
@@ -153,10 +166,20 @@ class HealthLog:
             self._probe.attach()
             self._is_attached = True
 
-    def end(self, step: int, trackers: CompositeTracker) -> None:
+    def numbers(self) -> torch.Tensor:
+        """Return what `end` needs of the device, FP64 [numbers]; a step calls it after its passes.
+
+        It is empty where nothing is measured, or where `end` reads the device itself.
+        """
+        if isinstance(self._probe, UpdateProbe) and self._is_attached:
+            return self._probe.numbers()
+        return torch.zeros(0, dtype=torch.float64, device=self._state.mesh.device)
+
+    def end(self, step: int, trackers: CompositeTracker, numbers: Sequence[float]) -> None:
         """Write what was measured since `begin` as the health of `step`, and warn of bad tensors.
 
-        All ranks call it together. It does nothing if there was no `begin`.
+        `numbers` are the values of `numbers()` in this step. All ranks call it together. It does
+        nothing if there was no `begin`.
         """
         if self._probe is None or not self._is_attached:
             return
@@ -164,7 +187,11 @@ class HealthLog:
         scaling = self._state.scaling
         assert isinstance(scaling, ScalingState)
         mesh = self._state.mesh  # no rank works on files here, so the ranks' own network will do
-        seen = gather(mesh, (self._probe.detach(), num_nonfinite(scaling)), mesh.world.group)
+        if isinstance(self._probe, UpdateProbe):
+            own = self._probe.measures(numbers)
+        else:
+            own = (self._probe.detach(), num_nonfinite(scaling))
+        seen = gather(mesh, own, mesh.world.group)
         if self._file is None:
             return
         nonfinite: dict[str, int] = {}

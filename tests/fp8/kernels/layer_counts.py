@@ -29,7 +29,9 @@ from megafp8.ops import bf16, torch_private
 from megafp8.parallel import parts
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
+from megafp8.specs import HealthSpec
 from megafp8.train.build import build
+from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.state import TrainState
 
 META = torch.device("meta")
@@ -82,6 +84,7 @@ class Tally(TorchDispatchMode):
         super().__init__()
         self.launches: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()  # by the field of `Cost`, and "products"
+        self._watches = True
         self.takes_batches = False  # whether copies from the host are allowed that do not wait
 
     def add(self, name: str, tensors: list[Any], count: int = 1) -> None:
@@ -97,11 +100,18 @@ class Tally(TorchDispatchMode):
         part = "products" if name in PRODUCTS else part
         self.bytes[part] += sum(x.numel() * x.element_size() for x in tensors)
 
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Return a context in which tensors of the host may be made."""
+        self._watches = False
+        yield
+        self._watches = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         is_batch = self.takes_batches and name == "_to_copy" and (kwargs or {}).get("non_blocking")
-        if name not in FREE and not is_batch:
+        if self._watches and name not in FREE and not is_batch:
             is_filled = name.startswith("new_") or name.endswith("_like")  # reads no argument
             read = () if is_filled else (args, kwargs)
             leaves = [x for x in tree_leaves(read) if isinstance(x, torch.Tensor)]
@@ -211,13 +221,16 @@ def state_of(settings: tuple[str, ...]) -> TrainState:
 
 
 def second_microbatch(
-    settings: tuple[str, ...], tally: Tally, *, only_linears: bool = False
+    settings: tuple[str, ...], tally: Tally, *, only_linears: bool = False, logged: bool = False
 ) -> dict[str, int]:
     """Run a layer twice and count the second time; returns the FP8 FLOPs by what ran them.
 
-    `only_linears` runs its linears alone, each on an input of its own.
+    `only_linears` runs its linears alone, each on an input of its own. `logged` measures FP8's
+    health as in a step that is logged.
     """
     state = state_of(settings)
+    if logged:
+        HealthLog(state, HealthSpec(), None, 0, lambda text: None).begin()
     layers: list[Any] = linears_of(state.model) if only_linears else [state.model.forward_layers]
     with META:
         for counted in (nullcontext(), tally):  # tables of random bytes are made once

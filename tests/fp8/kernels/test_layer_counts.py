@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +13,20 @@ import torch
 
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.loss import HeadLoss
+from megafp8.observe.health import HEALTH_FILE, read_health
+from megafp8.observe.trackers import CompositeTracker
 from megafp8.optim.adamw import AdamW
 from megafp8.parallel import vocab
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import Batch
 from megafp8.plan import time
+from megafp8.specs import HealthSpec
 from megafp8.specs.recipes import find_recipe
 from megafp8.train import graphs
 from megafp8.train import step as train_step_file
+from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.state import TrainState
-from megafp8.train.step import train_step
+from megafp8.train.step import StepResult, train_step
 from tests.copies import Copies
 from tests.fp8.kernels.layer_counts import (
     BATCH,
@@ -230,32 +234,56 @@ class Eager:
         self._tally.takes_batches = True
 
 
-def step_to_the_read_back(
-    state: TrainState, tally: Tally, monkeypatch: pytest.MonkeyPatch
-) -> list[str]:
-    """Run a step of two microbatches; returns the order of the update and of the read-back.
+class Copied:
+    """Stands for the event of a copy to the host."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def synchronize(self) -> None:
+        self._order.append("the host waits")
+
+
+def order_in_a_step(
+    state: TrainState,
+    tally: Tally,
+    monkeypatch: pytest.MonkeyPatch,
+    more: Callable[[], torch.Tensor] | None = None,
+) -> tuple[list[str], StepResult]:
+    """Run a step of two microbatches; returns the order of copy, update and wait, and the result.
 
     Batches come in copies that do not wait. Nothing else of the step, the update included, may wait
-    before the read-back; meta tensors have no numbers, so that is replaced.
+    but for the results; meta tensors have no numbers, so these are ones.
     """
     order: list[str] = []
 
-    def read_back(mesh: Mesh, numbers: Sequence[torch.Tensor], flags: object) -> list[float]:
-        assert [number.device for number in numbers] == [META] * 3
-        order.append("read back")
-        return [1.0, 1.0, 1.0]
+    def copy_to_host(numbers: torch.Tensor) -> tuple[torch.Tensor, Copied]:
+        assert numbers.device == META and numbers.dtype == torch.float64
+        order.append("copy")
+        with tally.unwatched():
+            return torch.arange(1.0, len(numbers) + 1, dtype=torch.float64), Copied(order)
 
     def fused(*given: Any, **options: Any) -> None:
         order.append("update")
 
-    monkeypatch.setattr(train_step_file, "read_back", read_back)
+    monkeypatch.setattr(train_step_file, "copy_to_host", copy_to_host)
     monkeypatch.setattr(AdamW, "decides_on_device", True)
     monkeypatch.setattr(graphs, "make_recorder", lambda device: Eager(tally))
     monkeypatch.setattr(torch, "_fused_adamw_", fused)
     tally.takes_batches = True
-    with tally, Copies(META, refuse):
-        train_step(state, [microbatch(0), microbatch(1)])
-    return order
+    with tally, Copies(META, refuse_waits(order)):
+        result = train_step(state, [microbatch(0), microbatch(1)], more=more)
+    return order, result
+
+
+def refuse_waits(order: list[str]) -> Callable[[str], None]:
+    """Return what fails at each wait for the device but for reading the copy that has arrived."""
+
+    def see(what: str) -> None:
+        if what != "tolist" or order[-1:] != ["the host waits"]:
+            refuse(what)
+
+    return see
 
 
 @pytest.mark.parametrize("recipe", CAPTURED)
@@ -265,8 +293,37 @@ def test_a_step_waits_for_nothing_before_it_reads_its_result(
     """Passes, sums of gradients, their norm, the update and the write-back."""
     monkeypatch.setattr(vocab, "runs_triton", lambda device: True)
     state = state_of((*RECIPES[recipe], *GPT, "model.enable_cuda_graph=True"))
-    order = step_to_the_read_back(state, tally, monkeypatch)
-    assert order == ["update", "update", "read back"], "one update with weight decay, one without"
+    order, _ = order_in_a_step(state, tally, monkeypatch)
+    updates = ["update"] * 2  # one with weight decay, one without
+    assert order == ["copy", *updates, "the host waits"], "it does not wait for the update"
+
+
+def test_a_logged_step_of_delayed_waits_as_often_as_others(
+    tally: Tally, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The health of tensors and the counts of non-finite updates come with the loss."""
+    state = state_of((*FP8, *GPT))
+    log = HealthLog(state, HealthSpec(), tmp_path, 0, lambda text: None)
+    log.begin()
+    order, result = order_in_a_step(state, tally, monkeypatch, log.numbers)
+    assert order == ["copy", "update", "update", "the host waits"]
+    with Copies(META, refuse):
+        log.end(1, CompositeTracker([]), result.more)
+    log.close()
+    (record,) = read_health(tmp_path / HEALTH_FILE)
+    assert len(record.tensors) == 12 and record.tensors["layers.0.attention.qkv.input"].amax == 4.0
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "fp8_params"])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_launches_and_bytes_of_a_logged_layer(shape: str, recipe: str, tally: Tally) -> None:
+    """A table's update is one launch more, for all layers of a model; no tensor is read again."""
+    settings = (*RECIPES[recipe], *(LLAMA if shape == "llama" else GPT))
+    second_microbatch(settings, tally, logged=True)
+    cost, expected = tally.cost(), COSTS[shape, recipe]
+    assert cost.launches == expected.launches + 2, f"{cost}; {dict(tally.launches)}"
+    assert shape == "llama" or cost.launches <= 50
+    assert cost[1:] == pytest.approx(expected[1:], abs=0.1)
 
 
 @pytest.mark.parametrize("bug", ["a list as an index", "a batch that is waited for"])
@@ -283,4 +340,4 @@ def test_a_planted_wait_outside_of_the_passes_is_seen(
 
     monkeypatch.setattr(state.masters, "squared_norms", spoilt_norms)
     with pytest.raises(AssertionError, match="the host waits|another device"):
-        step_to_the_read_back(state, tally, monkeypatch)
+        order_in_a_step(state, tally, monkeypatch)
