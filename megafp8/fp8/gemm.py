@@ -127,9 +127,8 @@ def gemm(
         product = mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
         if product is not None:
             return product
-    if scales is None:
-        return bf16.mm(a, b, bias).to(work)
-    return _scaled_product(a, b, scales, bias).to(work)
+    product = bf16.mm(a, b, bias) if scales is None else _scaled_product(a, b, scales, bias)
+    return product if product.dtype == work else product.to(work)
 
 
 def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
@@ -221,4 +220,4 @@ def _scaled_product(
         return product if bias is None else product + bias
     if bias is None:
         return scaled_addmm(a.new_empty(()), a, b, factor(scales), beta=0)
-    return scaled_addmm(bias.to(a.dtype), a, b, factor(scales))
+    return scaled_addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b, factor(scales))

@@ -92,6 +92,36 @@ def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_norm(listed)) if listed else []
 
 
+def fused_adam_(
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    steps: list[torch.Tensor],
+    *,
+    is_decoupled: bool,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Count a step and update FP32 parameters of one device as `torch.optim.Adam(fused=True)` does.
+
+    With `is_decoupled` it is AdamW. Where `found_inf` (0-d FP32) is 1, nothing changes.
+    """
+    kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+    torch._foreach_add_(steps, 1)
+    kernel(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps,
+        amsgrad=False, maximize=False, lr=lr, beta1=betas[0], beta2=betas[1], eps=eps,
+        weight_decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf,
+    )  # fmt: skip
+    if found_inf is not None:
+        torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
 def preserve_version(tensor: torch.Tensor) -> Any:
     """Return a context in which writes into `tensor` do not increase `version_of` it."""
     return _unsafe_preserve_version_counter(tensor)

@@ -6,13 +6,16 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from megafp8.ops import torch_private
 from megafp8.specs import OptimSpec
 
 Groups = list[dict[str, Any]]
+STATES_OF_ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,63 @@ class Kernel:
     counts_in_groups: bool
 
 
-def _torch_adam(groups: Groups, spec: OptimSpec) -> torch.optim.Optimizer:
-    kind = torch.optim.Adam if spec.name == "adam" else torch.optim.AdamW
-    return kind(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+class TorchAdam:
+    """Call torch's fused Adam on lists of tensors that stay the same from step to step.
+
+    `torch.optim.AdamW` runs the same kernel, but gathers the lists in every step, which takes about
+    1 % of a very small model's step on a CPU. Here all states exist from the start, and nothing can
+    replace them: who loads a state writes into its tensors.
+
+        param_groups   as those of torch's optimizers: `params`, `weight_decay`, `lr`
+        state          of each parameter: `step`, `exp_avg`, `exp_avg_sq`
+        grad_scale, found_inf   0-d FP32 on the device, or None; see `torch.amp.GradScaler`
+    """
+
+    def __init__(self, groups: Groups, spec: OptimSpec) -> None:
+        """Make the states of all parameters of the groups."""
+        self.param_groups = [{**group, "lr": spec.lr} for group in groups]
+        self.grad_scale: torch.Tensor | None = None
+        self.found_inf: torch.Tensor | None = None
+        self._spec = spec
+        self._states = [_fresh_states(group["params"]) for group in groups]
+        self.state = {
+            param: MappingProxyType(dict(zip(STATES_OF_ADAM, states, strict=True)))
+            for group, lists in zip(groups, self._states, strict=True)
+            for param, *states in zip(group["params"], *lists, strict=True)
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters by their `.grad`; a group without any gradient stays as it is."""
+        for group, (steps, exp_avgs, exp_avg_sqs) in zip(
+            self.param_groups, self._states, strict=True
+        ):
+            grads = [param.grad for param in group["params"]]
+            if not any(grad is not None for grad in grads):
+                continue  # an empty shard has a parameter of no elements that nothing ever updates
+            torch_private.fused_adam_(
+                group["params"],
+                grads,
+                exp_avgs,
+                exp_avg_sqs,
+                steps,
+                is_decoupled=self._spec.name != "adam",
+                lr=group["lr"],
+                betas=self._spec.betas,
+                eps=self._spec.eps,
+                weight_decay=group["weight_decay"],
+                grad_scale=self.grad_scale,
+                found_inf=self.found_inf,
+            )
 
 
-TORCH = Kernel("torch's fused kernel", _torch_adam, counts_in_groups=False)
+def _fresh_states(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+    """Return the counts of updates, and both moments, of the parameters."""
+    steps = [torch.zeros((), device=param.device) for param in params]
+    return steps, *([torch.zeros_like(param) for param in params] for _ in range(2))
+
+
+TORCH = Kernel("torch's fused kernel", TorchAdam, counts_in_groups=False)
 
 
 def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:
@@ -133,6 +187,8 @@ def _two_updates(kernel: Kernel, spec: OptimSpec, device: torch.device) -> list[
 
 def prepare_state(kernel: Kernel, optimizer: Any, params: Sequence[torch.nn.Parameter]) -> None:
     """Allocate the state that the first step would allocate, so that a checkpoint can fill it."""
+    if isinstance(optimizer, TorchAdam):
+        return  # it has its state
     for param in params:
         state = optimizer.state[param]
         if not kernel.counts_in_groups:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from megafp8.models.init import constant, normal, parameter, pieces_of
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.clipping import clip, grad_norm
+from megafp8.optim.kernels import STATES_OF_ADAM, TorchAdam
 from megafp8.optim.masters import Masters
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
@@ -87,6 +88,48 @@ def test_masters_follow_torchs_plain_optimizer(
         for state, copy in zip(ours.state_tensors(moment), copies, strict=True):
             theirs = plain.state[copy][moment]
             assert (state.to(reference) - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("with_scale", [False, True], ids=["", "with a scale"])
+@pytest.mark.parametrize(
+    ("name", "plain_class"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)]
+)
+def test_our_calls_of_torchs_kernel_have_the_bits_of_torchs_optimizer(
+    name: str, plain_class: Any, with_scale: bool
+) -> None:
+    """The third of five steps finds an infinity, where a scale is given; rates change."""
+    spec = optim_spec(name=name, weight_decay=0.5, lr=0.05)
+    ours, theirs = params(torch.float32), params(torch.float32)
+    pairs = [
+        ({"params": p[:2], "weight_decay": 0.5}, {"params": p[2:], "weight_decay": 0.0})
+        for p in (ours, theirs)
+    ]
+    mine = TorchAdam(list(pairs[0]), spec)
+    plain = plain_class(list(pairs[1]), lr=1.0, betas=spec.betas, eps=spec.eps, fused=True)
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(ours, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=generator)
+            other.grad = one.grad.clone()
+        for optimizer in (mine, plain):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (step + 1)
+            if with_scale:
+                optimizer.grad_scale = torch.tensor(3.7)
+                optimizer.found_inf = torch.tensor(float(step == 2))
+            optimizer.step()
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other) and not torch.equal(one, one.grad)
+            for state in STATES_OF_ADAM:
+                assert torch.equal(mine.state[one][state], plain.state[other][state])
+    assert plain.state[theirs[0]]["step"] == (4 if with_scale else 5)
+
+
+def test_no_state_can_be_replaced_behind_the_kernels_lists() -> None:
+    optimizer = TorchAdam([{"params": params(torch.float32), "weight_decay": 0.0}], optim_spec())
+    for states in optimizer.state.values():
+        with pytest.raises(TypeError):
+            states["exp_avg"] = torch.zeros(1)  # type: ignore[index]
 
 
 @pytest.mark.parametrize("vectors_decay", [False, True])
