@@ -227,18 +227,25 @@ def _fp4_codes(y, byte, RANDOM: tl.constexpr):
 
 
 @triton.jit
-def _random_bytes(samples, positions, blocks, key0, key1, rows, first_block, num_rows, num_blocks,
-                  BLOCKS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Return the random bytes of a tile [rows, BLOCKS * 16], as int32.
-
-    A counter is a block of 16 columns, a position and a sample; its four words are the bytes of the
-    block, the lowest first.
-    """
-    ROWS: tl.constexpr = rows.shape[0]
-    sample = tl.load(samples + rows, mask=rows < num_rows, other=0)[:, None]
-    position = tl.load(positions + rows, mask=rows < num_rows, other=0)[:, None]
+def _places(samples, positions, blocks, rows, first_block, num_rows, num_blocks,
+            BLOCKS: tl.constexpr):  # fmt: skip
+    """Return samples and positions of rows, [ROWS, 1], and the numbers of blocks, [1, BLOCKS]."""
+    sample = tl.load(samples + rows, mask=rows < num_rows, other=0)
+    position = tl.load(positions + rows, mask=rows < num_rows, other=0)
     block = first_block + tl.arange(0, BLOCKS)
-    block = tl.load(blocks + block, mask=block < num_blocks, other=0)[None, :]
+    block = tl.load(blocks + block, mask=block < num_blocks, other=0)
+    return sample[:, None], position[:, None], block[None, :]
+
+
+@triton.jit
+def _random_bytes(sample, position, block, key0, key1, BLOCK: tl.constexpr):
+    """Return the random bytes of a tile whose blocks of 16 columns are at `_places`, as int32.
+
+    A counter is a block, a position and a sample; its four words are the bytes of the block, the
+    lowest first.
+    """
+    ROWS: tl.constexpr = sample.shape[0]
+    BLOCKS: tl.constexpr = block.shape[1]
     zero = tl.zeros((ROWS, BLOCKS), tl.uint32)
     a, b, c, d = philox_impl(
         zero + block.to(tl.uint32), zero + position.to(tl.uint32), zero + sample.to(tl.uint32),
@@ -346,12 +353,14 @@ def _fp4_kernel(
         )  # fmt: skip
     else:
         byte, byte_t = 0, 0
+        if RANDOM:
+            sample, position, block = _places(
+                samples, positions, blocks, rows, left // BLOCK, num_rows, num_cols // BLOCK,
+                COLS // BLOCK,
+            )  # fmt: skip
         if WITH_ROWS:
             if RANDOM:
-                byte = _random_bytes(
-                    samples, positions, blocks, row_key0, row_key1, rows, left // BLOCK,
-                    num_rows, num_cols // BLOCK, COLS // BLOCK, BLOCK,
-                )  # fmt: skip
+                byte = _random_bytes(sample, position, block, row_key0, row_key1, BLOCK)
             _store_lines(
                 value, amax, byte, payload, of_rows, rows, left, num_rows, num_cols,
                 num_cols, 1, num_cols // BLOCK, 1, RANDOM, PACKED, HARDWARE, BLOCK,
@@ -361,10 +370,8 @@ def _fp4_kernel(
             if ROTATE:
                 turned = _rotated(turned, signs, HARDWARE, BLOCK)
             if RANDOM:
-                byte_t = tl.trans(_random_bytes(
-                    samples, positions, blocks, col_key0, col_key1, rows, left // BLOCK,
-                    num_rows, num_cols // BLOCK, COLS // BLOCK, BLOCK,
-                ))  # fmt: skip
+                byte_t = _random_bytes(sample, position, block, col_key0, col_key1, BLOCK)
+                byte_t = tl.trans(byte_t)
             _store_lines(
                 turned, of_turned, byte_t, payload_t, of_columns, cols, top, num_cols, num_rows,
                 1, num_cols, 1, num_cols, RANDOM, PACKED, HARDWARE, BLOCK,
@@ -382,26 +389,41 @@ def _store_squares(
     COLS: tl.constexpr = value.shape[1]
     DOWN: tl.constexpr = ROWS // BLOCK
     RIGHT: tl.constexpr = COLS // BLOCK
-    rows, cols = top + tl.arange(0, ROWS), left + tl.arange(0, COLS)
     blocks = tl.reshape(value, (DOWN, BLOCK, RIGHT, BLOCK))
     most = tl.max(tl.max(known_bits(blocks), axis=3), axis=1)
     code, inverse = _scales(most, _encoding(amax)[:, None], HARDWARE)
     codes = _fp4_codes(tl.reshape(blocks * inverse[:, None, :, None], value.shape), 0, False)
-    down, right = top // BLOCK + tl.arange(0, DOWN), left // BLOCK + tl.arange(0, RIGHT)
-    row_blocks, col_blocks = num_rows // BLOCK, num_cols // BLOCK
     if PACKED:
         if WITH_ROWS:
-            each = tl.broadcast_to(code[:, None, :], (DOWN, BLOCK, RIGHT))
-            each = tl.reshape(each, (ROWS, RIGHT))
-            _store_numbers(payload, codes, rows, left, num_rows, num_cols, 0, 0, True)
-            store_scales(of_rows, each, rows, right, num_rows, col_blocks, 0, 0, True)
+            _store_packed_squares(
+                payload, of_rows, codes, code, top, left, num_rows, num_cols, BLOCK
+            )
         if WITH_COLUMNS:
-            each = tl.broadcast_to(tl.trans(code)[:, None, :], (RIGHT, BLOCK, DOWN))
-            each = tl.reshape(each, (COLS, DOWN))
-            _store_numbers(payload_t, tl.trans(codes), cols, top, num_cols, num_rows, 0, 0, True)
-            store_scales(of_columns, each, cols, down, num_cols, row_blocks, 0, 0, True)
+            _store_packed_squares(
+                payload_t, of_columns, tl.trans(codes), tl.trans(code), left, top,
+                num_cols, num_rows, BLOCK,
+            )  # fmt: skip
     else:
+        rows = top + tl.arange(0, ROWS)
+        down, right = top // BLOCK + tl.arange(0, DOWN), left // BLOCK + tl.arange(0, RIGHT)
+        row_blocks, col_blocks = num_rows // BLOCK, num_cols // BLOCK
         _store_numbers(payload, codes, rows, left, num_rows, num_cols, num_cols, 1, False)
         store_scales(
             of_rows, _e4m3_value(code), down, right, row_blocks, col_blocks, col_blocks, 1, False
         )
+
+
+@triton.jit
+def _store_packed_squares(
+    to, to_scale, codes, scale, top, left, num_across, num_along, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store one direction, whose sum runs along `codes`: a square's scale, for each of its rows."""
+    DOWN: tl.constexpr = scale.shape[0]
+    RIGHT: tl.constexpr = scale.shape[1]
+    across = top + tl.arange(0, DOWN * BLOCK)
+    each = tl.reshape(
+        tl.broadcast_to(scale[:, None, :], (DOWN, BLOCK, RIGHT)), (DOWN * BLOCK, RIGHT)
+    )
+    _store_numbers(to, codes, across, left, num_across, num_along, 0, 0, True)
+    along = left // BLOCK + tl.arange(0, RIGHT)
+    store_scales(to_scale, each, across, along, num_across, num_along // BLOCK, 0, 0, True)
