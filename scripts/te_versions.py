@@ -3,8 +3,9 @@
 python -m scripts.te_versions [VERSION …] [--table FILE]
 
 In a process of its own, each version imports all its modules for PyTorch and runs a linear and a
-transformer layer forward and backward, in BF16 and by four FP8 recipes. The outputs and gradients
-of the linear must be within the bounds of FP8's roundings of FP64 products, and differ from BF16's.
+transformer layer forward and backward, in BF16, by four FP8 recipes and in NVFP4. The outputs and
+gradients of the linear must be within the bounds of FP8's roundings of FP64 products, or in NVFP4
+of sums of products of operands that are quantized by the version's rule, and differ from BF16's.
 Rows of versions that are not named stay as they are. The exit code is 1 if a version fails, or if
 PyPI has a release that is not known here.
 """
@@ -21,7 +22,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,16 @@ from typing import Any
 import torch
 
 from megafp8 import te_cpu
-from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, OLDEST, release_of
+from megafp8.fp8.recipes.nvfp4 import BLOCK, LARGEST, rotated
+from megafp8.specs.te_versions import (
+    DEFAULT_VERSION,
+    FIRST_WITH_NVFP4,
+    HASHES,
+    OLDEST,
+    is_before,
+    release_of,
+)
+from megafp8.te_cpu import nv
 from megafp8.te_cpu.wheel import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +50,14 @@ RECIPES = {
     "tensorwise": "Float8CurrentScaling",
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
 }
+WITHOUT_DRAWS = {"nvfp4": {"disable_stochastic_rounding": True}}
+"""Settings of recipes for the linear, whose results then follow from its tensors alone."""
+ABSENT = "–"
+"""The result of a recipe that a version does not have."""
+SAME_RULE = tuple(name for name in RECIPES if name != "nvfp4")
+"""The recipes whose bits are compared over versions; the rule of NVFP4 is another from 2.14 on."""
 TOKENS, IN, OUT = 256, 128, 256
 # An element's error in a cast: relative, and absolute below the smallest normal number, for scales
 # of 1 and more. BF16 is what products are rounded to, and biases are not used.
@@ -53,13 +70,16 @@ TEXT = """\
 release on PyPI from 2.4 on, its own Python over the [kernels on a CPU](backends.md#on-a-cpu). Each
 version imported all its modules but `setup`, and ran `Linear` and `TransformerLayer` forward and
 backward. "ok" says that the linear's output and both gradients are within the bounds of FP8's
-roundings of FP64 products, and that the layer's are finite; an FP8 recipe must also differ from
-BF16. "Same bits" compares all outputs and gradients with those of {default}: the kernels are one
-set for all versions, so a difference would come from a version's Python. Versions before 2.4 are
-refused: they keep the gradient quantizers of the MLP elsewhere. No version was run on a GPU.
+roundings of FP64 products, and that the layer's are finite; a recipe must also differ from BF16.
+In `nvfp4` the linear rounds gradients to nearest, and "ok" says that its results are products of
+operands in FP4 by the rule of the version (another one from 2.14 on), within the roundings of sums.
+It is in 2.8 and later. "Same bits" compares all outputs and gradients of the other recipes with
+those of {default}: the kernels are one set for all versions, so a difference would come from a
+version's Python. Versions before 2.4 are refused: they keep the gradient quantizers of the MLP
+elsewhere. No version was run on a GPU.
 
-| version | modules | BF16 | delayed | tensorwise | blockwise | mxfp8 | same bits |
-|---|---|---|---|---|---|---|---|
+| version | modules | BF16 | delayed | tensorwise | blockwise | mxfp8 | nvfp4 | same bits |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -117,7 +137,7 @@ def tried(version: str) -> dict[str, str]:
 def why_wrong(results: dict[str, str]) -> str:
     """Return the first result that is not as it must be, or an empty string."""
     wrong = (f"{name}: {results.get(name, 'not run')}" for name in RECIPES)
-    bad = [text for text in wrong if not text.endswith(": ok")]
+    bad = [text for text in wrong if not text.endswith((": ok", f": {ABSENT}"))]
     if not re.fullmatch(r"\d+", results.get("modules", "")):
         bad.insert(0, f"modules: {results.get('modules')}")
     return next(iter(bad), "")
@@ -125,8 +145,8 @@ def why_wrong(results: dict[str, str]) -> str:
 
 def row_of(version: str, results: dict[str, str], usual: dict[str, str]) -> str:
     """Return the row of a version; `usual` are the results of the default one."""
-    same = [name for name in RECIPES if results.get(f"{name} bits") == usual.get(f"{name} bits")]
-    bits = "yes" if len(same) == len(RECIPES) else f"only {', '.join(same) or 'none'}"
+    same = [name for name in SAME_RULE if results.get(f"{name} bits") == usual.get(f"{name} bits")]
+    bits = "yes" if len(same) == len(SAME_RULE) else f"only {', '.join(same) or 'none'}"
     cells = [version, results.get("modules", ""), *(results.get(name, "–") for name in RECIPES)]
     return f"| {' | '.join(cell.replace('|', '/') for cell in [*cells, bits])} |"
 
@@ -149,11 +169,14 @@ def tried_here(version: str) -> dict[str, str]:
     results = {"modules": imported(te)}
     outputs: dict[str, torch.Tensor] = {}
     for name, cls in RECIPES.items():
+        if name == "nvfp4" and is_before(version, FIRST_WITH_NVFP4):
+            results[name] = ABSENT
+            continue
         digest = hashlib.sha256()
         try:
-            found = run_linear(te, cls)
+            found = run_linear(te, cls, **WITHOUT_DRAWS.get(name, {}))
             outputs[name] = found[0]
-            results[name] = compared(name, found, outputs["BF16"])
+            results[name] = compared(name, found, outputs["BF16"], version)
             for tensor in (*found, *run_layer(te, cls)):
                 if not torch.isfinite(tensor).all():
                     results[name] = "not finite"
@@ -176,12 +199,12 @@ def imported(te: Any) -> str:
     return str(len(names))
 
 
-def in_fp8(te: Any, cls: str | None) -> AbstractContextManager[Any]:
+def in_fp8(te: Any, cls: str | None, **settings: bool) -> AbstractContextManager[Any]:
     """Return the FP8 region of a recipe, by the name that the version has for it."""
     te.module.base.FP8GlobalStateManager.reset()
     if cls is None:
         return nullcontext()
-    recipe = getattr(importlib.import_module("transformer_engine.common.recipe"), cls)()
+    recipe = getattr(importlib.import_module("transformer_engine.common.recipe"), cls)(**settings)
     if hasattr(te, "autocast"):
         region: AbstractContextManager[Any] = te.autocast(enabled=True, recipe=recipe)
     else:
@@ -197,14 +220,16 @@ def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, w, g
 
 
-def run_linear(te: Any, cls: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def run_linear(
+    te: Any, cls: str | None, **settings: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output of a linear, and the gradients of its input and weight."""
     x, weight, grad = operands()
     linear = te.Linear(IN, OUT, bias=False, params_dtype=torch.bfloat16)
     with torch.no_grad():
         linear.weight.copy_(weight)
     x.requires_grad_()
-    with in_fp8(te, cls):
+    with in_fp8(te, cls, **settings):
         out = linear(x)
     out.backward(grad)
     assert x.grad is not None
@@ -226,21 +251,58 @@ def run_layer(te: Any, cls: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     return out.detach(), x.grad
 
 
-def compared(name: str, found: Sequence[torch.Tensor], in_bf16: torch.Tensor) -> str:
-    """Return "ok", or which result of a linear is outside its bound of the FP64 product."""
-    x, w, g = (operand.double() for operand in operands())
-    products = (("output", x, w.t(), E4M3), ("input gradient", g, w, None),
-                ("weight gradient", g.t(), x, None))  # fmt: skip
-    backward = E4M3 if name in ("blockwise", "mxfp8") else E5M2  # the recipes' own formats
-    for result, (what, left, right, of_left) in zip(found, products, strict=True):
-        bound = BF16 * (left.abs() @ right.abs())
-        if name != "BF16":
-            bound = bound + rounding(left, right, of_left or backward) * (1 + BF16)
-        if not bool(((result.double() - left @ right).abs() <= bound).all()):
+def compared(
+    name: str,
+    found: Sequence[torch.Tensor],
+    in_bf16: torch.Tensor,
+    version: str = DEFAULT_VERSION,
+) -> str:
+    """Return "ok", or which result of a linear is outside its bound of the exact product."""
+    names = ("output", "input gradient", "weight gradient")
+    products = in_nvfp4(version) if name == "nvfp4" else in_fp64(name)
+    for result, what, (exact, bound) in zip(found, names, products, strict=True):
+        if not bool(((result.double() - exact).abs() <= bound).all()):
             return f"{what} outside its bound"
     if name != "BF16" and torch.equal(found[0], in_bf16):
         return "as in BF16"
     return "ok"
+
+
+def in_fp64(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each product of a linear in FP64, and how far casts to FP8 and BF16 may move it."""
+    x, w, g = (operand.double() for operand in operands())
+    backward = E4M3 if name in ("blockwise", "mxfp8") else E5M2  # the recipes' own formats
+    for left, right, of_left in ((x, w.t(), E4M3), (g, w, backward), (g.t(), x, backward)):
+        bound = BF16 * (left.abs() @ right.abs())
+        if name != "BF16":
+            bound = bound + rounding(left, right, of_left) * (1 + BF16)
+        yield left @ right, bound
+
+
+def in_nvfp4(version: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each product of operands that are in FP4 by a version's rule, and its bound.
+
+    The sum may be off by K * 2^-24 of the magnitudes, the factors of both operands by four
+    roundings, and the result is rounded to BF16.
+    """
+    x, w, g = operands()
+    both = ((x, w, BLOCK, False), (g, w.t(), BLOCK, False), (g.t(), x.t(), 1, True))
+    for left, right, rows, rotates in both:
+        a = fp4_values(left, version, rotates=rotates)
+        b = fp4_values(right, version, rows=rows, rotates=rotates)
+        exact = a @ b.t()
+        yield exact, (a.shape[1] + 4) * 2.0**-24 * (a.abs() @ b.abs().t()) + BF16 * exact.abs()
+
+
+def fp4_values(
+    x_MK: torch.Tensor, version: str, *, rows: int = 1, rotates: bool = False
+) -> torch.Tensor:
+    """Return the values of x in NVFP4 with blocks of `rows` x 16, in FP64."""
+    x_MK = (rotated(x_MK) if rotates else x_MK).float()
+    amax = x_MK.abs().amax()
+    number, scale = nv.quantize_rows(x_MK.contiguous(), rows, amax, None, release_of(version))
+    wide = scale.repeat_interleave(rows, 0).repeat_interleave(BLOCK, 1)
+    return number.double() * wide.double() * (amax.double() / LARGEST)
 
 
 def rounding(left: torch.Tensor, right: torch.Tensor, of_left: tuple[float, float]) -> torch.Tensor:

@@ -46,6 +46,7 @@ from megafp8.specs.recipes import HIGH_PRECISION, te_class
 from megafp8.specs.te_versions import (
     DEFAULT_VERSION,
     DOCUMENTS_ON_CPU,
+    FIRST_WITH_NVFP4,
     HEAD_NORMS,
     is_before,
     release_of,
@@ -320,7 +321,7 @@ def findings(values: Values) -> Iterator[Finding]:
         return
     reason = why_not_on_cpu(version)
     needed = te_class(values.get(RECIPE, "")) if values.get("model.fp8") else None
-    if reason is None and needed == NVFP4 and release_of(version) < (2, 8):
-        reason = f"{needed} begins with 2.8"
+    if reason is None and needed == NVFP4 and is_before(version, FIRST_WITH_NVFP4):
+        reason = f"{needed} begins with {FIRST_WITH_NVFP4}"
     if reason is not None:
         yield Finding(VERSION, reason, f"Use {DEFAULT_VERSION}, or leave it out")

@@ -18,6 +18,8 @@ DOCUMENTS_ON_CPU = "2.11"
 documents apart; earlier ones leave it out for `qkv_format="thd"`."""
 HEAD_NORMS = "2.7"
 """The first version that can normalize queries and keys before it rotates them."""
+FIRST_WITH_NVFP4 = "2.8"
+"""The first version that has `NVFP4BlockScaling`."""
 _WHOLE = re.compile(r"\d+\.\d+\.\d+(\.post\d+)?")
 
 HASHES = {

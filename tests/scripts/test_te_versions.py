@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from megafp8.specs.te_versions import HASHES, release_of
+from megafp8.specs.te_versions import FIRST_WITH_NVFP4, HASHES, is_before, release_of
 from scripts import te_versions
+from tests.spec import nvfp4
+from tests.spec.formats import Floats32
 from tests.te_cpu.sources import need_sources
 
 ROWS = [
@@ -21,7 +25,9 @@ ROWS = [
 def test_the_committed_table_has_every_version_and_each_ran() -> None:
     assert [row[0] for row in ROWS] == list(HASHES)
     for version, modules, *recipes, bits in ROWS:
-        assert int(modules) > 60 and recipes == ["ok"] * 5 and bits == "yes", version
+        lacks_fp4 = is_before(version, FIRST_WITH_NVFP4)
+        expected = ["ok"] * 5 + [te_versions.ABSENT if lacks_fp4 else "ok"]
+        assert int(modules) > 60 and recipes == expected and bits == "yes", version
     assert release_of("2.6.0.post1") == (2, 6)
 
 
@@ -30,7 +36,7 @@ def test_a_result_outside_its_bound_is_named() -> None:
     found = [(x.float() @ w.float().t()).bfloat16(), (g.float() @ w.float()).bfloat16(),
              (g.float().t() @ x.float()).bfloat16()]  # fmt: skip
     other = found[0] + 1
-    for name in te_versions.RECIPES:
+    for name in te_versions.SAME_RULE:
         assert te_versions.compared(name, found, other) == "ok"
     assert te_versions.compared("delayed", found, found[0]) == "as in BF16"
     for place, what in enumerate(("output", "input gradient", "weight gradient")):
@@ -38,6 +44,35 @@ def test_a_result_outside_its_bound_is_named() -> None:
         assert te_versions.compared("delayed", wrong, other) == f"{what} outside its bound"
     slightly = [found[0] * 1.25, *found[1:]]
     assert te_versions.compared("BF16", slightly, other) == "output outside its bound"
+
+
+@pytest.mark.parametrize("version", ["2.8.0", "2.20.2"])
+def test_nvfp4_is_held_to_the_rule_of_its_version(version: str) -> None:
+    """Products of the specification's operands pass, and those that are 5 % larger do not."""
+    x, w, g = (operand.float().numpy() for operand in te_versions.operands())
+    g_t, x_t = (rotated_rows(operand.T) for operand in (g, x))
+    is_older = version == "2.8.0"
+    found = [
+        torch.from_numpy(values(left, 1, is_older) @ values(right, rows, is_older).T).bfloat16()
+        for left, right, rows in ((x, w, 16), (g, w.T, 16), (g_t, x_t, 1))
+    ]
+    other = found[0] + 1
+    assert te_versions.compared("nvfp4", found, other, version) == "ok"
+    assert te_versions.compared("nvfp4", found, found[0], version) == "as in BF16"
+    for place, what in enumerate(("output", "input gradient", "weight gradient")):
+        wrong = [tensor * 1.05 if place == index else tensor for index, tensor in enumerate(found)]
+        outside = te_versions.compared("nvfp4", wrong, other, version)
+        assert outside == f"{what} outside its bound"
+
+
+def values(x: Floats32, rows: int, is_older: bool) -> Any:
+    x = np.ascontiguousarray(x)
+    return nvfp4.quantize_blocks(x, rows, sixth_first=is_older).values
+
+
+def rotated_rows(x: Floats32) -> Floats32:
+    turned = nvfp4.rotate(np.ascontiguousarray(x)).astype(np.float32)
+    return torch.from_numpy(turned).bfloat16().float().numpy()
 
 
 def test_a_version_that_fails_is_a_failure() -> None:
