@@ -49,7 +49,6 @@ from megafp8.specs.te_versions import (
     FIRST_WITH_NVFP4,
     HEAD_NORMS,
     is_before,
-    release_of,
     why_not_on_cpu,
 )
 
