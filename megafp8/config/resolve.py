@@ -39,6 +39,7 @@ from megafp8.specs import (
     HealthMode,
     HealthSpec,
     InstructionSpec,
+    MuonSpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
@@ -227,6 +228,7 @@ def _optim(values: Values) -> OptimSpec:
         **spec_fields("optim", values),
         clip_grad_norm=values["trainer.gradient_clip_val"] or None,
         schedule=_schedule(values),
+        muon=MuonSpec(**spec_fields("optim.muon", values)),
         storage=StorageSpec(
             **spec_fields("optim.storage", values),
             **formats,

@@ -38,7 +38,13 @@ _ABSENT = "absent"
 _TAKEN_OUT = {"model.optim.moments_scaling": "tensor"}
 """Keys of earlier versions that are gone, and the value that a run without the key has."""
 
-_SAME_MEANING = {"model.optim.name": {"fused_adam": "adamw", "distributed_fused_adam": "adamw"}}
+_SAME_MEANING = {
+    "model.optim.name": {
+        "fused_adam": "adamw",
+        "distributed_fused_adam": "adamw",
+        "dist_muon": "muon",
+    }
+}
 """Values that mean the same and differ only in the kernel that computes them."""
 
 _FILES_OF_DATA = (

@@ -41,6 +41,7 @@ from megafp8.config.rows import (
     some_recipe,
 )
 from megafp8.config.rules import Finding
+from megafp8.config.values import MUON
 
 UNPROVEN = True
 
@@ -230,10 +231,26 @@ TOGETHER = (
         f"Use model.fp8_recipe={SHARED_WEIGHT.hint}, leave it out, or use "
         "model.optim.name=fused_adam or model.fp8_backend=te",
     ),
+    *(
+        Row(
+            {FSDP: True}, {OPTIMIZER: sharded},
+            f"{FSDP}=True shards the optimizer's states already",
+            f"Use model.optim.name={whole}, {NO_FSDP}",
+        )
+        for sharded, whole in (("distributed_fused_adam", "fused_adam"), ("dist_muon", "muon"))
+    ),
+    # --- Muon ----------------------------------------------------------------------------------
     Row(
-        {FSDP: True}, {OPTIMIZER: "distributed_fused_adam"},
-        f"{FSDP}=True shards the optimizer's states already",
-        f"Use model.optim.name=fused_adam, {NO_FSDP}",
+        {OPTIMIZER: is_one_of(*MUON)}, {LEVEL: LOW_PRECISION},
+        "Muon's momentum, gradients and masters are in FP32",
+        f"Use model.optim.name=fused_adam or distributed_fused_adam, or {NO_LEVEL}",
+    ),
+    Row(
+        {OPTIMIZER: "dist_muon"}, {PARAMS: True},
+        "weights that are kept in FP8 alone and sent whole by their owners have not been shown to "
+        "be right",
+        "Leave it out, or use model.optim.name=muon",
+        UNPROVEN,
     ),
     # --- CUDA graphs ---------------------------------------------------------------------------
     *(

@@ -83,6 +83,20 @@ def zero_all_(tensors: Sequence[torch.Tensor]) -> None:
     torch._foreach_zero_(list(tensors))
 
 
+def orthogonalize(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """Return the matrix with all singular values near 1, BF16, as `torch.optim.Muon` computes it.
+
+    The Newton-Schulz iteration is Muon's (Jordan et al. 2024), with torch's coefficients. A BF16
+    matrix is changed.
+    """
+    muon = importlib.import_module("torch.optim._muon")
+    coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
+    result: torch.Tensor = muon._zeropower_via_newtonschulz(
+        matrix, coefficients, num_steps, muon.EPS
+    )
+    return result
+
+
 def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the L2 norm of each tensor, 0-d, with one call for all tensors.
 

@@ -1,8 +1,11 @@
-"""Run Adam on master weights: with a fused kernel in FP32, and on stored states in any format."""
+"""Run Adam on master weights: with a fused kernel in FP32, and on stored states in any format.
+
+Muon may update the matrices instead (`optim/muon.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from megafp8.models.init import key_of
 from megafp8.optim.clipping import clip, coefficient_on_device
 from megafp8.optim.kernels import TORCH, choose_kernel, count, prepare_state, set_count
 from megafp8.optim.masters import Masters
+from megafp8.optim.muon import Muon
 from megafp8.optim.partitions import Segment
 from megafp8.optim.scaled_adam import (
     Constants,
@@ -30,6 +34,7 @@ from megafp8.specs import OptimSpec
 from megafp8.specs.optim import StorageName
 
 STATES = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 Asked = tuple[Segment, Tensors, Constants]
 
 
@@ -43,9 +48,11 @@ class AdamW:
     others are updated by `scaled_adam`.
     """
 
-    def __init__(self, masters: Masters, spec: OptimSpec, seed: int = 0) -> None:
-        """Make the moments; `seed` seeds stochastic rounding."""
-        self.masters, self.spec, self._seed = masters, spec, seed
+    def __init__(
+        self, masters: Masters, spec: OptimSpec, seed: int = 0, muon: Muon | None = None
+    ) -> None:
+        """Make the moments; `seed` seeds stochastic rounding, and `muon` updates its matrices."""
+        self.masters, self.spec, self._seed, self._muon = masters, spec, seed, muon
         self._num_updates = 0
         self._stored: dict[nn.Parameter, Tensors] = {}
         decaying: list[nn.Parameter] = []
@@ -54,6 +61,8 @@ class AdamW:
             masters.segments, masters.masters, masters.stored, masters.stored_grads, strict=True
         )
         for segment, master, stored, grad in rows:
+            if muon is not None and muon.updates(segment.param):
+                continue
             names = self._moment_formats(segment.param)
             if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
                 (decaying if spec.decays(segment.param.dim()) else others).append(master)
@@ -70,6 +79,8 @@ class AdamW:
         prepare_state(self._kernel, self._torch, decaying + others)
         if not spec.storage.is_plain:
             self.kernel_name = self._name_of_kernels(self.kernel_name)
+        if muon is not None:
+            self.kernel_name = f"{muon.describe()}; AdamW for the rest by {self.kernel_name}"
 
     def _moment_formats(self, param: nn.Parameter) -> tuple[StorageName, StorageName]:
         storage = self.spec.storage
@@ -97,9 +108,9 @@ class AdamW:
         The host then need not know the norm before the update, and no pass over the gradients is
         spent on clipping. torch's kernel does both (`grad_scale`, `found_inf`), where gradients are
         clipped by norm. It is used so on GPUs; on CPUs the bits stay those of `clip`. An update
-        of states below FP32 clips and skips on the host.
+        of states below FP32 clips and skips on the host, and so does one with Muon.
         """
-        if not self.spec.storage.is_plain:
+        if not self.spec.storage.is_plain or self._muon is not None:
             return False
         by_torch = self._kernel is TORCH and self.spec.clip_algorithm == "norm"
         return by_torch and self.masters.device.type == "cuda"
@@ -141,6 +152,8 @@ class AdamW:
             self._torch.step()
         if not self.spec.storage.is_plain:
             self._update_stored(step, lr)
+        if self._muon is not None:
+            self._muon.step(lr)
         self.masters.write_back()
 
     def _update_stored(self, step: int, lr: float) -> None:
@@ -206,19 +219,30 @@ class AdamW:
         self._num_updates = count
         set_count(self._kernel, self._torch, count)
 
+    def states(self) -> Iterator[tuple[str, list[tuple[Segment, ScaledTensor]]]]:
+        """Yield the name of each kind of state, and what each segment that has one has of it."""
+        one, fp32 = torch.ones((), device=self.masters.device), STORAGE_FORMATS["fp32"]
+        for name in STATES:
+            found = []
+            for segment, master in zip(self.masters.segments, self.masters.masters, strict=True):
+                if (tensors := self._stored.get(master)) is not None:
+                    found.append((segment, getattr(tensors, name)))
+                elif self._muon is None or not self._muon.updates(segment.param):
+                    moment = self._torch.state[master][name]
+                    found.append((segment, ScaledTensor(moment, one, fp32)))
+            yield name, found
+        if self._muon is not None:
+            both = zip(self._muon.segments, self._muon.momenta, strict=True)
+            yield MOMENTUM, [(segment, ScaledTensor(m, one, fp32)) for segment, m in both]
+
     def stored_states(self, name: str) -> list[ScaledTensor]:
-        """Return the moments `exp_avg` or `exp_avg_sq` in the order of the masters."""
-        assert name in STATES
-        found = []
-        one = torch.ones((), device=self.masters.device)
-        for master in self.masters.masters:
-            if (tensors := self._stored.get(master)) is not None:
-                found.append(getattr(tensors, name))
-            else:
-                moment = self._torch.state[master][name]
-                found.append(ScaledTensor(moment, one, STORAGE_FORMATS["fp32"]))
-        return found
+        """Return the states of one name in the order of the masters that have it."""
+        return [state for _, state in dict(self.states())[name]]
 
     def state_tensors(self, name: str) -> list[torch.Tensor]:
-        """Return the moments' payloads in the order of the masters."""
-        return [moment.payload for moment in self.stored_states(name)]
+        """Return the payloads of `stored_states`."""
+        return [state.payload for state in self.stored_states(name)]
+
+    def all_state_tensors(self) -> list[torch.Tensor]:
+        """Return the payloads of the states of all names."""
+        return [state.payload for _, states in self.states() for _, state in states]

@@ -58,7 +58,10 @@ class Masters:
         own_weights    the parameters that are their own masters in low precision
         row_of         the number of each parameter, where segments are parts of tensors; or None
         shards         the ranks that update the other segments
+        holds_rows     whether a rank has rows of each parameter (FSDP)
     """
+
+    holds_rows = False
 
     def __init__(
         self,
@@ -242,7 +245,7 @@ class Masters:
         for group in self.plain_groups:
             if not stays:
                 buckets += buckets_of(group.flat, group.params, self.bucket_bytes)
-            elif storage.is_plain:
+            elif storage.is_plain and self.partition.divides:
                 buckets.append(Bucket(group.flat, frozenset(group.params), is_scattered=True))
             else:
                 buckets.append(ExchangedBucket(group, stays=True))
@@ -408,6 +411,8 @@ class FsdpMasters(Masters):
 
     FSDP allocates new gradients of these rows in every step.
     """
+
+    holds_rows = True
 
     def __init__(self, sharded: ShardedModel) -> None:
         self.shards, self._modules = sharded.shards, sharded.modules

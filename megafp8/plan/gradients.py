@@ -56,7 +56,8 @@ def arriving_bytes(spec: RunSpec, division: Division) -> tuple[int, int]:
 
     FP32 gradients and a bucket that is the only one are complete at the end alone (FP8-LM).
     """
-    if spec.optim.storage.is_plain or shard_ranks(spec) == 1:
+    in_place = spec.optim.storage.is_plain and not spec.optim.owns_whole
+    if in_place or shard_ranks(spec) == 1:
         return 0, 0
     few = [places for places in division.grads if places.kind != "fp32"]
     plain = [places for places in division.grads if places.kind == "fp32"]

@@ -158,7 +158,10 @@ def _held_bytes(
         return HeldBytes(
             weights=0,
             masters=FP32 * own,  # FSDP's parameters themselves
-            moments=2 * FP32 * own,
+            moments=sum(
+                FP32 * num_moments(spec, param) * param.shard_elements(shard_ranks(spec))
+                for param in shape.params
+            ),
             gradients=FP32 * own,
             scaling=scaling,
         )
@@ -186,11 +189,16 @@ def _owned_itemsizes(spec: RunSpec, param: Parameter, division: Division) -> tup
     storage = spec.optim.storage
     is_small = param.is_linear or not storage.linears_only
     names = (storage.exp_avg, storage.exp_avg_sq) if is_small else ("fp32", "fp32")
-    moments = sum(ITEM_BYTES[name] for name in names)
+    moments = sum(ITEM_BYTES[name] for name in names[: num_moments(spec, param)])
     if param.is_linear and storage.main_params != "fp32":
         return 0 if param.itemsize > 1 else ITEM_BYTES[storage.main_params], moments
     is_own = param.itemsize == FP32 and not division.splits
     return 0 if is_own else FP32, moments
+
+
+def num_moments(spec: RunSpec, param: Parameter) -> int:
+    """Return the moments of each element: Adam's two, or Muon's momentum of a linear's weight."""
+    return 1 if spec.optim.uses_muon and param.is_linear else 2
 
 
 def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:

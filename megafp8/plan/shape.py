@@ -16,7 +16,7 @@ from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, traits_of
 from megafp8.specs.traits import GemmName, Traits
 
-FP32 = 4
+FP32, BF16 = 4, 2
 
 
 @dataclass(frozen=True)
@@ -328,6 +328,8 @@ def way_of(spec: RunSpec) -> str:
     optim = spec.optim
     if not optim.shards_states:
         return "replicated"
+    if optim.uses_muon:
+        return "tensors"  # a matrix is orthogonalized whole
     if optim.storage.is_plain or optim.shard_by != "auto":
         return "elements" if optim.storage.is_plain else optim.shard_by
     most = 0.0

@@ -20,6 +20,7 @@ from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     FP32,
     LinearShape,
+    Parameter,
     features_between,
     fp8_products,
     layers_with_recomputation,
@@ -43,6 +44,10 @@ OPTIMIZER_BYTES = 36
 """Bytes that a step's norm and AdamW move for each parameter that a rank updates on a GPU: the norm
 reads gradients of 4 bytes; torch's fused AdamW reads 16 and writes 16, as it clips the gradients
 too. FP8-LM's passes over states in low precision are not modelled and count as these."""
+MUON_BYTES = 60
+"""The same for a matrix that Muon updates, by its operations: the norm reads 4 and clipping moves
+8; the momentum reads 8 and writes 4; Nesterov's step 8 and 4; the conversion to BF16 reads 4 and
+writes 2; decay and update read 4, 4 and 2 and write 4 and 4."""
 FP8_WRITE_BACK_BYTES = 12
 """Bytes that storing an FP32 master as a weight kept in FP8 moves: it is rounded to BF16 (4 read, 2
 written), cast in both orientations (2 and 2), and one of these is copied to its place (1 and 1)."""
@@ -173,11 +178,13 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         took = _seconds(message, parallel.devices_per_node, hardware, achieved)
         seconds[message.axis, message.after_update] += took
     update: float = sum(
-        param.elements * (OPTIMIZER_BYTES + write_back_bytes(spec, param.itemsize))
+        param.elements * (_update_bytes(spec, param) + write_back_bytes(spec, param.itemsize))
         for param in shape.params
     )
+    orthogonal = sum(muon_flops(spec, param) for param in shape.params) / bf16
     if spec.optim.shards_states or parallel.fsdp is not None:
         update /= shard_ranks(spec)
+        orthogonal /= shard_ranks(spec)
     gpu = count * (linears + passes) + attention
     launches = count * sum(_launches(spec, layer) for layer in layers) * (1 + again / 3)
     host = launches * achieved.launch_microseconds * 1e-6
@@ -191,11 +198,34 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         weights=weights,
         tensor_parallel=seconds["tp", False] + seconds["cp", False],
         stages=seconds["pp", False] + seconds["tied", False],
-        optimizer=update / memory,
+        optimizer=update / memory + orthogonal + seconds["tp", True],
         gradients=_not_hidden(spec, seconds, gpu),
         bubble=0.0,
         host=max(0.0, host - gpu),
     )
+
+
+def _update_bytes(spec: RunSpec, param: Parameter) -> int:
+    return MUON_BYTES if spec.optim.uses_muon and param.is_linear else OPTIMIZER_BYTES
+
+
+def muon_flops(spec: RunSpec, param: Parameter) -> int:
+    """Return the operations of a step in which Muon orthogonalizes a parameter; 0 for others.
+
+    For the shorter side m and the longer n of a matrix each iteration has two products of 2 m^2 n
+    and one of 2 m^3. Query, key and value are matrices of their own.
+    """
+    if not (spec.optim.uses_muon and param.linear is not None):
+        return 0
+    whole, total = param.linear.whole, 0
+    for part in whole.parts:
+        rows, columns = part.out_features, whole.in_features
+        if spec.optim.muon.tp_mode == "blockwise":
+            tp = spec.parallel.tp
+            rows, columns = (rows // tp, columns) if whole.is_column else (rows, columns // tp)
+        short, long = sorted((rows, columns))
+        total += 4 * short**2 * long + 2 * short**3
+    return spec.optim.muon.num_steps * total
 
 
 def write_back_bytes(spec: RunSpec, itemsize: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megafp8.plan.shape import (
+    BF16,
     FP32,
     LinearShape,
     RankShape,
@@ -89,6 +90,7 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
         *_context_parallel(spec, shape),
         *_pipeline(spec, shape),
         *_replicas(spec, shape),
+        *_muon(spec, shape),
         *_amaxes(spec, shape),
     ]
     return [message for message in found if message.handed]
@@ -174,6 +176,37 @@ def _is_sent_once(spec: RunSpec, linear: LinearShape) -> bool:
     return not any(in_fp8) or (all(in_fp8) and serves_both)
 
 
+def _muon(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
+    """Return what ranks send each other so that Muon orthogonalizes whole matrices.
+
+    Under ZeRO-1 a rank gathers the parts of what it owns, under FSDP of one matrix in as many as
+    there are ranks. The bytes are those of a rank with an equal share.
+    """
+    if not spec.optim.uses_muon:
+        return
+    linears = [param for param in shape.params if param.is_linear]
+    parallel, elements = spec.parallel, sum(param.elements for param in linears)
+    divides = spec.optim.owns_whole or parallel.fsdp is not None
+    ranks = shard_ranks(spec) if divides else 1
+
+    def message(operation: Operation, handed: int, axis: AxisName = "data") -> Message:
+        return Message(
+            axis=axis,
+            operation=operation,
+            what="Muon's updates",
+            handed=BF16 * handed,
+            num_ranks=parallel.tp if axis == "tp" else ranks,
+            stride=1 if axis == "tp" else parallel.tp,
+            after_update=True,
+        )
+
+    if parallel.tp > 1 and spec.optim.muon.tp_mode == "duplicated":
+        yield message("all_gather", elements // ranks, "tp")
+    if parallel.fsdp is not None and ranks > 1:
+        yield message("all_gather", sum(param.shard_elements(ranks) for param in linears))
+        yield message("broadcast", elements)
+
+
 def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     cp = spec.parallel.cp
     if cp == 1:
@@ -217,7 +250,8 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         )
     if spec.model.share_embeddings_and_output_weights and shape.has_first != shape.has_last:
         elements = spec.model.vocab_size // parallel.tp * spec.model.hidden_size
-        if spec.optim.shards_states and spec.optim.storage.is_plain:  # a replica sums its range
+        divides = spec.optim.shards_states and spec.optim.storage.is_plain
+        if divides and not spec.optim.owns_whole:  # a replica sums its range
             elements = rounded_up(elements, ALIGNMENT * shard_ranks(spec)) // shard_ranks(spec)
         yield Message(
             axis="tied",
@@ -260,7 +294,7 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
     division = division_of(spec, shape.params)
     plain = sum(places.elements for places in division.grads if places.kind == "fp32")
-    if not spec.optim.storage.is_plain:
+    if not spec.optim.storage.is_plain or spec.optim.owns_whole:
         yield from _stored(spec, shape, division, plain * itemsize, message)
     elif spec.optim.shards_states:
         yield message("reduce_scatter", "gradients", plain * itemsize)

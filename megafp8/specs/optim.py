@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,6 +15,10 @@ ShardBy = Literal["tensors", "elements", "auto"]
 STORAGE_NAMES: tuple[StorageName, ...] = get_args(StorageName)
 WsdDecay = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 """How the rate falls in the last phase of warm-up, stable, decay."""
+MuonScale = Literal["spectral", "shape_scaling", "unit_rms_norm"]
+"""The factor of an orthogonal update, by the shape of its matrix; the names are Megatron's."""
+MuonMode = Literal["duplicated", "blockwise"]
+"""Whether tensor-parallel ranks orthogonalize whole matrices or their own parts, as in Megatron."""
 ITEM_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "fp8_e5m2": 1}
 """Bytes of an element in each format; a scale takes 4 bytes a tensor more."""
 
@@ -61,8 +66,34 @@ class StorageSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MuonSpec:
+    """Describe Muon's update of matrices (`optim.muon`)."""
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    num_steps: int = 5  # of Newton and Schulz's iteration
+    scale_mode: MuonScale = "spectral"
+    extra_scale_factor: float = 0.2
+    tp_mode: MuonMode = "duplicated"
+
+
+def scale_of_muon(muon: MuonSpec, shape: tuple[int, ...]) -> float:
+    """Return the factor of a matrix's update, by its shape [output, input].
+
+    `spectral` times 0.2 is torch's `match_rms_adamw`, and `shape_scaling` its `original`.
+    """
+    rows, columns = shape
+    factors = {
+        "spectral": math.sqrt(max(rows, columns)),
+        "shape_scaling": math.sqrt(max(1, rows / columns)),
+        "unit_rms_norm": math.sqrt(rows / columns),
+    }
+    return muon.extra_scale_factor * factors[muon.scale_mode]
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """Describe Adam, its weight decay and gradient clipping.
+    """Describe the optimizer, its weight decay and gradient clipping.
 
     `adam` adds weight_decay * weight to the gradient (L2); `adamw` and `fused_adam` shrink the
     weight itself (decoupled). `fused_adam` runs Apex's or Transformer Engine's kernel where it can;
@@ -83,6 +114,7 @@ class OptimSpec:
     shards_grads: bool = False
     shard_by: ShardBy = "tensors"
     decays_vectors: bool = False  # norms and biases decay too
+    muon: MuonSpec = MuonSpec()  # read where `uses_muon`
 
     def decays(self, num_dims: int) -> bool:
         """Whether a parameter of this many dims has weight decay; vectors are norms and biases."""
@@ -91,4 +123,14 @@ class OptimSpec:
     @property
     def shards_states(self) -> bool:
         """Whether each replica keeps only its shard of the master weights and moments."""
-        return self.name == "distributed_fused_adam"
+        return self.name in ("distributed_fused_adam", "dist_muon")
+
+    @property
+    def owns_whole(self) -> bool:
+        """Whether a replica owns FP32 states of whole tensors, and not of equal ranges."""
+        return self.name == "dist_muon"
+
+    @property
+    def uses_muon(self) -> bool:
+        """Whether Muon updates the matrices of the layers, and AdamW the rest."""
+        return self.name in ("muon", "dist_muon")

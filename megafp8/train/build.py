@@ -19,6 +19,7 @@ from megafp8.optim.adamw import AdamW
 from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import FsdpMasters, Masters
+from megafp8.optim.muon import Muon
 from megafp8.optim.partitions import Partition
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink
@@ -56,7 +57,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     return TrainState(
         model=model,
         masters=masters,
-        optimizer=AdamW(masters, spec.optim, spec.train.seed),
+        optimizer=make_optimizer(spec, mesh, model, backend, masters),
         backend=backend,
         scaling=backend.scaling,
         streams=streams,
@@ -164,11 +165,12 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
     else:
         shards = spec.optim.shards_states
+        needs_linears = spec.optim.uses_muon or not storage.is_plain
         masters = Masters(
             model.parameters(),
             storage,
             make_partition(spec, mesh, model),
-            linears=() if storage.is_plain else backend.weights(model),
+            linears=backend.weights(model) if needs_linears else (),
             fp8=backend.fp8_weights(model) if shards else WholeFp8Weights(backend.stores(model)),
             bucket_bytes=parallel.grad_bucket_bytes,
         )
@@ -176,6 +178,16 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
             backend.read_stored(model, masters.own_weights)
     masters.write_back()  # fills weights that are kept in FP8; others do not change
     return masters
+
+
+def make_optimizer(
+    spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: Backend, masters: Masters
+) -> AdamW:
+    """Return AdamW for all parameters, or with Muon for the weights of the layers' linears."""
+    muon = None
+    if spec.optim.uses_muon:
+        muon = Muon(masters, spec.optim, backend.weights(model), mesh.tp)
+    return AdamW(masters, spec.optim, spec.train.seed, muon)
 
 
 def make_partition(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Partition:

@@ -165,11 +165,10 @@ def held_bytes(state: TrainState) -> HeldBytes:
         return total
 
     masters = state.masters
-    moments = (state.optimizer.state_tensors(name) for name in ("exp_avg", "exp_avg_sq"))
     return HeldBytes(
         weights=own(state.model.parameters()),
         masters=own(masters.masters),
-        moments=own(tensor for tensors in moments for tensor in tensors),
+        moments=own(state.optimizer.all_state_tensors()),
         gradients=own([*masters.own_grads, *masters.param_grads, *masters.grads]),
         scaling=own(state.backend.scaling_tensors(state.model)),
     )

@@ -1,7 +1,7 @@
 """List what a checkpoint of a run has, as pieces of logical tensors, and load a checkpoint.
 
     model/<name>                     FP32 master weights, logical tensors
-    optimizer/<state>/<name>         AdamW's moments
+    optimizer/<state>/<name>         AdamW's moments, and Muon's momentum of matrices
     scales/<any of both>             the factor of a tensor in low precision, FP32; a grid of
                                      factors where tensor-parallel ranks hold parts of it, or
                                      two numbers for each group of 128 elements of a row
@@ -31,7 +31,6 @@ from megafp8.fp8.cast import amax_of
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.init import pieces_of
-from megafp8.optim.adamw import STATES
 from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import Mesh
@@ -41,7 +40,7 @@ from megafp8.train.state import TrainState
 
 Notify = Callable[[str], None]
 FACTORS = "reduction/factor/"
-States = Iterable[tuple[str, Sequence[ScaledTensor]]]
+States = Iterable[tuple[str, Sequence[tuple[Segment, ScaledTensor]]]]
 
 
 def placements_of(
@@ -126,8 +125,7 @@ class RepeatedPlacements:
     def now(self) -> list[Placement]:
         """Return the placements of the state as it is now."""
         state = self._state
-        moments = (state.optimizer.state_tensors(name) for name in STATES)
-        tensors = [*state.masters.masters, *(tensor for each in moments for tensor in each)]
+        tensors = [*state.masters.masters, *state.optimizer.all_state_tensors()]
         places = [tensor.data_ptr() for tensor in tensors]
         if places != self._places:
             self._places, self._fixed = places, list(_fixed_placements(state))
@@ -179,16 +177,18 @@ def load_weights(reader: Reader, state: TrainState, notify: Notify) -> None:
 def _states(state: TrainState) -> States:
     """Yield the master weights, then each kind of moments, with the prefix of their names.
 
-    The tensors are those of the masters' segments.
+    Each tensor comes with its segment.
     """
-    yield "model/", state.masters.stored
-    for name in STATES:
-        yield f"optimizer/{name}/", state.optimizer.stored_states(name)
+    yield "model/", list(zip(state.masters.segments, state.masters.stored, strict=True))
+    for name, tensors in state.optimizer.states():
+        yield f"optimizer/{name}/", tensors
 
 
-def _pieces(prefix: str, state: TrainState, tensors: Sequence[ScaledTensor]) -> Iterator[Placement]:
-    """Yield the placements of `tensors`, one for each segment of the masters."""
-    for segment, tensor in zip(state.masters.segments, tensors, strict=True):
+def _pieces(
+    prefix: str, state: TrainState, tensors: Sequence[tuple[Segment, ScaledTensor]]
+) -> Iterator[Placement]:
+    """Yield the placements of `tensors`."""
+    for segment, tensor in tensors:
         yield from _pieces_of_segment(prefix, state, segment, tensor)
 
 
@@ -243,7 +243,7 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
     prefixes = []
     for prefix, tensors in states:
         prefixes.append(prefix)
-        for segment, tensor in zip(state.masters.segments, tensors, strict=True):
+        for segment, tensor in tensors:
             pieces = list(_pieces_of_segment(prefix, state, segment, tensor))
             if tensor.fmt.name == "fp32":
                 same += pieces

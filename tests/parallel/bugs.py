@@ -34,7 +34,32 @@ def plant(bug: str, state: TrainState) -> None:
         "te's output is not summed": lambda s: _te_alone(s, "self_attention.proj"),
         "te's grad_input is not summed": lambda s: _te_alone(s, "self_attention.layernorm_qkv"),
         "te's amax is not reduced": _te_amax_over_nobody,
+        "muon orthogonalizes its own part": lambda s: _muon(s, _tp=Axis("tp")),
+        "muon takes another rank's part": _muon_of_another,
+        "muon sees this rank's rows alone": _muon_of_own_rows,
     }[bug](state)
+
+
+def _muon(state: TrainState, **axes: Axis) -> None:
+    for name, axis in axes.items():
+        setattr(state.optimizer._muon, name, axis)
+
+
+def _muon_of_another(state: TrainState) -> None:
+    tp = state.mesh.tp
+    _muon(state, _tp=replace(tp, rank=tp.size - 1 - tp.rank))
+
+
+class OwnRows(Axis):
+    """An axis on which a rank takes its own rows for those of all."""
+
+    def gather_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor] * self.size)
+
+
+def _muon_of_own_rows(state: TrainState) -> None:
+    shards = state.masters.shards
+    _muon(state, _shards=OwnRows(**vars(shards)))
 
 
 def _this_rank_alone() -> dist.ProcessGroup:

@@ -170,6 +170,14 @@ EFFECTS: dict[str, Effect] = {
     "model.optim.sched.decay_rate": OPTIM_KEYS,
     "model.optim.sched.d_model": OPTIM_KEYS,
     "model.optim.sched.wsd_decay_steps": OPTIM_KEYS,
+    "model.optim.muon_momentum": OPTIM_KEYS,
+    "model.optim.muon_use_nesterov": OPTIM_KEYS,
+    "model.optim.muon_num_ns_steps": OPTIM_KEYS,
+    "model.optim.muon_scale_mode": OPTIM_KEYS,
+    "model.optim.muon_extra_scale_factor": OPTIM_KEYS,
+    "model.optim.muon_tp_mode": ShownBy(
+        "tests/parallel/test_muon.py::test_blocks_need_no_message_and_are_another_optimizer"
+    ),
     "model.optim.sched.wsd_decay_ratio": OPTIM_KEYS,
     "model.optim.sched.wsd_decay_style": OPTIM_KEYS,
     "trainer.devices": ShownBy("tests/train/test_command_line.py::test_a_signal_to_the_launcher"),

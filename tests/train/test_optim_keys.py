@@ -20,6 +20,7 @@ SCHED = "model.optim.sched."
 HOLD = f"{SCHED}name=PolynomialHoldDecayAnnealing"
 NOAM_HOLD = [f"{SCHED}name=NoamHoldAnnealing", f"{SCHED}warmup_steps=2"]
 WSD = f"{SCHED}name=WSD"
+MUON = "model.optim.name=muon"
 SHORT = [f"trainer.max_steps={STEPS}", f"{SCHED}warmup_steps=1"]
 
 
@@ -53,6 +54,12 @@ def train(spec: OptimSpec) -> tuple[list[float], list[torch.Tensor]]:
         ([WSD], f"{SCHED}wsd_decay_ratio=0.5"),
         ([WSD, f"{SCHED}wsd_decay_steps=3"], f"{SCHED}wsd_decay_style=linear"),
         ([], "model.optim.name=adam"),
+        ([], "model.optim.name=muon"),
+        ([MUON], "model.optim.muon_momentum=0.5"),
+        ([MUON], "model.optim.muon_use_nesterov=False"),
+        ([MUON], "model.optim.muon_num_ns_steps=2"),
+        ([MUON], "model.optim.muon_scale_mode=unit_rms_norm"),
+        ([MUON], "model.optim.muon_extra_scale_factor=1"),
         (["trainer.gradient_clip_val=1e-6"], "trainer.gradient_clip_algorithm=value"),
     ],
 )

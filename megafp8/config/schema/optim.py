@@ -15,14 +15,17 @@ from megafp8.config.keys import (
     at_least,
     between,
     both_needs,
+    from_to_below,
     key,
     needs,
+    needs_above,
     one_of,
     or_null,
 )
 from megafp8.config.values import (
     LATER_OPTIMIZERS,
     LATER_SCHEDULES,
+    MUON,
     OPTIMIZERS,
     SCHEDULES,
     SIZES_WITHOUT_CONTEXT,
@@ -47,6 +50,9 @@ def read_by(name: str) -> Need | None:
     """Return what a key of the schedule needs: a schedule that reads it. None if all read it."""
     readers = [schedule for schedule, keys in SCHEDULES.items() if name in keys]
     return needs("model.optim.sched.name", *readers) if len(readers) < len(SCHEDULES) else None
+
+
+NEEDS_MUON = needs("model.optim.name", *MUON)
 
 
 def _are_betas(value: list[float]) -> bool:
@@ -247,7 +253,9 @@ class Optim:
         "The optimizer. `adamw` decouples weight decay; `adam` adds it to the gradient (L2). "
         "`fused_adam` is adamw with Apex's or Transformer Engine's kernel, if one is installed. "
         "`distributed_fused_adam` also shards master weights and moments over replicas (ZeRO-1). A "
-        "run may continue with another one of the three kinds of adamw.",
+        "run may continue with another one of the three kinds of adamw. `muon` updates the weights "
+        "of the layers' linears with Muon (torch's rule) and the rest with adamw; `dist_muon` also "
+        "shards weights and states over replicas by whole tensors.",
         nemo="fused_adam",
         group="optimizer",
         spec="optim.name",
@@ -288,6 +296,65 @@ class Optim:
         group="optimizer",
         spec="optim.eps",
         valid=above(0),
+    )
+    muon_momentum: float = key(
+        0.95,
+        "With Muon: decay rate of the momentum of matrices.",
+        group="optimizer",
+        spec="optim.muon.momentum",
+        valid=from_to_below(0, 1),
+        needs=NEEDS_MUON,
+    )
+    muon_use_nesterov: bool = key(
+        True,
+        "With Muon: orthogonalize the gradient with its momentum ahead (Nesterov). False: the "
+        "momentum alone, which is Megatron's default.",
+        group="optimizer",
+        spec="optim.muon.nesterov",
+        needs=NEEDS_MUON,
+    )
+    muon_num_ns_steps: int = key(
+        5,
+        "With Muon: steps of the Newton-Schulz iteration that orthogonalizes.",
+        group="optimizer",
+        spec="optim.muon.num_steps",
+        valid=between(1, 99),
+        needs=NEEDS_MUON,
+    )
+    muon_scale_mode: str = key(
+        "spectral",
+        "With Muon: the factor of a matrix's update, by its shape, under Megatron's names. "
+        "`spectral`: the root of the larger size. `shape_scaling`: the root of output / input, at "
+        "least 1. `unit_rms_norm`: the root of output / input.",
+        group="optimizer",
+        spec="optim.muon.scale_mode",
+        valid=one_of("spectral", "shape_scaling", "unit_rms_norm"),
+        needs=NEEDS_MUON,
+    )
+    muon_extra_scale_factor: float = key(
+        0.2,
+        "With Muon: another factor of the update. 0.2 with `spectral` gives updates the size of "
+        "AdamW's, so that `model.optim.lr` fits both (torch's `match_rms_adamw`); Megatron's "
+        "default is 1.",
+        group="optimizer",
+        spec="optim.muon.extra_scale_factor",
+        valid=above(0),
+        needs=NEEDS_MUON,
+    )
+    muon_tp_mode: str = key(
+        "duplicated",
+        "With Muon on tensor-parallel ranks. `duplicated`: every rank gathers whole matrices and "
+        "orthogonalizes them, so that the result is that of one rank. `blockwise`: each its own "
+        "part alone, without messages, which is Megatron's default and another optimizer.",
+        group="optimizer",
+        spec="optim.muon.tp_mode",
+        valid=one_of(
+            "duplicated",
+            "blockwise",
+            later=("distributed",),
+            suggestion="Use duplicated, which has the same result",
+        ),
+        needs=both_needs(NEEDS_MUON, needs_above("model.tensor_model_parallel_size", 1)),
     )
     grad_sync_dtype: str = key(
         "fp32",

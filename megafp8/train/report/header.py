@@ -324,7 +324,7 @@ def state_bytes(state: TrainState) -> StateBytes:
     return StateBytes(
         weights=storage_bytes(t for p in masters.held_params for t in state.backend.memory_of(p)),
         masters=storage_bytes(masters.masters),
-        moments=storage_bytes(t for name in STATES for t in optimizer.state_tensors(name)),
+        moments=storage_bytes(optimizer.all_state_tensors()),
         gradients=storage_bytes([*masters.own_grads, *masters.param_grads, *masters.grads]),
     )
 

@@ -1,0 +1,152 @@
+"""Update the matrices of the layers with Muon (Jordan et al. 2024), as `torch.optim.Muon` does.
+
+    M  = M + (1 - momentum) * (G - M)                 the momentum, in FP32
+    U  = G + momentum * (M - G)                       with Nesterov; otherwise M
+    O  = orthogonalize(U)                             Newton-Schulz iterations, in BF16
+    W  = W * (1 - lr * weight_decay) - lr * scale * O
+
+A matrix is a logical tensor of the model: query, key and value are three (Megatron's
+`muon_split_qkv`), and so are the gate and the other half of a gated MLP. A rank that holds a part
+of a matrix gathers U in BF16, in which the iterations begin anyway, and keeps its part of O; so the
+result depends on the layout only as far as G does. In Megatron's mode `blockwise` a tensor-parallel
+rank orthogonalizes its own part alone, which is another optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from megafp8.models.init import pieces_of
+from megafp8.ops import torch_private
+from megafp8.optim.masters import Masters
+from megafp8.parallel.collectives import Axis
+from megafp8.specs import OptimSpec
+from megafp8.specs.geometry import Piece
+from megafp8.specs.optim import scale_of_muon
+
+UPDATE = torch.bfloat16
+"""The dtype in which torch's Muon orthogonalizes."""
+
+
+class Muon:
+    """Update the segments of `matrices`; another optimizer updates the others.
+
+    segments    what this rank updates
+    momenta     the momentum of each, FP32, in the shape of its master weight
+    """
+
+    def __init__(
+        self, masters: Masters, spec: OptimSpec, matrices: Collection[nn.Parameter], tp: Axis
+    ) -> None:
+        """Make momenta of zeros. `tp` has the ranks with the other parts of tensors."""
+        self.masters, self.spec, self._tp = masters, spec, tp
+        self._chosen = frozenset(matrices)
+        self._matrices = [param for param in masters.params if param in self._chosen]
+        rows = [row for row, s in enumerate(masters.segments) if self.updates(s.param)]
+        self._rows = {masters.segments[row].param: row for row in rows}
+        assert len(self._rows) == len(rows), "a matrix has one segment on a rank"
+        self.segments = [masters.segments[row] for row in rows]
+        self.momenta = [torch.zeros_like(masters.masters[row]) for row in rows]
+        self._momentum_of = dict(zip(self._rows, self.momenta, strict=True))
+        self._shards = masters.shards if masters.holds_rows else Axis("shards")
+
+    def updates(self, param: nn.Parameter) -> bool:
+        """Whether `param` is one of the matrices."""
+        return param in self._chosen
+
+    def describe(self) -> str:
+        """Return what is orthogonalized, for the log."""
+        text = f"Muon for {len(self._matrices)} weights of linears"
+        if self._tp.size > 1:
+            blocks = self.spec.muon.tp_mode == "blockwise"
+            text += (
+                ", each rank's part apart" if blocks else ", gathered from tensor-parallel ranks"
+            )
+        return text
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Apply the gradients in `masters`; all ranks with parts of the same matrices call it.
+
+        Ranks that have rows of a parameter share the work: each orthogonalizes one of as many
+        parameters as there are ranks.
+        """
+        owned = [param for param in self._matrices if self._is_here(param)]
+        size, rank = self._shards.size, self._shards.rank
+        for first in range(0, len(owned), size):
+            group = owned[first : first + size]
+            own: torch.Tensor | None = None
+            for index, param in enumerate(group):
+                gathered = self._gathered(param)
+                if index == rank:
+                    own = gathered
+            if own is not None:
+                own = self._orthogonalized(group[rank], own)
+            for index, param in enumerate(group):
+                result = own if index == rank else None
+                if result is None:
+                    result = torch.empty(param.shape, dtype=UPDATE, device=self.masters.device)
+                self._shards.broadcast(result, source=index)
+                self._apply(param, result, lr)
+
+    def _is_here(self, param: nn.Parameter) -> bool:
+        """Whether this rank takes part in a parameter's update."""
+        return self._shards.size > 1 or param in self._rows
+
+    def _gathered(self, param: nn.Parameter) -> torch.Tensor:
+        """Return U of a parameter, BF16 [rows, columns], of all ranks that have rows of it."""
+        num_rows, columns = param.shape
+        share = -(-num_rows // self._shards.size)
+        own = torch.zeros(share, columns, dtype=UPDATE, device=self.masters.device)
+        if (row := self._rows.get(param)) is not None:
+            momentum = self._momentum_of[param]
+            grad = self.masters.grads[row].view_as(momentum)
+            beta = self.spec.muon.momentum
+            momentum.lerp_(grad, 1 - beta)
+            update = grad.lerp(momentum, beta) if self.spec.muon.nesterov else momentum
+            update = update.view(-1, columns)
+            own[: len(update)] = update
+        return self._shards.gather_rows(own)[:num_rows]
+
+    def _orthogonalized(self, param: nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
+        """Return the update of this tensor-parallel rank's part of a parameter, BF16."""
+        parts, rank, out = [gathered], 0, torch.empty_like(gathered)
+        if self.spec.muon.tp_mode == "duplicated":
+            parts, rank = self._tp.all_gather(gathered.contiguous()), self._tp.rank
+        for piece in pieces_of(param):
+            dim = _sharded_dim(piece) if len(parts) > 1 else None
+            if dim is None:
+                whole = gathered[piece.local].contiguous()
+                out[piece.local] = torch_private.orthogonalize(whole, self.spec.muon.num_steps)
+            else:
+                whole = torch.cat([part[piece.local] for part in parts], dim)
+                result = torch_private.orthogonalize(whole, self.spec.muon.num_steps)
+                out[piece.local] = result.chunk(len(parts), dim)[rank]
+        return out
+
+    def _apply(self, param: nn.Parameter, result: torch.Tensor, lr: float) -> None:
+        """Decay the master of this rank's rows of a parameter, and subtract the update."""
+        if (row := self._rows.get(param)) is None:
+            return
+        columns = param.shape[1]
+        master = self.masters.masters[row].detach().view(-1, columns)
+        first = self.masters.segments[row].begin // columns
+        master.mul_(1 - lr * self.spec.weight_decay)
+        for piece in pieces_of(param):
+            rows = piece.local[0]
+            low, high = max(rows.start, first), min(rows.stop, first + len(master))
+            if low < high:
+                scale = scale_of_muon(self.spec.muon, piece.global_shape)
+                own = master[low - first : high - first, piece.local[1]]
+                own.add_(result[low:high, piece.local[1]], alpha=-lr * scale)
+
+
+def _sharded_dim(piece: Piece) -> int | None:
+    """Return the dim in which tensor-parallel ranks have parts of a logical tensor, or None."""
+    sizes = (part.stop - part.start for part in piece.local)
+    found = [d for d, own in enumerate(sizes) if own != piece.global_shape[d]]
+    assert len(found) <= 1, piece
+    return found[0] if found else None

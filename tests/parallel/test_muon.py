@@ -1,0 +1,97 @@
+"""Muon on two ranks of every kind of parallelism against one process, within the matrix's bounds.
+
+A rank that holds a part of a matrix must orthogonalize the whole one. The bound of losses is three
+times the spread of one process whose embeddings differ by one rounding step, as in the matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import FsdpSpec, MuonSpec, ParallelSpec
+from tests.parallel import matrix, rank_work
+from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.test_tensor_parallel import assembled
+from tests.ranks import run_ranks
+from tests.tiny import gpt_spec, optim_spec
+
+MUON, ZERO = optim_spec(name="muon"), optim_spec(name="dist_muon")
+SMALL: dict[str, Any] = {"steps": 6, "num_microbatches": 2}
+GROUPED = gpt_spec(
+    num_query_groups=2, bias=False, activation="swiglu", normalization="rmsnorm", num_layers=4
+)
+LAYOUTS = {
+    "tp 2, sp": (MUON, ParallelSpec(tp=2, sequence_parallel=True)),
+    "pp 2": (MUON, ParallelSpec(pp=2)),
+    "cp 2": (MUON, ParallelSpec(cp=2)),
+    "dp 2": (MUON, ParallelSpec()),
+    "dp 2, ZeRO-1": (ZERO, ParallelSpec()),
+    "dp 2, FSDP full": (MUON, ParallelSpec(fsdp=FsdpSpec())),
+}
+
+
+def case_of(precision: str, layout: str = "", **changes: Any) -> Case:
+    optim, spec = LAYOUTS.get(layout, (MUON, ParallelSpec()))
+    return matrix.case_of(precision, spec, **{"optim": optim, **SMALL, **changes})
+
+
+def one_process(precision: str, merged: int, **changes: Any) -> tuple[Outcome, float]:
+    case = case_of(precision, merged=merged, **changes)
+    one = run_case(case, single_rank())
+    return one, 3 * matrix.spread(case, one)
+
+
+def train(layout: str, cases: dict[str, Case]) -> dict[str, list[Outcome]]:
+    results = run_ranks(rank_work.run_layouts, 2, {"cases": cases}, timeout=600)
+    return {name: [result[name] for result in results] for name in cases}
+
+
+@pytest.mark.parametrize("precision", ["FP32", "FP8 delayed"])
+def test_two_ranks_train_as_one_process(precision: str) -> None:
+    ones = {merged: one_process(precision, merged) for merged in (1, 2)}
+    found = {}
+    for layout in LAYOUTS:
+        one, bound = ones[2 if "dp 2" in layout else 1]
+        ranks = train(layout, {precision: case_of(precision, layout)})[precision]
+        found[layout] = ranks
+        kind = "BF16" if precision == "FP32" else precision  # updates are in BF16
+        line, good = matrix.row(layout, kind, ranks, one, bound)
+        assert good, line
+    # two ranks add the same two numbers, however they send them
+    same = [assembled([r.weights for r in found[n]]) for n in ("dp 2", "dp 2, ZeRO-1")]
+    assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+
+
+def test_grouped_queries_and_gated_layers_on_tensor_parallel_ranks() -> None:
+    """Query, key, value, gate and the other half are matrices of their own on each rank."""
+    one, bound = one_process("FP32", 1, model=GROUPED)
+    (ranks,) = train("tp 2, sp", {"FP32": case_of("FP32", "tp 2, sp", model=GROUPED)}).values()
+    line, good = matrix.row("tp 2, sp", "BF16", ranks, one, bound)
+    assert good, line
+
+
+@pytest.mark.parametrize(
+    ("bug", "layout"),
+    [
+        ("muon orthogonalizes its own part", "tp 2, sp"),
+        ("muon takes another rank's part", "tp 2, sp"),
+        ("muon sees this rank's rows alone", "dp 2, FSDP full"),
+    ],
+)
+def test_planted_bugs_leave_the_bounds(bug: str, layout: str) -> None:
+    one, bound = one_process("FP32", 2 if "dp 2" in layout else 1)
+    ranks = train(layout, {"FP32": case_of("FP32", layout, bug=bug)})["FP32"]
+    assert max(matrix.distance(rank.losses, one.losses) for rank in ranks) > bound
+
+
+def test_blocks_need_no_message_and_are_another_optimizer() -> None:
+    one, bound = one_process("FP32", 1)
+    blocks = replace(MUON, muon=MuonSpec(tp_mode="blockwise"))
+    ranks = train("tp 2, sp", {"FP32": case_of("FP32", "tp 2, sp", optim=blocks)})["FP32"]
+    assert matrix.distance(ranks[0].losses, one.losses) > bound
+    assert not any(dtype == "bfloat16" for _, _, dtype in ranks[0].traffic)
