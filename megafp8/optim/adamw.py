@@ -219,6 +219,10 @@ class AdamW:
         self._num_updates = count
         set_count(self._kernel, self._torch, count)
 
+    def num_states(self, param: nn.Parameter) -> int:
+        """Return how many states each element of a parameter has, beside its master weight."""
+        return 1 if self._muon is not None and self._muon.updates(param) else len(STATES)
+
     def states(self) -> Iterator[tuple[str, list[tuple[Segment, ScaledTensor]]]]:
         """Yield the name of each kind of state, and what each segment that has one has of it."""
         one, fp32 = torch.ones((), device=self.masters.device), STORAGE_FORMATS["fp32"]

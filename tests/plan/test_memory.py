@@ -277,6 +277,9 @@ def jobs_of(layout: str) -> Iterator[RunSpec]:
             yield stored_job(layout, optim_spec(**choices), fp8)
         for choices in SHARED.values():
             yield stored_job(layout, optim_spec(name=ZERO.name, **choices), fp8)
+        yield stored_job(layout, optim_spec(name="muon"), fp8)
+        if fp8 is not IN_FP8_ALONE:
+            yield stored_job(layout, optim_spec(name="dist_muon"), fp8)
 
 
 def live(spec: RunSpec, rank: int) -> tuple[HeldBytes, int, int]:

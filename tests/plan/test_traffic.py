@@ -132,6 +132,10 @@ CASES: dict[str, tuple[int, Case]] = {
         ParallelSpec(), 4, fp8=MIXED, optim=replace(ZERO, storage=O2), model=ODD
     ),
     "O3, zero": case(ParallelSpec(), fp8=IN_FP8, optim=replace(ZERO, storage=O2)),
+    "Muon, tp": case(SEQUENCE, 2, fp8=DELAYED, optim=optim_spec(name="muon")),
+    "Muon, pp": case(ParallelSpec(pp=2), 2, optim=optim_spec(name="muon")),
+    "Muon, zero": case(ParallelSpec(), 2, fp8=DELAYED, optim=optim_spec(name="dist_muon")),
+    "Muon, fsdp": case(fsdp("full"), 2, fp8=DELAYED, optim=optim_spec(name="muon")),
     "O3, tp x pp": case(replace(SEQUENCE, pp=2), 4, fp8=IN_FP8, optim=optim_spec(storage=O2)),
 }
 OF_MATRIX = [name for name in LAYOUTS if kind_of(name) == ""]
@@ -179,7 +183,7 @@ def check(name: str, rank: int, outcomes: list[dict[str, Measured]]) -> None:
     assert dict(counted) == dict(planned(spec, pipeline_rank)), f"{name}, rank {rank}"
     held = rank_memory(spec, pipeline_rank).held.total
     own = measured.held
-    if spec.optim.shards_states and not spec.optim.storage.is_plain:
+    if spec.optim.shards_states and (spec.optim.owns_whole or not spec.optim.storage.is_plain):
         own = max(outcome[name].held for outcome in outcomes)
     assert held == pytest.approx(own, rel=0.05), f"{name}, rank {rank}"
 
@@ -189,6 +193,14 @@ def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
     cases = {name: real for name, (_, real) in CASES.items() if name.startswith("sequence, ")}
     work = plan_traffic_work.measure
     measured = run_ranks(work, 2, {"cases": cases}, timeout=300)
+    for rank in range(2):
+        for name in cases:
+            check(name, rank, measured)
+
+
+def test_a_plan_has_muons_messages_and_states() -> None:
+    cases = {name: real for name, (_, real) in CASES.items() if name.startswith("Muon")}
+    measured = run_ranks(plan_traffic_work.measure, 2, {"cases": cases}, timeout=600)
     for rank in range(2):
         for name in cases:
             check(name, rank, measured)

@@ -171,7 +171,9 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     held = state_bytes(state)
     if not spec.optim.storage.is_plain:
         return [_shares_of_stored(state.masters, held)]
-    whole = 12 * sum(param.numel() for param in state.masters.params)
+    numbers = (1 + state.optimizer.num_states(param) for param in state.masters.params)
+    params = zip(state.masters.params, numbers, strict=True)
+    whole = sum(4 * count * param.numel() for param, count in params)
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
     kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
     gradients = "and all gradients" if fsdp is None else "and the same part of the gradients"

@@ -1,0 +1,61 @@
+"""Runs with Muon that are killed, continue, and move between layouts."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.train.runs import Place
+
+STABLE = ["model.optim.sched.name=WSD", "model.optim.sched.warmup_steps=1",
+          "model.optim.sched.wsd_decay_steps=0", "model.fp8=True"]  # fmt: skip
+LAYOUTS = {
+    "one": ["model.optim.name=muon"],
+    "ZeRO-1": ["model.optim.name=dist_muon", "trainer.devices=2"],
+    "FSDP": ["model.optim.name=muon", "trainer.devices=2", "model.fsdp=True"],
+    "tp 2": [
+        "model.optim.name=muon",
+        "trainer.devices=2",
+        "model.tensor_model_parallel_size=2",
+        "model.sequence_parallel=True",
+    ],
+}
+
+
+def train(place: Place, layout: str, steps: int, name: str) -> list[float]:
+    """Train to a step, and return the losses of all steps of the run."""
+    words = [*STABLE, *LAYOUTS[layout], f"trainer.max_steps={steps}", f"exp_manager.name={name}"]
+    done = place.run(*words)
+    assert done.code == 0, done.output
+    return [row["loss"] for row in place.metrics(name) if "loss" in row]
+
+
+@pytest.mark.parametrize("layout", ["one", "ZeRO-1", "FSDP", "tp 2"])
+def test_a_run_in_two_parts_has_the_bits_of_one(place: Place, layout: str) -> None:
+    whole = train(place, layout, 6, "whole")
+    train(place, layout, 3, "parts")
+    assert train(place, layout, 6, "parts") == whole and len(whole) == 6
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", "tp 2"])
+def test_a_killed_rank_costs_no_bit(place: Place, layout: str) -> None:
+    whole = train(place, layout, 6, "whole")
+    words = [*STABLE, *LAYOUTS[layout], "trainer.max_steps=6", "exp_manager.name=job"]
+    killed = place.run(*words, fault=["in_rank", 1, "signalled", int(signal.SIGKILL), 4])
+    assert killed.code != 0
+    assert train(place, layout, 6, "job") == whole
+
+
+def test_a_run_moves_through_every_layout(place: Place) -> None:
+    """Its losses stay near those of one rank: within 1e-2, ten times what FP8 alone moves them."""
+    whole = train(place, "one", 8, "whole")
+    for step, layout in zip((2, 4, 6, 8), ("tp 2", "FSDP", "ZeRO-1", "one"), strict=True):
+        found = train(place, layout, step, "moved")
+    assert found == pytest.approx(whole, rel=1e-2)
+
+
+def test_adamw_may_not_continue_muon(place: Place) -> None:
+    train(place, "one", 2, "job")
+    done = place.run(*STABLE, "trainer.max_steps=4")
+    assert done.code != 0 and "model.optim.name" in done.output
