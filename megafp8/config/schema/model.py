@@ -29,7 +29,7 @@ from megafp8.config.values import GELUS, spell_activation
 ROPE = needs("model.position_embedding_type", "rope")
 SCALED = needs("model.scale_positional_embedding", True)
 _FACTOR = "model.yarn_rotary_scaling_factor"
-YARN = Need(_FACTOR, f"{_FACTOR}", lambda values: values[_FACTOR] is not None)
+YARN = Need(_FACTOR, f"{_FACTOR}", lambda values: values.get(_FACTOR) is not None)
 SCALED_OR_YARN = Need(
     SCALED.key,
     f"{SCALED.text} or {_FACTOR}",
