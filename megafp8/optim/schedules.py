@@ -14,6 +14,13 @@ from megafp8.specs import OptimSpec
 from megafp8.specs.optim import WsdDecay
 
 Formula = Callable[[OptimSpec, int], float]
+WSD_DECAYS: dict[WsdDecay, Callable[[float], float]] = {
+    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""What is left of the rate above `min_lr`, by the progress of the decay from 0 to 1."""
 
 
 def learning_rate(spec: OptimSpec, step: int) -> float:
@@ -177,14 +184,6 @@ def _warmup_stable_decay(spec: OptimSpec, s: int) -> float:
     left = WSD_DECAYS[schedule.wsd_decay_style](since / schedule.wsd_decay_steps)
     return schedule.min_lr + left * (spec.lr - schedule.min_lr)
 
-
-WSD_DECAYS: dict[WsdDecay, Callable[[float], float]] = {
-    "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": lambda progress: 0.5 * (math.cos(math.pi * progress) + 1.0),
-    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
-}
-"""What is left of the rate above `min_lr`, by the progress of the decay from 0 to 1."""
 
 FORMULAS: dict[str, Formula] = {
     "CosineAnnealing": _cosine,

@@ -31,8 +31,7 @@ LAYOUT_KEYS = (
 """The settings that a layout decides."""
 STAGE_KEYS = LAYOUT_KEYS[3:6]
 """Those that say which stages a pipeline rank has, and in which order it runs them."""
-ZERO = "distributed_fused_adam"
-PLAIN = {ZERO: "fused_adam"}
+PLAIN = {"distributed_fused_adam": "fused_adam", "dist_muon": "muon"}
 """The optimizer that does the same without sharding its state."""
 FULL = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
 
@@ -131,7 +130,7 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                 train = replace(spec.train, micro_batch_size=micro)
                 shared = dp * parallel.cp > 1
                 plain = replace(spec.optim, name=PLAIN.get(spec.optim.name, spec.optim.name))
-                zero = replace(spec.optim, name=ZERO) if shared else plain
+                zero = replace(spec.optim, name=_sharded_name(spec)) if shared else plain
                 pipelines = list(_pipelines(model.num_layers, pp, num_microbatches))
                 for recompute in (None, FULL):
                     made = replace(model, recompute=recompute)
@@ -159,3 +158,11 @@ def _pipelines(num_layers: int, pp: int, num_microbatches: int) -> Iterator[Pipe
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _sharded_name(spec: RunSpec) -> str:
+    """Return the optimizer that shards its state; Muon's may not send weights kept in FP8."""
+    fp8 = spec.precision.fp8
+    if not spec.optim.uses_muon:
+        return "distributed_fused_adam"
+    return "muon" if fp8 is not None and fp8.params_in_fp8 else "dist_muon"

@@ -8,6 +8,7 @@ from itertools import combinations
 from typing import Any
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from megafp8.errors import ConfigError
 from megafp8.fp8.build import linear_quantizer
@@ -23,13 +24,14 @@ from megafp8.plan.time import (
     FUSED_ACTIVATIONS,
     Achieved,
     model_flops_utilization,
+    muon_flops,
     step_time,
     tokens_per_step,
     why_fp8_pays_little,
     without_fp8,
 )
 from megafp8.plan.traffic import Message
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, MuonSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
@@ -44,7 +46,7 @@ from tests.fp8.kernels.test_layer_counts import (
     state_of,
 )
 from tests.fp8.kernels.test_layer_counts import tally as tally
-from tests.tiny import gpt_spec, optim_spec, run_spec
+from tests.tiny import build_run, gpt_spec, optim_spec, run_spec
 
 H200 = KNOWN["h200"]
 NO_HOST = Achieved(launch_microseconds=0.0)
@@ -499,3 +501,31 @@ def test_a_search_takes_back_schedule_and_recomputation() -> None:
         assert "model.pipeline_schedule=null" in words
         granularity = "null" if layout.spec.model.recompute is None else "full"
         assert f"model.activations_checkpoint_granularity={granularity}" in words
+
+
+@pytest.mark.parametrize("mode", ["duplicated", "blockwise"])
+def test_muons_operations_are_those_of_its_products(mode: str) -> None:
+    """Counted by torch in an update of a model with grouped queries and a gated MLP."""
+    model = gpt_spec(num_query_groups=2, bias=False, activation="swiglu", normalization="rmsnorm")
+    optim = replace(optim_spec(name="muon"), muon=MuonSpec(tp_mode=mode))  # type: ignore[arg-type]
+    state = build_run(model=model, optim=optim)
+    with FlopCounterMode(display=False) as counter:
+        state.optimizer.step(1)
+    spec = run_spec(model=model, optim=optim)
+    assert counter.get_total_flops() == sum(muon_flops(spec, p) for p in rank_shape(spec, 0).params)
+    if mode == "blockwise":  # of a rank that has half of the output features or of the input's
+        halves = replace(spec, parallel=ParallelSpec(tp=2))
+        whole, half = (
+            sum(muon_flops(s, p) for p in rank_shape(s, 0).params) for s in (spec, halves)
+        )
+        assert half < whole / 2
+
+
+@pytest.mark.parametrize(
+    ("fp8", "sharded"), [(Fp8Recipe(), "dist_muon"), (Fp8Recipe(params_in_fp8=True), "muon")]
+)
+def test_a_search_keeps_muon(fp8: Fp8Recipe, sharded: str) -> None:
+    spec = replace(job(ranks=4), optim=optim_spec(name="muon"))
+    spec = replace(spec, precision=replace(spec.precision, fp8=fp8))
+    names = {found.optim.name for found in layouts(spec) if found.parallel.fsdp is None}
+    assert names - {"muon"} == {sharded} - {"muon"}
