@@ -5,7 +5,7 @@ Only safetensors and JSON files are read and written; nothing is unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,8 @@ def write_folder(
     dtype: torch.dtype,
     eod_id: int | None,
     num_tokens: int | None = None,
+    family: str | None = None,
+    generation: Mapping[str, Any] | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write a model into a new or empty folder as transformers reads it; return the files' paths.
@@ -66,25 +68,27 @@ def write_folder(
         eod_id: The token that ends a document.
         num_tokens: The tokenizer's vocabulary. Rows beyond it are padding, which the configuration
             of generation suppresses.
+        family: The family to write, by default the first one that can express the model.
+        generation: A configuration of generation to keep.
         max_file_bytes: The largest size of a file of weights, if it holds more than one tensor.
 
     Raises:
-        ConversionError: Neither architecture can express the model.
+        ConversionError: No family can express the model.
         RunError: The folder is not empty.
         CheckpointError: A file cannot be written; the folder is then empty.
     """
-    config = to_config(spec, dtype, eod_id)
+    config = to_config(spec, dtype, eod_id, family)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
-    generation: dict[str, Any] = {"do_sample": False, "eos_token_id": eod_id}
-    generation |= {"bos_token_id": eod_id, "pad_token_id": eod_id}
+    ends = {"eos_token_id": eod_id, "bos_token_id": eod_id, "pad_token_id": eod_id}
+    own = {"do_sample": False, **ends, **(generation or {})}
     if num_tokens is not None and num_tokens < spec.vocab_size:
-        generation["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
+        own["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
     with os_errors_reported(folder, "exporting a model"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             files = _write_weights(folder, spec, read, dtype, max_file_bytes)
-            write_json_atomically(folder / GENERATION_CONFIG, generation)
+            write_json_atomically(folder / GENERATION_CONFIG, own)
             write_json_atomically(folder / CONFIG, config)
         except BaseException:
             for (

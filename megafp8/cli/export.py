@@ -1,6 +1,6 @@
 """Write a run's model as a folder that Hugging Face's transformers loads.
 
-megafp8 export RUN DIR [--dtype float32]
+megafp8 export RUN DIR [--dtype float32] [--family NAME]
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megafp8.checkpoint.families import FAMILIES
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
 from megafp8.files import whole_folder
-from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets_in_files
+from megafp8.runs.tokenizer import (
+    copy_tokenizer,
+    find_tokenizer,
+    read_generation,
+    refuse_secrets_in_files,
+    with_all_files,
+)
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
@@ -37,18 +44,24 @@ def main(argv: Sequence[str]) -> int:
         default="float32",
         help="dtype of the weights (default: float32, which is exact)",
     )
+    parser.add_argument(
+        "--family",
+        choices=list(FAMILIES),
+        help="family of models to write (default: the first of these that can express the model)",
+    )
     options = parser.parse_args(argv)
-    export(options.run, options.dir, dtype_named(options.dtype))
+    export(options.run, options.dir, dtype_named(options.dtype), options.family)
     return ExitCode.FINISHED
 
 
-def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
+def export(run: Path, folder: Path, dtype: torch.dtype, family: str | None = None) -> None:
     """Write the model of a run, and its tokenizer if it has one, into a folder.
 
     Args:
         run: A run's directory, or one of its checkpoints.
         folder: A new or empty folder.
         dtype: The dtype of the weights that are written.
+        family: The family of models, by default the first one that can express the model.
 
     Raises:
         UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
@@ -63,16 +76,27 @@ def export(run: Path, folder: Path, dtype: torch.dtype) -> None:
     checkpoint = find_checkpoint(run, say)
     reader = Reader(checkpoint)
     spec, home = shape_of(reader), home_of(checkpoint)
+    config = reader.meta.get("config")
+    home = with_all_files(home, config.get("restore_from_path") if isinstance(config, dict) else "")
     refuse_secrets_in_files(home)
     tokenizer = find_tokenizer(home)
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
     with whole_folder(folder, last=CONFIG) as build:
-        files = write_folder(build, spec, read, dtype=dtype, eod_id=eod_id, num_tokens=num_tokens)
+        files = write_folder(
+            build,
+            spec,
+            read,
+            dtype=dtype,
+            eod_id=eod_id,
+            num_tokens=num_tokens,
+            family=family,
+            generation=read_generation(home),
+        )
         copied = copy_tokenizer(home, build)
     is_foreign = tokenizer is not None and tokenizer.file_name != JSON_FILE
-    say(f"{checkpoint} as {architecture(spec)}, {str(dtype).removeprefix('torch.')}:")
+    say(f"{checkpoint} as {architecture(spec, family)}, {str(dtype).removeprefix('torch.')}:")
     for name in [*(file.name for file in files), *copied]:
         say(f"  {folder / name}")
     if is_foreign:

@@ -1,4 +1,4 @@
-"""Import a GPT-2 or Llama of Hugging Face's transformers, to train it further.
+"""Import a model of Hugging Face's transformers (GPT-2, Llama, Mistral, Qwen), to train it further.
 
 megafp8 import MODEL DIR
 
@@ -36,11 +36,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _say(model: Path, folder: Path, imported: Imported) -> None:
     """Print what was imported, and the commands that train it."""
-    from megafp8.checkpoint.huggingface import architecture
     from megafp8.train.huggingface import CONFIG, OPTIM
 
     spec = imported.spec
-    say(f"{model}, {architecture(spec)} of {spec.num_layers} layers: {imported.checkpoint}")
+    say(f"{model}, {imported.family} of {spec.num_layers} layers: {imported.checkpoint}")
     missing = f"none in {model}; copy the model's tokenizer into {folder}"
     say(f"tokenizer: {', '.join(imported.tokenizer_files) or missing}")
     say(

@@ -18,7 +18,7 @@ from megafp8.files import (
     run_errors_reported,
     write_json_atomically,
 )
-from megafp8.foreign import ForeignFileError, member
+from megafp8.foreign import ForeignFileError, member, read_object
 from megafp8.secrets import hide_values
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -33,6 +33,8 @@ OWN_CLASSES = {
 }
 """The class in `tokenizer_config.json` for kinds that transformers does not read. It makes
 transformers refuse the folder."""
+
+GENERATION_CONFIG = "generation_config.json"
 
 FILES = (
     JSON_FILE,
@@ -122,6 +124,39 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     if found is not None and found.name == EXPORTED_SENTENCEPIECE:
         return load_sentencepiece(found, end)
     return None if found is None else load_tokenizer(found, end)
+
+
+def with_all_files(home: Path, started_from: object) -> Path:
+    """Return the folder whose files of the tokenizer an export of a run takes.
+
+    It is the run's own, or that of the model that the run started from if it has the same
+    tokenizer: it may also have a chat template, special tokens and a configuration of generation.
+
+    Args:
+        home: The run's directory.
+        started_from: What the run's settings have as `restore_from_path`.
+    """
+    if not isinstance(started_from, str) or not Path(started_from).is_dir():
+        return home
+    own, first = find_tokenizer(home), find_tokenizer(Path(started_from))
+    is_same = own is not None and first is not None and own.digest == first.digest
+    return Path(started_from) if is_same else home
+
+
+def read_generation(home: Path) -> dict[str, Any]:
+    """Return the configuration of generation in a model's folder, empty if there is none.
+
+    Raises:
+        DataError: The file cannot be read as a JSON object, or is a link that leaves the folder.
+    """
+    path = _member(home, GENERATION_CONFIG)
+    if path is None:
+        return {}
+    try:
+        return read_object(path)
+    except (OSError, ForeignFileError) as error:
+        hint = "Repair it, or remove it from the folder"
+        raise DataError(path, "generation", f"cannot be read: {error}", hint) from error
 
 
 def is_own(config: dict[str, Any]) -> bool:

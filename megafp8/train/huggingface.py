@@ -1,4 +1,4 @@
-"""Write a GPT-2 or Llama of Hugging Face's transformers as a folder that a run can start from."""
+"""Write a model of Hugging Face's transformers as a folder that a run can start from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ import torch
 import yaml
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.huggingface import architecture, end_of_text, from_config
+from megafp8.checkpoint.huggingface import end_of_text, from_config
 from megafp8.checkpoint.huggingface_files import read_config, read_tensors
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
 from megafp8.config.architecture import tree_of_spec
-from megafp8.files import run_errors_reported, whole_folder, write_atomically
+from megafp8.files import (
+    run_errors_reported,
+    whole_folder,
+    write_atomically,
+    write_json_atomically,
+)
 from megafp8.runs.find import CHECKPOINTS_DIR
-from megafp8.runs.tokenizer import copy_tokenizer, find_tokenizer, refuse_secrets_in_files
+from megafp8.runs.tokenizer import (
+    GENERATION_CONFIG,
+    copy_tokenizer,
+    find_tokenizer,
+    read_generation,
+    refuse_secrets_in_files,
+)
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train.load_model import MODEL
@@ -29,7 +40,9 @@ which GPT-2 and Llama were trained; the default job's is for a model of width 25
 
 
 class Imported(NamedTuple):
-    """Say what was imported: the model's shape, its checkpoint, and the tokenizer's files."""
+    """Say what was imported: a model of which family and shape, and where it and its files are."""
+
+    family: str
 
     spec: GPTSpec
     checkpoint: Path
@@ -50,7 +63,7 @@ def import_model(model: Path, folder: Path) -> Imported:
     spec = from_config(config, model / "config.json")
     with whole_folder(folder, last=CHECKPOINTS_DIR) as build:
         checkpoint, copied = _build(model, folder, build, config, spec)
-    return Imported(spec, folder / checkpoint.relative_to(build), copied)
+    return Imported(config["model_type"], spec, folder / checkpoint.relative_to(build), copied)
 
 
 def _build(
@@ -70,9 +83,11 @@ def _build(
             spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
         ),
     }
-    meta = {"config": {"model": tree}, "eod_id": first, "imported_from": architecture(spec)}
+    meta = {"config": {"model": tree}, "eod_id": first, "imported_from": config["model_type"]}
     checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
     copied = copy_tokenizer(model, build)
+    if generation := read_generation(model):
+        write_json_atomically(build / GENERATION_CONFIG, generation)
     own = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),

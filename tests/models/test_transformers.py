@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint import huggingface_files as hf_files
 from megafp8.errors import CheckpointError
+from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
@@ -47,7 +48,24 @@ LLAMA_CASES: dict[str, dict[str, Any]] = {
     "llama geglu tanh": LLAMA | dict(activation="geglu-tanh"),
     "llama reglu": LLAMA | dict(activation="reglu"),
 }
-CASES = GPT2_CASES | LLAMA_CASES
+SCALED: dict[str, Any] = dict(
+    scale_positional_embedding=True, rotary_base=500000.0, original_max_position_embeddings=8,
+)  # fmt: skip
+YARN: dict[str, Any] = dict(yarn_rotary_scaling_factor=4.0, original_max_position_embeddings=32)
+GROUPED = LLAMA | dict(num_query_groups=2)
+QWEN2 = GROUPED | dict(add_qkv_bias=True, layernorm_epsilon=1e-6)
+QWEN3 = GROUPED | dict(qk_layernorm=True, kv_channels=16, layernorm_epsilon=1e-6)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3.1": ("llama", GROUPED | SCALED),
+    "llama 3.2": ("llama", GROUPED | SCALED | dict(share_embeddings_and_output_weights=True)),
+    "qwen2": ("qwen2", QWEN2 | dict(rotary_base=1e6)),
+    "qwen2 yarn, tied": ("qwen2", QWEN2 | YARN | dict(share_embeddings_and_output_weights=True)),
+    "qwen3": ("qwen3", QWEN3 | dict(rotary_base=1e6)),
+    "qwen3 yarn, tied": ("qwen3", QWEN3 | YARN | dict(share_embeddings_and_output_weights=True)),
+    "mistral": ("mistral", GROUPED),
+    "mistral, wide heads": ("mistral", GROUPED | dict(kv_channels=32)),
+}
+CASES = GPT2_CASES | LLAMA_CASES | {name: changes for name, (_, changes) in FAMILIES.items()}
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -73,9 +91,13 @@ def logical(model: GPT, gradients: bool = False) -> dict[str, torch.Tensor]:
     return found
 
 
-def counterpart(model: GPT, dtype: torch.dtype) -> Any:
+def family_of(case: str) -> str | None:
+    return FAMILIES[case][0] if case in FAMILIES else None
+
+
+def counterpart(model: GPT, dtype: torch.dtype, family: str | None = None) -> Any:
     """transformers' model with the same weights."""
-    config = hf.to_config(model.spec, dtype, None)
+    config = hf.to_config(model.spec, dtype, None, family)
     kind = transformers.AutoConfig.for_model(**config)
     theirs = transformers.AutoModelForCausalLM.from_config(kind, attn_implementation="sdpa")
     theirs = theirs.to(dtype).train()
@@ -98,12 +120,11 @@ def rms_norm_in_its_dtype(self: Any, hidden_states: torch.Tensor) -> torch.Tenso
 def test_logits_and_gradients(
     case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    if dtype == torch.float64:
-        monkeypatch.setattr(LlamaRMSNorm, "forward", rms_norm_in_its_dtype)
     model = randomized(gpt_spec(num_layers=3, num_attention_heads=4, **CASES[case]), dtype)
-    theirs = counterpart(model, dtype)
+    theirs = counterpart(model, dtype, family_of(case))
+    for norm in {type(m) for m in theirs.modules() if type(m).__name__.endswith("RMSNorm")}:
+        if dtype == torch.float64:
+            monkeypatch.setattr(norm, "forward", rms_norm_in_its_dtype)
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, VOCAB, (3, 16), generator=generator)
     targets = torch.randint(0, VOCAB, (3, 16), generator=generator)
@@ -122,6 +143,27 @@ def test_logits_and_gradients(
         assert_close(hf.to_theirs(entry, ours.__getitem__), gradient, dtype, entry.theirs)
         seen += len(entry.ours)
     assert seen == len(ours), "every tensor of ours has been compared"
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_greedy_continuation(case: str) -> None:
+    """With a cache on both sides, token by token after a prompt of seven."""
+    family, changes = FAMILIES[case]
+    spec = gpt_spec(num_layers=3, num_attention_heads=4, max_position_embeddings=64, **changes)
+    model = randomized(spec, torch.float32).eval()
+    theirs = counterpart(model, torch.float32, family).eval()
+    prompt = torch.arange(7)[None] * 11 % VOCAB
+    expected = theirs.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=24, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    found, cache, new = prompt, KVCache(), prompt
+    with torch.no_grad():
+        for _ in range(24):
+            new = model.logits(new, cache)[:, -1:].argmax(-1)
+            found = torch.cat((found, new), 1)
+    assert torch.equal(found, expected)
+    assert len(set(found[0, 7:].tolist())) > 3, "the weights say something"
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype, name: str) -> None:
@@ -167,6 +209,7 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
         own.__getitem__,
         dtype=torch.float32,
         eod_id=3,
+        family=family_of(case),
         max_file_bytes=10_000,  # several files
     )
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")

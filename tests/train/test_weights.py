@@ -151,7 +151,10 @@ def test_import_and_export_keep_the_end_token(imported: Path, tmp_path: Path) ->
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    config = json.loads((tmp_path / "again" / "generation_config.json").read_text())
+    folders = (tmp_path / "again", imported / "theirs")
+    again, first = (json.loads((f / "generation_config.json").read_text()) for f in folders)
+    assert again["eos_token_id"] == first["eos_token_id"] == [7, 8], "all ends are kept"
+    config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["eos_token_id"] == 7
 
 
@@ -174,7 +177,7 @@ def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:
         ({"model_type": "bert"}, 'model_type is "bert"'),
         ({"hidden_act": "mish"}, 'hidden_act is "mish"'),
         ({"mlp_bias": True}, "mlp_bias is true"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type is "yarn"'),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, 'rope_type is "dynamic"'),
         ({"num_hidden_layers": None}, "config.json"),
         ({"num_hidden_layers": 2}, "lacks model.layers.1"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
