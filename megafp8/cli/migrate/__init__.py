@@ -1,15 +1,17 @@
-"""Translate a YAML of NeMo or Accelerate into a configuration of megafp8.
+"""Translate settings of Megatron-LM, Megatron Bridge, NeMo or Accelerate into ours.
 
-megafp8 migrate FILE [-o OUTPUT]
+megafp8 migrate FILE [ARGUMENT ...] [--env NAME=VALUE] [-o OUTPUT]
+megafp8 migrate --line 'pretrain_gpt.py --num-layers 24 ...' -o OUTPUT
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megafp8.cli import job
-from megafp8.cli.migrate import accelerate, nemo
+from megafp8.cli.migrate import accelerate, bridge, megatron, nemo
 from megafp8.cli.migrate.report import (
     Migration,
     check_written,
@@ -23,6 +25,8 @@ from megafp8.errors import ExitCode
 from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, parse_yaml, read_bytes
 from megafp8.secrets import say
 
+_GIVE_ONE = "Give a script of Megatron, or a YAML of Megatron Bridge, NeMo or Accelerate"
+
 
 @job.reports_errors
 def main(argv: Sequence[str]) -> int:
@@ -31,18 +35,32 @@ def main(argv: Sequence[str]) -> int:
     Returns 0 if the new file loads, and 2 if something must be decided or an error was printed.
     """
     parser = job.command_parser("migrate", __doc__)
-    parser.add_argument("file", type=Path, help="NeMo's or Accelerate's YAML, which is not changed")
+    parser.add_argument(
+        "file", type=Path, nargs="?",
+        help="a script of Megatron, or a YAML of Megatron Bridge, NeMo or Accelerate; it is not "
+        "changed, and nothing of it is run",
+    )  # fmt: skip
+    parser.add_argument("argument", nargs="*", help="the script's own arguments: $1, $2, ...")
+    parser.add_argument("--line", help="a command of Megatron's, instead of a file")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE",
+        help="a variable that the script reads from its environment",
+    )  # fmt: skip
     parser.add_argument(
         "-o", "--output", type=Path, help="the new file (default: NAME.megafp8.yaml beside FILE)"
     )
     options = parser.parse_args(argv)
-    migration = migrate(_read(options.file), options.file.name)
+    if (options.file is None) is (options.line is None):
+        raise SettingError("file", None, "give a file or --line, one of the two", _GIVE_ONE)
+    file = options.file or Path("megatron.sh")
+    text = _read(file) if options.line is None else options.line + "\n"
+    migration = migrate(text, file.name, options.argument, _environment(options.env))
     leave_out_secrets(migration)
-    target = write_beside(options.file, migration.text(options.file.name), options.output)
+    target = write_beside(file, migration.text(file.name), options.output)
     if not migration.undecided and (problems := _problems_of(target)):
         for problem in problems:
             migration.decide(problem.key, problem.value, problem.reason, problem.hint)
-        rewrite(target, migration.text(options.file.name))
+        rewrite(target, migration.text(file.name))
     say(migration.report().rstrip("\n"))
     say(f"written: {target}")
     if migration.undecided:
@@ -53,25 +71,51 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
-def migrate(text: str, source: str) -> Migration:
-    """Return the translation of a NeMo or Accelerate YAML; `source` names it in messages.
+def migrate(
+    text: str,
+    source: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Migration:
+    """Return the translation of a script or a YAML.
+
+    Args:
+        text: The content of the file.
+        source: The file's name, for messages and to tell a script from a YAML.
+        arguments: A script's own arguments.
+        environment: Variables that a script does not set.
 
     Raises:
-        SettingError: The text is not a YAML of settings.
+        SettingError: The text has no settings, or cannot be read.
     """
+    migration = Migration()
+    if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
+        megatron.translate_script(text, migration, arguments, environment or {})
+        return migration
     try:
         tree = parse_yaml(text)
     except ForeignFileError as error:
         raise SettingError(source, None, str(error), "Correct the file") from error
     if not isinstance(tree, dict) or not tree:
-        raise SettingError(source, None, "has no settings", "Give a NeMo or Accelerate YAML")
-    migration = Migration()
-    if any(mark in tree for mark in accelerate.MARKS):
+        raise SettingError(source, None, "has no settings", _GIVE_ONE)
+    if bridge.is_bridges(tree):
+        bridge.translate_bridge(tree, migration)
+    elif any(mark in tree for mark in accelerate.MARKS):
         accelerate.translate_accelerate(tree, migration)
         check_written(migration)
     else:
         nemo.translate_nemo(tree, migration)
     return migration
+
+
+def _environment(given: Sequence[str]) -> dict[str, str]:
+    values = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise SettingError("--env", text, "is not NAME=VALUE", "Give for example --env TP=4")
+        values[name] = value
+    return values
 
 
 def _problems_of(file: Path) -> list[SettingError]:
@@ -89,6 +133,4 @@ def _read(file: Path) -> str:
     try:
         return read_bytes(file, MAX_YAML_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise SettingError(
-            str(file), None, f"cannot be read ({error})", "Give a YAML file"
-        ) from error
+        raise SettingError(str(file), None, f"cannot be read ({error})", _GIVE_ONE) from error

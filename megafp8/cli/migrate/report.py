@@ -10,7 +10,7 @@ import yaml  # type: ignore[import-untyped,unused-ignore]
 
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
-from megafp8.config.rules import unused
+from megafp8.config.rules import unmet_need, unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.settings import UNDECIDED, flatten, put_in, read_value
 from megafp8.config.values import plain
@@ -27,6 +27,8 @@ class Migration:
         inert: Lines about the keys that are dropped, since they have no effect.
         changes: Lines about the keys that are translated.
         undecided: Lines about the keys that the user must decide.
+        assumed: Lines about what the file leaves out and another program's default says, by the
+            name of the setting or of our key.
     """
 
     out: dict[str, Any] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class Migration:
     inert: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
+    assumed: dict[str, str] = field(default_factory=dict)
 
     def change(self, old: str, value: Any, new: dict[str, Any], note: str = "") -> None:
         """Record that `old: value` is translated into the settings `new`."""
@@ -42,24 +45,32 @@ class Migration:
         text = ", ".join(f"{path}={plain(item)}" for path, item in new.items())
         self.changes.append(f"{old}: {plain(value)} -> {text}" + (f" ({note})" if note else ""))
 
+    def assume(self, key: str, value: Any, source: str) -> None:
+        """Record that our key has the default that `source` has for what the file leaves out."""
+        set_in(self.out, key, value)
+        self.assumed[key] = f"{key}={plain(value)} ({source})"
+
     def drop(self, key: str, value: Any, reason: str) -> None:
         """Record that a key is dropped, since it has no effect for `reason`."""
-        self.inert.append(f"{key}: {plain(redacted(value, key))}: {reason}")
+        self.inert.append(f"{key}: {_shown(value, key)}: {reason}")
 
     def decide(self, key: str, value: Any, reason: str, hint: str) -> None:
         """Record that the user must decide about a key, which the new file does not have."""
-        self.undecided.append(f"{key}: {plain(redacted(value, key))}: {reason}. {hint}")
+        self.undecided.append(f"{key}: {_shown(value, key)}: {reason}. {hint}")
 
     def report(self) -> str:
         """Return the report that the command prints."""
         parts = (
             ("must be decided", self.undecided),
             ("changed", self.changes),
+            ("assumed", list(self.assumed.values())),
             ("dropped as inert", self.inert),
             ("kept", self.kept),
         )
         lines = []
         for title, items in parts:
+            if title == "assumed" and not items:
+                continue
             lines.append(f"{title}: {len(items) or 'nothing'}")
             lines += [f"  {item}" for item in items]
         return "\n".join(lines) + "\n"
@@ -114,10 +125,11 @@ def rewrite(target: Path, text: str) -> None:
         ) from error
 
 
-def check_written(m: Migration) -> None:
+def check_written(m: Migration, *, keeps: bool = False) -> None:
     """Check the translated settings by the rules of megafp8; wrong ones must be decided.
 
-    A setting that refers to another one is checked when the whole file is loaded.
+    A setting that refers to another one is checked when the whole file is loaded. `keeps` leaves a
+    setting that is wrong only beside others in the file, where the user may change the others.
     """
     written = {
         s.key: s for s in flatten("", m.out, "") if s.key in all_keys() and "${" not in str(s.value)
@@ -129,9 +141,16 @@ def check_written(m: Migration) -> None:
     for found in list(unused(values)):
         if found.key in values:
             remove_from(m.out, found.key)
+            if m.assumed.pop(found.key, None) is not None:
+                del values[found.key]
+                continue
             m.drop(found.key, values.pop(found.key), f"it has no effect with {found.setting}")
+    for key in [key for key in m.assumed if key in values and unmet_need(key, values)]:
+        remove_from(m.out, key)
+        del m.assumed[key], values[key]
     for problem in [*problems, *check_values(values)]:
-        remove_from(m.out, problem.key)
+        if not keeps or problem in problems:
+            remove_from(m.out, problem.key)
         m.decide(problem.key, problem.value, problem.reason, problem.hint)
 
 
@@ -142,6 +161,11 @@ def leave_out_secrets(m: Migration) -> None:
             remove_from(m.out, setting.key)
             reason, hint = "contains a secret", "Write it without, or give it on the command line"
             m.decide(setting.key, setting.value, reason, hint)
+
+
+def _shown(value: Any, key: str) -> str:
+    """Return a value in a line of the report; a flag that is on or off is no secret."""
+    return plain(value if isinstance(value, bool) else redacted(value, key))
 
 
 def _printable(text: str) -> str:

@@ -1,0 +1,190 @@
+"""Translate a launch script of Megatron-LM, or one command line, into a configuration.
+
+What the script leaves out has the default of Megatron's own argument parser, which the report
+lists. Nothing of the script is run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megafp8.cli.migrate import megatron_rules
+from megafp8.cli.migrate.megatron_settings import Given, MegatronSettings
+from megafp8.cli.migrate.report import Migration
+from megafp8.cli.migrate.shell import read_script
+from megafp8.cli.migrate.shell_values import Command, Holes, Script
+from megafp8.config.errors import SettingError
+from megafp8.config.megatron_flags import megatron_flags
+from megafp8.config.values import plain
+
+_PROGRAM = re.compile(r"(^|/)[\w.-]*(pretrain|train)[\w.-]*\.py$")
+_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+_KEYS = {
+    "data_path": "model.data.data_prefix",
+    "vocab_file": "model.tokenizer.vocab_file",
+    "merge_file": "model.tokenizer.merge_file",
+    "tokenizer_model": "model.tokenizer.model or model.tokenizer.type",
+    "train_iters": "trainer.max_steps",
+    "train_samples": "trainer.max_steps",
+    "ffn_hidden_size": "model.ffn_hidden_size",
+}
+"""Where the user gives what a flag has that several settings are read with."""
+_LAUNCHERS = {
+    "trainer.devices": ("nproc_per_node", "nproc-per-node", "ntasks-per-node", "gpus-per-node"),
+    "trainer.num_nodes": ("nnodes", "nodes"),
+}
+
+
+def looks_like_script(text: str) -> bool:
+    """Whether a text is a shell script or a command rather than YAML."""
+    lines = [line.strip() for line in text.splitlines()]
+    first = next((line for line in lines if line), "")
+    return first.startswith("#!") or bool(
+        re.search(r"(?m)^[^#\n]*(?:\S+\.py\b.*\s|\\\n\s*|\(\s*)--[a-z]", text)
+    )
+
+
+def translate_script(
+    text: str, m: Migration, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Translate a script into the migration `m`.
+
+    Args:
+        text: The script.
+        m: The migration.
+        arguments: The script's own arguments, `$1` and so on.
+        environment: Variables that the script reads and does not set.
+
+    Raises:
+        SettingError: The script starts no training of Megatron's.
+    """
+    script = read_script(text, arguments, environment)
+    commands = [c for c in script.commands if _place_of_program(c.words) is not None]
+    if not commands:
+        raise SettingError(
+            "script", None, "starts no program of Megatron's, such as pretrain_gpt.py",
+            "Give the script that has the command, or the command alone with --line",
+        )  # fmt: skip
+    command = commands[0]
+    others = [f"line {other.line}" for other in commands[1:] if other.words != command.words]
+    m.out["defaults"] = ["pretrain_gpt", "_self_"]
+    settings = _settings_of(command, script.holes, m)
+    megatron_rules.translate(settings, m)
+    _undecided_of_script(script, command, others, m)
+
+
+def _place_of_program(words: Sequence[str]) -> int | None:
+    """Return the place of Megatron's program among words; None if no flag follows one."""
+    for place, word in enumerate(words):
+        if _PROGRAM.search(word) and any(w.startswith("--") for w in words[place + 1 :]):
+            return place
+    return None
+
+
+def _settings_of(command: Command, holes: Holes, m: Migration) -> MegatronSettings:
+    start = _place_of_program(command.words) or 0
+    settings = MegatronSettings(source="a default of " + megatron_flags().version)
+    _ranks(command.words[:start], holes, m)
+    flag, values = "", list[str]()
+    for word in (*command.words[start + 1 :], "--end"):
+        if not _FLAG.fullmatch(word):
+            values.append(word)
+            continue
+        _add(settings, flag, values, holes, m)
+        flag, _, first = word.partition("=")
+        values = [first] if "=" in word else []
+    return settings
+
+
+def _add(
+    settings: MegatronSettings, flag: str, values: list[str], holes: Holes, m: Migration
+) -> None:
+    if not flag:
+        if values:
+            _unknown_words("words before the first flag", values, holes, m)
+        return
+    extra = [value for value in values if holes.inside(value) == [holes.shown(value)]]
+    name, means = megatron_flags().of_flag(flag[2:])
+    passed = megatron_flags().passed.get(name)
+    is_switch = passed is not None and passed.is_switch
+    if is_switch and values and len(extra) == len(values):
+        _unknown_words(f"words after {flag}", values, holes, m)
+        values = []
+    if any(holes.inside(value) for value in values):
+        key = passed.key if passed else _KEYS.get(name, "")
+        settings.unknown[name] = " ".join(holes.shown(value) for value in values)
+        if not megatron_rules.stands_alone(name):
+            _undecided_value(flag, values, key, holes, m)
+        return
+    if name in settings.given and settings.given[name].value != (
+        _read(values) if values else means
+    ):
+        m.drop(flag, settings.given[name].value, "a later one of the same flag replaces it")
+    settings.add(name, Given(flag, _read(values) if values else means, not values), m)
+
+
+def _undecided_value(flag: str, values: list[str], key: str, holes: Holes, m: Migration) -> None:
+    shown = " ".join(holes.shown(value) for value in values)
+    sources = list(dict.fromkeys(one for value in values for one in holes.inside(value)))
+    hint = f"Give {key}" if key else "Give it in the command"
+    hint += ", or migrate with the script's arguments after its name, or with --env NAME=VALUE"
+    m.decide(flag, shown, f"depends on {', '.join(sources)}, which the script does not say", hint)
+
+
+def _unknown_words(what: str, values: list[str], holes: Holes, m: Migration) -> None:
+    shown = " ".join(holes.shown(value) for value in values)
+    reason = "the script does not say what stands there"
+    m.decide(what, shown, reason, "Give what it stands for with --env NAME=VALUE, or remove it")
+
+
+def _read(values: list[str]) -> Any:
+    """Return the values of a flag: numbers as numbers, and several as a list."""
+    read = [_number(value) for value in values]
+    return read[0] if len(read) == 1 else read
+
+
+def _number(text: str) -> Any:
+    try:
+        return int(text) if re.fullmatch(r"[-+]?\d{1,18}", text, re.ASCII) else _float(text)
+    except ValueError:
+        return text
+
+
+def _float(text: str) -> Any:
+    is_number = re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", text, re.ASCII)
+    return float(text) if is_number else text
+
+
+def _ranks(words: Sequence[str], holes: Holes, m: Migration) -> None:
+    """Translate the numbers of ranks and nodes that torchrun or srun is given."""
+    for key, names in _LAUNCHERS.items():
+        value = None
+        for place, word in enumerate(words):
+            name, _, said = word.lstrip("-").partition("=")
+            if word.startswith("--") and name in names:
+                value = said or (words[place + 1] if place + 1 < len(words) else "")
+        if value is None and key == "trainer.num_nodes":
+            continue
+        if value is not None and value.isdecimal() and len(value) < 8:
+            m.change(key.rpartition(".")[2] + " of the launcher", value, {key: int(value)})
+        else:
+            shown = "???" if value is None else holes.shown(value)
+            m.decide(key, shown, "the script does not say it", "Give the number")
+
+
+def _undecided_of_script(script: Script, command: Command, others: list[str], m: Migration) -> None:
+    for what, value in script.assumed.items():
+        m.assumed[what] = f"{script.holes.shown(what)} {script.holes.shown(value)}"
+    for where in dict.fromkeys(script.unread):
+        m.decide(
+            "script", where, "could not be read", "Look whether it changes what is trained, and "
+            "remove this line",
+        )  # fmt: skip
+    if command.condition:
+        hint = "Look whether it is the one that you run"
+        m.decide("script", f"line {command.line}", f"runs by {command.condition} alone", hint)
+    if others:
+        reason = f"trains too, with other flags than line {command.line}, which was read"
+        m.decide("script", plain(", ".join(others)), reason, "Give each command with --line")

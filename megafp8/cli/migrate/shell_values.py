@@ -1,0 +1,183 @@
+"""Hold the texts of a shell script that is read and not run: pieces of words, and holes in them."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_OPEN, _CLOSE = "\ue000", "\ue001"
+"""Private characters around the number of a hole; a script's own are replaced before."""
+_HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+_LARGEST = 10**15
+
+
+class Piece(NamedTuple):
+    """Hold a part of a word; an unquoted one is split at blanks."""
+
+    text: str
+    is_quoted: bool
+
+
+BREAK = Piece("\0", False)
+"""Stands between two words, such as the elements of an array."""
+
+
+class Hole(NamedTuple):
+    """Name what a part of a text depends on that the script does not say."""
+
+    source: str
+
+
+@dataclass
+class Holes:
+    """Number the holes in a script's texts."""
+
+    found: list[Hole] = field(default_factory=list)
+
+    def new(self, source: str) -> str:
+        """Return the text that stands for something unknown."""
+        self.found.append(Hole(_without_marks(source)))
+        return f"{_OPEN}{len(self.found) - 1}{_CLOSE}"
+
+    def inside(self, text: str) -> list[str]:
+        """Return what a text depends on, without what occurs twice."""
+        return list(dict.fromkeys(self._source(number) for number in _HOLE.findall(text)))
+
+    def shown(self, text: str) -> str:
+        """Return a text as the script has it: each hole as the expansion that it comes from."""
+        return _HOLE.sub(lambda found: self._source(found[1]), text)
+
+    def as_shell(self, text: str) -> str:
+        """Return a text that can be parsed as shell again, with its holes in it."""
+        return text
+
+    def _source(self, number: str) -> str:
+        place = int(number[:9])
+        return self.found[place].source if place < len(self.found) else "?"
+
+
+def _without_marks(text: str) -> str:
+    return _HOLE.sub("...", text).replace(_OPEN, "").replace(_CLOSE, "")
+
+
+def clean(text: str) -> str:
+    """Return a script without the private characters that mark holes, and without NUL."""
+    return text.translate({ord(_OPEN): "?", ord(_CLOSE): "?", 0: "?"})
+
+
+def fields_of(pieces: Sequence[Piece]) -> list[str]:
+    """Return the words of pieces: unquoted blanks and breaks separate them."""
+    words: list[str] = []
+    current: str | None = None
+    for piece in pieces:
+        if piece is BREAK:
+            if current is not None:
+                words.append(current)
+            current = None
+        elif piece.is_quoted:
+            current = (current or "") + piece.text
+        else:
+            current = _split(piece.text, current, words)
+    if current is not None:
+        words.append(current)
+    return [word for word in words if word]
+
+
+def _split(text: str, current: str | None, words: list[str]) -> str | None:
+    parts = re.split(r"[ \t\r\n]+", text)
+    for number, part in enumerate(parts):
+        if number and current is not None:
+            words.append(current)
+            current = None
+        if part:
+            current = (current or "") + part
+    return current
+
+
+def joined(pieces: Sequence[Piece]) -> str:
+    """Return the pieces as one text, as an assignment takes them."""
+    return "".join(" " if piece is BREAK else piece.text for piece in pieces)
+
+
+_COMPARES: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
+    "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
+
+
+def compared(first: str, test: str, second: str) -> bool | None:
+    """Return what a test of two known texts says; None for an operator that is not known."""
+    if test in ("=", "=="):
+        return first == second
+    if test == "!=":
+        return first != second
+    if test in _COMPARES and re.fullmatch(r"-?\d{1,15}", first.strip()):
+        if re.fullmatch(r"-?\d{1,15}", second.strip()):
+            return _COMPARES[test](int(first), int(second))
+    return None
+
+
+def arithmetic(text: str, known: Mapping[str, str]) -> int | None:
+    """Return the value of `$((...))` with whole numbers and known variables, or None."""
+    inner = text.removeprefix("$((").removesuffix("))")
+    inner = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda found: found[1] or found[2], inner)
+    if len(inner) > 200 or not re.fullmatch(r"[\w\s+*/%()-]*", inner, re.ASCII):
+        return None
+    try:
+        return _evaluated(ast.parse(inner.strip().replace("/", "//"), mode="eval").body, known)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+}  # fmt: skip
+
+
+def _evaluated(node: ast.expr, known: Mapping[str, str]) -> int | None:
+    if isinstance(node, ast.Constant):
+        return node.value if type(node.value) is int else None
+    if isinstance(node, ast.Name):
+        value = known.get(node.id, "")
+        return int(value) if re.fullmatch(r"-?\d{1,15}", value) else None
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        inner = _evaluated(node.operand, known)
+        return None if inner is None else -inner
+    if not isinstance(node, ast.BinOp):
+        return None
+    left, right = _evaluated(node.left, known), _evaluated(node.right, known)
+    if left is None or right is None:
+        return None
+    result: int | None = None
+    if type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](left, right)
+    elif right and isinstance(node.op, ast.FloorDiv | ast.Mod):
+        quotient = abs(left) // abs(right) * (1 if (left < 0) is (right < 0) else -1)  # as in C
+        result = quotient if isinstance(node.op, ast.FloorDiv) else left - quotient * right
+    return result if result is not None and abs(result) < _LARGEST else None
+
+
+@dataclass(frozen=True)
+class Command:
+    """Hold the words of a command, in which holes stand for what is not known.
+
+    `condition` says which condition decides whether the command runs; empty if it always runs.
+    """
+
+    words: tuple[str, ...]
+    line: int
+    condition: str = ""
+
+
+@dataclass
+class Script:
+    """Hold what was read of a script: its commands, and what was assumed on the way."""
+
+    commands: list[Command] = field(default_factory=list)
+    assumed: dict[str, str] = field(default_factory=dict)
+    unread: list[str] = field(default_factory=list)
+    holes: Holes = field(default_factory=Holes)

@@ -1,0 +1,370 @@
+"""Test that Megatron's scripts and Bridge's files become ours, and that no setting is lost."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megafp8.cli.migrate import main, migrate
+from megafp8.cli.migrate.report import Migration
+from megafp8.config.errors import SettingError
+from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
+from megafp8.config.schema import all_keys
+from megafp8.optim.schedules import learning_rate
+from megafp8.specs import RunSpec
+from tests.config.helpers import run_spec
+
+pytest.importorskip("tree_sitter_bash", reason="needs tree-sitter-bash, which reads scripts")
+
+SCRIPT = """\
+#!/bin/bash
+GPUS=2
+MODEL=(
+    --num-layers 2 --hidden-size 64
+    --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+)
+torchrun --nproc_per_node $GPUS --nnodes 1 pretrain_gpt.py ${MODEL[@]} \\
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 100 --lr 1e-3 --bf16 \\
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 511 --eval-interval 50 """
+
+PARSER_DEFAULTS = {
+    "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1, "model.layernorm_epsilon": 1e-5,
+    "model.bias": True, "model.init_method_std": 0.02, "model.make_vocab_size_divisible_by": 128,
+    "model.share_embeddings_and_output_weights": True, "model.normalization": "layernorm",
+    "model.position_embedding_type": "learned_absolute", "model.seed": 1234,
+    "model.optim.eps": 1e-8, "model.optim.weight_decay": 0.01, "model.optim.betas": [0.9, 0.999],
+    "model.optim.sched.min_lr": 0.0, "trainer.gradient_clip_val": 1.0,
+    "trainer.log_every_n_steps": 100, "trainer.limit_val_batches": 100,
+    "model.ffn_hidden_size": 256, "model.data.num_workers": 2,
+}  # fmt: skip
+"""What `add_megatron_arguments` of Megatron-core 0.20 gives what a script leaves out."""
+FP8_DEFAULTS = {
+    "model.fp8_recipe": "delayed", "model.fp8_margin": 0,
+    "model.fp8_amax_compute_algo": "most_recent", "model.fp8_wgrad": True,
+}  # fmt: skip
+
+
+def script(more: str = "", *arguments: str, **environment: str) -> Migration:
+    return migrate(SCRIPT + more + "\n", "train.sh", arguments, environment)
+
+
+def spec_of(m: Migration, tmp_path: Path) -> RunSpec:
+    assert not m.undecided, m.undecided
+    (tmp_path / "new.yaml").write_text(m.text("train.sh"))
+    return run_spec(config_dir=tmp_path, config_name="new")
+
+
+def value(m: Migration, path: str) -> Any:
+    tree: Any = m.out
+    for part in path.split("."):
+        tree = tree.get(part, {})
+    return tree
+
+
+def decided(m: Migration) -> list[str]:
+    return [line.partition(":")[0] for line in m.undecided]
+
+
+def test_a_script_becomes_a_run(tmp_path: Path) -> None:
+    spec = spec_of(script("--swiglu --normalization RMSNorm --disable-bias-linear"), tmp_path)
+    model = spec.model
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 64, 4)
+    assert (model.normalization, model.bias, model.ffn_hidden_size) == ("rmsnorm", False, 128)
+    assert spec.precision.compute == "bf16" and spec.precision.fp8 is None
+    assert (spec.train.max_steps, spec.train.global_batch_size) == (100, 8)
+    assert spec.optim.lr == 1e-3
+    assert value(script(), "trainer.devices") == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "defaults"),
+    [
+        ("", PARSER_DEFAULTS),
+        ("--fp8-format hybrid", FP8_DEFAULTS),
+        ("--fp8-format hybrid --fp8-amax-compute-algo max", {"model.fp8_amax_history_len": 1}),
+    ],
+)
+def test_what_is_left_out_has_the_parsers_default(more: str, defaults: dict[str, Any]) -> None:
+    m = script(more)
+    for path, default in defaults.items():
+        assert value(m, path) == default, path
+        assert m.assumed[path].endswith("(a default of Megatron-core 0.20)"), path
+    assert "assumed: " in m.report()
+
+
+def test_a_script_without_fp8_says_nothing_of_it() -> None:
+    m = script("--fp8-margin 1")
+    assert not any("fp8" in path for path in m.assumed)
+    assert any(line.startswith("--fp8-margin: 1: FP8 is off") for line in m.inert)
+
+
+@pytest.mark.parametrize(
+    ("more", "path", "ours"),
+    [
+        ("--fp8-format e4m3 --fp8-recipe tensorwise", "model.fp8_e4m3", True),
+        ("--fp8-format hybrid --fp8-param-gather", "model.fp8_params", True),
+        ("--fp4-format e2m1", "model.fp8_recipe", "nvfp4"),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "model.fp8_recipe", "mxfp8"),
+        ("--use-distributed-optimizer", "model.optim.name", "distributed_fused_adam"),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+         "model.fsdp_sharding_strategy", "grad"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "model.sequence_parallel", True),
+        ("--grad-reduce-in-bf16", "model.optim.grad_sync_dtype", "bf16"),
+        ("--group-query-attention --num-query-groups 2", "model.num_query_groups", 2),
+        ("--no-bias-gelu-fusion", "model.openai_gelu", False),
+        ("", "model.openai_gelu", True),
+        ("--squared-relu", "model.activation", "squared-relu"),
+        ("--untie-embeddings-and-output-weights", "model.share_embeddings_and_output_weights",
+         False),
+        ("--position-embedding-type rope --rotary-base 500000", "model.rotary_base", 500000),
+        ("--recompute-activations", "model.activations_checkpoint_granularity", "selective"),
+        ("--exit-duration-in-mins 1501", "trainer.max_time", "01:01:01:00"),
+        ("--adam-beta2 0.95", "model.optim.betas", [0.9, 0.95]),
+        ("--save /tmp/ck --load /tmp/ck", "exp_manager.explicit_log_dir", "/tmp/ck"),
+        ("--norm-epsilon=1e-6", "model.layernorm_epsilon", 1e-6),
+        ("--hidden-dropout 0.0 --hidden-dropout 0.2", "model.hidden_dropout", 0.2),
+    ],
+)  # fmt: skip
+def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
+    m = script(more)
+    assert value(m, path) == ours
+    spec_of(m, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ("--num-experts 8", "--num-experts"),
+        ("--qk-layernorm", "--qk-layernorm"),
+        ("--fp8-output-proj", "--fp8-output-proj"),
+        ("--te-precision-config-file a.yaml", "--te-precision-config-file"),
+        ("--optimizer muon", "--optimizer"),
+        ("--never-heard-of 3", "--never-heard-of"),
+        ("--lr-decay-iters 50", "lr_decay_iters (a default of Megatron-core 0.20)"),
+        ("--step-batch-size-schedule 0:16", "--step-batch-size-schedule"),
+        ("--load /elsewhere", "--load"),
+        ("--weight-decay $WD", "--weight-decay"),
+        ("$EXTRA", "--eval-interval"),
+        ("--hidden-dropout much", "model.hidden_dropout"),
+        ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-format"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_must_be_decided(more: str, flag: str) -> None:
+    if flag.startswith("lr_decay_iters"):
+        flag = "--lr-decay-iters"
+    assert decided(script(more)) == [flag]
+
+
+def test_flags_that_begin_to_act_are_told() -> None:
+    m = script("--fp8-format hybrid --no-fp8-wgrad --fp8-interval 4")
+    for flag in ("--no-fp8-wgrad", "--fp8-interval"):
+        (line,) = [line for line in m.changes if line.startswith(f"{flag}:")]
+        assert "the numbers change if the old run used Transformer Engine 2.0 or later" in line
+
+
+def test_arguments_and_variables_of_the_script() -> None:
+    more = "--weight-decay ${WD} --seed $1"
+    assert decided(script(more)) == ["--weight-decay", "--seed"]
+    m = script(more, "7", WD="0.3")
+    assert not m.undecided
+    assert (value(m, "model.seed"), value(m, "model.optim.weight_decay")) == (7, 0.3)
+
+
+@pytest.mark.parametrize(("steps", "decay", "warmup"), [(100, 80, 10), (60, 50, 0)])
+def test_a_cosine_that_ends_before_the_run_is_megatrons_step_by_step(
+    steps: int, decay: int, warmup: int, tmp_path: Path
+) -> None:
+    m = script(f"--lr-decay-style cosine --train-iters {steps} --lr-decay-iters {decay} "
+               f"--lr-warmup-iters {warmup} --min-lr 1e-4")  # fmt: skip
+    spec = spec_of(m, tmp_path).optim
+    for step in range(steps):  # as OptimizerParamScheduler counts, with one sample a step
+        if warmup and step <= warmup:
+            rate = 1e-3 * step / warmup
+        elif step > decay:
+            rate = 1e-4
+        else:
+            share = (step - warmup) / (decay - warmup)
+            rate = 1e-4 + (1e-3 - 1e-4) * 0.5 * (math.cos(math.pi * share) + 1)
+        assert learning_rate(spec, step + 1) == pytest.approx(rate, rel=1e-12), step
+
+
+def test_samples_are_steps_of_the_batch() -> None:
+    text = SCRIPT.replace("--train-iters 100", "--train-samples 803 --lr-warmup-samples 80")
+    m = migrate(text, "train.sh")
+    assert value(m, "trainer.max_steps") == 100
+    assert value(m, "model.optim.sched.warmup_steps") == 10
+
+
+def test_the_table_names_keys_that_exist() -> None:
+    table = megatron_flags()
+    for name, row in table.passed.items():
+        assert row.key in all_keys(), name
+        known = all_keys()[row.key]
+        if row.default is not NONE and known.valid is not None:
+            assert known.valid.accepts(row.ours(row.default)), name
+    for _, about in table.groups:
+        text = about.reason if isinstance(about, Refused) else about.note
+        assert text and not text.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "means"),
+    [
+        ("num-layers", "num_layers", True), ("norm-epsilon", "layernorm_epsilon", True),
+        ("disable-bias-linear", "add_bias_linear", False), ("fp8-format", "fp8", True),
+        ("no-bias-gelu-fusion", "bias_gelu_fusion", False), ("no-fp8-wgrad", "fp8_wgrad", False),
+        ("disable-fp8-wgrad", "fp8_wgrad", False), ("no-load-rng", "no_load_rng", True),
+    ],
+)  # fmt: skip
+def test_names_of_flags(flag: str, name: str, means: bool) -> None:
+    assert megatron_flags().of_flag(flag) == (name, means)
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.yaml"
+    line = "torchrun --nproc-per-node=2 " + SCRIPT.partition("--nnodes 1 ")[2]
+    line = line.replace("${MODEL[@]}", "--num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+                        "--seq-length 32 --max-position-embeddings 32")  # fmt: skip
+    assert main(["--line", line, "-o", str(out)]) == 0
+    assert "run it with" in capsys.readouterr().out
+    assert run_spec(config_dir=tmp_path, config_name="out").model.num_layers == 2
+    file = tmp_path / "train"
+    file.write_text(SCRIPT + "--weight-decay $WD $1\n")
+    assert main([str(file), "--env", "WD=0.2"]) == 2
+    shown = capsys.readouterr().out
+    assert "words after" not in shown and "--weight-decay: 0.2 ->" not in shown
+    assert main([str(file), "--env", "WD"]) == 2 and main(["--line", "x", str(file)]) == 2
+
+
+@pytest.mark.parametrize("text", ["#!/bin/bash\necho hello\n", "python pretrain_gpt.py\n"])
+def test_a_script_without_training_is_refused(text: str) -> None:
+    with pytest.raises(SettingError, match="starts no program"):
+        migrate(text, "train.sh")
+
+
+# --- Megatron Bridge ------------------------------------------------------------------------------
+
+RUN_CONFIG = {
+    "_target_": "megatron.bridge.training.config.ConfigContainer",
+    "model": {
+        "_target_": "megatron.bridge.models.llama.Llama3ModelProvider", "num_layers": 4,
+        "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2,
+        "seq_length": 32, "normalization": "RMSNorm", "gated_linear_unit": True,
+        "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+        "add_bias_linear": False, "hidden_dropout": 0.0, "position_embedding_type": "rope",
+        "share_embeddings_and_output_weights": False, "fp8": None, "bf16": True, "mup_x": False,
+        "tensor_model_parallel_size": 1, "fp8_margin": 0, "mtp_loss_scaling_factor": 0.1,
+    },
+    "train": {"train_iters": 50, "global_batch_size": 4, "micro_batch_size": 2},
+    "optimizer": {"optimizer": "adam", "lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.1,
+                  "adam_beta1": 0.9, "adam_beta2": 0.95, "use_distributed_optimizer": False},
+    "scheduler": {"lr_decay_style": "cosine", "lr_warmup_iters": 5, "start_weight_decay": 0.1,
+                  "end_weight_decay": 0.1, "lr_decay_iters": None},
+    "ddp": {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "own_thing": 3},
+    "dataset": {"_target_": "megatron.bridge.training.config.MockGPTDatasetConfig",
+                "seq_length": 32, "random_seed": 1234},
+    "tokenizer": {"tokenizer_type": "NullTokenizer", "vocab_size": 511},
+    "checkpoint": {"save": "/tmp/ck", "load": "/tmp/ck", "save_interval": 10},
+    "logger": {"log_interval": 5, "wandb_project": None}, "rng": {"seed": 7},
+    "mixed_precision": {
+        "_target_": "megatron.bridge.training.mixed_precision.MixedPrecisionConfig", "bf16": True,
+        "fp8": "hybrid", "fp8_recipe": "tensorwise", "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1, "fp8_param": True,
+        "grad_reduce_in_fp32": True, "fp8_wgrad": True, "fp8_margin": 0,
+    },
+}  # fmt: skip
+
+
+def test_a_saved_run_of_bridge(tmp_path: Path) -> None:
+    m = migrate(yaml.safe_dump(RUN_CONFIG), "run_config.yaml")
+    assert decided(m) == ["trainer.devices"]
+    m.undecided.clear()
+    spec = spec_of(m, tmp_path)
+    fp8 = spec.precision.fp8
+    assert fp8 is not None and fp8.name == "tensorwise" and fp8.params_in_fp8
+    assert [fp8.precision_of(f"layers.{n}.mlp.fc1") == "tensorwise" for n in range(4)] == [
+        False, True, True, False]  # fmt: skip
+    assert spec.model.num_kv_heads == 2 and spec.model.normalization == "rmsnorm"
+    assert not spec.model.share_embeddings_and_output_weights
+    assert spec.optim.betas == (0.9, 0.95) and spec.train.max_steps == 50
+    assert value(m, "model.optim.name") == "distributed_fused_adam"
+    assert not m.assumed, "a saved run leaves nothing out"
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "given", "shown"),
+    [
+        ("model", "unknown_thing", 3, "model.unknown_thing"),
+        ("model", "qk_layernorm", True, "model.qk_layernorm"),
+        ("model", "num_moe_experts", 8, "model.num_moe_experts"),
+        ("peft", "dim", 16, "peft.dim"),
+        ("checkpoint", "finetune", True, "checkpoint.finetune"),
+    ],
+)
+def test_fields_of_bridge_that_must_be_decided(
+    section: str, field: str, given: Any, shown: str
+) -> None:
+    tree = RUN_CONFIG | {section: {**RUN_CONFIG.get(section, {}), field: given}}  # type: ignore[dict-item]
+    assert set(decided(migrate(yaml.safe_dump(tree), "run_config.yaml"))) == {
+        "trainer.devices", shown}  # fmt: skip
+
+
+def test_overrides_of_a_recipe_and_a_named_precision(tmp_path: Path) -> None:
+    text = """
+model: {tensor_model_parallel_size: 1}
+train: {train_iters: 20, global_batch_size: 8}
+scheduler: {lr_warmup_iters: 10}
+mixed_precision: bf16-with-fp8-current-scaling-mixed
+"""
+    m = migrate(text, "llama.yaml")
+    assert decided(m)[0] == "recipe" and "model.num_layers" in decided(m)
+    preset = {"precision": "bf16_with_fp8_current_scaling_mixed"}
+    assert m.out["defaults"] == ["pretrain_gpt", preset, "_self_"]
+    refused = migrate(text.replace("current", "subchannel"), "llama.yaml")
+    assert any(line.startswith("mixed_precision:") and "E5M2" in line for line in refused.undecided)
+
+
+def test_files_of_others_are_not_taken_for_bridges() -> None:
+    accelerate = migrate("mixed_precision: fp8\nnum_processes: 2\n", "a.yaml")
+    assert any("trainer.devices=2" in line for line in accelerate.changes)
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-5, 10**20), st.floats(allow_nan=False),
+    st.text(max_size=9),
+    st.lists(st.one_of(st.integers(), st.text(max_size=4)), max_size=3),
+    st.sampled_from(["???", "${model.x}", "hybrid", "cosine", {"_target_": "torch.bfloat16"}, {}]),
+)  # fmt: skip
+SECTIONS = ["model", "train", "mixed_precision"]
+NAMES = sorted({*megatron_flags().passed, *megatron_flags().together})
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(NAMES), ODD, max_size=6), st.sampled_from(["model", "train"])
+)
+def test_odd_values_of_bridge_give_no_traceback(fields: dict[str, Any], section: str) -> None:
+    tree = RUN_CONFIG | {section: {**RUN_CONFIG[section], **fields}}  # type: ignore[dict-item]
+    assert migrate(yaml.safe_dump(tree), "run_config.yaml").report()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.text("a1.-'$\"{} ,", max_size=6)), max_size=4))
+def test_odd_values_of_flags_give_no_traceback(pairs: list[tuple[str, str]]) -> None:
+    more = " ".join(f"--{name.replace('_', '-')} {text}" for name, text in pairs)
+    try:
+        assert script(more).report()
+    except SettingError as error:
+        assert "starts no program" in error.reason  # a quote has taken the command
+
+
+def test_here_documents_that_are_submitted_are_read() -> None:
+    text = "N=2\nsbatch <<EOF\n#!/bin/bash\n" + SCRIPT.replace("GPUS=2", "GPUS=$N").replace(
+        "${MODEL[@]}", "--num-layers 2").replace("$GPUS", "$N") + "\nEOF\n"  # fmt: skip
+    assert value(migrate(text, "train.sh"), "trainer.devices") == 2
