@@ -163,7 +163,8 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         if file is None or not file.is_file() or name in ("pytest", "pip"):
             continue
         options = ROOT / "megafp8/cli/job.py"  # what every command with settings takes
-        known = file.read_text("utf-8") + options.read_text("utf-8")
+        package = [file.with_name("__init__.py")] if file.name == "__main__.py" else []
+        known = "".join(part.read_text("utf-8") for part in (file, options, *package))
         for option in OPTION.findall(command[4].partition(" # ")[0]):
             if f'"{option}"' not in known:
                 yield f"option {option} of {name or command[2]}"
