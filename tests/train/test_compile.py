@@ -215,11 +215,19 @@ def test_a_torch_that_cannot_trace_linears_runs_them_eagerly(
     ]  # fmt: skip
 
 
-def test_layers_share_graphs_and_nothing_is_compiled_again() -> None:
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_layers_share_graphs_and_nothing_is_compiled_again(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice the layers need no more graphs.
 
-    Later microbatches and steps, evaluation and generation compile nothing.
+    Later microbatches and steps, evaluation and generation compile nothing. Graphs are counted as
+    they are made, before either compiler gets one.
     """
+    if compiler == "aot_eager":
+        monkeypatch.setattr(torch_private, "inductor", lookup_backend(compiler))
     counts = {}
     for layers in (2, 4):
         torch._dynamo.reset()
@@ -238,6 +246,18 @@ def test_layers_share_graphs_and_nothing_is_compiled_again() -> None:
         assert state.compiled.recompilations == 0
     assert 0 < counts[2] == counts[4]
     assert counts[2] == 1 or cannot_trace() is not None
+
+
+@needs_tracing
+def test_inductor_compiles_a_layer_with_fp8_linears_once() -> None:
+    """A second step compiles nothing; the first loss is the eager one but for roundings to FP8."""
+    fp8 = Fp8Recipe(amax_history_len=3)
+    _, eager_loss, _ = gradients("off", compute="bf16", fp8=fp8)
+    state, loss, _ = gradients("block", compute="bf16", fp8=fp8)
+    assert loss == pytest.approx(eager_loss, rel=1e-3)
+    train_step(state, [microbatch(2)])
+    assert state.compiled is not None
+    assert state.compiled.graphs == 1 and state.compiled.recompilations == 0
 
 
 @pytest.mark.slow

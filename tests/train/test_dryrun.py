@@ -23,6 +23,8 @@ from megafp8.train.dryrun import (
     forward,
     orders_of,
     rank_share,
+    shapes_of,
+    simulated,
     simulated_rank,
     stages_of,
     whole_layout,
@@ -31,7 +33,7 @@ from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, optim_spec, run_spec
 from tests.train import dryrun_work
-from tests.train.dryrun_work import Kept, alone, built, fresh_bytes, storages
+from tests.train.dryrun_work import Kept, alone, fresh_bytes, storages
 
 # torch 2.13's new names for these two are not in 2.11
 pytestmark = [
@@ -91,9 +93,10 @@ def test_the_shares_of_all_ranks_are_the_model(name: str, shape: dict[str, Any])
     copies: dict[str, int] = defaultdict(int)
     total = 0
     for rank in range(spec.parallel.world_size):
-        share = rank_share(spec, rank)
-        total += share.num_params
-        for logical, shape_of_all, local, _ in share.shapes:
+        with simulated(spec, rank) as state:
+            total += sum(param.numel() for param in state.model.parameters())
+            shapes = list(shapes_of(state))
+        for logical, shape_of_all, local, _ in shapes:
             held[logical] += math.prod(local)
             whole[logical] = math.prod(shape_of_all)
             copies[logical] += math.prod(local) == math.prod(shape_of_all)
@@ -155,13 +158,15 @@ def test_a_microbatch_leaves_the_fp32_sums_that_the_dry_run_counts() -> None:
     left, counted = [], []
     for sums in (False, True):
         storage = StorageSpec(main_grads="fp8", main_params="fp16", sums_in_fp32=sums)
-        spec = job(layout(), fp8=FP8, optim=optim_spec(storage=storage))
+        spec = job(layout(), shape={"num_layers": 1}, fp8=FP8, optim=optim_spec(storage=storage))
         counted.append(rank_share(spec, 0).step.gradients)
-        state, _ = built(spec)
+        state = build(spec, single_rank())
+        state.sink.begin_step()
+        state.scaling.begin_microbatch(0)
         before = storages()
         forward(stages_of(state)[0], spec, state).backward()
         left.append(fresh_bytes(before))
-    linears = 4 * (4 * 64**2 + 2 * 64 * 128)  # 4 layers
+    linears = 4 * 64**2 + 2 * 64 * 128
     assert counted == [0, 4 * linears]
     assert left[1] - left[0] == 4 * linears
 

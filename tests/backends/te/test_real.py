@@ -24,53 +24,33 @@ from tests.te_cpu.sources import need_sources
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent.relative_to(ROOT)
-VERSIONS = [
-    DEFAULT_VERSION,
-    pytest.param("2.4.0", marks=pytest.mark.slow),
-    pytest.param("2.20.2", marks=pytest.mark.slow),
-]
+NVFP4 = "real_nvfp4.py"  # for the versions that have it: from 2.8 on
+FILES = [path.name for path in sorted(Path(__file__).parent.glob("real_*.py"))]
 
 
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "file",
+    ("version", "files"),
     [
-        "real_attention.py",
-        "real_blackwell.py",
-        "real_calls.py",
-        "real_documents.py",
-        "real_layers.py",
-        "real_levels.py",
-        "real_nemo.py",
-        "real_options.py",
-        "real_training.py",
+        (DEFAULT_VERSION, FILES),
+        pytest.param("2.4.0", [name for name in FILES if name != NVFP4], marks=pytest.mark.slow),
+        pytest.param("2.8.0", [NVFP4], marks=pytest.mark.slow),
+        pytest.param("2.20.2", FILES, marks=pytest.mark.slow),
     ],
+    ids=[DEFAULT_VERSION, "2.4.0", "2.8.0", "2.20.2"],
 )
-@pytest.mark.parametrize("version", VERSIONS)
-def test_in_its_own_process(version: str, file: str) -> None:
-    """Warnings are errors there as here, and no test is skipped for another reason than that the
-    version lacks what it tests."""
-    run_alone(version, file)
+def test_in_its_own_process(version: str, files: list[str]) -> None:
+    """All files of a version in one process, since each would import torch and the version again.
 
-
-@pytest.mark.parametrize(
-    "version",
-    [
-        DEFAULT_VERSION,
-        pytest.param("2.8.0", marks=pytest.mark.slow),
-        pytest.param("2.20.2", marks=pytest.mark.slow),
-    ],
-)
-def test_nvfp4_in_its_own_process(version: str) -> None:
-    """From the first version that has it on; 2.20 has another rule for scales than the others."""
-    run_alone(version, "real_nvfp4.py")
-
-
-def run_alone(version: str, file: str) -> None:
+    Warnings are errors there as here, and no test is skipped for another reason than that the
+    version lacks what it tests. For scales of NVFP4, 2.20 has another rule than 2.8 and 2.12.
+    """
     need_sources(version)
     environment = os.environ | {"MEGAFP8_TESTED_TE": version, "OMP_NUM_THREADS": "1"}
     for name in [name for name in environment if name.startswith("PYTEST_")]:
         del environment[name]  # this is no worker of the outer session
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER / file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [str(FOLDER / name) for name in files]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
     )
