@@ -26,11 +26,8 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]  # as OmegaConf raises it
 
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
 from megafp8.config.hydra_section import HYDRA, choices
@@ -42,7 +39,6 @@ from megafp8.secrets import HIDDEN, hide_values
 DEFAULT_CONFIG = "pretrain_gpt"
 ROOT_CONFIG = "megafp8_root"
 """The name of the config that is made for each composition: the user's YAML, then the presets."""
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, OverflowError)
 
 
 def _product(*factors: float) -> float:
