@@ -120,32 +120,39 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
         for name in ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8")
     },
     "FP4 nvfp4": ("bf16", Fp8Recipe(name="nvfp4")),
+    "FP4 nvfp4, te": ("bf16", Fp8Recipe(name="nvfp4", backward_format="e4m3")),
 }
 WIDE = {"hidden_size": 128, "ffn_hidden_size": 128}
 """The sizes of models in recipes of blocks, which are whole on each of four ranks."""
-BATCHES = {"FP8 mxfp8": 8, "FP8 blockwise": 16, "FP4 nvfp4": 4}
+BATCHES = {"FP8 mxfp8": 8, "FP8 blockwise": 16, "FP4 nvfp4": 4, "FP4 nvfp4, te": 4}
 """The samples of a microbatch in recipes with blocks of tokens; two in the others."""
 
 
-TE = "FP8 delayed, te"
-"""The layers of Transformer Engine, its own Python over emulated kernels."""
-NOT_TE = {
+IN_TE = {"FP8 delayed, te": "FP8 delayed", "FP4 nvfp4, te": "FP4 nvfp4"}
+"""The layers of Transformer Engine, its own Python over emulated kernels; and the same in ours."""
+NOT_IN_TE = {
     name
     for name, (_, spec) in LAYOUTS.items()
-    if spec.cp > 1
-    or spec.tp > 2
-    or "zero bubble" in name
-    or (name.endswith(PACKED) and spec.sequence_parallel)
+    if spec.cp > 1 or "zero bubble" in name or (name.endswith(PACKED) and spec.sequence_parallel)
 }
-"""Layouts that have no row with Transformer Engine: settings refuse them, but for `tp 4`, where a
-rank's part of this small model has 8 columns and Transformer Engine multiplies multiples of 16.
-Documents with sequence parallelism are refused for microbatches of several samples, as here."""
+"""Layouts that have no row with Transformer Engine, since settings refuse them. Documents with
+sequence parallelism are refused for microbatches of several samples, as here."""
 
 
 def precisions_of(layout: str) -> list[str]:
     """The precisions in which a layout runs."""
-    runs = [name for name in PRECISIONS if name != TE or layout not in NOT_TE]
+    runs = [name for name in PRECISIONS if name not in IN_TE or runs_in_te(name, layout)]
     return [name for name in runs if has_whole_tokens(name, layout)]
+
+
+def runs_in_te(precision: str, layout: str) -> bool:
+    """Whether a layout has a row with Transformer Engine.
+
+    Four tensor-parallel ranks have 8 columns each of the small model, where Transformer Engine
+    multiplies multiples of 16.
+    """
+    is_wide = precision in BATCHES or LAYOUTS[layout][1].tp <= 2
+    return layout not in NOT_IN_TE and is_wide
 
 
 def has_whole_tokens(precision: str, layout: str) -> bool:
@@ -180,7 +187,7 @@ def case_of(
         model = replace(model, **WIDE)
     case = Case(compute, fp8, model, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
     case = replace(case, batch=BATCHES.get(precision, 2))
-    if precision == TE:
+    if precision in IN_TE:
         case = replace(case, backend="te")
         if not model.is_gated:  # its GELU is the tanh form
             case = replace(case, model=replace(model, activation="gelu-tanh"))
@@ -228,7 +235,7 @@ def row(
     if precision == "FP32":
         good = good and gradients <= bound and norms <= bound
     assembled([rank.weights for rank in ranks])  # replicas agree bit for bit
-    if PRECISIONS[precision][1] is not None:
+    if ranks[0].names:  # Transformer Engine has tables of recipes with histories alone
         stages: dict[tuple[str, ...], Outcomes] = {}
         for rank in ranks:
             stages.setdefault(tuple(rank.names["forward"]), []).append(rank)
@@ -258,8 +265,7 @@ def bound_of(key: Key, bounds: Bounds) -> float:
     precision, *rest = key
     if precision == "FP32":
         return 1e-5
-    if key not in bounds and precision == TE:  # that of our own engine, where it is known
-        key = ("FP8 delayed", *rest)
+    key = (IN_TE.get(precision, precision), *rest)  # that of our own engine
     if key not in bounds:
         bounds[key] = 3 * spread(_merged(*key), reference(*key))
     return bounds[key]

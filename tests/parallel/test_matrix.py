@@ -19,7 +19,7 @@ from tests.tiny import SEQ
 RECIPE_OF = {
     name: recipe.name
     for name, (_, recipe) in matrix.PRECISIONS.items()
-    if recipe is not None and name != matrix.TE
+    if recipe is not None and name not in matrix.IN_TE
 }
 SIMULATED = str(ROOT / "tests" / "own_recipes" / "simulated_int8.py")
 
@@ -29,7 +29,7 @@ def default_values() -> dict[str, Any]:
     return read_values(load())[0]
 
 
-def findings(layout: str, recipe: str, batch: int, length: int) -> list[Finding]:
+def findings(layout: str, recipe: str, batch: int, length: int, **others: Any) -> list[Finding]:
     """What refuses a job with the layout, the tokens and the recipe of a row."""
     size, spec = matrix.LAYOUTS[layout]
     pipeline = spec.pipeline
@@ -59,7 +59,7 @@ def findings(layout: str, recipe: str, batch: int, length: int) -> list[Finding]
         changes["model.fsdp_sharding_strategy"] = spec.fsdp.strategy
     if "ZeRO-1" in layout:
         changes["model.optim.name"] = "distributed_fused_adam"
-    return list(check_values(default_values() | changes))
+    return list(check_values(default_values() | changes | others))
 
 
 def test_every_recipe_has_rows() -> None:
@@ -78,6 +78,20 @@ def test_a_pair_has_a_row_where_it_is_not_refused(precision: str) -> None:
         for finding in found:
             assert finding.key in ("model.sequence_parallel", "model.context_parallel_size")
             assert "tokens of a microbatch" in finding.reason and finding.hint
+
+
+@pytest.mark.parametrize("precision", matrix.IN_TE)
+def test_transformer_engine_has_a_row_where_it_is_not_refused(precision: str) -> None:
+    """A refusal names what Transformer Engine's layers cannot do, in a wider model than the rows'.
+
+    Documents with sequence parallelism run in microbatches of one sample.
+    """
+    recipe = RECIPE_OF[matrix.IN_TE[precision]]
+    for layout in matrix.LAYOUTS:
+        te = {"model.fp8_backend": "te", "model.transformer_engine": True}
+        found = findings(layout, recipe, 4, 4 * SEQ, **te)
+        assert bool(found) == (layout in matrix.NOT_IN_TE), (layout, found)
+        assert all(finding.reason and finding.hint for finding in found)
 
 
 def test_every_row_of_the_page_is_a_pair_and_holds() -> None:
