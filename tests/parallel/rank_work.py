@@ -178,7 +178,9 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
     validation = evaluate(state, [microbatch(9000 + i) for i in range(3)])
     state.model.eval()
     with torch.no_grad(), state.scaling.evaluation():
-        logits = whole_logits(state.model, torch.arange(SEQ)[None], mesh.cp)
+        # Blocks of tokens must be whole on each rank, in the recipes whose microbatches are larger.
+        samples = torch.arange(SEQ).repeat(max(1, case.batch // 2), 1)
+        logits = whole_logits(state.model, samples, mesh.cp)
     return Outcome(
         losses,
         norms,
