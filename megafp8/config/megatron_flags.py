@@ -96,7 +96,7 @@ class Flags:
         """
         if flag in self.names_of_flags:
             name = self.names_of_flags[flag]
-            return name, not re.match("no-|disable-", flag)
+            return name, not re.match("no-|disable-|torch-fsdp2-no-", flag)
         plain = flag.replace("-", "_")
         for prefix in ("no_", "disable_"):
             positive = plain.removeprefix(prefix)
@@ -113,6 +113,12 @@ _OTHER_FLAGS = {
     "override-opt_param-scheduler": "override_opt_param_scheduler",
     "use-checkpoint-opt_param-scheduler": "use_checkpoint_opt_param_scheduler",
     "disable-gloo-process-groups": "use_gloo_process_groups",
+    "no-position-embedding": "add_position_embedding", "no-rope-fusion": "apply_rope_fusion",
+    "no-barrier-with-level-1-timing": "barrier_with_L1_time", "no-one-logger": "enable_one_logger",
+    "microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
+    "disable-msc": "disable_msc_deprecated", "output-logit-dtype": "logit_dtype",
+    "torch-fsdp2-no-reshard-after-forward": "torch_fsdp2_reshard_after_forward",
+    "disable-mamba-mem-eff-path": "use_mamba_mem_eff_path", "use-mcore-models": "use_mcore_models",
 }  # fmt: skip
 """Flags whose names are not those of their settings, beside those of the table."""
 

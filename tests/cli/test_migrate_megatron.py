@@ -123,6 +123,7 @@ def test_a_script_without_fp8_says_nothing_of_it() -> None:
         ("--untie-embeddings-and-output-weights", "model.share_embeddings_and_output_weights",
          False),
         ("--position-embedding-type rope --rotary-base 500000", "model.rotary_base", 500000),
+        ("--dataloader-inter-document-masking", "model.data.reset_position_ids", True),
         ("--recompute-activations", "model.activations_checkpoint_granularity", "selective"),
         ("--exit-duration-in-mins 1501", "trainer.max_time", "01:01:01:00"),
         ("--adam-beta2 0.95", "model.optim.betas", [0.9, 0.95]),
@@ -219,6 +220,8 @@ def test_the_table_names_keys_that_exist() -> None:
         ("num-layers", "num_layers", True), ("norm-epsilon", "layernorm_epsilon", True),
         ("disable-bias-linear", "add_bias_linear", False), ("fp8-format", "fp8", True),
         ("no-bias-gelu-fusion", "bias_gelu_fusion", False), ("no-fp8-wgrad", "fp8_wgrad", False),
+        ("no-rope-fusion", "apply_rope_fusion", False),
+        ("no-position-embedding", "add_position_embedding", False),
         ("disable-fp8-wgrad", "fp8_wgrad", False), ("no-load-rng", "no_load_rng", True),
     ],
 )  # fmt: skip

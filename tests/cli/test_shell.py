@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def by_bash(text: str, *arguments: str) -> list[str]:
         ("run --split '99,1,0' \"--n 5\" \\\n  --end", []),
         ("A=(1 2)\nA+=(3)\nrun ${A[@]} ${A[1]} $A", []),
         ('A=("x y" z)\nrun "${A[@]}" ${A[@]}', []),
+        ('A=("x y" z)\nrun "${A[*]}" ${A[*]} "$*" "$@"', ["p q", "r"]),
         ("f() { run $1 --in $2; }\nf a b", []),
         ("X=1\n{ X=2; }\nrun $((X + 3)) $((7 % 4)) $((-7 / 2))", []),
         ("X=3\nX=1 run $X\nX=5 Y=6\nrun ${X} $Y", []),
@@ -138,6 +140,12 @@ def test_assumptions_and_unread_parts_are_told() -> None:
     assert "is true" in script.assumed["condition [ $A = 5 ] (line 2)"]
     assert any("line 3" in where for where in script.unread)
     assert "line 4" in script.unread
+
+
+def test_without_the_parser_the_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tree_sitter_bash", None)
+    with pytest.raises(SettingError, match="pip install tree-sitter tree-sitter-bash"):
+        read_script("run")
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,9 @@ def _data(s: MegatronSettings, m: Migration) -> None:
     if kind is not None:
         m.change(s.label("dataloader_type"), kind, {"model.data.dataloader_type": kind})
     if s.get("dataloader_inter_document_masking"):
-        key = "model.data.reset_attention_mask"
-        m.change(s.label("dataloader_inter_document_masking"), True, {key: True})
+        apart = {"model.data.reset_attention_mask": True, "model.data.reset_position_ids": True}
+        s.taken |= {"reset_attention_mask", "reset_position_ids"}
+        m.change(s.label("dataloader_inter_document_masking"), True, apart)
 
 
 def _blend(paths: Any) -> Any:
