@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
-from megafp8.fp8.grad_sink import GradSum
+from megafp8.fp8.grad_sink import GradSum, ScaledGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.models.init import pieces_of
 from megafp8.optim.clipping import clip, grad_norm
@@ -150,6 +150,27 @@ def test_gradients_are_those_of_fp32_rounded_once() -> None:
         for name, grad in zip(names_of(few), few.masters.stored_grads, strict=True):
             expected = ScaledTensor.of(exact[name], grad.fmt).values()
             assert torch.equal(grad.values(), expected), name
+
+
+def test_sums_in_fp32_have_memory_during_a_step_alone() -> None:
+    """A weight that gets no gradient in a step has none of the step before."""
+    state = at_level("O2", storage={"main_params": "fp32", "sums_in_fp32": True})
+    sink = state.sink
+    assert isinstance(sink, ScaledGradSink)
+    param, stored = next(state.masters.scaled_grads())
+
+    def held() -> int:
+        return sum(total.untyped_storage().nbytes() for total in sink.totals.values())
+
+    sink.begin_step()
+    assert held() == 0
+    sink.add(param, lambda _: torch.ones(param.shape))
+    assert held() == 4 * param.numel()
+    sink.end_step()
+    assert held() == 0 and bool((stored.values() == 1).all())
+    sink.begin_step()
+    sink.end_step()
+    assert not stored.values().any()
 
 
 def test_microbatches_accumulate_by_read_add_requantize() -> None:
