@@ -7,7 +7,8 @@ of an earlier commit and this one, are compared in one run:
 
     python benchmarks/small_step.py --trees ../earlier . --steps 40
 
-With `--avx2` torch and its libraries imitate a CPU that has AVX2 and nothing newer.
+With `--precision bf16` BF16 takes the place of FP32, but in plain PyTorch. With `--avx2` torch and
+its libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-SETTINGS = {"fp32": (), "fp8": ("model.fp8=True",)}
+SETTINGS = {"high": (), "fp8": ("model.fp8=True",)}
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
@@ -75,13 +76,13 @@ def our_steps(sizes: argparse.Namespace) -> dict[str, Callable[[], object]]:
     from megafp8.train.process import prepare_process
     from megafp8.train.step import train_step
 
-    prepare_process(torch.device("cpu"), fp32=True)
+    prepare_process(torch.device("cpu"), fp32=sizes.precision == "32")
     rng, steps = np.random.default_rng(0), {}
     batch = Microbatch(*rng.integers(0, sizes.vocab, (2, sizes.batch, sizes.seq)))
     for name, settings in SETTINGS.items():
         cfg = load(
             [
-                "trainer.precision=32",
+                f"trainer.precision={sizes.precision}",
                 f"model.num_layers={sizes.layers}",
                 f"model.hidden_size={sizes.width}",
                 f"model.ffn_hidden_size={4 * sizes.width}",
@@ -110,6 +111,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--trees", nargs="+", type=Path, default=[Path(__file__).parents[1]])
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--precision", choices=("32", "bf16"), default="32")
     parser.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -117,7 +119,8 @@ def main() -> None:
     if args.serve is not None:
         serve(args.serve, args)
         return
-    shape = [word for name in sizes for word in (f"--{name}", str(getattr(args, name)))]
+    named = [*sizes, "precision"]
+    shape = [word for name in named for word in (f"--{name}", str(getattr(args, name)))]
     workers: dict[str, subprocess.Popen[str]] = {}
     for number, tree in enumerate([Path(), *args.trees]):
         name = f"tree {number}" if number else "plain"
@@ -129,12 +132,13 @@ def main() -> None:
         )  # fmt: skip
     asked = [("plain", "plain"), *((w, kind) for w in list(workers)[1:] for kind in SETTINGS)]
     seconds: dict[str, list[float]] = {}
+    high = "fp32" if args.precision == "32" else "bf16"
     for _ in range(args.steps + 3):
         for name, kind in asked:
             worker = workers[name]
             assert worker.stdin is not None and worker.stdout is not None
             print(kind, file=worker.stdin, flush=True)
-            label = name if name == kind else f"{name} {kind}"
+            label = name if name == kind else f"{name} {high if kind == 'high' else kind}"
             seconds.setdefault(label, []).append(float(worker.stdout.readline()))
     for worker in workers.values():
         worker.communicate()
@@ -143,14 +147,16 @@ def main() -> None:
         print(f"{name:>12}: {1e3 * median:7.2f} ms")
     ratios = {}
     for number in range(1, len(args.trees) + 1):
-        fp32, fp8 = medians[f"tree {number} fp32"], medians[f"tree {number} fp8"]
-        ratios[f"tree {number}: fp8 over fp32"] = fp32 / fp8
-        ratios[f"tree {number}: fp32 over plain"] = medians["plain"] / fp32
+        ours, fp8 = medians[f"tree {number} {high}"], medians[f"tree {number} fp8"]
+        ratios[f"tree {number}: fp8 over {high}"] = ours / fp8
+        if high == "fp32":
+            ratios[f"tree {number}: fp32 over plain"] = medians["plain"] / ours
     for name, ratio in ratios.items():
         print(f"{name} {ratio:.3f}")
     today = datetime.date.today().isoformat()
     cpu = "_imitated-avx2" if args.avx2 else ""
-    path = args.results / f"{today}_small-step_{args.layers}x{args.width}{cpu}.json"
+    dtype = "" if high == "fp32" else f"_{high}"
+    path = args.results / f"{today}_small-step_{args.layers}x{args.width}{dtype}{cpu}.json"
     result = {
         "what": "CPU seconds of whole training steps, medians; ratios of speeds; oldest tree first",
         "shape": {name: getattr(args, name) for name in sizes},

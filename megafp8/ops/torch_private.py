@@ -108,7 +108,6 @@ def norms_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def fused_adam_(
     params: list[torch.Tensor],
-    grads: list[torch.Tensor],
     exp_avgs: list[torch.Tensor],
     exp_avg_sqs: list[torch.Tensor],
     steps: list[torch.Tensor],
@@ -123,8 +122,12 @@ def fused_adam_(
 ) -> None:
     """Count a step and update FP32 parameters of one device as `torch.optim.Adam(fused=True)` does.
 
-    With `is_decoupled` it is AdamW. Where `found_inf` (0-d FP32) is 1, nothing changes.
+    With `is_decoupled` it is AdamW. Where `found_inf` (0-d FP32) is 1, nothing changes, nor where
+    no parameter has a gradient: an empty shard has a parameter that nothing ever updates.
     """
+    grads: list[Any] = [param.grad for param in params]
+    if not any(grad is not None for grad in grads):
+        return
     kernel = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
     torch._foreach_add_(steps, 1)
     kernel(

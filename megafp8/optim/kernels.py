@@ -63,12 +63,8 @@ class TorchAdam:
         for group, (steps, exp_avgs, exp_avg_sqs) in zip(
             self.param_groups, self._states, strict=True
         ):
-            grads = [param.grad for param in group["params"]]
-            if not any(grad is not None for grad in grads):
-                continue  # an empty shard has a parameter of no elements that nothing ever updates
             torch_private.fused_adam_(
                 group["params"],
-                grads,
                 exp_avgs,
                 exp_avg_sqs,
                 steps,

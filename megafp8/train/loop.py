@@ -58,10 +58,10 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began
-            if run.spec.train.logs_at(run.state.step + 1):
-                run.health.begin()
+            is_logged = run.spec.train.logs_at(run.state.step + 1)
+            health = run.health.begin() if is_logged else None
             run.profiler.before_step(run.state.step)
-            result = train_step(run.state, microbatches, lambda: flags_of(run), run.health.numbers)
+            result = train_step(run.state, microbatches, lambda: flags_of(run), health)
             run.has_trained |= result.is_finite
             run.profiler.after_step(run.state.step)
             if result.scale_falls:

@@ -451,8 +451,8 @@ def test_logged_steps_replay_where_tables_have_the_health(fp8: Fp8Recipe, tmp_pa
         (tmp_path / name).mkdir()
         log = HealthLog(state, HealthSpec(mode="scales"), tmp_path / name, 0, lambda text: None)
         for number in range(5):
-            log.begin()
-            result = step(state, batches_of(number), more=log.numbers)
+            numbers = log.begin()
+            result = step(state, batches_of(number), more=numbers)
             log.end(number + 1, CompositeTracker([]), result.more)
         log.close()
         if captured:

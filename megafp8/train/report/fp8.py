@@ -8,7 +8,7 @@ never in FP8 and not included here; summary.json has the counted fraction with a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,8 +133,7 @@ def _names(names: list[str]) -> str:
 class HealthLog:
     """Log the FP8 health of one run.
 
-    Call `begin` before a step that is logged, and `end` after it. `numbers` returns what the step
-    brings to the host in its own copy, so that a logged step waits no more often than others.
+    Call `begin` before a step that is logged, and `end` after it.
     """
 
     def __init__(
@@ -160,26 +159,24 @@ class HealthLog:
         self._num_tensors = 0
         self._is_attached = False
 
-    def begin(self) -> None:
-        """Measure the casts from now on, until `end` or `abandon`."""
-        if self._probe is not None:
-            self._probe.attach()
-            self._is_attached = True
+    def begin(self) -> Callable[[], torch.Tensor] | None:
+        """Measure the casts from now on, until `end` or `abandon`.
 
-    def numbers(self) -> torch.Tensor:
-        """Return what `end` needs of the device, FP64 [numbers]; a step calls it after its passes.
-
-        It is empty where nothing is measured, or where `end` reads the device itself.
+        The result returns what `end` needs of the device, FP64 [numbers], for the step to bring to
+        the host in its own copy, so that a logged step waits no more often than others. It is None
+        where nothing is measured, or where `end` reads the device itself.
         """
-        if isinstance(self._probe, UpdateProbe) and self._is_attached:
-            return self._probe.numbers()
-        return torch.zeros(0, dtype=torch.float64, device=self._state.mesh.device)
+        if self._probe is None:
+            return None
+        self._probe.attach()
+        self._is_attached = True
+        return self._probe.numbers if isinstance(self._probe, UpdateProbe) else None
 
     def end(self, step: int, trackers: CompositeTracker, numbers: Sequence[float]) -> None:
         """Write what was measured since `begin` as the health of `step`, and warn of bad tensors.
 
-        `numbers` are the values of `numbers()` in this step. All ranks call it together. It does
-        nothing if there was no `begin`.
+        `numbers` are the values of what `begin` returned, in this step. All ranks call it together.
+        It does nothing if there was no `begin`.
         """
         if self._probe is None or not self._is_attached:
             return

@@ -304,8 +304,7 @@ def test_a_logged_step_of_delayed_waits_as_often_as_others(
     """The health of tensors and the counts of non-finite updates come with the loss."""
     state = state_of((*FP8, *GPT))
     log = HealthLog(state, HealthSpec(), tmp_path, 0, lambda text: None)
-    log.begin()
-    order, result = order_in_a_step(state, tally, monkeypatch, log.numbers)
+    order, result = order_in_a_step(state, tally, monkeypatch, log.begin())
     assert order == ["copy", "update", "update", "the host waits"]
     with Copies(META, refuse):
         log.end(1, CompositeTracker([]), result.more)
