@@ -1,0 +1,116 @@
+"""Count what a checkpoint passes through when it is saved and loaded, and who names a recipe.
+
+    python -m scripts.walk_checkpoint                   the counts of this tree
+    python -m scripts.walk_checkpoint --tree FOLDER     of another tree, such as a git worktree
+
+A job of two steps saves its last step, and a second job continues it for one step, on one rank of a
+CPU with delayed scaling. Counted are the files and functions of megafp8 that run while
+`Saver.save` and `load_newest` are active. A recipe is named where a text of the source is its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from scripts.house import JOB
+
+ROOT = Path(__file__).parents[1]
+PASSES = {("saver.py", "save"): "save", ("load.py", "load_newest"): "load"}
+
+
+class Passes:
+    """Records the functions that run inside the named passes; `sys.setprofile` calls it."""
+
+    def __init__(self, tree: Path) -> None:
+        self._package = f"{tree / 'megafp8'}/"
+        self._active: tuple[str, FrameType] | None = None
+        self.seen: dict[str, set[tuple[str, str]]] = {}
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        """Look at one call or return."""
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(self._package):
+            return
+        if event == "return":
+            if self._active is not None and self._active[1] is frame:
+                self._active = None
+            return
+        name = PASSES.get((Path(code.co_filename).name, code.co_name))
+        if self._active is None and name is not None:
+            self._active = name, frame
+        if self._active is not None:
+            function = code.co_filename.removeprefix(self._package), code.co_qualname
+            self.seen.setdefault(self._active[0], set()).add(function)
+
+
+def run_inside(tree: Path, arguments: list[str]) -> None:
+    """Run a job of `tree` in this process and print the counts."""
+    sys.path.insert(0, str(tree))
+    sys.argv = [str(tree / "pretrain_gpt.py"), *arguments]
+    passes = Passes(tree)
+    sys.setprofile(passes)
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, f"the job ended with {end.code}"
+    finally:
+        sys.setprofile(None)
+    for name, functions in passes.seen.items():
+        files = {file for file, _ in functions}
+        print(f"{name}: {len(files)} files, {len(functions)} functions", flush=True)
+
+
+def walk(tree: Path) -> None:
+    """Run both jobs, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = [word for word in JOB if not word.startswith("trainer.max_steps=")]
+        job.append(f"exp_manager.explicit_log_dir={folder}/run")
+        for steps, wanted in ((2, "save: "), (3, "load: ")):
+            command = [sys.executable, "-m", "scripts.walk_checkpoint", "--inside", str(tree)]
+            ended = subprocess.run(
+                [*command, *job, f"trainer.max_steps={steps}"],
+                cwd=ROOT,
+                check=True,
+                capture_output=True,
+                text=True,
+            )
+            print(*(line for line in ended.stdout.splitlines() if line.startswith(wanted)))
+
+
+def recipe_names(tree: Path) -> tuple[int, int]:
+    """Return in how many lines and files of megafp8 a text is the name of a recipe.
+
+    The names are those of this tree.
+    """
+    from megafp8.specs.recipes import RECIPES
+
+    lines = set()
+    for path in (tree / "megafp8").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in RECIPES:
+                lines.add((path, node.lineno))
+    return len(lines), len({path for path, _ in lines})
+
+
+def main() -> None:
+    """Print the counts."""
+    if sys.argv[1:2] == ["--inside"]:
+        run_inside(Path(sys.argv[2]), sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    tree = parser.parse_args().tree.resolve()
+    print("{} lines of {} files name a recipe".format(*recipe_names(tree)))
+    walk(tree)
+
+
+if __name__ == "__main__":
+    main()
