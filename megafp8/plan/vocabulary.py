@@ -19,6 +19,8 @@ class Vocabulary(NamedTuple):
 
 GPT2 = Vocabulary(50257, "of GPT-2")  # GPT-3's tokenizer, too (Brown et al. 2020, section 2.2)
 LLAMA3 = Vocabulary(128256, "of Llama 3")
+QWEN3 = Vocabulary(151936, "of Qwen3")  # its rows, which are more than its tokens
+MISTRAL = Vocabulary(32768, "of Mistral 7B v0.3")
 OF_PRESETS = {
     "gpt3_125m": GPT2,
     "gpt3_1.3b": GPT2,
@@ -28,6 +30,11 @@ OF_PRESETS = {
     "gpt3_13b": GPT2,
     "gpt3_175b": GPT2,
     "llama3_8b": LLAMA3,
+    "llama3_70b": LLAMA3,
+    "llama3.1_8b": LLAMA3,
+    "qwen3_0.6b": QWEN3,
+    "qwen3_8b": QWEN3,
+    "mistral_7b": MISTRAL,
 }
 """The vocabulary of each preset of `model=` that has the shape of a published model. A preset
 cannot set it: the tokenizer of the data decides it."""

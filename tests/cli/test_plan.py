@@ -81,7 +81,9 @@ def test_a_preset_is_planned_with_its_own_vocabulary(
     main([f"model={name}", "--json"])
     assert json.loads(capsys.readouterr().out)["num_params"] == PARAMETERS[name]
     main([f"model={name}"])
-    whose = "128256 (of Llama 3;" if name == "llama3_8b" else "50304 (of GPT-2;"
+    families = {"llama3": "128256 (of Llama 3;", "qwen3": "151936 (of Qwen3;"}
+    families |= {"mistral": "32768 (of Mistral 7B v0.3;", "gpt3": "50304 (of GPT-2;"}
+    whose = next(said for family, said in families.items() if name.startswith(family))
     assert f"vocabulary {whose} --vocab-size gives another)" in capsys.readouterr().out
 
 

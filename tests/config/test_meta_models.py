@@ -29,6 +29,11 @@ PUBLISHED: dict[str, tuple[int, float]] = {
     "gpt3_175b": (GPT2_VOCABULARY, 175e9),
     "gpt3_5b": (GPT2_VOCABULARY, 5.0e9),  # NeMo's, named by its size
     "llama3_8b": (128256, 8.03e9),
+    "llama3_70b": (128256, 70.6e9),
+    "llama3.1_8b": (128256, 8.03e9),
+    "qwen3_0.6b": (151936, 0.6e9),
+    "qwen3_8b": (151936, 8.2e9),
+    "mistral_7b": (32768, 7.25e9),
     "default": (4096, 4.3e6),  # ours
 }
 MODELS, PRECISIONS = (preset_names(group, [conf_dir()]) for group in ("model", "precision"))

@@ -26,32 +26,46 @@ PARAMETERS = {
     "gpt3_13b": 12_853_626_880,
     "gpt3_175b": 174_604_836_864,
     "llama3_8b": 8_030_261_248,  # as published
+    "llama3_70b": 70_553_706_496,
+    "llama3.1_8b": 8_030_261_248,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "mistral_7b": 7_248_023_552,
 }
-"""By hand: L (12 h² + 13 h) + (V + S + 2) h, with GPT-2's vocabulary V."""
+"""By hand: L (12 h² + 13 h) + (V + S + 2) h, with GPT-2's vocabulary V. Those from Llama 3 on are
+the counts of the published weights."""
+VOCABULARIES = {"llama": 128256, "qwen3": 151936, "mistral": 32768}
+HEADS = {(4096, 32): (32, 8), (4096, 36): (32, 8), (8192, 80): (64, 8), (1024, 28): (16, 8)}
+"""Heads of queries and of keys by width and layers."""
 
 
-def sum_of_parameters(spec: GPTSpec) -> int:
+def sum_of_parameters(spec: GPTSpec, vocabulary: int) -> int:
     """Return the sum of embedding (tied), positions, layers and final norm.
 
-    A layer has four linears with biases and two norms. Llama has two embeddings, no positions and
-    no biases, three linears in the MLP, and 4 query heads for each head of keys.
+    A layer has four linears with biases and two norms. Models from Llama 3 on have no positions and
+    no biases, three linears in the MLP, fewer heads of keys, and perhaps norms of heads.
     """
     if spec.normalization == "rmsnorm":
-        h, f, quarter = spec.hidden_size, spec.ffn_hidden_size, spec.hidden_size // 4
-        assert (spec.num_attention_heads, spec.num_kv_heads, spec.head_size) == (32, 8, 128)
-        assert not spec.bias and not spec.share_embeddings_and_output_weights
-        layer = 2 * h * h + 2 * h * quarter + 3 * h * f + 2 * h
-        return 2 * 128256 * h + spec.num_layers * layer + h
+        assert not spec.bias and spec.position_embedding_type == "rope"
+        h, heads, groups, width = spec.hidden_size, *HEADS[spec.hidden_size, spec.num_layers], 128
+        assert (spec.num_attention_heads, spec.num_kv_heads, spec.head_size) == (
+            heads, groups, width,
+        )  # fmt: skip
+        layer = 2 * h * heads * width + 2 * h * groups * width + 3 * h * spec.ffn_hidden_size
+        layer += 2 * h + 2 * width * spec.qk_layernorm
+        embeddings = 1 if spec.share_embeddings_and_output_weights else 2
+        return embeddings * vocabulary * h + spec.num_layers * layer + h
     hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
     linears = 4 * hidden * hidden + 4 * hidden + 2 * hidden * ffn + ffn + hidden
     layers = spec.num_layers * (linears + 4 * hidden)
-    return (GPT2_VOCABULARY + spec.max_position_embeddings) * hidden + layers + 2 * hidden
+    return (vocabulary + spec.max_position_embeddings) * hidden + layers + 2 * hidden
 
 
 @pytest.mark.parametrize("model", preset_names("model", [conf_dir()]))
 def test_model_presets(model: str) -> None:
     spec = run_spec(f"model={model}").model
-    assert sum_of_parameters(spec) == PARAMETERS[model]
+    rows = next((n for name, n in VOCABULARIES.items() if model.startswith(name)), GPT2_VOCABULARY)
+    assert sum_of_parameters(spec, rows) == PARAMETERS[model]
 
 
 @pytest.mark.parametrize("model", PARAMETERS)

@@ -1,0 +1,53 @@
+"""A small model of each of today's families trains on tp 2 x pp 2 as it does in one process.
+
+The bounds are those of the matrix: losses in FP8 within three times the spread of one process's
+own losses when its embeddings differ by one rounding step, in FP32 and gradients within 1e-5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import ParallelSpec
+from tests.parallel import matrix, rank_work
+from tests.parallel.matrix import case_of, row, spread
+from tests.parallel.rank_work import Case, run_case
+from tests.ranks import run_ranks
+
+MISTRAL = replace(matrix.LLAMA, recompute=None, share_embeddings_and_output_weights=False)
+MODELS = {
+    "llama 3.1": replace(
+        matrix.LLAMA, scale_positional_embedding=True, original_max_position_embeddings=16
+    ),
+    "qwen2": replace(MISTRAL, add_qkv_bias=True, share_embeddings_and_output_weights=True),
+    "qwen3": replace(MISTRAL, qk_layernorm=True, kv_channels=16),
+    "qwen3, recomputed": replace(matrix.LLAMA, qk_layernorm=True, kv_channels=16),
+    "mistral": MISTRAL,
+}
+PLAIN = ParallelSpec(tp=2, pp=2)
+LAYOUTS = {"tp 2 x pp 2": PLAIN, "tp 2 x pp 2, sp": replace(PLAIN, sequence_parallel=True)}
+QUICK = "qwen3"
+
+
+@pytest.mark.parametrize("precision", ["FP32", "FP8 delayed"])
+@pytest.mark.parametrize(
+    "family",
+    [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
+def test_a_family_trains_as_in_one_process(family: str, precision: str) -> None:
+    layouts = {"tp 2 x pp 2": PLAIN} if family == QUICK else LAYOUTS
+    cases: dict[str, Case] = {
+        name: case_of(precision, spec, MODELS[family]) for name, spec in layouts.items()
+    }
+    alone = case_of(precision, model=MODELS[family], merged=1)
+    one = run_case(alone, single_rank())
+    bound = 1e-5 if precision == "FP32" else 3 * spread(alone, one)
+    for name in layouts:
+        # All ranks of a call are of one layout: `join` makes its groups.
+        results = run_ranks(rank_work.run_layouts, 4, {"cases": {name: cases[name]}}, timeout=1200)
+        line, is_good = row(name, precision, [result[name] for result in results], one, bound)
+        assert is_good, line
+        assert one.losses[-1] < one.losses[0], "there was something to learn"
