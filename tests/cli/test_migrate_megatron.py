@@ -98,6 +98,16 @@ def test_what_is_left_out_has_the_parsers_default(more: str, defaults: dict[str,
     assert "assumed: " in m.report()
 
 
+def test_no_setting_is_lost_silently() -> None:
+    m = script("--no-position-embedding --position-embedding-type rope --quick-geglu")
+    assert any(line.startswith("--no-position-embedding: ") for line in m.inert)
+    bridge = migrate(yaml.safe_dump(RUN_CONFIG), "run_config.yaml")
+    lines = "\n".join([*bridge.changes, *bridge.inert, *bridge.undecided])
+    for section, fields in RUN_CONFIG.items():
+        for name in fields if isinstance(fields, dict) else ():
+            assert name == "_target_" or f"{section}.{name}" in lines, (section, name)
+
+
 def test_a_script_without_fp8_says_nothing_of_it() -> None:
     m = script("--fp8-margin 1")
     assert not any("fp8" in path for path in m.assumed)

@@ -137,13 +137,16 @@ def _model(leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Mi
     gated = leaves.pop(("model", "gated_linear_unit"), None)
     function = leaves.pop(("model", "activation_func"), None)
     short = str(function).rpartition(".")[2]
+    both = "model.activation_func" + (" model.gated_linear_unit" if gated is not None else "")
     if gated and short == "gelu":
-        m.change("model.activation_func", function, {"model.activation": "fast-geglu"})
+        m.change(both, function, {"model.activation": "fast-geglu"})
     elif function is not None and short in _ACTIVATIONS and bool(gated) is (short == "silu"):
-        settings.given[_ACTIVATIONS[short]] = Given("model.activation_func", True)
+        settings.given[_ACTIVATIONS[short]] = Given(both, True)
     elif short == "gelu":
         fused = leaves.pop(("model", "bias_activation_fusion"), None)
-        settings.given["bias_gelu_fusion"] = Given("model.bias_activation_fusion", fused is True)
+        settings.given["bias_gelu_fusion"] = Given(
+            f"{both} model.bias_activation_fusion", fused is True
+        )
     elif function is not None or gated is not None:
         m.decide("model.activation_func", function, f"with gated_linear_unit={gated} is no "
                  "activation that megafp8 has", "Give model.activation")  # fmt: skip

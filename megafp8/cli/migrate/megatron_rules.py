@@ -6,6 +6,7 @@ together. Formulas are those of Megatron-core 0.20.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ def translate(s: MegatronSettings, m: Migration) -> None:
     """Translate all settings into the migration `m`, and check what was written."""
     for rule in RULES:
         rule(s, m)
+    _name_the_silent(s, m)
     for name in s.given:
         if name not in s.taken:
             _by_table(s, name, m)
@@ -47,6 +49,15 @@ def translate(s: MegatronSettings, m: Migration) -> None:
                 m.assume(row.key, row.ours(row.default), s.source)
     check_written(m, keeps=True)
     _require(m)
+
+
+def _name_the_silent(s: MegatronSettings, m: Migration) -> None:
+    """Report the settings that a rule has read and of which no line speaks, since they are off."""
+    said = "\n".join([*m.changes, *m.inert, *m.undecided])
+    for name in s.taken & s.given.keys():
+        given = s.given[name]
+        if not re.search(rf"(?<![\w.-]){re.escape(given.shown)}(?![\w-])", said):
+            m.drop(given.shown, given.said, "it asks for nothing beside the other settings")
 
 
 def _by_table(s: MegatronSettings, name: str, m: Migration) -> None:
