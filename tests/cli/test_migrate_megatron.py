@@ -134,6 +134,9 @@ def test_a_script_without_fp8_says_nothing_of_it() -> None:
          False),
         ("--position-embedding-type rope --rotary-base 500000", "model.rotary_base", 500000),
         ("--dataloader-inter-document-masking", "model.data.reset_position_ids", True),
+        ("--qk-layernorm", "model.qk_layernorm", True),
+        ("--add-qkv-bias --disable-bias-linear", "model.add_qkv_bias", True),
+        ("--position-embedding-type rope --use-rope-scaling", "model.rope_scaling_factor", 8.0),
         ("--recompute-activations", "model.activations_checkpoint_granularity", "selective"),
         ("--exit-duration-in-mins 1501", "trainer.max_time", "01:01:01:00"),
         ("--adam-beta2 0.95", "model.optim.betas", [0.9, 0.95]),
@@ -152,7 +155,7 @@ def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
     ("more", "flag"),
     [
         ("--num-experts 8", "--num-experts"),
-        ("--qk-layernorm", "--qk-layernorm"),
+        ("--qk-clip", "--qk-clip"),
         ("--fp8-output-proj", "--fp8-output-proj"),
         ("--te-precision-config-file a.yaml", "--te-precision-config-file"),
         ("--optimizer muon", "--optimizer"),
@@ -314,7 +317,7 @@ def test_a_saved_run_of_bridge(tmp_path: Path) -> None:
     ("section", "field", "given", "shown"),
     [
         ("model", "unknown_thing", 3, "model.unknown_thing"),
-        ("model", "qk_layernorm", True, "model.qk_layernorm"),
+        ("model", "qk_clip", True, "model.qk_clip"),
         ("model", "num_moe_experts", 8, "model.num_moe_experts"),
         ("peft", "dim", 16, "peft.dim"),
         ("checkpoint", "finetune", True, "checkpoint.finetune"),
