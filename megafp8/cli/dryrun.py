@@ -29,6 +29,7 @@ from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
+from megafp8.specs.recipes import find_recipe
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
     from megafp8.train.dryrun import Layout, RankShare
@@ -207,8 +208,9 @@ def job_lines(spec: RunSpec, layout: Layout, whose: str) -> Iterator[str]:
         parts = [part for part in layout.stages for _ in range(parallel.tp)]
         share = share_of_ranks(parts, model, num_replicas=1)
         require_fp8(share)
+        kind = find_recipe(spec.precision.fp8.name).traits.kind  # as the header of a run says
         yield (
-            f"FP8: {share.share:.1%} of the GEMM FLOPs of a step without attention; in higher "
+            f"{kind}: {share.share:.1%} of the GEMM FLOPs of a step without attention; in higher "
             f"precision: {'; '.join(share.higher)}"
         )
 

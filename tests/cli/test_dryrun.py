@@ -228,3 +228,12 @@ def test_a_setting_of_gpus_is_refused_on_a_cpu_as_in_the_run(
         assert main([word for word in given if word != "model.fp8=True"]) == 2
         said = capsys.readouterr().err
         assert f"{setting} (command line): has no effect with" in said
+
+
+def test_nvfp4_in_a_process_of_its_own_is_called_fp4() -> None:
+    """The compiled kernels load there among tensors without memory, whose bytes nothing reads."""
+    given = ["precision=nvfp4", "model.num_layers=2", "--vocab-size=300"]
+    command = [sys.executable, "-m", "megafp8", "dryrun", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^FP4: \d", done.stdout, re.MULTILINE)
