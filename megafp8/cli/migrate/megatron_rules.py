@@ -266,7 +266,10 @@ def _sharding(s: MegatronSettings) -> str | None:
 def _optimizer(s: MegatronSettings, m: Migration) -> None:
     name = s.get("optimizer", "adam")
     if name != "adam":
-        m.decide(s.label("optimizer"), name, "is not supported", "Give adam")
+        muon = "muon" in str(name)
+        why = "has other coefficients and defaults than Muon here" if muon else "is not supported"
+        more = ", or set model.optim.name=muon and the keys model.optim.muon_*" if muon else ""
+        m.decide(s.label("optimizer"), name, why, f"Give adam{more}")
     strategy, sharded = _sharding(s), s.get("use_distributed_optimizer")
     zero_1 = s.get("data_parallel_sharding_strategy") == "optim" and s.get("use_megatron_fsdp")
     if strategy is not None:
