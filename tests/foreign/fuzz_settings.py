@@ -79,6 +79,8 @@ def absurd(key: Key, value: str) -> str | None:
     """Return why a value cannot have a meaning for a key, judged by its type; None if it might."""
     kind, base = key.type_text, key.type_text.removesuffix(", or null")
     if value == "null":
+        if key.path == "model.fp8":  # no format of Megatron's is no FP8
+            return None
         return None if kind != base or kind == "a value" or key.required else "null for a value"
     if base == "True or False" and value not in ("True", "False", "0", "1"):
         return "neither True nor False"
