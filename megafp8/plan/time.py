@@ -220,7 +220,7 @@ def muon_flops(spec: RunSpec, param: Parameter) -> int:
     whole, total = param.linear.whole, 0
     for part in whole.parts:
         rows, columns = part.out_features, whole.in_features
-        if spec.optim.muon.tp_mode == "blockwise":
+        if spec.optim.muon.tp_mode != "duplicated":
             tp = spec.parallel.tp
             rows, columns = (rows // tp, columns) if whole.is_column else (rows, columns // tp)
         short, long = sorted((rows, columns))

@@ -23,6 +23,11 @@ from megafp8.specs import ParallelSpec
 from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 VALUES: dict[str, Any] = {
+    "model.optim.muon_momentum": 0.5,
+    "model.optim.muon_scale_mode": "unit_rms_norm",
+    "model.optim.muon_tp_mode": "blockwise",
+    "model.optim.sched.wsd_decay_ratio": 0.5,
+    "model.optim.sched.wsd_decay_style": "linear",
     "exp_manager.exp_dir": "elsewhere",
     "exp_manager.checkpoint_callback_params.train_time_interval": 90,
     "exp_manager.checkpoint_callback_params.monitor": "reduced_train_loss",

@@ -298,5 +298,7 @@ def test_no_package_names_a_recipe() -> None:
     }
     for name in ("tensors", "mx", "nv"):
         found.pop(f"te_cpu/{name}.py", None)  # `rowwise` is Transformer Engine's orientation
+    for name in ("optim/muon.py", "config/schema/optim.py", "specs/optim.py"):
+        assert found.pop(name, set()) <= {"blockwise"}  # Megatron's mode of Muon
     found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
     assert sorted(found) == ["cli/migrate/accelerate.py", "specs/recipes.py"], found

@@ -166,7 +166,7 @@ def test_an_import_copies_no_secret(
     theirs = tmp_path / "theirs"
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).save_pretrained(theirs)
     (theirs / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
-    if content is None:  # the model's own description is read, and not copied
+    if content is None:  # an unknown key of the model's description is refused by its name
         config = json.loads((theirs / file).read_text()) | {"use_auth_token": PLANTED}
         content = json.dumps(config)
     (theirs / file).write_text(content)
@@ -174,8 +174,7 @@ def test_an_import_copies_no_secret(
     ours = tmp_path / "ours"
     code = import_hf.main([str(theirs), str(ours)])
     shown = capsys.readouterr()
-    assert code == (0 if file == "config.json" else 2)
+    assert code == 2 and file in shown.err
     assert not found_in(ours) and PLANTED not in shown.out + shown.err
-    assert file in shown.err or code == 0
     assert import_hf.main([str(theirs), str(tmp_path / PLANTED)]) == 2
     assert PLANTED not in capsys.readouterr().err and not (tmp_path / PLANTED).exists()
