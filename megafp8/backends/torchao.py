@@ -24,7 +24,7 @@ from megafp8.backends.protocol import Backend
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.formats import DTYPE_NAMES, formats_of
 from megafp8.fp8.gemm import GemmCounter
-from megafp8.fp8.linear import LinearComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8
@@ -289,6 +289,11 @@ class TorchaoBackend(NativeBackend):
             emulate=mesh.device.type == "cpu",
             gathers_in_fp8=fsdp is not None and fsdp.torchao_in_fp8,
         )
+
+    def weights(self, model: nn.Module) -> list[nn.Parameter]:
+        kinds = (Linear, TorchaoLinear)
+        found = (module for module in model.modules() if isinstance(module, kinds))
+        return [m.linear.weight if isinstance(m, TorchaoLinear) else m.weight for m in found]
 
     kernel, fp8_flops, weight_copies = Backend.kernel, Backend.fp8_flops, Backend.weight_copies
 

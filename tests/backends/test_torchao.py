@@ -175,6 +175,15 @@ def test_a_run_continues_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(one, other)
 
 
+def test_the_linears_weights_are_those_of_our_own_layers() -> None:
+    """Muon updates them, and not those alone that torchao leaves in high precision."""
+    names = [
+        [pieces_of(weight)[0].name for weight in state.backend.weights(state.model)]
+        for state in (run_of(RECIPES["tensorwise"], "fp32"), build_run(compute="fp32"))
+    ]
+    assert names[0] == names[1] and len(names[0]) == 4 * gpt_spec().num_layers
+
+
 def test_rules_over_names_decide() -> None:
     """One linear out of FP8, the first one into it, another under rowwise."""
     rules = (

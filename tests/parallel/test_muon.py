@@ -67,6 +67,30 @@ def test_two_ranks_train_as_one_process(precision: str) -> None:
     assert all(torch.equal(same[0][name], same[1][name]) for name in same[0])
 
 
+FOUR = {
+    "pp 2 x dp 2, ZeRO-1": (ZERO, ParallelSpec(pp=2)),
+    "tp 2 x dp 2, ZeRO-1": (ZERO, ParallelSpec(tp=2)),
+    "cp 2 x dp 2, ZeRO-1": (ZERO, ParallelSpec(cp=2)),
+    "tp 2 x dp 2, FSDP full": (MUON, ParallelSpec(tp=2, fsdp=FsdpSpec())),
+    "dp 4, ZeRO-1": (ZERO, ParallelSpec()),
+    "dp 4, FSDP full": (MUON, ParallelSpec(fsdp=FsdpSpec())),
+}
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one_process() -> None:
+    """The stages' embeddings are tied, and ranks own rows of which some may be none."""
+    small = {"steps": 4, "num_microbatches": 4}
+    ones = {merged: one_process("FP8 delayed", merged, **small) for merged in (2, 4)}
+    for layout, (optim, spec) in FOUR.items():
+        one, bound = ones[4 if "dp 4" in layout else 2]
+        case = matrix.case_of("FP8 delayed", spec, optim=optim, **small)
+        results = run_ranks(rank_work.run_layouts, 4, {"cases": {layout: case}}, timeout=600)
+        ranks = [result[layout] for result in results]
+        line, good = matrix.row(layout, "FP8 delayed", ranks, one, bound)
+        assert good, line
+
+
 def test_grouped_queries_and_gated_layers_on_tensor_parallel_ranks() -> None:
     """Query, key, value, gate and the other half are matrices of their own on each rank."""
     one, bound = one_process("FP32", 1, model=GROUPED)
