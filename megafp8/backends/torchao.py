@@ -291,9 +291,13 @@ class TorchaoBackend(NativeBackend):
         )
 
     def weights(self, model: nn.Module) -> list[nn.Parameter]:
-        kinds = (Linear, TorchaoLinear)
-        found = (module for module in model.modules() if isinstance(module, kinds))
-        return [m.linear.weight if isinstance(m, TorchaoLinear) else m.weight for m in found]
+        found: list[nn.Parameter] = []
+        for module in model.modules():
+            if isinstance(module, TorchaoLinear):
+                found.append(module.linear.weight)
+            elif isinstance(module, Linear):
+                found.append(module.weight)
+        return found
 
     kernel, fp8_flops, weight_copies = Backend.kernel, Backend.fp8_flops, Backend.weight_copies
 
