@@ -294,9 +294,12 @@ class TorchaoBackend(NativeBackend):
         found: list[nn.Parameter] = []
         for module in model.modules():
             if isinstance(module, TorchaoLinear):
-                found.append(module.linear.weight)
-            elif isinstance(module, Linear):
-                found.append(module.weight)
+                module = module.linear
+            elif not isinstance(module, Linear):
+                continue
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter)
+            found.append(weight)
         return found
 
     kernel, fp8_flops, weight_copies = Backend.kernel, Backend.fp8_flops, Backend.weight_copies
