@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,12 @@ COMPARISONS: dict[str, tuple[str, str]] = {  # folder: (recipes, what the baseli
 BASELINES = {"recipes": "BF16", "parts": "NVFP4 with all its parts"}
 
 
-def compare(folder: Path, recipes: str, base: str) -> dict[str, Any]:
-    """Run a comparison unless it has ended, and return its figures."""
+def compare(folder: Path, settings: Sequence[str], base: str) -> dict[str, Any]:
+    """Run a comparison of `settings` with `base` unless it has ended, and return its figures."""
     found = folder / "compare.json"
     if not found.exists():
-        command = [sys.executable, "-m", "megafp8", "compare", "model.fp8=True"]
-        command += [f"model.fp8_recipe={recipes}", *JOB, "--seeds", *map(str, SEEDS)]
-        command += ["--out", str(folder), "--base", base]
+        command = [sys.executable, "-m", "megafp8", "compare", *settings, *JOB]
+        command += ["--seeds", *map(str, SEEDS), "--out", str(folder), "--base", base]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, env=environment).returncode
         if not found.exists():
@@ -67,15 +67,36 @@ def table(figures: dict[str, Any], baseline: str) -> list[str]:
     rows = [f"| over {baseline} | {seeds} | mean gap | 95 % interval | lowest SNR of a tensor |"]
     rows.append("|---" * (len(SEEDS) + 4) + "|")
     for each in figures["configurations"]:
-        numbers = each["figures"]
-        mean, half = 100 * numbers["mean"], 100 * numbers["half_width"]
-        gaps = " | ".join(f"{100 * gap:+.2f} %" for gap in numbers["gaps"].values())
         weakest = each["weakest_tensors"][0]
         signal = f"{weakest['snr_db']:.1f} dB, `{weakest['name']}`"
-        interval = f"{mean - half:+.2f} to {mean + half:+.2f} %"
         name = each["name"].split(" ", 1)[1]
-        rows.append(f"| `{name}` | {gaps} | {mean:+.2f} % | {interval} | {signal} |")
+        rows.append(f"| `{name}` | {gaps_of(each)} | {signal} |")
     return rows
+
+
+def gaps_of(configuration: dict[str, Any]) -> str:
+    """Return the gap of each seed, their mean and its interval, as cells of a table."""
+    numbers = configuration["figures"]
+    mean, half = 100 * numbers["mean"], 100 * numbers["half_width"]
+    gaps = [f"{100 * gap:+.2f} %" for gap in numbers["gaps"].values()]
+    return " | ".join([*gaps, f"{mean:+.2f} %", f"{mean - half:+.2f} to {mean + half:+.2f} %"])
+
+
+def write(name: str, what: str, results: Path, found: dict[str, Any]) -> None:
+    """Write what was found, with what it was found by, as today's result file of a benchmark."""
+    today = datetime.date.today().isoformat()
+    result = {
+        "what": what,
+        "date": today,
+        "cpu": cpu_name(),
+        "command": f"python benchmarks/{name.replace('-', '_')}.py",
+        "job": JOB,
+        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+        **found,
+    }
+    path = results / f"{today}_{name}.json"
+    path.write_text(json.dumps(result) + "\n")
+    print(f"written to {path}")
 
 
 def health_of(figures: dict[str, Any]) -> dict[str, list[str]]:
@@ -97,26 +118,18 @@ def main() -> None:
     warnings: dict[str, dict[str, list[str]]] = {}
     all_figures: dict[str, Any] = {}
     for name, (recipes, base) in COMPARISONS.items():
-        figures = compare(args.runs.resolve() / name, recipes, base)
+        settings = ("model.fp8=True", f"model.fp8_recipe={recipes}")
+        figures = compare(args.runs.resolve() / name, settings, base)
         all_figures[name] = figures["configurations"]
         tables[name] = table(figures, BASELINES[name])
         warnings[name] = health_of(figures)
         print("\n".join(tables[name]), end="\n\n")
-    today = datetime.date.today().isoformat()
-    result = {
-        "what": "gaps of final validation losses, paired by seed",
-        "date": today,
-        "cpu": cpu_name(),
-        "command": "python benchmarks/recipe_gaps.py",
-        "job": JOB,
-        "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
+    found = {
         "tables": tables,
         "warnings of FP8 health": warnings,
         "comparisons": all_figures,
     }
-    path = args.results / f"{today}_recipe-gaps.json"
-    path.write_text(json.dumps(result) + "\n")
-    print(f"written to {path}")
+    write("recipe-gaps", "gaps of final validation losses, paired by seed", args.results, found)
 
 
 if __name__ == "__main__":

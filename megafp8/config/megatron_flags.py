@@ -126,8 +126,7 @@ _OTHER_FLAGS = {
 @cache
 def megatron_flags() -> Flags:
     """Return the table."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    table = yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     passed, names = {}, dict(_OTHER_FLAGS)
     for part in ("keys", "switches"):
         for name, row in table[part].items():

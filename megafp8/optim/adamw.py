@@ -236,7 +236,7 @@ class AdamW:
                     found.append((segment, ScaledTensor(moment, one, fp32)))
             yield name, found
         if self._muon is not None:
-            both = zip(self._muon.segments, self._muon.momenta, strict=True)
+            both = self._muon.momenta()
             yield MOMENTUM, [(segment, ScaledTensor(m, one, fp32)) for segment, m in both]
 
     def stored_states(self, name: str) -> list[ScaledTensor]:

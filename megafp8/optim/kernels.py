@@ -183,12 +183,10 @@ def _two_updates(kernel: Kernel, spec: OptimSpec, device: torch.device) -> list[
 
 def prepare_state(kernel: Kernel, optimizer: Any, params: Sequence[torch.nn.Parameter]) -> None:
     """Allocate the state that the first step would allocate, so that a checkpoint can fill it."""
-    if isinstance(optimizer, TorchAdam):
-        return  # it has its state
+    if kernel is TORCH:
+        return  # it has its state from the start
     for param in params:
         state = optimizer.state[param]
-        if not kernel.counts_in_groups:
-            state["step"] = torch.zeros((), device=param.device)
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(param)
     set_count(kernel, optimizer, 0)

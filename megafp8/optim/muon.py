@@ -14,7 +14,8 @@ rank orthogonalizes its own part alone, which is another optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -22,21 +23,18 @@ from torch import nn
 from megafp8.models.init import pieces_of
 from megafp8.ops import torch_private
 from megafp8.optim.masters import Masters
+from megafp8.optim.partitions import Segment
 from megafp8.parallel.collectives import Axis
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece
-from megafp8.specs.optim import scale_of_muon
+from megafp8.specs.optim import MuonSpec
 
 UPDATE = torch.bfloat16
 """The dtype in which torch's Muon orthogonalizes."""
 
 
 class Muon:
-    """Update the segments of `matrices`; another optimizer updates the others.
-
-    segments    what this rank updates
-    momenta     the momentum of each, FP32, in the shape of its master weight
-    """
+    """Update the segments of `matrices`; another optimizer updates the others."""
 
     def __init__(
         self, masters: Masters, spec: OptimSpec, matrices: Collection[nn.Parameter], tp: Axis
@@ -48,23 +46,24 @@ class Muon:
         rows = [row for row, s in enumerate(masters.segments) if self.updates(s.param)]
         self._rows = {masters.segments[row].param: row for row in rows}
         assert len(self._rows) == len(rows), "a matrix has one segment on a rank"
-        self.segments = [masters.segments[row] for row in rows]
-        self.momenta = [torch.zeros_like(masters.masters[row]) for row in rows]
-        self._momentum_of = dict(zip(self._rows, self.momenta, strict=True))
+        self._momenta = {p: torch.zeros_like(masters.masters[n]) for p, n in self._rows.items()}
         self._shards = masters.shards if masters.holds_rows else Axis("shards")
 
     def updates(self, param: nn.Parameter) -> bool:
         """Whether `param` is one of the matrices."""
         return param in self._chosen
 
+    def momenta(self) -> Iterator[tuple[Segment, torch.Tensor]]:
+        """Yield what this rank updates, with its momentum: FP32, shaped as its master weight."""
+        for param, row in self._rows.items():
+            yield self.masters.segments[row], self._momenta[param]
+
     def describe(self) -> str:
         """Return what is orthogonalized, for the log."""
         text = f"Muon for {len(self._matrices)} weights of linears"
         if self._tp.size > 1:
-            blocks = self.spec.muon.tp_mode == "blockwise"
-            text += (
-                ", each rank's part apart" if blocks else ", gathered from tensor-parallel ranks"
-            )
+            gathers = self.spec.muon.tp_mode == "duplicated"
+            text += f", {'gathered from tensor-parallel ranks' if gathers else 'by parts of ranks'}"
         return text
 
     @torch.no_grad()
@@ -102,7 +101,7 @@ class Muon:
         share = -(-num_rows // self._shards.size)
         own = torch.zeros(share, columns, dtype=UPDATE, device=self.masters.device)
         if (row := self._rows.get(param)) is not None:
-            momentum = self._momentum_of[param]
+            momentum = self._momenta[param]
             grad = self.masters.grads[row].view_as(momentum)
             beta = self.spec.muon.momentum
             momentum.lerp_(grad, 1 - beta)
@@ -139,9 +138,23 @@ class Muon:
             rows = piece.local[0]
             low, high = max(rows.start, first), min(rows.stop, first + len(master))
             if low < high:
-                scale = scale_of_muon(self.spec.muon, piece.global_shape)
+                scale = scale_of(self.spec.muon, piece.global_shape)
                 own = master[low - first : high - first, piece.local[1]]
                 own.add_(result[low:high, piece.local[1]], alpha=-lr * scale)
+
+
+def scale_of(muon: MuonSpec, shape: tuple[int, ...]) -> float:
+    """Return the factor of a matrix's update, by its shape [output, input].
+
+    `spectral` times 0.2 is torch's `match_rms_adamw`, and `shape_scaling` its `original`.
+    """
+    rows, columns = shape
+    factors = {
+        "spectral": math.sqrt(max(rows, columns)),
+        "shape_scaling": math.sqrt(max(1, rows / columns)),
+        "unit_rms_norm": math.sqrt(rows / columns),
+    }
+    return muon.extra_scale_factor * factors[muon.scale_mode]
 
 
 def _sharded_dim(piece: Piece) -> int | None:

@@ -321,6 +321,7 @@ def _stored(
 ) -> Iterator[Message]:
     """Return FP8-LM's messages, with the scalars of each tensor's scale.
 
+    They are also those of FP32 states that replicas own whole, with nothing in low precision.
     `plain` are the bytes of gradients in FP32, as they are sent.
     """
     replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -75,20 +74,6 @@ class MuonSpec:
     scale_mode: MuonScale = "spectral"
     extra_scale_factor: float = 0.2
     tp_mode: MuonMode = "duplicated"
-
-
-def scale_of_muon(muon: MuonSpec, shape: tuple[int, ...]) -> float:
-    """Return the factor of a matrix's update, by its shape [output, input].
-
-    `spectral` times 0.2 is torch's `match_rms_adamw`, and `shape_scaling` its `original`.
-    """
-    rows, columns = shape
-    factors = {
-        "spectral": math.sqrt(max(rows, columns)),
-        "shape_scaling": math.sqrt(max(1, rows / columns)),
-        "unit_rms_norm": math.sqrt(rows / columns),
-    }
-    return muon.extra_scale_factor * factors[muon.scale_mode]
 
 
 @dataclass(frozen=True, kw_only=True)

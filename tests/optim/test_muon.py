@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megafp8.models.init import pieces_of
+from megafp8.optim.muon import scale_of
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import MuonSpec, OptimSpec
-from megafp8.specs.optim import scale_of_muon
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
@@ -97,6 +97,6 @@ def test_updates_are_orthogonal_and_have_the_stated_size() -> None:
 )
 def test_scales_by_hand(mode: Any, expected: float) -> None:
     muon = MuonSpec(scale_mode=mode, extra_scale_factor=0.5)
-    assert scale_of_muon(muon, (16, 4)) == 0.5 * expected
+    assert scale_of(muon, (16, 4)) == 0.5 * expected
     wide = {"spectral": 4.0, "shape_scaling": 1.0, "unit_rms_norm": 0.5}[mode]
-    assert scale_of_muon(muon, (4, 16)) == 0.5 * wide
+    assert scale_of(muon, (4, 16)) == 0.5 * wide

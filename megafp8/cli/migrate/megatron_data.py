@@ -8,7 +8,7 @@ from typing import Any
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.report import Migration
 
-_DEFAULT_SPLIT = "969, 30, 1"
+_DEFAULT_SPLIT = "969,30,1"
 _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 _LEAST_VOCABULARY = 257
 _MODELS = {"HuggingFaceTokenizer": ("huggingface", "type"), "TikTokenizer": ("tiktoken", "model")}
@@ -39,7 +39,7 @@ def _data(s: MegatronSettings, m: Migration) -> None:
     elif split is not None:
         m.decide(s.label("split"), split, "is not three numbers", "Give 900,50,50")
     elif s.source and not s.has("split"):
-        m.assume("model.data.splits_string", _DEFAULT_SPLIT.replace(" ", ""), s.source)
+        m.assume("model.data.splits_string", _DEFAULT_SPLIT, s.source)
     kind = s.get("dataloader_type")
     if kind is not None:
         m.change(s.label("dataloader_type"), kind, {"model.data.dataloader_type": kind})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.migrate import shell_values
 from megafp8.cli.migrate.shell_values import Command, Script, joined
-from megafp8.cli.migrate.shell_words import MAX_STEPS, Words, text_of, too_large
+from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, Words, text_of, too_large
 from megafp8.config.errors import SettingError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ MAX_DEPTH = 60
 MAX_TEXT = 1 << 18
 """The longest value of a variable, in characters."""
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _BLOCKS = frozenset({
     "program", "compound_statement", "subshell", "do_group", "redirected_statement", "pipeline",
     "else_clause", "elif_clause", "negated_command", "variable_assignments",
@@ -244,7 +243,7 @@ class _Reader(Words):
         if target is None:
             return
         adds = any(child.type == "+=" for child in node.children)
-        name = _NAME.match(text_of(target))
+        name = NAME.match(text_of(target))
         if name is None:
             return
         if target.type == "subscript":
@@ -299,10 +298,10 @@ class _Reader(Words):
             said = self.script.holes.shown(" ".join(words[1:]))
             self.script.unread.append(f"line {line}, which reads another script ({said})")
         elif name == "eval":
-            self.run_text(self.script.holes.as_shell(" ".join(words[1:])), depth + 1)
+            self.run_text(" ".join(words[1:]), depth + 1)
         elif name in ("unset", "read", "mapfile", "readarray"):
             for word in words[1:]:
-                if _NAME.fullmatch(word):
+                if NAME.fullmatch(word):
                     self.values[word] = self.script.holes.new(f"line {line} ({name} {word})")
         else:
             self.script.commands.append(Command(tuple(words), line, self.condition))
@@ -313,7 +312,7 @@ class _Reader(Words):
     def _run_inner(self, text: str, depth: int) -> None:
         """Follow a text that is a command itself, as after `bash -c` or `srun ... bash -c`."""
         outer = dict(self.values)
-        self.run_text(self.script.holes.as_shell(text), depth + 1)
+        self.run_text(text, depth + 1)
         self.values = outer
 
     # --- tests ------------------------------------------------------------------------------------
@@ -387,7 +386,7 @@ def _assigned_in(node: Node) -> Iterator[str]:
         current = waiting.pop()
         if current.type == "variable_assignment":
             target = current.child_by_field_name("name")
-            found = _NAME.match(text_of(target)) if target is not None else None
+            found = NAME.match(text_of(target)) if target is not None else None
             if found is not None:
                 yield found[0]
         waiting += current.named_children

@@ -26,21 +26,18 @@ BREAK = Piece("\0", False)
 """Stands between two words, such as the elements of an array."""
 
 
-class Hole(NamedTuple):
-    """Name what a part of a text depends on that the script does not say."""
-
-    source: str
-
-
 @dataclass
 class Holes:
-    """Number the holes in a script's texts."""
+    """Number the holes in a script's texts.
 
-    found: list[Hole] = field(default_factory=list)
+    Each of `found` names what a part of a text depends on that the script does not say.
+    """
+
+    found: list[str] = field(default_factory=list)
 
     def new(self, source: str) -> str:
         """Return the text that stands for something unknown."""
-        self.found.append(Hole(_without_marks(source)))
+        self.found.append(_without_marks(source))
         return f"{_OPEN}{len(self.found) - 1}{_CLOSE}"
 
     def inside(self, text: str) -> list[str]:
@@ -51,13 +48,9 @@ class Holes:
         """Return a text as the script has it: each hole as the expansion that it comes from."""
         return _HOLE.sub(lambda found: self._source(found[1]), text)
 
-    def as_shell(self, text: str) -> str:
-        """Return a text that can be parsed as shell again, with its holes in it."""
-        return text
-
     def _source(self, number: str) -> str:
         place = int(number[:9])
-        return self.found[place].source if place < len(self.found) else "?"
+        return self.found[place] if place < len(self.found) else "?"
 
 
 def _without_marks(text: str) -> str:

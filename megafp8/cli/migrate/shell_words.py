@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MAX_STEPS = 20_000
 """The most nodes that are read; a script in which functions call each other has no end."""
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
+NAME = re.compile(r"[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"\$\{(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(:?[-=+?])?", re.ASCII)
 
 
@@ -111,7 +111,7 @@ class Words:
         elif name in self.values:
             value = self.values[name]
         else:
-            value = self._hole(f"${name}" if _NAME.fullmatch(name) else f"${{{name}}}")
+            value = self._hole(f"${name}" if NAME.fullmatch(name) else f"${{{name}}}")
         whole = index in ("[@]", "[*]") or name in ("@", "*")
         if isinstance(value, list) and not whole:
             place = int(index[1:-1]) if index[1:-1].isdecimal() and len(index) < 8 else 0
@@ -171,7 +171,7 @@ class Words:
 
     def _arithmetic(self, text: str) -> str:
         known = {}
-        for name in set(_NAME.findall(text)):
+        for name in set(NAME.findall(text)):
             value = self.values.get(name)
             if isinstance(value, str):
                 known[name] = value
