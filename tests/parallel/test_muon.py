@@ -7,17 +7,23 @@ times the spread of one process whose embeddings differ by one rounding step, as
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megafp8.parallel.mesh import single_rank
+from megafp8.optim.adamw import MOMENTUM
+from megafp8.parallel.mesh import join, single_rank
 from megafp8.specs import FsdpSpec, MuonSpec, ParallelSpec
+from megafp8.train.saver import Saver
+from megafp8.train.state import TrainState
+from megafp8.train.state_dict import load_checkpoint, placements
+from megafp8.train.step import train_step
 from tests.parallel import matrix, rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.rank_work import Case, Outcome, Piece, run_case
 from tests.parallel.test_tensor_parallel import assembled
-from tests.ranks import run_ranks
+from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, optim_spec
 
 MUON, ZERO = optim_spec(name="muon"), optim_spec(name="dist_muon")
@@ -97,6 +103,48 @@ def test_grouped_queries_and_gated_layers_on_tensor_parallel_ranks() -> None:
     (ranks,) = train("tp 2, sp", {"FP32": case_of("FP32", "tp 2, sp", model=GROUPED)}).values()
     line, good = matrix.row("tp 2, sp", "BF16", ranks, one, bound)
     assert good, line
+
+
+def saved(rank: Rank | None, case: Case, folder: str) -> list[Piece]:
+    """Train two steps and save; return this rank's parts of the momenta."""
+    mesh = single_rank() if rank is None else join(case.parallel)
+    state = case.build(mesh)
+    for step in range(2):
+        train_step(state, case.microbatches(step, mesh))
+        state.step += 1
+    Saver(Path(folder), 1, {"config": {}, "data_fingerprint": ""}).save(state)
+    return momenta(state)
+
+
+def loaded(rank: Rank | None, case: Case, folder: str) -> list[Piece]:
+    """Load what was saved; return this rank's parts of the momenta."""
+    state = case.build(single_rank() if rank is None else join(case.parallel))
+    load_checkpoint(next(Path(folder).glob("step_*")), state, print)
+    return momenta(state)
+
+
+def momenta(state: TrainState) -> list[Piece]:
+    return [
+        Piece(placed.name, placed.global_shape, placed.offset, placed.tensor.clone())
+        for placed in placements(state)
+        if placed.name.startswith(f"optimizer/{MOMENTUM}/")
+    ]
+
+
+@pytest.mark.parametrize("layout", ["tp 2, sp", "pp 2", "dp 2, ZeRO-1", "dp 2, FSDP full"])
+def test_momenta_move_between_a_layout_and_one_rank_bit_for_bit(
+    layout: str, tmp_path: Path
+) -> None:
+    one, case = case_of("FP8 delayed"), case_of("FP8 delayed", layout)
+    case = replace(case, parallel=replace(case.parallel, devices_per_node=2))
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    of_ranks = assembled(run_ranks(saved, 2, {"case": case, "folder": there}))
+    of_one = assembled([loaded(None, one, there)])
+    assert of_one.keys() == of_ranks.keys() and all(x.any() for x in of_ranks.values())
+    assert all(torch.equal(of_one[name], of_ranks[name]) for name in of_ranks)
+    of_one = assembled([saved(None, one, back)])
+    of_ranks = assembled(run_ranks(loaded, 2, {"case": case, "folder": back}))
+    assert all(torch.equal(of_one[name], of_ranks[name]) for name in of_one)
 
 
 @pytest.mark.parametrize(

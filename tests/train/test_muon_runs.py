@@ -12,6 +12,7 @@ STABLE = ["model.optim.sched.name=WSD", "model.optim.sched.warmup_steps=1",
           "model.optim.sched.wsd_decay_steps=0", "model.fp8=True"]  # fmt: skip
 LAYOUTS = {
     "one": ["model.optim.name=muon"],
+    "dp 2": ["model.optim.name=muon", "trainer.devices=2"],
     "ZeRO-1": ["model.optim.name=dist_muon", "trainer.devices=2"],
     "FSDP": ["model.optim.name=muon", "trainer.devices=2", "model.fsdp=True"],
     "tp 2": [
@@ -47,12 +48,12 @@ def test_a_killed_rank_costs_no_bit(place: Place, layout: str) -> None:
     assert train(place, layout, 6, "job") == whole
 
 
-def test_a_run_moves_through_every_layout(place: Place) -> None:
-    """Its losses stay near those of one rank: within 1e-2, ten times what FP8 alone moves them."""
-    whole = train(place, "one", 8, "whole")
-    for step, layout in zip((2, 4, 6, 8), ("tp 2", "FSDP", "ZeRO-1", "one"), strict=True):
+def test_two_replicas_may_share_their_states_and_not_lose_a_bit(place: Place) -> None:
+    """Two ranks add the same two numbers in either layout, so that only a lost state would show."""
+    whole = train(place, "dp 2", 6, "whole")
+    for step, layout in zip((2, 4, 6), ("ZeRO-1", "dp 2", "ZeRO-1"), strict=True):
         found = train(place, layout, step, "moved")
-    assert found == pytest.approx(whole, rel=1e-2)
+    assert found == whole
 
 
 def test_adamw_may_not_continue_muon(place: Place) -> None:
