@@ -33,6 +33,29 @@ _GATED_ACTIVATIONS = {
 }
 _GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
+_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": None}
+_LLAMA3 = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
+_YARN = {
+    "factor": "yarn_rotary_scaling_factor",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "attention_factor": "yarn_attention_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}
+_SCALINGS = {
+    "default": {},
+    "linear": {"factor": "seq_len_interpolation_factor"},
+    "llama3": _LLAMA3,
+    "yarn": _YARN,
+}
+"""By `rope_type`, our fields by transformers' names."""
+_MAY_LACK = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
+
 _WITHOUT_EFFECT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures
@@ -264,7 +287,6 @@ class Decoder:
             _only(file, c, "sliding_window", window is None or window >= longest)
 
 
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": None}
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -295,28 +317,6 @@ FAMILIES: dict[str, Family] = {
     )
 }
 """The families by their names. A model is exported as the first one that can express it."""
-
-_LLAMA3 = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}
-_YARN = {
-    "factor": "yarn_rotary_scaling_factor",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "attention_factor": "yarn_attention_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}
-_SCALINGS = {
-    "default": {},
-    "linear": {"factor": "seq_len_interpolation_factor"},
-    "llama3": _LLAMA3,
-    "yarn": _YARN,
-}
-"""By `rope_type`, our fields by transformers' names."""
-_MAY_LACK = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
 
 
 def _rope_keys(spec: GPTSpec) -> dict[str, Any]:

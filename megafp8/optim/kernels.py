@@ -78,13 +78,13 @@ class TorchAdam:
             )
 
 
+TORCH = Kernel("torch's fused kernel", TorchAdam, counts_in_groups=False)
+
+
 def _fresh_states(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
     """Return the counts of updates, and both moments, of the parameters."""
     steps = [torch.zeros((), device=param.device) for param in params]
     return steps, *([torch.zeros_like(param) for param in params] for _ in range(2))
-
-
-TORCH = Kernel("torch's fused kernel", TorchAdam, counts_in_groups=False)
 
 
 def choose_kernel(spec: OptimSpec, device: torch.device) -> tuple[Kernel, str]:

@@ -14,7 +14,7 @@ from megafp8.cli.migrate import megatron_rules
 from megafp8.cli.migrate.megatron_settings import Given, MegatronSettings
 from megafp8.cli.migrate.report import Migration
 from megafp8.cli.migrate.shell import read_script
-from megafp8.cli.migrate.shell_values import Command, Holes, Script
+from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
 from megafp8.config.errors import SettingError
 from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.values import plain
@@ -83,7 +83,7 @@ def _place_of_program(words: Sequence[str]) -> int | None:
     return None
 
 
-def _settings_of(command: Command, holes: Holes, m: Migration) -> MegatronSettings:
+def _settings_of(command: ShellCommand, holes: Holes, m: Migration) -> MegatronSettings:
     start = _place_of_program(command.words) or 0
     settings = MegatronSettings(source="a default of " + megatron_flags().version)
     _ranks(command.words[:start], holes, m)
@@ -174,7 +174,9 @@ def _ranks(words: Sequence[str], holes: Holes, m: Migration) -> None:
             m.decide(key, shown, "the script does not say it", "Give the number")
 
 
-def _undecided_of_script(script: Script, command: Command, others: list[str], m: Migration) -> None:
+def _undecided_of_script(
+    script: Script, command: ShellCommand, others: list[str], m: Migration
+) -> None:
     for what, value in script.assumed.items():
         m.assumed[what] = f"{script.holes.shown(what)} {script.holes.shown(value)}"
     for where in dict.fromkeys(script.unread):

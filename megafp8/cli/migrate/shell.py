@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.migrate import shell_values
-from megafp8.cli.migrate.shell_values import Command, Script, joined
+from megafp8.cli.migrate.shell_values import Script, ShellCommand, joined
 from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, Words, text_of, too_large
 from megafp8.config.errors import SettingError
 
@@ -304,7 +304,7 @@ class _Reader(Words):
                 if NAME.fullmatch(word):
                     self.values[word] = self.script.holes.new(f"line {line} ({name} {word})")
         else:
-            self.script.commands.append(Command(tuple(words), line, self.condition))
+            self.script.commands.append(ShellCommand(tuple(words), line, self.condition))
             for text in words[1:]:
                 if "\n" in text.strip() or " --" in text:
                     self._run_inner(text, depth)

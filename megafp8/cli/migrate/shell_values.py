@@ -13,16 +13,23 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 """Private characters around the number of a hole; a script's own are replaced before."""
 _HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 _LARGEST = 10**15
+_COMPARES: dict[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
+    "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+}  # fmt: skip
 
 
-class Piece(NamedTuple):
+class WordPart(NamedTuple):
     """Hold a part of a word; an unquoted one is split at blanks."""
 
     text: str
     is_quoted: bool
 
 
-BREAK = Piece("\0", False)
+BREAK = WordPart("\0", False)
 """Stands between two words, such as the elements of an array."""
 
 
@@ -62,7 +69,7 @@ def clean(text: str) -> str:
     return text.translate({ord(_OPEN): "?", ord(_CLOSE): "?", 0: "?"})
 
 
-def fields_of(pieces: Sequence[Piece]) -> list[str]:
+def fields_of(pieces: Sequence[WordPart]) -> list[str]:
     """Return the words of pieces: unquoted blanks and breaks separate them."""
     words: list[str] = []
     current: str | None = None
@@ -91,15 +98,9 @@ def _split(text: str, current: str | None, words: list[str]) -> str | None:
     return current
 
 
-def joined(pieces: Sequence[Piece]) -> str:
+def joined(pieces: Sequence[WordPart]) -> str:
     """Return the pieces as one text, as an assignment takes them."""
     return "".join(" " if piece is BREAK else piece.text for piece in pieces)
-
-
-_COMPARES: dict[str, Callable[[int, int], bool]] = {
-    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
-    "-gt": operator.gt, "-ge": operator.ge,
-}  # fmt: skip
 
 
 def compared(first: str, test: str, second: str) -> bool | None:
@@ -126,11 +127,6 @@ def arithmetic(text: str, known: Mapping[str, str]) -> int | None:
         return None
 
 
-_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-}  # fmt: skip
-
-
 def _evaluated(node: ast.expr, known: Mapping[str, str]) -> int | None:
     if isinstance(node, ast.Constant):
         return node.value if type(node.value) is int else None
@@ -155,7 +151,7 @@ def _evaluated(node: ast.expr, known: Mapping[str, str]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """Hold the words of a command, in which holes stand for what is not known.
 
     `condition` says which condition decides whether the command runs; empty if it always runs.
@@ -170,7 +166,7 @@ class Command:
 class Script:
     """Hold what was read of a script: its commands, and what was assumed on the way."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)
     unread: list[str] = field(default_factory=list)
     holes: Holes = field(default_factory=Holes)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.migrate import shell_values
-from megafp8.cli.migrate.shell_values import BREAK, Piece, Script, fields_of, joined
+from megafp8.cli.migrate.shell_values import BREAK, Script, WordPart, fields_of, joined
 from megafp8.config.errors import SettingError
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ class Words:
         """Return the words that one word of the script becomes."""
         return fields_of(self.pieces(node, quoted=False))
 
-    def pieces(self, node: Node, *, quoted: bool) -> list[Piece]:
+    def pieces(self, node: Node, *, quoted: bool) -> list[WordPart]:
         """Return the text of a word in pieces, of which the unquoted ones are split at blanks."""
         self.steps += 1
         if self.steps > MAX_STEPS:
             raise too_large("has too many words")
         kind = node.type
         if kind == "raw_string":
-            return [Piece(text_of(node)[1:-1], True)]
+            return [WordPart(text_of(node)[1:-1], True)]
         if kind in ("string", "translated_string", "concatenation", "heredoc_body"):
             inner = quoted or kind != "concatenation"
             return self._with_gaps(node, quoted=inner)
@@ -69,39 +69,39 @@ class Words:
         if kind == "expansion":
             return self._expansion(node, quoted=quoted)
         if kind == "arithmetic_expansion":
-            return [Piece(self._arithmetic(text_of(node)), quoted)]
+            return [WordPart(self._arithmetic(text_of(node)), quoted)]
         if kind in ("command_substitution", "process_substitution"):
-            return [Piece(self._hole(text_of(node)), quoted)]
+            return [WordPart(self._hole(text_of(node)), quoted)]
         text = text_of(node)
         if kind in ("word", "command_name"):
             text = re.sub(r"\\\r?\n", "", text)
             text = re.sub(r"\\(.)", r"\1", text)
         elif "$" in text or "`" in text:
             text = self._hole(text)
-        return [Piece(text, True)]  # the parser has split the words of the script itself
+        return [WordPart(text, True)]  # the parser has split the words of the script itself
 
-    def _with_gaps(self, node: Node, *, quoted: bool) -> list[Piece]:
+    def _with_gaps(self, node: Node, *, quoted: bool) -> list[WordPart]:
         """Return the pieces of a string's parts, and of the text between them."""
         is_string = node.type in ("string", "translated_string")
         raw = node.text or b""
         start, end = node.start_byte, node.end_byte
         place = start + (raw.index(b'"') + 1 if is_string and b'"' in raw else 0)
         last = end - 1 if is_string and raw.endswith(b'"') else end
-        found: list[Piece] = []
+        found: list[WordPart] = []
         for child in node.named_children:
-            found.append(Piece(_unescaped(raw[place - start : child.start_byte - start]), True))
+            found.append(WordPart(_unescaped(raw[place - start : child.start_byte - start]), True))
             if child.type in ("string_content", "heredoc_content"):
-                found.append(Piece(_unescaped(child.text or b""), True))
+                found.append(WordPart(_unescaped(child.text or b""), True))
             else:
                 found += self.pieces(child, quoted=quoted)
             place = child.end_byte
-        found.append(Piece(_unescaped(raw[place - start : max(place, last) - start]), True))
+        found.append(WordPart(_unescaped(raw[place - start : max(place, last) - start]), True))
         return found
 
     def _hole(self, source: str) -> str:
         return self.script.holes.new(source)
 
-    def _variable(self, name: str, index: str, *, quoted: bool) -> list[Piece]:
+    def _variable(self, name: str, index: str, *, quoted: bool) -> list[WordPart]:
         if name in ("@", "*"):
             value: Any = self.arguments or self._hole("$@")
         elif name.isdigit() and name != "0":
@@ -117,23 +117,25 @@ class Words:
             place = int(index[1:-1]) if index[1:-1].isdecimal() and len(index) < 8 else 0
             value = value[place] if place < len(value) else ""
         if not isinstance(value, list):
-            return [Piece(value, quoted)]
+            return [WordPart(value, quoted)]
         pieces = []
         for number, item in enumerate(value):
             if number:
-                pieces.append(Piece(" ", True) if quoted and "*" in (name, index[1:-1]) else BREAK)
-            pieces.append(Piece(item, quoted))
+                pieces.append(
+                    WordPart(" ", True) if quoted and "*" in (name, index[1:-1]) else BREAK
+                )
+            pieces.append(WordPart(item, quoted))
         return pieces
 
-    def _expansion(self, node: Node, *, quoted: bool) -> list[Piece]:
+    def _expansion(self, node: Node, *, quoted: bool) -> list[WordPart]:
         text = text_of(node)
         found = _EXPANSION.match(text)
         if found is None:
-            return [Piece(self._hole(text), quoted)]
+            return [WordPart(self._hole(text), quoted)]
         counts, name, index, operator = found.groups()
         ends = text[found.end() :] == "}"
         if counts or (operator is None and not ends):
-            return [Piece(self._hole(text), quoted)]
+            return [WordPart(self._hole(text), quoted)]
         if operator is None:
             return self._variable(name, index or "", quoted=quoted)
         value = self.arguments if name in ("@", "*") else self.values.get(name)
@@ -142,13 +144,13 @@ class Words:
             value = self.arguments[place] if 0 <= place < len(self.arguments) else None
         is_set = value is not None and (not operator.startswith(":") or value not in ("", []))
         if isinstance(value, str) and self.script.holes.inside(value):
-            return [Piece(self._hole(text), quoted)]
+            return [WordPart(self._hole(text), quoted)]
         if operator.endswith("+"):
             return self._default(node, quoted=quoted) if is_set else []
         if is_set:
             return self._variable(name, index or "", quoted=quoted)
         if operator.endswith("?"):
-            return [Piece(self._hole(text), quoted)]
+            return [WordPart(self._hole(text), quoted)]
         default = self._default(node, quoted=quoted)
         said = f"argument {name}" if name.isdigit() else name
         if name not in self.values:
@@ -157,13 +159,13 @@ class Words:
             self.values[name] = joined(default)
         return default
 
-    def _default(self, node: Node, *, quoted: bool) -> list[Piece]:
+    def _default(self, node: Node, *, quoted: bool) -> list[WordPart]:
         """Return the pieces of what follows the operator in `${NAME:-default}`."""
         after = iter(node.children)
         for child in after:
             if child.type in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
                 break
-        pieces: list[Piece] = []
+        pieces: list[WordPart] = []
         for child in after:
             if child.type != "}":
                 pieces += self.pieces(child, quoted=quoted)

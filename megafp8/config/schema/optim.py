@@ -36,6 +36,7 @@ from megafp8.config.values import (
 from megafp8.specs.optim import STORAGE_NAMES
 
 LEVEL = "model.optim.fp8_opt_level"
+NEEDS_MUON = needs("model.optim.name", *MUON)
 
 SUMMED = Need(
     "trainer.devices",
@@ -50,9 +51,6 @@ def read_by(name: str) -> Need | None:
     """Return what a key of the schedule needs: a schedule that reads it. None if all read it."""
     readers = [schedule for schedule, keys in SCHEDULES.items() if name in keys]
     return needs("model.optim.sched.name", *readers) if len(readers) < len(SCHEDULES) else None
-
-
-NEEDS_MUON = needs("model.optim.name", *MUON)
 
 
 def _are_betas(value: list[float]) -> bool:
