@@ -83,9 +83,9 @@ def keys_of_group(name: str) -> list[Key]:
 def help_page(prog: str, words: Sequence[str] = (), job: str = DEFAULT_CONFIG) -> str:
     """Return what `--help` prints: everything, or what has one of `words` in its name.
 
-    Found are keys by their paths and their values, presets, and names of other programs. A word may
-    be a setting; only what is before its `=` counts. `job` is the command's own YAML, whichever one
-    `--config-name` names.
+    Found are keys by their paths, their values and the names that their help quotes, presets, and
+    names of other programs. A word may be a setting; only what is before its `=` counts. `job` is
+    the command's own YAML, whichever one `--config-name` names.
     """
     wanted = [word.partition("=")[0].lower() for word in words]
     names = (", ".join(preset_names(group, [conf_dir()])) for group in PRESET_GROUPS)
@@ -109,9 +109,13 @@ def help_page(prog: str, words: Sequence[str] = (), job: str = DEFAULT_CONFIG) -
 
 
 def _is_about(key: Key, wanted: Sequence[str]) -> bool:
-    """Whether a word is in a key's path, or is one of its values, also of the refused ones."""
+    """Whether a word is in a key's path, or is one of its values or a name that its help quotes.
+
+    Values are also the refused ones; names are quoted of other programs, and have an underscore.
+    """
     values = re.findall(r"[\w-]+", f"{key.valid_text} {_refused(key)}".lower())
-    return any(word in key.path.lower() or word in values for word in wanted)
+    quoted = re.findall(r"`(\w+_\w+)`", key.help)
+    return any(word in key.path.lower() or word in (*values, *quoted) for word in wanted)
 
 
 def _refused(key: Key) -> str:

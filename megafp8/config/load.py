@@ -379,7 +379,8 @@ def _secret_in(path: str, value: Any, known: Collection[str]) -> str | None:
         return f"the value of the environment variable {name}"
     if has_password(value):
         return "an address with a password"
-    if redacted(value, path, known) != (list(value) if isinstance(value, tuple) else value):
+    shown = redacted(value, path, known)
+    if shown is not value and shown != (list(value) if isinstance(value, tuple) else value):
         return "a secret that a key names"
     return None
 

@@ -20,6 +20,7 @@ _RENAMED = {
     "model.fp8_param_gather": "model.fp8_params",
     "model.qkv_bias": "model.add_qkv_bias",  # NeMo's own name of Megatron's field
     "model.use_rope_scaling": "model.scale_positional_embedding",
+    "model.optim.muon_nesterov": "model.optim.muon_use_nesterov",  # renamed in April 2026
 }
 NAMES = (FP4, FP4_RECIPE, *_FP4_PARAMS, DOCUMENT_MASKING, *_RENAMED)
 """The keys of Megatron and Bridge that the schema does not have and whose values have a meaning."""

@@ -33,6 +33,8 @@ def _cut_schedule(v: Values) -> Iterator[str]:
         end = "the run ends in the warm-up, before the highest rate"
     elif warmup + hold >= steps:
         end = "the run ends at the highest rate, before the decay"
+    elif name == "WSD" and not warmup:
+        end = "the run begins in the decay, below the highest rate"
     elif name == "WSD":
         end = "the decay begins before the warm-up ends, and the rate jumps there"
     else:

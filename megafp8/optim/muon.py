@@ -6,10 +6,11 @@
     W  = W * (1 - lr * weight_decay) - lr * scale * O
 
 A matrix is a logical tensor of the model: query, key and value are three (Megatron's
-`muon_split_qkv`), and so are the gate and the other half of a gated MLP. A rank that holds a part
-of a matrix gathers U in BF16, in which the iterations begin anyway, and keeps its part of O; so the
-result depends on the layout only as far as G does. In Megatron's mode `blockwise` a tensor-parallel
-rank orthogonalizes its own part alone, which is another optimizer.
+`muon_split_qkv`), and the gate and the other half of a gated MLP are two, which Megatron takes for
+one. A rank that holds a part of a matrix gathers U in BF16, in which the iterations begin anyway,
+and keeps its part of O; so the result depends on the layout only as far as G does. In Megatron's
+mode `blockwise` a tensor-parallel rank orthogonalizes and scales its own part alone, which is
+another optimizer.
 """
 
 from __future__ import annotations
@@ -126,6 +127,15 @@ class Muon:
                 out[piece.local] = result.chunk(len(parts), dim)[rank]
         return out
 
+    def _shape_of(self, piece: Piece) -> tuple[int, ...]:
+        """Return the shape of the matrix that is orthogonalized for a logical tensor.
+
+        A part that is orthogonalized alone has the scale of its own shape, as in Megatron-core's
+        `TensorParallelMuon`: so its elements are as large as those of a whole matrix.
+        """
+        is_whole = self.spec.muon.tp_mode == "duplicated"
+        return piece.global_shape if is_whole else piece.local_box.shape
+
     def _apply(self, param: nn.Parameter, result: torch.Tensor, lr: float) -> None:
         """Decay the master of this rank's rows of a parameter, and subtract the update."""
         if (row := self._rows.get(param)) is None:
@@ -138,7 +148,7 @@ class Muon:
             rows = piece.local[0]
             low, high = max(rows.start, first), min(rows.stop, first + len(master))
             if low < high:
-                scale = scale_of(self.spec.muon, piece.global_shape)
+                scale = scale_of(self.spec.muon, self._shape_of(piece))
                 own = master[low - first : high - first, piece.local[1]]
                 own.add_(result[low:high, piece.local[1]], alpha=-lr * scale)
 
@@ -159,7 +169,6 @@ def scale_of(muon: MuonSpec, shape: tuple[int, ...]) -> float:
 
 def _sharded_dim(piece: Piece) -> int | None:
     """Return the dim in which tensor-parallel ranks have parts of a logical tensor, or None."""
-    sizes = (part.stop - part.start for part in piece.local)
-    found = [d for d, own in enumerate(sizes) if own != piece.global_shape[d]]
+    found = [d for d, own in enumerate(piece.local_box.shape) if own != piece.global_shape[d]]
     assert len(found) <= 1, piece
     return found[0] if found else None

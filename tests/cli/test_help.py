@@ -74,6 +74,11 @@ def test_help_with_words_shows_the_keys_that_have_them(capsys: pytest.CaptureFix
         ("fp8_param", ["  model.fp8_param_gather", "It stands for model.fp8_params=True."]),
         ("fp4_param", ["  model.fp4_param", "It is refused if it is True."]),
         ("lion", ["  model.optim.name=adamw"]),
+        ("muon_nesterov", ["  model.optim.muon_nesterov", "model.optim.muon_use_nesterov=True."]),
+        ("muon_split_qkv", ["  model.optim.name=adamw"]),
+        ("lr_wsd_decay_iters", ["  model.optim.sched.wsd_decay_steps=null"]),
+        ("lr_wsd_decay_style", ["  model.optim.sched.wsd_decay_style=exponential"]),
+        ("lr_decay_style", ["  model.optim.sched.name=CosineAnnealing"]),
     ],
 )
 def test_help_finds_values_presets_and_names_of_others(word: str, shown: list[str]) -> None:

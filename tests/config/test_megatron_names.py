@@ -118,6 +118,14 @@ def test_the_two_names_of_weights_in_fp8() -> None:
                        f"model.{name}=False").params_in_fp8  # fmt: skip
 
 
+def test_the_two_names_of_nesterovs_step() -> None:
+    for value in (True, False):
+        spec = run_spec("model.optim.name=muon", f"model.optim.muon_nesterov={value}")
+        assert spec.optim.muon.nesterov is value
+    ours, theirs = "model.optim.muon_use_nesterov=False", "model.optim.muon_nesterov"
+    assert the_problem("model.optim.name=muon", ours, f"{theirs}=True").key == theirs
+
+
 def test_all_of_bridges_precisions_are_known() -> None:
     there = set(preset_names("precision", [conf_dir()]))
     assert BRIDGES.keys() <= there and not REFUSED_PRESETS.keys() & there

@@ -94,6 +94,12 @@ def test_shares_of_the_run(part: str, name: str) -> None:
             "trainer.max_steps=100: the decay begins before the warm-up ends, and the rate jumps "
             "there, as in Megatron",
         ),
+        (
+            "WSD",
+            ("warmup_steps=0", "wsd_decay_steps=101"),
+            f"{SCHED}.wsd_decay_steps=101 (WSD) do not fit into trainer.max_steps=100: the run "
+            "begins in the decay, below the highest rate, as in Megatron",
+        ),
     ],
 )
 def test_a_schedule_longer_than_the_run_is_cut_and_said(

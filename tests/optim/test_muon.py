@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from megafp8.models.init import pieces_of
+from megafp8.optim.adamw import MOMENTUM
 from megafp8.optim.muon import scale_of
 from megafp8.optim.schedules import learning_rate
-from megafp8.specs import MuonSpec, OptimSpec
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import LossScaleSpec, MuonSpec, OptimSpec
+from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
+from tests.tiny import build_run, gpt_spec, microbatch, optim_spec, run_spec
 
 LLAMA = gpt_spec(num_query_groups=2, bias=False, activation="swiglu", normalization="rmsnorm")
 
@@ -90,6 +93,48 @@ def test_updates_are_orthogonal_and_have_the_stated_size() -> None:
         grown = values[values > 0.1]
         assert len(grown) >= min(rows, columns) // 2, name
         assert 0.6 < grown.min() and grown.max() < 1.25, name
+
+
+def test_a_matrix_without_a_gradient_follows_its_momentum() -> None:
+    """Its first update is the decay alone, although the norm of what is orthogonalized is 0."""
+    spec = muon_spec()
+    state = build_run(optim=spec)
+    masters, where = state.masters, matrices(state)
+    theirs = {
+        name: torch.nn.Parameter(masters.masters[row].detach()[local].clone())
+        for name, (row, _, local) in where.items()
+    }
+    adjust = "match_rms_adamw"
+    torchs = torch.optim.Muon(theirs.values(), weight_decay=0.1, adjust_lr_fn=adjust)
+    for step, has_gradient in enumerate((False, True, False), start=1):
+        if has_gradient:
+            train_step(state, [microbatch(step)])
+        else:
+            for grad in masters.own_grads:
+                grad.zero_()
+            state.optimizer.step(step)
+        for name, (row, _, local) in where.items():
+            theirs[name].grad = masters.grads[row][local].clone()
+        torchs.param_groups[0]["lr"] = learning_rate(spec, step)
+        torchs.step()
+        for name, (row, _, local) in where.items():
+            found = masters.masters[row].detach()[local]
+            assert found.isfinite().all() and torch.equal(found, theirs[name].detach()), name
+        state.step = step
+
+
+def test_an_overflow_moves_no_momentum() -> None:
+    spec = run_spec(compute="fp16", optim=muon_spec())
+    precision = replace(spec.precision, loss_scale=LossScaleSpec(init_scale=2.0**32))
+    state = build(replace(spec, precision=precision), single_rank())
+    held = [*state.masters.masters, *state.optimizer.state_tensors(MOMENTUM)]
+    before = [tensor.detach().clone() for tensor in held]
+    assert not train_step(state, [microbatch(0)]).is_finite
+    assert all(torch.equal(a, b) for a, b in zip(held, before, strict=True))
+    while not train_step(state, [microbatch(0)]).is_finite:
+        pass
+    momenta = state.optimizer.state_tensors(MOMENTUM)
+    assert all(momentum.isfinite().all() and momentum.any() for momentum in momenta)
 
 
 @pytest.mark.parametrize(

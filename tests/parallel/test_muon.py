@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import MOMENTUM
+from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.mesh import join, single_rank
 from megafp8.specs import FsdpSpec, MuonSpec, ParallelSpec
 from megafp8.train.saver import Saver
@@ -159,6 +162,45 @@ def test_planted_bugs_leave_the_bounds(bug: str, layout: str) -> None:
     one, bound = one_process("FP32", 2 if "dp 2" in layout else 1)
     ranks = train(layout, {"FP32": case_of("FP32", layout, bug=bug)})["FP32"]
     assert max(matrix.distance(rank.losses, one.losses) for rank in ranks) > bound
+
+
+def updated_alone(rank: Rank, case: Case) -> dict[str, bool]:
+    """Train a step; say whether each part of a matrix has the bits of torch's Muon on it alone."""
+    mesh = join(case.parallel)
+    state = case.build(mesh)
+    linears, masters = set(state.backend.weights(state.model)), state.masters
+    parts = {
+        piece.name: (row, piece.local)
+        for row, segment in enumerate(masters.segments)
+        if segment.param in linears
+        for piece in pieces_of(segment.param)
+    }
+    theirs = {
+        n: nn.Parameter(masters.masters[r].detach()[p].clone()) for n, (r, p) in parts.items()
+    }
+    spec = state.optimizer.spec
+    torchs = torch.optim.Muon(
+        theirs.values(),
+        lr=learning_rate(spec, 1),
+        weight_decay=spec.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    train_step(state, case.microbatches(0, mesh))  # leaves the clipped gradients
+    for name, (row, local) in parts.items():
+        theirs[name].grad = masters.grads[row][local].clone()
+    torchs.step()
+    return {
+        n: torch.equal(masters.masters[r].detach()[p], theirs[n]) for n, (r, p) in parts.items()
+    }
+
+
+def test_a_block_has_torchs_update_of_a_matrix_of_its_shape() -> None:
+    """Megatron scales by the shape of what is orthogonalized, so that elements keep their size."""
+    blocks = replace(optim_spec(name="muon", weight_decay=0.1), muon=MuonSpec(tp_mode="blockwise"))
+    case = case_of("FP32", "tp 2, sp", optim=blocks, model=GROUPED)
+    case = replace(case, parallel=replace(case.parallel, devices_per_node=2))
+    for found in run_ranks(updated_alone, 2, {"case": case}):
+        assert len(found) == 4 * 7 and all(found.values()), found
 
 
 def test_blocks_need_no_message_and_are_another_optimizer() -> None:

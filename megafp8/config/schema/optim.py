@@ -122,7 +122,7 @@ class Sched:
     name: str = key(
         "CosineAnnealing",
         "Schedule of the learning rate, as NeMo has it under this name: a linear warm-up, then the "
-        "decay of the name. `WSD` is Megatron's: warm-up, stable, decay.",
+        "decay of the name. `WSD` is Megatron's (its `lr_decay_style`): warm-up, stable, decay.",
         nemo="CosineAnnealing",
         group="schedule",
         spec="optim.schedule.name",
@@ -252,8 +252,9 @@ class Optim:
         "`fused_adam` is adamw with Apex's or Transformer Engine's kernel, if one is installed. "
         "`distributed_fused_adam` also shards master weights and moments over replicas (ZeRO-1). A "
         "run may continue with another one of the three kinds of adamw. `muon` updates the weights "
-        "of the layers' linears with Muon (torch's rule) and the rest with adamw; `dist_muon` also "
-        "shards weights and states over replicas by whole tensors.",
+        "of the layers' linears with Muon (torch's rule; query, key and value apart, as with "
+        "Megatron's `muon_split_qkv`) and the rest with adamw; `dist_muon` also shards weights and "
+        "states over replicas by whole tensors.",
         nemo="fused_adam",
         group="optimizer",
         spec="optim.name",
@@ -306,7 +307,8 @@ class Optim:
     muon_use_nesterov: bool = key(
         True,
         "With Muon: orthogonalize the gradient with its momentum ahead (Nesterov). False: the "
-        "momentum alone, which is Megatron's default.",
+        "momentum alone, which is Megatron's default; Megatron-core 0.20 calls the key "
+        "`muon_nesterov`.",
         group="optimizer",
         spec="optim.muon.nesterov",
         needs=NEEDS_MUON,
@@ -343,7 +345,8 @@ class Optim:
         "duplicated",
         "With Muon on tensor-parallel ranks. `duplicated`: every rank gathers whole matrices and "
         "orthogonalizes them, so that the result is that of one rank. `blockwise`: each its own "
-        "part alone, without messages, which is Megatron's default and another optimizer.",
+        "part alone, scaled by its own shape, without messages. That is another optimizer with "
+        "each number of ranks, and was Megatron's default before Megatron-core 0.20.",
         group="optimizer",
         spec="optim.muon.tp_mode",
         valid=one_of(
