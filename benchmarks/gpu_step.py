@@ -64,6 +64,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "bf16": (),
     "bf16 compiled": ("model.compile=block",),
     "fp8": ("model.fp8=True",),
+    "fp8 graphs": (
+        "model.fp8=True",
+        "model.enable_cuda_graph=True",
+        "model.hidden_dropout=0",  # graphs repeat random numbers, so that settings refuse dropout
+        "model.attention_dropout=0",
+    ),
+    "fp8 O2": ("model.fp8=True", "model.optim.fp8_opt_level=O2"),
     "fp8 compiled": ("model.fp8=True", "model.compile=block"),
     "fp8 params": ("model.fp8=True", "model.fp8_params=True"),
     "fp8 tensorwise": ("model.fp8=True", "model.fp8_recipe=tensorwise"),
@@ -96,6 +103,7 @@ def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> di
 
     Raises:
         subprocess.CalledProcessError: The job failed.
+        subprocess.TimeoutExpired: It took longer than `--seconds`.
     """
     steps = args.warm_up + args.steps
     command = [
@@ -109,7 +117,9 @@ def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> di
         "exp_manager.create_tensorboard_logger=False",
         f"exp_manager.explicit_log_dir={folder}",
     ]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    subprocess.run(
+        command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=args.seconds
+    )
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "step_seconds" in line]
     lines = lines[args.warm_up :]
     assert len(lines) >= args.steps, "a run logs every step"
@@ -181,6 +191,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["bf16", "fp8"])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument("--seconds", type=float, help="time limit of each job")
     parser.add_argument("--accumulation", type=int, default=1, help="microbatches in a step")
     parser.add_argument(
         "--tiny", action="store_true", help="check on any device: a small model, few steps"

@@ -3,6 +3,8 @@
 losses     the default job in BF16, `delayed` and `blockwise`: the loss falls, FP8's like BF16's
 continues  a run that is killed after a checkpoint, and continued by the same command
 repeats    the same run twice with `trainer.deterministic=True`: equal losses, bit for bit
+command    `pretrain_gpt.py model.fp8=True` as users type it: `auto`, health, validation, checkpoint
+own        a job of a YAML file (`--config`), for some of its steps
 
 python benchmarks/gpu_trains.py losses --results DIR
 python benchmarks/gpu_trains.py continues --tiny --results DIR    # check on a CPU that it runs
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +52,7 @@ CLOSE = 0.05  # largest relative difference of the last tenth's mean loss, FP8 f
 
 def start(args: argparse.Namespace, folder: Path, *settings: str) -> subprocess.Popen[str]:
     """Start a run in `folder`."""
-    command = [
-        sys.executable,
-        str(ROOT / "pretrain_gpt.py"),
+    chosen = (
         *(TINY if args.tiny else ()),
         *settings,
         "model.fp8_backend=native",  # `auto` may take Transformer Engine on a GPU
@@ -59,17 +60,26 @@ def start(args: argparse.Namespace, folder: Path, *settings: str) -> subprocess.
         "trainer.limit_val_batches=0",
         "exp_manager.create_tensorboard_logger=False",
         f"exp_manager.explicit_log_dir={folder}",
-    ]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    return typed(*chosen, stdout=subprocess.DEVNULL)
 
 
-def ended(process: subprocess.Popen[str]) -> None:
-    """Wait for a run, and raise RuntimeError with its output if it failed."""
-    output = process.communicate()[1]
+def typed(*words: str, stdout: int) -> subprocess.Popen[str]:
+    """Start `pretrain_gpt.py` with the words of a command line."""
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """Wait for a run; return its standard output, if that was kept.
+
+    Raises:
+        RuntimeError: The run failed; the text has the end of its errors.
+    """
+    output, errors = process.communicate()
     if process.returncode != 0:
-        raise RuntimeError(f"exit code {process.returncode}: {output.strip()[-500:]}")
+        raise RuntimeError(f"exit code {process.returncode}: {errors.strip()[-500:]}")
+    return output or ""
 
 
 def losses(folder: Path) -> list[float]:
@@ -145,7 +155,7 @@ def measure_continues(args: argparse.Namespace, results: Results) -> None:
 
 def measure_repeats(args: argparse.Namespace, results: Results) -> None:
     """Run the same deterministic job twice; the losses must be the same bits."""
-    steps = 4 if args.tiny else 50
+    steps = 4 if args.tiny else args.steps
     settings = (*VARIANTS["fp8 delayed"], f"trainer.max_steps={steps}", *unsaved())
     found = []
     for _ in range(2):
@@ -157,7 +167,63 @@ def measure_repeats(args: argparse.Namespace, results: Results) -> None:
     show(results, "twice, deterministic", {"losses": found}, is_right)
 
 
-PARTS = {"losses": measure_losses, "continues": measure_continues, "repeats": measure_repeats}
+def measure_command(args: argparse.Namespace, results: Results) -> None:
+    """Run the command of the README for some steps, with all that is on by default.
+
+    The run must have validated, have written FP8's health and a checkpoint, and its losses fall.
+    """
+    words = ["model.fp8=True", f"trainer.max_steps={6 if args.tiny else 60}"]
+    words += [*(TINY if args.tiny else ()), "trainer.log_every_n_steps=1"]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        began = time.perf_counter()
+        output = ended(typed(*words, f"exp_manager.explicit_log_dir={run}", stdout=subprocess.PIPE))
+        row = ran(run, output, time.perf_counter() - began)
+        lines = list(read_metrics(run / "metrics.jsonl"))
+        row["validated"] = any("val_loss" in line for line in lines)
+        row["saved"] = sorted(path.name for path in run.glob("checkpoints/step_*"))
+        row["has_health"] = (run / "health.jsonl").is_file()
+    found = row["losses"]
+    is_right = row["is_finite"] and row["validated"] and row["saved"] and row["has_health"]
+    show(results, "command", row, bool(is_right) and (args.tiny or found[-1] < found[0] - 1))
+
+
+def measure_own(args: argparse.Namespace, results: Results) -> None:
+    """Run the job of the user's own YAML file for some steps; all losses must be finite."""
+    words = [f"--config-path={args.config.resolve().parent}", f"--config-name={args.config.stem}"]
+    words += [f"trainer.max_steps={args.steps}", "trainer.log_every_n_steps=1", *unsaved()]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        began = time.perf_counter()
+        output = ended(typed(*words, f"exp_manager.explicit_log_dir={run}", stdout=subprocess.PIPE))
+        row = ran(run, output, time.perf_counter() - began)
+    show(results, args.config.name, row, row["is_finite"] and len(row["losses"]) == args.steps)
+
+
+def ran(run: Path, output: str, seconds: float) -> dict[str, Any]:
+    """Return what a run's files and its header say of it."""
+    summary = json.loads((run / "summary.json").read_text())
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "step_seconds" in line]
+    found = losses(run)
+    return {
+        "seconds": seconds,
+        "losses": found,
+        "is_finite": bool(found) and all(map(math.isfinite, found)),
+        "step_seconds": statistics.median(line["step_seconds"] for line in lines),
+        "tokens_per_second": statistics.median(line["tokens_per_second"] for line in lines),
+        "precision": summary["precision"],
+        "header": [line for line in output.splitlines() if line.startswith(HEADER)],
+    }
+
+
+HEADER = ("model:", "precision:", "batch:", "optimizer:")
+PARTS: dict[str, Callable[[argparse.Namespace, Results], None]] = {
+    "losses": measure_losses,
+    "continues": measure_continues,
+    "repeats": measure_repeats,
+    "command": measure_command,
+    "own": measure_own,
+}
 
 
 def main() -> None:
@@ -167,8 +233,12 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_true", help="check on any device: a small model, few steps"
     )
+    parser.add_argument("--steps", type=int, default=50, help="of `repeats` and `own`")
+    parser.add_argument("--config", type=Path, help="the YAML file of `own`")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if (args.config is None) == (args.part == "own"):
+        parser.error("--config names the file of the part `own`, which needs it")
     device, name = device_and_name()
     if device.type == "cpu" and not args.tiny:
         parser.error("there is no CUDA device to check (--tiny checks that this program runs)")

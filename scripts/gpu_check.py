@@ -1,22 +1,28 @@
 #!/usr/bin/env python3
 """Check on a GPU machine what megafp8 claims about GPUs, in stages of ten minutes at most.
 
+    first   the default, about eight minutes: what a new machine tells soonest, most telling part
+            first: device, products, a layer of each recipe, tests, the README's command, steps in
+            each precision, where the time goes, and the same run twice
     runs    do operations work: versions, products in each layout, casts, attention, one layer
     right   are they right: the tests marked `gpu`, and memory checks of the casts
     fast    are they fast: products, layers and steps in BF16 and FP8
     trains  does training work: losses, a killed run that is continued, bit-for-bit repeats
-    te      optional: Transformer Engine compared with our own engine, where it is installed
+    ranks   on several GPUs: ten layouts of 2, 4 and 8 ranks compared with one rank
+    own     a job of your own: `--config FILE.yaml`, for 20 steps
+    te      Transformer Engine compared with our own engine, where it is installed
+    all     runs, right, fast and trains, one after another, and te where it can be imported
 
     python scripts/gpu_check.py wheels .wheels        # once, on a machine with a network
-    python scripts/gpu_check.py runs --out DIR        # then each stage on the GPU machine
-    python scripts/gpu_check.py --out DIR             # the four stages one after another
+    python scripts/gpu_check.py --out DIR             # then on the GPU machine: the stage `first`
+    python scripts/gpu_check.py ranks --out DIR       # or each other stage
     python scripts/gpu_check.py --out DIR --tiny      # on a CPU: check that this program runs
 
 A stage has parts, each with a deadline, and the failure of one part does not stop the others. Each
-row and the end of each part are written to DIR/results.jsonl at once; the output of a part is in
-DIR/logs. The exit code is 1 if a part failed. This file needs no package: dependencies of megafp8
-that the machine's PyTorch image lacks come as wheels (`--wheels`, by default the project's folder
-.wheels).
+row and the end of each part are written to DIR/results.jsonl at once, and then DIR/table.txt, which
+a command prints when it ends; the output of a part is in DIR/logs. The exit code is 1 if a part
+failed. This file needs no package: dependencies of megafp8 that the machine's PyTorch image lacks
+come as wheels (`--wheels`, by default the project's folder .wheels).
 """
 
 from __future__ import annotations
@@ -25,33 +31,57 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 WHEELS = ("hydra-core==1.3.2", "omegaconf>=2.3,<2.4", "antlr4-python3-runtime==4.9.3", "torchao")
 """omegaconf 2.4 warns where hydra calls it, and warnings are errors in the tests."""
-NEEDED = ("torch", "hydra", "omegaconf", "antlr4")
-STAGES = ("runs", "right", "fast", "trains")
+IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml"}
+BROUGHT = ("hydra", "omegaconf", "antlr4")
+"""What the wheels bring of the packages that every part needs."""
+FOR_MIGRATE = "tree-sitter"  # and its grammar: no part reads a launch script
+ALL_STAGES = ("runs", "right", "fast", "trains")
+STAGES = ("first", *ALL_STAGES, "ranks", "own", "te")
+LAYOUTS = (
+    "dp 2, ZeRO-1",
+    "dp 2, FSDP",
+    "tp 2, sp",
+    "cp 2",
+    "pp 2, zero bubble V",
+    "dp 4, O2",
+    "tp 2 x dp 2, sp",
+    "cp 2 x dp 2, FSDP",
+    "tp 2 x pp 2 x dp 2, sp, ZeRO-1",
+    "tp 2 x cp 2 x dp 2, sp",
+)
+"""The parts of `ranks`, which benchmarks/gpu_ranks.py describes."""
+FIRST_STEPS = ("bf16", "fp8", "fp8 graphs", "fp8 O2", "te fp8", "fp8 mxfp8", "fp4 nvfp4")
 STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
 ALL_SECONDS = 1750.0  # and all of them thirty
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
     "tests/gpu",
     "tests/fp8/kernels",
+    "tests/models/test_documents.py",
     "tests/ops/test_attention.py",
     "tests/observe/test_memory.py",
     "tests/train/test_profiling.py",
     "tests/data/test_loader.py",
+    "tests/optim/test_scaled_adam.py",
 )
+FIRST_TESTS = ("tests/gpu", "tests/optim/test_scaled_adam.py")
 TE_VARIANTS = ("bf16", "fp8 delayed", "te bf16", "te fp8 delayed")
 
 
@@ -72,8 +102,15 @@ def benchmark(name: str, *arguments: str) -> tuple[str, ...]:
 
 def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
     """Return the parts of a stage; parts that others depend on come first."""
-    out, tiny = str(args.out), ("--tiny",) if args.tiny else ()
-    results = (*tiny, "--results", out)
+    results = results_of(args)
+    if stage == "first":
+        return first_parts(args)
+    if stage == "ranks":
+        names = ("reference", *LAYOUTS)
+        return [Part(name, 51, benchmark("gpu_ranks", name, *results)) for name in names]
+    if stage == "own":
+        own = ("own", "--config", str(args.config), "--steps", "20")
+        return [Part("your job", 560, benchmark("gpu_trains", *own, *results))]
     if stage == "runs":
         names = {"device": 60, "products": 60, "casts": 120, "sdpa": 60, "layers": 150}
         return [
@@ -111,9 +148,35 @@ def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
     ]
 
 
+def results_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the arguments that all benchmarks take."""
+    return (*(("--tiny",) if args.tiny else ()), "--results", str(args.out))
+
+
+def first_parts(args: argparse.Namespace) -> list[Part]:
+    """Return the parts of the stage `first`, the most telling ones first.
+
+    The first three say whether anything runs, tests whether it is right, the command whether a user
+    can train, and the others where the time goes.
+    """
+    results = results_of(args)
+    variants = FIRST_STEPS[:4] if args.tiny else FIRST_STEPS
+    steps = ("--variants", *variants, "--warm-up", "15", "--steps", "10", "--seconds", "45")
+    tests = GPU_TESTS[4:5] if args.tiny else FIRST_TESTS
+    runs = {"device": 40, "products": 40, "layers": 75}
+    return [
+        *(Part(name, limit, benchmark("gpu_runs", name, *results)) for name, limit in runs.items()),
+        tests_part("tests", 110, tests, args),
+        Part("command", 60, benchmark("gpu_trains", "command", *results)),
+        Part("steps", 160, benchmark("gpu_step", *steps, *results)),
+        Part("profile", 40, benchmark("gpu_profile", *results)),
+        Part("repeats", 45, benchmark("gpu_trains", "repeats", "--steps", "20", *results)),
+    ]
+
+
 def right_parts(args: argparse.Namespace) -> list[Part]:
     """Return the parts of the stage `right`; memory checks need NVIDIA's compute-sanitizer."""
-    tests = GPU_TESTS[3:4] if args.tiny else GPU_TESTS
+    tests = GPU_TESTS[4:5] if args.tiny else GPU_TESTS
     parts = [tests_part("tests", 420, tests, args)]
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is not None:
@@ -179,8 +242,49 @@ class Check:
         if outcome != "passed":
             self.failed.append(f"{stage}: {part.name}")
         self.note(stage=stage, part=part.name, outcome=outcome, seconds=round(seconds, 1), **counts)
+        (self.out / "table.txt").write_text(table(self.out / "results.jsonl"))
         details = "".join(f", {count} {what}" for what, count in counts.items())
         print(f"== {stage}: {part.name}: {outcome}, {seconds:.0f} s{details}", flush=True)
+
+
+def table(lines: Path) -> str:
+    """Return what is known of parts and their rows as text; `lines` is results.jsonl.
+
+    Rows come before the end of their part. Of rows that only say that something is right, the
+    number is given.
+    """
+    text: list[str] = []
+    rows: list[str] = []
+    right = 0
+    for line in map(json.loads, lines.read_text().splitlines()):
+        if "began" in line:  # an earlier command wrote into the same folder
+            text, rows, right = [], [], 0
+        elif "part" in line:
+            name = f"{line['stage']}: {line['part']}"
+            text.append(f"{name:<44} {line['seconds']:6.0f} s  {line['outcome']}")
+            text += [*rows, *([f"    {right} more rows are right"] if right else [])]
+            rows, right = [], 0
+        elif "key" in line:
+            what = next(what for what in ("row", "failed", "skipped") if what in line)
+            said = figures_of(line["row"]) if what == "row" else f"{what}: {line[what][:300]}"
+            right += not said
+            rows += [f"    {line['key']:<40} {said}"] * bool(said)
+    return "\n".join(text) + "\n"
+
+
+def figures_of(row: dict[str, object]) -> str:
+    """Return the figures of a row that a table shows, or nothing."""
+    forms = {
+        "tokens_per_second": "{:.0f} tokens/s",
+        "times_bf16": "{:.2f} x bf16",
+        "step_seconds": "{:.4f} s a step",
+        "flops_per_second": "{:.3g} FLOP/s",
+        "idle_share": "idle {:.1%}",
+        "losses_apart": "losses {:.1e} apart",
+        "bound": "of {:.1e} allowed",
+    }
+    given = {key: form for key, form in forms.items() if isinstance(row.get(key), float)}
+    return ", ".join(form.format(row[key]) for key, form in given.items())
 
 
 def call(
@@ -247,6 +351,14 @@ def environment_with(site: Path) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **mine}
 
 
+def needed() -> list[str]:
+    """Return the modules that a run needs, by the dependencies in pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in project["dependencies"]]
+    wanted = [name for name in names if not name.startswith(FOR_MIGRATE)]
+    return [*(IMPORTED_AS.get(name, name) for name in wanted), "antlr4"]
+
+
 def missing(environment: dict[str, str]) -> list[str]:
     """Return the names of necessary packages that a part would not find."""
     program = (
@@ -256,9 +368,55 @@ def missing(environment: dict[str, str]) -> list[str]:
         "    except ImportError: return False\n"
         "print(*[name for name in sys.argv[1:] if not has(name)])"
     )
-    command = [sys.executable, "-c", program, *NEEDED]
+    command = [sys.executable, "-c", program, *needed()]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     return done.stdout.split()
+
+
+def how_to_get(lacking: list[str], wheels: Path) -> str:
+    """Return what to do about missing modules."""
+    text = f"missing: {', '.join(lacking)}."
+    if brought := [name for name in lacking if name in BROUGHT]:
+        text += (
+            f" On a machine with a network, run `python scripts/gpu_check.py wheels {wheels.name}`"
+        )
+        text += f", which downloads {', '.join(brought)}; then give that folder as --wheels."
+    if others := [name for name in lacking if name not in BROUGHT]:
+        text += f" Install {', '.join(others)} with pip."
+    return text
+
+
+def header(environment: dict[str, str]) -> dict[str, Any]:
+    """Return what benchmarks/gpu_header.py says of this machine, or only the reason why not."""
+    command = benchmark("gpu_header")
+    try:
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return {"error": "nothing was said of the device within a minute"}
+    except (IndexError, ValueError):
+        return {"error": done.stderr.strip()[-500:]}
+    return found
+
+
+def header_text(found: dict[str, Any]) -> str:
+    """Return the header as text: devices, versions, what is emulated, and what is not there."""
+    if "error" in found:
+        return f"the device cannot be asked: {found['error']}"
+    lines = [f"{max(1, found['gpus'])} x {found['device']}, driver {found['driver']}"]
+    lines[0] += f", PyTorch {found['torch']}, CUDA {found['cuda']}, Python {found['python']}"
+    by_reason: dict[str, list[str]] = {}
+    for recipe, why in found["emulated"].items():
+        by_reason.setdefault(why, []).append(recipe)
+    for why, recipes in by_reason.items():
+        lines.append(f"emulated here, at the speed of other products: {', '.join(recipes)} ({why})")
+    if why := found["no_transformer_engine"]:
+        lines.append(f"no Transformer Engine: {why}")
+    if found["gpus"] > 1:
+        lines.append("the stage `ranks` compares layouts of these GPUs with one of them")
+    return "\n".join(lines)
 
 
 def fetch_wheels(folder: Path) -> int:
@@ -273,10 +431,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    known = (*STAGES, "all")
     parser.add_argument(
-        "stages", nargs="*", metavar="STAGE", help=f"one or more of {', '.join(STAGES)}, te"
+        "stages", nargs="*", metavar="STAGE", help=f"one or more of {', '.join(known)}"
     )
-    parser.add_argument("--stage", nargs="+", default=[], choices=(*STAGES, "te"))
+    parser.add_argument("--stage", nargs="+", default=[], choices=known)
+    parser.add_argument("--config", type=Path, help="the YAML file of the stage `own`")
     parser.add_argument("--out", type=Path, required=True, help="a folder for all results")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
@@ -285,11 +445,20 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--tiny", action="store_true", help="check on any device that this program runs"
     )
     args = parser.parse_args(argv)
-    args.stages = [*args.stages, *args.stage] or list(STAGES)
-    if unknown := set(args.stages) - {*STAGES, "te"}:
-        parser.error(f"unknown stage {', '.join(sorted(unknown))}: use {', '.join(STAGES)} or te")
+    args.stages = [*args.stages, *args.stage] or ["first"]
+    if unknown := set(args.stages) - {*known}:
+        parser.error(f"unknown stage {', '.join(sorted(unknown))}: use {', '.join(known)}")
+    if (args.config is None) == ("own" in args.stages):
+        parser.error("--config names the file of the stage `own`, which needs it")
     args.out = args.out.absolute()
     return args
+
+
+def stages_of(asked: list[str], header: dict[str, Any]) -> list[str]:
+    """Return the stages to run: `all` stands for four, and `te` where it can be imported."""
+    has_te = header.get("no_transformer_engine", "unknown") is None
+    every = [*ALL_STAGES, *(["te"] if has_te else [])]
+    return [stage for name in asked for stage in (every if name == "all" else [name])]
 
 
 def main(argv: list[str]) -> int:
@@ -301,7 +470,8 @@ def main(argv: list[str]) -> int:
         return fetch_wheels(Path(argv[1]))
     args = arguments(argv)
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    default = STAGE_SECONDS if len(args.stages) == 1 else ALL_SECONDS
+    is_one = len(args.stages) == 1 and args.stages != ["all"]
+    default = STAGE_SECONDS if is_one else ALL_SECONDS
     stage_seconds = STAGE_SECONDS
     if args.tiny:  # this only checks that parts run, on however busy a machine
         default = stage_seconds = 10 * ALL_SECONDS
@@ -312,17 +482,16 @@ def main(argv: list[str]) -> int:
         check.note(began=time.strftime("%Y-%m-%dT%H:%M:%S%z"), stages=args.stages, wheels=brought)
         if lacking := missing(check.environment):
             check.note(missing=lacking)
-            print(
-                f"missing: {', '.join(lacking)}. On a machine with a network, run `python "
-                f"scripts/gpu_check.py wheels {args.wheels.name}`, which downloads them; then give "
-                "that folder as --wheels",
-                file=sys.stderr,
-            )
+            print(how_to_get(lacking, args.wheels), file=sys.stderr)
             return 1
-        for stage in args.stages:
+        found = header(check.environment)
+        check.note(header=found)
+        print(header_text(found), flush=True)
+        for stage in stages_of(args.stages, found):
             deadline = min(end, time.monotonic() + stage_seconds)
             check.stage(stage, parts_of(stage, args), deadline)
     check.note(failed=check.failed)
+    print((args.out / "table.txt").read_text())
     print("failed: " + "; ".join(check.failed) if check.failed else "all parts passed")
     return int(bool(check.failed))
 

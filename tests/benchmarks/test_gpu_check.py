@@ -9,6 +9,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def test_a_bare_machine_gets_a_list_of_what_it_lacks(tmp_path: Path, bare: str) 
     done = check("runs", "--tiny", "--out", str(out), "--wheels", str(none), PYTHONPATH=bare)
     assert done.returncode == 1
     assert "missing: hydra, omegaconf, antlr4" in done.stderr and "wheels none" in done.stderr
+    assert "with pip" not in done.stderr, "the wheels bring all of them"
     assert not outcomes(out)
 
 
@@ -205,21 +207,106 @@ def test_unknown_stages_are_refused(tmp_path: Path) -> None:
 def test_the_limits_of_parts_fit_into_a_command(tmp_path: Path) -> None:
     gpu_check = loaded()
     arguments = gpu_check.arguments(["--out", str(tmp_path)])
-    for stage in (*gpu_check.STAGES, "te"):
+    assert arguments.stages == ["first"]
+    for stage in gpu_check.STAGES:
         total = sum(part.seconds for part in gpu_check.parts_of(stage, arguments))
         assert total <= gpu_check.STAGE_SECONDS, stage
     assert gpu_check.STAGE_SECONDS + gpu_check.PATIENCE_SECONDS < 600
     assert gpu_check.ALL_SECONDS + gpu_check.PATIENCE_SECONDS < 1800
 
 
+def test_what_is_needed_is_what_the_project_depends_on() -> None:
+    """A machine with torch alone lacks packages that no wheel brings; it hears so at once."""
+    gpu_check = loaded()
+    needed = gpu_check.needed()
+    assert {"torch", "numpy", "yaml", "safetensors", "tokenizers", "rich", "hydra"} < set(needed)
+    assert all(importlib.util.find_spec(name) for name in needed)
+    text = gpu_check.how_to_get(["hydra", "tokenizers"], Path(".wheels"))
+    assert "downloads hydra;" in text and "Install tokenizers with pip" in text
+
+
+def test_all_tests_that_need_a_gpu_are_run() -> None:
+    """Every file with a test marked `gpu` is among the tests of the stage `right`."""
+    marked = "(?m)mark[.]gpu\\b|^@gpu\\b"
+    files = [path for path in (ROOT / "tests").rglob("*.py") if re.search(marked, path.read_text())]
+    assert len(files) > 8
+    for file in files:
+        name = file.relative_to(ROOT).as_posix()
+        assert name.startswith(loaded().GPU_TESTS), name
+
+
+def test_the_header_says_what_is_emulated_and_what_is_not_there() -> None:
+    gpu_check = loaded()
+    found = {"device": "NVIDIA H200", "gpus": 8, "driver": "580.65", "torch": "2.13.0+cu130"}
+    found |= {"cuda": "13.0", "python": "3.12.3", "no_transformer_engine": None}
+    found["emulated"] = {"mxfp8": "no tiles", "nvfp4": "no tiles", "mine": "no rows"}
+    first, *others = gpu_check.header_text(found).splitlines()
+    assert first == (
+        "8 x NVIDIA H200, driver 580.65, PyTorch 2.13.0+cu130, CUDA 13.0, Python 3.12.3"
+    )
+    assert others[0] == "emulated here, at the speed of other products: mxfp8, nvfp4 (no tiles)"
+    assert "mine (no rows)" in others[1] and "`ranks`" in others[2] and len(others) == 3
+    assert gpu_check.stages_of(["all"], found)[-1] == "te"
+    found["no_transformer_engine"] = "it is not installed"
+    assert "no Transformer Engine: it is not installed" in gpu_check.header_text(found)
+    assert gpu_check.stages_of(["all"], found) == ["runs", "right", "fast", "trains"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU emulates fewer recipes")
+def test_a_cpu_emulates_every_recipe() -> None:
+    gpu_check = loaded()
+    found = gpu_check.header(gpu_check.environment_with(ROOT))
+    assert found["device"] == "cpu" and list(found["emulated"]) == list(RECIPES)
+
+
+def test_the_table_is_there_after_each_part(tmp_path: Path) -> None:
+    """A session on a GPU can end at any time; what was found until then is in the table."""
+    gpu_check = loaded()
+    (tmp_path / "logs").mkdir()
+    checked = gpu_check.Check(tmp_path, dict(os.environ), False)
+    written = [
+        {"key": "bf16", "row": {"tokens_per_second": 1234.5, "times_bf16": 1.0}},
+        {"key": "M 1", "row": {"relative_error": 0.1}},
+        {"key": "M 2", "row": {"relative_error": 0.1}},
+        {"key": "te fp8", "skipped": "it is not installed"},
+        {"key": "fp8", "failed": "RuntimeError: no such kernel"},
+    ]
+    program = f"import json; file = open({str(tmp_path / 'results.jsonl')!r}, 'a')\n"
+    program += f"for line in {written!r}: print(json.dumps(line), file=file)\n"
+    part = gpu_check.Part("steps", 60, (sys.executable, "-c", program + "raise SystemExit(1)"))
+    checked.stage("first", [part], float("inf"))
+    table = (tmp_path / "table.txt").read_text().splitlines()
+    assert table[0].startswith("first: steps") and table[0].endswith("failed: exit code 1")
+    assert [line.split() for line in table[1:3]] == [
+        "bf16 1234 tokens/s, 1.00 x bf16".split(),
+        "te fp8 skipped: it is not installed".split(),
+    ]
+    assert "no such kernel" in table[3] and table[4].strip() == "2 more rows are right"
+    checked.note(began="later")
+    checked.stage("first", [gpu_check.Part("device", 60, (sys.executable, "-c", ""))], float("inf"))
+    assert (tmp_path / "table.txt").read_text().startswith("first: device")
+
+
+def test_a_job_of_ones_own_needs_its_file(tmp_path: Path) -> None:
+    for words in (["own"], ["first", "--config", "job.yaml"]):
+        done = check(*words, "--out", str(tmp_path))
+        assert done.returncode == 2 and "--config names the file of the stage" in done.stderr
+
+
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(2400)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
 @pytest.mark.parametrize(
     ("stage", "parts"),
     [
+        pytest.param(
+            "first",
+            ["device", "products", "layers", "tests", "command", "steps", "profile", "repeats"],
+            marks=SLOW,
+        ),
+        pytest.param("ranks", ["reference", *loaded().LAYOUTS], marks=SLOW),
         pytest.param("runs", ["device", "products", "casts", "sdpa", "layers"], marks=SLOW),
         ("right", ["tests"]),
         pytest.param("fast", ["products", "layer 8192 tokens", "steps"], marks=SLOW),
@@ -231,6 +318,24 @@ def test_a_stage_at_tiny_shapes(stage: str, parts: list[str], tmp_path: Path) ->
     assert done.returncode == 0, done.stdout[-4000:]
     assert outcomes(tmp_path) == dict.fromkeys(parts, "passed")
     assert {line["stage"] for line in lines(tmp_path) if "stage" in line} == {stage}
+    assert not [line for line in lines(tmp_path) if "failed" in line and line["failed"]]
+    assert all(f"{stage}: {part}" in done.stdout for part in parts)
+
+
+@SLOW
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+def test_a_job_of_ones_own_at_tiny_shapes(tmp_path: Path) -> None:
+    """A YAML file with a batch of its own is found to have run as it says."""
+    job = tmp_path / "my_job.yaml"
+    sizes = "num_layers: 1, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 2, "
+    sizes += "encoder_seq_length: 32, max_position_embeddings: 32, tokenizer: {vocab_size: 512}"
+    model = f"model: {{fp8: true, fp8_recipe: mxfp8, {sizes}}}\n"
+    job.write_text(f"defaults: [pretrain_gpt, _self_]\n{model}")
+    done = check("own", "--config", str(job), "--tiny", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stdout[-4000:]
+    (row,) = (line["row"] for line in lines(tmp_path / "out") if "row" in line)
+    assert row["precision"].startswith("FP8 mxfp8") and len(row["losses"]) == 20
 
 
 @pytest.mark.slow

@@ -1,0 +1,61 @@
+"""What the GPU benchmarks compute from a profile, and from the losses of ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.benchmarks.test_gpu_check import loaded
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    """Return a benchmark, which finds the others beside it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    name = request.param
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("benchmark", ["gpu_profile"], indirect=True)
+def test_a_gpu_is_idle_where_nothing_runs(benchmark: ModuleType) -> None:
+    """Works of two streams overlap, and one lies within another: 10 of 100 us are idle."""
+    spans = [(0, 40, "a"), (28, 60, "flash_fwd"), (35, 50, "a"), (70, 100, "_cast_kernel")]
+    works = [benchmark.Work(name, begin, end) for begin, end, name in reversed(spans)]
+    assert benchmark.idle_share(works) == pytest.approx(0.1)
+    row = benchmark.row_of(works, Counter({"_cast_kernel": 3000}))
+    assert row["step_seconds"] == pytest.approx(50e-6) and row["launches_of_a_step"] == 2
+    assert [kernel["name"] for kernel in row["largest"]] == ["a", "flash_fwd", "_cast_kernel"]
+    assert row["largest"][0]["launches"] == 2 and row["attention"] == ["flash_fwd"]
+    (cast,) = row["triton"]
+    assert cast["bytes_per_second"] == pytest.approx(3000 / 30e-6)
+
+
+@pytest.mark.parametrize("benchmark", ["gpu_ranks"], indirect=True)
+def test_a_number_that_is_not_finite_is_no_agreement(benchmark: ModuleType) -> None:
+    assert benchmark.apart([2.0, 4.0], [2.0, 5.0]) == pytest.approx(0.2)
+    assert benchmark.apart([math.nan, 4.0], [2.0, 4.0]) == math.inf
+    assert benchmark.apart([math.inf], [math.inf]) == math.inf
+    with pytest.raises(ValueError, match="shorter|longer"):
+        benchmark.apart([1.0], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("benchmark", ["gpu_ranks"], indirect=True)
+def test_the_layouts_are_those_of_the_check(benchmark: ModuleType) -> None:
+    layouts = benchmark.LAYOUTS
+    assert tuple(layouts) == loaded().LAYOUTS and len(layouts) == 10
+    assert {layout.ranks for layout in layouts.values()} == {2, 4, 8}
+    used = {name for layout in layouts.values() for name in layout.precisions}
+    assert used == set(benchmark.PRECISIONS), "each is compared with ranks"
