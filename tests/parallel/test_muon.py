@@ -108,6 +108,15 @@ def test_grouped_queries_and_gated_layers_on_tensor_parallel_ranks() -> None:
     assert good, line
 
 
+def test_ranks_of_fsdp_may_hold_unequal_numbers_of_rows() -> None:
+    model = gpt_spec(ffn_hidden_size=63)
+    one, bound = one_process("FP32", 2, model=model)
+    case = case_of("FP32", "dp 2, FSDP full", model=model)
+    (ranks,) = train("dp 2, FSDP full", {"FP32": case}).values()
+    line, good = matrix.row("dp 2, FSDP full", "BF16", ranks, one, bound)
+    assert good, line
+
+
 def saved(rank: Rank | None, case: Case, folder: str) -> list[Piece]:
     """Train two steps and save; return this rank's parts of the momenta."""
     mesh = single_rank() if rank is None else join(case.parallel)
