@@ -77,7 +77,7 @@ def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSp
         model=gpt_spec(values),
         precision=precision_spec(values, _auto(values)),
         parallel=_parallel(values),
-        optim=_optim(values),
+        optim=optim_of(values),
         data=_data(values),
         train=_train(values),
         checkpoint=_checkpoint(values),
@@ -221,7 +221,8 @@ def _rampup(sizes: Sequence[int] | None) -> RampupSpec | None:
     return RampupSpec(start=start, increment=increment, samples=samples)
 
 
-def _optim(values: Values) -> OptimSpec:
+def optim_of(values: Values) -> OptimSpec:
+    """Return the optimizer of a whole configuration, as `resume.with_defaults` returns it."""
     sharded = values["model.optim.data_parallel_sharding_strategy"]
     formats: dict[str, Any] = dict(storage_of(values))
     return OptimSpec(

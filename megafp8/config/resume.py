@@ -94,7 +94,7 @@ def setting_differences(
         new: The settings that are to continue it.
         earlier: What `last_in_effect` returned when the run was continued with `old`.
     """
-    before, after = _with_defaults(old), _with_defaults(new)
+    before, after = with_defaults(old), with_defaults(new)
     known, found = all_keys(), []
     for key in [*known, *sorted((before.keys() | after.keys()) - known.keys())]:
         if not _is_fixed(key) or not _has_effect(key, after):
@@ -118,7 +118,7 @@ def changed_settings(old: Resolved, new: Resolved) -> list[Difference]:
 
     Where runs are kept is left out: a run may be moved.
     """
-    before, after = _with_defaults(old), _with_defaults(new)
+    before, after = with_defaults(old), with_defaults(new)
     return [
         Difference(key, before[key], after[key])
         for key in all_keys()
@@ -136,7 +136,7 @@ def last_in_effect(
     They are those of model, data and optimizer that need a layout. Arguments are those of
     `setting_differences`.
     """
-    before, after = _with_defaults(old), _with_defaults(new)
+    before, after = with_defaults(old), with_defaults(new)
     found = {}
     for key in filter(_is_fixed, all_keys()):
         if _has_effect(key, after):
@@ -147,7 +147,8 @@ def last_in_effect(
     return found
 
 
-def _with_defaults(resolved: Resolved) -> dict[str, Any]:
+def with_defaults(resolved: Resolved) -> dict[str, Any]:
+    """Return all values by their paths; a key that `resolved` lacks has its default."""
     return {path: key.default for path, key in all_keys().items()} | flat(resolved)
 
 

@@ -11,9 +11,18 @@ from megafp8.checkpoint.meta import check_state
 from megafp8.checkpoint.step_directories import MANIFEST_NAME
 from megafp8.checkpoint.verify import check_structure
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.resume import LAST_IN_EFFECT, last_in_effect, setting_differences, typed
+from megafp8.config.resolve import optim_of
+from megafp8.config.resume import (
+    LAST_IN_EFFECT,
+    Resolved,
+    last_in_effect,
+    setting_differences,
+    typed,
+    with_defaults,
+)
 from megafp8.errors import CheckpointError
 from megafp8.observe.console import Console
+from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.parallel.launch import note_checkpoint
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
@@ -84,6 +93,8 @@ def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: C
         )
     for line in _changed_recipes(meta.get(RECIPE_FILES, {}), saver.meta.get(RECIPE_FILES, {})):
         console.warn(line)
+    for line in changed_updates(meta["config"], saver.meta["config"], state.step):
+        console.warn(line)
     saver.metrics = dict(meta.get(METRICS, {}))
     earlier = meta.get(LAST_IN_EFFECT)
     saver.meta[LAST_IN_EFFECT] = last_in_effect(meta["config"], saver.meta["config"], earlier)
@@ -107,6 +118,31 @@ def _changed_recipes(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator
                 f"the recipe {name} has changed since the checkpoint was written: its file had the "
                 f"SHA-256 {old[name][:12]} and has {new[name][:12]}, so the run continues with "
                 "another rule"
+            )
+
+
+def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
+    """Yield a line for each allowed change that makes later updates others than the run's so far.
+
+    `old` and `new` are the settings with which the run reached `step` and is to continue.
+    """
+    was, now = (with_defaults(settings) for settings in (old, new))
+    before, after = (learning_rate(optim_of(settings), step + 1) for settings in (was, now))
+    if after > 1.5 * before:
+        yield (
+            f"the learning rate of step {step + 1} is {after:.1e}, where the run so far would have "
+            f"had {before:.1e}: it was trained for {was['trainer.max_steps']} steps, and now for "
+            f"{now['trainer.max_steps']}"
+        )
+    ranks, blocks = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
+    if optim_of(was).uses_muon and was[ranks] != now[ranks]:
+        of_parts = [
+            settings[blocks] == "blockwise" and settings[ranks] > 1 for settings in (was, now)
+        ]
+        if any(of_parts):
+            yield (
+                f"{blocks}=blockwise orthogonalizes the part of each rank alone, so that the run "
+                f"continues with another optimizer: {ranks} was {was[ranks]}, and is {now[ranks]}"
             )
 
 

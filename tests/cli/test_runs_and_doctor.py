@@ -218,9 +218,14 @@ def test_files_have_ordinary_permissions(tmp_path: Path) -> None:
 def test_a_longer_run_warns_of_a_higher_learning_rate() -> None:
     spec = resolve(load(["model.fp8=True"]), lambda: False)
     note = rise_of_rate(spec)
-    assert note is not None and "rises from 1.0e-04 to 1.1e-03" in note
+    assert (
+        note is not None and "rises from 1.0e-04 to 1.2e-03" in note
+    )  # its warm-up is twice as long
     flat = resolve(load(["model.optim.sched.min_lr=2e-3"]), lambda: False)
     assert rise_of_rate(flat) is None
+    wsd = ["model.optim.sched.name=WSD", "model.optim.sched.wsd_decay_ratio=0.75"]
+    note = rise_of_rate(resolve(load(wsd), lambda: False))
+    assert note is not None and "rises from 1.0e-04 to 1.2e-03" in note
 
 
 def test_a_run_past_the_steps_of_a_command_is_told_so_and_can_continue() -> None:

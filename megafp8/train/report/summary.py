@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.config.resolve import optim_of
+from megafp8.config.resume import with_defaults
 from megafp8.data.tokenize import continuation
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.curve import sparkline
@@ -223,8 +225,7 @@ def rise_of_rate(spec: RunSpec) -> str | None:
     Such a run has another schedule, as most schedules end at the last step.
     """
     steps = spec.train.max_steps
-    sched = dataclasses.replace(spec.optim.schedule, max_steps=2 * steps)
-    longer = dataclasses.replace(spec.optim, schedule=sched)
+    longer = optim_of({**with_defaults(spec.resolved), "trainer.max_steps": 2 * steps})
     ended, continues = learning_rate(spec.optim, steps), learning_rate(longer, steps + 1)
     if continues <= 1.5 * ended:
         return None
