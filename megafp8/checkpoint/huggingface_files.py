@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,7 +41,17 @@ MAX_CONFIG_BYTES = 16 * MIB
 DTYPES = ("F32", "BF16", "F16")
 """The dtypes, by safetensors' names, that FP32 holds bit for bit and that need no other tensor."""
 
+Encode = Callable[[Mapped, torch.Tensor], Mapping[str, torch.Tensor]]
+"""Returns the tensors to write, by name, for one tensor of transformers in FP32."""
+
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers in old files
+
+
+class Quantized(NamedTuple):
+    """Say how weights are quantized: `quantization_config`, and what encodes each tensor."""
+
+    config: Mapping[str, Any]
+    encode: Encode
 
 
 def write_folder(
@@ -54,6 +64,7 @@ def write_folder(
     num_tokens: int | None = None,
     family: str | None = None,
     generation: Mapping[str, Any] | None = None,
+    quantized: Quantized | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write a model into a new or empty folder as transformers reads it; return the files' paths.
@@ -70,6 +81,7 @@ def write_folder(
             of generation suppresses.
         family: The family to write, by default the first one that can express the model.
         generation: A configuration of generation to keep.
+        quantized: How weights become quantized tensors; `dtype` is that of the others then.
         max_file_bytes: The largest size of a file of weights, if it holds more than one tensor.
 
     Raises:
@@ -78,6 +90,9 @@ def write_folder(
         CheckpointError: A file cannot be written; the folder is then empty.
     """
     config = to_config(spec, dtype, eod_id, family)
+    encode: Encode = lambda entry, tensor: {entry.theirs: tensor.to(dtype)}  # noqa: E731
+    if quantized is not None:
+        config["quantization_config"], encode = quantized.config, quantized.encode
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
     ends = {"eos_token_id": eod_id, "bos_token_id": eod_id, "pad_token_id": eod_id}
@@ -87,7 +102,7 @@ def write_folder(
     with os_errors_reported(folder, "exporting a model"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            files = _write_weights(folder, spec, read, dtype, max_file_bytes)
+            files = _write_weights(folder, _encoded(spec, read, encode), max_file_bytes)
             write_json_atomically(folder / GENERATION_CONFIG, own)
             write_json_atomically(folder / CONFIG, config)
         except BaseException:
@@ -99,12 +114,16 @@ def write_folder(
     return [*files, folder / GENERATION_CONFIG, folder / CONFIG]
 
 
+def _encoded(
+    spec: GPTSpec, read: Callable[[str], torch.Tensor], encode: Encode
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors to write, by the names that transformers has for them."""
+    for entry in mapping(spec):
+        yield from encode(entry, to_theirs(entry, read)).items()
+
+
 def _write_weights(
-    folder: Path,
-    spec: GPTSpec,
-    read: Callable[[str], torch.Tensor],
-    dtype: torch.dtype,
-    max_file_bytes: int,
+    folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max_file_bytes: int
 ) -> list[Path]:
     """Write the weights into as many files as their size needs; return the files' paths.
 
@@ -126,12 +145,11 @@ def _write_weights(
         written.append((path, list(waiting)))
         waiting, size = {}, 0
 
-    for entry in mapping(spec):
-        tensor = to_theirs(entry, read).to(dtype)
+    for name, tensor in tensors:
         num_bytes = tensor.numel() * tensor.element_size()
         if waiting and size + num_bytes > max_file_bytes:
             write()
-        waiting[entry.theirs] = tensor
+        waiting[name] = tensor
         size, total = size + num_bytes, total + num_bytes
     write()
     if len(written) == 1:
@@ -204,6 +222,25 @@ def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tenso
             hint = "Download it again; a model with such weights cannot be trained further"
             raise CheckpointError(where[name], f"{name} has NaN or infinite values", hint)
         yield from ((own, part.float()) for own, part in to_ours(entry, tensor).items())
+
+
+def stored_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
+    """Return a function from the name of a tensor in a model's folder to the tensor as stored.
+
+    Raises:
+        CheckpointError: The folder has no weights, or a file cannot be read. The function raises it
+            too.
+    """
+    where = _files_by_tensor(folder)
+
+    def read(name: str) -> torch.Tensor:
+        if name not in where:
+            raise CheckpointError(folder, f"lacks {name}", "Export the model again")
+        with _opened(where[name]) as file:
+            found: torch.Tensor = file.get_tensor(name)
+        return found
+
+    return read
 
 
 def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:

@@ -1,6 +1,7 @@
 """Write a run's model as a folder that Hugging Face's transformers loads.
 
 megafp8 export RUN DIR [--dtype float32] [--family NAME]
+megafp8 export RUN DIR --dtype fp8 [--fp8-scales channel] [--fp8-inputs dynamic]
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from typing import TYPE_CHECKING
 
 from megafp8.checkpoint.families import FAMILIES
 from megafp8.cli.commands import run_old_name
+from megafp8.cli.export_fp8 import (
+    FP8,
+    REPORT,
+    Fp8Export,
+    Fp8Options,
+    add_options,
+    asked_fp8,
+    plan_fp8,
+)
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
-from megafp8.files import whole_folder
+from megafp8.files import whole_folder, write_json_atomically
 from megafp8.runs.tokenizer import (
     copy_tokenizer,
     find_tokenizer,
@@ -40,21 +50,30 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=(*DTYPES, FP8),
         default="float32",
-        help="dtype of the weights (default: float32, which is exact)",
+        help="dtype of the weights (default: float32, which is exact); fp8 is E4M3 with scales",
     )
     parser.add_argument(
         "--family",
         choices=list(FAMILIES),
         help="family of models to write (default: the first of these that can express the model)",
     )
+    add_options(parser)
     options = parser.parse_args(argv)
-    export(options.run, options.dir, dtype_named(options.dtype), options.family)
+    fp8 = asked_fp8(options)
+    dtype = dtype_named(options.dtype if fp8 is None else "bfloat16")
+    export(options.run, options.dir, dtype, options.family, fp8)
     return ExitCode.FINISHED
 
 
-def export(run: Path, folder: Path, dtype: torch.dtype, family: str | None = None) -> None:
+def export(
+    run: Path,
+    folder: Path,
+    dtype: torch.dtype,
+    family: str | None = None,
+    fp8: Fp8Options | None = None,
+) -> None:
     """Write the model of a run, and its tokenizer if it has one, into a folder.
 
     Args:
@@ -62,6 +81,7 @@ def export(run: Path, folder: Path, dtype: torch.dtype, family: str | None = Non
         folder: A new or empty folder.
         dtype: The dtype of the weights that are written.
         family: The family of models, by default the first one that can express the model.
+        fp8: How the linears' weights become FP8; `dtype` is that of the others then.
 
     Raises:
         UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
@@ -83,6 +103,7 @@ def export(run: Path, folder: Path, dtype: torch.dtype, family: str | None = Non
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
+    planned = None if fp8 is None else plan_fp8(reader, spec, fp8, family)
     with whole_folder(folder, last=CONFIG) as build:
         files = write_folder(
             build,
@@ -93,16 +114,31 @@ def export(run: Path, folder: Path, dtype: torch.dtype, family: str | None = Non
             num_tokens=num_tokens,
             family=family,
             generation=read_generation(home),
+            quantized=None if planned is None else planned.quantized,
         )
         copied = copy_tokenizer(home, build)
+        names = [*(file.name for file in files), *copied]
+        if planned is not None:
+            write_json_atomically(build / REPORT, planned.record())
+            names.append(REPORT)
     is_foreign = tokenizer is not None and tokenizer.file_name != JSON_FILE
-    say(f"{checkpoint} as {architecture(spec, family)}, {str(dtype).removeprefix('torch.')}:")
-    for name in [*(file.name for file in files), *copied]:
+    written = FP8 if planned is not None else str(dtype).removeprefix("torch.")
+    say(f"{checkpoint} as {architecture(spec, family)}, {written}:")
+    for name in names:
         say(f"  {folder / name}")
+    if planned is not None:
+        _say_fp8(planned, folder)
     if is_foreign:
         say("note: transformers cannot load this kind of tokenizer; load it with its own package")
     if not copied:
         say(f"note: {home} has no tokenizer. Copy the tokenizer of the run's data into {folder}")
+
+
+def _say_fp8(export: Fp8Export, folder: Path) -> None:
+    """Print what of an export is in FP8, its errors, and its loss beside BF16's."""
+    say(*export.lines(), *export.notes())
+    if export.num_samples:
+        say(export.report_loss(folder))
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -1,0 +1,246 @@
+"""Quantize the weights of a model's linears to FP8 in the formats that servers of models load.
+
+    tensor, channel   compressed-tensors' `float-quantized`, with one scale for each weight or row
+    block             DeepSeek-V3's, with one scale for each 128 x 128 elements
+
+A weight is `weight` (E4M3) times its scale, `weight_scale` or `weight_scale_inv` (FP32). A scale is
+the largest magnitude over 448, rounded up to a number of BF16, so that a program that keeps scales
+in BF16 reads the same weights. vLLM joins queries, keys and values, and gate and up, and gives a
+joined weight one scale for each tensor, the largest: they have the same one here, so that nothing
+is rounded again. In this file `theirs` marks names of transformers.
+"""
+
+# N rows, the out features of a weight  K its columns
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch.nn import functional as F
+
+from megafp8.checkpoint.huggingface import ConversionError, Mapped, architecture, mapping
+from megafp8.errors import UserError
+from megafp8.specs import GPTSpec
+from megafp8.specs.layer import LayerLinear, layer_linears
+
+Scales = Literal["tensor", "channel", "block"]
+SCALES: tuple[Scales, ...] = get_args(Scales)
+BLOCK = 128
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = torch.finfo(E4M3).max
+_SMALLEST = torch.finfo(torch.float32).tiny
+"""The smallest scale, of weights that are nearly 0: a smaller one would be 0 in some programs."""
+
+
+class WeightError(NamedTuple):
+    """Say how far the FP8 weights of a linear are from the masters: absolute, and by their mean."""
+
+    name: str
+    largest: float
+    mean: float
+    relative: float  # the mean error over the mean magnitude
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """Describe an FP8 export.
+
+    Attributes:
+        scales: What has a scale of its own.
+        input_scales: The scale of each linear's input, by the linear's name; None if a server
+            computes it for each token (with `block`: for each 128 features of a token).
+        kept: The linears that stay in BF16, by name, as the run computed them in high precision.
+    """
+
+    scales: Scales
+    input_scales: Mapping[str, float] | None = None
+    kept: frozenset[str] = frozenset()
+
+    @property
+    def scale_name(self) -> str:
+        """Return the last part of the name of a weight's scales."""
+        return "weight_scale_inv" if self.scales == "block" else "weight_scale"
+
+    def quantization_config(self, spec: GPTSpec) -> dict[str, Any]:
+        """Return the `quantization_config` of a model's `config.json`."""
+        names = {entry.ours[0]: entry.theirs for entry in mapping(spec)}
+        out = [
+            names[f"{part.name}.weight"].removesuffix(".weight")
+            for linear in linears_of(spec)
+            for part in linear.parts
+            if linear.name in self.kept
+        ]
+        ignored = ["lm_head", *out]
+        if self.scales == "block":
+            # vLLM reads one of the last two keys, by its version, and transformers the other one
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK],
+                "modules_to_not_convert": ignored,
+                "ignored_layers": ignored,
+            }
+        number = {"num_bits": 8, "type": "float", "symmetric": True}
+        is_dynamic = self.input_scales is None
+        of_inputs = {"strategy": "token" if is_dynamic else "tensor", "dynamic": is_dynamic}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**number, "strategy": self.scales, "dynamic": False},
+            "input_activations": {**number, **of_inputs},
+            "output_activations": None,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+        }
+
+
+def linears_of(spec: GPTSpec) -> Iterator[LayerLinear]:
+    """Yield the linears of all layers."""
+    for layer in range(spec.num_layers):
+        yield from layer_linears(spec, layer)
+
+
+def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = None) -> None:
+    """Raise `ConversionError` if no FP8 format has a model, or has nothing of it in FP8."""
+    if architecture(spec, family) == "gpt2":
+        raise ConversionError(
+            "--dtype fp8: transformers' GPT-2 keeps its weights as [in, out] in a module that is "
+            "no Linear, which these formats do not quantize. Export it with --dtype bfloat16"
+        )
+    if all(linear.name in kept for linear in linears_of(spec)):
+        raise ConversionError(
+            "--dtype fp8: the run computed every linear in high precision (model.fp8_modules, "
+            "model.first_last_layers_bf16), so that none is exported in FP8. Give --dtype bfloat16"
+        )
+
+
+def partial_blocks(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
+    """Return the linears, of the first layer that has such, whose sides are no multiples of 128."""
+    for layer in range(spec.num_layers):
+        found = [
+            part.name
+            for linear in layer_linears(spec, layer)
+            for part in linear.parts
+            if linear.name not in kept and (part.out_features % BLOCK or linear.in_features % BLOCK)
+        ]
+        if found:
+            return found
+    return []
+
+
+def scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """Return the scales for largest magnitudes, of any shape: FP32 numbers that BF16 holds.
+
+    Where all elements are 0 the scale is 1.
+    """
+    exact = torch.where(amax > 0, (amax / E4M3_MAX).clamp(min=_SMALLEST), 1.0).float()
+    bits = exact.contiguous().view(torch.int32)  # BF16 has the upper 16 of them
+    return ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def amax_by(weight_NK: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Return the largest magnitudes of a weight's parts that have a scale, in the scales' shape.
+
+    It is [1], [N, 1], or [N / 128, K / 128] rounded up.
+    """
+    if scales == "tensor":
+        return weight_NK.abs().amax().reshape(1)
+    if scales == "channel":
+        return weight_NK.abs().amax(1, keepdim=True)
+    rows, columns = (math.ceil(size / BLOCK) for size in weight_NK.shape)
+    below, beside = rows * BLOCK - weight_NK.shape[0], columns * BLOCK - weight_NK.shape[1]
+    padded = F.pad(weight_NK.abs(), (0, beside, 0, below))
+    return padded.view(rows, BLOCK, columns, BLOCK).amax((1, 3))
+
+
+def spread(scale: torch.Tensor, shape: torch.Size, scales: Scales) -> torch.Tensor:
+    """Return the scale of each element of a weight of `shape`, in a shape that broadcasts to it."""
+    if scales != "block":
+        return scale
+    rows = scale.repeat_interleave(BLOCK, 0)[: shape[0]]
+    return rows.repeat_interleave(BLOCK, 1)[:, : shape[1]]
+
+
+def encode(weight_NK: torch.Tensor, scale: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Return the E4M3 weight [N, K] whose product with its scales is nearest to `weight_NK`."""
+    grown = weight_NK / spread(scale, weight_NK.shape, scales)
+    return grown.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def decode(weight_NK: torch.Tensor, scale: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Return the weight [N, K] in FP32 that E4M3 numbers and their scales stand for."""
+    return weight_NK.float() * spread(scale, weight_NK.shape, scales)
+
+
+@dataclass
+class Fp8Weights:
+    """Turn a model's tensors into those of an FP8 export, and note the error of each weight.
+
+    Attributes:
+        spec: The model.
+        read: Returns one of our tensors by its logical name.
+        fmt: The format.
+        errors: The errors of the weights so far, in the order in which they were written.
+    """
+
+    spec: GPTSpec
+    read: Callable[[str], torch.Tensor]
+    fmt: Fp8Format
+    errors: list[WeightError] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Find the linear of each weight that becomes FP8."""
+        self._linears = {
+            f"{part.name}.weight": linear
+            for linear in linears_of(self.spec)
+            for part in linear.parts
+            if linear.name not in self.fmt.kept
+        }
+        self._shared: tuple[str, torch.Tensor] | None = None
+
+    def encode(self, entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors, by name, that stand for one of transformers' in FP32.
+
+        Raises:
+            UserError: It has a NaN or an infinity.
+        """
+        linear = self._linears.get(entry.ours[0])
+        if not bool(torch.isfinite(tensor.bfloat16()).all()):
+            raise UserError(
+                f"{entry.ours[0]} has NaN or infinite values, which no format of weights should "
+                "have. Export an earlier checkpoint"
+            )
+        if linear is None:
+            return {entry.theirs: tensor.bfloat16()}
+        fmt, module = self.fmt, entry.theirs.removesuffix(".weight")
+        amax = self._joint_amax(linear) if fmt.scales == "tensor" else amax_by(tensor, fmt.scales)
+        scale = scale_of(amax)
+        weight = encode(tensor, scale, fmt.scales)
+        self.errors.append(_error(module, tensor, decode(weight, scale, fmt.scales)))
+        found = {entry.theirs: weight, f"{module}.{fmt.scale_name}": scale}
+        if fmt.input_scales is not None:
+            found[f"{module}.input_scale"] = torch.tensor([fmt.input_scales[linear.name]])
+        return found
+
+    def _joint_amax(self, linear: LayerLinear) -> torch.Tensor:
+        """Return the largest magnitude of all parts of a linear, [1]; it is kept for the next."""
+        if self._shared is None or self._shared[0] != linear.name:
+            each = [amax_by(self.read(f"{part.name}.weight"), "tensor") for part in linear.parts]
+            self._shared = linear.name, torch.stack(each).amax(0)
+        return self._shared[1]
+
+
+def _error(name: str, master: torch.Tensor, decoded: torch.Tensor) -> WeightError:
+    apart = (master - decoded).abs()
+    mean, magnitude = (float(x.mean(dtype=torch.float64)) for x in (apart, master.abs()))
+    return WeightError(name, float(apart.amax()), mean, mean / magnitude if magnitude else 0.0)

@@ -1,0 +1,228 @@
+"""Plan an export in FP8, and report its errors and its loss beside BF16's."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from megafp8.errors import RunError, UserError
+from megafp8.files import write_json_atomically
+from megafp8.secrets import say
+from megafp8.specs import GPTSpec
+
+if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
+    from megafp8.checkpoint.serving import Fp8Format, Fp8Weights
+    from megafp8.checkpoint.huggingface_files import Quantized
+    from megafp8.checkpoint.reader import Reader
+    from megafp8.train.recorded import RecordedInputs
+
+FP8 = "fp8"
+REPORT = "fp8_export.json"
+SAMPLES = 64
+_OPTIONS = ("fp8_scales", "fp8_inputs", "validation_samples")
+_SCALES = {"tensor": "one scale for each tensor", "channel": "one scale for each row",
+           "block": "one scale for each 128 x 128 elements"}  # fmt: skip
+
+
+class Fp8Options(NamedTuple):
+    """Hold what the user asks for; None as inputs means what the run's recipe has."""
+
+    scales: Literal["tensor", "channel", "block"] = "channel"
+    inputs: Literal["static", "dynamic"] | None = None
+    num_samples: int = SAMPLES
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only `--dtype fp8` has."""
+    parser.add_argument(
+        "--fp8-scales",
+        choices=list(_SCALES),
+        help="what has a scale of its own: each tensor or channel (compressed-tensors), or each "
+        "block of 128 x 128 as DeepSeek's (channel)",
+    )
+    parser.add_argument(
+        "--fp8-inputs",
+        choices=("static", "dynamic"),
+        help="scales of the linears' inputs: from the run's amax histories, or computed for each "
+        "token by the server (static if the recipe has histories, except with blocks)",
+    )
+    parser.add_argument(
+        "--validation-samples",
+        type=_samples,
+        metavar="N",
+        help="samples of the run's validation data for the loss beside BF16's; 0 computes none "
+        f"({SAMPLES})",
+    )
+
+
+def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
+    """Return what the options of FP8 say; None where the export has another dtype.
+
+    Raises:
+        RunError: One of them has no effect.
+    """
+    given = {name: getattr(options, name) for name in _OPTIONS}
+    if options.dtype != FP8:
+        for name, value in given.items():
+            if value is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise RunError(
+                    f"{flag} {value}: has no effect with --dtype {options.dtype}. Leave it out, or "
+                    f"give --dtype {FP8}"
+                )
+        return None
+    names = dict(zip(_OPTIONS, Fp8Options._fields, strict=True))
+    asked = Fp8Options(**{names[k]: value for k, value in given.items() if value is not None})
+    if asked.scales == "block" and asked.inputs == "static":
+        raise RunError(
+            "--fp8-inputs static: weights in blocks have inputs whose scales the server computes. "
+            "Give --fp8-inputs dynamic, or --fp8-scales tensor or channel"
+        )
+    return asked
+
+
+@dataclasses.dataclass
+class Fp8Export:
+    """Hold the format of an export in FP8, and what has been written."""
+
+    reader: Reader
+    spec: GPTSpec
+    fmt: Fp8Format
+    weights: Fp8Weights
+    inputs: RecordedInputs | None
+    num_samples: int
+
+    @property
+    def quantized(self) -> Quantized:
+        """Return what writes the weights."""
+        from megafp8.checkpoint.huggingface_files import Quantized
+
+        return Quantized(self.fmt.quantization_config(self.spec), self.weights.encode)
+
+    def record(self) -> dict[str, Any]:
+        """Return the content of the report's file, without the loss."""
+        inputs: dict[str, Any] = {"scales": "dynamic"}
+        if self.inputs is not None:
+            inputs = {"scales": "static", **self.inputs._asdict()}
+        return {
+            "checkpoint_step": self.reader.step,
+            "weights": {"format": "e4m3", "scales": self.fmt.scales},
+            "inputs": inputs,
+            "linears_in_bf16": sorted(self.fmt.kept),
+            "errors": [error._asdict() for error in self.weights.errors],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield what was written, and the errors of each layer."""
+        kept = len(self.fmt.kept)
+        more = f", and {kept} linears that the run computed in high precision" if kept else ""
+        yield (
+            f"  weights of {len(self.weights.errors)} linears in E4M3, "
+            f"{_SCALES[self.fmt.scales]}; in BF16: embedding, head, norms, biases{more}"
+        )
+        if self.inputs is None:
+            yield "  inputs: scales are dynamic, which the server computes"
+        else:
+            yield (
+                "  inputs: static scales, from the largest amaxes in the histories of step "
+                f"{self.inputs.step}, over {self.inputs.num_updates} microbatches, with margin "
+                f"{self.inputs.margin}"
+            )
+        yield "  errors of weights: largest, mean, and mean over the weights' mean magnitude"
+        for layer in range(self.spec.num_layers):
+            own = [e for e in self.weights.errors if e.name.startswith(f"model.layers.{layer}.")]
+            if own:
+                largest = max(error.largest for error in own)
+                mean = sum(error.mean for error in own) / len(own)
+                share = sum(error.relative for error in own) / len(own)
+                yield f"    layer {layer}: {largest:.2e}, {mean:.2e}, {share:.2%}"
+
+    def notes(self) -> Iterator[str]:
+        """Yield what the user should know of programs that load the folder."""
+        from megafp8.checkpoint.serving import partial_blocks
+
+        odd = partial_blocks(self.spec, self.fmt.kept) if self.fmt.scales == "block" else []
+        if odd:
+            yield (
+                f"note: {', '.join(odd)}: sizes that are no multiples of 128 have smaller blocks "
+                "at the ends, as in DeepSeek-V3. transformers on a CPU (5.23) refuses such weights "
+                "or reads blocks of equal sizes from them, and vLLM may refuse them in QKV, gate "
+                "and up, or over several GPUs. --fp8-scales channel has no such limits"
+            )
+
+    def report_loss(self, folder: Path) -> str:
+        """Compute both losses, add them to the report's file, and return a line about them."""
+        found: dict[str, Any] = {}
+        try:
+            found = self._losses(folder)
+            apart = found["fp8"] - found["bf16"]
+            line = (
+                f"  loss over {found['num_samples']} samples of the run's validation data: "
+                f"BF16 {found['bf16']:.4f}, FP8 {found['fp8']:.4f} ({apart:+.4f})"
+            )
+        except UserError as error:
+            found = {"why_not": str(error)}
+            line = f"note: no loss was computed: {error}"
+        write_json_atomically(folder / REPORT, {**self.record(), "loss": found})
+        return line
+
+    def _losses(self, folder: Path) -> dict[str, Any]:
+        import torch
+
+        from megafp8.train.load_model import load_model
+        from megafp8.train.recorded import validation_data
+        from megafp8.train.served import mean_loss, served_model
+
+        data = validation_data(self.reader, self.num_samples, say)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        plain = load_model(self.reader, torch.bfloat16, device)
+        bf16 = mean_loss(plain, data.batches, device)
+        del plain  # one of the two is in memory at a time
+        fp8 = mean_loss(served_model(folder, self.spec, self.fmt, device), data.batches, device)
+        return {"bf16": bf16, "fp8": fp8, "num_samples": data.num_samples}
+
+
+def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | None) -> Fp8Export:
+    """Return the export in FP8 of a checkpoint's model.
+
+    Raises:
+        UserError: The model cannot be exported so, or there are no histories for static scales.
+    """
+    from functools import partial
+
+    from megafp8.checkpoint.serving import Fp8Format, Fp8Weights, check_can_be_fp8
+    from megafp8.train.load_model import read_tensor
+    from megafp8.train.recorded import (
+        has_histories,
+        linears_in_bf16,
+        recorded_inputs,
+        recorded_values,
+    )
+
+    values = recorded_values(reader)
+    kept = linears_in_bf16(spec, values)
+    check_can_be_fp8(spec, kept, family)
+    known = has_histories(values)
+    if asked.inputs == "static" and not known:
+        recipe = values["model.fp8_recipe"] if values["model.fp8"] else "none, without FP8"
+        raise RunError(
+            f"--fp8-inputs static: the run's recipe ({recipe}) keeps no histories of amaxes. Give "
+            "--fp8-inputs dynamic, with which the server computes the scales"
+        )
+    is_static = asked.inputs == "static" or (
+        asked.inputs is None and known and asked.scales != "block"
+    )
+    inputs = recorded_inputs(reader, spec, values, kept) if is_static else None
+    fmt = Fp8Format(asked.scales, None if inputs is None else inputs.by_linear, kept)
+    weights = Fp8Weights(spec, partial(read_tensor, reader), fmt)
+    return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples)
+
+
+def _samples(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 0 or more")
+    return number

@@ -1,0 +1,153 @@
+"""Read what a checkpoint recorded of its run's FP8 and data, for an export in FP8."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megafp8.checkpoint.serving import E4M3_MAX, linears_of, scale_of
+from megafp8.checkpoint.reader import Reader
+from megafp8.config.load import default_tree
+from megafp8.config.resolve import data_spec
+from megafp8.config.resume import flat
+from megafp8.config.schema import all_keys
+from megafp8.config.values import layers_in_bf16, parse_modules
+from megafp8.data.loader import Microbatch, validation_batches
+from megafp8.errors import CheckpointError
+from megafp8.runs.run_data import open_data
+from megafp8.specs import GPTSpec
+from megafp8.specs.precision import ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
+
+_OTHER_INPUTS = "Give --fp8-inputs dynamic, with which servers compute the scales themselves"
+
+
+class RecordedInputs(NamedTuple):
+    """Hold the scales of linears' inputs that follow from a checkpoint's amax histories.
+
+    A scale is the largest amax of the histories times 2**margin over 448, rounded up as the scales
+    of weights are.
+    """
+
+    by_linear: dict[str, float]
+    step: int
+    margin: int
+    num_updates: int  # the fewest microbatches whose amaxes a linear's history has
+
+
+def recorded_values(reader: Reader) -> dict[str, Any]:
+    """Return the settings of a checkpoint's run by their dotted paths; missing ones by default."""
+    config = reader.meta.get("config")
+    recorded = flat(config) if isinstance(config, Mapping) else {}
+    return {path: recorded.get(path, key.default) for path, key in all_keys().items()}
+
+
+def linears_in_bf16(spec: GPTSpec, values: Mapping[str, Any]) -> frozenset[str]:
+    """Return the linears that an FP8 run computed in high precision; none of a run without FP8."""
+    if not values["model.fp8"]:
+        return frozenset()
+    ends = layers_in_bf16(
+        spec.num_layers,
+        values["model.first_last_layers_bf16"],
+        values["model.num_layers_at_start_in_bf16"],
+        values["model.num_layers_at_end_in_bf16"],
+    )
+    rules = [
+        *(parse_modules(values["model.fp8_modules"]) or ()),
+        *(ModuleRule(f"layers.{layer}.*", HIGH_PRECISION) for layer in ends),
+    ]
+
+    def is_high(name: str) -> bool:
+        chosen = (rule.precision for rule in rules if rule.matches(name))
+        return next(chosen, None) == HIGH_PRECISION
+
+    return frozenset(linear.name for linear in linears_of(spec) if is_high(linear.name))
+
+
+def has_histories(values: Mapping[str, Any]) -> bool:
+    """Whether the run's own recipe keeps histories of amaxes by Transformer Engine's rule."""
+    name = values["model.fp8_recipe"]
+    return (
+        bool(values["model.fp8"]) and not names_code(name) and find_recipe(name).traits.has_history
+    )
+
+
+def recorded_inputs(
+    reader: Reader, spec: GPTSpec, values: Mapping[str, Any], kept: frozenset[str]
+) -> RecordedInputs:
+    """Return the scales of the inputs of all linears that are not in `kept`.
+
+    Raises:
+        CheckpointError: A linear has no history, or nothing has been recorded in it yet.
+    """
+    margin, stored = int(values["model.fp8_margin"]), frozenset(reader.names())
+    scales, updates = {}, []
+    for linear in linears_of(spec):
+        if linear.name in kept:
+            continue
+        rows = _Rows(reader, stored, linear.name)
+        amaxes, count = rows.read("history"), int(rows.read("num_updates").min())
+        if amaxes.shape[-1] == 0:  # the run kept none, and its scale follows from the last one
+            amaxes = E4M3_MAX * 2.0**-margin / rows.read("quant_scale")[..., None]
+        if count == 0:
+            reason = f"has no amaxes of the inputs of {linear.name}: its run has trained no step"
+            raise CheckpointError(reader.path, reason, _OTHER_INPUTS)
+        scales[linear.name] = float(scale_of(amaxes.amax() * 2.0**margin))
+        updates.append(min(count, amaxes.shape[-1]))
+    return RecordedInputs(scales, reader.step, margin, min(updates))
+
+
+class _Rows(NamedTuple):
+    """Read the row of a linear's input in the tables of scales."""
+
+    reader: Reader
+    stored: frozenset[str]
+    linear: str
+
+    def read(self, field: str) -> torch.Tensor:
+        """Return a field of the row, with a first dimension of ranks where these differ."""
+        name = f"scaling/forward/{field}/{self.linear}.input"
+        found = next((known for known in (name, f"{name}/shards") if known in self.stored), None)
+        if found is None:
+            reason = f"has no history of the inputs of {self.linear}"
+            raise CheckpointError(self.reader.path, reason, _OTHER_INPUTS)
+        return self.reader.read(found)
+
+
+class ValidationData(NamedTuple):
+    """Hold samples of a run's validation data, in microbatches, and how many there are."""
+
+    batches: list[Microbatch]
+    num_samples: int
+
+
+def validation_data(
+    reader: Reader, num_samples: int, notify: Callable[[str], None]
+) -> ValidationData:
+    """Return samples of the validation data of a checkpoint's run, spread evenly over it.
+
+    Raises:
+        UserError: The data are not there, or are others than those of the run.
+    """
+    if "data_fingerprint" not in reader.meta:
+        raise CheckpointError(reader.path, "names no data", "Export the checkpoint of a run")
+    tree = copy.deepcopy(default_tree())
+    try:
+        for path, value in recorded_values(reader).items():
+            OmegaConf.update(tree, path, value)
+        spec = data_spec(tree)
+    except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
+        reason = f"does not describe its data ({str(error).splitlines()[0]})"
+        raise CheckpointError(reader.path, reason, "Export a checkpoint of this version") from error
+    data = open_data(spec, notify)
+    if data.fingerprint != reader.meta["data_fingerprint"]:
+        reason = f"was trained on other data than {spec.prefix} has now"
+        raise CheckpointError(reader.path, reason, "Put the data of the run back there")
+    source, size = data.validation, int(tree.model.micro_batch_size)
+    batches = list(validation_batches(source, size, 0, 1, num_samples, rules=data.rules))
+    return ValidationData(batches, min(num_samples, source.num_samples))

@@ -1,0 +1,135 @@
+"""Compute with the files of an FP8 export as its format defines it, to report the loss.
+
+A linear multiplies the exported E4M3 numbers with its input in E4M3, both times their scales.
+Products are summed in FP32 here; a server's tensor cores round their sums a little differently.
+Everything else is in BF16, as servers compute it.
+"""
+
+# T tokens  K in features  N out features
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from megafp8.checkpoint.serving import BLOCK, E4M3_MAX, Fp8Format, decode, encode
+from megafp8.checkpoint.huggingface import mapping
+from megafp8.checkpoint.huggingface_files import stored_tensors
+from megafp8.data.loader import Microbatch
+from megafp8.models.gpt import GPT
+from megafp8.models.init import pieces_of
+from megafp8.models.parts import Parts, PlainLinear
+from megafp8.models.random import RandomStreams
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import GPTSpec
+from megafp8.specs.layer import LayerLinear
+from megafp8.train.step import local_batch
+
+
+class Exported:
+    """Read the tensors of an exported folder by our names."""
+
+    def __init__(self, folder: Path, spec: GPTSpec) -> None:
+        self._names = {entry.ours[0]: entry.theirs for entry in mapping(spec)}
+        self._read = stored_tensors(folder)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor by its logical name, or one that belongs to a weight (`q.input_scale`).
+
+        Raises:
+            CheckpointError: The folder cannot be read.
+        """
+        if name in self._names:
+            return self._read(self._names[name])
+        module, _, last = name.rpartition(".")
+        return self._read(f"{self._names[f'{module}.weight'].removesuffix('weight')}{last}")
+
+
+class ServedParts(Parts):
+    """Makes the modules of a model that computes with the files of an FP8 export."""
+
+    def __init__(self, spec: GPTSpec, fmt: Fp8Format, exported: Exported) -> None:
+        super().__init__(spec, torch.bfloat16, 0, RandomStreams(0))
+        self.fmt, self.exported = fmt, exported
+
+    def linear(self, linear: LayerLinear, std: float) -> nn.Module:
+        """Return a linear over exported FP8 weights, or a plain one where the export has BF16."""
+        if linear.name in self.fmt.kept:
+            return PlainLinear(self, linear, std)
+        return ServedLinear(linear, self.fmt, self.exported)
+
+
+class ServedLinear(nn.Module):
+    """Multiplies FP8 inputs with exported FP8 weights, each part of the linear by itself."""
+
+    input_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    def __init__(self, linear: LayerLinear, fmt: Fp8Format, exported: Exported) -> None:
+        super().__init__()
+        self.fmt, self.num_parts = fmt, len(linear.parts)
+        names = [part.name for part in linear.parts]
+        for number, name in enumerate(names):
+            self.register_buffer(f"weight{number}", exported.read(f"{name}.weight"))
+            self.register_buffer(f"scale{number}", exported.read(f"{name}.{fmt.scale_name}"))
+        static = fmt.input_scales is not None
+        scale = exported.read(f"{names[0]}.input_scale") if static else None
+        self.register_buffer("input_scale", scale)
+        biases = [exported.read(f"{name}.bias") for name in names] if linear.has_bias else None
+        self.register_buffer("bias", None if biases is None else torch.cat(biases))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output in the dtype of `x`: [..., K] -> [..., N]."""
+        x_TK = self.rounded_input(x.float().flatten(0, -2))
+        outs = []
+        for number in range(self.num_parts):
+            weight, scale = (self.get_buffer(f"{n}{number}") for n in ("weight", "scale"))
+            outs.append(F.linear(x_TK, decode(weight, scale, self.fmt.scales)))
+        out_TN = torch.cat(outs, -1)
+        if self.bias is not None:
+            out_TN += self.bias
+        return out_TN.to(x.dtype).reshape(*x.shape[:-1], -1)
+
+    def rounded_input(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Return the numbers in FP32 that the input has in E4M3 times its scales: [T, K]."""
+        if self.input_scale is not None:
+            return decode(encode(x_TK, self.input_scale, "tensor"), self.input_scale, "tensor")
+        num_features = x_TK.shape[1]
+        width = BLOCK if self.fmt.scales == "block" else num_features
+        padded = F.pad(x_TK, (0, -num_features % width))
+        groups = padded.view(-1, width)
+        amax = groups.abs().amax(1, keepdim=True)
+        scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+        rounded = decode(encode(groups, scale, "channel"), scale, "channel")
+        return rounded.view(padded.shape)[:, :num_features]
+
+
+def served_model(folder: Path, spec: GPTSpec, fmt: Fp8Format, device: torch.device) -> GPT:
+    """Return the model that computes with the files of an FP8 export, for evaluation.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+    """
+    exported = Exported(folder, spec)
+    model = GPT(ServedParts(spec, fmt, exported))
+    with torch.no_grad():
+        for param in model.parameters():
+            for piece in pieces_of(param):
+                param[piece.local].copy_(exported.read(piece.name))
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def mean_loss(model: GPT, batches: Iterable[Microbatch], device: torch.device) -> float:
+    """Return the model's loss in nats per counted token."""
+    mesh, total, count = single_rank(device), 0.0, 0
+    for batch in batches:
+        own = local_batch(batch, mesh)
+        total += float(model(own.tokens_BS, own.targets_BS, **own.documents))
+        count += int((own.targets_BS >= 0).sum())
+    return total / count if count else math.nan

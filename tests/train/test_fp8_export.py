@@ -1,0 +1,185 @@
+"""Runs are exported in FP8: static scales from histories, errors and losses, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megafp8.checkpoint.reader import Reader
+from megafp8.cli import export
+from megafp8.cli.export_fp8 import REPORT
+from megafp8.data.samples import IGNORE
+from megafp8.train.load_model import shape_of
+from megafp8.train.recorded import recorded_inputs, recorded_values, validation_data
+from tests.train.runs import Place
+
+LLAMA = [
+    "model.hidden_size=128",
+    "model.ffn_hidden_size=256",
+    "model.num_layers=3",
+    "model.normalization=rmsnorm",
+    "model.activation=fast-swiglu",
+    "model.bias=False",
+    "model.position_embedding_type=rope",
+    "model.share_embeddings_and_output_weights=False",
+    "model.num_attention_heads=2",
+    "model.num_query_groups=2",
+    "trainer.max_steps=4",
+]
+TENSORWISE = ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024"]
+ENDS = [
+    "model.first_last_layers_bf16=True",
+    "model.num_layers_at_start_in_bf16=1",
+    "model.num_layers_at_end_in_bf16=0",
+]
+KEPT = {f"layers.0.{name}" for name in
+        ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")}  # fmt: skip
+
+
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def report_in(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    return found
+
+
+def test_a_delayed_run_is_exported_in_three_forms_and_generates(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The histories are read from the checkpoint by hand; weights in FP8 are exported anew."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    done = place.run(*LLAMA, *ENDS, "model.fp8_margin=1", "model.fp8_params=True")
+    assert done.code == 0, done.output
+    reader = Reader(place.checkpoint(4))
+    for scales in ("tensor", "channel", "block"):
+        out = tmp_path / scales
+        words = [str(place.dir()), str(out), "--dtype", "fp8", "--fp8-scales", scales]
+        assert export.main(words) == 0
+        shown = capsys.readouterr().out
+        stored, report = stored_in(out), report_in(out)
+        assert set(report["linears_in_bf16"]) == KEPT and "4 linears that the run" in shown
+        assert len(report["errors"]) == 14 and "layer 2: " in shown and "layer 0: " not in shown
+        assert 0.01 < report["errors"][0]["relative"] < 2.0**-4
+        down = "model.layers.1.mlp.down_proj"
+        if scales == "block":
+            assert report["inputs"] == {"scales": "dynamic"}
+            assert f"{down}.input_scale" not in stored
+        else:
+            history = reader.read("scaling/forward/history/layers.1.mlp.fc2.input")
+            assert history.shape == (7,) and bool((history > 0).all())
+            scale = float(stored[f"{down}.input_scale"])
+            needed = float(history.max()) * 2 / 448
+            assert needed <= scale <= needed * (1 + 2.0**-7)
+            assert report["inputs"]["by_linear"]["layers.1.mlp.fc2"] == scale
+            said = {key: report["inputs"][key] for key in ("step", "margin", "num_updates")}
+            assert said == {"step": 4, "margin": 1, "num_updates": 7}
+            assert "histories of step 4, over 7 microbatches, with margin 1" in shown
+            for parts in (("self_attn", "qkv"), ("mlp", ("gate", "up"))):
+                names = [f"model.layers.2.{parts[0]}.{part}_proj" for part in parts[1]]
+                assert len({float(stored[f"{name}.input_scale"]) for name in names}) == 1
+        loss = report["loss"]
+        assert math.log(400) > loss["bf16"] > 1 and abs(loss["fp8"] - loss["bf16"]) < 0.05
+        assert f"BF16 {loss['bf16']:.4f}, FP8 {loss['fp8']:.4f}" in shown
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        prompt = tokenizer("def function_", return_tensors="pt")
+        made = model.generate(**prompt, max_new_tokens=8, do_sample=False)
+        assert made.shape[1] > prompt["input_ids"].shape[1]
+        assert abs(transformers_loss(model, reader) - loss["bf16"]) < 0.05
+    assert export.main(words) == 2, "an existing folder is not written again"
+    assert stored_in(out).keys() == stored.keys()
+
+
+def transformers_loss(model: Any, reader: Reader) -> float:
+    """The loss over the first 64 samples that the report's is over."""
+    total, count = 0.0, 0
+    for batch in validation_data(reader, 64, lambda line: None).batches:
+        tokens, targets = (torch.from_numpy(x).long() for x in (batch.tokens_BS, batch.targets_BS))
+        with torch.no_grad():
+            logits = model(tokens).logits.float().flatten(0, 1)
+        of_batch = torch.nn.functional.cross_entropy(
+            logits, targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
+        total, count = total + float(of_batch), count + int((targets >= 0).sum())
+    return total / count
+
+
+def test_a_wrong_scale_shows_in_the_reported_loss(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = place.run(*LLAMA, *TENSORWISE, "trainer.max_steps=12",
+                     "model.optim.lr=1e-2")  # fmt: skip
+    assert done.code == 0, done.output
+    losses = []
+    from megafp8.checkpoint import serving
+
+    exact = serving.encode
+    for wrong in (False, True):
+        if wrong:  # the bytes are right, and belong to another scale
+            monkeypatch.setattr(serving, "encode", lambda w, s, by: exact(w, s * 2, by))
+        words = [str(place.dir()), str(tmp_path / str(wrong)), "--dtype", "fp8"]
+        assert export.main(words) == 0
+        report = report_in(tmp_path / str(wrong))
+        assert report["inputs"] == {"scales": "dynamic"} and report["linears_in_bf16"] == []
+        losses.append(report["loss"]["fp8"] - report["loss"]["bf16"])
+    right, wrong_by = losses
+    assert abs(right) < 0.02 and wrong_by > 5 * abs(right)
+
+
+def test_options_without_effect_and_what_a_run_does_not_have_are_refused(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = place.run(*LLAMA, *TENSORWISE, "trainer.max_steps=1")
+    assert done.code == 0, done.output
+    run, out = str(place.dir()), tmp_path / "out"
+    for words, named in (
+        (["--fp8-scales", "block"], "--fp8-scales block: has no effect with --dtype float32"),
+        (["--dtype", "bfloat16", "--validation-samples", "0"], "--validation-samples 0: has no"),
+        (["--dtype", "fp8", "--fp8-scales", "block", "--fp8-inputs", "static"], "in blocks"),
+        (["--dtype", "fp8", "--fp8-inputs", "static"], "recipe (tensorwise) keeps no histories"),
+    ):
+        assert export.main([run, str(out), *words]) == 2
+        assert named in capsys.readouterr().err
+        assert not out.exists()
+    place_data = Path(recorded_values(Reader(place.checkpoint(1)))["model.data.data_prefix"])
+    moved = place_data.with_suffix(".bin").rename(place_data.with_suffix(".away"))
+    assert export.main([run, str(out), "--dtype", "fp8"]) == 0
+    assert "note: no loss was computed" in capsys.readouterr().out
+    assert str(place_data) in report_in(out)["loss"]["why_not"]
+    moved.rename(place_data.with_suffix(".bin"))
+    bare = tmp_path / "bare"
+    assert export.main([run, str(bare), "--dtype", "fp8", "--validation-samples", "0"]) == 0
+    assert "loss" not in report_in(bare) and "loss" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("length", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_histories_of_ranks_and_of_one_update(
+    length: int, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that do not reduce their amaxes have rows of their own, and the largest counts."""
+    done = place.run(
+        *LLAMA, f"model.fp8_amax_history_len={length}", "model.reduce_amax=False",
+        "trainer.devices=2", "model.tensor_model_parallel_size=2",
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    reader = Reader(place.checkpoint(4))
+    found = recorded_inputs(reader, shape_of(reader), recorded_values(reader), frozenset())
+    name = "layers.1.attention.projection"
+    if length == 1:
+        largest = 448 / float(reader.read(f"scaling/forward/quant_scale/{name}.input/shards").min())
+    else:
+        rows = reader.read(f"scaling/forward/history/{name}.input/shards")
+        assert rows.shape == (2, 3) and rows[0].max() != rows[1].max()
+        largest = float(rows.max())
+    assert largest / 448 <= found.by_linear[name] <= largest / 448 * (1 + 2.0**-6)
+    assert found.num_updates == max(length - 1, 1) and found.step == 4
