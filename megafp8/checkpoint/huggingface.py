@@ -215,10 +215,3 @@ def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tenso
     """Return one tensor of transformers; `read` returns one of ours by its logical name."""
     whole = torch.cat([read(name) for name in entry.ours])
     return whole.t().contiguous() if entry.transposed else whole
-
-
-def to_ours(entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return our tensors, by logical name, that one tensor of transformers holds."""
-    rows = tensor.t() if entry.transposed else tensor
-    parts = rows.chunk(len(entry.ours))  # queries, keys and values are of one size in GPT-2
-    return {name: part.contiguous() for name, part in zip(entry.ours, parts, strict=True)}

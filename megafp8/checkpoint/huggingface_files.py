@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,6 @@ from megafp8.checkpoint.huggingface import (
     logical_shape,
     mapping,
     to_config,
-    to_ours,
     to_theirs,
 )
 from megafp8.errors import CheckpointError, RunError
@@ -40,6 +41,9 @@ MAX_FILE_BYTES = 5 << 30
 MAX_CONFIG_BYTES = 16 * MIB
 DTYPES = ("F32", "BF16", "F16")
 """The dtypes, by safetensors' names, that FP32 holds bit for bit and that need no other tensor."""
+
+_READ_BYTES = 16 * MIB
+"""Of a tensor that is imported so much, in FP32, is read and converted at a time."""
 
 Encode = Callable[[Mapped, torch.Tensor], Mapping[str, torch.Tensor]]
 """Returns the tensors to write, by name, for one tensor of transformers in FP32."""
@@ -193,11 +197,26 @@ def _member(folder: Path, name: str) -> Path | None:
         raise CheckpointError(folder / name, str(error), hint) from error
 
 
-def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the logical names and the tensors, in FP32, of a model in the form of transformers.
+@dataclass(frozen=True)
+class StoredTensor:
+    """Name one of our tensors in a model's folder, which `read` reads.
 
-    Names and shapes of all tensors are checked before the first one is read. Each tensor is read
-    when the caller asks for the next one.
+    Attributes:
+        name: The tensor's logical name.
+        shape: Its shape.
+        read: Returns the tensor in FP32, and holds no more of it than that. It raises
+            `CheckpointError` if the file cannot be read or has a NaN or an infinity.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
+    """Return the tensors of a model in the form of transformers, none of which is read yet.
+
+    Names and shapes of all tensors have been checked.
 
     Raises:
         CheckpointError: A file cannot be read, or the tensors are not those that `spec` has.
@@ -214,14 +233,37 @@ def read_tensors(folder: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tenso
         raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
     for entry in wanted:
         _check_shape(where[entry.theirs.removeprefix(prefix)], prefix, entry, spec)
-    for entry in wanted:
-        name = entry.theirs.removeprefix(prefix)
-        with _opened(where[name]) as file:
-            tensor = file.get_tensor(name)
-        if not bool(torch.isfinite(tensor).all()):
-            hint = "Download it again; a model with such weights cannot be trained further"
-            raise CheckpointError(where[name], f"{name} has NaN or infinite values", hint)
-        yield from ((own, part.float()) for own, part in to_ours(entry, tensor).items())
+    return [
+        StoredTensor(
+            name,
+            logical_shape(spec, name),
+            partial(_read_part, where[theirs], theirs, entry, part, logical_shape(spec, name)),
+        )
+        for entry in wanted
+        for theirs in (entry.theirs.removeprefix(prefix),)
+        for part, name in enumerate(entry.ours)
+    ]
+
+
+def _read_part(
+    path: Path, theirs: str, entry: Mapped, part: int, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """Return the logical tensor `part` of those that a stored tensor joins, some rows at a time."""
+    out = torch.empty(shape)
+    rows = max(1, _READ_BYTES // (out[0].numel() * out.element_size()))
+    with _opened(path) as file:
+        stored = file.get_slice(theirs)
+        for begin in range(0, shape[0], rows):
+            end = min(begin + rows, shape[0])
+            of_all = slice(part * shape[0] + begin, part * shape[0] + end)
+            found = stored[:, of_all].t() if entry.transposed else stored[of_all]
+            out[begin:end] = found
+            is_finite = bool(torch.isfinite(found).all())
+            del found  # it is a view of the whole mapped tensor, of which the next one is another
+            if not is_finite:
+                hint = "Download it again; a model with such weights cannot be trained further"
+                raise CheckpointError(path, f"{theirs} has NaN or infinite values", hint)
+    return out
 
 
 def stored_tensors(folder: Path) -> Callable[[str], torch.Tensor]:

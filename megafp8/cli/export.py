@@ -6,6 +6,7 @@ megafp8 export RUN DIR --dtype fp8 [--fp8-scales channel] [--fp8-inputs dynamic]
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,10 @@ from megafp8.cli.commands import run_old_name
 from megafp8.cli.export_fp8 import (
     FP8,
     REPORT,
+    SAMPLES,
+    SCALES,
     Fp8Export,
     Fp8Options,
-    add_options,
     asked_fp8,
     plan_fp8,
 )
@@ -59,12 +61,35 @@ def main(argv: Sequence[str]) -> int:
         choices=list(FAMILIES),
         help="family of models to write (default: the first of these that can express the model)",
     )
-    add_options(parser)
+    _add_fp8_options(parser)
     options = parser.parse_args(argv)
     fp8 = asked_fp8(options)
     dtype = dtype_named(options.dtype if fp8 is None else "bfloat16")
     export(options.run, options.dir, dtype, options.family, fp8)
     return ExitCode.FINISHED
+
+
+def _add_fp8_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only `--dtype fp8` has."""
+    parser.add_argument(
+        "--fp8-scales",
+        choices=list(SCALES),
+        help="what has a scale of its own: each tensor or channel (compressed-tensors), or each "
+        "block of 128 x 128 as DeepSeek's (channel)",
+    )
+    parser.add_argument(
+        "--fp8-inputs",
+        choices=("static", "dynamic"),
+        help="scales of the linears' inputs: from the run's amax histories, or computed for each "
+        "token by the server (static if the recipe has histories, except with blocks)",
+    )
+    parser.add_argument(
+        "--validation-samples",
+        type=_samples,
+        metavar="N",
+        help="samples of the run's validation data for the loss beside BF16's; 0 computes none "
+        f"({SAMPLES})",
+    )
 
 
 def export(
@@ -139,6 +164,13 @@ def _say_fp8(export: Fp8Export, folder: Path) -> None:
     say(*export.lines(), *export.notes())
     if export.num_samples:
         say(export.report_loss(folder))
+
+
+def _samples(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 0 or more")
+    return number
 
 
 def dtype_named(name: str) -> torch.dtype:

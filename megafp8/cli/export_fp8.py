@@ -14,16 +14,16 @@ from megafp8.secrets import say
 from megafp8.specs import GPTSpec
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
-    from megafp8.checkpoint.serving import Fp8Format, Fp8Weights
     from megafp8.checkpoint.huggingface_files import Quantized
     from megafp8.checkpoint.reader import Reader
+    from megafp8.checkpoint.serving import Fp8Format, Fp8Weights
     from megafp8.train.recorded import RecordedInputs
 
 FP8 = "fp8"
 REPORT = "fp8_export.json"
 SAMPLES = 64
 _OPTIONS = ("fp8_scales", "fp8_inputs", "validation_samples")
-_SCALES = {"tensor": "one scale for each tensor", "channel": "one scale for each row",
+SCALES = {"tensor": "one scale for each tensor", "channel": "one scale for each row",
            "block": "one scale for each 128 x 128 elements"}  # fmt: skip
 
 
@@ -33,29 +33,6 @@ class Fp8Options(NamedTuple):
     scales: Literal["tensor", "channel", "block"] = "channel"
     inputs: Literal["static", "dynamic"] | None = None
     num_samples: int = SAMPLES
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only `--dtype fp8` has."""
-    parser.add_argument(
-        "--fp8-scales",
-        choices=list(_SCALES),
-        help="what has a scale of its own: each tensor or channel (compressed-tensors), or each "
-        "block of 128 x 128 as DeepSeek's (channel)",
-    )
-    parser.add_argument(
-        "--fp8-inputs",
-        choices=("static", "dynamic"),
-        help="scales of the linears' inputs: from the run's amax histories, or computed for each "
-        "token by the server (static if the recipe has histories, except with blocks)",
-    )
-    parser.add_argument(
-        "--validation-samples",
-        type=_samples,
-        metavar="N",
-        help="samples of the run's validation data for the loss beside BF16's; 0 computes none "
-        f"({SAMPLES})",
-    )
 
 
 def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
@@ -121,7 +98,7 @@ class Fp8Export:
         more = f", and {kept} linears that the run computed in high precision" if kept else ""
         yield (
             f"  weights of {len(self.weights.errors)} linears in E4M3, "
-            f"{_SCALES[self.fmt.scales]}; in BF16: embedding, head, norms, biases{more}"
+            f"{SCALES[self.fmt.scales]}; in BF16: embedding, head, norms, biases{more}"
         )
         if self.inputs is None:
             yield "  inputs: scales are dynamic, which the server computes"
@@ -219,10 +196,3 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     fmt = Fp8Format(asked.scales, None if inputs is None else inputs.by_linear, kept)
     weights = Fp8Weights(spec, partial(read_tensor, reader), fmt)
     return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples)
-
-
-def _samples(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 0 or more")
-    return number

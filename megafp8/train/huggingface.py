@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,9 @@ def divisor(rows: int, vocab_size: int) -> int:
 def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, Any]) -> Path:
     """Write the model's tensors, some gigabytes at a time, and return the checkpoint's path.
 
-    The checkpoint is verified when a run starts from it.
+    A part of the checkpoint has `SHARD_BYTES` at most, or one tensor. It is written before a tensor
+    that it has no room for is read, so that no more than a part is in memory at a time. The
+    checkpoint is verified when a run starts from it.
     """
     staging = store.begin(root, 0)
     entries: list[ShardEntry] = []
@@ -125,12 +128,13 @@ def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, An
         waiting, size = [], 0
 
     try:
-        for name, tensor in read_tensors(model, spec):
-            shape = tuple(tensor.shape)
-            waiting.append(Placement(MODEL + name, shape, (0,) * len(shape), tensor))
-            size += tensor.numel() * torch.float32.itemsize
-            if size >= SHARD_BYTES:
+        for stored in read_tensors(model, spec):
+            num_bytes = math.prod(stored.shape) * torch.float32.itemsize
+            if waiting and size + num_bytes > SHARD_BYTES:
                 write()
+            begin = (0,) * len(stored.shape)
+            waiting.append(Placement(MODEL + stored.name, stored.shape, begin, stored.read()))
+            size += num_bytes
         if waiting:
             write()
     except BaseException:

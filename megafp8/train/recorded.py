@@ -10,8 +10,8 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.checkpoint.serving import E4M3_MAX, linears_of, scale_of
 from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.serving import E4M3_MAX, linears_of, scale_of
 from megafp8.config.load import default_tree
 from megafp8.config.resolve import data_spec
 from megafp8.config.resume import flat

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from megafp8.checkpoint.serving import BLOCK, E4M3_MAX, Fp8Format, decode, encode
 from megafp8.checkpoint.huggingface import mapping
 from megafp8.checkpoint.huggingface_files import stored_tensors
+from megafp8.checkpoint.serving import BLOCK, E4M3_MAX, Fp8Format, decode, encode
 from megafp8.data.loader import Microbatch
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.cli import export, import_hf
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
-from megafp8.train import huggingface
 from megafp8.train.huggingface import import_model
 from megafp8.train.load_model import shape_of
 from tests.tiny import gpt_spec
@@ -216,28 +213,3 @@ def test_another_family_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
     assert hf.architecture(spec) == "qwen3"
     with pytest.raises(hf.ConversionError, match="llama has no qk_layernorm=True"):
         hf.architecture(spec, "llama")
-
-
-def test_an_import_holds_one_shard_and_one_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bytes of all tensors that are alive whenever one more has been read, in FP32."""
-    spec = spec_of(of("qwen3"))
-    own = write_model(tmp_path / "theirs", spec, "qwen3", max_file_bytes=10_000)
-    alive: dict[int, int] = {}
-    largest, shard, peak = max(t.numel() * 4 for t in own.values()), 20_000, 0
-
-    def counted(model: Path, spec: GPTSpec) -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal peak
-        for name, tensor in huggingface_files.read_tensors(model, spec):
-            key = len(alive) + 1_000_000 * len(name) + id(tensor)
-            alive[key] = tensor.untyped_storage().nbytes()
-            weakref.finalize(tensor, alive.pop, key)
-            peak = max(peak, sum(alive.values()))
-            yield name, tensor
-
-    monkeypatch.setattr(huggingface, "read_tensors", counted)
-    monkeypatch.setattr(huggingface, "SHARD_BYTES", shard)
-    import_model(tmp_path / "theirs", tmp_path / "ours")
-    assert largest <= peak <= shard + 2 * largest
-    assert peak < sum(t.numel() * 4 for t in own.values()) / 2

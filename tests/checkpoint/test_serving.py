@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from megafp8.checkpoint import serving, huggingface_files
 from megafp8.checkpoint import huggingface as hf
-from megafp8.checkpoint.serving import BLOCK, SCALES, Fp8Format, Fp8Weights, Scales, linears_of
+from megafp8.checkpoint import huggingface_files, serving
 from megafp8.checkpoint.huggingface_files import Quantized
+from megafp8.checkpoint.serving import BLOCK, SCALES, Fp8Format, Fp8Weights, Scales, linears_of
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
 from megafp8.train.served import Exported, ServedLinear, served_model

@@ -217,7 +217,7 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     assert_close(model.logits(tokens), loaded.eval()(tokens).logits, torch.float32, "logits")
     back = hf.from_config(hf_files.read_config(tmp_path / "m"), tmp_path / "m")
     assert shape_of(back) == shape_of(spec)
-    tensors = dict(hf_files.read_tensors(tmp_path / "m", back))
+    tensors = {t.name: t.read() for t in hf_files.read_tensors(tmp_path / "m", back)}
     assert tensors.keys() == own.keys()
     assert {name: hf.logical_shape(spec, name) for name in own} == {
         name: tuple(tensor.shape) for name, tensor in own.items()
@@ -226,7 +226,7 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     # and what transformers itself writes
     loaded.save_pretrained(tmp_path / "theirs")
     back = hf.from_config(hf_files.read_config(tmp_path / "theirs"), tmp_path / "theirs")
-    tensors = dict(hf_files.read_tensors(tmp_path / "theirs", back))
+    tensors = {t.name: t.read() for t in hf_files.read_tensors(tmp_path / "theirs", back)}
     assert shape_of(back) == shape_of(spec)
     assert all(torch.equal(tensors[name], own[name]) for name in own)
 
