@@ -113,7 +113,7 @@ def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, An
     """Write the model's tensors, some gigabytes at a time, and return the checkpoint's path.
 
     A part of the checkpoint has `SHARD_BYTES` at most, or one tensor. It is written before a tensor
-    that it has no room for is read, so that no more than a part is in memory at a time. The
+    that does not fit into it is read, so that no more than a part is in memory at a time. The
     checkpoint is verified when a run starts from it.
     """
     staging = store.begin(root, 0)
