@@ -221,7 +221,9 @@ def memory_table(plan: Plan) -> Iterator[str]:
     """Return the table of bytes, and whether they fit."""
     ranks = shown_ranks(plan)
     rows = [(name, [format_bytes(value) for value in values]) for name, values in memory_rows(plan)]
-    rows.append(("in all", [format_bytes(rank.total) for rank in ranks]))
+    rows.append(("in all", [format_bytes(rank.in_step) for rank in ranks]))
+    if any(rank.start for rank in ranks):
+        rows.append(("at the start", [format_bytes(rank.start) for rank in ranks]))
     titles = [f"stage rank {rank.pipeline_rank}" for rank in ranks]
     if len(ranks) == 1:
         titles = ["each rank"]

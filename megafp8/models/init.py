@@ -1,19 +1,24 @@
 """Draw initial weights that are the same for every tensor-parallel size.
 
 Each logical tensor is drawn by a generator of its own, keyed by seed and name. A rank draws the
-whole logical tensor and keeps its pieces.
+whole logical tensor and keeps its pieces. Inside `values_later` parameters get no memory; when they
+are needed, `initial_values` draws them, several at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
 from megafp8.specs.geometry import Piece
 
 Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
+_ARE_LATER = ContextVar("_ARE_LATER", default=False)
 
 
 def key_of(*parts: object) -> int:
@@ -37,25 +42,84 @@ def constant(value: float) -> Draw:
     return lambda name, shape: torch.full(shape, value)
 
 
+@contextmanager
+def values_later() -> Iterator[None]:
+    """Let `parameter` return parameters on the meta device, which `initial_values` draws later."""
+    token = _ARE_LATER.set(True)
+    try:
+        yield
+    finally:
+        _ARE_LATER.reset(token)
+
+
 def parameter(
     shape: tuple[int, ...], pieces: Sequence[Piece], draw: Draw, dtype: torch.dtype
 ) -> torch.nn.Parameter:
     """Return a local parameter that is filled from its logical tensors.
 
     The parameter keeps its `pieces`, and below FP32 its unrounded values as `initial_master`. On
-    the meta device no values are drawn.
+    the meta device no values are drawn; inside `values_later` the parameter keeps `draw` instead.
     """
-    local = torch.empty(shape)
-    for piece in () if local.is_meta else pieces:
+    if _ARE_LATER.get():
+        param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        param.draw, param.initial_master = draw, None  # type: ignore[attr-defined]
+    else:
+        local = torch.empty(shape)
+        if not local.is_meta:
+            _fill(local, pieces, draw)
+        param = torch.nn.Parameter(local.to(dtype))
+        param.initial_master = local if dtype != torch.float32 else None  # type: ignore[attr-defined]
+    param.pieces = tuple(pieces)  # type: ignore[attr-defined]
+    return param
+
+
+def _fill(local: torch.Tensor, pieces: Sequence[Piece], draw: Draw) -> torch.Tensor:
+    """Fill a rank's part, FP32 on the CPU, from its logical tensors, and return it."""
+    for piece in pieces:
         extent = [
             slice(start, start + part.stop - part.start)
             for start, part in zip(piece.offset, piece.local, strict=True)
         ]
         local[piece.local] = draw(piece.name, piece.global_shape)[tuple(extent)]
-    param = torch.nn.Parameter(local.to(dtype))
-    param.pieces = tuple(pieces)  # type: ignore[attr-defined]
-    param.initial_master = local if dtype != torch.float32 else None  # type: ignore[attr-defined]
-    return param
+    return local
+
+
+def initial_values(
+    params: Iterable[torch.nn.Parameter], device: torch.device
+) -> list[torch.Tensor]:
+    """Return the unrounded initial values of `params`, FP32 on `device`.
+
+    Those that `values_later` left out are drawn now, on as many threads as torch has for one
+    operation: drawing releases Python's lock, and each logical tensor has a generator of its own.
+    """
+
+    def values(param: torch.nn.Parameter) -> torch.Tensor:
+        draw: Draw | None = getattr(param, "draw", None)
+        if draw is not None:
+            return _fill(torch.empty(param.shape), pieces_of(param), draw).to(device)
+        initial = getattr(param, "initial_master", None)
+        return (param.detach().float() if initial is None else initial).to(device)
+
+    if (count := torch.get_num_threads()) == 1:
+        return [values(param) for param in params]
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(values, params))
+
+
+def give_values(params: Iterable[torch.nn.Parameter], device: torch.device) -> None:
+    """Fill the parameters of `values_later` as `parameter` and `fp8_parameter` would have.
+
+    The parameters stay the same objects and lie on `device` then; a master weight that waits for
+    the optimizer stays on the CPU.
+    """
+    params = list(params)
+    for param, values in zip(params, initial_values(params, torch.device("cpu")), strict=True):
+        is_payload = param.dtype.itemsize == 1  # undefined until the master weight is written
+        filled = torch.zeros(param.shape, dtype=param.dtype) if is_payload else values
+        made = torch.nn.Parameter(filled.to(device, param.dtype))
+        made.pieces = pieces_of(param)  # type: ignore[attr-defined]
+        made.initial_master = values if param.dtype != torch.float32 else None  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(param, made)
 
 
 def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:
@@ -63,10 +127,13 @@ def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Par
 
     The payload is undefined until the optimizer first writes the master weights into it.
     """
-    payload = torch.nn.Parameter(torch.zeros(param.shape, dtype=dtype))
+    payload = torch.nn.Parameter(torch.zeros(param.shape, dtype=dtype, device=param.device))
     payload.pieces = pieces_of(param)  # type: ignore[attr-defined]
     initial = param.initial_master  # type: ignore[attr-defined]
-    payload.initial_master = param.detach() if initial is None else initial  # type: ignore[attr-defined]
+    if (draw := getattr(param, "draw", None)) is not None:
+        payload.draw, payload.initial_master = draw, None  # type: ignore[attr-defined]
+    else:
+        payload.initial_master = param.detach() if initial is None else initial  # type: ignore[attr-defined]
     return payload
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from megafp8.fp8.formats import DTYPES
 from megafp8.fp8.weights import GatheredForm, GatheredFp8
 from megafp8.models.gpt import GPT
-from megafp8.models.init import pieces_of
+from megafp8.models.init import initial_values, pieces_of
 from megafp8.ops import torch_private
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
@@ -50,15 +50,11 @@ class ShardedModel:
 def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
     """Shard the model's parameters in place; the unrounded initial weights become the FP32 shards.
 
-    Before this call every rank must hold the whole model.
+    One layer after the other gets its values and is sharded, so that a rank whose parameters have
+    none yet (`values_later`) never holds more than its shards and one layer.
     """
     assert spec.fsdp is not None and mesh.data.size > 1
-    pieces = {}
-    for name, param in model.named_parameters():
-        pieces[name] = pieces_of(param)
-        initial = getattr(param, "initial_master", None)
-        param.data = param.detach().float() if initial is None else initial.to(param.device)
-        param.initial_master = None  # type: ignore[attr-defined]
+    pieces = {name: pieces_of(param) for name, param in model.named_parameters()}
     device_mesh, shards = _device_mesh(mesh, spec)
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == "fp32" else DTYPES[compute],
@@ -67,7 +63,9 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
     )
     shared: dict[str, Any] = {"mesh": device_mesh, "mp_policy": policy}
     for layer in model.layers:
+        _give_values(layer, mesh.device)
         fully_shard(layer, reshard_after_forward=spec.fsdp.strategy != "grad", **shared)
+    _give_values(model, mesh.device)
     fully_shard(model, **shared)
     register_fsdp_forward_method(model, "logits")
     modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
@@ -87,6 +85,24 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
             in_fp8[weight] = form
             _gather_in_fp8(local_of(weight), form, -(-weight.shape[0] // shards.size))
     return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
+
+
+def _give_values(module: nn.Module, device: torch.device) -> None:
+    """Give the parameters that are not sharded yet their initial values, in FP32."""
+    params = [param for param in module.parameters() if not isinstance(param, DTensor)]
+    values = dict(zip(params, initial_values(params, device), strict=True))
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, param in list(owner.named_parameters(recurse=False)):
+            if param not in values:
+                continue
+            if param.is_meta and param not in made:
+                made[param] = nn.Parameter(values[param])  # no memory can be given to the other
+            if param in made:
+                setattr(owner, name, made[param])
+            else:
+                param.data = values[param]
+                param.initial_master = None  # type: ignore[attr-defined]
 
 
 def _gathered_forms(owner: nn.Module) -> dict[str, GatheredForm]:

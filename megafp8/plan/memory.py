@@ -95,11 +95,17 @@ class RankMemory:
     num_params: int  # elements of the rank's parameters, before FSDP shards them
     held: HeldBytes
     step: StepBytes
+    start: int = 0  # with FSDP, before the first step: its shards and whole weights beside them
+
+    @property
+    def in_step(self) -> int:
+        """Return the bytes at the worst moment of a step."""
+        return self.held.total + self.step.peak
 
     @property
     def total(self) -> int:
-        """Return the bytes at the worst moment of a step."""
-        return self.held.total + self.step.peak
+        """Return the bytes at the worst moment of a run."""
+        return max(self.in_step, self.start)
 
 
 def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -> RankMemory:
@@ -138,6 +144,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
             # validations allocate all of it beside the pool.
             graphs=spec.train.cuda_graph * (in_flight + weight_copies + workspace),
         ),
+        start=_start_bytes(spec, shape),
     )
 
 
@@ -438,6 +445,22 @@ def _gathered_bytes(spec: RunSpec, shape: RankShape) -> int:
     if fsdp.strategy == "grad" or num_layers <= 2:
         return root + layers
     return root + 2 * layers // num_layers
+
+
+def _start_bytes(spec: RunSpec, shape: RankShape) -> int:
+    """Return what a rank holds with FSDP before the optimizer has moments.
+
+    One layer after the other gets its FP32 values and is sharded, and at last the weights outside
+    of layers. A backend whose layers have values at once holds the whole model.
+    """
+    if spec.parallel.fsdp is None:
+        return 0
+    whole = sum(param.elements for param in shape.params)
+    if BACKENDS[spec.precision.backend].draws_at_once:
+        return FP32 * whole
+    own = sum(param.shard_elements(shard_ranks(spec)) for param in shape.params)
+    root = sum(param.elements for param in shape.params if not param.in_layer)
+    return FP32 * (own + max(root, (whole - root) // len(shape.layers)))
 
 
 def _whole_gradients(spec: RunSpec, layer: int) -> int:

@@ -29,6 +29,8 @@ class BackendTraits:
         copies_weights: Whether it keeps FP8 copies of weights for a whole step.
         keeps_ends_high: Whether the model's first and last linear stay in high precision unless a
             rule names them.
+        draws_at_once: Whether its layers have values from the moment when they are built, so that
+            they cannot be built without memory (`models.init.values_later`).
         is_counted: Whether the plan counts its weights and scales exactly; otherwise it may keep
             them in another form.
     """
@@ -37,6 +39,7 @@ class BackendTraits:
     keeps_inputs: bool = False
     copies_weights: bool = True
     keeps_ends_high: bool = False
+    draws_at_once: bool = False
     is_counted: bool = False
 
     def precision_of(self, recipe: Fp8Recipe, linear: str, num_layers: int) -> ModulePrecision:
@@ -55,6 +58,7 @@ BACKENDS: Mapping[BackendName, BackendTraits] = {
     "te": BackendTraits(
         note="Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
         "counted; its activations, workspace and time are taken to be those of our own layers.",
+        draws_at_once=True,
     ),
     "torchao": BackendTraits(
         note="Backend torchao: its linears keep their inputs in the compute dtype and no FP8 "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink, ScaledGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
+from megafp8.models.init import give_values, values_later
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.fp8_weights import WholeFp8Weights
@@ -27,6 +29,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
 from megafp8.plan.shape import way_of
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers
 from megafp8.train.graphs import MicrobatchGraphs
@@ -144,10 +147,18 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
 
 
 def make_model(spec: RunSpec, mesh: Mesh, backend: Backend) -> GPT | PipelinedGPT:
-    """Return the GPT, or this rank's stage of it, on its device; move the scaling state there."""
-    parts = backend.parts
-    model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)
-    model.to(mesh.device)
+    """Return the GPT, or this rank's stage of it, on its device; move the scaling state there.
+
+    With FSDP its parameters may have no values yet: each layer gets them when it is sharded.
+    """
+    parts, at_once = backend.parts, BACKENDS[spec.precision.backend].draws_at_once
+    is_later = not at_once and mesh.device.type != "meta"
+    with values_later() if is_later else nullcontext():
+        model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)
+    if not is_later:
+        model.to(mesh.device)
+    elif spec.parallel.fsdp is None:
+        give_values(model.parameters(), mesh.device)
     if isinstance(scaling := backend.scaling, ScalingState):
         scaling.to(mesh.device)
     return model

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from megafp8.parallel import fsdp
@@ -29,6 +30,6 @@ def test_layers_keep_their_weights_for_the_backward_pass_only_if_asked(
     monkeypatch.setattr(fsdp, "pieces_of", lambda param: ())
     model: Any = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2))
+    mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2), device=torch.device("cpu"))
     fsdp.shard_model(model, mesh, ParallelSpec(fsdp=FsdpSpec(strategy=strategy)), "bf16")
     assert asked == [(model.layers[0], frees), (model.layers[1], frees), (model, None)]

@@ -1,0 +1,118 @@
+"""How many bytes a rank has at a time while FSDP starts, and whose values it starts with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megafp8.models.gpt import GPT
+from megafp8.models.init import initial_values, values_later
+from megafp8.models.parts import Parts
+from megafp8.models.random import RandomStreams
+from megafp8.optim.masters import Masters
+from megafp8.parallel.fsdp import local_of
+from megafp8.parallel.mesh import join
+from megafp8.plan.memory import rank_memory
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from megafp8.train import build
+from megafp8.train.live_bytes import LiveBytes
+from tests.parallel.rank_work import Case
+from tests.ranks import Rank, run_ranks
+from tests.tiny import gpt_spec, run_spec
+
+DEEP = gpt_spec(num_layers=8, hidden_size=64, ffn_hidden_size=256)
+SHARDED = ParallelSpec(fsdp=FsdpSpec())
+CASES = {
+    "FP32": Case("fp32", model=DEEP, parallel=SHARDED),
+    "BF16, FP8 weights": Case(
+        "bf16", Fp8Recipe(amax_history_len=4, params_in_fp8=True), model=DEEP, parallel=SHARDED
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a rank saw: the most bytes at a time, and those of its shards, in FP32."""
+
+    most: int
+    shards: int
+
+
+def start(rank: Rank, cases: dict[str, Case]) -> dict[str, Start]:
+    mesh, found = join(ParallelSpec(devices_per_node=rank.size)), {}
+    make_masters, most = build.make_masters, 0
+
+    def counted(*args: Any) -> Masters:
+        nonlocal most
+        masters = make_masters(*args)
+        most = live.most  # the optimizer's moments come later
+        return masters
+
+    build.make_masters = counted  # this process ends with the test
+    for name, case in cases.items():
+        with LiveBytes("cpu") as live:
+            live.begin()
+            state = case.build(mesh)
+        own = [local_of(param.detach()) for param in state.masters.params]
+        found[name] = Start(most, sum(part.nbytes for part in own))
+    return found
+
+
+def units() -> list[int]:
+    """The bytes of what FSDP gathers at a time, whole and in FP32: a layer, or all other weights."""
+    with torch.device("meta"):
+        model = GPT(Parts(DEEP, torch.float32, 0, RandomStreams(0)))
+    layers = [sum(param.nbytes for param in layer.parameters()) for layer in model.layers]
+    return [*layers, sum(param.nbytes for param in model.parameters()) - sum(layers)]
+
+
+def test_a_rank_never_holds_more_than_its_shards_and_one_layer() -> None:
+    """Beside them it has the tensor that it draws, whole, and a few scales."""
+    whole, largest = sum(units()), max(units())
+    drawn = 4 * max(DEEP.ffn_hidden_size, DEEP.vocab_size) * DEEP.hidden_size
+    planned = rank_memory(run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=2)), 0)
+    for results in run_ranks(start, 2, {"cases": CASES}):
+        for name, found in results.items():
+            assert planned.start == found.shards + largest, name
+            assert found.shards >= whole / 2, name
+            assert found.shards < found.most, name
+            assert found.most <= found.shards + largest + drawn + 64 * 1024, name
+            assert found.most < whole, name  # so the bound can fail
+
+
+def test_a_plan_says_that_a_large_start_does_not_fit() -> None:
+    """Transformer Engine's layers are built whole; with many ranks that needs more than a step."""
+    spec = run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=64))
+    of_te = replace(spec, precision=replace(spec.precision, backend="te"))
+    ours, theirs = rank_memory(spec, 0), rank_memory(of_te, 0)
+    assert ours.start < theirs.start == sum(units())
+    assert ours.total == max(ours.start, ours.in_step)
+    assert theirs.total == max(theirs.start, theirs.in_step)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_values_drawn_later_are_those_drawn_at_once(threads: int) -> None:
+    """Whatever thread draws them, and in whatever order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        at_once = model(torch.bfloat16)
+        with values_later():
+            later = model(torch.bfloat16)
+        assert all(param.is_meta for param in later.parameters())
+        drawn = initial_values(later.parameters(), torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+    for (name, param), value in zip(at_once.named_parameters(), drawn, strict=True):
+        exact: Any = param.initial_master  # type: ignore[attr-defined]
+        assert torch.equal(exact, value), name
+    ended: list[nn.Parameter] = list(model(torch.float32).parameters())
+    assert not any(param.is_meta for param in ended)  # the context has ended
+
+
+def model(dtype: torch.dtype) -> GPT:
+    return GPT(Parts(gpt_spec(), dtype, 3, RandomStreams(0)))
