@@ -66,7 +66,7 @@ def parameter(
     else:
         local = torch.empty(shape)
         if not local.is_meta:
-            _fill(local, pieces, draw)
+            local = _fill(local, pieces, draw)
         param = torch.nn.Parameter(local.to(dtype))
         param.initial_master = local if dtype != torch.float32 else None  # type: ignore[attr-defined]
     param.pieces = tuple(pieces)  # type: ignore[attr-defined]
@@ -74,7 +74,9 @@ def parameter(
 
 
 def _fill(local: torch.Tensor, pieces: Sequence[Piece], draw: Draw) -> torch.Tensor:
-    """Fill a rank's part, FP32 on the CPU, from its logical tensors, and return it."""
+    """Fill a rank's part, FP32 on the CPU, from its logical tensors; return it or what equals it."""
+    if len(pieces) == 1 and pieces[0].global_shape == tuple(local.shape):
+        return draw(pieces[0].name, pieces[0].global_shape)  # a copy would take its memory again
     for piece in pieces:
         extent = [
             slice(start, start + part.stop - part.start)
