@@ -74,7 +74,7 @@ def parameter(
 
 
 def _fill(local: torch.Tensor, pieces: Sequence[Piece], draw: Draw) -> torch.Tensor:
-    """Fill a rank's part, FP32 on the CPU, from its logical tensors; return it or what equals it."""
+    """Fill a rank's part, FP32 on the CPU, from its logical tensors; return it or its equal."""
     if len(pieces) == 1 and pieces[0].global_shape == tuple(local.shape):
         return draw(pieces[0].name, pieces[0].global_shape)  # a copy would take its memory again
     for piece in pieces:

@@ -63,7 +63,7 @@ def start(rank: Rank, cases: dict[str, Case]) -> dict[str, Start]:
 
 
 def units() -> list[int]:
-    """The bytes of what FSDP gathers at a time, whole and in FP32: a layer, or all other weights."""
+    """The bytes of what FSDP gathers at a time, in FP32: those of a layer, or all others."""
     with torch.device("meta"):
         model = GPT(Parts(DEEP, torch.float32, 0, RandomStreams(0)))
     layers = [sum(param.nbytes for param in layer.parameters()) for layer in model.layers]
