@@ -33,6 +33,12 @@ from megafp8.data.tokenize import (
     train_tokenizer,
 )
 from megafp8.errors import DataError, ExitCode, UserError
+from megafp8.runs.tokenizer import (
+    TOKENIZER_CONFIG,
+    beside_data,
+    keep_files,
+    refuse_secrets_in_files,
+)
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # every worker imports this module, so it must not import these slow ones
@@ -117,16 +123,36 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
     name = f"{options.tokenizer} {options.end_of_document}"
     if trained:
         name += f" {vocab_size} {megabytes}"
+    model, output = model_folder(options.tokenizer), options.output.expanduser()
+    if model is not None:
+        refuse_secrets_in_files(model)
     with _Bar(source.num_bytes()) as bar:
-        return preprocess(
+        sidecar = preprocess(
             source,
-            options.output.expanduser(),
+            output,
             tokenizer_name=name,
             make_tokenizer=make,
             workers=options.workers,
             on_progress=bar.show,
             notify=say,
         )
+    if model is not None:
+        kept = keep_files(model, beside_data(output))
+        say(f"kept for exports, in {beside_data(output)}: {', '.join(kept)}")
+    return sidecar
+
+
+def model_folder(tokenizer: str) -> Path | None:
+    """Return the folder of a model that `--tokenizer` names, whose other files runs keep.
+
+    None: it names no folder on this machine.
+    """
+    kind, _, rest = tokenizer.partition(":")
+    if kind == "hf" and Path(rest).is_dir():
+        return Path(rest)
+    file = Path(tokenizer)
+    is_of_model = file.name == JSON_FILE and (file.parent / TOKENIZER_CONFIG).is_file()
+    return file.parent if is_of_model else None
 
 
 def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:

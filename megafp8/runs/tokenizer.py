@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
-from megafp8.data.named_tokenizers import load_tokenizer
+from megafp8.data.named_tokenizers import huggingface_tokenizer, load_tokenizer
 from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
 from megafp8.errors import DataError
 from megafp8.files import (
     draft_of,
+    move_away,
     put,
     read_json_object,
     run_errors_reported,
+    whole_folder,
     write_json_atomically,
 )
 from megafp8.foreign import ForeignFileError, member, read_object
@@ -48,6 +52,10 @@ FILES = (
     "chat_template.jinja",
 )
 """The files of a tokenizer that a model's folder may have."""
+
+KEPT = "tokenizer"
+"""The folder of a run, and the end of the name of one beside data, that has the files of the model
+whose tokenizer the data was prepared with."""
 
 _TIKTOKEN_TREE = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"name":')
 
@@ -129,18 +137,83 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
 def with_all_files(home: Path, started_from: object) -> Path:
     """Return the folder whose files of the tokenizer an export of a run takes.
 
-    It is the run's own, or that of the model that the run started from if it has the same
-    tokenizer: it may also have a chat template, special tokens and a configuration of generation.
+    It is that of the model that the run started from, else of the model whose tokenizer the run's
+    data was prepared with, if it has the run's tokenizer: it may also have a chat template, special
+    tokens and a configuration of generation. Otherwise it is the run's own.
 
     Args:
         home: The run's directory.
         started_from: What the run's settings have as `restore_from_path`.
     """
-    if not isinstance(started_from, str) or not Path(started_from).is_dir():
-        return home
-    own, first = find_tokenizer(home), find_tokenizer(Path(started_from))
-    is_same = own is not None and first is not None and own.digest == first.digest
-    return Path(started_from) if is_same else home
+    own = find_tokenizer(home)
+    first = [Path(started_from)] if isinstance(started_from, str) and started_from else []
+    for folder in [*first, home / KEPT]:
+        if own is not None and folder.is_dir() and own.digest in _digests(folder):
+            return folder
+    return home
+
+
+def _digests(folder: Path) -> Iterator[str]:
+    """Yield the digest of a model's tokenizer, then as transformers builds it from the same files.
+
+    For some classes it makes other special tokens than `tokenizer.json` has, and data that were
+    prepared by `hf:FOLDER` have that tokenizer.
+    """
+    found = find_tokenizer(folder)
+    if found is None:
+        return
+    yield found.digest
+    if found.file_name == JSON_FILE:
+        with suppress(DataError):  # transformers is not installed, or cannot load this one
+            yield huggingface_tokenizer(str(folder)).digest
+
+
+def keep_files(model: Path, target: Path) -> list[str]:
+    """Copy a model's files of the tokenizer and of generation to a new folder; return their names.
+
+    A folder that exists is replaced. If the model's folder has none of these files, nothing is
+    made.
+
+    Raises:
+        DataError: A file holds a secret, or is a link that leaves the folder, a FIFO or a device.
+        RunError: A file cannot be copied.
+    """
+    names = [name for name in (*FILES, GENERATION_CONFIG) if _member(model, name) is not None]
+    if not names:
+        return []
+    refuse_secrets_in_files(model)
+    generation = read_generation(model)
+    with run_errors_reported(target, "replacing the folder"):
+        if target.is_dir():
+            move_away(target)
+    with whole_folder(target, last=TOKENIZER_CONFIG) as build:
+        for name in names:
+            with run_errors_reported(target / name, "copying the tokenizer's file"):
+                if name != GENERATION_CONFIG:
+                    shutil.copyfile(model / name, build / name)
+        if generation:
+            write_json_atomically(build / GENERATION_CONFIG, generation)
+    return names
+
+
+def beside_data(prefix: Path) -> Path:
+    """Return the folder beside a dataset that has the files of its tokenizer's model."""
+    return prefix.with_name(f"{prefix.name}.{KEPT}")
+
+
+def keep_files_of_data(prefixes: Sequence[str], run: Path) -> None:
+    """Copy what lies beside the first of a run's datasets that has files, unless the run has them.
+
+    Raises:
+        DataError: A file cannot be kept; see `keep_files`.
+        RunError: A file cannot be copied.
+    """
+    if (run / KEPT).is_dir():
+        return
+    folders = (beside_data(Path(prefix).expanduser()) for prefix in prefixes)
+    found = next((folder for folder in folders if folder.is_dir()), None)
+    if found is not None:
+        keep_files(found, run / KEPT)
 
 
 def read_generation(home: Path) -> dict[str, Any]:

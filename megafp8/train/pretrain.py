@@ -35,9 +35,9 @@ from megafp8.runs.enough_memory import require_memory
 from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME, RUNNING
 from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
-from megafp8.runs.run_data import RunData
+from megafp8.runs.run_data import RunData, prefixes_of
 from megafp8.runs.same_data import open_on_all
-from megafp8.runs.tokenizer import save_tokenizer
+from megafp8.runs.tokenizer import keep_files_of_data, save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train import load, state_dict
@@ -272,6 +272,7 @@ def open_run(
     on_main(mesh, lambda: restarts.check_progress(path, state.step))
     length = spec.model.max_position_embeddings
     on_main(mesh, lambda: save_tokenizer(data.tokenizer, path, length))
+    on_main(mesh, lambda: keep_files_of_data(prefixes_of(spec.data), path))
     metrics, trackers = _open_logs(path, spec, state, console)
     files_of_health = path if mesh.is_main else None
     run = Run(

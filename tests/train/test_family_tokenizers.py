@@ -1,0 +1,263 @@
+"""Tokenizers of today's families: from a model's folder into data, a run, and its export.
+
+The vocabularies are trained here, in the form that the published ones have: Qwen's and Llama 3's
+byte-level BPE, and the SentencePiece BPE with byte fallback of Llama 2 and Mistral.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megafp8.cli import export, import_hf, preprocess
+from megafp8.data.indexed import IndexedDataset
+from megafp8.runs.tokenizer import (
+    beside_data,
+    find_tokenizer,
+    keep_files,
+    keep_files_of_data,
+    save_tokenizer,
+    with_all_files,
+)
+from tests.train.runs import Place
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXTS = [
+    f"def function_{n}(x):\n    return x * {n * 7} + {n % 13}  # naïve\n" * (n % 5 + 1)
+    for n in range(90)
+]
+HARD = [
+    "Hello  world,\n\n\tit's 12345 tokens", "naïve café 日本語 🙂", " leading and trailing ",
+    "<|im_start|>user\nhi<|im_end|>", "[INST] x [/INST]</s>", "a<|eot_id|>b<s>c", "",
+]  # fmt: skip
+CHAT = [{"role": "user", "content": "def f?"}, {"role": "assistant", "content": "x"}]
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_WORDS = QWEN_WORDS.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def byte_level(words: str, special: list[str]) -> Any:
+    from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+
+    rust = tokenizers.Tokenizer(models.BPE())
+    rust.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    rust.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    rust.train_from_iterator(TEXTS, trainer)
+    rust.add_special_tokens([tokenizers.AddedToken(t, special=True) for t in special])
+    return rust
+
+
+def qwen(folder: Path) -> dict[str, Any]:
+    """No token begins a text, special tokens come after the words, and a turn ends a text."""
+    from tokenizers import normalizers
+
+    rust = byte_level(QWEN_WORDS, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    rust.normalizer = normalizers.NFC()
+    rust.save(str(folder / "tokenizer.json"))
+    return {
+        "tokenizer_class": "Qwen2Tokenizer", "bos_token": None, "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>", "add_prefix_space": False, "model_max_length": 32,
+        "additional_special_tokens": ["<|im_start|>", "<|im_end|>"],
+        "chat_template": TEMPLATE.replace("{{ bos_token }}", ""),
+    }  # fmt: skip
+
+
+def llama3(folder: Path) -> dict[str, Any]:
+    """A token begins each text, which its post-processor adds."""
+    from tokenizers import processors
+
+    rust = byte_level(LLAMA3_WORDS, ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
+    first = "<|begin_of_text|>"
+    rust.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A",
+        pair=f"{first} $A {first} $B",
+        special_tokens=[(first, rust.token_to_id(first))],
+    )
+    rust.save(str(folder / "tokenizer.json"))
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": first,
+        "eos_token": "<|end_of_text|>", "model_max_length": 32, "chat_template": TEMPLATE,
+    }  # fmt: skip
+
+
+def sentencepiece(folder: Path) -> dict[str, Any]:
+    """Both files, as published: SentencePiece's own and what transformers makes of it."""
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    trainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(folder / "tokenizer"), vocab_size=350,
+        model_type="bpe", byte_fallback=True, split_digits=True, hard_vocab_limit=False,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+        unk_id=0, bos_id=1, eos_id=2,
+    )  # fmt: skip
+    (folder / "tokenizer.vocab").unlink()
+    config = {
+        "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>",
+        "unk_token": "<unk>", "add_bos_token": True, "add_eos_token": False, "legacy": False,
+        "model_max_length": 32, "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    loaded.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    return config
+
+
+KINDS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "qwen": qwen, "llama3": llama3, "sentencepiece": sentencepiece,
+}  # fmt: skip
+GENERATION = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+def published(folder: Path, kind: str) -> Any:
+    """Write a model's folder with such a tokenizer; return the tokenizer of transformers."""
+    folder.mkdir()
+    config = KINDS[kind](folder)
+    template = config.pop("chat_template")
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = len(loaded) + 5  # more than there are tokens, as published models have
+    shape = transformers.LlamaConfig(
+        vocab_size=rows, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32, eos_token_id=loaded.eos_token_id,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(shape).save_pretrained(folder)
+    ends = {"eos_token_id": [loaded.eos_token_id, 3], **GENERATION}
+    (folder / "generation_config.json").write_text(json.dumps(ends))
+    return loaded
+
+
+def same_tokenizer(folder: Path, theirs: Any) -> None:
+    """Raise unless transformers has the same tokens, special tokens and chats from a folder."""
+    ours = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in [*TEXTS[:3], *HARD]:
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"], text
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    for more in ({}, {"add_generation_prompt": True}):
+        chats = [t.apply_chat_template(CHAT, tokenize=False, **more) for t in (ours, theirs)]
+        assert chats[0] == chats[1] and "def f?" in chats[0]
+    kept = json.loads((folder / "generation_config.json").read_text())
+    assert kept.items() >= GENERATION.items()
+
+
+def prepared(theirs: Path, output: Path) -> Path:
+    """Prepare the texts with the tokenizer of a model's folder; return the data's prefix."""
+    source = output.with_suffix(".jsonl")
+    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS + HARD))
+    words = ["--tokenizer", f"hf:{theirs}", "--workers", "0"]
+    assert preprocess.main([str(source), "--output", str(output), *words]) == 0
+    return output
+
+
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepared_tokens_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Words that look like special tokens are text, and the end of a text is the tokenizer's."""
+    loaded = published(tmp_path / "theirs", kind)
+    prefix = prepared(tmp_path / "theirs", tmp_path / "data")
+    data = IndexedDataset(prefix)
+    texts = [text for text in TEXTS + HARD if text]
+    for number, text in enumerate(texts):
+        words = loaded(text, add_special_tokens=False, split_special_tokens=True)
+        expected = words["input_ids"]
+        assert np.array_equal(data.document(number), [*expected, loaded.eos_token_id]), text
+    assert data.num_documents == len(texts)
+
+
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("kind", "starts"),
+    [
+        ("qwen", "from the model"),
+        ("llama3", "from nothing"),
+        pytest.param("qwen", "from nothing", marks=pytest.mark.slow),
+        pytest.param("llama3", "from the model", marks=pytest.mark.slow),
+        pytest.param("sentencepiece", "from the model", marks=pytest.mark.slow),
+        pytest.param("sentencepiece", "from nothing", marks=pytest.mark.slow),
+    ],
+)
+def test_files_of_a_tokenizer_come_through_a_run(
+    kind: str, starts: str, place: Place, tmp_path: Path
+) -> None:
+    """Tokens, special tokens, chat template and the configuration of generation."""
+    loaded = published(tmp_path / "theirs", kind)
+    prefix = prepared(tmp_path / "theirs", tmp_path / "data")
+    place = dataclasses.replace(place, data=prefix)
+    shape = [
+        "model.normalization=rmsnorm", "model.activation=fast-swiglu", "model.bias=False",
+        "model.position_embedding_type=rope", "model.layernorm_epsilon=1e-6",
+        "model.share_embeddings_and_output_weights=False", "model.max_position_embeddings=32",
+        "model.make_vocab_size_divisible_by=1", "trainer.max_steps=1",
+    ]  # fmt: skip
+    if starts == "from the model":
+        assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+        same_tokenizer(tmp_path / "ours", loaded)
+        assert find_tokenizer(tmp_path / "ours") is not None
+        rows = len(loaded) + 5
+        shape = [*shape[:-2], f"model.make_vocab_size_divisible_by={rows}", shape[-1],
+                 f"restore_from_path={tmp_path / 'ours'}"]  # fmt: skip
+    done = place.run(*shape)
+    assert done.code == 0, done.output
+    assert export.main([str(place.dir()), str(tmp_path / "out")]) == 0
+    same_tokenizer(tmp_path / "out", loaded)
+
+
+def test_files_with_a_secret_are_not_kept_beside_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ends before it has read a text."""
+    (tmp_path / "theirs").mkdir()
+    config = KINDS["llama3"](tmp_path / "theirs") | {"auth_token": "hf_abcdefgh12345"}
+    (tmp_path / "theirs" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "t.txt").write_text("def f")
+    for name in (f"hf:{tmp_path / 'theirs'}", str(tmp_path / "theirs" / "tokenizer.json")):
+        words = [str(tmp_path / "t.txt"), "--output", str(tmp_path / "d"), "--tokenizer", name]
+        assert preprocess.main([*words, "--workers", "0"]) == 2
+        assert "a secret, which would be copied" in capsys.readouterr().err
+        assert not list(tmp_path.glob("d*"))
+
+
+def test_files_of_another_tokenizer_are_not_exported(tmp_path: Path) -> None:
+    """What an earlier preparation left beside the data has no effect."""
+    for name in ("qwen", "llama3"):
+        (tmp_path / name).mkdir()
+        config = KINDS[name](tmp_path / name)
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(config))
+    run = tmp_path / "run"
+    run.mkdir()
+    own = find_tokenizer(tmp_path / "qwen")
+    assert own is not None
+    save_tokenizer(own, run, 32)
+    assert with_all_files(run, None) == run
+    keep_files(tmp_path / "llama3", beside_data(tmp_path / "data"))
+    keep_files_of_data([str(tmp_path / "data")], run)
+    assert (run / "tokenizer" / "tokenizer.json").is_file()
+    assert with_all_files(run, None) == run
+    keep_files(tmp_path / "qwen", run / "tokenizer")
+    assert with_all_files(run, None) == run / "tokenizer"
+    assert with_all_files(run, str(tmp_path / "qwen")) == tmp_path / "qwen"
+    assert with_all_files(run, str(tmp_path / "llama3")) == run / "tokenizer"
