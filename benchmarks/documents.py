@@ -67,7 +67,7 @@ def contexts(spec: GPTSpec, seq: int, count: int) -> dict[str, Callable[[], Atte
         return attention_context(spec, heads, torch.float32, seq, CPU, cu_seqlens_N1=borders.int())
 
     def by_mask() -> AttentionContext:
-        return attention_context(spec, heads, torch.float32, seq, CPU, document_ids_BS=ids_BS)
+        return attention_context(spec, heads, torch.float32, (1, seq), CPU, document_ids_BS=ids_BS)
 
     return {"blocks": by_blocks, "mask": by_mask}
 

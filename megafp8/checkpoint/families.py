@@ -8,7 +8,7 @@ refused by its name. In this file `theirs` marks names of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -33,7 +33,7 @@ _GATED_ACTIVATIONS = {
 }
 _GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
-_QWEN_WINDOWS = {"use_sliding_window": False, "sliding_window": None}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _LLAMA3 = {
     "factor": "rope_scaling_factor",
     "low_freq_factor": "rope_low_freq_factor",
@@ -185,7 +185,7 @@ class Decoder:
         model_class: The class of transformers.
         biases: Which linears have biases: what two keys say, QKV's alone, or none.
         has_head_norms: Whether queries and keys are normalized.
-        windows: The keys of windows that attention may have, with values that ask for none.
+        windows: Which layers may have a window: none, all, or those that keys name.
         defaults: What the family has where a key is missing that others leave out.
     """
 
@@ -193,7 +193,7 @@ class Decoder:
     model_class: str
     biases: Literal["by keys", "of qkv", "none"]
     has_head_norms: bool = False
-    windows: Mapping[str, Any] = field(default_factory=dict)
+    windows: Literal["none", "all layers", "by layer"] = "none"
     defaults: Mapping[str, int] = field(default_factory=dict)
     also_reads: frozenset[str] = frozenset(
         {"attention_bias", "layer_types", "max_window_layers", "mlp_bias"}
@@ -215,7 +215,7 @@ class Decoder:
             "hidden_act": _GATED_ACTIVATIONS.get(spec.activation, "silu"),
             "rms_norm_eps": spec.layernorm_epsilon,
             **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if self._by_keys else {}),
-            **self.windows,
+            **self._window_keys(spec),
             "attention_dropout": spec.attention_dropout,
             "rope_parameters": rope,
             # transformers 4 reads these two, and transformers 5 `rope_parameters`
@@ -235,7 +235,6 @@ class Decoder:
         bias, mlp_bias = (c.flag(key, False) for key in ("attention_bias", "mlp_bias"))
         _only(file, c, "attention_bias", self._by_keys or not bias)
         _only(file, c, "mlp_bias", mlp_bias == bias)
-        self._refuse_windows(c, file)
         heads = c.whole("num_attention_heads", 1, MAX_HEADS)
         given = self.defaults.get("num_key_value_heads")
         groups = c.whole("num_key_value_heads", 1, MAX_HEADS, given) or heads
@@ -267,24 +266,67 @@ class Decoder:
             add_qkv_bias=self.biases == "of qkv",
             qk_layernorm=self.has_head_norms,
             share_embeddings_and_output_weights=c.flag("tie_word_embeddings", False),
+            **self._window_fields(c, file),
         )
 
-    def _refuse_windows(self, c: Fields, file: Path) -> None:
-        """Raise if a layer's attention has a window that hides an earlier token."""
+    def _window_keys(self, spec: GPTSpec) -> dict[str, Any]:
+        """Return the keys of windows, in which transformers counts the own token too."""
+        windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
+        own = [window + 1 for window in windows if window is not None]
+        size = own[0] if own else None
+        if self.windows == "none":
+            return {}
+        if self.windows == "all layers":
+            return {"sliding_window": size if len(own) == len(windows) else None}
+        if size is None:
+            return {"use_sliding_window": False, "sliding_window": None}
+        return {
+            "use_sliding_window": True,
+            "sliding_window": size,
+            # transformers from 4.54 on reads the kinds of layers, and earlier ones the number
+            "max_window_layers": _first_with_window(windows),
+            "layer_types": [_FULL if window is None else _SLIDING for window in windows],
+        }
+
+    def _window_fields(self, c: Fields, file: Path) -> dict[str, Any]:
+        """Return the fields of windows; an error names a key that asks for what none has here."""
+        layers = c.whole("num_hidden_layers", 1, MAX_LAYERS)
         kinds = c.tree.get("layer_types")
-        is_full = kinds is None or (
-            isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds)
+        known = {_FULL, _SLIDING} if self.windows == "by layer" else {_FULL}
+        fits = kinds is None or (
+            isinstance(kinds, list)
+            and len(kinds) == layers
+            and all(isinstance(kind, str) and kind in known for kind in kinds)
         )
-        _only(file, c, "layer_types", is_full)
-        if "use_sliding_window" in self.windows:
-            window = "use_sliding_window"
-            _only(file, c, window, not c.flag(window, False))
-        elif "sliding_window" in self.windows:
-            longest = c.whole("max_position_embeddings", 1, MAX_POSITIONS)
-            window = c.whole("sliding_window", 1, MAX_POSITIONS, None)
-            if "sliding_window" not in c.tree:
-                raise ForeignFileError("sliding_window is missing")
-            _only(file, c, "sliding_window", window is None or window >= longest)
+        _only(file, c, "layer_types", fits)
+        if self.windows == "none" or (
+            self.windows == "by layer" and not c.flag("use_sliding_window", False)
+        ):
+            _only(file, c, "layer_types", kinds is None or _SLIDING not in kinds)
+            return {}
+        if "sliding_window" not in c.tree:
+            raise ForeignFileError("sliding_window is missing")
+        size = c.whole("sliding_window", 1, MAX_POSITIONS, None)
+        if self.windows == "by layer":
+            if kinds is None:
+                first = c.whole("max_window_layers", 0, MAX_LAYERS)
+                kinds = [_SLIDING if layer >= first else _FULL for layer in range(layers)]
+            if _SLIDING not in kinds:
+                return {}
+            _only(file, c, "sliding_window", size is not None)
+        elif size is not None:  # transformers ignores the kinds of layers in such a family
+            _only(file, c, "layer_types", kinds is None)
+        if size is None:
+            return {}
+        found: dict[str, Any] = {"window_size": (size - 1, 0)}
+        if kinds is not None and _FULL in kinds:
+            found["window_attn_skip_freq"] = tuple(int(kind == _SLIDING) for kind in kinds)
+        return found
+
+
+def _first_with_window(windows: Sequence[int | None]) -> int:
+    """Return the first layer with a window."""
+    return next(layer for layer, window in enumerate(windows) if window is not None)
 
 
 FAMILIES: dict[str, Family] = {
@@ -296,7 +338,7 @@ FAMILIES: dict[str, Family] = {
             "qwen2",
             "Qwen2ForCausalLM",
             "of qkv",
-            windows=_QWEN_WINDOWS,
+            windows="by layer",
             defaults={"num_key_value_heads": 32},
         ),
         Decoder(
@@ -304,14 +346,14 @@ FAMILIES: dict[str, Family] = {
             "Qwen3ForCausalLM",
             "none",
             has_head_norms=True,
-            windows=_QWEN_WINDOWS,
+            windows="by layer",
             defaults={"num_key_value_heads": 32, "head_dim": 128},
         ),
         Decoder(
             "mistral",
             "MistralForCausalLM",
             "none",
-            windows={"sliding_window": None},
+            windows="all layers",
             defaults={"num_key_value_heads": 8},
         ),
     )

@@ -47,7 +47,8 @@ def spec_of_tree(model: Mapping[str, Any], vocab_size: int) -> GPTSpec:
     it, have their defaults.
     """
     known = {key: model[key] for key in keys_of(Architecture) if key in model}
-    typed: Any = OmegaConf.merge(OmegaConf.structured(Model), known)
+    merged = OmegaConf.merge(OmegaConf.structured(Model), known)
+    typed: Any = OmegaConf.to_container(merged, throw_on_missing=False)
     values = {path: key.default for path, key in all_keys().items()}
     return gpt_spec(values | {f"model.{key}": typed[key] for key in known}, vocab_size)
 
@@ -56,14 +57,15 @@ def tree_of_spec(spec: GPTSpec) -> dict[str, Any]:
     """Return the function of a model as keys and values below `model`, for `spec_of_tree`."""
     activation = spec.activation.removesuffix(TANH)
     gelu = {"activation": activation, "openai_gelu": spec.activation != activation}
-    return gelu | {name: getattr(spec, name) for name in function_keys() if name not in gelu}
+    given = {name: getattr(spec, name) for name in function_keys() if name not in gelu}
+    return gelu | {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
 
 
 def function_differences(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which the functions of two models differ, each with both values.
 
     The result is empty if the functions are equal. Sizes that are null because they follow from
-    other keys are compared by their values.
+    other keys are compared by their values, and windows layer by layer.
     """
     first, second = _filled(asked), _filled(stored)
     return {key: (first[key], second[key]) for key in first if first[key] != second[key]}
@@ -71,6 +73,9 @@ def function_differences(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any
 
 def _filled(spec: GPTSpec) -> dict[str, Any]:
     tree = tree_of_spec(spec)
+    if spec.window_size is not None:
+        layers = [int(spec.window_of(layer) is not None) for layer in range(spec.num_layers)]
+        tree["window_attn_skip_freq"] = None if all(layers) else layers
     return tree | {"kv_channels": spec.head_size, "num_query_groups": spec.num_kv_heads}
 
 

@@ -259,6 +259,7 @@ def or_null(valid: Valid) -> Valid:
         lambda v: v is None or valid.accepts(v),
         valid.later,
         valid.suggestion,
+        valid.why,
     )
 
 

@@ -133,19 +133,11 @@ def _layers_but_one(v: Values) -> int:
     return layers
 
 
-def _sees_whole_sequence(window: Any, v: Values) -> bool:
-    """Whether `[left, right]`, as mcore has a causal window, covers every earlier token."""
-    if not isinstance(window, list) or len(window) != 2:
-        return False
-    left, right = window
-    return type(left) is int and right == 0 and left >= v["model.encoder_seq_length"] - 1
-
-
 COMPUTED: dict[str, Callable[[Values], Any]] = {
     "model_ranks": _model_ranks,
     "layers_but_one": _layers_but_one,
 }
-WHERE = {"can_fuse": can_fuse, "sees_whole_sequence": _sees_whole_sequence}
+WHERE = {"can_fuse": can_fuse}
 
 
 def _key(

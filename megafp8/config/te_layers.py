@@ -198,6 +198,11 @@ TABLE = (
         f"Leave it out, or leave {DOCUMENTS} out",
     ),
     Row(
+        {"model.window_size": given()}, {FP8_ATTENTION: True},
+        "cuDNN's attention in FP8 has no window before Blackwell, and has not been tried with one",
+        "Leave it out, or leave model.window_size out",
+    ),
+    Row(
         {PRECISION: HALF}, {"model.megatron_amp_O2": False},
         "Transformer Engine's layers have one dtype, and {model.megatron_amp_O2} asks for norms in "
         "FP32",

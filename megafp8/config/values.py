@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from megafp8.config.keys import MAX_POSITIONS
 from megafp8.specs.layer import linear_names
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
@@ -146,6 +147,32 @@ def is_rampup(value: object) -> bool:
         return False
     whole = all(isinstance(v, int) and not isinstance(v, bool) for v in value)
     return whole and all(0 < v <= 2**53 for v in value)
+
+
+def is_window(value: object) -> bool:
+    """Whether `value` is [W, 0], a window of W earlier tokens."""
+    return window_problem(value) is None
+
+
+def window_problem(value: object) -> str | None:
+    """Return why a window of [earlier, later] tokens is none that causal attention has."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return "is not [W, 0]: two numbers, of earlier and of later tokens"
+    if not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
+        return "is not [W, 0] with a whole number W"
+    earlier, later = value
+    if later != 0:
+        return "asks for later tokens, which no query sees in a causal model: [W, 0] has none"
+    if earlier == -1:
+        return "asks for no window: null, the default, does so"
+    return None if 0 <= earlier <= MAX_POSITIONS else f"has no W from 0 to {MAX_POSITIONS}"
+
+
+def is_skip_frequency(value: object) -> bool:
+    """Whether `value` says which layers have no window: a number, or 0 or 1 for each layer."""
+    if isinstance(value, (list, tuple)):
+        return all(type(v) is int and v in (0, 1) for v in value)
+    return type(value) is int
 
 
 def steps_or_ratio(steps: int | None, ratio: float | None, max_steps: int) -> int | None:

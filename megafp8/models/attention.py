@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.models.documents import Area, Documents
+from megafp8.models.documents import Area, Documents, band
 from megafp8.models.packed import BlockOf, attend_blocks, attend_varlen, uses_varlen
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
@@ -32,13 +32,17 @@ class KVCache:
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def extend(
-        self, layer: int, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor
+        self, layer: int, k_BGSE: torch.Tensor, v_BGSE: torch.Tensor, window: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append a layer's new keys and values; return all, the new ones last: [B, G, K, E]."""
+        """Append a layer's new keys and values; return all, the new ones last: [B, G, K, E].
+
+        Of a layer with a window those are forgotten that no later token sees.
+        """
         if layer in self.layers:
             k_old, v_old = self.layers[layer]
             k_BGSE, v_BGSE = torch.cat((k_old, k_BGSE), 2), torch.cat((v_old, v_BGSE), 2)
-        self.layers[layer] = k_BGSE, v_BGSE
+        first = 0 if window is None else max(0, k_BGSE.shape[2] - window)
+        self.layers[layer] = k_BGSE[:, :, first:], v_BGSE[:, :, first:]
         return k_BGSE, v_BGSE
 
 
@@ -76,7 +80,8 @@ class AttentionContext:
 
     `mask` is boolean, True where a query may attend, or a bias that is added to the scores. It is
     broadcast to [B, H, S, K]. None means causal attention over the whole sequence, or within
-    `documents`, with ALiBi's slopes where it has them.
+    `documents`, with ALiBi's slopes where it has them. `windowed` is what layers with a window read
+    in place of the whole, if other layers have none.
     """
 
     rotary: Rotary | None = None
@@ -85,13 +90,14 @@ class AttentionContext:
     slopes_H: torch.Tensor | None = None  # noqa: N815 (shape suffix)
     cache: KVCache | None = None
     recompute_attention: bool = False
+    windowed: AttentionContext | None = None
 
 
 def attention_context(
     spec: GPTSpec,
     heads: slice,
     dtype: torch.dtype,
-    seq: int,
+    shape: tuple[int, int],
     device: torch.device,
     *,
     position_ids_BS: torch.Tensor | None = None,
@@ -100,41 +106,98 @@ def attention_context(
     cache: KVCache | None = None,
     num_sharing: int = 1,
 ) -> AttentionContext:
-    """Return the context of `seq` new tokens, for the query heads that this rank holds.
+    """Return the context of new tokens of `shape` [B, S], for the query heads of this rank.
 
     `num_sharing` ranks share each sequence and have so many of its tokens each.
 
     Documents are kept apart by `cu_seqlens_N1` (see `Documents`), or by `document_ids_BS` and a
     mask of all their scores.
     """
-    past = 0 if cache is None else cache.length
-    has_documents = cu_seqlens_N1 is not None or document_ids_BS is not None
-    assert past == 0 or not has_documents, "generation has no documents"
-    is_alibi = spec.position_embedding_type == "alibi"
-    turn, slopes, documents = None, None, None
+    past, (batch, seq) = 0 if cache is None else cache.length, shape
+    assert past == 0 or (cu_seqlens_N1 is None and document_ids_BS is None), (
+        "generation has no documents"
+    )
+    slopes, turn = None, None
     if spec.position_embedding_type == "rope":
         positions = position_ids_BS
         if positions is None:
             positions = torch.arange(past, past + seq, device=device)
         turn = rotary(positions, spec)
-    if is_alibi:
+    if spec.position_embedding_type == "alibi":
         slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
-    if cu_seqlens_N1 is not None:
-        cuts_queries = is_alibi or spec.attention_dropout > 0
-        documents = Documents(cu_seqlens_N1, seq * num_sharing, device, cuts_queries)
-        if is_alibi or not documents.are_whole_rows:
-            return AttentionContext(turn, None, documents, slopes)
-    mask = None
-    if document_ids_BS is not None or past > 0 or is_alibi:
-        keys = torch.arange(past + seq, device=device)
-        mask = keys <= keys[past:, None]
-        if document_ids_BS is not None:
-            same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-            mask = (mask & same_BSS)[:, None]
-        if slopes is not None:
-            bias = alibi_bias(slopes, keys[past:], keys).to(dtype)
-            mask = bias.masked_fill(~mask, float("-inf"))
-    return AttentionContext(turn, mask, cache=cache)
+    whole = seq * num_sharing
+    made = _Masks(
+        (batch, whole), past, device, dtype, slopes, cu_seqlens_N1, document_ids_BS,
+        cuts_queries=slopes is not None or spec.attention_dropout > 0,
+    )  # fmt: skip
+    window = None if spec.window_size is None else spec.window_size[0]
+    if window is None or window >= past + whole - 1:  # no token is hidden
+        return AttentionContext(turn, *made.of(None), cache)
+    if spec.window_attn_skip_freq is None:
+        return AttentionContext(turn, *made.of(window), cache)
+    windowed = AttentionContext(turn, *made.of(window), cache)
+    return AttentionContext(turn, *made.of(None), cache, windowed=windowed)
+
+
+class _Seen(NamedTuple):
+    """Holds the fields of an `AttentionContext` that say which scores are seen."""
+
+    mask: torch.Tensor | None
+    documents: Documents | None
+    slopes_H: torch.Tensor | None  # noqa: N815 (shape suffix)
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """Makes what says which scores layers see, those with and those without a window.
+
+    Attributes:
+        shape: The new tokens, [B, S], of whole sequences.
+        past: The tokens before them.
+        device: Where attention runs.
+        dtype: That of a bias.
+        slopes_H: ALiBi's.
+        cu_seqlens_N1: The documents as `Documents` has them.
+        document_ids_BS: The documents as a number for each token.
+        cuts_queries: Whether the scores of a block of documents need a tensor of their own.
+    """
+
+    shape: tuple[int, int]
+    past: int
+    device: torch.device
+    dtype: torch.dtype
+    slopes_H: torch.Tensor | None  # noqa: N815 (shape suffix)
+    cu_seqlens_N1: torch.Tensor | None  # noqa: N815 (shape suffix)
+    document_ids_BS: torch.Tensor | None  # noqa: N815 (shape suffix)
+    cuts_queries: bool
+
+    def of(self, window: int | None) -> _Seen:
+        """Return what says which scores layers with this window see; None is no window."""
+        batch, seq = self.shape
+        borders_N1, has_ids = self.cu_seqlens_N1, self.document_ids_BS is not None
+        if borders_N1 is None and window is not None and not has_ids and self.past == 0:
+            borders = range(0, batch * seq + 1, seq)  # each row is a document
+            borders_N1 = torch.tensor(borders, dtype=torch.int32, device="cpu")
+        if borders_N1 is not None:
+            documents = Documents(borders_N1, seq, self.device, self.cuts_queries, window)
+            is_plain = documents.are_whole_rows and not documents.hides_earlier
+            if self.slopes_H is not None or not is_plain:
+                return _Seen(None, documents, self.slopes_H)
+        if has_ids or self.past > 0 or self.slopes_H is not None:
+            return _Seen(self._mask(window), None, None)
+        return _Seen(None, None, None)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """Return the mask, or ALiBi's bias: of all keys that layers with this window hold."""
+        held = self.past if window is None else min(self.past, window)
+        places = torch.arange(self.past - held, self.past + self.shape[1], device=self.device)
+        mask = band(self.shape[1], held + self.shape[1], held, window, self.device)
+        if (ids_BS := self.document_ids_BS) is not None:
+            mask = (mask & (ids_BS[:, :, None] == ids_BS[:, None, :]))[:, None]
+        if self.slopes_H is None:
+            return mask
+        bias = alibi_bias(self.slopes_H, places[held:], places).to(self.dtype)
+        return bias.masked_fill(~mask, float("-inf"))
 
 
 class AttentionCore(nn.Module):
@@ -142,6 +205,7 @@ class AttentionCore(nn.Module):
 
     With `layer_scaling` n the queries are divided by n and the scores multiplied by n again within
     the softmax (Megatron's query-key layer scaling). n is 1, or the layer's number counted from 1.
+    `window` is the number of earlier tokens that a query sees, or None for all.
     """
 
     def __init__(
@@ -157,12 +221,13 @@ class AttentionCore(nn.Module):
         layer_scaling: int = 1,
         split_heads: SplitHeads | None = None,
         norms: HeadNorms | None = None,
+        window: int | None = None,
     ) -> None:
         super().__init__()
         self.head_size, self.dropout, self.site = head_size, dropout, site
         self.streams, self.count_flops = streams, count_flops
         self.queries_per_group, self.layer = queries_per_group, layer
-        self.layer_scaling, self.split_heads = layer_scaling, split_heads
+        self.layer_scaling, self.split_heads, self.window = layer_scaling, split_heads, window
         self.query_norm = None if norms is None else norms.query
         self.key_norm = None if norms is None else norms.key
 
@@ -205,7 +270,9 @@ class AttentionCore(nn.Module):
         context = context or AttentionContext()
         q_BHSE, k_BGSE, v_BGSE = qkv if isinstance(qkv, QKV) else self.split(qkv, context)
         if context.cache is not None:
-            k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE)
+            k_BGSE, v_BGSE = context.cache.extend(self.layer, k_BGSE, v_BGSE, self.window)
+        if self.window is not None and context.windowed is not None:
+            context = context.windowed
         causal_flops = None
         if not torch.compiler.is_compiling():  # for a compiled layer its caller counts the FLOPs
             batch, heads, seq, _ = q_BHSE.shape

@@ -1,13 +1,18 @@
-"""Find the blocks of scores that attention computes if documents do not see each other.
+"""Find the blocks of scores that attention computes within documents, and within windows.
 
 A microbatch has whole rows of documents, one after the other. Of the scores of a row, only the
 triangles of the documents are seen by any query. A block is a document's triangle. Short documents
 that follow each other share a block with a mask, since a call of a kernel costs more than the
 scores that it leaves out. If scores need a tensor of their own (biases, dropout), a document is cut
 into rows of queries, so that no tensor grows with the square of its length.
+
+In a window a query sees so many tokens before its own, and no earlier ones. What is left of a
+document's triangle is a triangle at its start and then a band, which is cut into rows of queries,
+each with the keys that any of them sees. All rows of a band have one mask, and the last row a part
+of it. Without documents a row of the microbatch is one document.
 """
 
-# B batch  S sequence  N documents of the microbatch  Q queries of a block  K its keys
+# B batch  S sequence  N documents of the microbatch  Q queries of a block  K its keys  W window
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from functools import cached_property
 
 import torch
 
-from megafp8.specs.model import BLOCK_QUERIES
+from megafp8.specs.model import BLOCK_QUERIES, twice_seen
 
 SHORT = 64
 """Consecutive documents share a block up to so many tokens: a kernel's call then costs about as
@@ -29,7 +34,8 @@ class Area:
     """Describes one block: some queries and keys of the row `row`.
 
     If `is_causal`, queries and keys are the same tokens of one document, so that the i-th query
-    sees the first i + 1 keys. Otherwise `Documents.seen` says which key is seen.
+    sees the first i + 1 keys. Otherwise `Documents.seen` says which key is seen. If `in_band`, the
+    keys begin a whole window before the queries, in the same document.
     """
 
     row: int
@@ -37,6 +43,7 @@ class Area:
     first_query: int
     stop: int
     is_causal: bool
+    in_band: bool = False
 
     @property
     def queries(self) -> slice:
@@ -59,12 +66,14 @@ class Documents:
         seq: The tokens S of a whole row, which ranks may share.
         device: Where attention runs.
         cuts_queries: Whether the scores of a block need a tensor of their own.
+        window: The earlier tokens of its document that a query sees; None for all.
     """
 
     cu_seqlens_N1: torch.Tensor  # noqa: N815 (shape suffix)
     seq: int
     device: torch.device
     cuts_queries: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         assert self.cu_seqlens_N1.device.type == "cpu", "the blocks are planned on the host"
@@ -81,7 +90,13 @@ class Documents:
 
     @cached_property
     def on_device(self) -> torch.Tensor:
-        """Return `cu_seqlens_N1` on the device where attention runs."""
+        """Return `cu_seqlens_N1` on the device where attention runs.
+
+        Those of whole rows are made there, since a CUDA graph records no copy from the host.
+        """
+        if self.are_whole_rows and self.device.type != "meta":
+            tokens = self.borders[-1] + 1
+            return torch.arange(0, tokens, self.seq, dtype=torch.int32, device=self.device)
         return self.cu_seqlens_N1.to(self.device, non_blocking=True)
 
     @cached_property
@@ -97,7 +112,17 @@ class Documents:
     @property
     def num_seen(self) -> int:
         """Return twice the scores that queries see, counting half of each on the diagonal."""
-        return sum(length**2 for length in self.lengths)
+        return sum(twice_seen(length, self.window) for length in self.lengths)
+
+    @property
+    def hides_earlier(self) -> bool:
+        """Whether the window hides a token of the same document from some query."""
+        return self.window is not None and self.window < max(self.lengths) - 1
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether several blocks may have the same keys."""
+        return self.cuts_queries or self.hides_earlier
 
     @cached_property
     def areas(self) -> tuple[Area, ...]:
@@ -113,10 +138,15 @@ class Documents:
 
     def seen(self, area: Area) -> torch.Tensor:
         """Return which keys of a block each of its queries sees: boolean [Q, K]."""
+        if area.in_band:
+            num_queries, num_keys = area.stop - area.first_query, area.stop - area.first_key
+            return self.band_QK[:num_queries, :num_keys]
         if area in self._masks:
             return self._masks[area]
         queries, keys = self.places(area)
         firsts = self.firsts_BS[area.row, area.queries]
+        if self.window is not None:
+            firsts = torch.maximum(firsts, queries - self.window)
         seen = (keys <= queries[:, None]) & (keys >= firsts[:, None])
         if not self.cuts_queries:  # the masks are then small ones, of short documents alone
             self._masks[area] = seen
@@ -131,6 +161,13 @@ class Documents:
         return queries, keys
 
     @cached_property
+    def band_QK(self) -> torch.Tensor:  # noqa: N802 (shape suffix)
+        """Return which of W + Q keys each of the Q last tokens of these sees, for any row."""
+        assert self.window is not None
+        shape = (BLOCK_QUERIES, self.window + BLOCK_QUERIES)
+        return band(*shape, self.window, self.window, self.device)
+
+    @cached_property
     def _masks(self) -> dict[Area, torch.Tensor]:
         return {}
 
@@ -138,13 +175,48 @@ class Documents:
         for first, last in _groups(self.borders, self.seq):
             row, start = divmod(self.borders[first], self.seq)
             stop = start + self.borders[last] - self.borders[first]
-            if last - first > 1 or not self.cuts_queries:
-                yield Area(row, start, start, stop, is_causal=last - first == 1)
+            is_one = last - first == 1
+            if not is_one or not (self.cuts_queries or self._is_longer(stop - start)):
+                is_seen = is_one and not self._is_longer(stop - start)
+                yield Area(row, start, start, stop, is_causal=is_seen)
                 continue
-            for query in range(start, stop, BLOCK_QUERIES):
-                yield Area(
-                    row, start, query, min(query + BLOCK_QUERIES, stop), is_causal=query == start
-                )
+            yield from self._rows_of(row, start, stop)
+
+    def _is_longer(self, length: int) -> bool:
+        """Whether a document of this length has a token that a later one does not see."""
+        return self.window is not None and length > self.window + 1
+
+    def _rows_of(self, row: int, start: int, stop: int) -> Iterator[Area]:
+        """Yield the blocks of one document that is cut into rows of queries."""
+        query = start
+        while query < stop:
+            length = BLOCK_QUERIES
+            if query == start and self.window is not None and not self.cuts_queries:
+                length = self.window + 1  # the triangle that no window touches
+            end = min(query + length, stop)
+            is_causal = query == start and not self._is_longer(end - start)
+            in_band = self.window is not None and not is_causal and query - self.window >= start
+            first_key = query - (self.window or 0) if in_band else start
+            yield Area(row, first_key, query, end, is_causal, in_band)
+            query = end
+
+
+def band(
+    num_queries: int, num_keys: int, gap: int, window: int | None, device: torch.device
+) -> torch.Tensor:
+    """Return which of consecutive keys each of consecutive queries sees: boolean [Q, K].
+
+    Args:
+        num_queries: The number of queries Q.
+        num_keys: The number of keys K.
+        gap: How many tokens the first query is behind the first key.
+        window: The earlier tokens that a query sees; None for all.
+        device: Where the mask is made.
+    """
+    queries = torch.arange(num_queries, device=device)[:, None] + gap
+    keys = torch.arange(num_keys, device=device)
+    seen = keys <= queries
+    return seen if window is None else seen & (keys >= queries - window)
 
 
 def _groups(borders: Sequence[int], seq: int) -> Iterator[tuple[int, int]]:

@@ -92,7 +92,7 @@ class GPT(nn.Module):
             self.parts.context_spec,
             self.parts.local_heads(),
             self.parts.dtype,
-            self.parts.sequence_length(x_BSD),
+            (x_BSD.shape[0], self.parts.sequence_length(x_BSD)),
             x_BSD.device,
             position_ids_BS=position_ids_BS,
             cu_seqlens_N1=cu_seqlens_N1,

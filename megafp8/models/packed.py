@@ -1,4 +1,4 @@
-"""Compute attention within documents that do not see each other, without a mask of all tokens.
+"""Compute attention within documents and windows, without a mask of all tokens.
 
 On GPUs torch's kernel for sequences of many lengths does it where it can: BF16 and FP16, neither
 dropout nor biases. Everywhere else it is done block by block (`models/documents.py`), where a
@@ -58,7 +58,7 @@ def attend_varlen(
     documents: Documents,
     scale: float,
 ) -> torch.Tensor:
-    """Return causal attention within documents [B, H, S, E], by torch's kernel.
+    """Return causal attention within documents and their window [B, H, S, E], by torch's kernel.
 
     **Unproven: no GPU has run this function.** A test compares its call with the kernel's contract.
     """
@@ -75,7 +75,7 @@ def attend_varlen(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),  # causal
+        window_size=(-1 if documents.window is None else documents.window, 0),  # causal
         enable_gqa=q_THE.shape[1] != k_TGE.shape[1],
     )
     return out_THE.view(q_BHSE.shape[0], -1, *out_THE.shape[1:]).transpose(1, 2)
@@ -88,7 +88,7 @@ def attend_blocks(
     documents: Documents,
     block_of: BlockOf,
 ) -> torch.Tensor:
-    """Return causal attention within documents [B, H, S, E], block by block."""
+    """Return causal attention within documents and windows [B, H, S, E], block by block."""
     out_BHSE: torch.Tensor = _Blocks.apply(  # type: ignore[no-untyped-call]
         q_BHSE, k_BGSE, v_BGSE, documents, block_of
     )
@@ -121,7 +121,7 @@ class _Blocks(torch.autograd.Function):
         q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS = ctx.saved_tensors
         documents: Documents = ctx.documents
         dq_BHSE, dtype = _by_token(q_BHSE), q_BHSE.dtype
-        if documents.cuts_queries:  # blocks share keys, whose gradients are sums
+        if documents.shares_keys:  # the gradients of keys are then sums
             dtype = torch.promote_types(dtype, torch.float32)
         dk_BGSE, dv_BGSE = (_by_token(x, dtype).zero_() for x in (k_BGSE, v_BGSE))
         for number, area in enumerate(documents.areas):

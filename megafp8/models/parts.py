@@ -114,6 +114,7 @@ class Parts:
             layer_scaling=index + 1 if spec.apply_query_key_layer_scaling else 1,
             split_heads=self.split_heads,
             norms=self.head_norms(name),
+            window=spec.window_of(index),
         )
 
     def head_norms(self, name: str) -> HeadNorms | None:

@@ -6,7 +6,8 @@ queries. A sequence is cut into twice as many chunks as there are ranks, and ran
 r and 2n-1-r, in this order (Megatron-LM's order). Every rank then computes the same amount at every
 turn of the ring. If the keys come from an earlier rank, all queries see the keys' first chunk. If
 they come from a later rank, the queries' second chunk sees all of the keys. A rank's own block is
-causal. Nothing else is computed, so no mask is needed.
+causal. Nothing else is computed, so no mask is needed. With a window fewer scores are seen
+(`cut.py`), some pieces have a mask, and the keys travel as without one.
 
 The forward pass sends the block of keys and values n - 1 times. The backward pass sends the block n
 - 1 times again, followed by the block's gradients, which each rank adds to in FP32 and which end at
@@ -30,13 +31,20 @@ from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.documents import Documents
 from megafp8.ops.attention import AttentionTile, attend, attend_backward, merge_
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.cut import ScorePiece, own_pieces, pieces, places_of, shares
+from megafp8.parallel.cut import (
+    ScorePiece,
+    own_pieces,
+    pieces,
+    places_of,
+    shares,
+    window_pieces,
+)
 
 ALL = slice(None)
 
-# (turn, the piece's number in the turn, queries, keys, whether they are causal) -> the piece's
-# scale and masks; equal in forward and backward
-BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, bool], AttentionTile]
+# (turn, the piece's number in the turn, queries, keys, the piece) -> its scale and masks; equal in
+# forward and backward
+BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, ScorePiece], AttentionTile]
 PiecesOf = Callable[
     [int, int], Sequence[ScorePiece]
 ]  # (turn, this rank's tokens of a row) -> pieces
@@ -163,21 +171,25 @@ class RingAttentionCore(AttentionCore):
             self.streams.position,
         )  # saved here because backward may run much later
 
+        documents = context.documents
+
         def block_of(
-            turn: int, number: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, is_causal: bool
+            turn: int, number: int, q_BHSE: torch.Tensor, k_BGKE: torch.Tensor, piece: ScorePiece
         ) -> AttentionTile:
-            keep_BHSK = None
+            keep_BHSK = mask_SK = None
+            if piece.in_band:
+                assert documents is not None
+                mask_SK = documents.band_QK[: q_BHSE.shape[2], : k_BGKE.shape[2]]
             if dropout > 0:
                 site = f"{self.site} turn {turn}" + (f" piece {number}" if number else "")
                 shape = (*q_BHSE.shape[:3], k_BGKE.shape[2])
                 with streams.at(position):
                     keep_BHSK = self.kept(site, shape, q_BHSE.device, dropout)
-            return AttentionTile(scale, is_causal=is_causal, keep=keep_BHSK)
+            return AttentionTile(scale, is_causal=piece.is_causal, keep=keep_BHSK, mask=mask_SK)
 
         pieces_of = None
-        if context.documents is not None:
-            documents = context.documents
-            pieces_of = partial(_document_pieces, self.cp, documents.borders, documents.seq)
+        if documents is not None:
+            pieces_of = partial(_document_pieces, self.cp, documents)
         return ring_attention(q_BHSE, k_BGSE, v_BGSE, self.cp, block_of, pieces_of)
 
     def num_seen(self, batch: int, seq: int, num_keys: int, documents: Documents | None) -> int:
@@ -197,15 +209,27 @@ def _whole_pieces(cp: Axis, turn: int, seq: int) -> list[ScorePiece]:
     return [ScorePiece(ALL, slice(half, seq), ALL)]
 
 
-def _document_pieces(
-    cp: Axis, borders: tuple[int, ...], whole_seq: int, turn: int, seq: int
-) -> list[ScorePiece]:
+def _document_pieces(cp: Axis, documents: Documents, turn: int, seq: int) -> Sequence[ScorePiece]:
     """Return the pieces of documents, each of which is cut as a whole sequence is."""
-    ranks = shares(borders, whole_seq, cp.size)
+    if documents.hides_earlier:
+        assert documents.window is not None
+        if not documents.are_whole_rows:
+            return _pieces_in_windows(cp, documents.borders, documents.seq, documents.window, turn)
+        one_row = (0, documents.seq)
+        found = _pieces_in_windows(cp, one_row, documents.seq, documents.window, turn)
+        return [piece._replace(rows=ALL) for piece in found]
+    ranks = shares(documents.borders, documents.seq, cp.size)
     if turn == 0:
         return own_pieces(ranks[cp.rank])
     theirs = ranks[(cp.rank - turn) % cp.size]
     return pieces(ranks[cp.rank], theirs, from_before=turn <= cp.rank)
+
+
+def _pieces_in_windows(
+    cp: Axis, borders: tuple[int, ...], seq: int, window: int, turn: int
+) -> list[ScorePiece]:
+    ranks = shares(borders, seq, cp.size)
+    return window_pieces(ranks[cp.rank], ranks[(cp.rank - turn) % cp.size], window)
 
 
 def _attend_own(
@@ -217,18 +241,22 @@ def _attend_own(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and log-sum-exp of this rank's own pieces, in FP32 at least.
 
-    Every query is in exactly one of them.
+    Every query is in exactly one of them that does not add to another one.
     """
     work = torch.promote_types(q_BHSE.dtype, torch.float32)
     if own[0].queries == ALL:
-        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, 0, q_BHSE, k_BGSE, True))
+        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, 0, q_BHSE, k_BGSE, own[0]))
         return out.to(work), lse_BHS
     out_BHSE = torch.empty_like(q_BHSE, dtype=work)
     lse_BHS = q_BHSE.new_empty(q_BHSE.shape[:3], dtype=work)
-    for number, (rows, queries, keys, is_causal) in enumerate(own):
+    for number, piece in enumerate(own):
+        rows, queries, keys, *_ = piece
         q, k, v = q_BHSE[rows, :, queries], k_BGSE[rows, :, keys], v_BGSE[rows, :, keys]
-        out, lse = attend(q, k, v, block_of(0, number, q, k, is_causal))
-        out_BHSE[rows, :, queries], lse_BHS[rows, :, queries] = out, lse
+        out, lse = attend(q, k, v, block_of(0, number, q, k, piece))
+        if piece.adds:
+            merge_(out_BHSE[rows, :, queries], lse_BHS[rows, :, queries], out, lse)
+        else:
+            out_BHSE[rows, :, queries], lse_BHS[rows, :, queries] = out, lse
     return out_BHSE, lse_BHS
 
 
@@ -250,9 +278,10 @@ class _Ring(torch.autograd.Function):
             held_2BGSE = coming.wait()
             if turn + 1 < cp.size:
                 coming = cp.start_shift(held_2BGSE)
-            for number, (rows, queries, keys, is_causal) in enumerate(pieces_of(turn, seq)):
+            for number, piece in enumerate(pieces_of(turn, seq)):
+                rows, queries, keys, *_ = piece
                 q, (k, v) = q_BHSE[rows, :, queries], held_2BGSE[:, rows, :, keys]
-                more = attend(q, k, v, block_of(turn, number, q, k, is_causal))
+                more = attend(q, k, v, block_of(turn, number, q, k, piece))
                 merge_(out_BHSE[rows, :, queries], lse_BHS[rows, :, queries], *more)
         out_BHSE = out_BHSE.to(q_BHSE.dtype)
         ctx.save_for_backward(q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS)
@@ -275,14 +304,13 @@ class _Ring(torch.autograd.Function):
                 if turn + 1 < cp.size:
                     coming = cp.start_shift(held_2BGSE)
             found = []
-            for number, (rows, queries, keys, is_causal) in enumerate(
-                ctx.pieces_of(turn, q_BHSE.shape[2])
-            ):
+            for number, piece in enumerate(ctx.pieces_of(turn, q_BHSE.shape[2])):
+                rows, queries, keys, *_ = piece
                 grad, q, out, lse = (
                     x[rows, :, queries] for x in (grad_BHSE, q_BHSE, out_BHSE, lse_BHS)
                 )
                 k, v = k_held[rows, :, keys], v_held[rows, :, keys]
-                block = ctx.block_of(turn, number, q, k, is_causal)
+                block = ctx.block_of(turn, number, q, k, piece)
                 dq, *dkv = attend_backward(grad, q, k, v, out, lse, block)
                 dq_BHSE[rows, :, queries] += dq
                 found.append((rows, keys, torch.stack(dkv)))

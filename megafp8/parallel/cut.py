@@ -6,13 +6,17 @@ packed sequences, so that all ranks compute the same amount of every document. T
 a multiple of 2n tokens. Here lengths stay as they are: the tokens that are left over make chunks
 one token longer, of one rank after the other throughout a row, so that all ranks have the same
 number of tokens in the end. A document whose length is a multiple of 2n is cut as theirs.
+
+With a window, each chunk of queries has pieces of its own with each chunk of keys. The queries that
+see all of the keys before them are one piece, and those further behind are cut into rows of
+queries, each with the keys that any of them sees. What no query sees is in no piece.
 """
 
 # B batch  S tokens of a whole row  N documents
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -20,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from megafp8.parallel.collectives import Axis
+from megafp8.specs.model import BLOCK_QUERIES
 
 
 class Share(NamedTuple):
@@ -42,12 +47,18 @@ class Share(NamedTuple):
 
 
 class ScorePiece(NamedTuple):
-    """Describes scores that a rank computes at a turn of the ring: which rows, queries and keys."""
+    """Describes scores that a rank computes at a turn of the ring: which rows, queries and keys.
+
+    If `in_band`, the keys begin a whole window before the queries. If it `adds`, an earlier piece
+    of the same turn has the same queries.
+    """
 
     rows: slice
     queries: slice
     keys: slice
     is_causal: bool = False
+    in_band: bool = False
+    adds: bool = False
 
 
 @lru_cache(maxsize=8)
@@ -114,3 +125,47 @@ def own_pieces(own: Sequence[Share]) -> list[ScorePiece]:
         for s in own
         if s.local < s.stop
     ]
+
+
+def window_pieces(own: Sequence[Share], theirs: Sequence[Share], window: int) -> list[ScorePiece]:
+    """Return what a rank computes with the keys of a rank, maybe itself, which has shares `theirs`.
+
+    A query sees `window` tokens before its own. Every piece has a key for each of its queries, and
+    of a rank's pieces with its own keys, those that add come last.
+    """
+    found = []
+    for mine, other in zip(own, theirs, strict=True):
+        queries = ((mine.local, mine.first), (mine.middle, mine.second))
+        keys = ((other.local, other.first), (other.middle, other.second))
+        for q_local, q_places in queries:
+            for k_local, k_places in keys:
+                for piece in _between(q_places, k_places, window):
+                    found.append(
+                        piece._replace(
+                            rows=slice(mine.row, mine.row + 1),
+                            queries=_moved(piece.queries, q_local - q_places.start),
+                            keys=_moved(piece.keys, k_local - k_places.start),
+                            adds=mine is other and q_places != k_places,
+                        )
+                    )
+    return sorted(found, key=lambda piece: piece.adds)
+
+
+def _between(queries: range, keys: range, window: int) -> Iterator[ScorePiece]:
+    """Yield the pieces of two chunks, by places in the whole row; both are the same or disjoint."""
+    if not queries or not keys or keys.start > queries.start:
+        return
+    is_own = keys == queries
+    stop = min(queries.stop, keys.stop + window)
+    all_before = min(stop, keys.start + window + 1)  # queries up to here see the first key
+    begin = queries.start
+    while begin < stop:
+        in_band = begin >= all_before
+        end = min(begin + BLOCK_QUERIES, stop) if in_band else all_before
+        seen = slice(begin - window if in_band else keys.start, min(keys.stop, end))
+        yield ScorePiece(slice(0), slice(begin, end), seen, is_own and not in_band, in_band)
+        begin = end
+
+
+def _moved(places: slice, by: int) -> slice:
+    return slice(places.start + by, places.stop + by)

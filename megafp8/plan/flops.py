@@ -6,7 +6,8 @@ softmax, activations and the optimizer are left out), and recomputed activations
 the number comparable between frameworks ("model FLOPs", as opposed to "hardware FLOPs").
 
 Attention may be counted in two ways. `full` counts every one of the S x S scores, as most published
-throughput tables do; `causal` counts the half that a causal mask leaves. Reports show both.
+throughput tables do; `causal` counts the half that a causal mask leaves, or the part of it that a
+window leaves in layers with one. Reports show both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Literal
 
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import layer_linears
+from megafp8.specs.model import twice_seen
 
 AttentionCount = Literal["causal", "full"]
 
@@ -57,13 +59,18 @@ def gemm_flops_per_token(
     seq = spec.max_position_embeddings if seq_length is None else seq_length
     linears = [linear for layer in layers for linear in layer_linears(spec, layer)]
     in_linears = sum(len(linear.products) * linear.weight_elements for linear in linears)
-    scores_and_values = 2 * spec.query_size * seq / (2 if attention == "causal" else 1)
+    seen = [seq if attention == "full" else _mean_seen(spec, layer, seq) for layer in layers]
     per_mac = _GEMMS_PER_LINEAR * _FLOPS_PER_MAC
     return ModelFlops(
         linear=float(_FLOPS_PER_MAC * in_linears),
         head=float(per_mac * spec.hidden_size * spec.vocab_size),
-        attention=float(per_mac * len(layers) * scores_and_values),
+        attention=float(per_mac * 2 * spec.query_size * sum(seen)),
     )
+
+
+def _mean_seen(spec: GPTSpec, layer: int, seq: int) -> float:
+    """Return how many tokens a query sees in the mean, of its own one a half."""
+    return twice_seen(seq, spec.window_of(layer)) / 2 / seq
 
 
 def flops_per_token(

@@ -308,7 +308,12 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
             kept += tokens // sequence_shards(spec) * model.hidden_size
     if model.position_embedding_type == "rope":
         kept += 2 * FP32 * spec.data.seq_length // spec.parallel.cp * model.rotary_size
-    if model.position_embedding_type == "alibi" and not spec.data.reset_attention_mask:
+    window = _window(spec, layers)
+    if window is not None:
+        kept += BLOCK_QUERIES * (window + BLOCK_QUERIES)  # the mask of all bands
+    has_plain = window is None or model.window_attn_skip_freq is not None
+    is_alibi = model.position_embedding_type == "alibi"
+    if is_alibi and has_plain and not spec.data.reset_attention_mask:
         heads = model.num_attention_heads // tp
         kept += heads * spec.data.seq_length**2 * compute_itemsize(spec)
     kept += sum(_recomputed_or_kept(spec, layers))
@@ -355,7 +360,8 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
     a layer; and a block of attention within documents. A GPU's kernel writes the gradient of the
     logits over them.
     """
-    moments = [_layer_workspace(spec, layers_of_stage(spec, stage)), _scores_workspace(spec)]
+    layers = layers_of_stage(spec, stage)
+    moments = [_layer_workspace(spec, layers), _scores_workspace(spec, layers)]
     if stage == num_stages(spec) - 1:
         vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
         chunk = _head_chunk(spec)
@@ -365,17 +371,29 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
     return max(moments)
 
 
-def _scores_workspace(spec: RunSpec) -> int:
-    """Return the scores, their bias and their gradient, in FP32, of one block within documents.
+def _window(spec: RunSpec, layers: range) -> int | None:
+    """Return the earlier tokens that a query of these layers sees, if that hides any from it."""
+    windows = {spec.model.window_of(layer) for layer in layers} - {None}
+    window = windows.pop() if windows else None
+    return window if window is not None and window < spec.data.seq_length - 1 else None
 
-    Without ALiBi, and on GPUs without dropout, no tensor of scores is made.
+
+def _scores_workspace(spec: RunSpec, layers: range) -> int:
+    """Return the scores, their bias and their gradient, in FP32, of one block of attention.
+
+    Documents and windows have blocks. Without ALiBi, and on GPUs without dropout, no tensor of
+    scores is made; where blocks have a window, their mask becomes a bias on a CPU, and the
+    gradients of keys and values are sums in FP32.
     """
-    model = spec.model
+    model, seq, window = spec.model, spec.data.seq_length, _window(spec, layers)
     has_scores = model.position_embedding_type == "alibi" or model.attention_dropout > 0
-    if not spec.data.reset_attention_mask or not has_scores:
+    if not has_scores and window is not None:
+        bias = BLOCK_QUERIES * (window + BLOCK_QUERIES) * FP32
+        return bias + microbatch_tokens(spec) * 2 * model.kv_size // spec.parallel.tp * FP32
+    if not has_scores or not (spec.data.reset_attention_mask or window is not None):
         return 0
     heads = model.num_attention_heads // spec.parallel.tp
-    return 3 * FP32 * heads * min(BLOCK_QUERIES, spec.data.seq_length) * spec.data.seq_length
+    return 3 * FP32 * heads * min(BLOCK_QUERIES, seq) * seq
 
 
 def _layer_workspace(spec: RunSpec, layers: range) -> int:

@@ -14,7 +14,8 @@ GATED: tuple[Activation, ...] = ("geglu", "geglu-tanh", "swiglu", "reglu")
 """Activations that multiply the results of two linears: activation(gate) * up."""
 
 BLOCK_QUERIES = 128
-"""The queries of a block of attention within documents whose scores need a tensor of their own."""
+"""The queries of a block of attention whose scores need a tensor of their own: those of documents
+with biases or dropout, and those of windows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class GPTSpec:
     bias: bool = True  # whether linears have a bias; norms have their own
     add_qkv_bias: bool = False  # whether QKV has one where `bias` is False
     qk_layernorm: bool = False  # whether queries and keys are normalized, head by head
+    window_size: tuple[int, int] | None = None  # see `window_of`; the second number is 0
+    window_attn_skip_freq: int | tuple[int, ...] | None = None  # see `window_of`
     share_embeddings_and_output_weights: bool = True
     transformer_block_type: BlockType = "pre_ln"
     apply_query_key_layer_scaling: bool = False
@@ -102,10 +105,38 @@ class GPTSpec:
         """Return how many features of a head are rotated, counted from the first."""
         return int(self.head_size * self.rotary_percentage)
 
+    def window_of(self, layer: int) -> int | None:
+        """Return how many earlier tokens a query of layer `layer` (from 0) sees; None for all.
+
+        A query always sees its own token too. These are the meanings of Megatron-core, which counts
+        layers from 1: with a number N each N-th layer sees all earlier tokens, and with a list the
+        layers that have a 0 there.
+        """
+        if self.window_size is None:
+            return None
+        skips = self.window_attn_skip_freq
+        if isinstance(skips, int):
+            has_window = (layer + 1) % skips != 0
+        else:
+            has_window = skips is None or bool(skips[layer])
+        return self.window_size[0] if has_window else None
+
     @property
     def is_gated(self) -> bool:
         """Whether the activation multiplies two linears: activation(gate) * up."""
         return self.activation in GATED
+
+
+def twice_seen(length: int, window: int | None = None) -> int:
+    """Return twice the scores that queries of a text see, counting half of each on the diagonal.
+
+    Args:
+        length: The tokens of the text.
+        window: The earlier tokens that a query sees; None for all.
+    """
+    if window is None or window >= length - 1:
+        return length**2
+    return window**2 + (length - window) * (2 * window + 1)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:

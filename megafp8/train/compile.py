@@ -6,6 +6,7 @@ break the graph:
 
 - attention with dropout, whose mask is computed from its position in the model
 - attention within documents (`data.reset_attention_mask`), whose blocks differ in each microbatch
+- attention within a window (`model.window_size`), which is computed in blocks
 - attention that is recomputed in the backward pass
   (`activations_checkpoint_granularity=selective`)
 - linears under zero-bubble schedules: the work that they defer would outlive the graph's memory
@@ -142,11 +143,14 @@ def _compile(
     layer: TransformerLayer, counter: CompileCounter, untraced: str | None, *, has_documents: bool
 ) -> None:
     core = next(module for module in layer.modules() if isinstance(module, AttentionCore))
-    is_core_eager = untraced is not None or core.dropout > 0 or has_documents
+    has_window = core.window is not None
+    is_core_eager = untraced is not None or core.dropout > 0 or has_documents or has_window
     if is_core_eager:
         changing = "its dropout depends on its position"
         if has_documents and not core.dropout:
             changing = "each microbatch has documents of its own"
+        elif has_window and not core.dropout:
+            changing = "its window is computed in blocks"
         reason = untraced or changing
         counter.stay_eager(core, "forward", f"attention: {reason}")
     parts, eager = layer.parts, layer.forward

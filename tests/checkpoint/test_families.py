@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "Mistral 7B v0.1": {
+        "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
     "Mistral 7B v0.3": {
         "architectures": ["MistralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
         "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
@@ -92,6 +102,7 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
     assert spec_of(again) == spec
     assert spec.qk_layernorm == (family == "qwen3") and spec.add_qkv_bias == (family == "qwen2")
     assert spec.scale_positional_embedding == (name == "Llama 3.1 8B")
+    assert spec.window_size == ((4095, 0) if name == "Mistral 7B v0.1" else None)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoConfig.for_model(**PUBLISHED[name])
     ours = transformers.AutoConfig.for_model(**again)
@@ -131,17 +142,55 @@ def test_what_no_model_here_has_is_refused_by_name(family: str, key: str, value:
     assert spec_of(of(family)).num_layers == 2
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+USED = {"use_sliding_window": True, "sliding_window": 16}
+WINDOWS: dict[str, tuple[str, dict[str, Any], list[int | None]]] = {
+    "all layers": ("mistral", {"sliding_window": 16}, [15, 15]),
+    "its own token alone": ("mistral", {"sliding_window": 1}, [0, 0]),
+    "none": ("mistral", {"sliding_window": None}, [None, None]),
+    "from a layer on": ("qwen2", USED | {"max_window_layers": 1}, [None, 15]),
+    "from layer 0 on": ("qwen3", USED | {"max_window_layers": 0}, [15, 15]),
+    "behind the last layer": ("qwen2", USED | {"max_window_layers": 2}, [None, None]),
+    "by layer": ("qwen3", USED | {"layer_types": [SLIDING, FULL]}, [15, None]),
+    "unused": ("qwen3", USED | {"use_sliding_window": False}, [None, None]),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_are_read_and_written(name: str) -> None:
+    """A window of transformers counts the own token; ours has those before it."""
+    family, more, windows = WINDOWS[name]
+    spec = spec_of(of(family, **more))
+    assert [spec.window_of(layer) for layer in range(2)] == windows
+    again = hf.to_config(spec, torch.float32, None, family)
+    assert spec_of(again) == spec
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = (transformers.AutoConfig.for_model(**c) for c in (of(family, **more), again))
+    assert theirs.sliding_window == ours.sliding_window or windows == [None, None]
+    if family != "mistral":
+        kinds = [FULL if window is None else SLIDING for window in windows]
+        assert ours.layer_types == theirs.layer_types == kinds
+
+
 @pytest.mark.parametrize(
     ("family", "more", "name"),
     [
-        ("mistral", {"sliding_window": 16}, "sliding_window is 16"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, "use_sliding_window"),
         ("llama", {"sliding_window": 16}, "sliding_window is 16"),
+        ("llama", {"layer_types": [FULL, SLIDING]}, "layer_types is"),
+        ("mistral", {"sliding_window": 16, "layer_types": [FULL, FULL]}, "layer_types is"),
+        ("mistral", {"sliding_window": 0}, "sliding_window"),
+        ("mistral", {"sliding_window": 2.5}, "sliding_window"),
+        ("qwen2", USED, "max_window_layers is miss"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "sliding_window is miss"),
+        ("qwen2", USED | {"sliding_window": None, "max_window_layers": 1}, "sliding_window is nul"),
+        ("qwen3", USED | {"layer_types": [SLIDING]}, "layer_types is"),
+        ("qwen3", USED | {"layer_types": [SLIDING, "chunked_attention"]}, "layer_types is"),
+        ("qwen3", USED | {"layer_types": [SLIDING, [FULL]]}, "layer_types is"),
+        ("qwen3", {"layer_types": [SLIDING, FULL], "sliding_window": 16}, "layer_types is"),
         ("gemma", {}, 'model_type is "gemma"'),
     ],
-)
-def test_a_window_that_hides_tokens_is_refused(
+)  # fmt: skip
+def test_windows_that_no_model_here_has_are_refused_by_name(
     family: str, more: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(UserError, match=name):
@@ -150,10 +199,17 @@ def test_a_window_that_hides_tokens_is_refused(
 
 def test_a_mistral_says_whether_it_has_a_window() -> None:
     config = of("mistral")
-    assert spec_of(config | {"sliding_window": 64}) == spec_of(config)
+    assert spec_of(config | {"sliding_window": 64}).window_of(0) == 63
     del config["sliding_window"]
     with pytest.raises(UserError, match="sliding_window is missing"):
         spec_of(config)
+
+
+def test_windows_of_some_layers_need_a_family_that_names_layers() -> None:
+    spec = spec_of(of("mistral", sliding_window=16))
+    assert hf.architecture(spec) == "mistral"
+    with pytest.raises(hf.ConversionError, match=r"mistral has no window_size=\[15, 0\]"):
+        hf.architecture(replace(spec, window_attn_skip_freq=2))
 
 
 def test_scores_of_yarn_by_two_scales() -> None:
@@ -179,10 +235,18 @@ def write_model(folder: Path, spec: GPTSpec, family: str, **options: Any) -> dic
     return own
 
 
-@pytest.mark.parametrize("family", DECODERS)
-def test_in_out_and_in_again_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+IN_AND_OUT = {name: (name, {}) for name in DECODERS}
+IN_AND_OUT |= {
+    "mistral with a window": ("mistral", WINDOWS["all layers"][1]),
+    "qwen2 with windows": ("qwen2", WINDOWS["from a layer on"][1]),
+}
+
+
+@pytest.mark.parametrize("name", IN_AND_OUT)
+def test_in_out_and_in_again_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     """Several files, a list of ends, a chat template and a configuration of generation."""
-    spec = spec_of(of(family))
+    family, more = IN_AND_OUT[name]
+    spec = spec_of(of(family, **more))
     first = tmp_path / "first"
     kept = {"eos_token_id": [3, 5], "temperature": 0.7, "do_sample": True, "top_k": 20}
     write_model(first, spec, family, max_file_bytes=10_000, generation=kept)
@@ -197,6 +261,7 @@ def test_in_out_and_in_again_gives_the_same_bits(family: str, tmp_path: Path) ->
     assert generation.items() >= kept.items()
     one, other = (Reader(next((folder / "checkpoints").iterdir())) for folder in (ours, again))
     assert shape_of(one) == shape_of(other)
+    assert shape_of(one).window_size == spec.window_size
     assert set(one.names()) == set(other.names())
     assert all(torch.equal(one.read(name), other.read(name)) for name in one.names())
     files = [load_file(path) for path in sorted(first.glob("*.safetensors"))]

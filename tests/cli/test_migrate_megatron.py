@@ -137,6 +137,10 @@ def test_a_script_without_fp8_says_nothing_of_it() -> None:
         ("--qk-layernorm", "model.qk_layernorm", True),
         ("--add-qkv-bias --disable-bias-linear", "model.add_qkv_bias", True),
         ("--position-embedding-type rope --use-rope-scaling", "model.rope_scaling_factor", 8.0),
+        ("--window-size 128,0", "model.window_size", [128, 0]),
+        ("--window-size '(128,0)' --window-attn-skip-freq '([1]+[0])*1'",
+         "model.window_attn_skip_freq", [1, 0]),
+        ("--window-size 128,0 --window-attn-skip-freq 2", "model.window_attn_skip_freq", 2),
         ("--recompute-activations", "model.activations_checkpoint_granularity", "selective"),
         ("--exit-duration-in-mins 1501", "trainer.max_time", "01:01:01:00"),
         ("--adam-beta2 0.95", "model.optim.betas", [0.9, 0.95]),
@@ -167,6 +171,9 @@ def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
         ("$EXTRA", "--eval-interval"),
         ("--hidden-dropout much", "model.hidden_dropout"),
         ("--fp8-format hybrid --fp8-recipe mxfp8", "--fp8-format"),
+        ("--window-size 128,128", "--window-size"),
+        ("--window-size 128,0 --window-attn-skip-freq '[len(0)]'", "--window-attn-skip-freq"),
+        ("--window-size 128,0 --window-attn-skip-freq [1]*10**9", "--window-attn-skip-freq"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_must_be_decided(more: str, flag: str) -> None:

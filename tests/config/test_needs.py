@@ -52,6 +52,7 @@ VALUES: dict[str, Any] = {
     "model.tokenizer.merge_file": "m",
     "trainer.gradient_clip_algorithm": "value",
     "model.rotary_percentage": 0.5,
+    "model.window_attn_skip_freq": 2,
     "model.optim.fp8_opt_level": "O2",
     "model.optim.grad_sync_dtype": "bf16",
     "model.optim.low_precision_moments_of": "linears",

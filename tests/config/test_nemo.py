@@ -241,8 +241,6 @@ def test_null_replaces_the_section_of_a_weaker_layer(tmp_path: Path) -> None:
         (["model.bias=False"], "model.qkv_bias=True"),
         (["model.bias=True"], "model.qkv_bias=False"),
         (["trainer.precision=32"], "model.precision=32"),
-        (["model.encoder_seq_length=256"], "model.window_size=[256,0]"),
-        (["model.encoder_seq_length=256"], "model.window_size=[255,0]"),
     ],
 )  # fmt: skip
 def test_what_follows_from_other_keys_passes(overrides: list[str], key: str) -> None:
@@ -253,9 +251,6 @@ def test_what_follows_from_other_keys_passes(overrides: list[str], key: str) -> 
     ("overrides", "key"),
     [
         (["trainer.precision=32"], "model.precision=bf16"),
-        (["model.encoder_seq_length=256"], "model.window_size=[254,0]"),
-        (["model.encoder_seq_length=256"], "model.window_size=[256,1]"),
-        (["model.encoder_seq_length=256"], "model.window_size=[256]"),
     ],
 )
 def test_what_differs_from_other_keys_is_refused(overrides: list[str], key: str) -> None:

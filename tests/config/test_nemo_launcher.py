@@ -197,7 +197,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "chatglm": {"model.rotary_interleaved": True},
     "gemma": {"model.apply_embedding_scaling": True},
     "gemma 2": {"model.mcore_customization_config": {"attn_logit_softcapping": 50.0}},
-    "mistral nemo": {"model.window_size": [1024, 0]},
+    "mistral nemo": {"model.window_size": [1024, 1]},
     "baichuan's tokenizer": {"model.tokenizer.trust_remote_code": True},
     "starcoder's samples": {"model.data.add_fim": True},
 }
@@ -215,7 +215,6 @@ def test_values_of_other_families_that_ask_for_nothing_pass(tmp_path: Path) -> N
         tmp_path,
         **{
             "model.name": "megatron_gpt_full_te_layer_autocast",
-            "model.window_size": [4096, 0],
             "model.mcore_customization_config": {"parallel_attention": True},
             "model.data.fim": {"rate": 0.5},
             "model.data.add_fim": False,

@@ -55,6 +55,7 @@ EXAMPLES: tuple[list[str], ...] = (
      "model.sequence_parallel=True"],
     [DOCUMENTS, "model.te_version=2.10.0", "trainer.accelerator=cpu"],
     [DOCUMENTS, FP8, ATTENTION],
+    ["model.window_size=[64,0]", FP8, ATTENTION],
     ["model.megatron_amp_O2=False"],
     [FP8, "model.fp8_recipe=rowwise"],
     [*FP4[:2], "trainer.precision=32"],

@@ -78,6 +78,9 @@ def loss_of(
             for b in range(batch):
                 for s in range(seq):
                     seen = [t <= s and bool(documents[b, t] == documents[b, s]) for t in range(seq)]
+                    if has_window(spec, i):
+                        assert spec.window_size is not None
+                        seen = [s - t <= spec.window_size[0] and x for t, x in enumerate(seen)]
                     blocked = ~torch.tensor(seen)
                     scores = scores.index_put(
                         (torch.tensor(b), torch.tensor(s), blocked.nonzero().flatten()),
@@ -105,6 +108,15 @@ def loss_of(
             if targets[b, s] != -100:
                 total = total + logits[b, s].logsumexp(0) - logits[b, s, targets[b, s]]
     return total
+
+
+def has_window(spec: GPTSpec, layer: int) -> bool:
+    """By `is_layer_window_attention` of Megatron-core, which counts layers from 1."""
+    if spec.window_size is None or spec.window_attn_skip_freq is None:
+        return spec.window_size is not None
+    if isinstance(spec.window_attn_skip_freq, int):
+        return (layer + 1) % spec.window_attn_skip_freq > 0
+    return spec.window_attn_skip_freq[layer] == 1
 
 
 def mlp(

@@ -55,8 +55,8 @@ def borders_of(lengths: list[list[int]]) -> torch.Tensor:
 
 def context_of(borders: torch.Tensor, seq: int, **options: float | str) -> AttentionContext:
     spec = gpt_spec(hidden_size=4 * SIZE, num_attention_heads=4, **options)
-    heads = slice(0, 4)
-    return attention_context(spec, heads, torch.float32, seq, CPU, cu_seqlens_N1=borders)
+    heads, rows = slice(0, 4), int(borders[-1]) // seq
+    return attention_context(spec, heads, torch.float32, (rows, seq), CPU, cu_seqlens_N1=borders)
 
 
 def core_of(groups: int = 4, *, dropout: float = 0.0, layer_scaling: int = 1) -> AttentionCore:
@@ -116,6 +116,7 @@ def formula(
     *,
     slopes: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> Formula:
     q, k, v = (x.detach().double() for x in qkv)
     share = 4 // k.shape[1]
@@ -126,6 +127,8 @@ def formula(
     if slopes is not None:
         scores = scores - slopes[:, None, None].double() * (places[:, None] - places).abs()
     seen = (places <= places[:, None]) & (ids[:, :, None] == ids[:, None, :])
+    if window is not None:
+        seen = seen & (places[:, None] - places <= window)
     probs = scores.masked_fill(~seen[:, None], -math.inf).softmax(-1)
     keep = torch.ones(1, dtype=torch.float64) if keep is None else keep.double()
     kept = probs * keep
@@ -342,14 +345,19 @@ def by_contract(
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What torch's documentation says of `varlen_attn`, for causal attention."""
-    assert window_size == (-1, 0) and cu_seq_q.dtype == torch.int32 and cu_seq_k is cu_seq_q
+    """What torch's documentation says of `varlen_attn`, for causal attention in a window."""
+    assert cu_seq_q.dtype == torch.int32 and cu_seq_k is cu_seq_q
+    earlier, later = window_size
+    assert earlier >= -1 and later == 0
     assert max_q == max_k == int(cu_seq_q.diff().max())
     outs = []
     for start, end in zip(cu_seq_q.tolist(), cu_seq_q.tolist()[1:], strict=False):
         q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        if earlier != -1:
+            seen = seen.triu(-earlier)
         out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
+            q, k, v, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
         )
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
@@ -373,7 +381,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     qkv, grad = inputs(2, 256, 2, dtype)
     there = QKV(*(x.detach().to(device).requires_grad_() for x in qkv))
     spec = gpt_spec(hidden_size=4 * SIZE, num_attention_heads=4)
-    context = attention_context(spec, slice(0, 4), dtype, 256, device, cu_seqlens_N1=borders)
+    context = attention_context(spec, slice(0, 4), dtype, (2, 256), device, cu_seqlens_N1=borders)
     found = results_of(core_of(2), there, grad.to(device), context)
     exact = formula(qkv, grad, document_ids(borders, 256))
     assert_within(Results(*(x.cpu() for x in found)), exact, dtype)

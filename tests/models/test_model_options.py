@@ -70,6 +70,8 @@ OTHER: dict[str, tuple[object, list[str]]] = {
     "bias": (False, []),
     "add_qkv_bias": (True, ["model.bias=False"]),
     "qk_layernorm": (True, []),
+    "window_size": ([4, 0], []),
+    "window_attn_skip_freq": (2, ["model.window_size=[4,0]"]),
     "activation": ("squared-relu", ["model.openai_gelu=False"]),
     "openai_gelu": (False, []),
     "transformer_block_type": ("post_ln", []),

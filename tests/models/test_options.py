@@ -77,6 +77,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "normalized queries and keys": dict(qk_layernorm=True),
     "the same, zero-centered": dict(qk_layernorm=True, layernorm_zero_centered_gamma=True),
     "qwen2": LLAMA | dict(add_qkv_bias=True),
+    "a window": dict(window_size=(3, 0)),
+    "a window of two tokens": dict(window_size=(1, 0)),
+    "a window in layer 0": LLAMA | dict(window_size=(2, 0), window_attn_skip_freq=2),
+    "a window in layer 1, alibi": dict(
+        window_size=(2, 0), window_attn_skip_freq=(0, 1), position_embedding_type="alibi"
+    ),
     "qwen3": LLAMA | dict(qk_layernorm=True, kv_channels=16),
 }
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3, ffn_dropout=0.1)

@@ -64,6 +64,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 yarn, tied": ("qwen3", QWEN3 | YARN | dict(share_embeddings_and_output_weights=True)),
     "mistral": ("mistral", GROUPED),
     "mistral, wide heads": ("mistral", GROUPED | dict(kv_channels=32)),
+    "mistral with a window": ("mistral", GROUPED | dict(window_size=(4, 0))),
+    "qwen2 with a window": ("qwen2", QWEN2 | dict(window_size=(9, 0))),
+    "qwen3 with windows": ("qwen3", QWEN3 | dict(window_size=(3, 0), window_attn_skip_freq=2)),
 }
 CASES = GPT2_CASES | LLAMA_CASES | {name: changes for name, (_, changes) in FAMILIES.items()}
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -242,4 +245,7 @@ def shape_of(spec: GPTSpec) -> GPTSpec:
         max_position_embeddings=0,
         ffn_dropout=0.0,
         hidden_dropout=0.0,
+        window_attn_skip_freq=tuple(  # a number or a list may say the same
+            int(spec.window_of(layer) is not None) for layer in range(spec.num_layers)
+        ),
     )

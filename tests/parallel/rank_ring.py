@@ -20,7 +20,7 @@ from megafp8.parallel.context import (
     own_tokens,
     ring_attention,
 )
-from megafp8.parallel.cut import places_of
+from megafp8.parallel.cut import ScorePiece, places_of
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec
 from tests.parallel.rank_work import Case, run_layouts
@@ -76,6 +76,7 @@ def run_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Any]:
     return {
         "compared": compare(cp),
         "documents": compare_documents(cp),
+        "windows": compare_windows(cp),
         "dropout": with_dropout(cp),
         "streams": with_streams(cp),
         "outcomes": run_layouts(rank, cases),
@@ -83,9 +84,9 @@ def run_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Any]:
 
 
 def by_turn(
-    turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool
+    turn: int, number: int, q: torch.Tensor, k: torch.Tensor, piece: ScorePiece
 ) -> AttentionTile:
-    return AttentionTile(0.3, is_causal)
+    return AttentionTile(0.3, piece.is_causal)
 
 
 LENGTHS = [[[256], [100, 1, 1, 53, 101]], [[1] * 256, [64, 32, 8, 8, 144]], [[127, 129], [255, 1]]]
@@ -95,30 +96,54 @@ def compare_documents(cp: Axis) -> dict[str, Errors]:
     """The core with documents, each cut over the ranks, against a mask of all scores."""
     results: dict[str, Errors] = {}
     for number, lengths in enumerate(LENGTHS):
-        borders = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0).int()
-        documents = Documents(borders, SEQ, torch.device("cpu"))
-        places_BS = places_of(documents.borders, SEQ, cp)
-        ids_BS = document_ids(borders, SEQ)
-        seen = (ids_BS[:, :, None] == ids_BS[:, None, :]).tril()[:, None]
         for heads, groups in HEADS:
             for dtype in (torch.float64, torch.float32):
-                *whole, grad = sample(heads, groups, dtype)
-                q, k, v = (x.double().requires_grad_() for x in whole)
-                out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
-                out.backward(grad.double())
-                expected = [chosen(x.detach(), places_BS) for x in (out, q.grad, k.grad, v.grad)]
-                mine = [chosen(x.detach(), places_BS).requires_grad_() for x in whole]
-                core = RingAttentionCore(
-                    WIDTH, 0.0, "site", RandomStreams(1), lambda flops: None, cp=cp,
-                    queries_per_group=heads // groups,
-                )  # fmt: skip
-                found = core(QKV(*mine), AttentionContext(documents=documents))
-                found.backward(chosen(grad, places_BS).transpose(1, 2).flatten(2))
-                found = found.detach().unflatten(-1, (heads, WIDTH)).transpose(1, 2)
-                results[f"{number} {heads} {groups} {dtype}"] = errors_of(
-                    [found, *(x.grad for x in mine)], expected
-                )
+                errors = compare_core(cp, lengths, heads, groups, dtype)
+                results[f"{number} {heads} {groups} {dtype}"] = errors
     return results
+
+
+def compare_windows(cp: Axis) -> dict[str, Errors]:
+    """The same with windows, also of whole sequences."""
+    results: dict[str, Errors] = {}
+    for number, lengths in enumerate([[[256], [256]], *LENGTHS]):
+        for window in (1, 2, 40, 64, 129, 200, 254):
+            errors = compare_core(cp, lengths, 4, 2, torch.float64, window=window)
+            results[f"{number} {window}"] = errors
+    return results
+
+
+def compare_core(
+    cp: Axis,
+    lengths: list[list[int]],
+    heads: int,
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    window: int | None = None,
+) -> Errors:
+    borders = torch.tensor([0, *(n for row in lengths for n in row)]).cumsum(0).int()
+    documents = Documents(borders, SEQ, torch.device("cpu"), window=window)
+    places_BS = places_of(documents.borders, SEQ, cp)
+    if documents.are_whole_rows:
+        assert torch.equal(places_BS, own_positions((BATCH, SEQ), cp, torch.device("cpu")))
+    ids_BS = document_ids(borders, SEQ)
+    seen = (ids_BS[:, :, None] == ids_BS[:, None, :]).tril()[:, None]
+    seen = seen if window is None else seen.triu(-window)
+    *whole, grad = sample(heads, groups, dtype)
+    q, k, v = (x.double().requires_grad_() for x in whole)
+    out = scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    out.backward(grad.double())
+    expected = [chosen(x.detach(), places_BS) for x in (out, q.grad, k.grad, v.grad)]
+    mine = [chosen(x.detach(), places_BS).requires_grad_() for x in whole]
+    core = RingAttentionCore(
+        WIDTH, 0.0, "site", RandomStreams(1), lambda flops: None, cp=cp,
+        queries_per_group=heads // groups,
+    )  # fmt: skip
+    found = core(QKV(*mine), AttentionContext(documents=documents))
+    found.backward(chosen(grad, places_BS).transpose(1, 2).flatten(2))
+    found = found.detach().unflatten(-1, (heads, WIDTH)).transpose(1, 2)
+    return errors_of([found, *(x.grad for x in mine)], expected)
 
 
 def chosen(x_BHSE: torch.Tensor, places_BS: torch.Tensor) -> torch.Tensor:
@@ -165,9 +190,9 @@ def with_dropout(cp: Axis) -> Errors:
     all_places = cp.all_gather(places.contiguous())
 
     def block_of(
-        turn: int, number: int, q: torch.Tensor, k: torch.Tensor, is_causal: bool
+        turn: int, number: int, q: torch.Tensor, k: torch.Tensor, piece: ScorePiece
     ) -> AttentionTile:
-        assert number == 0 and is_causal == (turn == 0)
+        assert number == 0 and piece.is_causal == (turn == 0)
         rows = places[-q.shape[2] :]  # all, or the second chunk
         columns = all_places[(cp.rank - turn) % cp.size][: k.shape[2]]  # all, or the first
         return AttentionTile(0.3, turn == 0, keep=keep[:, :, rows][:, :, :, columns])

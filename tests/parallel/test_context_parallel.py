@@ -32,10 +32,13 @@ from tests.tiny import SEQ, gpt_spec, optim_spec
 
 DELAYED = Fp8Recipe(amax_history_len=4)
 TENSORWISE = Fp8Recipe(name="tensorwise")
+WINDOWS = replace(LLAMA, window_size=(5, 0), window_attn_skip_freq=2)
 CASES = {
     "fp32": Case(),
     "llama": Case(steps=4, model=LLAMA),
     "documents": Case(steps=3, model=LLAMA, documents=True),
+    "windows": Case(steps=3, model=WINDOWS),
+    "windows, documents": Case(steps=3, model=WINDOWS, documents=True),
     "delayed": Case("bf16", DELAYED, steps=5),
     "tensorwise": Case("bf16", TENSORWISE, steps=5),
 }
@@ -118,6 +121,13 @@ def test_the_ring_is_attention_over_the_whole_sequence(rings: list[dict[str, Any
                 assert largest <= share * max(heads, 2 * groups)
                 sums = max(4, dtype.itemsize)
                 assert num_bytes == (size - 1) * 2 * share * groups * (2 * dtype.itemsize + sums)
+
+
+def test_windows_in_the_ring(rings: list[dict[str, Any]]) -> None:
+    """Windows of one token to all but one, of whole sequences and of documents."""
+    for rank in rings:
+        for name, errors in rank["windows"].items():
+            assert max(errors.values()) <= 1e-12, (name, errors)
 
 
 def test_documents_in_the_ring(rings: list[dict[str, Any]]) -> None:

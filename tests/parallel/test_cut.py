@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megafp8.models.documents import band
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import own_positions, own_tokens
-from megafp8.parallel.cut import own_pieces, pieces, places_of, shares
+from megafp8.parallel.cut import own_pieces, pieces, places_of, shares, window_pieces
+from megafp8.specs.model import BLOCK_QUERIES
 
 
 def axis(size: int, rank: int) -> Axis:
@@ -77,6 +79,40 @@ def test_every_token_and_score_has_its_rank(rows: list[list[int]], size: int) ->
                 counts[row, queries[:, None], keys] += block
     seen = (ids_BS[:, :, None] == ids_BS[:, None, :]).tril()
     assert torch.equal(counts, seen.to(torch.int8))
+
+
+@given(st.lists(st.lists(st.integers(1, 200), min_size=1, max_size=4), min_size=1, max_size=2),
+       st.integers(2, 4), st.integers(0, 250))  # fmt: skip
+def test_every_score_in_a_window_has_its_rank(
+    rows: list[list[int]], size: int, window: int
+) -> None:
+    """Each score that is seen is in one piece; each query of a piece sees a key there."""
+    seq = max(map(sum, rows))
+    seq += -seq % (2 * size)
+    rows = [[*row, seq - sum(row)] if sum(row) < seq else row for row in rows]
+    borders = borders_of(rows)
+    ids = torch.cat([torch.full((n,), i) for i, n in enumerate(n for row in rows for n in row)])
+    ids_BS, all_places = ids.view(len(rows), seq), torch.arange(seq)
+    places = [places_of(borders, seq, axis(size, rank)) for rank in range(size)]
+    counts = torch.zeros(len(rows), seq, seq, dtype=torch.int8)
+    cut = shares(borders, seq, size)
+    for rank, other in product(range(size), repeat=2):
+        alone = torch.zeros(len(rows), seq // size, dtype=torch.int8)
+        for piece in window_pieces(cut[rank], cut[other], window):
+            row = piece.rows.start
+            queries, keys = places[rank][row, piece.queries], places[other][row, piece.keys]
+            block = torch.ones(len(queries), len(keys), dtype=torch.bool)
+            if piece.in_band:
+                block = band(len(queries), len(keys), window, window, torch.device("cpu"))
+                assert queries[0] - keys[0] == window and len(queries) <= BLOCK_QUERIES
+            block = block.tril() if piece.is_causal else block
+            assert block.any(1).all() and (not piece.adds or rank == other)
+            counts[row, queries[:, None], keys] += block.to(torch.int8)
+            alone[row, piece.queries] += not piece.adds
+            assert alone[row, piece.queries].all(), "a piece that adds comes later"
+        assert rank != other or (alone == 1).all()
+    seen = (ids_BS[:, :, None] == ids_BS[:, None, :]).tril()
+    assert torch.equal(counts, (seen & (all_places[:, None] - all_places <= window)).to(torch.int8))
 
 
 def test_own_tokens_follow_the_borders() -> None:

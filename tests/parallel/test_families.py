@@ -29,10 +29,14 @@ MODELS = {
     "qwen3": replace(MISTRAL, qk_layernorm=True, kv_channels=16),
     "qwen3, recomputed": replace(matrix.LLAMA, qk_layernorm=True, kv_channels=16),
     "mistral": MISTRAL,
+    "mistral with a window": replace(MISTRAL, window_size=(5, 0)),
+    "qwen3 with windows": replace(
+        MISTRAL, qk_layernorm=True, kv_channels=16, window_size=(5, 0), window_attn_skip_freq=2
+    ),
 }
 PLAIN = ParallelSpec(tp=2, pp=2)
 LAYOUTS = {"tp 2 x pp 2": PLAIN, "tp 2 x pp 2, sp": replace(PLAIN, sequence_parallel=True)}
-QUICK = "qwen3"
+QUICK = "qwen3 with windows"
 
 
 @pytest.mark.parametrize("precision", ["FP32", "FP8 delayed"])

@@ -50,6 +50,7 @@ LLAMA: dict[str, Any] = {
     "num_query_groups": 4,
 }
 FIELDS = ("tp", "cp", "pp", "pipeline", "sequence_parallel")
+WINDOW: dict[str, Any] = {"window_size": (SEQUENCE // 4, 0)}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1}
 DELAYED = Fp8Recipe(amax_history_len=16)
 IN_FP8_ALONE = replace(DELAYED, params_in_fp8=True)
@@ -120,6 +121,12 @@ JOBS: dict[str, RunSpec] = {
     "alibi": job(shape={"position_embedding_type": "alibi"}),
     "alibi, documents": with_documents({"position_embedding_type": "alibi"}),
     "documents": with_documents({}),
+    "a window": job(shape=WINDOW),
+    "a window in some layers, documents": with_documents(
+        LLAMA | WINDOW | {"window_attn_skip_freq": 2}
+    ),
+    "a window, alibi": job(shape=WINDOW | {"position_embedding_type": "alibi"}),
+    "a window, tp 2 x cp 2": job(ranks=4, tp=2, cp=2, shape=LLAMA | WINDOW),
     "documents, tp 2 x cp 2": with_documents({}, ranks=4, tp=2, cp=2),
     "post-norm": job(shape={"transformer_block_type": "post_ln"}),
     "tp 2": job(ranks=2, tp=2, fp8=DELAYED),
@@ -169,6 +176,7 @@ QUICK = (
     "pp 4, V",
     "selective, first layers",
     "a wide head",
+    "a window",
 )
 
 

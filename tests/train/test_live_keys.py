@@ -107,6 +107,8 @@ EFFECTS: dict[str, Effect] = {
     "model.bias": Trains(False),
     "model.add_qkv_bias": Trains(True, ("model.bias=False",)),
     "model.qk_layernorm": Trains(True),
+    "model.window_size": Trains([3, 0]),
+    "model.window_attn_skip_freq": Trains(2, ("model.window_size=[3,0]",)),
     "model.transformer_block_type": Trains("post_ln"),
     "model.position_embedding_type": Trains("rope"),
     "model.rotary_percentage": Trains(0.5, ROPE),

@@ -22,6 +22,7 @@ from megafp8.models.positions import rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
 from megafp8.specs.layer import layer_linears
+from megafp8.specs.model import twice_seen
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.traits import GemmName
 
@@ -88,7 +89,9 @@ class TeLayer(nn.Module):
         ):
             out_BSD = self._run(x_BSD, arguments)
         out_BSD = self._await_backward(out_BSD, shape if runs_fp8 else values)
-        seen = x_BSD.shape[0] * self._seq(x_BSD) ** 2 if documents is None else documents.num_seen
+        lengths = [self._seq(x_BSD)] * x_BSD.shape[0] if documents is None else documents.lengths
+        window = self.spec.window_of(self.index)
+        seen = sum(twice_seen(length, window) for length in lengths)
         self._count_attention(seen, out_BSD, is_recomputed=context.recompute_attention)
         return out_BSD
 

@@ -162,11 +162,13 @@ class TransformerEngineParts(NativeParts):
     def context_spec(self) -> GPTSpec:
         """Return the spec of what all layers share in attention.
 
-        ALiBi is not part of it: Transformer Engine makes that bias from the slopes.
+        ALiBi and windows are not part of it: Transformer Engine makes that bias from the slopes,
+        and its masks itself.
         """
-        if self.spec.position_embedding_type != "alibi":
-            return self.spec
-        return dataclasses.replace(self.spec, position_embedding_type="none")
+        spec = dataclasses.replace(self.spec, window_size=None, window_attn_skip_freq=None)
+        if spec.position_embedding_type != "alibi":
+            return spec
+        return dataclasses.replace(spec, position_embedding_type="none")
 
     @cached_property
     def alibi_slopes(self) -> torch.Tensor | None:
@@ -292,7 +294,13 @@ class TransformerEngineParts(NativeParts):
             "device": "meta" if self.device.type == "meta" else self.device,
             "attn_input_format": self.form,
             **self._norms_of_heads(),
+            **self._window(index),
         }
+
+    def _window(self, index: int) -> dict[str, Any]:
+        """Return the argument about a window: how many earlier and later keys a query sees."""
+        window = self.spec.window_of(index)
+        return {} if window is None else {"window_size": (window, 0)}
 
     def _norms_of_heads(self) -> dict[str, Any]:
         """Return the arguments about norms of queries and keys, which old versions do not know."""

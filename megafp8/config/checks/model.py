@@ -14,6 +14,7 @@ from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 rule = Rules()
 
 HIGH = "model.rope_high_freq_factor"
+WINDOW, SKIPS = "model.window_size", "model.window_attn_skip_freq"
 
 _NAMES_TOKENIZER = {
     "huggingface": ("type",),
@@ -150,6 +151,24 @@ def _yarn_turns_between(v: Values) -> Iterator[Finding]:
     fast, slow = v["model.yarn_beta_fast"], v["model.yarn_beta_slow"]
     if v["model.yarn_rotary_scaling_factor"] is not None and fast <= slow:
         yield Finding("model.yarn_beta_fast", f"is not above yarn_beta_slow={slow:g}", "Give more")
+
+
+@rule(WINDOW, SKIPS, "model.num_layers")
+def _window_skips_some_layers(v: Values) -> Iterator[Finding]:
+    skips, layers = v[SKIPS], v["model.num_layers"]
+    if v[WINDOW] is None or skips is None:
+        return
+    if isinstance(skips, int):
+        if not 2 <= skips <= layers:
+            which = "no layer has" if skips == 1 else f"all {layers} layers have"
+            reason = "is not at least 1" if skips < 1 else f"says that {which} the window"
+            yield Finding(SKIPS, reason, f"Give from 2 to {layers}, or leave it out")
+    elif len(skips) != layers:
+        hint = f"Give {layers} numbers, or every how many layers one has no window"
+        yield Finding(SKIPS, f"has {len(skips)} numbers for model.num_layers={layers}", hint)
+    elif len(set(skips)) == 1:
+        which, key = ("all layers have", SKIPS) if skips[0] else ("no layer has", WINDOW)
+        yield Finding(SKIPS, f"says that {which} the window", f"Leave {key} out")
 
 
 @rule(

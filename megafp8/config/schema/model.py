@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from omegaconf import MISSING
 
@@ -24,12 +25,19 @@ from megafp8.config.keys import (
     or_null,
 )
 from megafp8.config.schema.precision import FP16
-from megafp8.config.values import GELUS, spell_activation
+from megafp8.config.values import (
+    GELUS,
+    is_skip_frequency,
+    is_window,
+    spell_activation,
+    window_problem,
+)
 
 ROPE = needs("model.position_embedding_type", "rope")
 SCALED = needs("model.scale_positional_embedding", True)
 _FACTOR = "model.yarn_rotary_scaling_factor"
 YARN = Need(_FACTOR, f"{_FACTOR}", lambda values: values.get(_FACTOR) is not None)
+_WINDOW = "model.window_size"
 SCALED_OR_YARN = Need(
     SCALED.key,
     f"{SCALED.text} or {_FACTOR}",
@@ -209,6 +217,27 @@ class Architecture:
         group="model",
         spec="model.qk_layernorm",
         defines_function=True,
+    )
+    window_size: list[int] | None = key(
+        None,
+        "`[W, 0]`: a query sees its own token and the W before it, and no earlier ones, as in "
+        "Megatron and Transformer Engine. A `sliding_window` of W of transformers counts the own "
+        "token too, and is `[W - 1, 0]`. `null`: a query sees all earlier tokens.",
+        group="model",
+        spec="model.window_size",
+        defines_function=True,
+        valid=or_null(Valid("a list [W, 0] with W at least 0", is_window, why=window_problem)),
+    )
+    window_attn_skip_freq: Any = key(
+        None,
+        "Layers in which a query sees all earlier tokens, as Megatron has them. A number N: each "
+        "N-th layer, counted from 1. A list with a number for each layer: those with 0; the "
+        "others, with 1, have the window. `null`: all layers have the window.",
+        group="model",
+        spec="model.window_attn_skip_freq",
+        defines_function=True,
+        valid=or_null(Valid("a whole number, or a list of 0 and 1", is_skip_frequency)),
+        needs=Need(_WINDOW, f"{_WINDOW}=[W,0]", lambda values: values.get(_WINDOW) is not None),
     )
     activation: str = key(
         "gelu",
