@@ -312,8 +312,8 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
     if window is not None:
         kept += BLOCK_QUERIES * (window + BLOCK_QUERIES)  # the mask of all bands
     has_plain = window is None or model.window_attn_skip_freq is not None
-    is_alibi = model.position_embedding_type == "alibi"
-    if is_alibi and has_plain and not spec.data.reset_attention_mask:
+    has_plain = has_plain and model.position_embedding_type == "alibi"
+    if has_plain and not spec.data.reset_attention_mask:
         heads = model.num_attention_heads // tp
         kept += heads * spec.data.seq_length**2 * compute_itemsize(spec)
     kept += sum(_recomputed_or_kept(spec, layers))
@@ -373,17 +373,15 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
 
 def _window(spec: RunSpec, layers: range) -> int | None:
     """Return the earlier tokens that a query of these layers sees, if that hides any from it."""
-    windows = {spec.model.window_of(layer) for layer in layers} - {None}
-    window = windows.pop() if windows else None
-    return window if window is not None and window < spec.data.seq_length - 1 else None
+    windows = (spec.model.window_of(layer) for layer in layers)
+    return next((w for w in windows if w is not None and w < spec.data.seq_length - 1), None)
 
 
 def _scores_workspace(spec: RunSpec, layers: range) -> int:
     """Return the scores, their bias and their gradient, in FP32, of one block of attention.
 
-    Documents and windows have blocks. Without ALiBi, and on GPUs without dropout, no tensor of
-    scores is made; where blocks have a window, their mask becomes a bias on a CPU, and the
-    gradients of keys and values are sums in FP32.
+    Without ALiBi, and on GPUs without dropout, no tensor of scores is made; in a window a CPU has a
+    bias, and the gradients of keys and values are sums in FP32.
     """
     model, seq, window = spec.model, spec.data.seq_length, _window(spec, layers)
     has_scores = model.position_embedding_type == "alibi" or model.attention_dropout > 0
