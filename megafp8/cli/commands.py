@@ -30,6 +30,7 @@ COMMANDS = {
     "import": Command("import_hf", "import a model of Hugging Face's transformers"),
     "export": Command("export", "write a run's model for Hugging Face's transformers"),
     "migrate": Command("migrate", "translate a script of Megatron, or a YAML of NeMo and others"),
+    "audit": Command("audit", "say which FP8 flags of a Megatron or Accelerate job do nothing"),
     "plan": Command("plan", "predict memory, messages and time of a job, or search a layout"),
     "dryrun": Command("dryrun", "count the memory of a job's ranks, without starting them"),
     "compare": Command("compare", "train with FP8 and without, and say whether the loss differs"),

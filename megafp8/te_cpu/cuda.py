@@ -9,7 +9,7 @@ things change for everyone: `device="cuda"` and `.cuda()` mean the CPU, and what
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
@@ -64,6 +64,8 @@ class Event:
 
 
 _STREAM = Stream()
+_ASKING = ["transformer_engine"]
+"""The packages whose code is answered as if there were a GPU."""
 
 
 @contextmanager
@@ -126,11 +128,16 @@ def _replace(module: ModuleType, name: str, value: Any, undo: ExitStack) -> None
     setattr(module, name, value)
 
 
+def answer_also(packages: Iterable[str]) -> None:
+    """Answer from now on to other packages, such as `megatron`, as to Transformer Engine."""
+    _ASKING.extend(packages)
+
+
 def _asked_by_transformer_engine() -> bool:
-    """Whether the caller's caller is in one of Transformer Engine's files."""
+    """Whether the caller's caller is in a file of Transformer Engine, or of `answer_also`."""
     frame = asking_frame(sys._getframe(2))
     name: str = "" if frame is None else frame.f_globals.get("__name__", "")
-    return name.startswith("transformer_engine")
+    return name.startswith(tuple(_ASKING))
 
 
 def asking_frame(frame: FrameType | None) -> FrameType | None:
@@ -229,8 +236,12 @@ class CudaIsTheCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is _IS_CUDA and _asked_by_transformer_engine():
             return True
+        if func is _TYPE and len(args) == 1 and not kwargs and _asked_by_transformer_engine():
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is _CUDA:
             return args[0]
+        if func is torch.device and type(args[0]) is int:
+            return CPU
         if "device" in kwargs:
             kwargs = {**kwargs, "device": to_cpu(kwargs["device"])}
         if func is _TO and len(args) > 1:
@@ -239,3 +250,4 @@ class CudaIsTheCpu(TorchFunctionMode):
 
 
 _IS_CUDA, _CUDA, _TO = torch.Tensor.is_cuda, torch.Tensor.cuda, torch.Tensor.to
+_TYPE = torch.Tensor.type

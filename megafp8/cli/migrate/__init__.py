@@ -53,8 +53,8 @@ def main(argv: Sequence[str]) -> int:
     if (options.file is None) is (options.line is None):
         raise SettingError("file", None, "give a file or --line, one of the two", _GIVE_ONE)
     file = options.file or Path("megatron.sh")
-    text = _read(file) if options.line is None else options.line + "\n"
-    migration = migrate(text, file.name, options.argument, _environment(options.env))
+    text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
+    migration = migrate(text, file.name, options.argument, environment_of(options.env))
     leave_out_secrets(migration)
     target = write_beside(file, migration.text(file.name), options.output)
     if not migration.undecided and (problems := _problems_of(target)):
@@ -108,7 +108,12 @@ def migrate(
     return migration
 
 
-def _environment(given: Sequence[str]) -> dict[str, str]:
+def environment_of(given: Sequence[str]) -> dict[str, str]:
+    """Return the variables of `--env NAME=VALUE`.
+
+    Raises:
+        SettingError: A text is not of this form.
+    """
     values = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -129,8 +134,13 @@ def _problems_of(file: Path) -> list[SettingError]:
     return []
 
 
-def _read(file: Path) -> str:
+def read_text(file: Path, hint: str) -> str:
+    """Return the text of a file that a user names.
+
+    Raises:
+        SettingError: It cannot be read; the error has the hint.
+    """
     try:
         return read_bytes(file, MAX_YAML_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:
-        raise SettingError(str(file), None, f"cannot be read ({error})", _GIVE_ONE) from error
+        raise SettingError(str(file), None, f"cannot be read ({error})", hint) from error

@@ -66,7 +66,7 @@ def translate_bridge(tree: Mapping[Any, Any], m: Migration) -> None:
     """Translate the tree of a Bridge file into the migration `m`."""
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
     settings = MegatronSettings(source="")
-    leaves = dict(_leaves(tree))
+    leaves = dict(fields_of(tree))
     _recipe(tree, leaves, m)
     _precision(leaves, m)
     _model(leaves, settings, m)
@@ -79,7 +79,8 @@ def translate_bridge(tree: Mapping[Any, Any], m: Migration) -> None:
     megatron_rules.translate(settings, m)
 
 
-def _leaves(tree: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+def fields_of(tree: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
+    """Yield each field of a Bridge file, as its section and name, with its value."""
     for section, fields in tree.items():
         if str(section).startswith("_"):
             continue

@@ -20,7 +20,7 @@ from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.values import plain
 
 _PROGRAM = re.compile(r"(^|/)[\w.-]*(pretrain|train)[\w.-]*\.py$")
-_FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
+FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _KEYS = {
     "data_path": "model.data.data_prefix",
     "vocab_file": "model.tokenizer.vocab_file",
@@ -61,12 +61,7 @@ def translate_script(
         SettingError: The script starts no training of Megatron's.
     """
     script = read_script(text, arguments, environment)
-    commands = [c for c in script.commands if _place_of_program(c.words) is not None]
-    if not commands:
-        raise SettingError(
-            "script", None, "starts no program of Megatron's, such as pretrain_gpt.py",
-            "Give the script that has the command, or the command alone with --line",
-        )  # fmt: skip
+    commands = training_commands(script)
     command = commands[0]
     others = [f"line {other.line}" for other in commands[1:] if other.words != command.words]
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
@@ -75,7 +70,22 @@ def translate_script(
     _undecided_of_script(script, command, others, m)
 
 
-def _place_of_program(words: Sequence[str]) -> int | None:
+def training_commands(script: Script) -> list[ShellCommand]:
+    """Return the commands of a script that start a program of Megatron's.
+
+    Raises:
+        SettingError: There is none.
+    """
+    commands = [c for c in script.commands if place_of_program(c.words) is not None]
+    if not commands:
+        raise SettingError(
+            "script", None, "starts no program of Megatron's, such as pretrain_gpt.py",
+            "Give the script that has the command, or the command alone with --line",
+        )  # fmt: skip
+    return commands
+
+
+def place_of_program(words: Sequence[str]) -> int | None:
     """Return the place of Megatron's program among words; None if no flag follows one."""
     for place, word in enumerate(words):
         if _PROGRAM.search(word) and any(w.startswith("--") for w in words[place + 1 :]):
@@ -84,12 +94,12 @@ def _place_of_program(words: Sequence[str]) -> int | None:
 
 
 def _settings_of(command: ShellCommand, holes: Holes, m: Migration) -> MegatronSettings:
-    start = _place_of_program(command.words) or 0
+    start = place_of_program(command.words) or 0
     settings = MegatronSettings(source="a default of " + megatron_flags().version)
     _ranks(command.words[:start], holes, m)
     flag, values = "", list[str]()
     for word in (*command.words[start + 1 :], "--end"):
-        if not _FLAG.fullmatch(word):
+        if not FLAG.fullmatch(word):
             values.append(word)
             continue
         _add(settings, flag, values, holes, m)

@@ -75,6 +75,7 @@ def _parse(text: str) -> Node:
 class _Reader(Words):
     functions: dict[str, Node] = field(default_factory=dict)
     condition: str = ""
+    exported: set[str] = field(default_factory=set)
 
     def run_text(self, text: str, depth: int) -> None:
         root = _parse(text)
@@ -113,6 +114,8 @@ class _Reader(Words):
             for child in node.named_children:
                 if child.type == "variable_assignment":
                     self._assign(child)
+            if text_of(node).startswith("export"):
+                self._export(node.named_children)
         elif kind == "list":
             self._list(node, depth)
         elif kind == "if_statement":
@@ -278,15 +281,28 @@ class _Reader(Words):
                 parts = child.named_children if child.type == "command_name" else [child]
                 for part in parts or [child]:
                     words += self.fields(part)
-        saved = dict(self.values)
+        saved, exported = dict(self.values), set(self.exported)
+        prefixes = [child for child in prefixes if child not in before]
         for child in prefixes:  # these are for the command alone, after its expansion
-            if child not in before:
-                self._assign(child)
+            self._assign(child)
+        self._export(prefixes)
         alone = self.values != saved
         if words:
             self._run_words(words, line + 1, depth)
         if alone:
             self.values = saved
+        self.exported = exported
+
+    def _export(self, nodes: Sequence[Node]) -> None:
+        """Note the names that commands find in their environment."""
+        for node in nodes:
+            name = NAME.match(text_of(node))
+            if name is not None:
+                self.exported.add(name[0])
+
+    def _environment(self) -> dict[str, str]:
+        found = {name: self.values.get(name) for name in sorted(self.exported)}
+        return {name: value for name, value in found.items() if isinstance(value, str)}
 
     def _run_words(self, words: list[str], line: int, depth: int) -> None:
         name = words[0]
@@ -304,7 +320,9 @@ class _Reader(Words):
                 if NAME.fullmatch(word):
                     self.values[word] = self.script.holes.new(f"line {line} ({name} {word})")
         else:
-            self.script.commands.append(ShellCommand(tuple(words), line, self.condition))
+            self.script.commands.append(
+                ShellCommand(tuple(words), line, self.condition, self._environment())
+            )
             for text in words[1:]:
                 if "\n" in text.strip() or " --" in text:
                     self._run_inner(text, depth)

@@ -155,11 +155,13 @@ class ShellCommand:
     """Hold the words of a command, in which holes stand for what is not known.
 
     `condition` says which condition decides whether the command runs; empty if it always runs.
+    `environment` has the variables that the script exports before it.
     """
 
     words: tuple[str, ...]
     line: int
     condition: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

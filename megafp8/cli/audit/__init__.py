@@ -1,0 +1,66 @@
+"""Say which flags of a job do nothing: with Megatron, Megatron Bridge or Accelerate.
+
+megafp8 audit SCRIPT [ARGUMENT ...] [--env NAME=VALUE] [--source FOLDER_OR_WHEEL ...]
+megafp8 audit --line 'pretrain_gpt.py --fp8-format hybrid ...'
+megafp8 audit ACCELERATE_OR_BRIDGE_YAML
+
+The framework's own code runs over Transformer Engine's Python on the CPU: it builds its
+configuration, its recipe and a small model, and trains two steps on two ranks, with all flags about
+FP8 and FP4 and without each of them. An answer is "reaches TE", "refused", "no effect" (the recipe
+and the step are the same to the byte) or "not decided". The script itself is never run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megafp8.cli import job
+from megafp8.cli.audit import report, request, runs, sources
+from megafp8.cli.audit.reads import Code
+from megafp8.cli.migrate import environment_of, read_text
+from megafp8.config.errors import SettingError
+from megafp8.errors import ExitCode
+from megafp8.secrets import say
+from megafp8.specs.te_versions import DEFAULT_VERSION
+
+_GIVE_ONE = "Give a script of Megatron, or a YAML of Megatron Bridge or Accelerate"
+
+
+@job.reports_errors
+def main(argv: Sequence[str]) -> int:
+    """Print the answer for each flag; return 0, or 2 after printing an error."""
+    parser = job.command_parser("audit", __doc__)
+    parser.add_argument("file", type=Path, nargs="?", help="a script, or a YAML; it is not changed")
+    parser.add_argument("argument", nargs="*", help="the script's own arguments: $1, $2, ...")
+    parser.add_argument("--line", help="a command of Megatron's, instead of a file")
+    parser.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE",
+        help="a variable of the environment in which the job runs",
+    )  # fmt: skip
+    parser.add_argument(
+        "--source", action="append", default=[], type=Path, metavar="PATH",
+        help="a wheel, a folder of wheels, or a folder that has the package (default: the "
+        "installed package); may be given for several packages",
+    )  # fmt: skip
+    parser.add_argument(
+        "--te", default=DEFAULT_VERSION, metavar="VERSION",
+        help=f"the version of Transformer Engine (default: {DEFAULT_VERSION})",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    if (options.file is None) is (options.line is None):
+        raise SettingError("file", None, "give a file or --line, one of the two", _GIVE_ONE)
+    file = options.file or Path("megatron.sh")
+    text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
+    env = environment_of(options.env)
+    asked = request.read(text, file.name, options.argument, env)
+    with tempfile.TemporaryDirectory(prefix="megafp8-audit-") as folder:
+        found = [
+            sources.find(name, options.source, Path(folder), needs)
+            for name, needs in runs.NEEDED[asked.framework].items()
+        ]
+        code = Code([one.folder for one in found], runs.PACKAGES[asked.framework])
+        verdicts = runs.audit(asked, code, options.te)
+    say(report.page(asked, found, options.te, verdicts).rstrip("\n"))
+    return ExitCode.FINISHED

@@ -1,0 +1,3 @@
+MAJOR = 0
+MINOR = 0
+PATCH = 1

@@ -1,0 +1,2 @@
+def initialize_model_parallel(ranks):
+    pass
