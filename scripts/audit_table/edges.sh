@@ -1,6 +1,6 @@
 torchrun --nproc-per-node 8 pretrain_gpt.py \
     --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192 \
     --bf16 --swiglu --normalization RMSNorm --disable-bias-linear \
-    --use-distributed-optimizer --tensor-model-parallel-size 2 --sequence-parallel \
+    --use-distributed-optimizer \
     --fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather \
     --first-last-layers-bf16 --num-layers-at-start-in-bf16 1 --num-layers-at-end-in-bf16 2

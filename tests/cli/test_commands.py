@@ -44,7 +44,7 @@ def test_every_command_line_module_is_a_command() -> None:
     folder = ROOT / "megafp8" / "cli"
     old = {path.stem for path in folder.glob("*.py") if "run_old_name(" in path.read_text()}
     old = (old - {"commands"}) | {"migrate"}
-    new = {"pretrain", "finetune", "completion"}
+    new = {"pretrain", "finetune", "completion", "audit"}
     assert old | new == {command.module for command in COMMANDS.values()}
     for command in COMMANDS.values():
         assert callable(import_module(f"megafp8.cli.{command.module}").main)

@@ -58,6 +58,8 @@ def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     if not hasattr(typing, "override"):  # wheels for Python 3.12 import it
         typing.override = typing_extensions.override
     torch.set_num_threads(1)
+    # Memory that nothing has written gets one value, so that tensors without use are equal, too.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     recorder = Recorder()
     recorder.install_messages()
     sys.path[:0] = job["sources"]
@@ -113,7 +115,7 @@ def _rank(
     sys.stdout = sys.stderr = messages
     torch.manual_seed(1234)
     try:
-        store = torch.distributed.distributed_c10d.FileStore(f"{folder}/store", RANKS)
+        store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
         train(run, rank, record)
     except SystemExit:

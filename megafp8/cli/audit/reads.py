@@ -17,6 +17,7 @@ _READERS = frozenset({"getenv", "get", "environ"})
 _DEEP = 3
 """How many names and functions are followed from a condition to a variable."""
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_MEMBERSHIP = (ast.In, ast.NotIn)  # codespell:ignore
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _read_directly(node: ast.AST) -> Iterator[str]:
             text, key = ast.unparse(inner.func), inner.args[0] if inner.args else None
         elif isinstance(inner, ast.Subscript):
             text, key = ast.unparse(inner.value), inner.slice
-        elif isinstance(inner, ast.Compare) and isinstance(inner.ops[0], ast.In | ast.NotIn):
+        elif isinstance(inner, ast.Compare) and isinstance(inner.ops[0], _MEMBERSHIP):
             text, key = ast.unparse(inner.comparators[0]), inner.left
         else:
             continue
