@@ -32,6 +32,8 @@ CASES = {
     "Accelerate, by the names that its questionnaire writes": "accelerate_config.yaml",
 }
 """The files of `FOLDER` that are audited, by the titles of their parts of the page."""
+WHEELS = "MEGAFP8_AUDIT_WHEELS"
+"""The variable that names the folder of wheels for the slow tests that repeat the page."""
 TEXT = """\
 # Which flags do nothing
 
@@ -47,7 +49,7 @@ folder that these commands fill:
 "No effect" says that the recipe and two training steps on two ranks are the same to the byte
 without the flag, and that no condition on an environment variable stands around the lines that read
 it. The kernels on the CPU answer as those of an H100; what happens inside of a GPU's kernels is not
-seen.
+seen. `{variable}=wheels pytest -m slow tests/scripts/test_audit_table.py` repeats all of it.
 """
 
 
@@ -74,7 +76,7 @@ def opening() -> str:
     names = ", ".join(f"{name} {version}" for name, version in VERSIONS.items())
     command = "$ pip download --no-deps --python-version 3.12 --only-binary=:all: -d wheels"
     downloads = "\n".join(f"{command} {name}=={v}" for name, v in VERSIONS.items())
-    return TEXT.format(versions=names, downloads=downloads)
+    return TEXT.format(versions=names, downloads=downloads, variable=WHEELS)
 
 
 def audited(file: str, source: Path) -> str | None:

@@ -55,7 +55,9 @@ def test_flags_with_an_effect_reach_te_and_others_have_none(audit: Audit) -> Non
     assert "not config.fp8_wgrad" in (STAND_IN / line.split(":")[0]).read_text().splitlines()[21]
     assert found["--no-fp8-wgrad"].startswith("no effect: recipe and training step are the same")
     assert f"read at {line}" in found["--no-fp8-wgrad"]
-    assert found["--fp8-recipe delayed"].startswith("no effect: its value is their default")
+    assert found["--fp8-recipe delayed"].startswith(
+        "no effect: their configuration has the same value"
+    )
     assert "unrecognized" in found["--num-layers-at-start-in-bf16 0"]
     assert found["--num-layers-at-start-in-bf16 0"].startswith("refused")
     assert found["--fp8-param-gather"].startswith("refused: ValueError: FP8 weights are not here")

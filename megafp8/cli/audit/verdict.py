@@ -139,7 +139,7 @@ def _lost(flag: Flag, record: Mapping[str, Any]) -> str:
 
 
 def _is_default(flag: Flag, request: Request, runs: Runs) -> bool:
-    """Whether the framework has the same value without a flag."""
+    """Whether the framework's configuration has the same value without a flag."""
     settings = [
         runs.of(name, request.layouts[0])[0].get("settings") or {} for name in (BASE, flag.shown)
     ]
@@ -155,7 +155,7 @@ def _without_effect(
     """Return that a flag has no effect, unless something that was not run may read it."""
     said = "recipe and training step are the same without it"
     if is_default:
-        return NONE, f"its value is their default, and {said}{lost}"
+        return NONE, f"their configuration has the same value without it, and {said}{lost}"
     for reading in readings:
         unknown = [name for name in reading.variables if name not in request.environment]
         if unknown:
