@@ -129,6 +129,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": LLAMA,
     "positions divided": LLAMA | {"seq_len_interpolation_factor": 2.0},
     "ALiBi": {"position_embedding_type": "alibi"},
+    "windows": LLAMA | {"window_size": (3, 0), "window_attn_skip_freq": 2},
     "all again": LLAMA
     | {"recompute": RecomputeSpec(granularity="full", method="uniform", num_layers=1)},
     "attention again": LLAMA
