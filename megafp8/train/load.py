@@ -134,16 +134,16 @@ def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
             f"had {before:.1e}: it was trained for {was['trainer.max_steps']} steps, and now for "
             f"{now['trainer.max_steps']}"
         )
-    ranks, blocks = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
+    ranks, mode = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
     if optim_of(was).uses_muon and was[ranks] != now[ranks]:
-        of_parts = [
-            settings[blocks] == "blockwise" and settings[ranks] > 1 for settings in (was, now)
-        ]
-        if any(of_parts):
-            yield (
-                f"{blocks}=blockwise orthogonalizes the part of each rank alone, so that the run "
-                f"continues with another optimizer: {ranks} was {was[ranks]}, and is {now[ranks]}"
-            )
+        for settings in (was, now):
+            if settings[ranks] > 1 and settings[mode] != "duplicated":
+                yield (
+                    f"{mode}={settings[mode]} orthogonalizes the part of each rank alone, so that "
+                    "the run continues with another optimizer: "
+                    f"{ranks} was {was[ranks]}, and is {now[ranks]}"
+                )
+                break
 
 
 def _check_settings(path: Path, spec: RunSpec) -> None:
