@@ -162,7 +162,8 @@ def test_accelerates_own_defaults_are_written_out(tmp_path: Path) -> None:
     m = migrate("mixed_precision: fp8\nnum_processes: 2\nuse_cpu: false\n", "old.yaml")
     spec = run_spec(**write(tmp_path, m))
     assert spec.precision.fp8 is not None and spec.parallel.devices_per_node == 2
-    assert spec.precision.fp8.amax_compute_algo == "most_recent"
+    assert spec.precision.fp8.amax_compute_algo == "max", "most_recent is not passed on"
+    assert "most_recent" not in m.report()
 
 
 def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
@@ -174,6 +175,7 @@ def test_accelerates_recipe_is_kept(tmp_path: Path) -> None:
     )
     m = migrate(text, "old.yaml")
     assert "model.fp8_amax_history_len: 16: it has no effect with" in m.report()
+    assert "so that Transformer Engine used its default, max" in m.report()
     recipe = run_spec(**write(tmp_path, m)).precision.fp8
     assert recipe is not None
     assert (recipe.backward_format, recipe.margin) == ("e4m3", 1)
@@ -226,7 +228,7 @@ def test_what_accelerates_questionnaire_writes(tmp_path: Path) -> None:
     assert recipe.high_precision_gemms == {"grad_weight"}
     report = m.report()
     assert "fp8_config.amax_history_length: 16 -> model.fp8_amax_history_len=16" in report
-    assert "Accelerate's default" not in report
+    assert "what Accelerate runs without it" not in report
     assert "launcher does not read it" in report
 
 

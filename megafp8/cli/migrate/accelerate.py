@@ -42,7 +42,11 @@ _WITH_TE = (
 )
 _UNREAD = (
     "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
-    "uses a history of 1024 and most_recent"
+    "uses a history of 1024 and Transformer Engine's default, max"
+)
+_NOT_PASSED_ON = (
+    "the numbers change: Accelerate 1.15 passes on only what differs from its own default, which "
+    "most_recent is, so that Transformer Engine used its default, max"
 )
 _UNREAD_LEVEL = (
     "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
@@ -134,15 +138,16 @@ def _fp8_block(block: dict[str, Any], m: Migration, *, shards: bool) -> None:
             hint = "Known backends are TE, AO and MSAMP"
             m.decide(path, value, f"belongs to the backend {name}", hint)
         return
-    # Accelerate's defaults differ from NeMo's, so all of them are written into the new file.
+    # What runs without a value differs from NeMo's defaults, so all of it is written into the new
+    # file. Accelerate's own algorithm, most_recent, does not reach Transformer Engine.
     defaults = {
         "fp8_format": "HYBRID",
         "amax_history_len": 1024,
-        "amax_compute_algo": "most_recent",
+        "amax_compute_algo": "max",
         "use_autocast_during_eval": False,
     }
     for name, value in defaults.items():
-        given.setdefault(name, (f"fp8_config.{name} (Accelerate's default)", value))
+        given.setdefault(name, (f"fp8_config.{name} (what Accelerate runs without it)", value))
     for name, (path, value) in given.items():
         handler = _TE_KEYS.get(name)
         if handler is None:
@@ -233,6 +238,8 @@ def _to(key: str) -> Callable[[str, Any, Migration], None]:
     def change(path: str, value: Any, m: Migration) -> None:
         spelling = path.removeprefix("fp8_config.").removeprefix("fp8_")
         note = _UNREAD if spelling in _SPELLINGS else note_of(key, value)
+        if not note and value == "most_recent":
+            note = _NOT_PASSED_ON
         m.change(path, value, {key: value}, note=note)
 
     return change
