@@ -106,10 +106,7 @@ def train_step(
         raised=raised,
         more=tuple(rest),
     )
-    if optimizer.decides_on_device:
-        if not is_finite:
-            optimizer.take_back_count()
-    elif is_finite:
+    if is_finite and not optimizer.decides_on_device:
         optimizer.update(number, norm, divisor=count * grad_scale)
     if scaler is not None:
         scaler.update(overflowed=not is_finite)
