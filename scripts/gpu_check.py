@@ -80,6 +80,7 @@ GPU_TESTS = (
     "tests/train/test_profiling.py",
     "tests/data/test_loader.py",
     "tests/optim/test_scaled_adam.py",
+    "tests/models/test_windows.py",
 )
 FIRST_TESTS = ("tests/gpu", "tests/optim/test_scaled_adam.py")
 TE_VARIANTS = ("bf16", "fp8 delayed", "te bf16", "te fp8 delayed")

@@ -190,12 +190,12 @@ class _Masks:
     def _mask(self, window: int | None) -> torch.Tensor:
         """Return the mask, or ALiBi's bias: of all keys that layers with this window hold."""
         held = self.past if window is None else min(self.past, window)
-        places = torch.arange(self.past - held, self.past + self.shape[1], device=self.device)
-        mask = band(self.shape[1], held + self.shape[1], held, window, self.device)
+        mask = band(self.shape[1], held + self.shape[1], window, self.device)
         if (ids_BS := self.document_ids_BS) is not None:
             mask = (mask & (ids_BS[:, :, None] == ids_BS[:, None, :]))[:, None]
         if self.slopes_H is None:
             return mask
+        places = torch.arange(self.past - held, self.past + self.shape[1], device=self.device)
         bias = alibi_bias(self.slopes_H, places[held:], places).to(self.dtype)
         return bias.masked_fill(~mask, float("-inf"))
 

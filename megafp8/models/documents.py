@@ -165,7 +165,7 @@ class Documents:
         """Return which of W + Q keys each of the Q last tokens of these sees, for any row."""
         assert self.window is not None
         shape = (BLOCK_QUERIES, self.window + BLOCK_QUERIES)
-        return band(*shape, self.window, self.window, self.device)
+        return band(*shape, self.window, self.device)
 
     @cached_property
     def _masks(self) -> dict[Area, torch.Tensor]:
@@ -201,20 +201,17 @@ class Documents:
             query = end
 
 
-def band(
-    num_queries: int, num_keys: int, gap: int, window: int | None, device: torch.device
-) -> torch.Tensor:
-    """Return which of consecutive keys each of consecutive queries sees: boolean [Q, K].
+def band(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return which of consecutive keys each query sees, of the last ones: boolean [Q, K].
 
     Args:
-        num_queries: The number of queries Q.
+        num_queries: The number of queries Q, which are the last Q of the keys' tokens.
         num_keys: The number of keys K.
-        gap: How many tokens the first query is behind the first key.
         window: The earlier tokens that a query sees; None for all.
         device: Where the mask is made.
     """
-    queries = torch.arange(num_queries, device=device)[:, None] + gap
     keys = torch.arange(num_keys, device=device)
+    queries = keys[num_keys - num_queries :, None]
     seen = keys <= queries
     return seen if window is None else seen & (keys >= queries - window)
 

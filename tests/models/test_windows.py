@@ -111,11 +111,9 @@ def test_a_band_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     """The mask of rows behind the first triangle, planted with one key too many or too few."""
     right = documents.band
 
-    def shifted(
-        queries: int, keys: int, gap: int, window: int | None, device: torch.device
-    ) -> torch.Tensor:
+    def shifted(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
         assert window is not None
-        return right(queries, keys, gap, window - 1, device)
+        return right(queries, keys, window - 1, device)
 
     monkeypatch.setattr(documents, "band", shifted)
     with pytest.raises(AssertionError, match="times its bound"):

@@ -218,9 +218,9 @@ def _of_accelerate(tree: Mapping[str, Any], env: Mapping[str, str]) -> Request:
         reason = "has no fp8_config with mixed_precision: fp8, so there is nothing to audit"
         raise SettingError("mixed_precision", tree.get("mixed_precision"), reason,
                            "Give a file that trains with FP8")  # fmt: skip
-    backend = str(block.get("backend", block.get("fp8_backend", "TE"))).lower()
-    if backend != "te":
-        raise SettingError("fp8_config.backend", backend, "does not use Transformer Engine, whose "
+    chosen = str(block.get("backend", block.get("fp8_backend", "TE"))).lower()
+    if chosen != "te":
+        raise SettingError("fp8_config.backend", chosen, "does not use Transformer Engine, whose "
                            "code the audit runs", "Give a file with the backend TE")  # fmt: skip
     flags = [
         Flag(_FORMAT.get(str(key), str(key).removeprefix("fp8_")),
