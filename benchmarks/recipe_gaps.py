@@ -47,11 +47,13 @@ COMPARISONS: dict[str, tuple[str, str]] = {  # folder: (recipes, what the baseli
 BASELINES = {"recipes": "BF16", "parts": "NVFP4 with all its parts"}
 
 
-def compare(folder: Path, settings: Sequence[str], base: str) -> dict[str, Any]:
+def compare(
+    folder: Path, settings: Sequence[str], base: str, job: Sequence[str] = JOB
+) -> dict[str, Any]:
     """Run a comparison of `settings` with `base` unless it has ended, and return its figures."""
     found = folder / "compare.json"
     if not found.exists():
-        command = [sys.executable, "-m", "megafp8", "compare", *settings, *JOB]
+        command = [sys.executable, "-m", "megafp8", "compare", *settings, *job]
         command += ["--seeds", *map(str, SEEDS), "--out", str(folder), "--base", base]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, env=environment).returncode
@@ -83,7 +85,10 @@ def gaps_of(configuration: dict[str, Any]) -> str:
 
 
 def write(name: str, what: str, results: Path, found: dict[str, Any]) -> None:
-    """Write what was found, with what it was found by, as today's result file of a benchmark."""
+    """Write what was found, with what it was found by, as today's result file of a benchmark.
+
+    `found` may have a command and a job of its own.
+    """
     today = datetime.date.today().isoformat()
     result = {
         "what": what,
