@@ -72,16 +72,10 @@ STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
 ALL_SECONDS = 1750.0  # and all of them thirty
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
-    "tests/gpu",
-    "tests/fp8/kernels",
-    "tests/models/test_documents.py",
-    "tests/ops/test_attention.py",
-    "tests/observe/test_memory.py",
-    "tests/train/test_profiling.py",
-    "tests/data/test_loader.py",
-    "tests/optim/test_scaled_adam.py",
-    "tests/models/test_windows.py",
-)
+    "tests/gpu", "tests/fp8/kernels", "tests/models/test_documents.py",
+    "tests/ops/test_attention.py", "tests/observe/test_memory.py", "tests/train/test_profiling.py",
+    "tests/data/test_loader.py", "tests/optim/test_scaled_adam.py", "tests/models/test_windows.py",
+)  # fmt: skip
 FIRST_TESTS = ("tests/gpu", "tests/optim/test_scaled_adam.py")
 TE_VARIANTS = ("bf16", "fp8 delayed", "te bf16", "te fp8 delayed")
 

@@ -68,8 +68,16 @@ def _fp8(values: Values) -> Fp8Recipe | None:
         power_2_scale=traits.power_2_default if power_2 is None else power_2,
         high_precision_gemms=_high_precision_gemms(values),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
-        modules=(*_modules(values, off), *_layers_in_bf16(values)),
+        modules=module_rules(values, off),
     )
+
+
+def module_rules(values: Values, off: tuple[str, ...] = ()) -> tuple[ModuleRule, ...]:
+    """Return the rules for single linears, first those of `fp8_modules`, then the layers in BF16.
+
+    `off` are parts that are switched off in every recipe.
+    """
+    return (*_modules(values, off), *_layers_in_bf16(values))
 
 
 def _modules(values: Values, off: tuple[str, ...]) -> Iterator[ModuleRule]:

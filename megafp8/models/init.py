@@ -66,17 +66,18 @@ def parameter(
     else:
         local = torch.empty(shape)
         if not local.is_meta:
-            local = _fill(local, pieces, draw)
+            local = _drawn(shape, pieces, draw)
         param = torch.nn.Parameter(local.to(dtype))
         param.initial_master = local if dtype != torch.float32 else None  # type: ignore[attr-defined]
     param.pieces = tuple(pieces)  # type: ignore[attr-defined]
     return param
 
 
-def _fill(local: torch.Tensor, pieces: Sequence[Piece], draw: Draw) -> torch.Tensor:
-    """Fill a rank's part, FP32 on the CPU, from its logical tensors; return it or its equal."""
-    if len(pieces) == 1 and pieces[0].global_shape == tuple(local.shape):
+def _drawn(shape: Sequence[int], pieces: Sequence[Piece], draw: Draw) -> torch.Tensor:
+    """Return the values of a rank's part, FP32 on the CPU, from its logical tensors."""
+    if len(pieces) == 1 and pieces[0].global_shape == tuple(shape):
         return draw(pieces[0].name, pieces[0].global_shape)  # a copy would take its memory again
+    local = torch.empty(*shape)
     for piece in pieces:
         extent = [
             slice(start, start + part.stop - part.start)
@@ -98,7 +99,7 @@ def initial_values(
     def values(param: torch.nn.Parameter) -> torch.Tensor:
         draw: Draw | None = getattr(param, "draw", None)
         if draw is not None:
-            return _fill(torch.empty(param.shape), pieces_of(param), draw).to(device)
+            return _drawn(param.shape, pieces_of(param), draw).to(device)
         initial = getattr(param, "initial_master", None)
         return (param.detach().float() if initial is None else initial).to(device)
 

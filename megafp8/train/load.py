@@ -135,15 +135,13 @@ def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
             f"{now['trainer.max_steps']}"
         )
     ranks, mode = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
-    if optim_of(was).uses_muon and was[ranks] != now[ranks]:
-        for settings in (was, now):
-            if settings[ranks] > 1 and settings[mode] != "duplicated":
-                yield (
-                    f"{mode}={settings[mode]} orthogonalizes the part of each rank alone, so that "
-                    "the run continues with another optimizer: "
-                    f"{ranks} was {was[ranks]}, and is {now[ranks]}"
-                )
-                break
+    divided = [settings for settings in (was, now) if settings[ranks] > 1]
+    by_part = any(settings[mode] != "duplicated" for settings in divided)
+    if optim_of(was).uses_muon and was[ranks] != now[ranks] and by_part:
+        yield (
+            f"{mode} has each rank orthogonalize its own part, so that the run continues with "
+            f"another optimizer: {ranks} was {was[ranks]}, and is {now[ranks]}"
+        )
 
 
 def _check_settings(path: Path, spec: RunSpec) -> None:

@@ -13,15 +13,15 @@ from omegaconf.errors import OmegaConfBaseException
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import E4M3_MAX, linears_of, scale_of
 from megafp8.config.load import default_tree
+from megafp8.config.precision_spec import module_rules
 from megafp8.config.resolve import data_spec
 from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
-from megafp8.config.values import layers_in_bf16, parse_modules
 from megafp8.data.loader import Microbatch, validation_batches
 from megafp8.errors import CheckpointError
 from megafp8.runs.run_data import open_data
-from megafp8.specs import GPTSpec
-from megafp8.specs.precision import ModuleRule
+from megafp8.specs import Fp8Recipe, GPTSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
 
 _OTHER_INPUTS = "Give --fp8-inputs dynamic, with which servers compute the scales themselves"
@@ -48,25 +48,21 @@ def recorded_values(reader: Reader) -> dict[str, Any]:
 
 
 def linears_in_bf16(spec: GPTSpec, values: Mapping[str, Any]) -> frozenset[str]:
-    """Return the linears that an FP8 run computed in high precision; none of a run without FP8."""
+    """Return the linears that an FP8 run computed in high precision; none of a run without FP8.
+
+    The recipe itself may be code that is not imported: only the rules for single linears count.
+    """
     if not values["model.fp8"]:
         return frozenset()
-    ends = layers_in_bf16(
-        spec.num_layers,
-        values["model.first_last_layers_bf16"],
-        values["model.num_layers_at_start_in_bf16"],
-        values["model.num_layers_at_end_in_bf16"],
+    named = Fp8Recipe(modules=module_rules(values))
+    backend = values["model.fp8_backend"]
+    traits = BACKENDS["native" if backend == "auto" else backend]
+    names = (linear.name for linear in linears_of(spec))
+    return frozenset(
+        name
+        for name in names
+        if traits.precision_of(named, name, spec.num_layers) == HIGH_PRECISION
     )
-    rules = [
-        *(parse_modules(values["model.fp8_modules"]) or ()),
-        *(ModuleRule(f"layers.{layer}.*", HIGH_PRECISION) for layer in ends),
-    ]
-
-    def is_high(name: str) -> bool:
-        chosen = (rule.precision for rule in rules if rule.matches(name))
-        return next(chosen, None) == HIGH_PRECISION
-
-    return frozenset(linear.name for linear in linears_of(spec) if is_high(linear.name))
 
 
 def has_histories(values: Mapping[str, Any]) -> bool:

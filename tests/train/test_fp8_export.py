@@ -14,9 +14,17 @@ from safetensors.torch import load_file
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli import export
 from megafp8.cli.export_fp8 import REPORT
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.config.resume import with_defaults
 from megafp8.data.samples import IGNORE
 from megafp8.train.load_model import shape_of
-from megafp8.train.recorded import recorded_inputs, recorded_values, validation_data
+from megafp8.train.recorded import (
+    linears_in_bf16,
+    recorded_inputs,
+    recorded_values,
+    validation_data,
+)
 from tests.train.runs import Place
 
 LLAMA = [
@@ -183,3 +191,15 @@ def test_histories_of_ranks_and_of_one_update(
         largest = float(rows.max())
     assert largest / 448 <= found.by_linear[name] <= largest / 448 * (1 + 2.0**-6)
     assert found.num_updates == max(length - 1, 1) and found.step == 4
+
+
+def test_torchaos_first_and_last_linear_stay_in_bf16() -> None:
+    """torchao keeps them in high precision unless a rule names them; our own engine does not."""
+    words = ["model.fp8=True", "model.fp8_recipe=tensorwise", "model.num_layers=3"]
+    ends = {"layers.0.attention.qkv", "layers.2.mlp.fc2"}
+    named = ['model.fp8_modules=["layers.0.*:tensorwise"]']
+    for more, kept in ([], ends), (named, ends - {"layers.0.attention.qkv"}):
+        spec = resolve(load([*words, "model.fp8_backend=torchao", *more]), lambda: False)
+        assert linears_in_bf16(spec.model, with_defaults(spec.resolved)) == kept
+    spec = resolve(load(words), lambda: False)
+    assert not linears_in_bf16(spec.model, with_defaults(spec.resolved))

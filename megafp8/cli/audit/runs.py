@@ -97,7 +97,11 @@ _ALIASES = {
 
 
 def _results(
-    request: Request, code: Code, te_version: str, flags: Sequence[Flag], left_out: Any
+    request: Request,
+    code: Code,
+    te_version: str,
+    flags: Sequence[Flag],
+    left_out: Collection[Flag],
 ) -> Runs:
     """Run with all flags, twice, and without each; `left_out` are those that are refused."""
     kept = [flag for flag in request.flags if flag not in left_out and not flag.why_not]
