@@ -1,11 +1,13 @@
-"""Measure what a rank needs to start with FSDP: memory, and seconds of drawing.
+"""Measure what a rank needs to start with FSDP: memory, and the speed of drawing.
 
 Each rank is a process on this CPU, so that the memory of the host and that of the device are one
 figure. It is the growth of the process's largest resident set while the model and its master
-weights are made, beside the bytes of the shards. With several threads a rank draws several tensors
-at a time. Other trees, such as a git worktree of an earlier commit, run the same script.
+weights are made, beside the bytes of the shards. Other trees, such as a git worktree of an earlier
+commit, run the same script. `--drawing` measures instead how many numbers a second one process
+draws with each number of threads, several tensors at a time.
 
     python benchmarks/fsdp_start.py --presets gpt3_125m gpt3_1.3b --trees ../earlier .
+    python benchmarks/fsdp_start.py --drawing --threads 1 2
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import json
 import os
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +63,32 @@ def start(preset: str, ranks: int) -> dict[str, float]:
         "seconds": seconds,
         "threads": torch.get_num_threads(),
     }
+
+
+def drawing(preset: str, threads: Sequence[int]) -> list[dict[str, float]]:
+    """Return the seconds and the numbers a second of drawing a model, medians of five rounds."""
+    import torch
+
+    from megafp8.config.load import load
+    from megafp8.config.resolve import resolve
+    from megafp8.models.gpt import GPT
+    from megafp8.models.init import initial_values, values_later
+    from megafp8.models.parts import Parts
+    from megafp8.models.random import RandomStreams
+
+    spec = with_vocabulary(resolve(load([f"model={preset}"]), lambda: False), 51200).model
+    with values_later():
+        model = GPT(Parts(spec, torch.bfloat16, 1, RandomStreams(0)))
+    count = sum(param.numel() for param in model.parameters())
+    seconds: dict[int, list[float]] = {number: [] for number in threads}
+    for _ in range(5):
+        for number, times in seconds.items():
+            torch.set_num_threads(number)
+            began = time.perf_counter()
+            initial_values(model.parameters(), torch.device("cpu"))
+            times.append(time.perf_counter() - began)
+    found = {number: statistics.median(times) for number, times in seconds.items()}
+    return [{"threads": n, "seconds": s, "numbers a second": count / s} for n, s in found.items()]
 
 
 def with_vocabulary(spec: Any, size: int) -> Any:
@@ -104,12 +134,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--trees", type=Path, nargs="+", default=[ROOT])
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--drawing", action="store_true", help="measure the speed of drawing")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
         print(json.dumps(start(args.rank_of, args.ranks)))
         return
-    found = []
+    found: list[dict[str, Any]] = []
+    if args.drawing:
+        for preset in args.presets:
+            found += [{"preset": preset, **one} for one in drawing(preset, args.threads)]
+        print(*found, sep="\n")
+        what = "seconds and speed of drawing a model's weights in one process"
+        write(args.results, "drawing", what, found)
+        return
     for preset in args.presets:
         for tree in args.trees:
             for threads in args.threads:
@@ -119,9 +157,14 @@ def main() -> None:
                 ).strip()
                 found.append({"preset": preset, "commit": commit, "ranks": args.ranks, **one})
                 print(found[-1], flush=True)
-    today = datetime.date.today().isoformat()
-    path = args.results / f"{today}_fsdp-start.json"
     what = "bytes that a rank needs until its master weights are made, and seconds"
+    write(args.results, "fsdp-start", what, found)
+
+
+def write(results: Path, name: str, what: str, found: Sequence[dict[str, Any]]) -> None:
+    """Write today's result file."""
+    today = datetime.date.today().isoformat()
+    path = results / f"{today}_{name}.json"
     path.write_text(json.dumps({"what": what, "date": today, "starts": found}) + "\n")
     print(f"written to {path}")
 

@@ -51,7 +51,7 @@ Encode = Callable[[Mapped, torch.Tensor], Mapping[str, torch.Tensor]]
 _NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers in old files
 
 
-class Quantized(NamedTuple):
+class Quantization(NamedTuple):
     """Say how weights are quantized: `quantization_config`, and what encodes each tensor."""
 
     config: Mapping[str, Any]
@@ -68,7 +68,7 @@ def write_folder(
     num_tokens: int | None = None,
     family: str | None = None,
     generation: Mapping[str, Any] | None = None,
-    quantized: Quantized | None = None,
+    quantized: Quantization | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write a model into a new or empty folder as transformers reads it; return the files' paths.

@@ -46,7 +46,7 @@ class WeightError(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fp8Format:
+class ServingFormat:
     """Describe an FP8 export.
 
     Attributes:
@@ -183,7 +183,7 @@ def decode(weight_NK: torch.Tensor, scale: torch.Tensor, scales: Scales) -> torc
 
 
 @dataclass
-class Fp8Weights:
+class ServingWeights:
     """Turn a model's tensors into those of an FP8 export, and note the error of each weight.
 
     Attributes:
@@ -195,7 +195,7 @@ class Fp8Weights:
 
     spec: GPTSpec
     read: Callable[[str], torch.Tensor]
-    fmt: Fp8Format
+    fmt: ServingFormat
     errors: list[WeightError] = field(default_factory=list)
 
     def __post_init__(self) -> None:

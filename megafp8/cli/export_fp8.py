@@ -14,9 +14,9 @@ from megafp8.secrets import say
 from megafp8.specs import GPTSpec
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
-    from megafp8.checkpoint.huggingface_files import Quantized
+    from megafp8.checkpoint.huggingface_files import Quantization
     from megafp8.checkpoint.reader import Reader
-    from megafp8.checkpoint.serving import Fp8Format, Fp8Weights
+    from megafp8.checkpoint.serving import ServingFormat, ServingWeights
     from megafp8.train.recorded import RecordedInputs
 
 FP8 = "fp8"
@@ -67,17 +67,17 @@ class Fp8Export:
 
     reader: Reader
     spec: GPTSpec
-    fmt: Fp8Format
-    weights: Fp8Weights
+    fmt: ServingFormat
+    weights: ServingWeights
     inputs: RecordedInputs | None
     num_samples: int
 
     @property
-    def quantized(self) -> Quantized:
+    def quantized(self) -> Quantization:
         """Return what writes the weights."""
-        from megafp8.checkpoint.huggingface_files import Quantized
+        from megafp8.checkpoint.huggingface_files import Quantization
 
-        return Quantized(self.fmt.quantization_config(self.spec), self.weights.encode)
+        return Quantization(self.fmt.quantization_config(self.spec), self.weights.encode)
 
     def record(self) -> dict[str, Any]:
         """Return the content of the report's file, without the loss."""
@@ -170,7 +170,7 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     """
     from functools import partial
 
-    from megafp8.checkpoint.serving import Fp8Format, Fp8Weights, check_can_be_fp8
+    from megafp8.checkpoint.serving import ServingFormat, ServingWeights, check_can_be_fp8
     from megafp8.train.load_model import read_tensor
     from megafp8.train.recorded import (
         has_histories,
@@ -193,6 +193,6 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
         asked.inputs is None and known and asked.scales != "block"
     )
     inputs = recorded_inputs(reader, spec, values, kept) if is_static else None
-    fmt = Fp8Format(asked.scales, None if inputs is None else inputs.by_linear, kept)
-    weights = Fp8Weights(spec, partial(read_tensor, reader), fmt)
+    fmt = ServingFormat(asked.scales, None if inputs is None else inputs.by_linear, kept)
+    weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
     return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples)

@@ -63,7 +63,8 @@ class Event:
         return 0.0
 
 
-_STREAM = Stream()
+_IS_CUDA, _CUDA, _TO = torch.Tensor.is_cuda, torch.Tensor.cuda, torch.Tensor.to
+_TYPE, _STREAM = torch.Tensor.type, Stream()
 _ASKING = ["transformer_engine"]
 """The packages whose code is answered as if there were a GPU."""
 
@@ -247,7 +248,3 @@ class CudaIsTheCpu(TorchFunctionMode):
         if func is _TO and len(args) > 1:
             args = (args[0], to_cpu(args[1]), *args[2:])
         return func(*args, **kwargs)
-
-
-_IS_CUDA, _CUDA, _TO = torch.Tensor.is_cuda, torch.Tensor.cuda, torch.Tensor.to
-_TYPE = torch.Tensor.type

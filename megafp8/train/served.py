@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from megafp8.checkpoint.huggingface import mapping
 from megafp8.checkpoint.huggingface_files import stored_tensors
-from megafp8.checkpoint.serving import BLOCK, E4M3_MAX, Fp8Format, decode, encode
+from megafp8.checkpoint.serving import BLOCK, E4M3_MAX, ServingFormat, decode, encode
 from megafp8.data.loader import Microbatch
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -53,7 +53,7 @@ class Exported:
 class ServedParts(Parts):
     """Makes the modules of a model that computes with the files of an FP8 export."""
 
-    def __init__(self, spec: GPTSpec, fmt: Fp8Format, exported: Exported) -> None:
+    def __init__(self, spec: GPTSpec, fmt: ServingFormat, exported: Exported) -> None:
         super().__init__(spec, torch.bfloat16, 0, RandomStreams(0))
         self.fmt, self.exported = fmt, exported
 
@@ -70,7 +70,7 @@ class ServedLinear(nn.Module):
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def __init__(self, linear: LayerLinear, fmt: Fp8Format, exported: Exported) -> None:
+    def __init__(self, linear: LayerLinear, fmt: ServingFormat, exported: Exported) -> None:
         super().__init__()
         self.fmt, self.num_parts = fmt, len(linear.parts)
         names = [part.name for part in linear.parts]
@@ -109,7 +109,7 @@ class ServedLinear(nn.Module):
         return rounded.view(padded.shape)[:, :num_features]
 
 
-def served_model(folder: Path, spec: GPTSpec, fmt: Fp8Format, device: torch.device) -> GPT:
+def served_model(folder: Path, spec: GPTSpec, fmt: ServingFormat, device: torch.device) -> GPT:
     """Return the model that computes with the files of an FP8 export, for evaluation.
 
     Raises:

@@ -16,8 +16,15 @@ from safetensors.torch import load_file, save_file
 
 from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint import huggingface_files, serving
-from megafp8.checkpoint.huggingface_files import Quantized
-from megafp8.checkpoint.serving import BLOCK, SCALES, Fp8Format, Fp8Weights, Scales, linears_of
+from megafp8.checkpoint.huggingface_files import Quantization
+from megafp8.checkpoint.serving import (
+    BLOCK,
+    SCALES,
+    Scales,
+    ServingFormat,
+    ServingWeights,
+    linears_of,
+)
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
 from megafp8.train.served import Exported, ServedLinear, served_model
@@ -121,20 +128,20 @@ def masters_of(spec: GPTSpec) -> Names:
 
 
 def write(
-    folder: Path, spec: GPTSpec, own: Names, fmt: Fp8Format, **more: Any
-) -> tuple[Names, Fp8Weights]:
-    weights = Fp8Weights(spec, own.__getitem__, fmt)
+    folder: Path, spec: GPTSpec, own: Names, fmt: ServingFormat, **more: Any
+) -> tuple[Names, ServingWeights]:
+    weights = ServingWeights(spec, own.__getitem__, fmt)
     huggingface_files.write_folder(
         folder, spec, own.__getitem__, dtype=torch.bfloat16, eod_id=3,
-        quantized=Quantized(fmt.quantization_config(spec), weights.encode), **more,
+        quantized=Quantization(fmt.quantization_config(spec), weights.encode), **more,
     )  # fmt: skip
     files = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
     return {name: tensor for file in files for name, tensor in file.items()}, weights
 
 
-def formats(spec: GPTSpec) -> dict[str, Fp8Format]:
+def formats(spec: GPTSpec) -> dict[str, ServingFormat]:
     static = {linear.name: INPUT_SCALE for linear in linears_of(spec)}
-    return {**{s: Fp8Format(s) for s in SCALES}, "static": Fp8Format("channel", static)}
+    return {**{s: ServingFormat(s) for s in SCALES}, "static": ServingFormat("channel", static)}
 
 
 def modules_of(spec: GPTSpec) -> dict[str, str]:
@@ -157,7 +164,7 @@ def test_bytes_times_scales_are_the_masters(
     """Grouped queries, biases, tied embeddings, and sides that are no multiples of 128."""
     spec = spec_of(family, **more)
     own = masters_of(spec)
-    stored, weights = write(tmp_path, spec, own, Fp8Format(scales))
+    stored, weights = write(tmp_path, spec, own, ServingFormat(scales))
     modules = modules_of(spec)
     assert [error.name for error in weights.errors] == list(modules)
     for (module, name), error in zip(modules.items(), weights.errors, strict=True):
@@ -199,7 +206,7 @@ def test_wrong_scales_are_found(
 ) -> None:
     spec = spec_of("llama")
     own = masters_of(spec)
-    stored, _ = write(tmp_path, spec, own, Fp8Format(scales))
+    stored, _ = write(tmp_path, spec, own, ServingFormat(scales))
     module = "model.layers.1.mlp.gate_proj"
     master = own["layers.1.mlp.gate.weight"].double().numpy()
     check_weight(stored, module, master)
@@ -220,7 +227,7 @@ def test_shapes_zero_rows_and_tiny_numbers(shape: tuple[int, int], scales: Scale
     assert torch.equal(scale, scale.bfloat16().float()), "BF16 holds every scale"
     assert bool((scale >= 2.0**-126).all())
     stored = {"m.weight": serving.encode(weight, scale, scales),
-              f"m.{Fp8Format(scales).scale_name}": scale}  # fmt: skip
+              f"m.{ServingFormat(scales).scale_name}": scale}  # fmt: skip
     expected = {"tensor": (1,), "channel": (shape[0], 1),
                 "block": tuple(math.ceil(size / 128) for size in shape)}[scales]  # fmt: skip
     assert tuple(scale.shape) == expected
@@ -245,7 +252,7 @@ def test_weights_that_are_not_finite_are_refused(bad: float, name: str, tmp_path
     own = masters_of(spec)
     own[name].view(-1)[5] = bad
     with pytest.raises(UserError, match=f"{name} has NaN or infinite values"):
-        write(tmp_path / "out", spec, own, Fp8Format("channel"))
+        write(tmp_path / "out", spec, own, ServingFormat("channel"))
     assert not any((tmp_path / "out").iterdir())
 
 
@@ -255,7 +262,7 @@ def test_parts_of_a_joined_linear_share_their_scales(inputs: float | None, tmp_p
     spec = spec_of("llama")
     own = masters_of(spec)
     of_linears = {linear.name: INPUT_SCALE for linear in linears_of(spec)}
-    fmt = Fp8Format("tensor", None if inputs is None else of_linears)
+    fmt = ServingFormat("tensor", None if inputs is None else of_linears)
     stored, _ = write(tmp_path, spec, own, fmt)
     for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
         modules = [m for m in modules_of(spec) if m.endswith(joined) and ".1." in m]
@@ -283,7 +290,7 @@ def test_compressed_tensors_makes_the_same_bytes(scales: Scales, tmp_path: Path)
 
     spec = spec_of("qwen2", **ODD)
     own = masters_of(spec)
-    stored, _ = write(tmp_path, spec, own, Fp8Format(scales))
+    stored, _ = write(tmp_path, spec, own, ServingFormat(scales))
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     read = QuantizationConfig.model_validate(config)
     assert read.ignore == ["lm_head"] and read.format == "float-quantized"
@@ -464,7 +471,7 @@ def test_linears_that_stay_in_bf16_are_named(tmp_path: Path) -> None:
     names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     names += ["model.layers.1.mlp.down_proj"]
     for scales in SCALES:
-        fmt = Fp8Format(scales, kept=kept)
+        fmt = ServingFormat(scales, kept=kept)
         stored, _ = write(tmp_path / scales, spec, own, fmt)
         config = json.loads((tmp_path / scales / "config.json").read_text())["quantization_config"]
         key = "modules_to_not_convert" if scales == "block" else "ignore"
@@ -490,5 +497,5 @@ def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
     spec = spec_of("llama")
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(UserError, match="not empty"):
-        write(tmp_path, spec, masters_of(spec), Fp8Format("channel"))
+        write(tmp_path, spec, masters_of(spec), ServingFormat("channel"))
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -51,7 +51,7 @@ def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     import torch
     import typing_extensions
 
-    from megafp8.cli.audit.recording import Recorder
+    from megafp8.cli.audit.recording import StepRecorder
     from megafp8.te_cpu import cuda, load
 
     typing: Any = importlib.import_module("typing")
@@ -60,7 +60,7 @@ def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     torch.set_num_threads(1)
     # Memory that nothing has written gets one value, so that tensors without use are equal, too.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    recorder = Recorder()
+    recorder = StepRecorder()
     recorder.install_messages()
     sys.path[:0] = job["sources"]
     te = load(job["te_version"])

@@ -27,7 +27,7 @@ _ADDRESS = re.compile(r":\d{10,}$")
 """The end of Transformer Engine's key of a region: the address of its group in this process."""
 
 
-class Recorder:
+class StepRecorder:
     """Hold what one rank has done since the recorder was installed."""
 
     def __init__(self) -> None:

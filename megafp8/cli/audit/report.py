@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from megafp8.cli.audit.request import Request
 from megafp8.cli.audit.sources import CodeFound
-from megafp8.cli.audit.verdict import NONE, OPEN, REACHES, REFUSED, Verdict
+from megafp8.cli.audit.verdict import NONE, OPEN, REACHES, REFUSED, FlagVerdict
 
 _ORDER = (NONE, REFUSED, REACHES, OPEN)
 _LAYOUTS = {"tp2": "two tensor-parallel ranks", "dp2": "two replicas"}
 
 
 def page(
-    request: Request, found: Sequence[CodeFound], te_version: str, verdicts: Sequence[Verdict]
+    request: Request, found: Sequence[CodeFound], te_version: str, verdicts: Sequence[FlagVerdict]
 ) -> str:
     """Return the report: what was run, each flag with its answer, and what the answers rest on."""
     code = ", ".join(f"{one.distribution} {one.version or '(unknown version)'}" for one in found)
@@ -40,7 +40,7 @@ def page(
     return "\n".join(lines) + "\n"
 
 
-def _where(verdict: Verdict) -> str:
+def _where(verdict: FlagVerdict) -> str:
     if not verdict.places:
         return "never read"
     first, *others = verdict.places

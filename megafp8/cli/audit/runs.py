@@ -17,7 +17,7 @@ import yaml
 from megafp8.cli.audit import verdict
 from megafp8.cli.audit.reads import Code, Reading
 from megafp8.cli.audit.request import Flag, Request
-from megafp8.cli.audit.verdict import AGAIN, BASE, REFUSED, Runs, Verdict
+from megafp8.cli.audit.verdict import AGAIN, BASE, REFUSED, FlagVerdict, Runs
 from megafp8.errors import RunError
 from megafp8.secrets import one_line
 
@@ -46,9 +46,15 @@ _ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "fp8",
     "num_processes": 1, "num_machines": 1, "machine_rank": 0, "use_cpu": False, "debug": False,
 }  # fmt: skip
+_ALIASES = {
+    "fp8_param_gather": ("fp8_param",), "fp8_param": ("fp8_param_gather",),
+    "fp4_param_gather": ("fp4_param",), "fp4_param": ("fp4_param_gather",),
+    "te_precision_config_file": ("quant_recipe",),
+}  # fmt: skip
+"""Other names under which a field of Megatron's is read."""
 
 
-def audit(request: Request, code: Code, te_version: str) -> list[Verdict]:
+def audit(request: Request, code: Code, te_version: str) -> list[FlagVerdict]:
     """Return the verdict on each flag, in the order of the file.
 
     Raises:
@@ -70,7 +76,7 @@ def audit(request: Request, code: Code, te_version: str) -> list[Verdict]:
         readings = readings_of(flag, request.framework, code)
         if flag in refused:
             places = tuple(reading.place for reading in readings)
-            verdicts.append(Verdict(flag, REFUSED, places, refused[flag]))
+            verdicts.append(FlagVerdict(flag, REFUSED, places, refused[flag]))
         else:
             verdicts.append(verdict.decide(flag, request, found, readings))
     return verdicts
@@ -87,13 +93,6 @@ def readings_of(flag: Flag, framework: str, code: Code) -> list[Reading]:
         return code.readings(key, f"ACCELERATE_FP8_{key}", flag.name, in_files='"ACCELERATE_FP8_"')
     names = {flag.name, *_ALIASES.get(flag.name, ())}
     return code.readings(*names)
-
-
-_ALIASES = {
-    "fp8_param_gather": ("fp8_param",), "fp8_param": ("fp8_param_gather",),
-    "fp4_param_gather": ("fp4_param",), "fp4_param": ("fp4_param_gather",),
-    "te_precision_config_file": ("quant_recipe",),
-}  # fmt: skip
 
 
 def _results(

@@ -16,7 +16,7 @@ BASE, AGAIN = "all flags", "all flags again"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FlagVerdict:
     """Hold the answer for one flag, where the framework reads it, and what was seen."""
 
     flag: Flag
@@ -67,7 +67,7 @@ def refusing(request: Request, runs: Runs) -> list[Flag]:
     ]
 
 
-def decide(flag: Flag, request: Request, runs: Runs, readings: Sequence[Reading]) -> Verdict:
+def decide(flag: Flag, request: Request, runs: Runs, readings: Sequence[Reading]) -> FlagVerdict:
     """Return what one flag does.
 
     Args:
@@ -78,7 +78,7 @@ def decide(flag: Flag, request: Request, runs: Runs, readings: Sequence[Reading]
     """
     places = _places(flag, request, runs, readings)
     answer, why = _answer(flag, request, runs, readings, places)
-    return Verdict(flag, answer, places, why)
+    return FlagVerdict(flag, answer, places, why)
 
 
 def _places(

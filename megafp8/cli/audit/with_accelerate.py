@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.cli.audit.recording import Recorder, described, digest, state_of
+from megafp8.cli.audit.recording import StepRecorder, described, digest, state_of
 from megafp8.cli.audit.with_megatron import MICROBATCHES, STEPS, finish
 
 WIDTH, SAMPLES = 64, 32
 PREFIXES = ("ACCELERATE_", "FP8_")
 
 
-def prepare(job: Mapping[str, Any], recorder: Recorder) -> Callable[..., None]:
+def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., None]:
     """Import Accelerate; return the function that trains one rank."""
     launch = importlib.import_module("accelerate.commands.launch")
     environment = importlib.import_module("accelerate.utils.launch")
@@ -62,7 +62,7 @@ class SmallModel(nn.Module):
         return out
 
 
-def train_small(accelerator: Any, recorder: Recorder, record: dict[str, Any]) -> None:
+def train_small(accelerator: Any, recorder: StepRecorder, record: dict[str, Any]) -> None:
     """Train two steps of two microbatches, and validate; put everything that was seen on record."""
     torch.manual_seed(1234)
     model = SmallModel()

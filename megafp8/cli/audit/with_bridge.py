@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megafp8.cli.audit import with_megatron
-from megafp8.cli.audit.recording import Recorder
+from megafp8.cli.audit.recording import StepRecorder
 
 _PRECISION = "megatron.bridge.training.mixed_precision"
 _SMALL = {
@@ -27,7 +27,7 @@ _SMALL = {
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare(job: Mapping[str, Any], recorder: Recorder) -> Callable[..., None]:
+def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., None]:
     """Import Megatron-core and Bridge's precisions; return the function that trains one rank."""
     with_megatron.supply_torch()
     transformer: Any = importlib.import_module("megatron.core.transformer")

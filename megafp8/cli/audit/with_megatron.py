@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megafp8.cli.audit.recording import Recorder, described, digest, state_of
+from megafp8.cli.audit.recording import StepRecorder, described, digest, state_of
 
 TOKENS, SAMPLES, VOCABULARY = 64, 2, 128
 STEPS, MICROBATCHES = 2, 2
@@ -29,7 +29,7 @@ SIZES = (
 """Flags for Megatron's parser in place of the user's."""
 
 
-def prepare(job: Mapping[str, Any], recorder: Recorder) -> Callable[..., None]:
+def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., None]:
     """Import Megatron; return the function that trains one rank."""
     supply_torch()
     arguments = importlib.import_module("megatron.training.arguments")
@@ -99,7 +99,7 @@ def describe_recipe(config: Any, names: Sequence[str], record: dict[str, Any]) -
 
 def train_small(
     config: Any, ddp_config: Any, optimizer_config: Any, overrides: Any,
-    about: Mapping[str, Any], recorder: Recorder, record: dict[str, Any],
+    about: Mapping[str, Any], recorder: StepRecorder, record: dict[str, Any],
 ) -> None:  # fmt: skip
     """Train two steps of two microbatches, and validate; put everything that was seen on record."""
     core = importlib.import_module("megatron.core")
@@ -129,7 +129,7 @@ def train_small(
     finish(recorder, record)
 
 
-def finish(recorder: Recorder, record: dict[str, Any]) -> None:
+def finish(recorder: StepRecorder, record: dict[str, Any]) -> None:
     """Put the recorder's lists on record."""
     record["regions"] = recorder.recipes
     record["step"] |= {f"message {name}": times for name, times in recorder.messages.items()}
