@@ -246,8 +246,8 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     add("optimizer moments", (share.held.moments for share in shares))
     add(f"{kind}gradients", (share.held.gradients for share in shares))
     if spec.precision.fp8 is not None:
-        add("FP8 scales, histories", (share.held.scaling for share in shares))
-        add("FP8 copies of weights", (share.step.weight_copies for share in shares))
+        add("scales, histories", (share.held.scaling for share in shares))
+        add("quantized copies of weights", (share.step.weight_copies for share in shares))
     add("activations of a microbatch", (share.step.microbatch for share in shares))
     if spec.parallel.pp > 1:
         add("  of all in flight", (share.step.in_flight for share in shares))

@@ -224,6 +224,7 @@ TE_CASES = {
     },
     "fp8, llama": {"fp8": FP8, "shape": LLAMA},
     "fp8, llama, documents": {"fp8": FP8, "shape": LLAMA, "packs": True},
+    "nvfp4, llama": {"fp8": Fp8Recipe(name="nvfp4", backward_format="e4m3"), "shape": LLAMA},
 }
 
 
@@ -248,7 +249,7 @@ def with_te(spec: RunSpec) -> RunSpec:
     return replace(spec, precision=replace(spec.precision, backend="te"))
 
 
-FAST = ("fp8 alone", "fp8, llama", "fp8, llama, documents", "recomputed")
+FAST = ("fp8 alone", "fp8, llama", "fp8, llama, documents", "recomputed", "nvfp4, llama")
 
 
 def test_one_rank_of_transformer_engine_holds_what_the_dry_run_says() -> None:

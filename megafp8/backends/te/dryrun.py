@@ -18,6 +18,8 @@ from megafp8.backends.te.layer import layers_in
 from megafp8.te_cpu.cuda import asking_frame, to_cpu
 
 _DATA = torch.Tensor.data
+_ON_CPU = ("workspace", "sign_vector", "hadamard_matrix", "rht_matrix")
+"""What the names of Transformer Engine's functions have whose tensors keep their values."""
 
 
 def scaling_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -58,8 +60,10 @@ def without_values(model: nn.Module, *, on_gpu: bool) -> Iterator[None]:
 class CudaIsMeta(TorchFunctionMode):
     """Puts what Transformer Engine asks for on a CUDA device onto the meta device.
 
-    Its workspace of 32 MiB stays on the CPU, where a dry run does not count it. A tensor without
-    values is freed by giving it the memory of an empty one, which must be on its device.
+    Its workspace of 32 MiB stays on the CPU, where a dry run does not count it, and so do the signs
+    and the matrix of NVFP4's rotation, since it reads the signs and keeps both for later runs. A
+    tensor without values is freed by giving it the memory of an empty one, which must be on its
+    device.
     """
 
     def __torch_function__(
@@ -69,7 +73,7 @@ class CudaIsMeta(TorchFunctionMode):
         if getattr(func, "__self__", None) is _DATA and len(args) == 2 and args[0].is_meta:
             args = (args[0], args[1].to("meta"))
         caller = asking_frame(sys._getframe(1)) if "device" in kwargs else None
-        if caller is not None and "workspace" in caller.f_code.co_name:
+        if caller is not None and any(word in caller.f_code.co_name for word in _ON_CPU):
             kwargs = {**kwargs, "device": "cpu"}
         elif (asked := kwargs.get("device")) is not None and to_cpu(asked) is not asked:
             kwargs = {**kwargs, "device": "meta"}
