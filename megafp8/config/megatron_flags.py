@@ -46,14 +46,15 @@ class Passed:
 class Refused:
     """Describe settings that are refused unless they have a value of `accepts`.
 
-    `changes_model` says that no model of this kind can be trained here; else a user can decide to
-    train without the setting.
+    The value of the setting `same_as` passes, too. `changes_model` says that no model of this kind
+    can be trained here; else a user can decide to train without the setting.
     """
 
     reason: str
     hint: str
     accepts: tuple[Any, ...]
     changes_model: bool = False
+    same_as: str = ""
 
     def passes(self, value: Any) -> bool:
         """Whether the value asks for nothing that is not done anyway."""
@@ -96,7 +97,7 @@ class Flags:
         """
         if flag in self.names_of_flags:
             name = self.names_of_flags[flag]
-            return name, not re.match("no-|disable-|torch-fsdp2-no-", flag)
+            return name, not re.match("no-|disable-|torch-fsdp2-no-|muon-no-", flag)
         plain = flag.replace("-", "_")
         for prefix in ("no_", "disable_"):
             positive = plain.removeprefix(prefix)
@@ -118,6 +119,7 @@ _OTHER_FLAGS = {
     "microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
     "disable-msc": "disable_msc_deprecated", "output-logit-dtype": "logit_dtype",
     "torch-fsdp2-no-reshard-after-forward": "torch_fsdp2_reshard_after_forward",
+    "muon-no-split-qkv": "muon_split_qkv",
     "disable-mamba-mem-eff-path": "use_mamba_mem_eff_path", "use-mcore-models": "use_mcore_models",
 }  # fmt: skip
 """Flags whose names are not those of their settings, beside those of the table."""
@@ -136,8 +138,9 @@ def megatron_flags() -> Flags:
     groups: list[tuple[str, Inert | Refused]] = []
     for row in table["refused"]:
         refused = Refused(
-            row["reason"], row["hint"], tuple(row["accepts"]), row.get("changes_model", False)
-        )
+            row["reason"], row["hint"], tuple(row["accepts"]), row.get("changes_model", False),
+            row.get("same_as", ""),
+        )  # fmt: skip
         groups += [(name, refused) for name in row["names"]]
     for row in table["inert"]:
         groups += [(name, Inert(row["note"], row.get("unless"))) for name in row["names"]]

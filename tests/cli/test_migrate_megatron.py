@@ -162,7 +162,6 @@ def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
         ("--qk-clip", "--qk-clip"),
         ("--fp8-output-proj", "--fp8-output-proj"),
         ("--te-precision-config-file a.yaml", "--te-precision-config-file"),
-        ("--optimizer muon", "--optimizer"),
         ("--never-heard-of 3", "--never-heard-of"),
         ("--lr-decay-iters 50", "lr_decay_iters (a default of Megatron-core 0.20)"),
         ("--step-batch-size-schedule 0:16", "--step-batch-size-schedule"),
@@ -391,3 +390,161 @@ def test_here_documents_that_are_submitted_are_read() -> None:
     text = "N=2\nsbatch <<EOF\n#!/bin/bash\n" + SCRIPT.replace("GPUS=2", "GPUS=$N").replace(
         "${MODEL[@]}", "--num-layers 2").replace("$GPUS", "$N") + "\nEOF\n"  # fmt: skip
     assert value(migrate(text, "train.sh"), "trainer.devices") == 2
+
+
+# --- what today's files add -----------------------------------------------------------------------
+
+SAVED: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parent / "bridge_run_config.yaml").read_text()
+)
+"""What Bridge's own classes have saved."""
+
+
+def saved(**sections: dict[str, Any]) -> Migration:
+    tree = SAVED | {name: {**(SAVED[name] or {}), **more} for name, more in sections.items()}
+    return migrate(yaml.safe_dump(tree), "run_config.yaml")
+
+
+def test_a_file_that_bridge_has_saved_needs_the_number_of_ranks_alone(tmp_path: Path) -> None:
+    m = saved()
+    assert decided(m) == ["trainer.devices"]
+    lines = "\n".join([*m.changes, *m.inert])
+    for section, fields in SAVED.items():
+        for name in fields if isinstance(fields, dict) else ():
+            assert name == "_target_" or f"{section}.{name}" in lines, (section, name)
+    m.undecided.clear()
+    spec = spec_of(m, tmp_path)
+    assert spec.precision.fp8 is not None and spec.precision.fp8.name == "tensorwise"
+    assert spec.model.activation == "swiglu" and spec.model.num_kv_heads == 2
+
+
+def test_the_schedulers_weight_decay_is_bridges() -> None:
+    assert SAVED["optimizer"]["weight_decay"] == 0.1
+    assert value(saved(), "model.optim.weight_decay") == 0.033
+    same = saved(scheduler={"start_weight_decay": None, "end_weight_decay": None})
+    assert value(same, "model.optim.weight_decay") == 0.1
+    grows = saved(scheduler={"start_weight_decay": 0.0, "weight_decay_incr_style": "linear"})
+    assert "scheduler.weight_decay_incr_style" in decided(grows)
+
+
+INIT = SAVED["model"]["output_layer_init_method"]
+
+
+@pytest.mark.parametrize(
+    ("section", "fields", "shown"),
+    [
+        ("model", {"output_layer_init_method": INIT | {"std": 0.02}},
+         "model.output_layer_init_method"),
+        ("model", {"init_method": {"_target_": "torch.nn.init.zeros_"}}, "model.init_method"),
+        ("model", {"transformer_layer_spec": {"_target_": "mine.spec", "_call_": False}},
+         "model.transformer_layer_spec"),
+        ("model", {"activation_func": None}, "model.activation_func"),
+        ("model", {"parallel_output": False}, "model.parallel_output"),
+        ("model", {"embedding_init_method_std": 0.5}, "model.embedding_init_method_std"),
+        ("dataset", {"add_extra_token_to_sequence": False}, "dataset.add_extra_token_to_sequence"),
+        ("validation", {"eval_micro_batch_size": 1}, "validation.eval_micro_batch_size"),
+        ("optimizer", {"grad_norm_skip_threshold": 5.0}, "optimizer.grad_norm_skip_threshold"),
+        ("optimizer_config_override_provider", {"_target_": "mine.Provider"},
+         "optimizer_config_override_provider"),
+        ("peft", {"_target_": "megatron.bridge.peft.lora.LoRA"}, "peft"),
+    ],
+)  # fmt: skip
+def test_saved_fields_that_ask_for_something_else(
+    section: str, fields: dict[str, Any], shown: str
+) -> None:
+    assert sorted(decided(saved(**{section: fields}))) == sorted(["trainer.devices", shown])
+
+
+def test_a_model_with_a_section_of_its_transformer() -> None:
+    own = {"seq_length", "position_embedding_type", "_target_", "parallel_output"}
+    inner = {k: v for k, v in SAVED["model"].items() if k not in own}
+    outer = {k: v for k, v in SAVED["model"].items() if k in own}
+    tree = SAVED | {"model": {**outer, "_builder_": "x", "transformer": inner}}
+    assert migrate(yaml.safe_dump(tree), "run_config.yaml").out == saved().out
+
+
+def test_the_vocabulary_is_padded_as_in_bridge() -> None:
+    key = "model.make_vocab_size_divisible_by"
+    assert value(saved(), key) == SAVED["model"]["make_vocab_size_divisible_by"] == 128
+    assert value(saved(model={"should_pad_vocab": False}), key) == 1
+
+
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 4 "
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (YARN, {"yarn_rotary_scaling_factor": 4, "original_max_position_embeddings": 4096,
+                "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0}),
+        (YARN + "--yarn-original-max-position-embeddings 16 --yarn-beta-fast 16",
+         {"original_max_position_embeddings": 16, "yarn_beta_fast": 16}),
+        (YARN + "--mscale 1.0 --mscale-all-dim 1.0", {"yarn_attention_factor": 1.0}),
+        (YARN + "--mscale 0.5", {"yarn_attention_factor": 0.05 * math.log(4) + 1}),
+        (YARN + "--mscale 1.0", {"yarn_attention_factor": None}),
+    ],
+)  # fmt: skip
+def test_yarn(more: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    m = script(more)
+    for name, number in expected.items():
+        assert value(m, f"model.{name}") == number, name
+    assert spec_of(m, tmp_path).model.position_embedding_type == "rope"
+
+
+MUON = "--optimizer muon --muon-coefficient-type simple "
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (MUON, {"name": "muon", "muon_momentum": 0.9, "muon_use_nesterov": False,
+                "muon_scale_mode": "spectral", "muon_extra_scale_factor": 1.0}),
+        (MUON + "--use-distributed-optimizer", {"name": "dist_muon"}),
+        (MUON + "--optimizer dist_muon", {"name": "dist_muon"}),
+        (MUON + "--muon-nesterov --muon-momentum 0.95 --muon-num-ns-steps 6",
+         {"muon_use_nesterov": True, "muon_momentum": 0.95, "muon_num_ns_steps": 6}),
+        (MUON + "--muon-scale-mode unit_rms_norm --muon-extra-scale-factor 0.2",
+         {"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 0.2}),
+        (MUON + "--tensor-model-parallel-size 2 --muon-tp-mode distributed",
+         {"muon_tp_mode": "duplicated"}),
+        (MUON + "--tensor-model-parallel-size 2 --muon-tp-mode blockwise",
+         {"muon_tp_mode": "blockwise"}),
+    ],
+)  # fmt: skip
+def test_muon(more: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    m = script(more)
+    for name, said in expected.items():
+        assert value(m, f"model.optim.{name}") == said, name
+    assert spec_of(m, tmp_path).optim.name == value(m, "model.optim.name")
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ("--optimizer muon", "muon_coefficient_type (a default of Megatron-core 0.20)"),
+        (MUON + "--muon-no-split-qkv", "--muon-no-split-qkv"),
+        (MUON + "--muon-scalar-optimizer lion", "--muon-scalar-optimizer"),
+        (YARN + "--no-yarn-correction-range-round-to-int",
+         "--no-yarn-correction-range-round-to-int"),
+        ("--optimizer soap", "--optimizer"),
+        ("--init-method-std 0.01 --embedding-init-method-std 0.02", "--embedding-init-method-std"),
+        ("--lr-decay-style WSD", "lr_wsd_decay_iters"),
+    ],
+)  # fmt: skip
+def test_what_muon_and_yarn_cannot_keep(more: str, flag: str) -> None:
+    assert decided(script(more)) == [flag]
+
+
+def test_what_is_without_effect_beside_the_others_is_told() -> None:
+    m = script("--muon-momentum 0.9 --yarn-beta-fast 3 --embedding-init-method-std 0.02")
+    assert not m.undecided and "model.optim.muon_momentum" not in str(m.out)
+    for flag in ("--muon-momentum", "--yarn-beta-fast", "--embedding-init-method-std"):
+        assert any(flag in line or "muon_momentum" in line for line in m.inert), flag
+    assert value(m, "model.optim.muon_momentum") == {} and value(m, "model.yarn_beta_fast") == {}
+
+
+@pytest.mark.parametrize("style", ["exponential", "linear", "cosine", "minus_sqrt"])
+def test_wsd_has_megatrons_styles(style: str, tmp_path: Path) -> None:
+    m = script(f"--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style {style}")
+    schedule = spec_of(m, tmp_path).optim.schedule
+    assert (schedule.name, schedule.wsd_decay_steps, schedule.wsd_decay_style) == ("WSD", 20, style)

@@ -6,6 +6,7 @@ file of overrides has those that differ from a recipe, which is Python code that
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -38,7 +39,6 @@ _OF_BRIDGE_ALONE = {
     "tensor_inspect": "model.fp8_health measures tensors",
     "env_vars": "variables are set where a run is started",
     "profiling": "it is about Bridge's own profiles",
-    "optimizer_config_override_provider": "all parameters have one learning rate",
     "ddp": "it is about Bridge's own buffers of gradients",
 }
 """Sections whose unknown fields change no number, with what megafp8 does."""
@@ -48,7 +48,14 @@ _NAMES = {
     ("model", "cross_entropy_fusion"): "cross_entropy_loss_fusion",
     ("dataset", "sequence_length"): "seq_length",
     ("profiling", "use_nsys_profiler"): "profile",
+    ("dataset", "mock"): "mock_data",
+    ("dataset", "inter_document_masking"): "dataloader_inter_document_masking",
+    ("model", "rope_scaling"): "use_rope_scaling",
+    ("model", "yarn_rotary_scaling_factor"): "rotary_scaling_factor",
+    ("model", "yarn_mscale"): "mscale",
+    ("model", "yarn_mscale_all_dim"): "mscale_all_dim",
 }
+_DEFAULT_PROVIDER = "megatron.bridge.training.config.OptimizerConfigOverrideProvider"
 _ACTIVATIONS = {"silu": "swiglu", "squared_relu": "squared_relu"}
 
 
@@ -71,7 +78,9 @@ def translate_bridge(tree: Mapping[Any, Any], m: Migration) -> None:
     _precision(leaves, m)
     _model(leaves, settings, m)
     _data(leaves, settings, m)
-    _weight_decay(leaves, m)
+    _weight_decay(leaves, settings, m)
+    _initial(leaves, m)
+    _vocabulary(leaves, m)
     for (section, name), value in leaves.items():
         _field(section, name, value, settings, m)
     m.decide("trainer.devices", "???", "Bridge's files do not have the number of ranks",
@@ -84,6 +93,9 @@ def fields_of(tree: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
     for section, fields in tree.items():
         if str(section).startswith("_"):
             continue
+        if section == "model" and isinstance(fields, dict) and _is_config(fields):
+            fields = {**fields, **fields["transformer"]}
+            del fields["transformer"]
         if not isinstance(fields, dict) or "_target_" in fields and len(fields) <= 2:
             yield (str(section), ""), _plain(fields)
             continue
@@ -92,6 +104,11 @@ def fields_of(tree: Mapping[Any, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
                 yield (str(section), str(name)), _plain(value)
             elif name == "_target_":
                 yield (str(section), "_target_"), str(value)
+
+
+def _is_config(fields: Mapping[Any, Any]) -> bool:
+    """Whether a model has Megatron-core's configuration in a section of its own."""
+    return isinstance(fields.get("transformer"), dict)
 
 
 def _plain(value: Any) -> Any:
@@ -149,8 +166,9 @@ def _model(leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Mi
             f"{both} model.bias_activation_fusion", fused is True
         )
     elif function is not None or gated is not None:
-        m.decide("model.activation_func", function, f"with gated_linear_unit={gated} is no "
-                 "activation that megafp8 has", "Give model.activation")  # fmt: skip
+        why = f"with gated_linear_unit={gated} is no activation that megafp8 has"
+        why = "is not in the file" if function is None else why
+        m.decide("model.activation_func", function, why, "Give model.activation")
     fused = leaves.pop(("model", "bias_activation_fusion"), None)
     if fused is not None:
         m.drop("model.bias_activation_fusion", fused, "it changes times only")
@@ -169,17 +187,60 @@ def _data(leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Mig
             [x for pair in zip(weights, paths, strict=False) for x in pair] if weights else paths
         )
         settings.add("data_path", Given("dataset.blend", listed), m)
+
+
+def _weight_decay(
+    leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Migration
+) -> None:
+    """Translate the weight decay: the scheduler's replaces the optimizer's at each step."""
+    start, end = (leaves.get(("scheduler", f"{name}_weight_decay")) for name in ("start", "end"))
+    style = leaves.get(("scheduler", "weight_decay_incr_style"))
+    if start != end or style not in (None, "constant"):
+        return
+    for name in ("start", "end"):
+        leaves.pop(("scheduler", f"{name}_weight_decay"), None)
+    if end is None:
+        return
+    own = leaves.pop(("optimizer", "weight_decay"), None)
+    if own is not None:
+        reason = "the scheduler's replaces it at each step, as in Bridge"
+        m.drop("optimizer.weight_decay", own, reason)
+    shown = "scheduler.start_weight_decay scheduler.end_weight_decay"
+    settings.add("weight_decay", Given(shown, end), m)
+
+
+def _vocabulary(leaves: dict[tuple[str, str], Any], m: Migration) -> None:
+    """Translate the size of the vocabulary, which Bridge pads if the model's field says so."""
     vocabulary = leaves.pop(("model", "vocab_size"), None)
     if vocabulary is not None:
         m.drop("model.vocab_size", vocabulary, "the tokenizer determines the vocabulary")
+    for name in ("pad_vocab_size", "make_vocab_size_divisible_by"):
+        if ("tokenizer", name) in leaves:
+            value = leaves.pop(("tokenizer", name))
+            m.drop(f"tokenizer.{name}", value, "the model's field says it, as in Bridge")
+    pads = leaves.pop(("model", "should_pad_vocab"), None)
+    if pads is False:
+        old = leaves.pop(("model", "make_vocab_size_divisible_by"), None)
+        shown = "model.should_pad_vocab" + (" model.make_vocab_size_divisible_by" if old else "")
+        m.change(shown, pads, {"model.make_vocab_size_divisible_by": 1})
+    elif pads is not None:
+        m.drop("model.should_pad_vocab", pads, "model.make_vocab_size_divisible_by pads it")
 
 
-def _weight_decay(leaves: dict[tuple[str, str], Any], m: Migration) -> None:
-    """Drop the ends of a weight decay that does not change."""
-    constant = leaves.get(("optimizer", "weight_decay"))
-    for name in ("start_weight_decay", "end_weight_decay"):
-        if ("scheduler", name) in leaves and leaves["scheduler", name] in (None, constant):
-            m.drop(f"scheduler.{name}", leaves.pop(("scheduler", name)), "weight decay is constant")
+def _initial(leaves: dict[tuple[str, str], Any], m: Migration) -> None:
+    """Drop functions of initial weights that say what the width and the layers say."""
+    width: Any = leaves.get(("model", "init_method_std"))
+    layers: Any = leaves.get(("model", "num_layers"))
+    if not all(isinstance(number, int | float) and number > 0 for number in (width, layers)):
+        return
+    for name in ("init_method", "embedding_init_method", "output_layer_init_method"):
+        drawn = leaves.get(("model", name))
+        expected = width / math.sqrt(2 * layers) if name.startswith("output") else width
+        if isinstance(drawn, dict) and drawn.get("_target_") == "torch.nn.init.normal_":
+            std = drawn.get("std")
+            if drawn.get("mean") == 0 and isinstance(std, float) and math.isclose(std, expected):
+                del leaves["model", name]
+                m.drop(f"model.{name}", std, "model.init_method_std and the layers say it")
 
 
 def _field(section: str, name: str, value: Any, settings: MegatronSettings, m: Migration) -> None:
@@ -187,18 +248,18 @@ def _field(section: str, name: str, value: Any, settings: MegatronSettings, m: M
     theirs = _NAMES.get((section, name), name)
     if section not in SECTIONS:
         m.decide(shown, value, "is no section of Bridge's", "Remove it")
-    elif value is None or not name:
+    elif value is None or value in ("", _DEFAULT_PROVIDER):
         m.drop(shown, value, "nothing is given")
     elif section == "peft":
         m.decide(shown, value, "whole models are trained, without adapters", "Leave it out")
     elif megatron_flags().is_known(theirs):
         old = settings.given.get(theirs)
-        shards = theirs == "use_distributed_optimizer" and value is True  # either one asks for it
-        if old is not None and section != "mixed_precision" and not shards:
-            m.drop(shown, value, f"{old.shown} says it")
-            return
-        if old is not None and old.value != value and not shards:
-            m.drop(old.shown, old.value, "mixed_precision replaces it, as in Bridge")
+        if old is not None:
+            shards = theirs == "use_distributed_optimizer" and value and not old.value
+            if section != "mixed_precision" and not shards:  # either field asks for shards
+                m.drop(shown, value, f"{old.shown} says it")
+                return
+            m.drop(old.shown, old.value, f"{shown} replaces it, as in Bridge")
         settings.add(theirs, Given(shown, value), m)
     elif section in _OF_BRIDGE_ALONE:
         m.drop(shown, value, _OF_BRIDGE_ALONE[section])

@@ -15,6 +15,7 @@ from megafp8.cli.migrate.megatron_data import DATA_RULES
 from megafp8.cli.migrate.megatron_schedule import schedule
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.megatron_window import window
+from megafp8.cli.migrate.megatron_yarn import drop_yarn, yarn
 from megafp8.cli.migrate.report import Migration, check_written
 from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
 from megafp8.config.schema import all_keys
@@ -72,7 +73,8 @@ def _by_table(s: MegatronSettings, name: str, m: Migration) -> None:
         ours = passed.ours(value)
         m.change(shown, said, {passed.key: ours}, note=note_of(passed.key, ours))
     elif isinstance(group, Refused):
-        if group.passes(value):
+        same = group.same_as and value == s.value_or_default(group.same_as)
+        if group.passes(value) or same:
             m.drop(shown, said, group.reason)
         else:
             m.decide(shown, said, group.reason, group.hint)
@@ -164,12 +166,16 @@ def _positions(s: MegatronSettings, m: Migration) -> None:
     if without is False and kind != "rope":
         label = s.label("add_position_embedding")
         m.decide(label, True, "Megatron refuses it without RoPE", "Give position_embedding_type")
+    elif kind == "yarn":
+        yarn(s, m)
     elif kind in ("learned_absolute", "rope", "none"):
         _write(s, m, kind, {"model.position_embedding_type": kind}, "position_embedding_type",
                "use_rotary_position_embeddings")  # fmt: skip
     elif kind is not None:
         label = s.label("position_embedding_type")
         m.decide(label, kind, "has no equivalent in megafp8", "Give learned_absolute, rope or none")
+    if kind != "yarn":
+        drop_yarn(s, m)
 
 
 # --- precision ------------------------------------------------------------------------------------
@@ -266,11 +272,11 @@ def _sharding(s: MegatronSettings) -> str | None:
 
 def _optimizer(s: MegatronSettings, m: Migration) -> None:
     name = s.get("optimizer", "adam")
-    if name != "adam":
-        muon = "muon" in str(name)
-        why = "has other coefficients and defaults than Muon here" if muon else "is not supported"
-        more = ", or set model.optim.name=muon and the keys model.optim.muon_*" if muon else ""
-        m.decide(s.label("optimizer"), name, why, f"Give adam{more}")
+    s.taken |= {"muon_coefficient_type", "muon_tp_mode", "use_layer_wise_distributed_optimizer"}
+    if name in ("muon", "dist_muon"):
+        _muon(s, m, str(name))
+    elif name != "adam":
+        m.decide(s.label("optimizer"), name, "is not supported", "Give adam or muon")
     strategy, sharded = _sharding(s), s.get("use_distributed_optimizer")
     zero_1 = s.get("data_parallel_sharding_strategy") == "optim" and s.get("use_megatron_fsdp")
     if strategy is not None:
@@ -280,6 +286,8 @@ def _optimizer(s: MegatronSettings, m: Migration) -> None:
         m.change(s.label(*(n for n in names if n in s.given)), True, settings)
         if sharded:
             m.drop(s.label("use_distributed_optimizer"), True, "FSDP shards the states")
+    elif name in ("muon", "dist_muon"):
+        pass
     elif sharded or zero_1:
         m.change(s.label("use_distributed_optimizer"), True,
                  {"model.optim.name": "distributed_fused_adam"})  # fmt: skip
@@ -295,6 +303,25 @@ def _optimizer(s: MegatronSettings, m: Migration) -> None:
         m.change(label, betas, {"model.optim.betas": betas})
     elif s.source:
         m.assume("model.optim.betas", betas, s.source)
+
+
+def _muon(s: MegatronSettings, m: Migration, name: str) -> None:
+    sharding = ("use_distributed_optimizer", "use_layer_wise_distributed_optimizer")
+    shards = [n for n in sharding if s.get(n)]
+    ours = "dist_muon" if shards or name == "dist_muon" else "muon"
+    m.change(s.label("optimizer", *shards), name, {"model.optim.name": ours},
+             note="the gate and the other half of a gated MLP are two matrices here")  # fmt: skip
+    kind = s.get("muon_coefficient_type", "quintic" if s.source else "simple")
+    if kind != "simple":
+        m.decide(s.label("muon_coefficient_type"), kind, "has other coefficients in each step of "
+                 "Muon's iteration, and steps here have those of simple",
+                 "Decide whether these may be used")  # fmt: skip
+    mode = s.get("muon_tp_mode", "duplicated" if s.source else None)
+    if mode == "distributed":
+        key = "model.optim.muon_tp_mode"
+        m.change(s.label("muon_tp_mode"), mode, {key: "duplicated"}, note="the result is the same")
+    elif mode is not None:
+        _write(s, m, mode, {"model.optim.muon_tp_mode": mode}, "muon_tp_mode")
 
 
 def _sequence_parallel(s: MegatronSettings, m: Migration) -> None:

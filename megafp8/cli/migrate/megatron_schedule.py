@@ -12,6 +12,7 @@ _NAMES = {
     "cosine": "CosineAnnealing", "linear": "WarmupAnnealing", "constant": "WarmupPolicy",
     "inverse-square-root": "InverseSquareRootAnnealing", "WSD": "WSD",
 }  # fmt: skip
+_OF_WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
 _BEGINS = "the warm-up's rates are lr (s + 1) / (W + 1) at step s of W, and Megatron's are lr s / W"
 
 
@@ -48,11 +49,12 @@ def schedule(s: MegatronSettings, m: Migration) -> None:
         _wsd(s, m, new)
         note = ""
     else:
-        for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"):
+        for name in _OF_WSD:
             if s.get(name) is not None:
                 m.drop(s.label(name), s.get(name), "the schedule is not WSD")
     shown = s.label(*[n for n in ("lr_decay_style", "lr_decay_iters", "lr_decay_samples",
-                                  "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
+                                  "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction",
+                                  *(_OF_WSD if style == "WSD" else ()))
                       if n in s.given] or ["lr_decay_style"])  # fmt: skip
     m.change(shown, style, new, note=note)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megafp8.cli.migrate.report import Migration
+from megafp8.config.megatron_flags import NONE, megatron_flags
 
 
 class Given(NamedTuple):
@@ -52,6 +53,14 @@ class MegatronSettings:
         """Return the value of a setting, and remember that it was read."""
         self.taken.add(name)
         return self.given[name].value if name in self.given else default
+
+    def value_or_default(self, name: str) -> Any:
+        """Return the value of a setting, or the parser's default; None if nothing says it."""
+        if name in self.given:
+            return self.given[name].value
+        row = megatron_flags().passed.get(name)
+        known = self.source and row is not None and name not in self.unknown
+        return row.default if known and row is not None and row.default is not NONE else None
 
     def has(self, name: str) -> bool:
         """Whether a setting is given, also with a value that is not known."""
