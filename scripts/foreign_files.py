@@ -41,7 +41,8 @@ class Row(NamedTuple):
 def row_of(file: Path, name: str) -> Row:
     """Return what `megafp8 migrate` makes of a file."""
     try:
-        m = migrate(file.read_text(encoding="utf-8", errors="replace"), file.name)
+        text = file.read_text(encoding="utf-8", errors="replace")
+        m = migrate(text, file.name, folder=file.parent)
     except UserError as error:
         return Row(name, "refused", 0, (str(error),))
     refused = [line for line in m.undecided if any(part in line for part in _OTHER_MODELS)]

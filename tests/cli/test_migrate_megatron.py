@@ -548,3 +548,17 @@ def test_wsd_has_megatrons_styles(style: str, tmp_path: Path) -> None:
     m = script(f"--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style {style}")
     schedule = spec_of(m, tmp_path).optim.schedule
     assert (schedule.name, schedule.wsd_decay_steps, schedule.wsd_decay_style) == ("WSD", 20, style)
+
+
+def test_a_script_that_reads_another_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "common.sh").write_text("WD=0.3\n")
+    (tmp_path / "train.sh").write_text(
+        'source "$(dirname "$0")/common.sh"\nsource more.sh\n' + SCRIPT + "--weight-decay $WD\n"
+    )
+    assert main([str(tmp_path / "train.sh")]) == 2
+    said = capsys.readouterr().out
+    assert "source common.sh (line 1) is the file beside the script" in said
+    assert "--weight-decay: 0.3 -> model.optim.weight_decay=0.3" in said
+    assert "must be decided: 1\n" in said and "line 2, which reads another script (more.sh)" in said

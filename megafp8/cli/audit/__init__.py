@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
     file = options.file or Path("megatron.sh")
     text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
     env = environment_of(options.env)
-    asked = request.read(text, file.name, options.argument, env)
+    beside = None if options.file is None else file.parent
+    asked = request.read(text, file.name, options.argument, env, beside)
     with tempfile.TemporaryDirectory(prefix="megafp8-audit-") as folder:
         found = [
             sources.find(name, options.source, Path(folder), needs)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megafp8.cli.migrate import accelerate, bridge, megatron
+from megafp8.cli.migrate import accelerate, bridge, megatron, scripts_in
 from megafp8.cli.migrate.shell import read_script
-from megafp8.cli.migrate.shell_values import Holes, ShellCommand
+from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
 from megafp8.config.errors import SettingError
 from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.values import plain
@@ -86,7 +87,13 @@ class Request:
     features: Mapping[str, str] = field(default_factory=dict)
 
 
-def read(text: str, source: str, arguments: Sequence[str], env: Mapping[str, str]) -> Request:
+def read(
+    text: str,
+    source: str,
+    arguments: Sequence[str],
+    env: Mapping[str, str],
+    folder: Path | None = None,
+) -> Request:
     """Return what a script or a YAML asks for.
 
     Args:
@@ -94,12 +101,13 @@ def read(text: str, source: str, arguments: Sequence[str], env: Mapping[str, str
         source: The file's name, for messages and to tell a script from a YAML.
         arguments: A script's own arguments.
         env: Variables of the environment of the script.
+        folder: Where the scripts are that a script reads with `source`; None if none is read.
 
     Raises:
         SettingError: The text has no flag of precision, or is of a kind that is not audited.
     """
     if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
-        request = _of_script(text, arguments, env)
+        request = _of_script(read_script(text, arguments, env, scripts_in(folder)), env)
     else:
         try:
             tree = parse_yaml(text)
@@ -123,8 +131,7 @@ def is_precision(name: str) -> bool:
     return bool(_PRECISION.search(name)) and name not in _NOT_IN_TE
 
 
-def _of_script(text: str, arguments: Sequence[str], env: Mapping[str, str]) -> Request:
-    script = read_script(text, arguments, env)
+def _of_script(script: Script, env: Mapping[str, str]) -> Request:
     command = megatron.training_commands(script)[0]
     flags, kept, features = list[Flag](), list[str](), dict[str, str]()
     ranks = ["dp2"]

@@ -7,7 +7,7 @@ megafp8 migrate --line 'pretrain_gpt.py --num-layers 24 ...' -o OUTPUT
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megafp8.cli import job
@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         raise SettingError("file", None, "give a file or --line, one of the two", _GIVE_ONE)
     file = options.file or Path("megatron.sh")
     text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
-    migration = migrate(text, file.name, options.argument, environment_of(options.env))
+    folder = None if options.file is None else file.parent
+    migration = migrate(text, file.name, options.argument, environment_of(options.env), folder)
     leave_out_secrets(migration)
     target = write_beside(file, migration.text(file.name), options.output)
     if not migration.undecided and (problems := _problems_of(target)):
@@ -76,6 +77,7 @@ def migrate(
     source: str,
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> Migration:
     """Return the translation of a script or a YAML.
 
@@ -84,13 +86,15 @@ def migrate(
         source: The file's name, for messages and to tell a script from a YAML.
         arguments: A script's own arguments.
         environment: Variables that a script does not set.
+        folder: Where the scripts are that a script reads with `source`; None if none is read.
 
     Raises:
         SettingError: The text has no settings, or cannot be read.
     """
     migration = Migration()
     if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
-        megatron.translate_script(text, migration, arguments, environment or {})
+        beside = scripts_in(folder)
+        megatron.translate_script(text, migration, arguments, environment or {}, beside)
         return migration
     try:
         tree = parse_yaml(text)
@@ -121,6 +125,20 @@ def environment_of(given: Sequence[str]) -> dict[str, str]:
             raise SettingError("--env", text, "is not NAME=VALUE", "Give for example --env TP=4")
         values[name] = value
     return values
+
+
+def scripts_in(folder: Path | None) -> Callable[[str], str | None]:
+    """Return what returns the text of a script in a folder, or None if it cannot be read."""
+
+    def text_of(name: str) -> str | None:
+        if folder is None:
+            return None
+        try:
+            return read_text(folder / name, "")
+        except SettingError:
+            return None
+
+    return text_of
 
 
 def _problems_of(file: Path) -> list[SettingError]:

@@ -7,7 +7,7 @@ lists. Nothing of the script is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megafp8.cli.migrate import megatron_rules
@@ -47,7 +47,11 @@ def looks_like_script(text: str) -> bool:
 
 
 def translate_script(
-    text: str, m: Migration, arguments: Sequence[str], environment: Mapping[str, str]
+    text: str,
+    m: Migration,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    beside: Callable[[str], str | None],
 ) -> None:
     """Translate a script into the migration `m`.
 
@@ -56,11 +60,12 @@ def translate_script(
         m: The migration.
         arguments: The script's own arguments, `$1` and so on.
         environment: Variables that the script reads and does not set.
+        beside: Returns the text of a script that this one reads, or None.
 
     Raises:
         SettingError: The script starts no training of Megatron's.
     """
-    script = read_script(text, arguments, environment)
+    script = read_script(text, arguments, environment, beside)
     commands = training_commands(script)
     command = commands[0]
     others = [f"line {other.line}" for other in commands[1:] if other.words != command.words]

@@ -1,35 +1,45 @@
 """Read the commands that a shell script would run, without running anything.
 
 tree-sitter-bash parses the script, also a damaged one. What is known from the script alone is
-expanded: variables, arrays, `${NAME:-default}`, arithmetic of whole numbers, tests of known values,
-functions. Everything else is a hole in the text, which names what it depends on: an argument of the
-script, the environment, the output of a command, a condition. Only a subset of bash is expanded;
-what is not in it becomes a hole too, so that no value is guessed.
+expanded: variables, arrays, `${NAME:-default}`, `${NAME%suffix}`, arithmetic of whole numbers,
+tests and `case` of known values, functions, and scripts that `source` reads. Everything else is a
+hole in the text, which names what it depends on: an argument of the script, the environment, the
+output of a command, a condition. Only a subset of bash is expanded; what is not in it becomes a
+hole too, so that no value is guessed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.migrate import shell_values
+from megafp8.cli.migrate.shell_assign import Assignments, assigned_in, without_comments
 from megafp8.cli.migrate.shell_values import Script, ShellCommand, joined
-from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, Words, text_of, too_large
+from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, text_of, too_large
 from megafp8.config.errors import SettingError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
 MAX_DEPTH = 60
-MAX_TEXT = 1 << 18
-"""The longest value of a variable, in characters."""
-
 _BLOCKS = frozenset({
-    "program", "compound_statement", "subshell", "do_group", "redirected_statement", "pipeline",
-    "else_clause", "elif_clause", "negated_command", "variable_assignments",
+    "program", "compound_statement", "do_group", "redirected_statement", "else_clause",
+    "elif_clause", "negated_command", "variable_assignments", "ERROR",
 })  # fmt: skip
+_SETS = {"let": shell_values.SETS, "printf": r"(?<=-v )([A-Za-z_]\w*)",
+         "getopts": r"(?<= )([A-Za-z_]\w*)$"}  # fmt: skip
+"""Commands that set variables, with patterns of the names in their text."""
+_PRINT = frozenset({"echo", ":", "true", "false", "test", "["})
+"""Commands that start nothing and set nothing."""
+_SELF = r"""["']?\$\{?(0|BASH_SOURCE(\[0\])?)\}?["']?"""
+_FOLDER = rf"\$\(dirname {_SELF}\)"
+_BESIDE = re.compile(
+    rf"""^(\./|({_FOLDER}|\$\(cd ["']?{_FOLDER}["']?( >/dev/null 2>&1)? && pwd( -P)?\))/)"""
+)
+"""The folder of the script itself, before the name of another one."""
 _SHELLS = ("sbatch", "bash", "sh", "zsh")
 _NO_WORDS = frozenset(
     {"variable_assignment", "file_redirect", "heredoc_redirect", "herestring_redirect"}
@@ -37,8 +47,18 @@ _NO_WORDS = frozenset(
 _UNKNOWN_ORDER = frozenset({"for_statement", "c_style_for_statement", "while_statement"})
 
 
+class _Ended(Exception):  # noqa: N818  # it is no error
+    """The script, or the function, ends here."""
+
+    def __init__(self, *, function: bool) -> None:
+        self.function = function
+
+
 def read_script(
-    text: str, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    text: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    beside: Callable[[str], str | None] = lambda name: None,
 ) -> Script:
     """Return the commands of a shell script.
 
@@ -46,13 +66,21 @@ def read_script(
         text: The script.
         arguments: What `$1`, `$2`, ... stand for.
         environment: Values of variables that the script does not set.
+        beside: Returns the text of another script beside this one, or None if there is none.
 
     Raises:
         SettingError: tree-sitter is not installed, or the script is too long or too deep to read.
     """
-    reader = _Reader(Script(), dict(environment or {}), list(arguments))
+    values: dict[str, Any] = dict(environment or {})
+    if arguments:
+        values["@"] = list(arguments)
+    reader = _Reader(Script(), values, beside=beside)
+    if "\r\n" in text:
+        reader.script.assumed["line ends"] = "lines end as on Windows, which bash does not read"
     try:
         reader.run_text(shell_values.clean(text), 0)
+    except _Ended:
+        pass
     except RecursionError as error:
         raise too_large("is nested too deeply") from error
     return reader.script
@@ -72,10 +100,10 @@ def _parse(text: str) -> Node:
 
 
 @dataclass
-class _Reader(Words):
-    functions: dict[str, Node] = field(default_factory=dict)
+class _Reader(Assignments):
+    beside: Callable[[str], str | None] = lambda name: None
+    functions: dict[str, list[Node]] = field(default_factory=dict)
     condition: str = ""
-    exported: set[str] = field(default_factory=set)
 
     def run_text(self, text: str, depth: int) -> None:
         root = _parse(text)
@@ -93,7 +121,7 @@ class _Reader(Words):
                 found.append(node.start_point[0] + 1)
             else:
                 waiting += [child for child in node.children if child.has_error or child.is_missing]
-        self.script.unread += [f"line {line}" for line in sorted(set(found))]
+        self.script.unread += [self.line(line) for line in sorted(set(found))]
 
     # --- statements -------------------------------------------------------------------------------
 
@@ -105,32 +133,37 @@ class _Reader(Words):
         kind = node.type
         if kind == "redirected_statement" and self._runs_its_input(node):
             self._input(node, depth)
-        elif kind in _BLOCKS or kind == "ERROR":
+        elif kind == "compound_statement" and text_of(node).startswith("(("):
+            self.forget(shell_values.SETS, text_of(node), self.line(node))
+        elif kind in _BLOCKS:
             for child in node.named_children:
-                self.run(child, depth + 1)
+                if child.next_sibling is not None and child.next_sibling.type == "&":
+                    self._apart([child], depth)
+                else:
+                    self.run(child, depth + 1)
+        elif kind in ("subshell", "pipeline"):
+            for child in [node] if kind == "subshell" else node.named_children:
+                self._apart(child.named_children if kind == "subshell" else [child], depth)
         elif kind == "variable_assignment":
-            self._assign(node)
+            self.assign(node)
         elif kind == "declaration_command":
-            for child in node.named_children:
-                if child.type == "variable_assignment":
-                    self._assign(child)
-            if text_of(node).startswith("export"):
-                self._export(node.named_children)
+            self.declare(node)
+        elif kind == "unset_command":
+            for name in re.findall(r"[A-Za-z_]\w*", text_of(node))[1:]:
+                self.values[name] = self.script.holes.new(f"{self.line(node)} (unset {name})")
         elif kind == "list":
             self._list(node, depth)
         elif kind == "if_statement":
             self._if(node, depth)
         elif kind == "case_statement":
-            self._undecided([c for c in node.named_children if c.type == "case_item"], node, depth)
-        elif kind == "case_item":
-            for child in node.named_children[1:]:
-                self.run(child, depth + 1)
+            self._case(node, depth)
         elif kind in _UNKNOWN_ORDER:
             self._loop(node, depth)
         elif kind == "function_definition":
             name, body = node.child_by_field_name("name"), node.child_by_field_name("body")
             if name is not None and body is not None:
-                self.functions[text_of(name)] = body
+                old = self.functions.get(text_of(name), []) if self.condition else []
+                self.functions[text_of(name)] = [*old, body]
         elif kind == "command":
             self._command(node, depth)
 
@@ -145,16 +178,14 @@ class _Reader(Words):
         while waiting:
             child = waiting.pop()
             if child.type == "heredoc_body":
-                outer = dict(self.values)
-                self.run_text(joined(self.pieces(child, quoted=True)), depth + 1)
-                self.values = outer
+                self._apart(joined(self.pieces(child, quoted=True)), depth)
             elif child.type == "heredoc_redirect":
                 waiting += child.named_children
 
     def _list(self, node: Node, depth: int) -> None:
         first, *others = node.named_children
         operator = next((c.type for c in node.children if c.type in ("&&", "||")), "&&")
-        is_true = self._test(first)
+        is_true = self.test(first)
         self.run(first, depth + 1)
         for other in others:
             if first.type == "test_command" or operator == "||":
@@ -171,10 +202,10 @@ class _Reader(Words):
         body = [c for c in node.named_children if c != condition]
         branches = [c for c in body if c.type in ("elif_clause", "else_clause")]
         first = [c for c in body if c not in branches]
-        decided = None if condition is None else self._test(condition)
+        decided = None if condition is None else self.test(condition)
         if condition is not None and decided is not None:
             said = "true" if decided else "false"
-            where = f"line {condition.start_point[0] + 1}"
+            where = self.line(condition)
             self.script.assumed[f"condition {text_of(condition)} ({where})"] = f"is {said}"
         if decided is True:
             for child in first:
@@ -193,7 +224,7 @@ class _Reader(Words):
             self.run(clause, depth + 1)
             return
         condition, *body = clause.named_children
-        decided = self._test(condition)
+        decided = self.test(condition)
         if decided is None:
             self._undecided([body, *rest], condition, depth)
         elif decided:
@@ -202,71 +233,73 @@ class _Reader(Words):
         elif rest:
             self._elif(rest, depth)
 
+    def _case(self, node: Node, depth: int) -> None:
+        """Follow the branch of the first pattern that fits, or all if nothing says which does."""
+        word = node.child_by_field_name("value")
+        text = None if word is None else self.known(word)
+        items = [child for child in node.named_children if child.type == "case_item"]
+        for item in items:
+            patterns = item.children_by_field_name("value") or item.named_children[:1]
+            fits = [None if text is None else shell_values.fits(text, text_of(p)) for p in patterns]
+            goes_on = any(child.type in (";&", ";;&") for child in item.children)
+            if True in fits and None not in fits and not goes_on:
+                what = f"case {text_of(word) if word else ''} ({self.line(node)})"
+                self.script.assumed[what] = f"takes {text_of(patterns[fits.index(True)])}"
+                self._run_item(item, len(patterns), depth)
+                return
+            if None in fits or goes_on:
+                bodies = [one.named_children[len(one.children_by_field_name("value") or "1") :]
+                          for one in items]  # fmt: skip
+                self._undecided(bodies, node, depth)
+                return
+
+    def _run_item(self, item: Node, start: int, depth: int) -> None:
+        for child in item.named_children[start:]:
+            self.run(child, depth + 1)
+
     def _loop(self, node: Node, depth: int) -> None:
         variable = node.child_by_field_name("variable")
-        hole = self.script.holes.new(f"the loop of line {node.start_point[0] + 1}")
+        hole = self.script.holes.new(f"the loop of {self.line(node)}")
         if variable is not None:
             self.values[text_of(variable)] = hole
         body = node.child_by_field_name("body")
         if body is not None:
-            for name in _assigned_in(body):
-                self.values[name] = hole
+            for name in assigned_in(node):
+                self.values[name] = [hole] if name == "@" else hole
             self._undecided([body], node, depth)
 
     def _undecided(self, branches: Sequence[Node | list[Node]], why: Node, depth: int) -> None:
         """Follow branches of which nothing says which runs; what they set is not known after."""
-        line = why.start_point[0] + 1
-        said = f"the condition of line {line}"
+        said = f"the condition of {self.line(why)}"
         before, old, after = dict(self.values), self.condition, []
         self.condition = old or said
         for branch in branches:
             self.values = dict(before)
-            for node in branch if isinstance(branch, list) else [branch]:
-                self.run(node, depth + 1)
-            after.append(self.values)
+            try:
+                for node in branch if isinstance(branch, list) else [branch]:
+                    self.run(node, depth + 1)
+                after.append(self.values)
+            except _Ended:  # what follows runs only if this branch does not
+                continue
         self.condition, self.values = old, before
         for name in {name for values in after for name in values}:
             found = [values.get(name) for values in (before, *after)]
             if any(value != found[0] for value in found):
-                self.values[name] = self._merged(found, said)
+                merged = self.merged(found, said)
+                self.values[name] = [merged] if name == "@" and isinstance(merged, str) else merged
 
-    def _merged(self, found: list[Any], said: str) -> Any:
-        """Return an array that keeps its common start, or a hole."""
-        hole = self.script.holes.new(said)
-        lists = [value for value in found if isinstance(value, list)]
-        if len(lists) < len(found):
-            return hole
-        common = 0
-        while all(len(v) > common and v[common] == lists[0][common] for v in lists):
-            common += 1
-        return [*lists[0][:common], hole]
-
-    def _assign(self, node: Node) -> None:
-        target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
-        if target is None:
-            return
-        adds = any(child.type == "+=" for child in node.children)
-        name = NAME.match(text_of(target))
-        if name is None:
-            return
-        if target.type == "subscript":
-            self.values[name[0]] = self.script.holes.new(f"an element of {name[0]} that is set")
-            return
-        old = self.values.get(name[0])
-        new: Any
-        if value is not None and value.type == "array":
-            new = [text for child in _without_comments(value) for text in self.fields(child)]
-            known = old if isinstance(old, list) else [] if old is None else [old]
-            new = [*known, *new] if adds else new
-        else:
-            new = "" if value is None else joined(self.pieces(value, quoted=True))
-            if adds and isinstance(old, list):
-                new = [(old[0] if old else "") + new, *old[1:]]
-            elif adds:
-                new = (old or "") + new
-        if len("".join(new)) > MAX_TEXT:
-            new = self.script.holes.new(f"{name[0]}, which is too long")
-        self.values[name[0]] = new
+    def _apart(self, inside: Sequence[Node] | str, depth: int) -> None:
+        """Follow what runs in a shell of its own, whose variables and end are its own."""
+        outer = dict(self.values)
+        try:
+            if isinstance(inside, str):
+                self.run_text(inside, depth + 1)
+            else:
+                for node in inside:
+                    self.run(node, depth + 1)
+        except _Ended:
+            pass
+        self.values = outer
 
     def _command(self, node: Node, depth: int) -> None:
         words: list[str] = []
@@ -275,8 +308,8 @@ class _Reader(Words):
         prefixes = [c for c in node.named_children if c.type == "variable_assignment"]
         before = [c for c in prefixes if c.end_point[0] < line and "\\\n" not in text_of(node)]
         for child in before:  # the parser takes `A=1 B=2` and the next line's command for one
-            self._assign(child)
-        for child in _without_comments(node):
+            self.assign(child)
+        for child in without_comments(node):
             if child.type not in _NO_WORDS:
                 parts = child.named_children if child.type == "command_name" else [child]
                 for part in parts or [child]:
@@ -284,8 +317,8 @@ class _Reader(Words):
         saved, exported = dict(self.values), set(self.exported)
         prefixes = [child for child in prefixes if child not in before]
         for child in prefixes:  # these are for the command alone, after its expansion
-            self._assign(child)
-        self._export(prefixes)
+            self.assign(child)
+        self.export(prefixes)
         alone = self.values != saved
         if words:
             self._run_words(words, line + 1, depth)
@@ -293,118 +326,87 @@ class _Reader(Words):
             self.values = saved
         self.exported = exported
 
-    def _export(self, nodes: Sequence[Node]) -> None:
-        """Note the names that commands find in their environment."""
-        for node in nodes:
-            name = NAME.match(text_of(node))
-            if name is not None:
-                self.exported.add(name[0])
-
-    def _environment(self) -> dict[str, str]:
-        found = {name: self.values.get(name) for name in sorted(self.exported)}
-        return {name: value for name, value in found.items() if isinstance(value, str)}
-
     def _run_words(self, words: list[str], line: int, depth: int) -> None:
         name = words[0]
         if name in self.functions:
-            outer, self.arguments = self.arguments, words[1:]
-            self.run(self.functions[name], depth + 1)
-            self.arguments = outer
+            self._call(self.functions[name], words[1:], line, depth)
         elif name in ("source", "."):
-            said = self.script.holes.shown(" ".join(words[1:]))
-            self.script.unread.append(f"line {line}, which reads another script ({said})")
+            self._source(words[1:], line, depth)
         elif name == "eval":
+            if self.script.holes.inside(" ".join(words)):
+                self.script.unread.append(f"{self.line(line)}, which evaluates what is not known")
             self.run_text(" ".join(words[1:]), depth + 1)
-        elif name in ("unset", "read", "mapfile", "readarray"):
+        elif name in ("read", "mapfile", "readarray"):
             for word in words[1:]:
-                if NAME.fullmatch(word):
-                    self.values[word] = self.script.holes.new(f"line {line} ({name} {word})")
-        else:
-            self.script.commands.append(
-                ShellCommand(tuple(words), line, self.condition, self._environment())
+                if found := NAME.match(word):
+                    said = f"{self.line(line)} ({name} {word})"
+                    self.values[found[0]] = self.script.holes.new(said)
+        elif name in _SETS:
+            self.forget(_SETS[name], " ".join(words), self.line(line))
+        elif name == "set" and len(words) > 1 and ("--" in words or words[1][0] not in "-+"):
+            self.values["@"] = words[words.index("--") + 1 :] if "--" in words else words[1:]
+        elif name == "shift":
+            self.shift(words[1:])
+        elif name in ("exit", "return"):
+            raise _Ended(function=name == "return")
+        elif name not in _PRINT:
+            self._note(words, line, depth)
+
+    def _note(self, words: list[str], line: int, depth: int) -> None:
+        """Note a command, and follow those in its words."""
+        if words[0].startswith("--"):
+            self.script.unread.append(
+                f"{self.line(line)}, whose {words[0]} is a command of its own for bash"
             )
-            for text in words[1:]:
-                if "\n" in text.strip() or " --" in text:
-                    self._run_inner(text, depth)
+        self.script.commands.append(
+            ShellCommand(tuple(words), line, self.condition, self.environment())
+        )
+        for text in words[1:]:
+            if "\n" in text.strip() or " --" in text:
+                self._apart(text, depth)  # as after `bash -c` or `srun ... bash -c`
+        if words[0] == "exec" and len(words) > 1:
+            raise _Ended(function=False)
 
-    def _run_inner(self, text: str, depth: int) -> None:
-        """Follow a text that is a command itself, as after `bash -c` or `srun ... bash -c`."""
-        outer = dict(self.values)
-        self.run_text(text, depth + 1)
-        self.values = outer
+    def _call(self, bodies: list[Node], arguments: list[str], line: int, depth: int) -> None:
+        """Follow a function, of which several bodies may be the one that runs."""
+        outer = self.values.get("@")
+        self.values["@"] = arguments
+        self.locals.append({})
+        try:
+            if len(bodies) > 1:
+                self._undecided(bodies, bodies[-1], depth)
+            else:
+                self.run(bodies[0], depth + 1)
+        except _Ended as end:
+            if not end.function:
+                raise
+        finally:
+            for name, value in (self.locals.pop() | {"@": outer}).items():
+                self.values[name] = value
+                if value is None:
+                    del self.values[name]
 
-    # --- tests ------------------------------------------------------------------------------------
-
-    def _test(self, node: Node) -> bool | None:
-        """Return what a test says, or None if it is not known."""
-        if node.type in ("test_command", "parenthesized_expression") and node.named_children:
-            return self._test(node.named_children[-1])
-        if node.type == "list" and len(node.named_children) == 2:
-            first, second = (self._test(child) for child in node.named_children)
-            is_and = any(child.type == "&&" for child in node.children)
-            return _combined(first, second, is_and=is_and)
-        if node.type in ("unary_expression", "negated_command") and node.named_children:
-            return self._unary(node)
-        if node.type == "binary_expression" and len(node.named_children) >= 2:
-            return self._binary(node)
-        return None
-
-    def _unary(self, node: Node) -> bool | None:
-        operator = text_of(node.children[0])
-        operand = node.named_children[-1]
-        if operator == "!":
-            inside = self._test(operand)
-            return None if inside is None else not inside
-        text = self._value(operand)
-        if text is None or operator not in ("-z", "-n"):
-            return None
-        return (text == "") is (operator == "-z")
-
-    def _binary(self, node: Node) -> bool | None:
-        left, right = node.named_children[0], node.named_children[-1]
-        operator = next((c.type for c in node.children if not c.is_named), "")
-        if operator == "" and len(node.named_children) == 3:
-            operator = text_of(node.named_children[1])
-        if operator in ("&&", "||"):
-            return _combined(self._test(left), self._test(right), is_and=operator == "&&")
-        first, second = self._value(left), self._value(right)
-        if first is None or second is None:
-            return None
-        if right.type in ("extglob_pattern", "regex") and re.search(r"[*?\[]", second):
-            return None
-        return shell_values.compared(first, operator, second)
-
-    def _value(self, node: Node) -> str | None:
-        text = joined(self.pieces(node, quoted=True))
-        return None if self.script.holes.inside(text) else text
-
-
-def _without_comments(node: Node) -> Iterator[Node]:
-    """Yield a node's parts; the parser takes a comment after a word for words."""
-    line = -1
-    for child in node.named_children:
-        starts = child.start_point[0]
-        if child.type == "comment" or starts == line:
-            continue
-        if child.type != "variable_assignment" and (child.text or b"").startswith(b"#"):
-            line = starts
-            continue
-        yield child
-
-
-def _combined(first: bool | None, second: bool | None, *, is_and: bool) -> bool | None:
-    if first is (not is_and) or second is (not is_and):
-        return not is_and
-    return None if None in (first, second) else is_and
-
-
-def _assigned_in(node: Node) -> Iterator[str]:
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        if current.type == "variable_assignment":
-            target = current.child_by_field_name("name")
-            found = NAME.match(text_of(target)) if target is not None else None
-            if found is not None:
-                yield found[0]
-        waiting += current.named_children
+    def _source(self, words: list[str], line: int, depth: int) -> None:
+        """Follow another script that lies beside this one; other ones are not read."""
+        said = self.script.holes.shown(words[0]) if words else ""
+        place = _BESIDE.sub("", said)
+        inside = not re.search(r"\$|`|^/|(^|/)\.\.(/|$)", place)
+        text = self.beside(place) if place and inside else None
+        if text is None:
+            self.script.unread.append(f"{self.line(line)}, which reads another script ({said})")
+            return
+        self.script.assumed[f"source {place} ({self.line(line)})"] = "is the file beside the script"
+        outer, arguments = self.file, self.values.get("@")
+        self.file = place
+        self.values |= {"@": words[1:]} if words[1:] else {}
+        try:
+            self.run_text(shell_values.clean(text), depth + 1)
+        except _Ended as end:
+            if not end.function:
+                raise
+        finally:
+            self.file = outer
+            if words[1:] and arguments is not None:
+                self.values["@"] = arguments
+            elif words[1:]:
+                del self.values["@"]

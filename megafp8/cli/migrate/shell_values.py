@@ -12,6 +12,8 @@ from typing import NamedTuple
 _OPEN, _CLOSE = "\ue000", "\ue001"
 """Private characters around the number of a hole; a script's own are replaced before."""
 _HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+SETS = r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--))"
+"""The names that an arithmetic expression sets."""
 _LARGEST = 10**15
 _COMPARES: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
@@ -66,7 +68,7 @@ def _without_marks(text: str) -> str:
 
 def clean(text: str) -> str:
     """Return a script without the private characters that mark holes, and without NUL."""
-    return text.translate({ord(_OPEN): "?", ord(_CLOSE): "?", 0: "?"})
+    return text.translate({ord(_OPEN): "?", ord(_CLOSE): "?", 0: "?"}).replace("\r\n", "\n")
 
 
 def fields_of(pieces: Sequence[WordPart]) -> list[str]:
@@ -113,6 +115,65 @@ def compared(first: str, test: str, second: str) -> bool | None:
         if re.fullmatch(r"-?\d{1,15}", second.strip()):
             return _COMPARES[test](int(first), int(second))
     return None
+
+
+def fits(text: str, pattern: str) -> bool | None:
+    """Return whether a known text fits a pattern of `case` or `[[`; None if that is not decided."""
+    found = _glob(pattern)
+    return None if found is None else re.fullmatch(found, text, re.DOTALL) is not None
+
+
+def _glob(pattern: str) -> str | None:
+    """Return a regular expression for a pattern with `*` and `?`; None if it has anything else."""
+    for quote in ("'", '"'):
+        if len(pattern) > 1 and pattern[0] == pattern[-1] == quote:
+            inner = pattern[1:-1]
+            return None if re.search(r"[$`\\'\"]", inner) else re.escape(inner)
+    if re.search(r"""[][$`\\'"(){}~]""", pattern):
+        return None
+    return re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+
+
+def cut(text: str, operation: str) -> str | None:
+    """Return what `${NAME%suffix}`, `${NAME/old/new}` and their like make of a text, or None.
+
+    Args:
+        text: The value of the variable.
+        operation: What follows the name, as `%.sh`.
+    """
+    found = re.fullmatch(r"(%%?|##?|//?|\^\^|,,|:)(.*)", operation, re.DOTALL)
+    if found is None:
+        return None
+    sign, rest = found.groups()
+    if sign in ("^^", ",,"):
+        return None if rest else text.upper() if sign == "^^" else text.lower()
+    if sign == ":":
+        places = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", rest)
+        if places is None:
+            return None
+        start = int(places[1])
+        return text[start:] if places[2] is None else text[start : start + int(places[2])]
+    if sign[0] == "/":
+        return _replaced(text, rest, everywhere=sign == "//")
+    glob = _glob(rest)
+    if glob is None:
+        return None
+    lengths = range(len(text) + 1) if len(sign) == 1 else range(len(text), -1, -1)
+    for length in lengths:
+        start = len(text) - length
+        part, left = (
+            (text[start:], text[:start]) if sign[0] == "%" else (text[:length], text[length:])
+        )
+        if re.fullmatch(glob, part, re.DOTALL):
+            return left
+    return text
+
+
+def _replaced(text: str, rest: str, *, everywhere: bool) -> str | None:
+    old, _, new = rest.partition("/")
+    if re.search(r"""[*?%#&]|[][$`\\'"(){}~]""", rest) or not old or "/" in new:
+        return None
+    return text.replace(old, new) if everywhere else text.replace(old, new, 1)
 
 
 def arithmetic(text: str, known: Mapping[str, str]) -> int | None:

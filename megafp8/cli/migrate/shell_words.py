@@ -19,6 +19,9 @@ MAX_STEPS = 20_000
 NAME = re.compile(r"[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"\$\{(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(:?[-=+?])?", re.ASCII)
 
+_FILES = re.compile(r"""^[^'"]*(/[^'"]*[*?]|[*?][^'"]*/|(?<!\$)\{[^'"{}]*(,|\.\.)[^'"{}]*\})""")
+"""A word that stands for names of files, or for several words (`{a,b}`)."""
+
 
 def too_large(reason: str) -> SettingError:
     return SettingError("script", None, reason, "Give the command of the training alone")
@@ -39,18 +42,21 @@ class Words:
 
     Attributes:
         script: What was read so far, with the holes.
-        values: The variables: a text, or a list of texts for an array.
-        arguments: The script's own arguments, or those of the function that is followed.
+        values: The variables: a text, or a list of texts for an array. `@` has the arguments of
+            the script, or of the function that is followed, if they are known.
         steps: The nodes that were read.
     """
 
     script: Script
     values: dict[str, Any]
-    arguments: list[str]
     steps: int = 0
 
     def fields(self, node: Node) -> list[str]:
         """Return the words that one word of the script becomes."""
+        if node.type in ("word", "concatenation", "brace_expression") and _FILES.search(
+            text_of(node)
+        ):
+            return [self._hole(text_of(node))]
         return fields_of(self.pieces(node, quoted=False))
 
     def pieces(self, node: Node, *, quoted: bool) -> list[WordPart]:
@@ -75,6 +81,8 @@ class Words:
         text = text_of(node)
         if kind in ("word", "command_name"):
             text = re.sub(r"\\\r?\n", "", text)
+            if text.startswith("~"):  # the folder of a user
+                return [WordPart(self._hole("~") + text[1:], True)]
             text = re.sub(r"\\(.)", r"\1", text)
         elif "$" in text or "`" in text:
             text = self._hole(text)
@@ -102,30 +110,65 @@ class Words:
         return self.script.holes.new(source)
 
     def _variable(self, name: str, index: str, *, quoted: bool) -> list[WordPart]:
+        value: Any
         if name in ("@", "*"):
-            value: Any = self.arguments or self._hole("$@")
+            value = self.values.get("@", self._hole("$@"))
         elif name.isdigit() and name != "0":
-            place = int(name) - 1
-            there = place < len(self.arguments)
-            value = self.arguments[place] if there else self._hole(f"${name}")
+            value = self.element(self.values.get("@", []), int(name[:6]) - 1)
+            value = self._hole(f"${name}") if value is None else value
+        elif name == "#":
+            known = self.values.get("@")
+            has_hole = known is None or self.script.holes.inside("".join(known))
+            value = self._hole("$#") if has_hole else str(len(known or []))
         elif name in self.values:
             value = self.values[name]
         else:
             value = self._hole(f"${name}" if NAME.fullmatch(name) else f"${{{name}}}")
         whole = index in ("[@]", "[*]") or name in ("@", "*")
-        if isinstance(value, list) and not whole:
-            place = int(index[1:-1]) if index[1:-1].isdecimal() and len(index) < 8 else 0
-            value = value[place] if place < len(value) else ""
+        if isinstance(value, str) and self.script.holes.inside(value):
+            return [WordPart(value, quoted)]
+        if not whole and (index or isinstance(value, list)):
+            place = self.place_of(index) if index else 0
+            listed = value if isinstance(value, list) else [value]
+            named = f"${{{name}{index}}}" if index else f"${name}"
+            if place is None or place < -len(listed):
+                value = self._hole(named)
+            elif place >= len(listed) and not self.script.holes.inside("".join(listed)):
+                value = ""
+            else:
+                value = self.element(listed, place)
+                value = self._hole(named) if value is None else value
         if not isinstance(value, list):
             return [WordPart(value, quoted)]
+        return self._listed(value, quoted=quoted, is_star="*" in (name, index[1:-1]))
+
+    def _listed(self, value: list[str], *, quoted: bool, is_star: bool) -> list[WordPart]:
         pieces = []
         for number, item in enumerate(value):
             if number:
-                pieces.append(
-                    WordPart(" ", True) if quoted and "*" in (name, index[1:-1]) else BREAK
-                )
+                pieces.append(WordPart(" ", True) if quoted and is_star else BREAK)
             pieces.append(WordPart(item, quoted))
         return pieces
+
+    def forget(self, pattern: str, text: str, where: str) -> None:
+        """Forget the values of variables that a text sets in a way that is not followed."""
+        for found in re.finditer(pattern, text):
+            name = next(filter(None, found.groups()))
+            self.values[name] = self._hole(f"{where}, which sets {name}")
+
+    def element(self, listed: list[str], place: int) -> str | None:
+        """Return an element, or None if it is not there or one before it may be several words."""
+        before = listed[:place] if place >= 0 else listed[place + 1 :]
+        if place >= len(listed) or self.script.holes.inside("".join(before)):
+            return None
+        return listed[place]
+
+    def place_of(self, index: str) -> int | None:
+        """Return the number in an index as `[3]`, `[-1]` or `[i + 1]`; None if it is not known."""
+        inner = index[1:-1].removeprefix("$((").removesuffix("))")
+        names = {name: self.values.get(name) for name in NAME.findall(inner)}
+        known = {name: value for name, value in names.items() if isinstance(value, str)}
+        return shell_values.arithmetic(f"$(({inner}))", known)
 
     def _expansion(self, node: Node, *, quoted: bool) -> list[WordPart]:
         text = text_of(node)
@@ -135,13 +178,20 @@ class Words:
         counts, name, index, operator = found.groups()
         ends = text[found.end() :] == "}"
         if counts or (operator is None and not ends):
-            return [WordPart(self._hole(text), quoted)]
+            result = self._counted(name, index) if counts and ends else None
+            if not counts:
+                result = self._cut(name, index or "", text[found.end() : -1], quoted=quoted)
+            return result or [WordPart(self._hole(text), quoted)]
         if operator is None:
             return self._variable(name, index or "", quoted=quoted)
-        value = self.arguments if name in ("@", "*") else self.values.get(name)
+        value = self.values.get("@" if name == "*" else name)
         if name.isdigit():
-            place = int(name[:6]) - 1
-            value = self.arguments[place] if 0 <= place < len(self.arguments) else None
+            value = self.element(self.values.get("@", []), int(name[:6]) - 1)
+            known = self.values.get("@", [])
+            if value is None and self.script.holes.inside("".join(known)):
+                return [WordPart(self._hole(text), quoted)]
+        elif index and index not in ("[@]", "[*]"):
+            return [WordPart(self._hole(text), quoted)]
         is_set = value is not None and (not operator.startswith(":") or value not in ("", []))
         if isinstance(value, str) and self.script.holes.inside(value):
             return [WordPart(self._hole(text), quoted)]
@@ -159,6 +209,30 @@ class Words:
             self.values[name] = joined(default)
         return default
 
+    def _counted(self, name: str, index: str | None) -> list[WordPart] | None:
+        """Return the length of a text, or the number of elements, if it is known."""
+        value = self.values.get(name)
+        if index not in (None, "[@]", "[*]") or value is None:
+            return None
+        if isinstance(value, list) is (index is None):
+            value = (value[0] if value else "") if index is None else [value]
+        return (
+            None if self.script.holes.inside("".join(value)) else [WordPart(str(len(value)), True)]
+        )
+
+    def _cut(self, name: str, index: str, operation: str, *, quoted: bool) -> list[WordPart] | None:
+        """Return what `${NAME%suffix}` and its like stand for, if it is known."""
+        rest = re.fullmatch(r":(\d{1,4})", operation)
+        if name == "@" and rest is not None and isinstance(known := self.values.get("@"), list):
+            if not self.script.holes.inside("".join(known)) and int(rest[1]) > 0:
+                return self._listed(known[int(rest[1]) - 1 :], quoted=quoted, is_star=False)
+        value = joined(self._variable(name, index, quoted=True))
+        is_list = index in ("[@]", "[*]") or name in ("@", "*")
+        if is_list or self.script.holes.inside(value):
+            return None
+        result = shell_values.cut(value, operation)
+        return None if result is None else [WordPart(result, quoted)]
+
     def _default(self, node: Node, *, quoted: bool) -> list[WordPart]:
         """Return the pieces of what follows the operator in `${NAME:-default}`."""
         after = iter(node.children)
@@ -173,6 +247,7 @@ class Words:
 
     def _arithmetic(self, text: str) -> str:
         known = {}
+        self.forget(shell_values.SETS, text, f"${text[1:]}")
         for name in set(NAME.findall(text)):
             value = self.values.get(name)
             if isinstance(value, str):
