@@ -10,6 +10,7 @@ code.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megafp8.cli.migrate import migrate
+from megafp8.config.errors import SettingError
 from megafp8.config.load import load
 from megafp8.config.megatron_flags import Refused, megatron_flags
 from megafp8.errors import UserError
@@ -27,6 +29,10 @@ _OTHER_MODELS = tuple(
     if isinstance(about, Refused) and about.changes_model
 )
 """Why a file's model cannot be trained here; all other lines are decisions."""
+
+_STARTS = re.compile(r"(?m)^[^#\n]*pretrain_\w+\.py")
+_SHOWN = 3
+"""The number of refused flags that a row shows."""
 
 
 class Row(NamedTuple):
@@ -44,7 +50,9 @@ def row_of(file: Path, name: str) -> Row:
         text = file.read_text(encoding="utf-8", errors="replace")
         m = migrate(text, file.name, folder=file.parent)
     except UserError as error:
-        return Row(name, "refused", 0, (str(error),))
+        return Row(
+            name, "refused", 0, (error.reason if isinstance(error, SettingError) else str(error),)
+        )
     refused = [line for line in m.undecided if any(part in line for part in _OTHER_MODELS)]
     missing = len(m.undecided) - len(refused)
     if not m.undecided:
@@ -65,9 +73,9 @@ def _problems(text: str) -> Iterator[str]:
 
 
 def files_in(folder: Path) -> Iterator[Path]:
-    """Yield the scripts that start pretrain_gpt.py, and the YAML files of configurations."""
+    """Yield the scripts that start a pretraining, and the YAML files of configurations."""
     for file in sorted(folder.rglob("*")):
-        if file.suffix == ".sh" and "pretrain_gpt.py" in file.read_text(errors="replace"):
+        if file.suffix == ".sh" and _STARTS.search(file.read_text(errors="replace")):
             yield file
         elif file.suffix in (".yaml", ".yml") and file.parent.name == "conf":
             yield file
@@ -78,7 +86,9 @@ def main(folders: Sequence[str]) -> int:
     for folder in map(Path, folders):
         for file in files_in(folder):
             row = row_of(file, str(file.relative_to(folder)))
-            why = ", ".join(f"`{text.partition(': ')[0]}`" for text in row.refused)
+            named = [f"`{text.partition(': ')[0]}`" for text in row.refused]
+            why = ", ".join(named[:_SHOWN])
+            why += f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
             print(f"| {row.file} | {row.outcome} | {row.decisions} | {why} |")
     return 0
 

@@ -562,3 +562,17 @@ def test_a_script_that_reads_another_one(
     assert "source common.sh (line 1) is the file beside the script" in said
     assert "--weight-decay: 0.3 -> model.optim.weight_decay=0.3" in said
     assert "must be decided: 1\n" in said and "line 2, which reads another script (more.sh)" in said
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("pretrain_bert.py", "other models than GPT are not trained here"),
+        ("/m/pretrain_t5.py", "other models than GPT are not trained here"),
+        ("train.py", "is not pretrain_gpt.py"),
+        ("my_pretrain_gpt2.py", ""),
+    ],
+)
+def test_another_program_is_not_taken_for_gpts(program: str, reason: str) -> None:
+    m = migrate(SCRIPT.replace("pretrain_gpt.py", program) + "\n", "train.sh")
+    assert [reason in line for line in m.undecided] == ([True] if reason else [])

@@ -116,10 +116,12 @@ KNOWN = [
     ("eval 'A=5; B=(1 2)'\nrun $A ${B[1]}", []),
     ("cat <<'EOF' > /dev/null\nrun no\nEOF\nrun yes", []),
     ("A=1 B=2\nrun $A$B ${A}_${B}", []),
+    ("run --a 1 \\\n  --b \\\n", []),
     ("echo usage: run --a > /dev/null\necho 'or run --b' > /dev/null\nrun --c", []),
 ]  # fmt: skip
 """Odd scripts of which everything is known."""
 OPEN = [
+    ("run --a 1 \\ \n  --c 3 2>/dev/null || true", []),
     ("run --a 1 \\\n  # --b 2 \\\n  --c 3 2>/dev/null || true", []),
     ("N=4\n((N++))\nrun $N", []),
     ("N=4\nlet N=N+1\nrun $N", []),

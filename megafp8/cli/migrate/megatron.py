@@ -20,6 +20,7 @@ from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.values import plain
 
 _PROGRAM = re.compile(r"(^|/)[\w.-]*(pretrain|train)[\w.-]*\.py$")
+_OTHER_MODELS = re.compile(r"bert|t5|ict|retro|mamba|hybrid|vision|vlm|mimo|dino|biencoder|clip|llava")
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _KEYS = {
     "data_path": "model.data.data_prefix",
@@ -70,6 +71,7 @@ def translate_script(
     command = commands[0]
     others = [f"line {other.line}" for other in commands[1:] if other.words != command.words]
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
+    _program(command.words[place_of_program(command.words) or 0], m)
     settings = _settings_of(command, script.holes, m)
     megatron_rules.translate(settings, m)
     _undecided_of_script(script, command, others, m)
@@ -96,6 +98,17 @@ def place_of_program(words: Sequence[str]) -> int | None:
         if _PROGRAM.search(word) and any(w.startswith("--") for w in words[place + 1 :]):
             return place
     return None
+
+
+def _program(path: str, m: Migration) -> None:
+    """Let the user decide about a program that is not Megatron's pretrain_gpt.py."""
+    name = path.rpartition("/")[2]
+    if _OTHER_MODELS.search(name):
+        m.decide("program", name, "other models than GPT are not trained here",
+                 "Use Megatron itself, or a script of pretrain_gpt.py")  # fmt: skip
+    elif "gpt" not in name:
+        m.decide("program", name, "is not pretrain_gpt.py, and its flags were read as those of it",
+                 "Look whether it gives them other meanings, and remove this line")  # fmt: skip
 
 
 def _settings_of(command: ShellCommand, holes: Holes, m: Migration) -> MegatronSettings:

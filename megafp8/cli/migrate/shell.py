@@ -48,7 +48,7 @@ _UNKNOWN_ORDER = frozenset({"for_statement", "c_style_for_statement", "while_sta
 
 
 class _Ended(Exception):  # noqa: N818  # it is no error
-    """The script, or the function, ends here."""
+    """Say that the script, or the function, does nothing after this."""
 
     def __init__(self, *, function: bool) -> None:
         self.function = function

@@ -67,8 +67,12 @@ def _without_marks(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return a script without the private characters that mark holes, and without NUL."""
-    return text.translate({ord(_OPEN): "?", ord(_CLOSE): "?", 0: "?"}).replace("\r\n", "\n")
+    """Return a script without the private characters that mark holes, and without NUL.
+
+    Lines end as on Unix, and the last one is not continued.
+    """
+    marks = {ord(_OPEN): "?", ord(_CLOSE): "?", 0: "?"}
+    return re.sub(r"\\\s*\Z", "\n", text.translate(marks).replace("\r\n", "\n"))
 
 
 def fields_of(pieces: Sequence[WordPart]) -> list[str]:
