@@ -20,7 +20,9 @@ from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.values import plain
 
 _PROGRAM = re.compile(r"(^|/)[\w.-]*(pretrain|train)[\w.-]*\.py$")
-_OTHER_MODELS = re.compile(r"bert|t5|ict|retro|mamba|hybrid|vision|vlm|mimo|dino|biencoder|clip|llava")
+_OTHER_MODELS = re.compile(
+    "bert|t5|ict|retro|mamba|hybrid|vision|vlm|mimo|dino|biencoder|clip|llava"
+)
 FLAG = re.compile(r"--[A-Za-z][\w-]*(=.*)?", re.DOTALL)
 _KEYS = {
     "data_path": "model.data.data_prefix",
