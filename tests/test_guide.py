@@ -17,9 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megafp8.data.builtin import PREFIX, build_dataset
+from tests.cli.test_migrate import TE_BLOCK
+from tests.cli.test_migrate_megatron import RUN_CONFIG, SCRIPT
 from tests.data.helpers import tiny_corpus, tiny_documents
+from tests.te_cpu.sources import need_sources
 from tests.test_docs import _tests
 from tests.test_layers import ROOT
 
@@ -50,17 +54,21 @@ class Page:
     Attributes:
         before: Commands whose results a reader of the page has.
         files: Files that the reader has.
+        links: Names of the reader's folders, and the folders of this repository in their place.
         added: What is added to a command.
         not_run: Why no test of this file runs a command.
         codes: Exit codes other than 0.
+        te: Versions of Transformer Engine whose Python is needed.
         is_fast: Whether all commands together take seconds.
     """
 
     before: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
+    te: tuple[str, ...] = ()
     is_fast: bool = False
 
 
@@ -92,14 +100,31 @@ PAGES = {
     ),
     "docs/guide/finetuning.md": Page(
         before=(FIRST, f"python pretrain_gpt.py {SMALL} exp_manager.name=base"),
-        files={"mine.jsonl": QUESTIONS},
+        files={
+            "mine.jsonl": QUESTIONS,
+            "faq.jsonl": QUESTIONS.replace('"input"', '"question"').replace('"output"', '"answer"'),
+        },
         added={
             "python finetune_gpt.py": f"{STEPS} model.micro_batch_size=1",
             "megafp8 generate": "--tokens 5",
             "python examples/08_fine_tune_on_signatures.py score": "--limit 2",
         },
     ),
-    "docs/guide/migrate.md": Page(),
+    "docs/guide/migrate.md": Page(
+        files={
+            "train.sh": f"{SCRIPT.replace('GPUS=2', 'GPUS=4')} --fp8-format hybrid --tensor-model-parallel-size ${{TP:-2}} "
+            "--save $1 --tensorboard-dir $2\n",
+            "run_config.yaml": yaml.safe_dump(RUN_CONFIG),
+            "accelerate.yaml": TE_BLOCK,
+        },
+        links={"wheels": "tests/cli/megatron_stand_in"},
+        not_run={
+            "pip download": "downloads; a stand-in for Megatron is in its place",
+            "python -m scripts.foreign_files": "needs clones of Megatron-LM and Megatron Bridge",
+        },
+        codes={"megafp8 migrate --line": 2, "megafp8 migrate run_config.yaml": 2},
+        te=("2.12.0", "2.20.2"),
+    ),
     "docs/guide/own_recipe.md": Page(
         added={"python pretrain_gpt.py": SMALL},
     ),
@@ -116,6 +141,10 @@ PAGES = {
         },
     ),
     "docs/guide/slurm.md": Page(
+        added={
+            "megafp8 preprocess index": f"{MODEL} {DATA}",
+            "python pretrain_gpt.py -m hydra/launcher=joblib": SMALL,
+        },
         not_run={
             "make setup": "downloads a CUDA build of PyTorch",
             "sbatch": SLURM,
@@ -200,6 +229,10 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_the_commands_of_a_page_run(name: str, folder: Path) -> None:
     page = PAGES[name]
+    for version in page.te:
+        need_sources(version)
+    for path, target in page.links.items():
+        (folder / path).symlink_to(ROOT / target)
     for path, text in page.files.items():
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(text, "utf-8")

@@ -1,88 +1,158 @@
-"""Write a plan as one offline HTML page with stacked bars of memory and time."""
+"""Write a plan as one offline HTML page: the verdict, bars of memory and time, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from html import escape
 
+from megafp8 import __version__
+from megafp8.cli.plan_text import Table
 from megafp8.observe.units import format_bytes
+from megafp8.report.page import PAGE_START, stylesheet
 
 COLORS = (
     "#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7",
-    "#9c755f", "#bab0ac",
+    "#9c755f", "#bab0ac", "#2f4b7c", "#d45087", "#7a9e3a", "#a05195", "#665191", "#17becf",
+    "#c49c2e", "#8c564b", "#5f6b77", "#2a9d8f", "#e76f51", "#c9184a", "#90a955",
 )  # fmt: skip
+"""Colors of all parts of a page: no part has the color of another one, also of another picture."""
 STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
-svg { width: 100%; height: auto; } text { font: 14px system-ui, sans-serif; fill: currentColor; }
-ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; }
-i { display: inline-block; width: .9em; height: .9em; margin-right: .4em; }
-pre { overflow-x: auto; font-size: 13px; }
-@media (max-width: 40rem) { text { font-size: 22px; } h1 { font-size: 1.5rem; } }
+.bar { margin: .5rem 0; } .bar b { float: right; font-weight: 600; }
+.track { display: flex; position: relative; height: 1.6rem; background: var(--box); }
+.track i { display: block; height: 100%; }
+.track u { position: absolute; top: -.25rem; bottom: -.25rem; border-left: 2px dashed var(--fg); }
+.swatch { display: inline-block; width: .8em; height: .8em; margin-right: .45em; }
+td:first-child { white-space: normal; } th.number { text-align: right; }
+ol { padding-left: 1.6rem; } li { margin: .6rem 0; }
+li code { display: block; overflow-wrap: anywhere; font-size: .82rem; }
 """
-WIDTH, ROW, LABEL, TOTAL = 900, 44, 150, 130
-"""Units of the pictures; a row begins with `LABEL` of them for its name, and ends with `TOTAL`."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Hold a part of the page.
+
+    Attributes:
+        heading: Its title.
+        table: Its table; None without one.
+        bars: What its picture shows: the size of each part, by the name of the bar.
+        limit: The size at which the picture has a line; None without one.
+        lines: What follows the table.
+    """
+
+    heading: str
+    table: Table | None
+    bars: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    limit: float | None = None
+    lines: Sequence[str] = ()
 
 
 def page(
     *,
     title: str,
-    lines: Sequence[str],
-    memory: Mapping[str, Mapping[str, float]],
-    limit: float,
-    times: Mapping[str, Mapping[str, float]],
+    command: str,
+    verdict: Sequence[str],
+    fits: bool,
+    lead: Sequence[str],
+    sections: Sequence[Section],
+    layouts: Sequence[tuple[str, str, str, str]],
+    notes: Sequence[str],
 ) -> str:
     """Return the page.
 
-    `memory` has bytes by rank and kind, `limit` the bytes of a device, `times` seconds by precision
-    and part; it is empty for a job that does not fit.
+    Args:
+        title: The page's title.
+        command: The command that was given.
+        verdict: Whether the job fits, and whether FP8 pays.
+        fits: Whether it fits.
+        lead: Lines about the model and its layout.
+        sections: Pictures and tables.
+        layouts: Of each layout of a search its time, memory, what it is, and its settings.
+        notes: What the figures rest on.
     """
-    seconds = {name: f"{sum(parts.values()):.3g} s" for name, parts in times.items()}
-    sizes = {name: format_bytes(sum(parts.values())) for name, parts in memory.items()}
-    return "".join(
-        (
-            "<!doctype html><html lang=en><meta charset=utf-8>",
-            "<meta name=viewport content='width=device-width, initial-scale=1'>",
-            f"<title>{escape(title)}</title><style>{STYLE}</style><h1>{escape(title)}</h1>",
-            f"<h2>Memory of one rank</h2>{_bars(memory, sizes, limit)}",
-            f"<p>The line is the device's memory, {format_bytes(limit)}.</p>",
-            f"<h2>Predicted time of a step</h2>{_bars(times, seconds, None)}" if times else "",
-            "<h2>All figures</h2><pre>",
-            escape("\n".join(lines)),
-            "</pre></html>\n",
-        )
-    )
+    names = dict.fromkeys(name for s in sections for parts in s.bars.values() for name in parts)
+    colors = dict(zip(names, COLORS, strict=False))
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f"<div class='verdict {'same' if fits else 'worse'}'>",
+        *(f"<div><span>{escape(line)}</span></div>" for line in verdict),
+        f"</div>{_lines(lead)}<pre>{escape(command)}</pre>",
+        *(_section(section, colors) for section in sections),
+        _layouts(layouts),
+        f"<h2>What the figures rest on</h2>{_lines(notes)}",
+        f"<footer>Written by megafp8 {__version__} on {now}.</footer></body></html>\n",
+    ]
+    style = f"<style>{stylesheet()}{STYLE}</style></head><body>"
+    return "".join((PAGE_START, f"<title>{escape(title)}</title>", style, *body))
+
+
+def _lines(lines: Sequence[str]) -> str:
+    return "".join(f"<p class=lead>{escape(line)}</p>" for line in lines)
+
+
+def _section(section: Section, colors: Mapping[str, str]) -> str:
+    said = ""
+    if section.limit is not None:
+        said = f"<p class=dim>The line is the device's memory, {format_bytes(section.limit)}.</p>"
+    table = "" if section.table is None else _table(section.table, colors)
+    bars = _bars(section.bars, section.limit, section.table, colors)
+    return f"<h2>{escape(section.heading)}</h2>{bars}{said}{table}{_lines(section.lines)}"
 
 
 def _bars(
-    rows: Mapping[str, Mapping[str, float]], totals: Mapping[str, str], limit: float | None
+    rows: Mapping[str, Mapping[str, float]],
+    limit: float | None,
+    table: Table | None,
+    colors: Mapping[str, str],
 ) -> str:
-    """Return one stacked bar a row, with a line at `limit` and a legend."""
-    names = list(dict.fromkeys(name for parts in rows.values() for name in parts))
-    names = [name for name in names if any(parts.get(name, 0) > 0 for parts in rows.values())]
+    """Return one stacked bar a row, with a line at `limit`; its total is the table's last row."""
+    if not rows or table is None:
+        return ""
     longest = max([sum(parts.values()) for parts in rows.values()] + [limit or 0.0])
-    scale = (WIDTH - LABEL - TOTAL) / longest
-    color = dict(zip(names, COLORS * (1 + len(names) // len(COLORS)), strict=False))
-    height = ROW * len(rows) + 8
-    drawn = [f"<svg viewBox='0 0 {WIDTH} {height}' role=img>"]
-    for place, (row, parts) in enumerate(rows.items()):
-        top, left = ROW * place + 6, float(LABEL)
-        drawn.append(f"<text x=0 y={top + 21}>{escape(row)}</text>")
-        for name in names:
-            width = parts.get(name, 0.0) * scale
-            drawn.append(
-                f"<rect x={left:.1f} y={top} width={width:.2f} height={ROW - 12} "
-                f"fill='{color[name]}'><title>{escape(name)}</title></rect>"
-            )
-            left += width
-        drawn.append(f"<text x={left + 8:.1f} y={top + 21}>{escape(totals[row])}</text>")
-    if limit:
-        at = LABEL + limit * scale
-        drawn.append(
-            f"<line x1={at:.1f} x2={at:.1f} y1=0 y2={height} stroke=currentColor "
-            "stroke-dasharray='5 4'/>"
+    totals = next(cells for name, cells in table.rows if name in ("in all", "step"))
+    drawn = []
+    for (row, parts), total in zip(rows.items(), totals, strict=True):
+        pieces = "".join(
+            f"<i style='width:{100 * size / longest:.2f}%;background:{colors[name]}' "
+            f"title='{escape(name)}'></i>"
+            for name, size in parts.items()
+            if size > 0
         )
-    legend = "".join(
-        f"<li><i style='background:{color[name]}'></i>{escape(name)}</li>" for name in names
+        line = "" if limit is None else f"<u style='left:{100 * limit / longest:.2f}%'></u>"
+        drawn.append(
+            f"<div class=bar>{escape(row)}<b>{escape(total)}</b>"
+            f"<div class=track>{pieces}{line}</div></div>"
+        )
+    return "".join(drawn)
+
+
+def _table(table: Table, colors: Mapping[str, str]) -> str:
+    """Return the table; a part of the picture has its color before its name."""
+    heads = "".join(f"<th class=number>{escape(column)}" for column in table.columns)
+    rows = []
+    for name, cells in table.rows:
+        color = colors.get(name)
+        swatch = f"<span class=swatch style='background:{color}'></span>" if color else ""
+        figures = "".join(f"<td class=number>{escape(cell)}" for cell in cells)
+        rows.append(f"<tr><td>{swatch}{escape(name)}{figures}")
+    return (
+        f"<div class=scroll><table><thead><tr><th>{escape(table.title)}{heads}</thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
-    return "".join(drawn) + f"</svg><ul>{legend}</ul>"
+
+
+def _layouts(layouts: Sequence[tuple[str, str, str, str]]) -> str:
+    """Return the layouts of a search, each with its settings below it."""
+    if not layouts:
+        return ""
+    items = "".join(
+        f"<li><b>{escape(time)}, {escape(size)}</b>, {escape(what)}<code>{escape(settings)}</code>"
+        for time, size, what, settings in layouts
+    )
+    return (
+        "<h2>Layouts that fit, the fastest first (predicted)</h2><p class=dim>The settings add to "
+        f"yours or replace them.</p><ol>{items}</ol>"
+    )

@@ -114,8 +114,50 @@ def _why_unpredicted(recipe: Recipe, hardware: Hardware) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Table:
+    """Hold a table: what its rows are, the titles of its columns, and each row's name and cells."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+
+    def lines(self) -> Iterator[str]:
+        """Return the table as lines with columns of equal width."""
+        width = max(len(self.title), *(len(name) for name, _ in self.rows))
+        sizes = [
+            max(len(column), *(len(cells[place]) for _, cells in self.rows))
+            for place, column in enumerate(self.columns)
+        ]
+        for name, cells in [(self.title, self.columns), *self.rows]:
+            line = "   ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
+            yield f"{name:<{width}}   {line}"
+
+
 def describe_plan(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:
     """Return the lines of the plan; `vocabulary` says whose it is, if it was not given."""
+    yield from about_job(plan, vocabulary)
+    yield ""
+    yield from memory_table(plan).lines()
+    yield whether_it_fits(plan)
+    yield ""
+    traffic = traffic_table(plan)
+    yield from ["messages: none, there is one rank"] if traffic is None else traffic.lines()
+    yield ""
+    if plan.fits:
+        yield from time_table(plan).lines()
+        yield from about_speed(plan, tokens)
+    else:
+        yield "No time is predicted for a job that does not fit."
+    if plan.bf16 is not None:
+        yield ""
+        yield from verdict(plan, plan.bf16)
+    yield ""
+    yield from assumptions(plan)
+
+
+def about_job(plan: Plan, vocabulary: str) -> Iterator[str]:
+    """Return lines about the model, its layout, and what is unusual in it."""
     spec, hardware = plan.spec, plan.hardware
     model, parallel, train = spec.model, spec.parallel, spec.train
     yield (
@@ -131,20 +173,6 @@ def describe_plan(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator
         f"{train.num_microbatches(parallel.dp)} microbatch(es) of {train.micro_batch_size}"
     )
     yield from (f"note: {note}" for note in layout_notes(plan))
-    yield ""
-    yield from memory_table(plan)
-    yield ""
-    yield from traffic_table(plan)
-    yield ""
-    if plan.fits:
-        yield from time_table(plan, tokens)
-    else:
-        yield "No time is predicted for a job that does not fit."
-    if plan.bf16 is not None:
-        yield ""
-        yield from verdict(plan, plan.bf16)
-    yield ""
-    yield from assumptions(plan)
 
 
 def layout_notes(plan: Plan) -> list[str]:
@@ -217,8 +245,8 @@ def shown_ranks(plan: Plan) -> list[RankMemory]:
     return [plan.ranks[place] for place in sorted({0, last // 2, last})]
 
 
-def memory_table(plan: Plan) -> Iterator[str]:
-    """Return the table of bytes, and whether they fit."""
+def memory_table(plan: Plan) -> Table:
+    """Return the table of the bytes of a rank."""
     ranks = shown_ranks(plan)
     rows = [(name, [format_bytes(value) for value in values]) for name, values in memory_rows(plan)]
     rows.append(("in all", [format_bytes(rank.in_step) for rank in ranks]))
@@ -227,22 +255,25 @@ def memory_table(plan: Plan) -> Iterator[str]:
     titles = [f"stage rank {rank.pipeline_rank}" for rank in ranks]
     if len(ranks) == 1:
         titles = ["each rank"]
-    yield from _table("memory of one rank", titles, rows)
+    return Table("memory of one rank", titles, rows)
+
+
+def whether_it_fits(plan: Plan) -> str:
+    """Return a sentence about the largest rank and the device's memory."""
     memory = plan.hardware.memory_bytes
     word = "fits" if plan.fits else "DOES NOT FIT"
-    yield (
+    return (
         f"{word}: the largest rank needs {format_bytes(plan.largest.total)}, "
         f"{plan.largest.total / memory:.0%} of {format_bytes(memory)}; up to {USABLE:.0%} is usable"
         + ("" if plan.fits else "; --search lists layouts that fit")
     )
 
 
-def traffic_table(plan: Plan) -> Iterator[str]:
-    """Return the table of messages of the pipeline rank that sends most."""
+def traffic_table(plan: Plan) -> Table | None:
+    """Return the table of messages of the pipeline rank that sends most; None if none sends any."""
     messages = max(plan.messages, key=lambda found: sum(m.on_wire for m in found))
     if not messages:
-        yield "messages: none, there is one rank"
-        return
+        return None
     sums: dict[tuple[str, str, str], float] = defaultdict(float)
     for m in messages:
         sums[m.axis, m.operation, m.what] += m.on_wire
@@ -250,11 +281,11 @@ def traffic_table(plan: Plan) -> Iterator[str]:
         (f"{axis}: {operation.replace('_', '-')} of {what}", [format_bytes(value)])
         for (axis, operation, what), value in sums.items()
     ]
-    yield from _table("sent by one rank in a step", ["bytes"], rows)
+    return Table("sent by one rank in a step", ["bytes"], rows)
 
 
-def time_table(plan: Plan, tokens: float | None) -> Iterator[str]:
-    """Return the table of a step's predicted time, with utilization and days."""
+def time_table(plan: Plan) -> Table:
+    """Return the table of a step's predicted time."""
     columns = {("FP8" if plan.bf16 else "time"): plan.time} | (
         {"BF16": plan.bf16} if plan.bf16 else {}
     )
@@ -269,7 +300,11 @@ def time_table(plan: Plan, tokens: float | None) -> Iterator[str]:
         if any(value > 0 for value in values):
             rows.append((name, [shown_time(value) for value in values]))
     rows.append(("step", [shown_time(time.total) for time in columns.values()]))
-    yield from _table("predicted time of a step", list(columns), rows)
+    return Table("predicted time of a step", list(columns), rows)
+
+
+def about_speed(plan: Plan, tokens: float | None) -> Iterator[str]:
+    """Return the predicted tokens per second, utilization and days."""
     seconds, spec = plan.time.total, plan.spec
     speed = tokens_per_step(spec) / seconds
     mfu = model_flops_utilization(spec, seconds, plan.hardware)
@@ -385,16 +420,3 @@ def stages_text(spec: RunSpec) -> str:
 def format_seconds(seconds: float) -> str:
     """Return a time in milliseconds, or in seconds from 10 s on."""
     return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:.1f} ms"
-
-
-def _table(
-    title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]
-) -> Iterator[str]:
-    width = max(len(title), *(len(name) for name, _ in rows))
-    sizes = [
-        max(len(column), *(len(cells[place]) for _, cells in rows))
-        for place, column in enumerate(columns)
-    ]
-    for name, cells in [(title, list(columns)), *rows]:
-        line = "   ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
-        yield f"{name:<{width}}   {line}"

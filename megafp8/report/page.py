@@ -126,7 +126,7 @@ def _document(
         (
             PAGE_START,
             f"<title>{escape(title)}</title>",
-            f"<style>{_asset('vendor/uPlot.min.css')}{_asset('page.css')}</style></head><body>",
+            f"<style>{_asset('vendor/uPlot.min.css')}{stylesheet()}</style></head><body>",
             *body,
             f"<footer>Written by megafp8 {__version__} on {now}. Plots: uPlot (MIT).</footer>",
             f'<script type="application/json" id=data>{data.replace("<", chr(92) + "u003c")}',
@@ -134,6 +134,11 @@ def _document(
             f"<script>{_asset('page.js')}</script></body></html>\n",
         )
     )
+
+
+def stylesheet() -> str:
+    """Return the style of all pages."""
+    return _asset("page.css")
 
 
 def _asset(name: str) -> str:

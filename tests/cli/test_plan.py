@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_job_that_does_not_fit_gets_no_time_and_no_verdict(
     out = capsys.readouterr().out
     assert "No time is predicted for a job that does not fit." in out
     assert "more memory on the largest rank" in out
-    for text in (out, path.read_text()):
+    for text in (out, path.read_text().partition("<body>")[2]):
         for word in ("pays", "undecided", "tokens/s", "predicted time", "Predicted time"):
             assert word not in text, word
     assert main([*words[:3], "--json"]) == 1
@@ -189,9 +190,24 @@ def test_a_page_has_a_bar_for_each_rank_and_precision(tmp_path: Path) -> None:
     path = tmp_path / "plan.html"
     assert main([*JOB, "model.pipeline_model_parallel_size=4", "--page", str(path)]) == 0
     text = path.read_text()
-    assert text.count("<svg") == 2 and "stage rank 3" in text and ">BF16</text>" in text
+    bars = re.findall(r"<div class=bar>(.+?)<b>(.+?)</b>", text)
+    assert [name for name, _ in bars] == [
+        "stage rank 0", "stage rank 1", "stage rank 3", "FP8", "BF16",
+    ]  # fmt: skip
+    for name, total in bars:
+        assert f"<th class=number>{name}" in text and f"<td class=number>{total}" in text
     assert "http" not in text, "the page needs no network"
-    assert "max-width: 40rem" in text, "text can be read in a narrow window"
+
+
+def test_a_page_begins_with_its_verdict_and_names_its_command(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    assert main([*JOB, "--search", "--page", str(path)]) == 0
+    body = html.unescape(path.read_text().partition("</h1>")[2])
+    assert body.startswith("<div class='verdict same'><div><span>fits: the largest rank needs")
+    assert f"<pre>megafp8 plan {' '.join(JOB)} --search --page {path}</pre>" in body
+    assert re.search(r"Written by megafp8 \S+ on 20\d\d-\d\d-\d\d \d\d:\d\d UTC", body)
+    colors = re.findall(r"swatch style='background:(#\w+)'", body)
+    assert len(colors) > 8 and len(set(colors)) == len(colors), "two parts have one color"
 
 
 @pytest.mark.parametrize(
@@ -372,9 +388,11 @@ def test_the_page_has_the_lines_that_are_printed(
     path = tmp_path / "plan.html"
     assert main([*JOB, "--tokens", "3e11", "--search", "--page", str(path)]) == 0
     text = html.unescape(path.read_text())
-    for line in capsys.readouterr().out.splitlines():
-        assert line in text
-    assert "(--tokens)" in text and "the fastest first" in text
+    words = " ".join(re.sub(r"<[^>]+>", " ", text).split())
+    for line in capsys.readouterr().out.partition("layouts that fit")[0].splitlines():
+        for part in re.split(r" {2,}", line):
+            assert part in words, part
+    assert "(--tokens)" in text and "the fastest first" in text and text.count("<li>") == 8
 
 
 @pytest.mark.parametrize(
