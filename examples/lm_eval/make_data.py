@@ -1,10 +1,11 @@
 """Make the data of two local tasks for lm-eval from the source of megafp8.
 
-    python examples/lm_eval/make_data.py data/eval    # writes text.jsonl and next_line.jsonl
+    python examples/lm_eval/make_data.py data/eval    # writes text.jsonl and word_order.jsonl
 
 The default job trains on the standard library of Python, which does not have this text.
-`text.jsonl` has every tenth file. `next_line.jsonl` has questions: eight lines of code, and four lines
-of which one comes next; the other three come from other places of the same file.
+`text.jsonl` has every twentieth file. `word_order.jsonl` has questions, one of every second file:
+a line of code with the three lines before it, and the same line with its words in another order. A
+model that has learned nothing prefers either as often.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 
 import megafp8
 
-SHOWN, CHOICES = 8, 4
-SHORTEST = 12  # characters of a line, so that brackets and `else:` are not asked for
+SHOWN = 3
+FEWEST_WORDS = 5
 
 
 def files() -> list[str]:
@@ -28,29 +29,33 @@ def files() -> list[str]:
 
 
 def questions(texts: Iterable[str]) -> Iterator[dict[str, object]]:
-    """Yield one question of each file that is long enough."""
+    """Yield one question of each text that has a line with enough words."""
     draw = random.Random(1)
     for text in texts:
         lines = text.splitlines()
-        asked = [i for i in range(SHOWN, len(lines)) if len(lines[i].strip()) >= SHORTEST]
-        if len({lines[i] for i in asked}) < SHOWN + CHOICES:
+        asked = [i for i in range(SHOWN, len(lines)) if len(set(lines[i].split())) >= FEWEST_WORDS]
+        if not asked:
             continue
         at = draw.choice(asked)
-        others = sorted({lines[i] for i in asked} - set(lines[at - SHOWN : at + 1]))
-        choices = [lines[at], *draw.sample(others, CHOICES - 1)]
-        draw.shuffle(choices)
+        words = lines[at].split()
+        other = list(words)
+        while other == words:
+            draw.shuffle(other)
+        indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+        choices = [indent + " ".join(words), indent + " ".join(other)]
         context = "\n".join(lines[at - SHOWN : at]) + "\n"
-        yield {"context": context, "choices": choices, "answer": choices.index(lines[at])}
+        yield {"context": context, "choices": choices, "answer": 0}
 
 
 def main(folder: Path) -> None:
     """Write both files and say how much is in them."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = [text for text in files() if text]
-    for name, rows in (
-        ("text", [{"text": text} for text in texts[::10]]),
-        ("next_line", list(questions(texts))),
-    ):
+    texts = files()
+    found = {
+        "text": [{"text": text} for text in texts[::20] if text],
+        "word_order": list(questions(texts[::2])),
+    }
+    for name, rows in found.items():
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
         print(f"{path}: {len(rows)}")

@@ -99,21 +99,49 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, A
                     continue
                 steps, values = points(lines, Curve(key, "", curve.factor), most)
                 if any(value is not None for value in values):
-                    series.append(
-                        {
-                            "label": name,
-                            "x": steps,
-                            "y": values,
-                            "color": index + (one and key == "val_loss"),
-                            "points": key == "val_loss",
-                        }
-                    )
+                    is_val = key == "val_loss"
+                    series.append(_series(name, steps, values, index + (one and is_val), is_val))
         is_dull = curve.key == "data_wait_fraction" and all(
             (value or 0.0) < 1.0 for each in series for value in each["y"]
         )
         if series and not is_dull:
-            found.append({"title": curve.title, "log": curve.is_log, "series": series})
+            is_dashed = not one and any(each["points"] for each in series)
+            title = curve.title + (" (dashed, dots: validation)" if is_dashed else "")
+            found.append({"title": title, "log": curve.is_log, "series": series})
     return found
+
+
+def differences(
+    runs: Sequence[RunRecord], labels: Sequence[str], base: int
+) -> list[dict[str, Any]]:
+    """Return a plot of the training losses minus that of one run, at the steps that both logged.
+
+    It shows what curves that lie on each other do not. There is none if no step is common.
+    """
+    curve = CURVES[0]
+    most = max(50, MOST_NUMBERS // (2 * len(runs) * (len(SHARED_BY_RUNS) + 1)))
+    losses = [
+        {int(line["step"]): float(line["loss"]) for line in run.metrics if curve.key in line}
+        for run in runs
+    ]
+    series: list[dict[str, Any]] = []
+    for index, (label, loss) in enumerate(zip(labels, losses, strict=True)):
+        gaps = [
+            {"step": step, curve.key: value - losses[base][step]}
+            for step, value in loss.items()
+            if index != base and step in losses[base]
+        ]
+        steps, values = points(gaps, curve, most)
+        if any(value is not None for value in values):
+            series.append(_series(label, steps, values, index))
+    title = f"training loss minus that of {labels[base]}"
+    return [{"title": title, "log": False, "series": series}] if series else []
+
+
+def _series(
+    label: str, x: Sequence[int], y: Sequence[float | None], color: int, points: bool = False
+) -> dict[str, Any]:
+    return {"label": label, "x": list(x), "y": list(y), "color": color, "points": points}
 
 
 def gap_chart(
@@ -121,8 +149,7 @@ def gap_chart(
 ) -> dict[str, Any]:
     """Return a plot of differences: label, steps and values of each curve."""
     series = [
-        {"label": label, "x": list(x), "y": [number(v) for v in y], "color": index, "points": False}
-        for index, (label, x, y) in enumerate(gaps)
+        _series(label, x, [number(v) for v in y], index) for index, (label, x, y) in enumerate(gaps)
     ]
     return {"title": title, "log": False, "series": series}
 

@@ -17,10 +17,11 @@
     const colors = palette();
     const tables = chart.series.map((s) => [s.x, s.y]);
     const joined = uPlot.join(tables);
-    const many = chart.series.length > 12;
+    const several = chart.series.filter((s) => !s.points).length > 1;
+    const many = chart.series.filter((s) => !s.points).length > 24;
     const series = [{ label: "step" }].concat(chart.series.map((s) => ({
       label: s.label, stroke: colors[s.color % colors.length], width: s.points ? 2 : 1.4,
-      dash: s.points ? [5, 4] : undefined, spanGaps: true,
+      dash: s.points ? [5, 4] : s.color >= colors.length ? [2, 2] : undefined, spanGaps: true,
       points: { show: s.points || s.x.length < 2, size: 6 },
       value: (u, v) => short(v),
     })));
@@ -33,10 +34,19 @@
       axes: [{ ...axis, incrs: wholeSteps }, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
       series, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
     }, joined, box.querySelector(".plot"));
+    // Of several runs, validation has the color of its run, which the legend names once.
+    if (several && !many)
+      chart.series.forEach((s, i) => {
+        if (s.points) plot.root.querySelectorAll(".u-series")[i + 1].style.display = "none";
+      });
     return plot;
   }
+  const named = new Set();  // the labels of the plots above
   for (const chart of data.charts) {
     const box = document.getElementById(chart.id);
+    const labels = chart.series.filter((s) => !s.points).map((s) => s.label);
+    box.classList.toggle("again", labels.every((label) => named.has(label)));
+    labels.forEach((label) => named.add(label));
     let isLog = chart.log;
     const button = box.querySelector("button");
     const entry = { box, plot: null, again: () => { entry.plot = draw(box, chart, isLog); } };

@@ -19,14 +19,15 @@ from megafp8.observe.units import (
     format_percent,
     format_tflops,
 )
-from megafp8.report.curves import charts, heat_maps
+from megafp8.report.curves import charts, differences, heat_maps
 from megafp8.report.record import RunRecord, typical
+from megafp8.runs.find import CHECKPOINTS_DIR
 
 HERE = Path(__file__).parent
 MOST_EVENTS = 300
 MOST_SAMPLES = 12
 MOST_CONFIG = 60_000  # characters of config.yaml
-MOST_DIFFERENCES = 8  # settings that get a column of their own in the table of several runs
+MOST_DIFFERENCES = 4  # settings that get a column of their own in the table of several runs
 SAMPLE_CHARACTERS = 1_500
 PAGE_START = (
     "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
@@ -42,11 +43,13 @@ _OUTCOMES: tuple[tuple[str, str], ...] = (
     ("validation loss", "val_loss"),
     ("training loss", "train_loss"),
     ("tokens/s", "speed"),
+    ("status", "status"),
+    ("time", "wall_seconds"),
     ("MFU", "mfu_causal"),
     ("memory", "peak_memory_bytes"),
-    ("time", "wall_seconds"),
     ("steps", "step"),
 )
+"""The columns of what came out, in their order, before the settings that differ."""
 
 
 def run_page(run: RunRecord) -> str:
@@ -57,6 +60,7 @@ def run_page(run: RunRecord) -> str:
     lead = [run.summary.get("precision"), str(run.path)]
     body = [
         _head(run.name, run.status, f"{run.status}, {steps}", [str(t) for t in lead if t]),
+        _checkpoints(run),
         _problems([(None, run.problems)]),
         _tiles(_figures(run)),
         _failure(run),
@@ -94,13 +98,16 @@ def runs_page(
     """
     names = list(labels) if labels is not None else _names(runs)
     plots = [*(dict(chart) for chart in more_charts), *charts(runs, names)] if runs else []
+    best = _best(runs)
+    if best is not None and not more_charts:
+        plots[1:1] = differences(runs, names, best)
     read = [(name, run.problems) for name, run in zip(names, runs, strict=True)]
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p class=lead>{escape(line)}</p>" for line in lead),
         more,
         _problems([(None, tuple(problems)), *read]),
-        _table(runs, names),
+        _table(runs, names, notes),
         _failures(runs, names, notes),
         _charts(plots),
         _same_settings(runs),
@@ -225,6 +232,14 @@ def _tiles(figures: Sequence[Figure]) -> str:
 
 
 # ---- sections of one run
+
+
+def _checkpoints(run: RunRecord) -> str:
+    """Return links to the folders of the run's checkpoints, which lie beside its page."""
+    links = ", ".join(
+        f"<a href='{CHECKPOINTS_DIR}/{name}/'>{name}</a>" for name in map(escape, run.checkpoints)
+    )
+    return f"<p class=lead>checkpoints: {links}</p>" if links else ""
 
 
 def _failure(run: RunRecord) -> str:
@@ -366,41 +381,56 @@ def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
     return value, format_duration(value) if key == "wall_seconds" else format_number(value)
 
 
-def _table(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+def _table(
+    runs: Sequence[RunRecord], names: Sequence[str], notes: Sequence[tuple[str, str]]
+) -> str:
+    """Return the table of what came out, then of what differs, with jobs that left no run."""
     if not runs:
         return ""
     differ = differing_settings(runs)
-    columns = list(differ)[:MOST_DIFFERENCES]
+    given = {row.get("key") for run in runs for row in run.changed}
+    columns = ([key for key in differ if key in given] or list(differ))[:MOST_DIFFERENCES]
     outcomes = [
         (title, key)
         for title, key in _OUTCOMES
-        if any(_outcome(run, key)[0] is not None for run in runs)
+        if key == "status" or any(_outcome(run, key)[0] is not None for run in runs)
     ]
     best = _best(runs)
-    heads = ["run", "status", *(key.removeprefix("model.") for key in columns)]
-    heads += [title for title, _ in outcomes]
+    heads = ["run", *(title for title, _ in outcomes)]
+    heads += [key.removeprefix("model.") for key in columns]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        cells = [f"<td>{escape(name)}", f"<td class={run.status}>{escape(run.status)}"]
+        cells = [f"<td>{_label(name)}"]
+        for _, key in outcomes:
+            if key == "status":
+                cells.append(f"<td class={run.status}>{escape(run.status)}")
+                continue
+            figure, text = _outcome(run, key)
+            known = "" if figure is None or not math.isfinite(figure) else repr(figure)
+            mark = " best" if index == best and key in ("val_loss", "train_loss") else ""
+            cells.append(f"<td class='number{mark}' data-value='{known}'>{escape(text)}")
         for key in columns:
             value = differ[key][index]
             number = value if isinstance(value, int | float) and not isinstance(value, bool) else ""
             cells.append(f"<td data-value='{number}'>{escape(_text(value))}")
-        for _, key in outcomes:
-            figure, text = _outcome(run, key)
-            given = "" if figure is None or not math.isfinite(figure) else repr(figure)
-            mark = " best" if index == best and key in ("val_loss", "train_loss") else ""
-            cells.append(f"<td class='number{mark}' data-value='{given}'>{escape(text)}")
         rows.append("<tr>" + "".join(cells))
+    for name in (name for name, _ in notes if name not in names):
+        cells = ["<td class=refused>no run" if key == "status" else "<td>" for _, key in outcomes]
+        rows.append(f"<tr><td>{_label(name)}{''.join(cells)}{'<td>' * len(columns)}")
     more = ""
     if len(differ) > len(columns):
         rest = [key for key in differ if key not in columns]
         more = f"<p class=dim>Other settings that differ: {escape(', '.join(rest))}</p>"
     head = "".join(f"<th>{escape(title)}" for title in heads)
     return (
-        "<h2>What differs, and what came out</h2><div class=scroll><table class=sortable>"
+        "<h2>What came out, and what differs</h2><div class=scroll><table class=sortable>"
         f"<thead><tr>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>{more}"
     )
+
+
+def _label(name: str) -> str:
+    """Return a run's name, which may be parted after an equals sign in a narrow window."""
+    return escape(name).replace("=", "=<wbr>")
 
 
 def _best(runs: Sequence[RunRecord]) -> int | None:

@@ -26,6 +26,7 @@ from megafp8.foreign import (
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.runs.find import (
+    CHECKPOINTS_DIR,
     CONFIG_NAME,
     FINISHED,
     METRICS_NAME,
@@ -62,6 +63,7 @@ class RunRecord:
         samples: Texts that the model wrote.
         summary: The figures of the run's end.
         tail: The last lines of the console.
+        checkpoints: The names of the folders of its checkpoints.
     """
 
     path: Path
@@ -77,6 +79,7 @@ class RunRecord:
     samples: Sequence[Line] = ()
     summary: Mapping[str, Any] = field(default_factory=dict)
     tail: Sequence[str] = ()
+    checkpoints: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -149,6 +152,7 @@ def read_run(path: Path, status: str | None = None) -> RunRecord:
         samples=samples,
         summary=summary,
         tail=_tail(path / CONSOLE_FILE),
+        checkpoints=sorted(each.name for each in (path / CHECKPOINTS_DIR).glob("step_*/")),
     )
 
 

@@ -270,3 +270,49 @@ def test_charts_of_no_lines(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     (path / "metrics.jsonl").write_text("")
     assert charts([read_run(path)], ["run"]) == []
+
+
+def test_results_come_before_settings(tmp_path: Path) -> None:
+    """Jobs that left no run are rows too; of settings the given ones are columns."""
+    runs = [
+        read_run(make_run(tmp_path / name, model__seed=seed)) for seed, name in enumerate("abc")
+    ]
+    runs = [dataclasses.replace(run, changed=[{"key": "model.seed"}]) for run in runs]
+    for run in runs:
+        assert isinstance(run.config, dict)
+        run.config["model.derived"] = run.name
+    page = runs_page("three", runs, labels=["0: x=1", "1", "2"], notes=[("3: x=4", "refused")])
+    head, body = re.search(r"<thead>(.*?)</thead><tbody>(.*?)</tbody>", page).groups()
+    heads = re.findall("<th>([^<]*)", head)
+    assert heads[:5] == ["run", "validation loss", "training loss", "tokens/s", "status"]
+    assert heads[-1] == "seed" and "derived" not in heads
+    assert "Other settings that differ: model.derived" in page
+    rows = [re.findall("<td[^>]*>(.*?)(?=<td|$)", row) for row in body.split("<tr>")[1:]]
+    assert [len(row) for row in rows] == [len(heads)] * 4
+    assert rows[0][0] == "0: x=<wbr>1" and rows[3][0] == "3: x=<wbr>4" and rows[3][4] == "no run"
+
+
+def test_curves_that_lie_on_each_other_get_a_plot_of_differences(tmp_path: Path) -> None:
+    paths = [make_run(tmp_path / name) for name in ("base", "other", "apart")]
+    for path, change in zip(paths, (0.0, 0.25, 0.5), strict=True):
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines = [line | ({"loss": line["loss"] + change} if "loss" in line else {})
+                 | ({"val_loss": 2 + change} if "val_loss" in line else {})
+                 | {"step": line["step"] + 1000 * (change == 0.5)} for line in lines]  # fmt: skip
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (path / "summary.json").unlink()
+    chart = data_of(runs_page("three", [read_run(path) for path in paths]))["charts"][1]
+    assert chart["title"] == "training loss minus that of base"
+    (series,) = chart["series"]  # no step of the last run is one of the base's
+    assert series["label"] == "other" and series["x"] == [1, *range(10, 101, 10)]
+    assert series["y"] == pytest.approx([0.25] * 11) and series["color"] == 1
+
+
+def test_a_report_links_to_its_checkpoints(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    assert "checkpoints:" not in run_page(read_run(path))
+    for step in (50, 100):
+        (path / "checkpoints" / f"step_{step:08}").mkdir(parents=True)
+    links = re.findall("<a href='(checkpoints/.*?)'", run_page(read_run(path)))
+    assert links == ["checkpoints/step_00000050/", "checkpoints/step_00000100/"]
+    assert all((path / link).is_dir() for link in links)
