@@ -37,7 +37,7 @@ def in_fp32(x, weight, bias, grad):
 
 
 def differences() -> dict[str, tuple[float, float]]:
-    """Return the largest |FP8 - FP32| of each result.
+    """Return the largest |FP8 - FP32| of each result, in relation to its largest element.
 
     The FP32 linear gets the original operands first, and then operands rounded to FP8.
     """
@@ -61,10 +61,14 @@ def differences() -> dict[str, tuple[float, float]]:
     fp32 = in_fp32(x, weight, bias, grad)
     x, weight, grad = representable(x, E4M3), representable(weight, E4M3), representable(grad, E5M2)
     rounded = in_fp32(x, weight, bias, grad)
-    return {n: tuple((fp8[n] - o[n]).abs().max().item() for o in (fp32, rounded)) for n in fp8}
+    return {
+        n: tuple(((fp8[n] - o[n]).abs().max() / o[n].abs().max()).item() for o in (fp32, rounded))
+        for n in fp8
+    }
 
 
 if __name__ == "__main__":
-    print("largest |FP8 - FP32|, from:   FP32 operands   representable operands")
+    print("largest |FP8 - FP32| over the largest |FP32|, in percent")
+    print(f"{'operands of FP32:':27} {'as they are':>15} {'representable':>24}")
     for name, (plain, rounded) in differences().items():
-        print(f"{name:27} {plain:15.4g} {rounded:24.4g}")
+        print(f"{name:27} {100 * plain:14.3g}% {100 * rounded:23.2g}%")

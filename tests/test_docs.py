@@ -49,6 +49,7 @@ NOT_OURS = frozenset(
         "megafp8.recipes",  # a group of entry points
         "megafp8.sqsh",
         "megafp8.sif",
+        "train.sh",  # in docs/guide/migrate.md, a script of Megatron's
         "model.layers.0",  # in docs/guide/own_model.md, of any PyTorch model
         "model.parameters",
         "model.state_dict",
@@ -165,7 +166,7 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         options = ROOT / "megafp8/cli/job.py"  # what every command with settings takes
         package = [file.with_name("__init__.py")] if file.name == "__main__.py" else []
         known = "".join(part.read_text("utf-8") for part in (file, options, *package))
-        for option in OPTION.findall(command[4].partition(" # ")[0]):
+        for option in OPTION.findall(re.sub("'[^']*'", "", command[4]).partition(" # ")[0]):
             if f'"{option}"' not in known:
                 yield f"option {option} of {name or command[2]}"
 
@@ -232,9 +233,11 @@ def bad_commands(page: str, text: str) -> Iterator[str]:
     """
     for code in code_of(text):
         command = re.search(r"(?:pretrain_gpt\.py|megafp8 (?:pretrain|dryrun)) (.*)", code)
-        if command is None or re.search(
-            r"…|[$<]|SETTINGS_OF|KEY=|--(?:config|help)|-m ", command[1]
-        ):
+        if (
+            command is None
+            or re.search(r"…|[$<]|SETTINGS_OF|KEY=|--(?:config|help)|-m ", command[1])
+            or " --line " in code
+        ):  # a command of Megatron's
             continue
         words = shlex.split(command[1].partition(" # ")[0], comments=True)
         words = [word for word in words if re.match(r"[\w.]+=", word)]

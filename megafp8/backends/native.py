@@ -171,7 +171,7 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
         for name in recipes
         if not find_recipe(name).has_kernels() and not (in_c and find_recipe(name).has_casts_in_c())
     ]
-    if in_torch and casts != "torch":
+    if in_torch and not casts.startswith("torch"):
         casts = (
             "torch"
             if len(in_torch) == len(recipes)
@@ -183,4 +183,6 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
 def _caster(engine: Engine, device: torch.device) -> str:
     if engine.uses_triton:
         return "Triton"
-    return "C" if device.type == "cpu" and library().lib is not None else "torch"
+    if device.type != "cpu":
+        return "torch"
+    return "C" if library().lib is not None else "torch (a C compiler, as gcc, makes them faster)"

@@ -92,6 +92,9 @@ def quoted(text: str) -> str:
 
 
 def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOverride | SettingError:
+    if text.startswith("="):
+        hint = "Write KEY=VALUE without blanks around the equals sign"
+        return SettingError(text, None, "has no key", hint, origin=COMMAND_LINE)
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:

@@ -220,15 +220,18 @@ def prepare_instructions(
     validation_parts = [
         _read(name, given, tokenizer, longest, notify) for name in given.validation_files
     ]
+    num_left_out = 0
     if not validation_parts:
         named = zip(train_parts, given.train_files, strict=True)
         pairs = [_split(part, spec, name) for part, name in named]
+        num_left_out = sum(len(part.counted_N) for part in train_parts)
         train_parts, validation_parts = [a for a, _ in pairs], [b for _, b in pairs]
+        num_left_out -= sum(len(part.counted_N) for pair in pairs for part in pair)
     if given.probabilities is None:
         train_parts = [_concatenated(train_parts)]
     trains = [_packed(part, spec, shuffle=given.shuffle) for part in train_parts]
     validations = [_packed(part, spec, shuffle=False) for part in validation_parts]
-    _report(trains, validations, notify)
+    _report(trains, validations, num_left_out, notify)
     streams = [ShuffledEpochs(train, spec.seed, given.shuffle) for train in trains]
     digest = hashlib.sha256(tokenizer.digest.encode())
     for source in (*trains, *validations):
@@ -308,7 +311,10 @@ def _packed(part: Tokenized, spec: DataSpec, *, shuffle: bool) -> PackedExamples
 
 
 def _report(
-    trains: Sequence[PackedExamples], validations: Sequence[PackedExamples], notify: Notify
+    trains: Sequence[PackedExamples],
+    validations: Sequence[PackedExamples],
+    num_left_out: int,
+    notify: Notify,
 ) -> None:
     examples = sum(len(source.examples.counted_N) for source in trains)
     held_out = sum(len(source.examples.counted_N) for source in validations)
@@ -320,6 +326,7 @@ def _report(
         f"data: {examples} training examples in {samples} samples, which they fill to "
         f"{tokens / places:.0%}; {counted / tokens:.0%} of their tokens are counted in the loss; "
         f"{held_out} validation examples"
+        + (f"; {num_left_out} are left out (model.data.splits_string)" if num_left_out else "")
     )
 
 

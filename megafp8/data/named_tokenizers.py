@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 from megafp8.data.library_tokenizers import (
     load_sentencepiece,
@@ -74,9 +77,11 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
         return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
     transformers = needed("transformers", name)
     try:  # trust_remote_code stays off: no code runs
-        if Path(name).is_dir():
+        is_here = Path(name).is_dir()
+        if is_here:
             check_members(Path(name))
-        loaded = transformers.AutoTokenizer.from_pretrained(name)
+        only_files = is_here or not hub_answers()
+        loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=only_files)
     except Exception as error:  # files, JSON and the network raise different classes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
@@ -103,6 +108,26 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
             "Name the token that is to end a document",
         )
     return JsonTokenizer(_copy(rust), eod_id)
+
+
+def hub_answers() -> bool:
+    """Whether the Hub answers at all, within five seconds.
+
+    transformers asks a Hub that does not answer for most of a minute.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=5):
+            return True
+    except HTTPError:
+        return True
+    except URLError as error:  # a certificate that only the Hub's own client may know
+        return isinstance(error.reason, ssl.SSLError)
+    except OSError:
+        return False
 
 
 def gpt2_tokenizer(vocab_file: Path, merge_file: Path) -> JsonTokenizer:

@@ -112,6 +112,8 @@ def test_did_you_mean(wrong: str, meant: str) -> None:
         ("model.optim.lr.x=1", "model.optim.lr.x", "no such key"),
         ("model.fp8", "model.fp8", "Write model.fp8=VALUE"),
         ("nonsense", "nonsense", "not of the form KEY=VALUE"),
+        ("=", "=", "without blanks around"),
+        ("=True", "=True", "without blanks around"),
         ("~model.fp8", "~model.fp8", "cannot be deleted"),
         ("~model.fp8=False", "~model.fp8=False", "cannot be deleted"),
         ("exp_manager.name=]", "exp_manager.name", "cannot read it"),

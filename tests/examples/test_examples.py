@@ -74,11 +74,11 @@ def test_transformer_engine_runs_on_a_laptop() -> None:
 
 
 def test_primer_differs_from_fp32_by_the_rounding_of_operands_only(table: Table) -> None:
-    rows = table("01_primer.py")[1:]
+    rows = table("01_primer.py")[2:]
     assert [row[0] for row in rows] == ["output", "grad_input", "grad_weight"]
-    for _, from_fp32, from_representable in rows:
-        assert float(from_representable) <= 5e-4
-        assert float(from_fp32) > 5e-2
+    for _, from_fp32, from_representable in rows:  # percent of the largest element
+        assert float(from_representable.rstrip("%")) <= 0.01
+        assert 1 < float(from_fp32.rstrip("%")) < 10
 
 
 def test_training_in_fp8_follows_bf16(table: Table) -> None:

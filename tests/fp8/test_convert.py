@@ -465,7 +465,7 @@ def test_the_example_of_the_documentation_runs(
     losses = [float(line.rpartition(" ")[2]) for line in lines[:3]]
     assert losses[2] < losses[1] < losses[0]
     assert lines[4:] == [
-        "share of FLOPs in FP8: 1.0",
+        "share of the converted linears' FLOPs in FP8: 1.0",
         "40 updates of the first weight's scale",
     ]
     assert (tmp_path / "checkpoint.pt").exists()

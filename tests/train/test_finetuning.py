@@ -166,6 +166,7 @@ def test_a_run_learns_its_answers_and_takes_the_model_from_the_checkpoint(
     assert "0.00 M" not in done.output  # small numbers of tokens are shown whole
     # 5% of 60 examples are for a test, and are not read.
     assert "54 training examples" in done.output and "3 validation examples" in done.output
+    assert "3 are left out (model.data.splits_string)" in done.output
 
 
 FP8 = "model.fp8=True"
