@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -77,9 +78,22 @@ class NativeBackend(Backend):
             else:
                 linear.weight_form = LowPrecisionWeight(own, linear.quantizer, dtype)
 
+    def change_recipe(self, model: nn.Module, recipe: Fp8Recipe) -> None:
+        assert isinstance(self.scaling, ScalingState)
+        precision = replace(self.spec.precision, fp8=recipe)
+        self.spec = replace(self.spec, precision=precision)
+
+        def requantize() -> None:
+            for linear in linears_of(model):
+                linear.take_recipe()
+
+        self.scaling.change_recipe(recipe, requantize)
+
     def describe(self) -> str:
         recipe = self.spec.precision.fp8
-        return "" if recipe is None else f"native, {self._kernels(recipe)}"
+        if recipe is None or recipe.is_unused:
+            return ""
+        return f"native, {self._kernels(recipe)}"
 
     def kernel(self) -> str:
         assert self.spec.precision.fp8 is not None
@@ -123,7 +137,7 @@ def planned_of(model: nn.Module, recipe: Fp8Recipe, *, unnamed: str = "") -> Ite
     for linear in linears_of(model):
         fp8: tuple[GemmName, ...] = ()
         if linear.quantizer is None:
-            rule = next((rule for rule in recipe.modules if rule.matches(linear.name)), None)
+            rule = recipe.rule_of(linear.name)
             reasons: tuple[str, ...] = (unnamed if rule is None else rule.source,)
         else:
             fp8 = linear.quantizer.fp8_gemms

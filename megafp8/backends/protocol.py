@@ -21,7 +21,7 @@ from megafp8.models.parts import Parts
 from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import PartsArgs
-from megafp8.specs import RunSpec
+from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import PlannedGemms
 
 Stores = Mapping[nn.Parameter, Callable[[torch.Tensor], None]]
@@ -76,6 +76,13 @@ class Backend(ABC):
 
     def after_load(self) -> None:  # noqa: B027  # most do nothing
         """Take over the scales that a checkpoint has brought into the tables of `scaling`."""
+
+    def change_recipe(self, model: nn.Module, recipe: Fp8Recipe) -> None:
+        """Let the linears of a model compute by another recipe, between two steps.
+
+        Settings refuse it where a backend cannot do it.
+        """
+        raise NotImplementedError(f"{self.spec.precision.backend} keeps its recipe")
 
     def forget(self) -> None:  # noqa: B027  # most do nothing
         """Forget what a library keeps for the whole process of this model."""

@@ -16,7 +16,15 @@ from megafp8.foreign import Fields
 
 _MOST = 2**53
 COUNTS = ("consumed_samples", "num_updates", "num_skipped")
-_SECTIONS = ("config", "last_in_effect", "metrics", "versions", "scaling_layout", "loss_scale")
+_SECTIONS = (
+    "config",
+    "last_in_effect",
+    "metrics",
+    "versions",
+    "scaling_layout",
+    "loss_scale",
+    "precision_steps",
+)
 STATE = ("config", "data_fingerprint", *COUNTS)
 
 
@@ -38,6 +46,8 @@ def check_meta(meta: Mapping[str, Any]) -> None:
         sections["metrics"].number(name, None)
     for name in sections["scaling_layout"].tree:
         sections["scaling_layout"].whole(name, 1, _MOST)
+    for name in sections["precision_steps"].tree:
+        sections["precision_steps"].whole(name, 0, _MOST)
     if sections["loss_scale"].tree:
         sections["loss_scale"].number("scale", above=0)
         sections["loss_scale"].whole("num_finite", 0, _MOST)

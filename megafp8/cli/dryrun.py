@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
 from megafp8.cli.plan import hardware_from, is_hardware
-from megafp8.cli.plan_text import USABLE, passing_gradients
+from megafp8.cli.plan_text import USABLE, passing_gradients, phase_name
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.load import load_all
@@ -24,6 +24,7 @@ from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, ExitCode
 from megafp8.observe.units import format_bytes
 from megafp8.plan.hardware import KNOWN, Hardware
+from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
@@ -105,8 +106,13 @@ def main(argv: Sequence[str]) -> int:
     ranks = chosen_ranks(spec, options.rank)
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:
         print(line)
+    has_phases = bool(spec.precision.schedule)
+    if has_phases:
+        spec = largest_phase(spec)
+        print(f"phase of model.precision_schedule that needs the most memory: {phase_name(spec)}")
     layout = dryrun.whole_layout(spec)
-    print("\n".join([*job_lines(spec, layout, whose), device_line(spec, asked)]))
+    lines = job_lines(spec, layout, whose, needs_fp8=not has_phases)
+    print("\n".join([*lines, device_line(spec, asked)]))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *memory_table(spec, shares)]))
     if hardware is not None:
@@ -169,10 +175,13 @@ def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
     return [rank]
 
 
-def job_lines(spec: RunSpec, layout: Layout, whose: str) -> Iterator[str]:
+def job_lines(
+    spec: RunSpec, layout: Layout, whose: str, *, needs_fp8: bool = True
+) -> Iterator[str]:
     """Yield lines about the whole job: model, layout, batch, pipeline and FP8.
 
-    `whose` says whose vocabulary it is.
+    `whose` says whose vocabulary it is. Only without `needs_fp8` a job in FP8 may have no product
+    in it.
 
     Raises:
         ConfigError: FP8 is asked for, and no linear would run in FP8.
@@ -207,7 +216,8 @@ def job_lines(spec: RunSpec, layout: Layout, whose: str) -> Iterator[str]:
 
         parts = [part for part in layout.stages for _ in range(parallel.tp)]
         share = share_of_ranks(parts, model, num_replicas=1)
-        require_fp8(share)
+        if needs_fp8:
+            require_fp8(share)
         kind = find_recipe(spec.precision.fp8.name).traits.kind  # as the header of a run says
         yield (
             f"{kind}: {share.share:.1%} of the GEMM FLOPs of a step without attention; in higher "

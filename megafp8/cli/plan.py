@@ -46,6 +46,7 @@ from megafp8.observe.units import format_bytes
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN, Hardware, hardware_of
 from megafp8.plan.memory import all_ranks
+from megafp8.plan.phases import largest_phase, phase_times
 from megafp8.plan.search import LAYOUT_KEYS, STAGE_KEYS, Found, search
 from megafp8.plan.time import (
     Achieved,
@@ -272,8 +273,13 @@ def spec_without_layout(words: Sequence[str], vocab_size: int | None, refusal: U
 
 
 def make_plan(spec: RunSpec, hardware: Hardware) -> Plan:
-    """Return all that is predicted for a job."""
-    plain = None if spec.precision.fp8 is None else without_fp8(spec)
+    """Return all that is predicted for a job.
+
+    Of a job that changes its precision, it is predicted for the phase that needs the most memory.
+    """
+    phases, spec = phase_times(spec, hardware), largest_phase(spec)
+    recipe = spec.precision.fp8
+    plain = None if recipe is None or recipe.is_unused else without_fp8(spec)
     return Plan(
         spec=spec,
         hardware=hardware,
@@ -282,6 +288,7 @@ def make_plan(spec: RunSpec, hardware: Hardware) -> Plan:
         time=step_time(spec, hardware),
         bf16=None if plain is None else step_time(plain, hardware),
         bf16_bytes=None if plain is None else max(rank.total for rank in all_ranks(plain)),
+        phases=phases,
     )
 
 
@@ -305,8 +312,9 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "step_seconds": asdict(plan.time) | {"total": seconds},
         "tokens_per_second": speed,
         "mfu_of_bf16_peak": model_flops_utilization(spec, seconds, plan.hardware),
-        "days": (tokens or float(spec.train.max_steps) * tokens_per_step(spec)) / speed / 86400,
+        "days": plan.seconds_of(tokens) / 86400,
         "bf16_step_seconds": None if plan.bf16 is None else plan.bf16.total,
+        "phases": [asdict(phase) for phase in plan.phases],
         "fp8_over_bf16": plan.fp8_over_bf16,
         "verdict": plan.verdict,
         "layouts": [

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from megafp8.observe.units import format_bytes, format_count
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import RankMemory
+from megafp8.plan.phases import PhaseTime
 from megafp8.plan.search import Found
 from megafp8.plan.shape import rank_shape
 from megafp8.plan.time import (
@@ -22,6 +23,7 @@ from megafp8.plan.traffic import Message
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.gpus import ways
+from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
 
@@ -58,6 +60,19 @@ class Plan:
     time: StepTime
     bf16: StepTime | None  # the same job in BF16, where the job asks for FP8
     bf16_bytes: int | None
+    phases: tuple[PhaseTime, ...] = ()  # of a job that changes its precision
+
+    def seconds_of(self, tokens: float | None) -> float:
+        """Return the time of so many tokens; of those of all steps of the job if it is None.
+
+        The phases of a job keep their shares of it.
+        """
+        num_steps, seconds = self.spec.train.max_steps, self.time.total
+        if self.phases:
+            of_job = sum(phase.num_steps * phase.step_seconds for phase in self.phases)
+            seconds = of_job / num_steps
+        each = tokens_per_step(self.spec)
+        return (tokens or float(num_steps) * each) / (each / seconds)
 
     @property
     def largest(self) -> RankMemory:
@@ -173,6 +188,21 @@ def about_job(plan: Plan, vocabulary: str) -> Iterator[str]:
         f"{train.num_microbatches(parallel.dp)} microbatch(es) of {train.micro_batch_size}"
     )
     yield from (f"note: {note}" for note in layout_notes(plan))
+    if plan.phases:
+        yield (
+            "note: the tables are those of the phase of model.precision_schedule that needs the "
+            f"most memory: {phase_name(plan.spec)}"
+        )
+
+
+def phase_name(spec: RunSpec) -> str:
+    """Return a name for a phase that is planned as a run by itself: its recipe, or its dtype."""
+    recipe = spec.precision.fp8
+    if recipe is None or recipe.is_unused:
+        return spec.precision.compute.upper()
+    high = ", ".join(gemm for gemm in GEMMS if gemm in recipe.high_precision_gemms)
+    some = "" if not recipe.modules else ", with others for some linears"
+    return label_of(recipe.name) + (f" without {high}" if high else "") + some
 
 
 def layout_notes(plan: Plan) -> list[str]:
@@ -316,7 +346,11 @@ def about_speed(plan: Plan, tokens: float | None) -> Iterator[str]:
     total = tokens or float(spec.train.max_steps) * tokens_per_step(spec)
     steps = f"trainer.max_steps={spec.train.max_steps}; --tokens gives another number"
     what = "--tokens" if tokens else steps
-    yield f"{format_count(total)} tokens ({what}) take {total / speed / 86400:.2f} days"
+    yield from (
+        f"{phase.num_steps} steps of {format_seconds(phase.step_seconds)} each: {phase.text}"
+        for phase in plan.phases
+    )
+    yield f"{format_count(total)} tokens ({what}) take {plan.seconds_of(tokens) / 86400:.2f} days"
 
 
 def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
 from megafp8.config.keys import Values
 from megafp8.config.overrides import ParsedOverride, parse_overrides
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import Origins
 from megafp8.config.settings import Setting, read_value
 from megafp8.config.values import parse_modules
@@ -71,7 +72,7 @@ def names_given(overrides: Sequence[ParsedOverride]) -> frozenset[str]:
 def _each(override: ParsedOverride) -> list[Setting]:
     """Return the settings of all values of an override that may choose recipes."""
     key = override.text.partition("=")[0].lstrip("+")
-    if override.sweep is None or key not in (RECIPE, MODULES):
+    if override.sweep is None or key not in (RECIPE, MODULES, SCHEDULE):
         return []
     texts: list[str] = []
     with suppress(HydraException, ValueError):  # an interval; the sweep reports what is wrong
@@ -86,7 +87,7 @@ def load_recipes_of(cfg: DictConfig) -> None:
     Raises:
         SettingError: A recipe cannot be imported here.
     """
-    values = {key: read_value(cfg, key) for key in ("model.fp8", RECIPE, MODULES)}
+    values = {key: read_value(cfg, key) for key in ("model.fp8", RECIPE, MODULES, SCHEDULE)}
     origins = dict.fromkeys(values, COMMAND_LINE)
     raise_if_any(load_own_recipes(values, origins))
 
@@ -101,6 +102,9 @@ def _named(values: Values) -> Iterator[tuple[str, str]]:
     for rule in parse_modules(values.get(MODULES)) or ():
         if names_code(rule.precision):
             yield MODULES, rule.precision
+    for change in parse_schedule(values.get(SCHEDULE)):
+        if names_code(change.precision):
+            yield SCHEDULE, change.precision
 
 
 def _untrusted(key: str, name: str, origin: str) -> SettingError:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from megafp8.config.keys import Values
+from megafp8.config.precision_phases import Assigned, changes_of, in_phases, recipe_of
 from megafp8.config.schema import spec_fields
 from megafp8.config.values import PRECISIONS, layers_in_bf16, parse_modules, split_accumulator
 from megafp8.specs import Fp8Recipe, LossScaleSpec, PrecisionSpec
-from megafp8.specs.precision import GEMMS, AttentionInFp8, AutoBackend, ModuleRule
+from megafp8.specs.precision import (
+    GEMMS,
+    AttentionInFp8,
+    AutoBackend,
+    ModuleRule,
+    PrecisionChange,
+    PrecisionPhase,
+)
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, switched_off
 from megafp8.specs.traits import GemmName
 
@@ -30,11 +38,13 @@ def precision_spec(values: Values, auto: AutoBackend | None) -> PrecisionSpec:
     """
     compute = PRECISIONS[values["trainer.precision"]]
     backend = values["model.fp8_backend"]
+    phases = tuple(phases_of(values, changes_of(values))) if values["model.fp8"] else ()
     return PrecisionSpec(
         **spec_fields("precision", values),
         compute=compute,
         attention_in_fp8=_attention_in_fp8(values),
-        fp8=_fp8(values),
+        fp8=phases[0].recipe if phases else _fp8(values),
+        schedule=phases,
         loss_scale=_loss_scale(values) if compute == "fp16" else None,
         backend="native" if backend == "auto" else backend,
         auto=auto,
@@ -53,9 +63,33 @@ def _attention_in_fp8(values: Values) -> AttentionInFp8:
 
 
 def _fp8(values: Values) -> Fp8Recipe | None:
-    if not values["model.fp8"]:
-        return None
-    off = tuple(part for key, part in _PARTS.items() if values[key])
+    return settings_recipe(values) if values["model.fp8"] else None
+
+
+def phases_of(values: Values, changes: Sequence[PrecisionChange]) -> Iterator[PrecisionPhase]:
+    """Yield the phases of a run whose schedule has these changes, from step 0 on; none without."""
+    if not changes:
+        return
+    settings, off = settings_recipe(values), switched_off_parts(values)
+    present = start = Assigned.by_settings(settings, values["model.num_layers"])
+    for after, begin_here in in_phases(changes):
+        for change in begin_here:
+            present = present.after(change, start, off)
+        own = settings
+        if present.recipe != settings.name:
+            own = settings_recipe({**values, "model.fp8_recipe": present.recipe})
+        recipe = recipe_of(present, settings, own)
+        yield PrecisionPhase(after=after, changes=begin_here, recipe=recipe)
+
+
+def switched_off_parts(values: Values) -> tuple[str, ...]:
+    """Return the parts that are switched off in every recipe of a run."""
+    return tuple(part for key, part in _PARTS.items() if values[key])
+
+
+def settings_recipe(values: Values) -> Fp8Recipe:
+    """Return the recipe that the settings beside `model.precision_schedule` ask for."""
+    off = switched_off_parts(values)
     name = switched_off(values["model.fp8_recipe"], off)
     traits = find_recipe(name).traits
     power_2 = values["model.fp8_power_2_scale"]

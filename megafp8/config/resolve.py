@@ -14,6 +14,7 @@ from megafp8.config.checks import rule_findings
 from megafp8.config.data_values import file_list, parse_data_prefix, unescaped
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
+from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.precision_spec import precision_spec
 from megafp8.config.rules import Finding, effective
 from megafp8.config.schema import all_keys, spec_fields
@@ -118,7 +119,9 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     if values["model.fp8"]:  # null is what the recipe does
         traits = find_recipe(values["model.fp8_recipe"]).traits
         is_e4m3 = bool(values["model.fp8_e4m3"]) or traits.is_e4m3
-        values |= {"model.fp8_e4m3": is_e4m3, "model.fp8_hybrid": not is_e4m3}
+        # A schedule may have a recipe with two formats after one with E4M3 alone.
+        if bool(values["model.fp8_e4m3"]) == is_e4m3 or not values[SCHEDULE]:
+            values |= {"model.fp8_e4m3": is_e4m3, "model.fp8_hybrid": not is_e4m3}
     on_cpu = values["trainer.accelerator"] == "cpu"
     if not on_cpu and values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"

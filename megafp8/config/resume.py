@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.keys import FREE_KINDS, Values
 from megafp8.config.overrides import quoted
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_modules, split_accumulator, without_match
@@ -171,6 +172,9 @@ def _findable(values: Values) -> dict[str, Any]:
         for rule in parse_modules(rules) or ()
     ):
         found["model.fp8_modules"] = []
+    named = {change.precision for change in parse_schedule(values.get(SCHEDULE))}
+    if any(problem(name) is not None for name in named - {HIGH_PRECISION}):
+        found[SCHEDULE] = []
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megafp8.config.keys import Values
+from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.rows import (
     CURRENT,
     FP32,
@@ -263,6 +264,11 @@ TABLE = (
             (NVFP4, "[False, True, True]", "the two backward products alone"),
             ("Float8BlockScaling", "[True, True, True]", "all products"),
         )
+    ),
+    Row(
+        {"model.fp8": True}, {SCHEDULE: given()},
+        "Transformer Engine's layers are built once for one recipe, and keep it for the run",
+        LEAVE,
     ),
     # --- attention in FP8 ----------------------------------------------------------------------
     Row(

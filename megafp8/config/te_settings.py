@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config.architecture import tree_of_spec
+from megafp8.config.precision_changes import SCHEDULE, written
 from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, StorageSpec
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import find_recipe
@@ -21,6 +22,7 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
     return {
         **_of_model(spec.model),
         **({"model.fp8": False} if precision.fp8 is None else of_recipe(precision.fp8)),
+        SCHEDULE: [written(c) for phase in precision.schedule for c in phase.changes],
         **_of_storage(spec.optim.storage),
         "trainer.precision": _PRECISIONS[precision.compute],
         "model.megatron_amp_O2": precision.half_weights,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megafp8.config.keys import Values
+from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.rows import (
     CURRENT,
     FP8_GRADS,
@@ -161,6 +162,38 @@ TOGETHER = (
         {COMPILE: "block", "model.fp8": True}, {RECIPE: some_recipe(TWO_LEVELS)},
         "{recipe} has scales of two levels, which a compiled layer does not keep for backward",
         "Set model.compile=off, or use another recipe",
+        UNPROVEN,
+    ),
+    # --- a schedule of precision ---------------------------------------------------------------
+    Row(
+        {BACKEND: "torchao"}, {SCHEDULE: given()},
+        "torchao's linears are built once for one recipe, and cannot change it within a run",
+        f"Leave it out, {NATIVE}",
+    ),
+    Row(
+        {GRAPH: True}, {SCHEDULE: given()},
+        "a graph repeats the casts and products that were captured, and has not been captured "
+        "again within a run",
+        f"Leave it out, {NO_GRAPH}",
+        UNPROVEN,
+    ),
+    Row(
+        {COMPILE: not_("off")}, {SCHEDULE: given()},
+        "layers that torch has compiled have not been shown to be right after a change of recipe",
+        "Use model.compile=off, or leave it out",
+        UNPROVEN,
+    ),
+    Row(
+        {LEVEL: LOW_PRECISION}, {SCHEDULE: given()},
+        "gradients, weights and moments in low precision (FP8-LM) have not been shown to be right "
+        "after a change of recipe",
+        f"Leave it out, or {NO_LEVEL}",
+        UNPROVEN,
+    ),
+    Row(
+        {PARAMS: True}, {SCHEDULE: given()},
+        "weights that are kept in FP8 alone are not made again for another recipe",
+        f"Leave {PARAMS} out, or leave it out",
         UNPROVEN,
     ),
     # --- sequence and context parallelism ------------------------------------------------------

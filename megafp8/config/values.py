@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megafp8.config.keys import MAX_POSITIONS
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.specs.layer import linear_names
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
@@ -336,10 +337,11 @@ def storage_of(values: Mapping[str, Any]) -> dict[str, StorageName]:
 
 
 def recipes_in(values: Mapping[str, Any]) -> set[str]:
-    """Return the recipes that some linear may have."""
+    """Return the recipes that some linear may have at some step."""
     rules = parse_modules(values.get("model.fp8_modules", [])) or ()
-    chosen = {rule.precision for rule in rules} - {HIGH_PRECISION}
-    return {values.get("model.fp8_recipe", DEFAULT_RECIPE), *chosen}
+    chosen = {rule.precision for rule in rules}
+    chosen |= {change.precision for change in parse_schedule(values.get(SCHEDULE, []))}
+    return {values.get("model.fp8_recipe", DEFAULT_RECIPE), *(chosen - {HIGH_PRECISION})}
 
 
 def split_accumulator(values: Mapping[str, Any]) -> list[bool]:

@@ -53,7 +53,7 @@ def linear_quantizer(
     reductions = reduce_max, reduce_columns
     made = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
     tensors = {role: _with_part(tensor, part(role)) for role, tensor in made.items()}
-    return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision))
+    return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision, name))
 
 
 def _tensor_quantizer(

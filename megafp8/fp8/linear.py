@@ -160,7 +160,8 @@ class Linear(nn.Module):
     that is kept in FP8 alone (`fp8_params`) and is the dtype in which the linear computes: the
     parameter is then the payload, which the weight's form (`StoredFp8`) fills from the master
     weight. The gradients of such a weight go into the sink, never to `.grad`. `is_gathered` says
-    that FSDP gathers the weight for each use.
+    that FSDP gathers the weight for each use. `new_quantizer` makes a quantizer by the recipe that
+    the scaling state has then, for `take_recipe`.
     """
 
     def __init__(
@@ -175,10 +176,11 @@ class Linear(nn.Module):
         counter: GemmCounter,
         stored_compute_dtype: torch.dtype | None = None,
         is_gathered: bool = False,
+        new_quantizer: Callable[[], LinearQuantizer | None] | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight_OI, bias_O
-        self.name = name
+        self.name, self._is_gathered, self._new_quantizer = name, is_gathered, new_quantizer
         self.quantizer, self.comm, self.sink, self.counter = quantizer, comm, sink, counter
         self.weight_form = weight_form(
             weight_OI,
@@ -188,6 +190,15 @@ class Linear(nn.Module):
         )
         # The operation that stands for this linear in a compiled layer: [T, I] -> [T', O].
         self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def take_recipe(self) -> None:
+        """Compute by the present recipe of the scaling state, which has changed.
+
+        Nothing that was quantized before is kept. Weights that are kept in FP8 alone are refused.
+        """
+        assert self._new_quantizer is not None, "this linear never had a recipe"
+        self.quantizer = self._new_quantizer()
+        self.weight_form = weight_form(self.weight, self.quantizer, is_gathered=self._is_gathered)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the output, [B, ..., I] -> [B, ..., O], in the input's dtype.

@@ -179,6 +179,11 @@ def _check_rules(recipe: Fp8Recipe) -> None:
         _require(f"{subject}.precision", rule.precision, HIGH_PRECISION)
         if not isinstance(rule.source, str):
             raise Fp8Error(f"{subject}.source={rule.source!r}", "must be a string", "Leave it out")
+        if rule.kept_high is not None and not _is_gemms(rule.kept_high):
+            hint = GEMM_SET.hint
+            raise Fp8Error(
+                f"{subject}.kept_high={rule.kept_high!r}", f"must be {GEMM_SET.what}, or None", hint
+            )
 
 
 def _check_effects(recipe: Fp8Recipe) -> None:

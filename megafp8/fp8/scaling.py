@@ -161,6 +161,24 @@ class ScaleTable:
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 
+    def take_rows(self, other: ScaleTable) -> None:
+        """Take the rows of the tensors that an earlier table has, too, with the same update."""
+        old = {name: row for row, name in enumerate(other.names)}
+        same = [
+            (row, old[name])
+            for row, name in enumerate(self.names)
+            if name in old and other._update_of(old[name]) == self._update_of(row)
+        ]
+        if same and other.fmt is self.fmt:
+            rows, old_rows = (list(part) for part in zip(*same, strict=True))
+            earlier = other.tensors()
+            for name, tensor in self.tensors().items():
+                tensor[rows] = earlier[name][old_rows]
+
+    def _update_of(self, row: int) -> Update | None:
+        """Return the rule of a row's history and scale; None for Transformer Engine's."""
+        return next((update for update, rows in self._own.items() if row in rows), None)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, by field name."""
         fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
@@ -320,6 +338,25 @@ class ScalingState:
     def tables(self) -> dict[Direction, ScaleTable]:
         """Return the table of each direction, after the updates under way."""
         return {"forward": self.forward.settled(), "backward": self.backward.settled()}
+
+    def change_recipe(self, recipe: Fp8Recipe, requantize: Callable[[], None]) -> None:
+        """Scale by another recipe from now on, between two steps.
+
+        `requantize` makes the quantizers of all linears, which register their tensors in tables of
+        the new recipe. A tensor that had a history, and has one of the same format now, keeps it
+        with its scale; the others begin as in a new run.
+        """
+        before = self.tables
+        forward_format, backward_format = formats_of(recipe)
+        self.recipe = recipe
+        self.forward = ScaleTable(recipe, forward_format)
+        self.backward = ScaleTable(recipe, backward_format)
+        for table in self.tables.values():
+            table.to(before["forward"].amax.device)
+        requantize()
+        for direction, table in self.tables.items():
+            table.take_rows(before[direction])
+        self.weights_version += 1
 
     def to(self, device: torch.device) -> None:
         """Move the tables to `device` and choose its engine."""

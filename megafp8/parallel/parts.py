@@ -133,11 +133,11 @@ class NativeParts(Parts):
         comm: LinearComm,
     ) -> Linear:
         scaling = self.scaling
-        quantizer = None
+        quantizer = new_quantizer = None
         if scaling is not None:
-            quantizer = linear_quantizer(
-                scaling, name, comm.reduce_max, comm.reduce_columns, partial(_part, weights, comm)
-            )
+            reductions, part = (comm.reduce_max, comm.reduce_columns), partial(_part, weights, comm)
+            new_quantizer = partial(linear_quantizer, scaling, name, *reductions, part)
+            quantizer = new_quantizer()
         in_fp8 = scaling is not None and scaling.recipe.params_in_fp8 and quantizer is not None
         weight = self.normal_parameter(shape, weights, std)
         if scaling is not None and in_fp8:
@@ -152,6 +152,7 @@ class NativeParts(Parts):
             counter=self.counter,
             stored_compute_dtype=self.dtype if in_fp8 else None,
             is_gathered=self.gathers_weights,
+            new_quantizer=new_quantizer,
         )
 
     def recompute_contexts(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.memory import rank_memory
+from megafp8.plan.phases import bytes_of_largest_rank, largest_phase
 from megafp8.plan.time import Achieved, StepTime, step_time
 from megafp8.specs import FsdpSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
@@ -92,14 +92,11 @@ def search(
     `usable` of the memory.
     """
     found = []
-    for candidate in layouts(spec):
-        # The first rank keeps the most microbatches, the last one has the head.
-        ends = {0, candidate.parallel.pp - 1}
-        num_bytes = max(rank_memory(candidate, rank).total for rank in ends)
+    for layout in layouts(spec):
+        candidate = largest_phase(layout)
+        num_bytes = bytes_of_largest_rank(candidate)
         if num_bytes <= usable * hardware.memory_bytes:
-            found.append(
-                Found(spec, candidate, step_time(candidate, hardware, achieved), num_bytes)
-            )
+            found.append(Found(spec, layout, step_time(candidate, hardware, achieved), num_bytes))
     return sorted(found, key=lambda layout: (layout.time.total, layout.num_bytes))
 
 

@@ -137,7 +137,7 @@ def fp8_products(spec: RunSpec, linear: LinearShape) -> frozenset[GemmName]:
     recipe = spec.precision.fp8
     if recipe is None:
         return frozenset()
-    return frozenset(linear.whole.products) - recipe.kept_high(linear.precision)
+    return frozenset(linear.whole.products) - recipe.kept_high(linear.precision, linear.whole.name)
 
 
 def _precision_of(precision: PrecisionSpec, linear: str, num_layers: int) -> ModulePrecision:

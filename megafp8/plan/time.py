@@ -128,7 +128,7 @@ def model_flops_utilization(spec: RunSpec, seconds: float, hardware: Hardware) -
 
 def without_fp8(spec: RunSpec) -> RunSpec:
     """Return the same run in BF16, with gradients, master weights and moments in FP32."""
-    precision = replace(spec.precision, fp8=None, compute="bf16")
+    precision = replace(spec.precision, fp8=None, schedule=(), compute="bf16")
     optim = replace(spec.optim, storage=StorageSpec(), shards_grads=False, shard_by="tensors")
     parallel = spec.parallel
     if parallel.fsdp is not None:

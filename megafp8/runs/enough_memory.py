@@ -18,6 +18,7 @@ from megafp8.ops.memory import Limit, machine_limits, process_limits
 from megafp8.parallel.agreement import gather, on_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.memory import RankMemory, rank_memory
+from megafp8.plan.phases import largest_phase
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
 
@@ -73,7 +74,7 @@ def require_memory(spec: RunSpec, mesh: Mesh, warn: Callable[[str], None]) -> No
         RunError: The job cannot fit into the memory of a rank's device or machine.
         ConfigError: `MEGAFP8_MEMORY_CHECK` has an unknown value.
     """
-    needs = needs_of(spec, rank_memory(spec, mesh.pp.rank))
+    needs = needs_of(spec, rank_memory(largest_phase(spec), mesh.pp.rank))
     size = max(1, spec.parallel.devices_per_node)
     of_node = mesh.world.rank // size
     everybody = gather(mesh, (needs.on_host, needs.on_host_at_most))

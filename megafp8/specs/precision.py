@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, cast, get_args
 
-from megafp8.specs.recipes import DEFAULT_RECIPE, find_recipe, problem, traits_of
+from megafp8.specs.recipes import (
+    DEFAULT_RECIPE,
+    HIGH_PRECISION,
+    find_recipe,
+    label_of,
+    problem,
+    traits_of,
+)
 from megafp8.specs.traits import FormatName, GemmName
 
 BackendName = Literal["native", "te", "torchao"]
@@ -25,11 +32,16 @@ UPDATES = (1, 65536)
 
 @dataclass(frozen=True)
 class ModuleRule:
-    """Give `precision` to linears whose name matches `pattern`, a file-name pattern (* ? [...])."""
+    """Give `precision` to linears whose name matches `pattern`, a file-name pattern (* ? [...]).
+
+    `kept_high` are the products of these linears that stay in the compute dtype; None stands for
+    those of the whole recipe (`Fp8Recipe.high_precision_gemms`).
+    """
 
     pattern: str
     precision: ModulePrecision
     source: str = "model.fp8_modules"  # the setting that it comes from
+    kept_high: frozenset[GemmName] | None = None
 
     def matches(self, name: str) -> bool:
         """Whether the rule applies to the linear `name`."""
@@ -77,16 +89,76 @@ class Fp8Recipe:
             first = find_recipe(self.name).traits.backward_formats[0]
             object.__setattr__(self, "backward_format", first)
 
+    @property
+    def names(self) -> set[RecipeName]:
+        """Return the recipes that linears may have."""
+        return {self.name, *(rule.precision for rule in self.modules)} - {HIGH_PRECISION}
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether a rule keeps every linear in high precision."""
+        first = self.modules[:1]
+        return any(r.pattern == "*" and r.precision == HIGH_PRECISION for r in first)
+
+    def rule_of(self, linear: str) -> ModuleRule | None:
+        """Return the rule that decides on the linear of this name; None if no rule matches it."""
+        return next((rule for rule in self.modules if rule.matches(linear)), None)
+
     def precision_of(self, linear: str) -> ModulePrecision:
         """Return the recipe under which the linear of this name runs."""
-        return next((rule.precision for rule in self.modules if rule.matches(linear)), self.name)
+        rule = self.rule_of(linear)
+        return self.name if rule is None else rule.precision
 
-    def kept_high(self, precision: ModulePrecision) -> frozenset[GemmName]:
-        """Return the products that linears under this recipe or another do not run in FP8."""
+    def kept_high(self, precision: ModulePrecision, linear: str = "") -> frozenset[GemmName]:
+        """Return the products that linears under this recipe or another do not run in FP8.
+
+        They are those of the linear of a name, which a rule may choose, or of any without a rule.
+        """
         traits = traits_of(precision)
         if traits is None:
             return frozenset(GEMMS)
-        return self.high_precision_gemms | traits.high_precision
+        rule = self.rule_of(linear) if linear else None
+        chosen = None if rule is None else rule.kept_high
+        return (self.high_precision_gemms if chosen is None else chosen) | traits.high_precision
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionChange:
+    """Describe an entry of `model.precision_schedule`: products that get another precision.
+
+    The change holds for the steps after the first `after` ones, which follow from `start`: a number
+    of steps, or a fraction of the run. `modules` are patterns of linears' names; none stand for all
+    linears that the run has in FP8.
+    """
+
+    start: int | float
+    after: int
+    modules: tuple[str, ...]
+    products: tuple[GemmName, ...]
+    precision: ModulePrecision
+
+    @property
+    def text(self) -> str:
+        """Return the change in words: `output of *.mlp.fc2 in mxfp8`."""
+        products = "" if self.products == GEMMS else f"{', '.join(self.products)} of "
+        name = "high precision"
+        if self.precision != HIGH_PRECISION:
+            name = label_of(self.precision)
+        return f"{products}{', '.join(self.modules) or 'all linears'} in {name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionPhase:
+    """Say under which recipe the steps after the first `after` ones run, and what begins there."""
+
+    after: int
+    changes: tuple[PrecisionChange, ...]
+    recipe: Fp8Recipe
+
+    @property
+    def text(self) -> str:
+        """Return in words what changes when the phase begins."""
+        return "; ".join(change.text for change in self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +201,8 @@ class PrecisionSpec:
     """
 
     compute: Literal["bf16", "fp16", "fp32"]
-    fp8: Fp8Recipe | None
+    fp8: Fp8Recipe | None  # of the first steps, where there is a schedule
+    schedule: tuple[PrecisionPhase, ...] = ()  # all phases of a run that has several
     backend: BackendName = "native"  # what runs the layers
     auto: AutoBackend | None = None  # on a GPU, where no backend was named; None otherwise
     user_buffers: bool = False  # Transformer Engine's, which overlap messages with products

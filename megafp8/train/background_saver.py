@@ -114,6 +114,11 @@ class BackgroundSaver:
         self._error: BaseException | None = None
         self.step: int | None = None  # of the checkpoint that `wait` is due for
 
+    def renew(self) -> None:
+        """Allocate the copy again, for a state that has other tensors than before."""
+        assert self.step is None, "a save is under way"
+        self._snapshot = Snapshot(self._placements.now())
+
     @property
     def num_bytes(self) -> int:
         """Bytes of host memory that this rank's copy of the state takes."""

@@ -73,6 +73,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         loss_scale=None if scale is None else LossScale(scale),
         compiled=compiled,
         graphs=graphs,
+        phases=spec.precision.schedule,
     )
 
 

@@ -28,7 +28,7 @@ from megafp8.parallel.launch import note_checkpoint
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
 from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
-from megafp8.specs.recipes import HIGH_PRECISION, source_of
+from megafp8.specs.recipes import source_of
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver, newest_after_cleanup
 from megafp8.train.state import TrainState
@@ -105,7 +105,8 @@ def recipe_files(spec: RunSpec) -> dict[str, str]:
     recipe = spec.precision.fp8
     if recipe is None:
         return {}
-    names = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
+    recipes = [recipe, *(phase.recipe for phase in spec.precision.schedule)]
+    names = {name for recipe in recipes for name in recipe.names}
     sources = ((name, source_of(name)) for name in sorted(names))
     return {name: source[1] for name, source in sources if source is not None}
 

@@ -11,6 +11,7 @@ from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import StepReport
 from megafp8.observe.curve import logged_curve
+from megafp8.observe.units import plural
 from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Watchdog
 from megafp8.plan.flops import flops_per_token
@@ -18,7 +19,9 @@ from megafp8.plan.utilization import utilization
 from megafp8.specs import RunSpec
 from megafp8.train import state_dict
 from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.phases import begin_phase, phase_of
 from megafp8.train.process import Garbage
+from megafp8.train.report.fp8 import share_of
 from megafp8.train.report.summary import show_sample
 from megafp8.train.run import Run
 from megafp8.train.saver import newest_after_cleanup
@@ -55,6 +58,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
     try:
         while run.state.step < run.spec.train.max_steps:
             watchdog.beat(f"step {run.state.step + 1}")
+            change_precision(run)
             began = time.perf_counter()
             microbatches = next(loader)
             waited = time.perf_counter() - began
@@ -87,6 +91,23 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
     finally:
         run.profiler.close()
         loader.close()
+
+
+def change_precision(run: Run) -> None:
+    """Begin the phase of `model.precision_schedule` that the next step is the first of, if any."""
+    begun = begin_phase(run.state)
+    if begun is None:
+        return
+    if run.background is not None:
+        finish_background_save(run)
+        run.background.renew()
+    share = share_of(run.spec, run.state)
+    more = "" if share is None else f"; {share.share:.1%} of the GEMM FLOPs are in FP8 now"
+    if begun.fresh:
+        more += f"; {plural(len(begun.fresh), 'delayed scale')} begin at 1, with an empty history"
+    run.console.event(
+        f"precision after step {run.state.step}: {begun.phase.text}{more}", kind="precision"
+    )
 
 
 def open_loader(run: Run) -> Loader:
@@ -245,6 +266,8 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         values["global_batch_size"] = samples
     if result.loss_scale is not None:
         values["loss_scale"] = result.loss_scale
+    if state.phases:
+        values["precision_phase"] = phase_of(state, state.step, has_run=True)
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
     run.trackers.log(state.step, values)

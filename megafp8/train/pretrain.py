@@ -273,6 +273,8 @@ def open_run(
     length = spec.model.max_position_embeddings
     on_main(mesh, lambda: save_tokenizer(data.tokenizer, path, length))
     on_main(mesh, lambda: keep_files_of_data(prefixes_of(spec.data), path))
+    if state.phases:  # the run may continue in another precision than it began in
+        share = share_of(spec, state)
     metrics, trackers = _open_logs(path, spec, state, console)
     files_of_health = path if mesh.is_main else None
     run = Run(

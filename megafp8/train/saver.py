@@ -24,6 +24,7 @@ from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_al
 from megafp8.parallel.launch import note_checkpoint
 from megafp8.parallel.mesh import Mesh
 from megafp8.train import state_dict
+from megafp8.train.phases import steps_for_meta
 from megafp8.train.scaling_dict import SCALING_LAYOUT, scaling_layout
 from megafp8.train.state import TrainState
 
@@ -108,6 +109,7 @@ class Saver:
         return {
             **self.meta,
             SCALING_LAYOUT: scaling_layout(state),
+            **steps_for_meta(state),
             METRICS: {n: v for n, v in sorted(self.metrics.items()) if math.isfinite(v)},
             "consumed_samples": state.consumed_samples,
             "num_updates": state.optimizer.num_updates,

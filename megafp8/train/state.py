@@ -16,6 +16,7 @@ from megafp8.optim.masters import Masters
 from megafp8.parallel.grad_reduce import GradReducer
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
+from megafp8.specs.precision import PrecisionPhase
 from megafp8.train.compile import CompileCounter
 from megafp8.train.graphs import MicrobatchGraphs
 
@@ -45,3 +46,4 @@ class TrainState:
     loss_scale: LossScale | None = None  # None unless the run computes in FP16
     compiled: CompileCounter | None = None  # None unless torch compiles the layers
     graphs: MicrobatchGraphs | None = None  # None unless microbatches are captured as CUDA graphs
+    phases: tuple[PrecisionPhase, ...] = ()  # of a run that changes its precision

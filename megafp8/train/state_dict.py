@@ -35,6 +35,7 @@ from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import Mesh
 from megafp8.specs.geometry import Box, boxes_of_run
+from megafp8.train.phases import return_to
 from megafp8.train.scaling_dict import load_scaling, scaling_placements
 from megafp8.train.state import TrainState
 
@@ -143,6 +144,7 @@ def load_checkpoint(step_dir: Path, state: TrainState, notify: Notify) -> dict[s
     reader = Reader(step_dir)
     meta = reader.meta
     check_state(meta, step_dir, COUNTS)
+    return_to(state, reader.step, meta, notify)
     for line in _load_states(reader, state, _states(state)):
         notify(line)
     if isinstance(state.scaling, ScalingState):

@@ -45,6 +45,7 @@ VALUES: dict[str, Any] = {
     "model.override_linear_precision": [True, False, False],
     "model.fp8_split_accumulator": [True, True, True],
     "model.fp8_modules": ["*.fc2:delayed"],
+    "model.precision_schedule": [{"from": 0.5, "recipe": "high_precision"}],
     "model.fp8_health": "full",
     "model.tokenizer.type": "gpt2",
     "model.tokenizer.model": "m",

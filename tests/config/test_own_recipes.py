@@ -58,7 +58,13 @@ def yaml_with(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", ["fp8_recipe: {file}", "fp8_modules: ['*.fc2:{file}:One']"], ids=["all", "modules"]
+    "setting",
+    [
+        "fp8_recipe: {file}",
+        "fp8_modules: ['*.fc2:{file}:One']",
+        "precision_schedule: [{{from: 3, recipe: '{file}'}}]",
+    ],
+    ids=["all", "modules", "schedule"],
 )
 def test_a_file_names_code_only_if_the_command_line_trusts_it(marked: Path, setting: str) -> None:
     folder = marked.parent
@@ -119,6 +125,7 @@ def test_a_sweeper_of_a_file_names_no_code(
         "model.fp8_recipe={file}\\:One,delayed",
         "model.fp8_recipe={file}",
         "model.fp8_modules=['*.fc2:{file}'],['*.fc1:{file}']",
+        "model.precision_schedule=[{{from: 3, recipe: '{file}'}}],[{{from: 4, recipe: '{file}'}}]",
     ],
 )
 def test_the_command_line_of_a_sweep_names_code(

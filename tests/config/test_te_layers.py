@@ -69,6 +69,7 @@ EXAMPLES: tuple[list[str], ...] = (
     [FP8, "model.fp8_recipe=mxfp8", "model.fp8_split_accumulator=[true,true,true]"],
     [*FP4, "model.fp8_split_accumulator=[true,true,true]"],
     [FP8, "model.fp8_recipe=blockwise", "model.fp8_split_accumulator=[false,true,true]"],
+    [FP8, "model.precision_schedule=[{from: 0.5, recipe: bf16}]"],
     [FP8, ATTENTION, "model.fp8_recipe=tensorwise"],
     [FP8, ATTENTION, "trainer.precision=32"],
     [FP8, ATTENTION, ROPE, "model.fp8_multi_head_attention=True"],

@@ -28,6 +28,7 @@ BESIDES = {
     "model.pad_inner_dim": {"model.fp8": True},
     "model.fp8_wgrad": {"model.fp8": True},
     "model.override_linear_precision": {"model.fp8": True},
+    "model.precision_schedule": {"model.fp8": True},
     "model.optim.fp8_opt_level": {"model.fp8": True},
 }
 """What a key needs to have an effect."""
@@ -35,6 +36,7 @@ CANDIDATES = [
     True, False, None, 0, 1, 2, 16, 32, 0.1, "bf16", "te", "torchao", "delayed", "rowwise",
     "blockwise", "tensorwise", "scales", "full", "block", "hybrid", "InterleavedZeroBubble",
     [True, False, False], "O1", "fp8", "elements", "muon", TWO_LEVELS, SIMULATED,
+    [{"from": 0.5, "recipe": "high_precision"}],
 ]  # fmt: skip
 
 

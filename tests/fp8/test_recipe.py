@@ -37,6 +37,7 @@ WRONG_RULES: dict[str, list[Any]] = {
     "pattern": ["", 2, None],
     "precision": ["bf16", None, ["rowwise"], 16],
     "source": [None, 1],
+    "kept_high": ["output", {"output"}, frozenset({"head"})],
 }
 
 

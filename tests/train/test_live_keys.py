@@ -158,6 +158,7 @@ EFFECTS: dict[str, Effect] = {
         2, ("model.num_layers=4", "model.first_last_layers_bf16=True")
     ),
     "model.fp8_modules": Trains('["*.fc2:high_precision"]'),
+    "model.precision_schedule": Trains("[{from: 0, recipe: tensorwise}]"),
     "model.use_autocast_during_eval": Runs(False, sees="metrics"),
     "model.pad_inner_dim": ShownBy("tests/config/test_fp8_rules.py::test_padding_allows_odd_sizes"),
     "model.fp8_health": Runs("off"),

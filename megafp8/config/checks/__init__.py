@@ -8,7 +8,15 @@ from typing import Any
 from omegaconf import MISSING
 
 from megafp8.config import together
-from megafp8.config.checks import finetuning, model, optim, parallel, precision, run
+from megafp8.config.checks import (
+    finetuning,
+    model,
+    optim,
+    parallel,
+    precision,
+    precision_schedule,
+    run,
+)
 from megafp8.config.errors import DEFAULT, SettingError
 from megafp8.config.keys import NOT_IN_NEMO, Key, Valid, Values
 from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
@@ -57,7 +65,7 @@ def _without(findings: Iterable[Finding], values: Values) -> dict[str, Any]:
 
 def rule_findings(values: Values) -> Iterator[Finding]:
     """Yield what the rules between keys find; keys without effect must have their defaults."""
-    for subject in (model, parallel, precision, optim, run, finetuning):
+    for subject in (model, parallel, precision, precision_schedule, optim, run, finetuning):
         yield from subject.rule.findings(values)
     yield from together.findings(values)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from megafp8.config.checks.model import hidden_step
 from megafp8.config.errors import COMMAND_LINE
 from megafp8.config.keys import Values
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rows import NATIVE
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
 from megafp8.config.values import (
@@ -71,8 +72,10 @@ def _products_of(v: Values) -> str:
     found = _large(v)
     if not found:
         return "FP8 GEMMs"
-    key = "recipe" if v["model.fp8_recipe"] in found else "modules"
-    return f"FP8 GEMMs of {found[0]} (model.fp8_{key})"
+    key = "model.fp8_recipe" if v["model.fp8_recipe"] in found else "model.fp8_modules"
+    if found[0] in {change.precision for change in parse_schedule(v.get(SCHEDULE))}:
+        key = SCHEDULE
+    return f"FP8 GEMMs of {found[0]} ({key})"
 
 
 def _large(v: Values) -> tuple[str, ...]:
@@ -272,19 +275,24 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
     if not v["model.fp8"]:
         return
     for entry in without_match(v["model.fp8_modules"], v["model.num_layers"]):
-        names, pattern = linear_names(range(v["model.num_layers"])), entry.partition(":")[0]
-        ends = [name.removeprefix("layers.0.") for name in linear_names([0])]
-        short = [name.partition(".")[2] for name in ends]
-        known = [*names, *(f"*.{name}" for name in ends), *short, *(f"*.{n}" for n in short)]
-        known += [f"*{name}" for name in short]
-        close = difflib.get_close_matches(pattern, known, n=3)
-        meant = f"Did you mean {' or '.join(close)}? " if close else ""
-        yield Finding(
-            "model.fp8_modules",
-            f"the pattern {pattern} matches no linear",
-            f"{meant}The linears are layers.0.attention.qkv to {names[-1]}, with the endings "
-            f"{', '.join(ends)}",
-        )
+        yield no_match("model.fp8_modules", entry.partition(":")[0], v["model.num_layers"])
+
+
+def no_match(key: str, pattern: str, num_layers: int) -> Finding:
+    """Return what is wrong with a pattern that matches no linear, with similar ones."""
+    names = linear_names(range(num_layers))
+    ends = [name.removeprefix("layers.0.") for name in linear_names([0])]
+    short = [name.partition(".")[2] for name in ends]
+    known = [*names, *(f"*.{name}" for name in ends), *short, *(f"*.{n}" for n in short)]
+    known += [f"*{name}" for name in short]
+    close = difflib.get_close_matches(pattern, known, n=3)
+    meant = f"Did you mean {' or '.join(close)}? " if close else ""
+    return Finding(
+        key,
+        f"the pattern {pattern} matches no linear",
+        f"{meant}The linears are layers.0.attention.qkv to {names[-1]}, with the endings "
+        f"{', '.join(ends)}",
+    )
 
 
 @rule("model.fp8", "model.fp8_recipe", "model.fp8_modules", "model.enable_cuda_graph")

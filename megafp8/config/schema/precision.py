@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megafp8.config.keys import (
     Need,
@@ -17,6 +18,7 @@ from megafp8.config.keys import (
     one_of,
     or_null,
 )
+from megafp8.config.precision_changes import schedule_problem, spell_schedule
 from megafp8.config.values import (
     SIZES,
     compute_dtypes,
@@ -318,6 +320,25 @@ class Precision:
         valid=Valid(
             "a list of PATTERN:CHOICE", lambda v: modules_problem(v) is None, why=modules_problem
         ),
+        needs=FP8,
+    )
+    precision_schedule: Any = key(
+        [],
+        "Changes of precision within a run, as a list of `{from: START, recipe: NAME}`. START "
+        "counts finished steps (`800`), or is a fraction of the run (`0.85`). NAME is a recipe, "
+        "`bf16` or `high_precision`. Optional are `modules`, a pattern as in `fp8_modules` or a "
+        "list of them (otherwise all linears in FP8), and `products`, some of `output`, "
+        "`grad_input`, `grad_weight`, `forward` and `backward` (otherwise all). Later entries win. "
+        "A run that continues keeps the steps that its fractions had, and may have other entries "
+        "from its step on.",
+        group="fp8",
+        kind="policy",
+        valid=Valid(
+            "a list of {from, modules, products, recipe}",
+            lambda v: schedule_problem(v) is None,
+            why=schedule_problem,
+        ),
+        spelling=spell_schedule,
         needs=FP8,
     )
     use_autocast_during_eval: bool = key(

@@ -29,7 +29,7 @@ from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
-from megafp8.specs import GPTSpec, HealthSpec, RunSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.train.state import TrainState
 
@@ -97,7 +97,8 @@ def share_of(spec: RunSpec, state: TrainState) -> PrecisionShare | None:
         return None
     parts = gather(state.mesh, linear_flops(state.backend.planned(state.model)))
     share = share_of_ranks(parts, spec.model, state.mesh.data.size)
-    require_fp8(share)
+    if not spec.precision.schedule:  # otherwise a later phase may be the one in FP8
+        require_fp8(share)
     return share
 
 
@@ -124,6 +125,10 @@ def require_fp8(share: PrecisionShare) -> None:
         )
 
 
+def _recipe_of(state: TrainState) -> Fp8Recipe | None:
+    return state.scaling.recipe if isinstance(state.scaling, ScalingState) else None
+
+
 def _names(names: list[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
@@ -144,20 +149,24 @@ class HealthLog:
         `step` is the step that training continues from.
         """
         self._state, self._spec, self._warn = state, spec, warn
-        self._probe: HealthProbe | UpdateProbe | TableProbe | None = None
-        if isinstance(state.scaling, ScalingState) and spec.mode != "off":
-            if not state.backend.shows_casts:
-                self._probe = TableProbe(state.scaling)
-            elif spec.reads_tables(state.scaling.recipe):  # CUDA graphs replay in logged steps, too
-                self._probe = UpdateProbe(state.scaling)
-            else:
-                self._probe = HealthProbe(state.scaling, spec.mode)
+        self._probe = self._new_probe()
+        self._recipe = _recipe_of(state)
         self._file: MetricsFile | None = None
         if self._probe is not None and run_dir is not None:
             self._file = MetricsFile(run_dir / HEALTH_FILE, resume_step=step, warn=warn)
         self._warned: set[str] = set()
         self._num_tensors = 0
         self._is_attached = False
+
+    def _new_probe(self) -> HealthProbe | UpdateProbe | TableProbe | None:
+        state, spec = self._state, self._spec
+        if not isinstance(state.scaling, ScalingState) or spec.mode == "off":
+            return None
+        if not state.backend.shows_casts:
+            return TableProbe(state.scaling)
+        if spec.reads_tables(state.scaling.recipe):  # CUDA graphs replay in logged steps, too
+            return UpdateProbe(state.scaling)
+        return HealthProbe(state.scaling, spec.mode)
 
     def begin(self) -> Callable[[], torch.Tensor] | None:
         """Measure the casts from now on, until `end` or `abandon`.
@@ -168,6 +177,9 @@ class HealthLog:
         """
         if self._probe is None:
             return None
+        if self._recipe is not (recipe := _recipe_of(self._state)):
+            self._recipe, self._probe = recipe, self._new_probe()
+            assert self._probe is not None
         self._probe.attach()
         self._is_attached = True
         return self._probe.numbers if isinstance(self._probe, UpdateProbe) else None

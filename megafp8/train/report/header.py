@@ -43,6 +43,7 @@ def describe_run(
     the utilization of a rank is a fraction of.
     """
     model, train = spec.model, spec.train
+    present = state.backend.spec
     # Pieces of fused and sharded parameters count by their logical shapes, copies not at all.
     pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
     own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
@@ -51,7 +52,7 @@ def describe_run(
     layout = f"{plural(spec.parallel.world_size, 'rank')} on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
     layout += " with sequence parallelism" if state.sequence_parallel else ""
-    layout += _plain_tokens(spec) if state.sequence_parallel else ""
+    layout += _plain_tokens(present) if state.sequence_parallel else ""
     layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
     if spec.parallel.pp > 1:
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
@@ -61,6 +62,7 @@ def describe_run(
         f"data: {_tokens(data.num_train_tokens)} training tokens, "
         f"{_tokens(data.num_validation_tokens)} validation tokens",
         f"precision: {precision_of(spec, state)}",
+        *schedule_lines(state),
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
         f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
@@ -70,7 +72,7 @@ def describe_run(
         *documents_of(spec, state),
         *graphs_of(spec, state),
         *smoke_options(spec),
-        *_fp8_share(spec, state, share),
+        *_fp8_share(present, state, share),
         f"peak for MFU: {peak.text(fp8=share is not None)}",
     ]
 
@@ -82,6 +84,13 @@ def _plain_tokens(spec: RunSpec) -> str:
     return (
         f" (tokens for {', '.join(kept)} cross ranks in {spec.precision.compute})" if kept else ""
     )
+
+
+def schedule_lines(state: TrainState) -> list[str]:
+    """Return a line on the changes of precision that are to come, for a run that has a schedule."""
+    later = (phase for phase in state.phases if phase.after >= state.step and phase.changes)
+    changes = [f"{phase.text} after step {phase.after}" for phase in later]
+    return [f"precision schedule: {'; then '.join(changes)}"] if changes else []
 
 
 def documents_of(spec: RunSpec, state: TrainState) -> list[str]:
@@ -274,7 +283,11 @@ def smoke_options(spec: RunSpec) -> list[str]:
 
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """Return the number formats of a run, and the kernels that run them on this machine."""
-    parts = [part for part in (_formats_of(spec), state.backend.describe()) if part]
+    formats = _formats_of(state.backend.spec)  # its recipe is the present one
+    changed = [str(phase.after) for phase in state.phases if 0 < phase.after < state.step]
+    if changed:
+        formats += f", since the last of the changes after step {', '.join(changed)}"
+    parts = [part for part in (formats, state.backend.describe()) if part]
     if spec.precision.compute == "bf16" and bf16.fp32_products(state.mesh.device):
         parts.append(f"BF16 values, FP32 products: {cpu.why_slow_at_bf16()}")
     if spec.precision.auto is not None:
@@ -291,7 +304,7 @@ def _formats_of(spec: RunSpec) -> str:
     if spec.precision.loss_scale is not None:
         compute += ", dynamic loss scale"
     recipe = spec.precision.fp8
-    if recipe is None:
+    if recipe is None or recipe.is_unused:
         return compute
     return f"{recipe_and_numbers(recipe)}, in QKV, projection, FC1, FC2; the rest {compute}"
 

@@ -1,0 +1,236 @@
+"""A run with `model.precision_schedule` is the run that is stopped, edited and continued."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megafp8.config.errors import SettingError
+from megafp8.train import state_dict
+from megafp8.train.phases import begin_phase
+from megafp8.train.state import TrainState
+from tests.ranks import Rank, run_ranks
+from tests.train.precision_schedule_work import (
+    BACKWARD_HIGH,
+    FORWARD_HIGH,
+    LAST,
+    MANY,
+    SCHEDULE,
+    SWITCH,
+    built,
+    continue_at_every_step,
+    different,
+    run_steps,
+    saved,
+    tensors_of,
+)
+from tests.train.runs import Place, assert_same, timeless_metrics
+
+# (the settings of the first phase, the entry, the settings that a user would continue with today)
+PAIRS = {
+    "nvfp4 to bf16": (["model.fp8_recipe=nvfp4"], "recipe: bf16", ["model.fp8=False"]),
+    "delayed to bf16": (["model.fp8_recipe=delayed"], "recipe: bf16", ["model.fp8=False"]),
+    "delayed to mxfp8": (
+        ["model.fp8_recipe=delayed"], "recipe: mxfp8", ["model.fp8_recipe=mxfp8"]
+    ),
+    "mxfp8 to delayed": (
+        ["model.fp8_recipe=mxfp8"], "recipe: delayed", ["model.fp8_recipe=delayed"]
+    ),
+    "rowwise to tensorwise": (
+        ["model.fp8_recipe=rowwise"], "recipe: tensorwise", ["model.fp8_recipe=tensorwise"]
+    ),
+    "forward of delayed": (
+        ["model.fp8_recipe=delayed"], "products: forward, recipe: bf16",
+        ["model.fp8_recipe=delayed", FORWARD_HIGH],
+    ),
+    "forward of nvfp4": (
+        ["model.fp8_recipe=nvfp4"], "products: forward, recipe: bf16",
+        ["model.fp8_recipe=nvfp4", FORWARD_HIGH],
+    ),
+    "backward of mxfp8": (
+        ["model.fp8_recipe=mxfp8"], "products: backward, recipe: bf16",
+        ["model.fp8_recipe=mxfp8", BACKWARD_HIGH],
+    ),
+    "one kind of linear": (
+        ["model.fp8_recipe=delayed"], "modules: '*.fc2', recipe: bf16",
+        ["model.fp8_recipe=delayed", "model.fp8_modules=['*.fc2:high_precision']"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("compute", ["bf16", "32"])
+def test_a_switch_is_a_stop_an_edit_and_a_restart(tmp_path: Path, name: str, compute: str) -> None:
+    first, entry, second = PAIRS[name]
+    if compute == "32":
+        entry = entry.replace("bf16", "high_precision")
+    dtype = f"trainer.precision={compute}"
+    whole = built(*first, dtype, f"{SCHEDULE}[{{from: {SWITCH}, {entry}}}]")
+    stopped = built(*first, dtype)
+    losses = run_steps(whole, LAST)
+    assert losses[:SWITCH] == run_steps(stopped, SWITCH)
+    edited = built(*second, dtype)
+    state_dict.load_checkpoint(saved(stopped, tmp_path), edited, lambda _: None)
+    assert losses[SWITCH:] == run_steps(edited, LAST)
+    assert different(whole, edited) == []
+    unchanged = run_steps(stopped, LAST)
+    assert losses[SWITCH:] != unchanged  # the switch matters, so equality above says something
+
+
+SP = "model.sequence_parallel=True"
+LAYOUTS = {
+    "1 rank": (1, []),
+    "tp 2 with sequence parallelism": (2, ["model.tensor_model_parallel_size=2", SP]),
+    "pp 2": (2, ["model.pipeline_model_parallel_size=2"]),
+    "FSDP 2": (2, ["model.fsdp=True"]),
+    "ZeRO-1 over 2": (2, ["model.optim.name=distributed_fused_adam"]),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if n > 2 else [])
+        for n, name in enumerate(LAYOUTS)
+    ],
+)
+def test_a_run_that_continues_has_the_same_bits(tmp_path: Path, layout: str) -> None:
+    ranks, settings = LAYOUTS[layout]
+    arguments = {"settings": ["model.fp8_recipe=delayed", MANY, *settings], "root": str(tmp_path)}
+    if ranks == 1:
+        results = [continue_at_every_step(Rank(0, 1), **arguments)]
+    else:
+        results = run_ranks(continue_at_every_step, ranks, arguments)
+    for found in results:
+        assert {what: names for what, names in found.items() if names} == {}
+
+
+def test_a_state_that_goes_back_has_the_earlier_precision(tmp_path: Path) -> None:
+    state = built("model.fp8_recipe=delayed", MANY)
+    run_steps(state, 3)
+    path = saved(state, tmp_path)
+    run_steps(state, LAST)
+    at_the_end = tensors_of(state)
+    state_dict.load_checkpoint(path, state, lambda _: None)
+    run_steps(state, LAST)
+    again = tensors_of(state)
+    assert [n for n in at_the_end if not torch.equal(at_the_end[n], again[n])] == []
+
+
+def test_delayed_scales_are_kept_or_begin_anew() -> None:
+    entries = (
+        "[{from: 2, products: forward, recipe: bf16}, {from: 3, recipe: mxfp8}, "
+        "{from: 4, recipe: delayed}]"
+    )
+    state = built("model.fp8_recipe=delayed", SCHEDULE + entries)
+    run_steps(state, 2)
+    before = {d: t.quant_scale.clone() for d, t in state.scaling.tables.items()}
+    begun = begin_phase(state)
+    assert begun is not None and begun.fresh == frozenset()
+    assert all(torch.equal(t.quant_scale, before[d]) for d, t in state.scaling.tables.items())
+    run_steps(state, 4)
+    begun = begin_phase(state)
+    assert begun is not None and len(begun.fresh) == 2 * 4 * 3
+    for table in state.scaling.tables.values():
+        assert (table.quant_scale == 1).all() and (table.history == 0).all()
+        assert (table.num_updates == 0).all()
+
+
+def test_evaluation_at_a_switch_is_in_the_earlier_precision() -> None:
+    """A validation after step N comes before the phase that begins after N."""
+    state = built("model.fp8_recipe=delayed", f"{SCHEDULE}[{{from: {SWITCH}, recipe: bf16}}]")
+    run_steps(state, SWITCH)
+    assert not state.scaling.recipe.is_unused
+    assert begin_phase(state) is not None and begin_phase(state) is None
+    assert state.scaling.recipe.is_unused
+
+
+def test_a_longer_run_keeps_the_steps_of_fractions(tmp_path: Path) -> None:
+    entry = f"{SCHEDULE}[{{from: 0.5, recipe: mxfp8}}]"
+    short = built("model.fp8_recipe=delayed", entry)
+    run_steps(short, 2)
+    longer = built("model.fp8_recipe=delayed", entry, "trainer.max_steps=100")
+    said: list[str] = []
+    state_dict.load_checkpoint(saved(short, tmp_path), longer, said.append)
+    assert [phase.after for phase in longer.phases] == [0, LAST // 2]
+    assert any("begins after step 3" in line and "would now be 50" in line for line in said)
+    run_steps(short, LAST)
+    run_steps(longer, LAST)
+    assert longer.scaling.recipe.name == short.scaling.recipe.name == "mxfp8"
+
+
+def test_only_the_future_may_change(tmp_path: Path) -> None:
+    first = built("model.fp8_recipe=delayed", f"{SCHEDULE}[{{from: 2, recipe: mxfp8}}]")
+    run_steps(first, 4)
+    path = saved(first, tmp_path)
+
+    def continued(entries: str) -> TrainState:
+        more = [SCHEDULE + entries] if entries else []
+        state = built("model.fp8_recipe=delayed", *more)
+        state_dict.load_checkpoint(path, state, lambda _: None)
+        return state
+
+    added = continued("[{from: 2, recipe: mxfp8}, {from: 4, recipe: bf16}]")
+    run_steps(added, 5)
+    assert added.scaling.recipe.is_unused
+    same = continued("[{from: 0.34, recipe: mxfp8}]")  # the same step, said in another way
+    assert same.scaling.recipe.name == "mxfp8"
+    for entries in (
+        "",
+        "[{from: 3, recipe: mxfp8}]",
+        "[{from: 2, recipe: tensorwise}]",
+        "[{from: 1, modules: '*.fc1', recipe: bf16}, {from: 2, recipe: mxfp8}]",
+    ):
+        with pytest.raises(SettingError, match="has trained 4 steps, with these changes"):
+            continued(entries)
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+IN_RUNS = (
+    f"{SCHEDULE}[{{from: 5, products: forward, recipe: bf16}}, {{from: 0.5, recipe: mxfp8}}, "
+    "{from: 8, modules: '*.fc2', recipe: bf16}, {from: 10, recipe: bf16}]"
+)
+
+
+ASYNC = "exp_manager.checkpoint_callback_params.async_save=True"
+
+
+def events(place: Place, kind: str) -> list[dict[str, Any]]:
+    lines = (place.dir() / "events.jsonl").read_text().splitlines()
+    return [e for e in map(json.loads, lines) if e["kind"] == kind]
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [
+        pytest.param(range(5, 7), [], id="at a switch"),
+        pytest.param(
+            range(4, 11), ["model.fp8_health=full", ASYNC], id="everywhere", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_runs_killed_around_switches(place: Place, steps: range, more: list[str]) -> None:
+    """Each process dies when it has saved its first step; the first process has trained several."""
+    whole = replace(place, cwd=place.cwd / "whole")
+    killed = replace(place, cwd=place.cwd / "killed")
+    for each in (whole, killed):
+        each.cwd.mkdir()
+    every = "exp_manager.checkpoint_callback_params.every_n_train_steps=1"
+    assert whole.run(IN_RUNS, every, *more).code == 0
+    for step in steps:
+        number = step if step == steps[0] else 1
+        done = killed.run(IN_RUNS, every, *more, fault=["killed_at", "written", number])
+        assert done.code == -9 and max(killed.steps()) == step, done.output
+    assert killed.run(IN_RUNS, every, *more).code == 0
+    assert_same(killed, whole)
+    phases = [line["precision_phase"] for line in whole.metrics() if "loss" in line]
+    assert phases == [0] * 5 + [1] + [2] * 2 + [3] * 2 + [4] * 2
+    assert [e["step"] for e in events(whole, "precision")] == [5, 6, 8, 10]
+    assert timeless_metrics(whole) == timeless_metrics(killed)
