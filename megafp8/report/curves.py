@@ -108,7 +108,33 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, A
             is_dashed = not one and any(each["points"] for each in series)
             title = curve.title + (" (dashed, dots: validation)" if is_dashed else "")
             found.append({"title": title, "log": curve.is_log, "series": series})
+            if one and curve.key == "loss" and (phases := phases_of(runs[0])):
+                found[-1]["phases"] = phases
     return found
+
+
+def phases_of(run: RunRecord) -> list[dict[str, Any]]:
+    """Return the phases of a run that changed its precision: first and last step, and in words.
+
+    A start from an earlier checkpoint takes back the changes that came after it.
+    """
+    changes: dict[int, str] = {}
+    for event in run.events:
+        kind = event.get("kind")
+        step = event.get("first_step" if kind == "start" else "step")
+        if not isinstance(step, int):
+            continue
+        if kind == "start":
+            changes = {at: text for at, text in changes.items() if at < step}
+        elif kind == "precision":
+            changes[step] = str(event.get("text")).partition(": ")[2]
+    if not changes:
+        return []
+    begins = [0, *sorted(changes)]
+    texts = ["as the run began", *(changes[at] for at in begins[1:])]
+    ends = [*begins[1:], max(run.last_step, begins[-1] + 1)]
+    rows = zip(begins, ends, texts, strict=True)
+    return [{"begin": begin + 1, "end": end, "text": text} for begin, end, text in rows]
 
 
 def differences(

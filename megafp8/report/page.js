@@ -27,12 +27,23 @@
     })));
     const axis = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 },
       ticks: { stroke: style("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
+    // The phases of a run's precision are bands under the curve.
+    const bands = (u) => (chart.phases || []).forEach((phase, i) => {
+      const [left, right] = [phase.begin - 0.5, phase.end + 0.5].map((x) =>
+        Math.min(Math.max(u.valToPos(x, "x", true), u.bbox.left), u.bbox.left + u.bbox.width));
+      u.ctx.save();
+      u.ctx.globalAlpha = 0.14;
+      u.ctx.fillStyle = colors[(i + 2) % colors.length];
+      u.ctx.fillRect(left, u.bbox.top, right - left, u.bbox.height);
+      u.ctx.restore();
+    });
     const positive = chart.series.every((s) => s.y.every((v) => v == null || v > 0));
     const plot = new uPlot({
       width: Math.max(200, box.clientWidth), height: box.classList.contains("wide") ? 320 : 220,
       scales: { x: { time: false }, y: isLog && positive ? { distr: 3 } : {} },
       axes: [{ ...axis, incrs: wholeSteps }, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
       series, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
+      hooks: { drawClear: [bands] },
     }, joined, box.querySelector(".plot"));
     // Of several runs, validation has the color of its run, which the legend names once.
     if (several && !many)

@@ -260,7 +260,18 @@ def _charts(plots: Sequence[Mapping[str, Any]]) -> str:
     if not boxes:
         return ""
     hint = "<p class=dim>Drag over a plot to enlarge it; double-click to see all of it.</p>"
-    return f"<h2>Curves</h2>{hint}<div class=charts>{boxes}</div>"
+    return f"<h2>Curves</h2>{hint}<div class=charts>{boxes}</div>{_phases(plots)}"
+
+
+def _phases(plots: Sequence[Mapping[str, Any]]) -> str:
+    """Return in words the bands under the curve of the loss: the phases of a run's precision."""
+    items = "".join(
+        f"<li>steps {phase['begin']} to {phase['end']}: {escape(phase['text'])}</li>"
+        for plot in plots
+        for phase in plot.get("phases", ())
+    )
+    title = "The bands under the loss are phases of <code>model.precision_schedule</code>:"
+    return f"<div class=dim><p>{title}</p><ol>{items}</ol></div>" if items else ""
 
 
 def _maps(heat: Mapping[str, Any] | None) -> str:

@@ -234,12 +234,40 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PLANTED = "<!doctype html><body><script>document.body.append('x'); nothing.at.all</script>"
 
 
+def with_changes(path: Path) -> Path:
+    """Write what a run leaves that changed its precision, and once began again before a change."""
+    run, changes = make_run(path), [
+        {"step": 20, "kind": "precision", "text": "precision after step 20: <fc2> in mxfp8; 20%"},
+        {"step": 60, "kind": "precision", "text": "precision after step 60: taken back"},
+        {"step": 40, "kind": "start", "text": "continues", "first_step": 40},
+        {"step": 70, "kind": "precision", "text": "precision after step 70: all in bf16; 0.0%"},
+    ]  # fmt: skip
+    with open(run / "events.jsonl", "a") as file:
+        file.writelines(json.dumps({"time": "", **change}) + "\n" for change in changes)
+    return run
+
+
+def test_the_phases_of_a_schedule_are_bands_under_the_loss(tmp_path: Path) -> None:
+    page = run_page(read_run(with_changes(tmp_path / "run")))
+    loss, *others = data_of(page)["charts"]
+    assert loss["phases"] == [
+        {"begin": 1, "end": 20, "text": "as the run began"},
+        {"begin": 21, "end": 70, "text": "<fc2> in mxfp8; 20%"},
+        {"begin": 71, "end": 100, "text": "all in bf16; 0.0%"},
+    ]
+    assert not any("phases" in chart for chart in others)
+    assert "<li>steps 21 to 70: &lt;fc2&gt; in mxfp8; 20%</li>" in page
+    assert "phases" not in data_of(run_page(read_run(make_run(tmp_path / "plain"))))["charts"][0]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-@pytest.mark.parametrize("kind", ["one", "several", "planted"])
+@pytest.mark.parametrize("kind", ["one", "several", "phases", "planted"])
 def test_in_a_browser(tmp_path: Path, kind: str) -> None:
     """The scripts run without an error, and the page then has plots and the known figures."""
     runs = [read_run(make_run(tmp_path / name)) for name in ("first", "second")]
-    page = {"one": run_page(runs[0]), "several": runs_page("two", runs), "planted": PLANTED}[kind]
+    page = {"one": run_page(runs[0]), "several": runs_page("two", runs), "planted": PLANTED}.get(
+        kind, run_page(read_run(with_changes(tmp_path / "changed")))
+    )
     file = tmp_path / "page.html"
     file.write_text(page)
     assert CHROMIUM is not None
@@ -258,7 +286,7 @@ def test_in_a_browser(tmp_path: Path, kind: str) -> None:
     num_plots = len(data_of(page)["charts"])
     assert dom.count('class="u-wrap"') == num_plots >= 5
     assert "2.2345" in dom and "4.32k" in dom
-    if kind == "one":
+    if kind in ("one", "phases"):
         assert '<option value="underflow">underflow, % of the values</option>' in dom
         assert "steps 1 to 100, from left to right" in dom
         assert len(NAMES) == 12
