@@ -67,12 +67,18 @@ def begin_phase(state: TrainState) -> Begun | None:
     if any(own != of_ranks[0] for own in of_ranks):
         raise_on_all(RunError(f"the ranks do not agree on the precision of a step: {of_ranks}"))
     known = _with_history(state)
-    state.backend.change_recipe(state.model, phase.recipe)
+    _change(state, phase)
     return Begun(phase, _with_history(state) - known)
 
 
 def _with_history(state: TrainState) -> frozenset[str]:
     return frozenset(name for table in state.scaling.tables.values() for name in table.names)
+
+
+def _change(state: TrainState, phase: PrecisionPhase) -> None:
+    state.backend.change_recipe(state.model, phase.recipe)
+    if not state.backend.spec.optim.storage.is_plain:  # FP8-LM: weights may be their own masters
+        state.backend.read_stored(state.model, state.masters.own_weights)
 
 
 def _is_other(state: TrainState, phase: PrecisionPhase) -> bool:
@@ -103,7 +109,7 @@ def return_to(
     if state.phases:
         phase = state.phases[phase_of(state, step, has_run=True)]
         if _is_other(state, phase):
-            state.backend.change_recipe(state.model, phase.recipe)
+            _change(state, phase)
 
 
 def steps_for_meta(state: TrainState) -> dict[str, dict[str, int]]:

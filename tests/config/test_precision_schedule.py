@@ -77,7 +77,7 @@ def test_an_entry_that_cannot_be_meant_is_refused(entries: str) -> None:
         (["model.fp8_params=True"], "model.precision_schedule"),
         (["model.compile=block"], "model.precision_schedule"),
         (["model.enable_cuda_graph=True", "trainer.accelerator=gpu"], "model.precision_schedule"),
-        (["model.optim.fp8_opt_level=O2"], "model.precision_schedule"),
+        (["model.optim.fp8_opt_level=O3"], "model.precision_schedule"),
         (["model.fp8_backend=torchao", "model.fp8_recipe=tensorwise"], "model.precision_schedule"),
         (["model.fp8_backend=te"], "model.precision_schedule"),
         (["trainer.precision=32"], "model.precision_schedule"),

@@ -31,6 +31,8 @@ from tests.train.precision_schedule_work import (
 )
 from tests.train.runs import Place, assert_same, timeless_metrics
 
+O2 = "model.optim.fp8_opt_level=O2"
+SMOOTHED = Path(__file__).parents[1] / "own_recipes/smoothed.py"
 # (the settings of the first phase, the entry, the settings that a user would continue with today)
 PAIRS = {
     "nvfp4 to bf16": (["model.fp8_recipe=nvfp4"], "recipe: bf16", ["model.fp8=False"]),
@@ -56,6 +58,16 @@ PAIRS = {
         ["model.fp8_recipe=mxfp8"], "products: backward, recipe: bf16",
         ["model.fp8_recipe=mxfp8", BACKWARD_HIGH],
     ),
+    "delayed to mxfp8 in FP8-LM": (
+        ["model.fp8_recipe=delayed", O2], "recipe: mxfp8", ["model.fp8_recipe=mxfp8", O2]
+    ),
+    "forward of a recipe in a file": (
+        [f"model.fp8_recipe={SMOOTHED}"], "products: forward, recipe: bf16",
+        [f"model.fp8_recipe={SMOOTHED}", FORWARD_HIGH],
+    ),
+    "nvfp4 to a recipe in a file": (
+        ["model.fp8_recipe=nvfp4"], f"recipe: '{SMOOTHED}'", [f"model.fp8_recipe={SMOOTHED}"]
+    ),
     "one kind of linear": (
         ["model.fp8_recipe=delayed"], "modules: '*.fc2', recipe: bf16",
         ["model.fp8_recipe=delayed", "model.fp8_modules=['*.fc2:high_precision']"],
@@ -63,8 +75,9 @@ PAIRS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("compute", ["bf16", "32"])
+@pytest.mark.parametrize(
+    ("name", "compute"), [*((name, "bf16") for name in PAIRS), ("mxfp8 to delayed", "32")]
+)
 def test_a_switch_is_a_stop_an_edit_and_a_restart(tmp_path: Path, name: str, compute: str) -> None:
     first, entry, second = PAIRS[name]
     if compute == "32":
@@ -83,25 +96,42 @@ def test_a_switch_is_a_stop_an_edit_and_a_restart(tmp_path: Path, name: str, com
 
 
 SP = "model.sequence_parallel=True"
-LAYOUTS = {
+TP, PP = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
+UNDROPPED = "model.hidden_dropout=0"
+RECOMPUTED = [
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+]
+ZERO = "model.optim.name=distributed_fused_adam"
+LAYOUTS = {  # the first two are fast
     "1 rank": (1, []),
-    "tp 2 with sequence parallelism": (2, ["model.tensor_model_parallel_size=2", SP]),
-    "pp 2": (2, ["model.pipeline_model_parallel_size=2"]),
+    "tp 2 with sequence parallelism": (2, [TP, SP]),
+    "pp 2": (2, [PP]),
+    "zero bubbles": (2, [PP, "model.pipeline_schedule=InterleavedZeroBubble",
+                         "model.virtual_pipeline_model_parallel_size=1"]),
+    "cp 2": (2, ["model.context_parallel_size=2", UNDROPPED]),
     "FSDP 2": (2, ["model.fsdp=True"]),
-    "ZeRO-1 over 2": (2, ["model.optim.name=distributed_fused_adam"]),
-}
+    "ZeRO-1 over 2": (2, [ZERO]),
+    "own scales of each rank": (2, [TP, "model.reduce_amax=False"]),
+    "recomputed layers": (1, RECOMPUTED),
+    "FP16": (1, ["trainer.precision=16", "model.native_amp_init_scale=65536"]),
+    "Muon": (1, ["model.optim.name=muon"]),
+    "FP8-LM": (1, [O2]),
+    "FP8-LM over 2": (2, [O2, ZERO]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=[pytest.mark.slow] if n > 2 else [])
-        for n, name in enumerate(LAYOUTS)
+        pytest.param(name, marks=[pytest.mark.slow] if number > 1 else [])
+        for number, name in enumerate(LAYOUTS)
     ],
 )
 def test_a_run_that_continues_has_the_same_bits(tmp_path: Path, layout: str) -> None:
     ranks, settings = LAYOUTS[layout]
-    arguments = {"settings": ["model.fp8_recipe=delayed", MANY, *settings], "root": str(tmp_path)}
+    many = MANY.replace("bf16", "high_precision") if "FP16" in layout else MANY
+    arguments = {"settings": ["model.fp8_recipe=delayed", many, *settings], "root": str(tmp_path)}
     if ranks == 1:
         results = [continue_at_every_step(Rank(0, 1), **arguments)]
     else:
