@@ -179,6 +179,7 @@ PAGES = {
     "docs/guide/training.md": Page(
         added={
             "python pretrain_gpt.py": SMALL,
+            "megafp8 pretrain --config-dir runs/first": "trainer.max_steps=4",
         },
         not_run={
             "torchrun": "needs two hosts: tests/hosts runs torchrun on two (make test-hosts)",

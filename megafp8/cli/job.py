@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -337,7 +338,10 @@ class _Parser(argparse.ArgumentParser):
         hint = "--help lists the options"
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
         keys = similar_keys(unknown.lstrip("-"))
-        if "=" in unknown:
+        near = get_close_matches(unknown, self._option_string_actions, 1, cutoff=0.8)
+        if near:
+            hint = f"Did you mean {near[0]}?"
+        elif "=" in unknown:
             hint = f"If it is a setting, write it without dashes: {unknown.lstrip('-')}"
         elif keys:
             hint = f"Settings are written without dashes. Did you mean {' or '.join(keys)}?"

@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
         from megafp8.cli.main import run_app
 
         return run_app(argv[1:], _index, prog="megafp8 preprocess index")
-    options = _parser().parse_args(argv)
     try:
+        options = _parser().parse_args(argv)
         sidecar = _preprocess(options)
     except UserError as error:
         from megafp8.cli.job import report_error
@@ -74,11 +74,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megafp8 preprocess",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    from megafp8.cli.job import command_parser
+
+    parser = command_parser("preprocess", __doc__)
     add = parser.add_argument
     add("files", nargs="*", metavar="FILE",
         help="a text, JSONL or Parquet file, or a folder of such files")  # fmt: skip

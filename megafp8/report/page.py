@@ -107,7 +107,7 @@ def runs_page(
         *(f"<p class=lead>{escape(line)}</p>" for line in lead),
         more,
         _problems([(None, tuple(problems)), *read]),
-        _table(runs, names, notes),
+        _table(runs, names, notes, is_judged=bool(more)),
         _failures(runs, names, notes),
         _charts(plots),
         _same_settings(runs),
@@ -393,9 +393,16 @@ def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
 
 
 def _table(
-    runs: Sequence[RunRecord], names: Sequence[str], notes: Sequence[tuple[str, str]]
+    runs: Sequence[RunRecord],
+    names: Sequence[str],
+    notes: Sequence[tuple[str, str]],
+    *,
+    is_judged: bool,
 ) -> str:
-    """Return the table of what came out, then of what differs, with jobs that left no run."""
+    """Return the table of what came out, then of what differs, with jobs that left no run.
+
+    The best run is marked unless the page has a verdict: seeds validate on other texts.
+    """
     if not runs:
         return ""
     differ = differing_settings(runs)
@@ -406,7 +413,7 @@ def _table(
         for title, key in _OUTCOMES
         if key == "status" or any(_outcome(run, key)[0] is not None for run in runs)
     ]
-    best = _best(runs)
+    best = None if is_judged else _best(runs)
     heads = ["run", *(title for title, _ in outcomes)]
     heads += [key.removeprefix("model.") for key in columns]
     rows = []

@@ -453,3 +453,19 @@ def words_of_bytes(folder: Path) -> Path:
     path = folder / "bytes.json"
     byte_tokenizer().save(path)
     return path
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "are required: --tokenizer"),
+        (["--tokenizer", "bytes", "--vocabsize", "3"], "Did you mean --vocab-size?"),
+    ],
+)
+def test_options_that_cannot_be_read_are_one_line(
+    more: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["a.txt", "--output", "o", *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: options (command line): ") and said in error
+    assert error.count("\n") == 1

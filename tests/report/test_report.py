@@ -344,3 +344,10 @@ def test_a_report_links_to_its_checkpoints(tmp_path: Path) -> None:
     links = re.findall("<a href='(checkpoints/.*?)'", run_page(read_run(path)))
     assert links == ["checkpoints/step_00000050/", "checkpoints/step_00000100/"]
     assert all((path / link).is_dir() for link in links)
+
+
+def test_a_page_with_a_verdict_marks_no_best_run(tmp_path: Path) -> None:
+    """Its runs have several seeds, which validate on other texts."""
+    runs = [read_run(make_run(tmp_path / name)) for name in "ab"]
+    assert "class='number best'" in runs_page("sweep", runs)
+    assert "class='number best'" not in runs_page("compare", runs, more="<p>same</p>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -56,6 +57,7 @@ def describe_run(
     layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
     if spec.parallel.pp > 1:
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
+    layout += sharing(spec, state.mesh.device.type)
     return [
         f"model: {model.num_layers} layers x {model.hidden_size}, "
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
@@ -252,6 +254,15 @@ def _weight_of(segment: Segment, memory_of: MemoryOf) -> list[torch.Tensor]:
         for memory in memory_of(segment.param)
         if memory.numel() == segment.param.numel()
     ]
+
+
+def sharing(spec: RunSpec, device: str) -> str:
+    """Return that the ranks of a CPU share its cores, where it has fewer of them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = spec.parallel.devices_per_node
+    if device != "cpu" or cores is None or cores >= ranks:
+        return ""
+    return f"; {ranks} ranks share {plural(cores, 'core')}, so a step takes longer"
 
 
 def _rampup(train: TrainSpec) -> str:
