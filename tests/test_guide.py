@@ -96,7 +96,6 @@ PAGES = {
             "megafp8 preprocess index": MODEL,
         },
         not_run={
-            "pip install": "downloads",
             "OMP_NUM_THREADS=1 python benchmarks/documents.py": "measures for minutes",
         },
     ),

@@ -1,4 +1,4 @@
-"""Read the records of JSON and Parquet files one by one, each with its place, and convert no value.
+"""Read texts, and records of JSON and Parquet files one by one with their places; convert no value.
 
 The `datasets` library gives a whole column one type. So one number among texts would turn every
 text into JSON source, and the numbers of a second file would become texts. Here each value keeps
@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import io
 import json
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from megafp8.errors import DataError
 
 _ROWS_AT_ONCE = 512
+_CHARACTERS_AT_ONCE = 10 << 20
 _TEXT_TYPES = ("string", "large_string", "string_view")
 
 
@@ -44,6 +46,45 @@ def json_records(name: str) -> Iterator[tuple[str, Any]]:
         yield f"line {number}", _parsed(name, f"line {number}", line)
         for number, line in lines:
             yield f"line {number}", _parsed(name, f"line {number}", line)
+
+
+def encoding_hint(content: bytes) -> str:
+    """Return what to do with a text that is not UTF-8; `content` is its beginning."""
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "It is UTF-16: make it UTF-8 with iconv -f UTF-16 -t UTF-8 FILE > NEW"
+    if b"\0" in content:
+        return "It has NUL bytes, as programs and archives do: leave it out, or unpack it"
+    return "It is not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW, if it is Western European"
+
+
+def plain_texts(name: str, unit: Literal["file", "paragraph", "line"]) -> Iterator[str]:
+    """Yield the documents of a plain text file, in which every kind of line end becomes a newline.
+
+    A paragraph ends at an empty line, and an empty one is left out. A line has no line end.
+
+    Raises:
+        DataError: The file is not in UTF-8.
+    """
+    try:
+        yield from _units_of(name, unit)
+    except UnicodeDecodeError as error:
+        reason = f"cannot be read ({type(error).__name__}: {error})"
+        raise DataError(name, "text", reason, encoding_hint(error.object)) from error
+
+
+def _units_of(name: str, unit: str) -> Iterator[str]:
+    with _opened(name) as file, io.TextIOWrapper(file, encoding="utf-8") as text:
+        if unit == "file":
+            yield text.read()
+        elif unit == "line":
+            yield from (line.removesuffix("\n") for line in text)
+        else:
+            rest = ""
+            while part := text.read(_CHARACTERS_AT_ONCE):
+                *whole, rest = (rest + part + text.readline()).split("\n\n")
+                yield from filter(None, whole)
+            if rest:
+                yield rest
 
 
 def parquet_texts(name: str, column: str) -> Iterator[str | None]:
@@ -96,7 +137,10 @@ def _opened(name: str) -> Iterator[IO[bytes]]:
         with fsspec.open(name, "rb", compression="infer") as file:
             yield file
         return
-    with fsspec.filesystem("file").open(name, "rb", compression=infer_compression(name)) as file:
+    compression = infer_compression(name)
+    if compression is None and name.lower().endswith(".zst"):
+        raise DataError(name, "file", "needs the zstandard package", "pip install zstandard")
+    with fsspec.filesystem("file").open(name, "rb", compression=compression) as file:
         yield file
 
 

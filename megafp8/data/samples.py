@@ -8,6 +8,7 @@ predicted once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
@@ -110,6 +111,42 @@ def split_documents(
     Raises:
         DataError: Train or validation would get no token.
     """
+    parts = _parted(tokens_per_document, weights, seed)
+    empty = _first_empty(tokens_per_document, parts)
+    if empty is not None:
+        fitting = (
+            other
+            for other in ((900, 100, 0), (800, 200, 0), (700, 300, 0), (500, 500, 0))
+            if _first_empty(tokens_per_document, _parted(tokens_per_document, other, seed)) is None
+        )
+        other = next(fitting, None)
+        hint = "Use a dataset of more documents (megafp8 preprocess --document paragraph)"
+        if other is not None:
+            value = ",".join(map(str, other))
+            hint = f"Give 'model.data.splits_string=\"{value}\"', or use more documents"
+        raise DataError(
+            source,
+            "documents",
+            f"splits {','.join(f'{w:g}' for w in weights)} leave the {empty} split empty: "
+            f"{len(tokens_per_document)} documents, {tokens_per_document.sum()} tokens, split by "
+            "whole documents",
+            hint,
+        )
+    return Splits(*parts)
+
+
+def _first_empty(
+    tokens_per_document: NDArray[np.int64], parts: Sequence[NDArray[np.int64]]
+) -> str | None:
+    """Return which of train and validation has no token; None if both have some."""
+    names = zip(("train", "validation"), parts, strict=False)
+    return next((name for name, part in names if not tokens_per_document[part].sum()), None)
+
+
+def _parted(
+    tokens_per_document: NDArray[np.int64], weights: Sequence[float], seed: int
+) -> list[NDArray[np.int64]]:
+    """Return the documents of the three splits, of which some may be empty."""
     shares = np.asarray([*weights, 0.0, 0.0, 0.0][:3], dtype=np.float64)
     order = shuffled(len(tokens_per_document), seed, _SPLIT)
     sizes = tokens_per_document[order]
@@ -117,17 +154,7 @@ def split_documents(
     total = int(sizes.sum())
     bounds = np.cumsum(shares) / shares.sum() * total
     split_of = np.searchsorted(bounds[:2], middles, side="right")
-    parts = [order[split_of == number] for number in range(3)]
-    for name, part in zip(("train", "validation"), parts, strict=False):
-        if int(tokens_per_document[part].sum()) == 0:
-            raise DataError(
-                source,
-                "documents",
-                f"splits {','.join(f'{w:g}' for w in weights)} leave the {name} split empty: "
-                f"{len(order)} documents, {total} tokens, split by whole documents",
-                "Change model.data.splits_string, or use a dataset of more documents",
-            )
-    return Splits(*parts)
+    return [order[split_of == number] for number in range(3)]
 
 
 def check_vocabulary(tokens: NDArray[np.int64], vocab_size: int, dataset: IndexedDataset) -> None:

@@ -1,8 +1,7 @@
-"""Read texts in order from files or a named dataset, streamed by the `datasets` library."""
+"""Read texts in order from files, or from a named dataset by the `datasets` library."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import itertools
 import logging
@@ -19,6 +18,7 @@ from megafp8.data.records import (
     not_an_object,
     not_text,
     parquet_texts,
+    plain_texts,
 )
 from megafp8.errors import DataError
 
@@ -34,7 +34,6 @@ _BUILDERS = {
     ".parquet": "parquet",
 }
 _COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
-_UNITS = {"file": "document", "paragraph": "paragraph", "line": "line"}
 _ROWS_AT_ONCE = 512
 TORCH_VARIABLE = "USE_TORCH"  # read by `datasets` when it is imported
 
@@ -104,17 +103,16 @@ class TextSource:
             yield from self._values_of_dataset(self.dataset)
             return
         for kind, paths in self._groups():
-            names = [str(path) for path in paths]
-            if kind == "text":
-                yield from self._plain_texts(names)
-            else:
-                yield from self._values_of_files(kind, names)
+            yield from self._values_of_files(kind, [str(path) for path in paths])
 
     def _values_of_files(
         self, kind: str, names: Sequence[str]
     ) -> Iterator[tuple[str, str, object]]:
-        """Yield the values of JSON or Parquet files."""
+        """Yield the documents of plain text files, or the values of JSON or Parquet files."""
         for name in names:
+            if kind == "text":
+                yield from ((name, "", text) for text in plain_texts(name, self.document))
+                continue
             if kind == "parquet":
                 yield from ((name, "", text) for text in parquet_texts(name, self.text_key))
                 continue
@@ -125,18 +123,6 @@ class TextSource:
                     field = f"{place}: column {self.text_key!r}"
                     raise missing_column(name, field, [str(key) for key in record])
                 yield name, f"{place}: ", record[self.text_key]
-
-    def _plain_texts(self, names: Sequence[str]) -> Iterator[tuple[str, str, object]]:
-        """Yield the documents of plain text files."""
-        stream = load_datasets().load_dataset(
-            "text",
-            data_files={"train": list(names)},
-            split="train",
-            streaming=True,
-            sample_by=_UNITS[self.document],
-        )
-        where = names[0] if len(names) == 1 else self.name
-        yield from _values_of_stream(stream, "text", where)
 
     def _values_of_dataset(self, dataset: str) -> Iterator[tuple[str, str, object]]:
         """Yield the values of a dataset by name, from its files where these are JSON or Parquet."""
@@ -234,49 +220,30 @@ def files_of_dataset(
     return module, [str(file) for file in files]  # type: ignore[return-value]  # just compared
 
 
-def encoding_hint(content: bytes) -> str:
-    """Return what to do with a text that is not UTF-8; `content` is its beginning."""
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "It is UTF-16: make it UTF-8 with iconv -f UTF-16 -t UTF-8 FILE > NEW"
-    if b"\0" in content:
-        return "It has NUL bytes, as programs and archives do: leave it out, or unpack it"
-    return "It is not UTF-8: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW, if it is Western European"
-
-
 @contextlib.contextmanager
 def reading_errors_reported(name: str) -> Iterator[None]:
     """Turn errors of `datasets` and of file readers into DataError."""
     try:
-        datasets = load_datasets()
-    except ImportError as error:
-        raise DataError(
-            name, "text", "needs the datasets package", "pip install -e '.[data]'"
-        ) from error
-    shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # the DataError says it
-    try:
         yield
     except (DataError, GeneratorExit, KeyboardInterrupt):
         raise
+    except ModuleNotFoundError as error:
+        reason, hint = f"needs the {error.name} package", f"pip install {error.name}"
+        raise DataError(name, "text", reason, hint) from error
     # Readers of JSON, Parquet and the network raise errors without a common base class.
     except Exception as error:
         cause = error.__cause__ or error
         lines = str(cause).strip().splitlines()
         reason = f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
         hint = "Mend or leave out what it names"
-        if isinstance(cause, UnicodeDecodeError):
-            hint = encoding_hint(cause.object)
         raise DataError(name, "text", f"cannot be read ({reason})", hint) from error
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if shown:
-            datasets.enable_progress_bars()
 
 
 def load_datasets() -> ModuleType:
-    """Import the library without torch, whose import takes longer than reading a few megabytes."""
+    """Import the library without torch, whose import takes longer than reading a few megabytes.
+
+    It shows neither bars nor messages from then on: what is wrong is a DataError.
+    """
     before = os.environ.get(TORCH_VARIABLE)
     os.environ[TORCH_VARIABLE] = "0"
     try:
@@ -286,6 +253,8 @@ def load_datasets() -> ModuleType:
             del os.environ[TORCH_VARIABLE]
         else:
             os.environ[TORCH_VARIABLE] = before
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     library: ModuleType = datasets
     return library
 

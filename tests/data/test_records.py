@@ -6,16 +6,23 @@ import bz2
 import gzip
 import json
 import lzma
+import sys
+import tempfile
 from pathlib import Path
+from unittest import mock
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megafp8.cli.preprocess import main
+from megafp8.data import records
 from megafp8.data.examples import read_examples
 from megafp8.data.prompts import checked_fields
-from megafp8.data.records import json_records
+from megafp8.data.records import json_records, plain_texts
 from megafp8.data.text_sources import TextSource
 from megafp8.errors import DataError
 from megafp8.specs.data import InstructionSpec
@@ -199,3 +206,56 @@ def test_numbers_of_a_second_file_of_a_named_dataset_stay_numbers(
     assert [example.fields["input"] for example in part] == GOOD[10:12]
     with pytest.raises(DataError, match=r"b\.\w+, \w+ 1: input: is of type int, not a text"):
         checked_fields(spec(), examples)
+
+
+PIECES = st.sampled_from(
+    ["\n", "\n\n", "\r\n", "\r", "a", "bc", "ü", "\ufeff", " ", "\x0b", "\u2028"]
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(PIECES, max_size=40), st.integers(1, 9))
+def test_plain_texts_are_those_of_the_library(pieces: list[str], at_once: int) -> None:
+    """`datasets` reads ten million characters at once; here a few, so that texts are parted."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(records, "_CHARACTERS_AT_ONCE", at_once),
+    ):
+        path = Path(folder, "t.txt")
+        path.write_bytes("".join(pieces).encode())
+        for unit, name in (("file", "document"), ("paragraph", "paragraph"), ("line", "line")):
+            stream = datasets.load_dataset(
+                "text", data_files=str(path), split="train", streaming=True, sample_by=name,
+                chunksize=at_once,
+            )  # fmt: skip
+            want = [record["text"] for record in stream]
+            assert list(plain_texts(str(path), unit)) == want, unit
+
+
+def test_files_are_read_without_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`datasets` is needed for datasets by name alone, and pyarrow for Parquet."""
+    (tmp_path / "a.txt").write_text("one\n")
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write("two\n")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n')
+    (tmp_path / "d.txt").write_bytes("vier".encode("utf-16"))
+    for name in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+    files = tuple(tmp_path / name for name in ("a.txt", "b.txt.gz", "c.jsonl"))
+    assert list(TextSource(files=files).texts()) == ["one\n", "two\n", "three"]
+    for source, said in (
+        (TextSource(dataset="somebody/texts"), "needs the datasets package"),
+        (TextSource(files=(tmp_path / "e.parquet",)), "needs the pyarrow package"),
+        (TextSource(files=(tmp_path / "f.txt.zst",)), "needs the zstandard package"),
+        (TextSource(files=(tmp_path,)), "d.txt: text: cannot be read"),
+    ):
+        for path in source.files:
+            if path.suffix in (".parquet", ".zst"):
+                path.write_bytes(b"x")
+        with pytest.raises(DataError, match=said):
+            list(source.texts())
+        for path in source.files:
+            if path.is_file():
+                path.unlink()

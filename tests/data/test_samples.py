@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +187,16 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: int) -
     data = write_dataset(tmp_path / "d", [[1, token, EOD]], "int32")
     with pytest.raises(DataError, match="vocabulary"):
         _validation(data)[0]
+
+
+def test_a_refused_split_names_one_that_fits() -> None:
+    tokens = np.full(12, 1000)
+    with pytest.raises(DataError) as caught:
+        split_documents(tokens, (990, 5, 5), 1, "mine")
+    value = re.search(r"splits_string=\"([\d,]+)\"'", str(caught.value))
+    assert value is not None
+    weights = tuple(map(float, value[1].split(",")))
+    splits = split_documents(tokens, weights, 1, "mine")
+    assert len(splits.train) and len(splits.validation)
+    with pytest.raises(DataError, match="--document paragraph"):
+        split_documents(tokens[:1], (990, 5, 5), 1, "mine")

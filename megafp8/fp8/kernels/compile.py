@@ -17,6 +17,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ def _key(compiler: str) -> str:
 
 def _compile(compiler: str, path: Path) -> None:
     """Build beside `path` and rename, so that processes that start together cannot collide."""
+    if sys.stderr.isatty():
+        print("megafp8: compiling the casts for this CPU (once) …", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         flags = [flag for flag in OPTIONAL_FLAGS if _serves(compiler, flag, Path(folder))]
         built = _build(compiler, [*COMPILE_FLAGS, *flags], SOURCE, Path(folder, "kernels.so"))
