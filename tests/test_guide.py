@@ -125,6 +125,10 @@ PAGES = {
             "python examples/08_fine_tune_on_signatures.py score": "--limit 2",
         },
     ),
+    "docs/guide/fp8.md": Page(
+        added={"megafp8 compare": SMALL},
+        codes={"megafp8 compare": 6},
+    ),
     "docs/guide/migrate.md": Page(
         files={
             "train.sh": f"{SCRIPT.replace('GPUS=2', 'GPUS=4')} --fp8-format hybrid "

@@ -103,9 +103,12 @@ def return_to(
     if not state.phases and not had:
         return
     changes = tuple(_with_kept_steps(asked, had, notify))
-    _check_past(changes, had, step, values[SCHEDULE])
-    if changes != asked:
-        state.phases = tuple(phases_of(values, changes))
+    try:
+        _check_past(changes, had, step, values[SCHEDULE])
+        if changes != asked:
+            state.phases = tuple(phases_of(values, changes))
+    except SettingError as error:  # every rank finds the same
+        raise_on_all(error)
     if state.phases:
         phase = state.phases[phase_of(state, step, has_run=True)]
         if _is_other(state, phase):

@@ -29,7 +29,7 @@ from tests.train.precision_schedule_work import (
     saved,
     tensors_of,
 )
-from tests.train.runs import Place, assert_same, timeless_metrics
+from tests.train.runs import STEPS, Place, assert_same, timeless_metrics
 
 O2 = "model.optim.fp8_opt_level=O2"
 SMOOTHED = Path(__file__).parents[1] / "own_recipes/smoothed.py"
@@ -234,6 +234,35 @@ ASYNC = "exp_manager.checkpoint_callback_params.async_save=True"
 def events(place: Place, kind: str) -> list[dict[str, Any]]:
     lines = (place.dir() / "events.jsonl").read_text().splitlines()
     return [e for e in map(json.loads, lines) if e["kind"] == kind]
+
+
+LONGER = f"trainer.max_steps={STEPS + 4}"
+
+
+def test_a_whole_run_is_prolonged_and_its_past_stays(place: Place) -> None:
+    entry = "{from: 0.5, recipe: bf16}"
+    assert place.run(f"{SCHEDULE}[{entry}]").code == 0
+    past = place.run(f"{SCHEDULE}[{{from: 3, recipe: bf16}}]", LONGER)
+    assert past.code == 2 and "Traceback" not in past.output
+    assert f"the run has trained {STEPS} steps, with these changes of precision: all" in past.output
+    assert "model.precision_schedule=" in past.output.splitlines()[-1]
+    longer = place.run(f"{SCHEDULE}[{entry}, {{from: {STEPS + 2}, recipe: mxfp8}}]", LONGER)
+    assert longer.code == 0, longer.output
+    assert "begins after step 6, as when the run began; from: 0.5 would now be 8" in longer.output
+    assert [e["step"] for e in events(place, "precision")] == [6, STEPS + 2]
+    assert f"precision schedule: all linears in mxfp8 after step {STEPS + 2}" in longer.output
+    page = (place.dir() / "report.html").read_text()
+    assert f"<li>steps 7 to {STEPS + 2}: all linears in high precision" in page
+    summary = place.summary()["precision"]
+    assert "mxfp8" in summary and f"after step 6, {STEPS + 2}" in summary
+
+
+@pytest.mark.slow
+def test_ranks_refuse_another_past_once(place: Place) -> None:
+    two = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+    assert place.run(f"{SCHEDULE}[{{from: 4, recipe: bf16}}]", *two).code == 0
+    past = place.run(f"{SCHEDULE}[{{from: 3, recipe: bf16}}]", *two, LONGER)
+    assert past.code == 2 and past.output.count("the run has trained") == 1, past.output
 
 
 @pytest.mark.kill
