@@ -168,6 +168,10 @@ if $in_place; then
             "$py" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' \
                 || die "the extra te needs a base with CUDA; on a CPU model.fp8_backend=te needs no package" ;;
     esac
+    if [ -n "${PIP_CONSTRAINT:-}" ]; then # NVIDIA's images pin their packages so; pip keeps those that fit
+        say "ignoring PIP_CONSTRAINT=$PIP_CONSTRAINT, which may exclude versions that are needed"
+        unset PIP_CONSTRAINT
+    fi
     say "installing the other dependencies${extras:+, with the extras $extras}"
     # Torch is left out of the list: pip might replace an image's own build because of its version.
     # shellcheck disable=SC2086  # a list of words

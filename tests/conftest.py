@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 # Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable at its first
-# import, which torchao may do.
-if not Path("/dev/nvidiactl").exists():
+# import, which torchao may do. The second file is there on Linux inside of Windows.
+if not any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1"))):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests and the processes that they start get one thread each: workers of pytest-xdist share the

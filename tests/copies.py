@@ -50,7 +50,8 @@ class Copies(TorchFunctionMode):
             self._see("a list as an index")
         if function is torch.Tensor.backward and self._with_backward:  # torch suspends this mode
             with self:
-                gradient = torch.ones_like(args[0]) if len(args) < 2 else args[1]
+                gradient = args[1] if len(args) > 1 else kwargs.get("gradient")
+                gradient = torch.ones_like(args[0]) if gradient is None else gradient
                 return torch_private.run_backward(args[0], gradient)
         result = function(*args, **kwargs)
         if name in FROM_NUMBERS and result.device == self._device:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -321,6 +323,19 @@ def test_a_simulated_group_and_the_collectives_of_fsdp() -> None:
         assert torch_private.local_shard(shard) is torch_private.local_shard(shard)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_torch_of_that_number_without_the_class_has_no_objects_in_graphs() -> None:
+    """NVIDIA's images have builds from before a release, under its number."""
+    code = (
+        "import sys, torch\n"
+        "torch.__version__ = '2.13.0a0+1234.nv26.06'\n"
+        "sys.modules['torch._opaque_base'] = None\n"
+        "from megafp8.ops import torch_private\n"
+        "assert not torch_private.has_objects_in_graphs()\n"
+        "assert torch_private.GraphInput(1).value == 1\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.skipif(

@@ -295,11 +295,6 @@ TOGETHER = (
         f"Use trainer.precision=bf16, {NO_GRAPH}",
     ),
     Row(
-        {GRAPH: True}, {"model.position_embedding_type": "alibi"},
-        "each pass copies ALiBi's slopes from the host, which a graph cannot capture",
-        f"Use model.position_embedding_type=rope, {NO_GRAPH}",
-    ),
-    Row(
         {GRAPH: True}, {FSDP: True},
         "FSDP gathers weights into new memory for each use, and a graph reads fixed addresses",
         f"Use model.optim.name=distributed_fused_adam, {NO_GRAPH}",

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from megafp8.errors import UserError
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ComputeGrad
+from megafp8.fp8.kernels.triton_launch import on_device_of
 from megafp8.fp8.linear import LinearFunction, NoComm
 from megafp8.fp8.quantizer import LinearQuantizer
 from megafp8.fp8.scaling import ScalingState
@@ -242,7 +243,7 @@ class Converted(nn.Module):
         shared.check_samples(bound, input)
         if weight_OI.device != shared.device:
             shared.follow()
-        with shared.forward_pass(bound), torch.autocast(kind, enabled=False):
+        with shared.forward_pass(bound), on_device_of(input), torch.autocast(kind, enabled=False):
             quantizer, form = bound.quantizer, bound.weight_form
             output_TO = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
                 input.reshape(-1, input.shape[-1]),

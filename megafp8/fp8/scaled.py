@@ -11,12 +11,14 @@ Every device and the C kernels have the same bits.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megafp8.fp8.cast import amax_of, quantize
+from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scales import power_2_below
@@ -107,8 +109,16 @@ class ScaledTensor:
                 int(not is_first),
                 torch.get_num_threads(),
             )
+        elif self._fits_triton(more) and _triton_reproduces_torch(
+            more.device, self.fmt.name, more.dtype
+        ):
+            add_by_triton(self, more, is_first=is_first)
         else:
-            self.store(more.float() if is_first else self.values() + more.float())
+            self.add_by_torch(more, is_first=is_first)
+
+    def add_by_torch(self, more: torch.Tensor, *, is_first: bool) -> None:
+        """Run `add` with torch operations."""
+        self.store(more.float() if is_first else self.values() + more.float())
 
     @property
     def has_kernels(self) -> bool:
@@ -119,6 +129,11 @@ class ScaledTensor:
     def held(self) -> tuple[torch.Tensor, ...]:
         """Return the tensors that grow with the number of elements."""
         return (self.payload,)
+
+    @property
+    def held_and_scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the payload's values as they are stored, in FP32, and the scale."""
+        return self.payload.float(), self.dequant_scale
 
     def zero_(self) -> None:
         """Fill the tensor with zeros; the scale becomes 1."""
@@ -141,9 +156,15 @@ class ScaledTensor:
         return quant_scale
 
     def _fits_kernel(self, more: torch.Tensor) -> bool:
+        return self.payload.device.type == "cpu" and self._is_plain(more)
+
+    def _fits_triton(self, more: torch.Tensor) -> bool:
+        return self.fmt.max is not None and runs_triton(more.device) and self._is_plain(more)
+
+    def _is_plain(self, more: torch.Tensor) -> bool:
+        """Whether the kernels take this tensor, and the addend with it."""
         return (
-            self.payload.device.type == "cpu"
-            and self.has_kernels
+            self.has_kernels
             and self.payload.is_contiguous()
             and more.is_contiguous()
             and more.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -170,6 +191,43 @@ class StoredInC(ctypes.Structure):
         made = cls(*places, key, _KINDS[payload.dtype], int(dither is not None))
         made.held = payload, dequant_scale
         return made
+
+
+def add_by_triton(total: ScaledTensor, more: torch.Tensor, *, is_first: bool) -> None:
+    """Run `ScaledTensor.add` by Triton's kernels, where they can run. The format has a scale."""
+    from megafp8.fp8.kernels.triton_sums import add
+
+    add(total, more, is_first=is_first)
+
+
+@functools.cache
+def _triton_reproduces_torch(device: torch.device, name: StorageName, dtype: torch.dtype) -> bool:
+    """Whether sums by Triton's kernels have the bits of torch's operations on this device."""
+    by_triton, by_torch = (
+        ScaledTensor.zeros((4112,), STORAGE_FORMATS[name], device) for _ in range(2)
+    )
+    for number in (1, 2, 3):  # the scale stays once, and changes in the last sum
+        more = (1 + 9 * (number == 3)) * torch.linspace(-1, 1, 4112, device=device) ** 3
+        add_by_triton(by_triton, more.to(dtype), is_first=number == 1)
+        by_torch.add_by_torch(more.to(dtype), is_first=number == 1)
+        both = zip(by_triton.held_and_scale, by_torch.held_and_scale, strict=True)
+        if not all(torch.equal(a, b) for a, b in both):
+            return False
+    return True
+
+
+@torch.no_grad()
+def sums_of_squares(tensors: Sequence[ScaledTensor]) -> torch.Tensor:
+    """Return the sum of the squared values of each tensor, FP64 [tensors]; there is at least one.
+
+    On GPUs a kernel reads each number once, and adds in an order of its own.
+    """
+    in_triton = all(t.has_kernels and t.payload.is_contiguous() for t in tensors)
+    if in_triton and runs_triton(tensors[0].payload.device):
+        from megafp8.fp8.kernels import triton_sums
+
+        return triton_sums.sums_of_squares(tensors)
+    return torch.stack([tensor.sum_of_squares() for tensor in tensors])
 
 
 def scales_for(amax: torch.Tensor, fmt: StorageFormat) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, is_dtensor
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
+from megafp8.fp8.kernels.triton_launch import on_device_of
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import CachedFp8, RecastFp8
 from megafp8.observe.health import HealthRecord, complaints
@@ -129,8 +130,9 @@ class Fp8State:
                 scaling.weights_version += 1
                 self._stamps.clear()
                 raise
-            scaling.end_forward()
-            scaling.end_backward()
+            with on_device_of(scaling.forward.amax):  # a kernel updates a table
+                scaling.end_forward()
+                scaling.end_backward()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

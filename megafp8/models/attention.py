@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -93,6 +94,12 @@ class AttentionContext:
     windowed: AttentionContext | None = None
 
 
+@functools.cache
+def _slopes_on(device: torch.device, num_heads: int, begin: int, end: int) -> torch.Tensor:
+    """Return ALiBi's slopes of some heads, FP32 [H], which are copied to a device only once."""
+    return torch.tensor(alibi_slopes(num_heads)[begin:end], device=device)
+
+
 def attention_context(
     spec: GPTSpec,
     heads: slice,
@@ -124,7 +131,7 @@ def attention_context(
             positions = torch.arange(past, past + seq, device=device)
         turn = rotary(positions, spec)
     if spec.position_embedding_type == "alibi":
-        slopes = torch.tensor(alibi_slopes(spec.num_attention_heads)[heads], device=device)
+        slopes = _slopes_on(device, spec.num_attention_heads, heads.start, heads.stop)
     whole = seq * num_sharing
     made = _Masks(
         (batch, whole), past, device, dtype, slopes, cu_seqlens_N1, document_ids_BS,

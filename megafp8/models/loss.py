@@ -9,6 +9,7 @@ only scales these gradients.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -25,6 +26,42 @@ GPU_FACTOR = 8  # a GPU's chunks are larger: reading and writing the weight's gr
 
 # (weight, its FP32 gradient) -> the gradient that autograd adds to `.grad`, or None
 AddGradWeight = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
+
+
+@functools.cache
+def gradient_of_itself(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the gradient of a loss by itself, the number 1; it is always the same tensor.
+
+    A backward pass that begins with this tensor is known to begin with 1, without reading it.
+    """
+    return torch.ones((), dtype=dtype, device=device)
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """Run the backward pass of the loss that `HeadLoss` has returned."""
+    loss.backward(gradient_of_itself(loss.dtype, loss.device))
+
+
+def beginning_of_backward(loss: torch.Tensor) -> torch.Tensor:
+    """Return the loss for code of others that begins the backward pass there, with 1.
+
+    It passes `gradient_of_itself` on, whatever tensor that code has made. On a CPU, where the
+    factor is read, the result is the argument.
+    """
+    if loss.device.type == "cpu":
+        return loss
+    begun: torch.Tensor = _Beginning.apply(loss)  # type: ignore[no-untyped-call]
+    return begun
+
+
+class _Beginning(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return gradient_of_itself(grads[0].dtype, grads[0].device)
 
 
 class Matmul(Protocol):
@@ -203,13 +240,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad_loss,) = grads
         grad_hidden_TD, grad_weight_VD = ctx.saved_tensors
-        if (
-            grad_loss.device.type != "cpu" or grad_loss.item() != 1.0
-        ):  # `.item()` would wait for a GPU
+        if not _is_one(grad_loss):
             grad_hidden_TD = grad_hidden_TD * grad_loss.to(grad_hidden_TD.dtype)
             grad_weight_VD = grad_weight_VD * grad_loss
         grad_weight = ctx.head.add_grad_weight(ctx.weight, grad_weight_VD)
         return grad_hidden_TD, grad_weight, None, None, None
+
+
+def _is_one(grad_loss: torch.Tensor) -> bool:
+    """Whether a loss is not scaled, as far as the host knows without waiting for a GPU."""
+    if grad_loss.device.type == "cpu":
+        return grad_loss.item() == 1.0
+    return grad_loss is gradient_of_itself(grad_loss.dtype, grad_loss.device)
 
 
 def _sum_dtype(x: torch.Tensor) -> torch.dtype:

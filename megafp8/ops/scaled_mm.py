@@ -38,6 +38,11 @@ SQUARE_ALIGNMENT = 4 * BLOCK  # K too, if scales of square blocks need strides o
 Layout = Literal["tensor", "row", "block", "square", "mx", "nv", "other"]
 PACKED: dict[str, int] = {"mx": 32, "nv": 16}
 """The layouts whose scales are in tiles of bytes, and how many elements share a scale."""
+PAIRS = frozenset(
+    {(name, name) for name in ("tensor", "row", "block", *PACKED)}
+    | {("block", "square"), ("square", "block")}
+)
+"""The layouts of two operands that a product takes."""
 Outers = tuple[torch.Tensor, torch.Tensor]
 ScaledMatmul = Callable[..., torch.Tensor]
 
@@ -64,15 +69,17 @@ def check_scales(payload: torch.Tensor, dequant_scale: torch.Tensor, layout: Lay
     """
     rows, inner = payload.shape
     shape = tuple(dequant_scale.shape)
-    numbers = 2 * inner if payload.dtype == torch.float4_e2m1fn_x2 else inner
-    fits = {
-        "tensor": dequant_scale.numel() == 1,
-        "row": shape == (rows, 1),
-        "block": shape == (rows, -(-inner // BLOCK)),
-        "square": shape == (-(-rows // BLOCK), -(-inner // BLOCK)),
-        **{name: shape == (swizzled_size(rows, -(-numbers // n)),) for name, n in PACKED.items()},
-    }
-    if not fits[layout]:
+    if layout in PACKED:
+        numbers = 2 * inner if payload.dtype == torch.float4_e2m1fn_x2 else inner
+        fits = shape == (swizzled_size(rows, -(-numbers // PACKED[layout])),)
+    elif layout == "tensor":
+        fits = dequant_scale.numel() == 1
+    elif layout == "row":
+        fits = shape == (rows, 1)
+    else:
+        of_rows = {"block": rows, "square": -(-rows // BLOCK)}[layout]
+        fits = shape == (of_rows, -(-inner // BLOCK))
+    if not fits:
         raise ValueError(
             f"scales of shape {shape} fit no payload of shape {tuple(payload.shape)} by {layout}"
         )
@@ -143,8 +150,7 @@ def scaled_mm(
 
 
 def _check_pair(a: Layout, b: Layout) -> None:
-    pairs = {(name, name) for name in ("tensor", "row", "block", *PACKED)}
-    if (a, b) not in pairs | {("block", "square"), ("square", "block")}:
+    if (a, b) not in PAIRS:
         raise ValueError(f"an operand scaled by {a} times one scaled by {b} is not supported")
 
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -246,19 +246,21 @@ def is_recompilation() -> bool:
     return compile_id is not None and bool(compile_id.frame_compile_id)
 
 
+_OpaqueBase: Any = object
+if _RELEASE >= OBJECTS_IN_GRAPHS_FROM:
+    try:  # a build from before the release may have its number and not the class
+        from torch._library.opaque_object import register_opaque_type as _register_opaque_type
+        from torch._opaque_base import OpaqueBase as _OpaqueBase
+    except ImportError:
+        _OpaqueBase = object
+
+
 def has_objects_in_graphs() -> bool:
     """Whether a `GraphInput` may be an input of a graph; tried with torch 2.13."""
-    return _RELEASE >= OBJECTS_IN_GRAPHS_FROM
+    return _OpaqueBase is not object
 
 
-if TYPE_CHECKING or has_objects_in_graphs():
-    from torch._library.opaque_object import register_opaque_type as _register_opaque_type
-    from torch._opaque_base import OpaqueBase as _OpaqueBase
-else:
-    _OpaqueBase, _register_opaque_type = object, lambda cls, typ: None
-
-
-class GraphInput(_OpaqueBase):
+class GraphInput(_OpaqueBase):  # type: ignore[misc,unused-ignore]
     """Make any object an input of a compiled graph, so that no graph is compiled for its content.
 
     It needs `has_objects_in_graphs`.
@@ -268,7 +270,8 @@ class GraphInput(_OpaqueBase):
         self.value = value
 
 
-_register_opaque_type(GraphInput, typ="reference")
+if has_objects_in_graphs():
+    _register_opaque_type(GraphInput, typ="reference")
 
 # ------------------------------------------------------------------------------------- distributed
 

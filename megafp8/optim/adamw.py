@@ -6,6 +6,7 @@ Muon may update the matrices instead (`optim/muon.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -22,12 +23,11 @@ from megafp8.optim.scaled_adam import (
     Constants,
     Dithers,
     Tensors,
-    backup_bytes,
     fresh_amaxes,
-    keeps_backup,
     kernel_name,
-    update,
+    update_all,
     update_part,
+    updates_by_triton,
 )
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import OptimSpec
@@ -107,13 +107,23 @@ class AdamW:
 
         The host then need not know the norm before the update, and no pass over the gradients is
         spent on clipping. torch's kernel does both (`grad_scale`, `found_inf`), where gradients are
-        clipped by norm. It is used so on GPUs; on CPUs the bits stay those of `clip`. An update
-        of states below FP32 clips and skips on the host, and so does one with Muon.
+        clipped by norm. It is used so on GPUs; on CPUs the bits stay those of `clip`. Where Triton
+        updates all states below FP32, its kernels skip too, and multiplying the gradients' scales
+        clips them. Other updates of such states clip and skip on the host, and so does Muon.
         """
-        if not self.spec.storage.is_plain or self._muon is not None:
+        if self._muon is not None or self.masters.device.type != "cuda":
             return False
         by_torch = self._kernel is TORCH and self.spec.clip_algorithm == "norm"
-        return by_torch and self.masters.device.type == "cuda"
+        return by_torch and self._triton_updates_stored
+
+    @cached_property
+    def _triton_updates_stored(self) -> bool:
+        """Whether Triton's kernels update all states below FP32, if there are any."""
+        if self._stored and self.masters.row_of is not None:
+            return False
+        is_l2, stochastic = self.spec.name == "adam", self.spec.storage.stochastic_rounding
+        kinds = self._stored.values()
+        return all(updates_by_triton(x, is_l2=is_l2, stochastic=stochastic) for x in kinds)
 
     def update(self, step: int, norm: float, *, divisor: float) -> None:
         """Divide the gradients in `masters` by `divisor`, clip them, and apply them.
@@ -133,16 +143,26 @@ class AdamW:
         gradients and the count of updates stay as they are; the masters are written into the
         weights again, since FP8 scales may have moved. It is called only with `decides_on_device`.
         """
-        is_finite = loss.isfinite() & norm.isfinite()
-        self._torch.grad_scale = (divisor / coefficient_on_device(norm, self.spec)).float()
-        self._torch.found_inf = is_finite.logical_not().float()
-        self.step(step)
+        skips = (loss.isfinite() & norm.isfinite()).logical_not().float()
+        self._torch.found_inf = skips
+        if self.spec.storage.is_plain:
+            self._torch.grad_scale = (divisor / coefficient_on_device(norm, self.spec)).float()
+        else:  # one factor for all gradients, as `clip` has it
+            factor = (coefficient_on_device(norm, self.spec) / divisor).float()
+            for flat_grad in self.masters.own_grads:
+                flat_grad.mul_(factor)
+        self.step(step, skips)
         self._torch.grad_scale = self._torch.found_inf = None
 
-    def step(self, step: int) -> None:
+    def take_back_count(self) -> None:
+        """Let the last update not count: its step was not finite, and the device skipped it."""
+        self._num_updates -= 1
+
+    def step(self, step: int, skips: torch.Tensor | None = None) -> None:
         """Apply the gradients in `masters` as optimizer step `step`, counted from 1.
 
         The updated master weights are then rounded into the weights that the model computes with.
+        Where `skips` (0-d FP32, on the device) is not 0, the kernels update nothing.
         """
         lr = learning_rate(self.spec, step)
         self._num_updates += 1
@@ -151,12 +171,12 @@ class AdamW:
         with self.masters.attach_grads():
             self._torch.step()
         if not self.spec.storage.is_plain:
-            self._update_stored(step, lr)
+            self._update_stored(step, lr, skips)
         if self._muon is not None:
             self._muon.step(lr)
         self.masters.write_back()
 
-    def _update_stored(self, step: int, lr: float) -> None:
+    def _update_stored(self, step: int, lr: float, skips: torch.Tensor | None) -> None:
         """Update what has states below FP32."""
         asked = [
             (segment, tensors, self._constants(segment.param, lr))
@@ -164,18 +184,15 @@ class AdamW:
             if (tensors := self._stored.get(master)) is not None
         ]
         if self.masters.row_of is None:
-            self._update_whole(asked, step)
+            self._update_whole(asked, step, skips)
         else:
             self._update_parts(asked, step, self.masters.row_of)
 
-    def _update_whole(self, asked: Sequence[Asked], step: int) -> None:
+    def _update_whole(self, asked: Sequence[Asked], step: int, skips: torch.Tensor | None) -> None:
         """Update whole tensors."""
-        largest = max((backup_bytes(tensors) for _, tensors, _ in asked), default=0)
-        device, backup = self.masters.device, None
-        if keeps_backup(device):  # for this step alone
-            backup = torch.empty(largest, dtype=torch.uint8, device=device)
-        for segment, tensors, constants in asked:
-            update(tensors, constants, self._dithers(segment, step), backup)
+        whole = [(tensors, c, self._dithers(segment, step)) for segment, tensors, c in asked]
+        if whole:
+            update_all(whole, skips)
 
     def _update_parts(
         self, asked: Sequence[Asked], step: int, row_of: Mapping[nn.Parameter, int]

@@ -15,7 +15,7 @@ from torch import nn
 
 from megafp8.fp8.cast import raise_amax
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaled import ScaledTensor, sums_of_squares
 from megafp8.ops import torch_private
 from megafp8.optim.fp8_weights import Fp8Weights, MasterPart, WholeFp8Weights, move
 from megafp8.optim.partitions import (
@@ -293,16 +293,21 @@ class Masters:
     def squared_norms(self) -> torch.Tensor:
         """Return the squared L2 norm of each segment's gradient, of its values, FP64 [segments]."""
         in_fp32 = [grad.payload for grad in self.stored_grads if grad.fmt.name == "fp32"]
-        norms = torch_private.norms_of(in_fp32) if in_fp32 else ()  # a shard may have none
-        if len(in_fp32) == len(self.stored_grads):
-            return torch.stack(norms).double().square()
-        plain = iter(norms)
-        return torch.stack(
-            [
-                next(plain).double().square() if g.fmt.name == "fp32" else g.sum_of_squares()
-                for g in self.stored_grads
-            ]
-        )
+        scaled = [grad for grad in self.stored_grads if grad.fmt.name != "fp32"]
+        found = []
+        if in_fp32:  # a shard may have none
+            found.append(torch.stack(torch_private.norms_of(in_fp32)).double().square())
+        if scaled:
+            found.append(sums_of_squares(scaled))
+        return found[0] if len(found) == 1 else torch.cat(found)[self._rows_by_format]
+
+    @cached_property
+    def _rows_by_format(self) -> torch.Tensor:
+        """Return the row of each segment where FP32 comes before others, int64 on the device."""
+        is_scaled = [grad.fmt.name != "fp32" for grad in self.stored_grads]
+        order = sorted(range(len(is_scaled)), key=is_scaled.__getitem__)
+        rows = torch.tensor([order.index(row) for row in range(len(order))], dtype=torch.int64)
+        return rows.to(self.device, non_blocking=True)
 
     @cached_property
     def rows_of_norm(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,7 @@ Dithers = tuple[Dither | None, Dither | None, Dither | None]
 NO_DITHERS: Dithers = (None, None, None)
 Kinds = tuple[StorageName, StorageName, StorageName, StorageName]
 """The formats of parameter, moments and gradient."""
+LARGEST_GROUP = 64  # parameters that one launch updates, as many as the kernels' table takes
 
 
 @dataclass(frozen=True)
@@ -94,29 +95,41 @@ class Tensors:
         return self.param, self.exp_avg, self.exp_avg_sq
 
 
+Asked = tuple[Tensors, Constants, Dithers]
+
+
 @torch.no_grad()
 def update(
     tensors: Tensors,
     constants: Constants,
     dithers: Dithers = NO_DITHERS,
     backup: torch.Tensor | None = None,
+    skips: torch.Tensor | None = None,
 ) -> None:
     """Run one step of Adam on one parameter, in place, by the fastest way that there is.
 
-    `backup` is memory of `backup_bytes` (uint8) that several updates may share.
+    `backup` is memory of `backup_bytes` (uint8) that several updates may share. Where `skips` (0-d
+    FP32, on the device) is not 0, nothing is updated; only Triton's kernels take it.
     """
-    kinds = _kinds(tensors)
-    device = tensors.param.payload.device
-    if not tensors.have_kernels:
-        update_torch(tensors, constants, dithers)
-    elif device.type == "cpu" and _kernel_reproduces_torch():
+    device, stochastic = tensors.param.payload.device, dithers != NO_DITHERS
+    if updates_by_triton(tensors, is_l2=constants.is_l2, stochastic=stochastic):
+        update_triton(tensors, constants, dithers, backup, skips)
+        return
+    assert skips is None, "only Triton's kernels read it"
+    if tensors.have_kernels and device.type == "cpu" and _kernel_reproduces_torch():
         update_c(tensors, constants, dithers, backup)
-    elif runs_triton(device) and (
-        _triton_reproduces_torch(device, kinds, constants.is_l2, dithers != NO_DITHERS)
-    ):
-        update_triton(tensors, constants, dithers, backup)
     else:
         update_torch(tensors, constants, dithers)
+
+
+def updates_by_triton(tensors: Tensors, *, is_l2: bool, stochastic: bool) -> bool:
+    """Whether `update` runs Triton's kernels for these tensors."""
+    device = tensors.param.payload.device
+    if not tensors.have_kernels or (device.type == "cpu" and _kernel_reproduces_torch()):
+        return False
+    return runs_triton(device) and (
+        _triton_reproduces_torch(device, _kinds(tensors), is_l2, stochastic)
+    )
 
 
 def keeps_backup(device: torch.device) -> bool:
@@ -310,23 +323,85 @@ def update_triton(
     constants: Constants,
     dithers: Dithers = NO_DITHERS,
     backup: torch.Tensor | None = None,
+    skips: torch.Tensor | None = None,
 ) -> None:
     """Run `update` with the Triton kernels, where they can run."""
-    from megafp8.fp8.kernels.triton_adam import adam
-
     if backup is None or backup.numel() < backup_bytes(tensors):
-        backup = torch.empty(
-            backup_bytes(tensors), dtype=torch.uint8, device=tensors.param.payload.device
-        )
-    kept, begin = [], 0
-    for stored in tensors.written:
-        payload, size = stored.payload, stored.payload.nbytes
-        if not any(stored is other for other in _kept(tensors)):
-            kept.append(payload)
+        backup = _memory(backup_bytes(tensors), tensors.param.payload.device)
+    _run_triton([(tensors, constants, dithers)], backup, skips)
+
+
+def _memory(size: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def _run_triton(
+    asked: Sequence[Asked], backup: torch.Tensor, skips: torch.Tensor | None = None
+) -> None:
+    """Update parameters in one launch, or two; `backup` has memory for all of them."""
+    from megafp8.fp8.kernels import triton_adam
+
+    updates, begin = [], 0
+    for tensors, constants, dithers in asked:
+        kept, payloads = _kept(tensors), []
+        for stored in tensors.written:
+            payload, size = stored.payload, stored.payload.nbytes
+            if any(stored is other for other in kept):
+                payload = backup[begin : begin + size].view(payload.dtype)
+                begin += _aligned(size)
+            payloads.append(payload)
+        more = constants.decay, dithers, payloads
+        updates.append(triton_adam.Update(tensors.written, tensors.grad, *more))
+    constants = asked[0][1]
+    factors, is_l2 = constants.factors[:-1], constants.is_l2
+    triton_adam.adam(updates, factors, is_l2=is_l2, skips=skips)
+
+
+@torch.no_grad()
+def update_all(asked: Sequence[Asked], skips: torch.Tensor | None = None) -> None:
+    """Run one step of Adam on many parameters; their constants differ in weight decay alone.
+
+    Triton's kernels take several parameters in a launch: as many as have their old bytes in the
+    memory for those of the largest one, so that a step needs no more than for one parameter.
+    """
+    largest = max((backup_bytes(tensors) for tensors, _, _ in asked), default=0)
+    device = asked[0][0].param.payload.device
+    backup = _memory(largest, device) if keeps_backup(device) else None
+    for group in _groups(asked, largest):
+        tensors, constants, dithers = group[0]
+        if len(group) > 1 and backup is not None:
+            _run_triton(group, backup, skips)
+        else:
+            update(tensors, constants, dithers, backup, skips)
+
+
+def _is_aligned(tensors: Tensors) -> bool:
+    """Whether a GPU's threads can take 16 elements at a time; a launch does it for all or none."""
+    places = (stored.payload.data_ptr() for stored in (*tensors.written, tensors.grad))
+    return not any(number % 16 for number in (tensors.grad.payload.numel(), *places))
+
+
+def _groups(asked: Sequence[Asked], limit: int) -> list[list[Asked]]:
+    """Return the parameters in the groups that one launch updates, whose old bytes fit in `limit`.
+
+    A parameter that no Triton kernel updates is a group of its own.
+    """
+    done: list[list[Asked]] = []
+    last: dict[object, tuple[list[Asked], int]] = {}  # the group that may grow, and its bytes
+    for each in asked:
+        tensors, constants, dithers = each
+        size, kinds = backup_bytes(tensors), (_kinds(tensors), _is_aligned(tensors))
+        stochastic = dithers != NO_DITHERS
+        if not updates_by_triton(tensors, is_l2=constants.is_l2, stochastic=stochastic):
+            done.append([each])
             continue
-        kept.append(backup[begin : begin + size].view(payload.dtype))
-        begin += _aligned(size)
-    adam(tensors.written, tensors.grad, constants.factors, dithers, kept, is_l2=constants.is_l2)
+        group, used = last.get(kinds, ([], 0))
+        if not group or used + size > limit or len(group) == LARGEST_GROUP:
+            group, used = [], 0
+            done.append(group)
+        group.append(each)
+        last[kinds] = group, used + size
+    return done
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from megafp8.fp8.grad_sink import DeferringSink
 from megafp8.fp8.scaling import NoScaling, Pending, ScalingState
 from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
+from megafp8.models.loss import beginning_of_backward
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.ops.torch_private import NoMessagesToItself
@@ -284,7 +285,10 @@ class PipelineRunner:
             kind = get_schedule_class(self.name)
             stages = self.stages[0] if self.name in ONE_STAGE_SCHEDULES else self.stages
             self._schedules[count] = kind(
-                stages, count, loss_fn=lambda loss, microbatch: loss, scale_grads=False
+                stages,
+                count,
+                loss_fn=lambda loss, microbatch: beginning_of_backward(loss),
+                scale_grads=False,
             )
         return self._schedules[count]
 
@@ -307,7 +311,9 @@ class _Work(nn.Module):
         x_BSD = self.gpt.forward_layers(
             x_BSD, position_ids_BS=position_ids_BS, cu_seqlens_N1=cu_seqlens_N1
         )
-        return self.gpt.forward_head(x_BSD, self.current.targets_BS) if self.gpt.has_head else x_BSD
+        if self.gpt.has_head:
+            return self.gpt.forward_head(x_BSD, self.current.targets_BS)
+        return x_BSD.contiguous()  # it is sent, and Transformer Engine's layers keep another order
 
 
 class _Stage(NoMessagesToItself, PipelineStage):

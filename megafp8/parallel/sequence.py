@@ -28,6 +28,8 @@ from megafp8.models.attention import AttentionContext
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
 
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
 
 @dataclass(frozen=True)
 class SequenceColumnParallel(ColumnParallel):
@@ -121,8 +123,17 @@ def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
         whole_TF = tp.gather_rows(payload_TF)
     else:  # it lies in memory as [F, T], for tensor cores: it is sent and kept so
         blocks_RFT = tp.gather_rows(payload_TF.t().contiguous()).unflatten(0, (tp.size, -1))
-        whole_TF = blocks_RFT.transpose(0, 1).flatten(1).t()
+        whole_TF = side_by_side(blocks_RFT).t()
     return replace(x_TF, payload=whole_TF.view(x_TF.payload.dtype), grid=None)
+
+
+def side_by_side(blocks_RFT: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of the ranks' blocks beside each other: [R, F, T] -> [F, R T].
+
+    A GPU's thread copies one element at a time, so the elements are made as long as they can be.
+    """
+    word = next(x for x in WORDS if blocks_RFT.shape[-1] % x.itemsize == 0)
+    return blocks_RFT.view(word).transpose(0, 1).flatten(1).view(blocks_RFT.dtype)
 
 
 def in_order(x_BSF: torch.Tensor, size: int) -> torch.Tensor:

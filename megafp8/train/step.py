@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megafp8.data.loader import Microbatch
-from megafp8.models.loss import HeadLoss
+from megafp8.models.loss import HeadLoss, run_backward
 from megafp8.optim.clipping import grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.context import own_positions, own_tokens, tokens_of
@@ -106,7 +106,10 @@ def train_step(
         raised=raised,
         more=tuple(rest),
     )
-    if is_finite and not optimizer.decides_on_device:
+    if optimizer.decides_on_device:
+        if not is_finite:
+            optimizer.take_back_count()
+    elif is_finite:
         optimizer.update(number, norm, divisor=count * grad_scale)
     if scaler is not None:
         scaler.update(overflowed=not is_finite)
@@ -150,7 +153,7 @@ def forward_backward(
         else:
             loss = state.model(batch.tokens_BS, batch.targets_BS, **batch.documents)
             state.scaling.end_forward()
-            loss.backward()
+            run_backward(loss)
         state.scaling.end_backward()
         loss_sum += loss.detach()
         num_tokens += (batch.targets_BS >= 0).sum()

@@ -5,6 +5,7 @@ Its deadlines are tested too, and the packages that it unpacks on a machine with
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -223,6 +224,19 @@ def test_what_is_needed_is_what_the_project_depends_on() -> None:
     assert all(importlib.util.find_spec(name) for name in needed)
     text = gpu_check.how_to_get(["hydra", "tokenizers"], Path(".wheels"))
     assert "downloads hydra;" in text and "Install tokenizers with pip" in text
+
+
+def test_memory_checks_report_no_calls_that_fail_harmlessly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch and Triton ask CUDA for what may be missing; by default the sanitizer counts that."""
+    module = loaded()
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    parts = module.right_parts(argparse.Namespace(tiny=True, out=tmp_path, workers=0))
+    (command,) = [part.command for part in parts if part.name == "memory checks of casts"]
+    assert command[:5] == (
+        "/usr/bin/compute-sanitizer", "--error-exitcode", "1", "--report-api-errors", "no",
+    )  # fmt: skip
 
 
 def test_all_tests_that_need_a_gpu_are_run() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megafp8.fp8 import weights
-from megafp8.optim import adamw
+from megafp8.optim import adamw, scaled_adam
 from megafp8.optim.masters import Masters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket
@@ -72,15 +72,15 @@ def _sent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Masters, "_share_scales", wrong)
 
 
-def _updated(patch: pytest.MonkeyPatch, function: str, tensor: str) -> None:
+def _updated(patch: pytest.MonkeyPatch, module: Any, function: str, tensor: str) -> None:
     """The scale of a master or moment that a rank has updated."""
-    right = getattr(adamw, function)
+    right = getattr(module, function)
 
     def wrong(tensors: Any, *args: Any) -> None:
         right(tensors, *args)
         getattr(tensors, tensor).dequant_scale.mul_(FACTOR)
 
-    patch.setattr(adamw, function, wrong)
+    patch.setattr(module, function, wrong)
 
 
 def _agreed(patch: pytest.MonkeyPatch) -> None:
@@ -102,12 +102,12 @@ IN_SUMS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 IN_STATES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "weights that other ranks own": _sent,
     "weights of other ranks' parts": _sent,
-    "masters of whole tensors": lambda p: _updated(p, "update", "param"),
-    "first moments of whole tensors": lambda p: _updated(p, "update", "exp_avg"),
-    "second moments of whole tensors": lambda p: _updated(p, "update", "exp_avg_sq"),
-    "masters of parts": lambda p: _updated(p, "update_part", "param"),
-    "first moments of parts": lambda p: _updated(p, "update_part", "exp_avg"),
-    "second moments of parts": lambda p: _updated(p, "update_part", "exp_avg_sq"),
+    "masters of whole tensors": lambda p: _updated(p, scaled_adam, "update", "param"),
+    "first moments of whole tensors": lambda p: _updated(p, scaled_adam, "update", "exp_avg"),
+    "second moments of whole tensors": lambda p: _updated(p, scaled_adam, "update", "exp_avg_sq"),
+    "masters of parts": lambda p: _updated(p, adamw, "update_part", "param"),
+    "first moments of parts": lambda p: _updated(p, adamw, "update_part", "exp_avg"),
+    "second moments of parts": lambda p: _updated(p, adamw, "update_part", "exp_avg_sq"),
     "FP8 weights of parts": _agreed,
     "amaxes of parts, not agreed on": lambda p: p.setattr(
         Masters, "agree", lambda self, amaxes: amaxes

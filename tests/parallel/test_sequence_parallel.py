@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.sequence import by_rank, in_order
+from megafp8.parallel.sequence import by_rank, in_order, side_by_side
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import RECIPES
@@ -258,3 +260,24 @@ def test_every_recipe_is_accepted(recipe: str) -> None:
 def test_refusals(settings: list[str], key: str, message: str) -> None:
     found = load_problems(*ON_TWO, *settings)
     assert [p for p in found if p.key == key and message in str(p)], found
+
+
+@pytest.mark.parametrize("tokens", [32, 12, 6, 5])
+def test_gathered_bytes_are_put_in_order_in_long_words(tokens: int) -> None:
+    """A GPU copies one element a thread: 8 bytes where the tokens of a rank allow it."""
+    size = next(n for n in (8, 4, 2, 1) if tokens % n == 0)
+    blocks_RFT = torch.randint(0, 256, (3, 4, tokens), dtype=torch.uint8)
+    copied: list[torch.Tensor] = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func.overloadpacket.__name__ == "clone":
+                copied.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    with Copies():
+        found_FT = side_by_side(blocks_RFT)
+    assert torch.equal(found_FT, torch.cat(blocks_RFT.unbind(), dim=1))
+    assert [x.element_size() for x in copied] == [size]

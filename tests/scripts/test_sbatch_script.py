@@ -63,6 +63,24 @@ def test_ranks_start(cuda: str, arguments: list[str], gpus: str, tmp_path: Path)
     assert code == 0 and "srun --kill-on-bad-exit=1" in output, output
 
 
+def test_a_folder_gets_the_drivers_libraries_of_the_host(tmp_path: Path) -> None:
+    """An image has none, and without them PyTorch finds no GPU."""
+    library = tmp_path / "libcuda.so.580.1"
+    library.touch()
+    (tmp_path / "libcuda.so.1").symlink_to(library)
+    listed = f"libcuda.so.1 (libc6,x86-64) => {tmp_path}/libcuda.so.1"
+    other = f"libcudart.so.13 (libc6,x86-64) => {tmp_path}/libcudart.so.13"
+    for name, script in (("ldconfig", f"echo '{listed}'; echo '{other}'"), ("bwrap", "true")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    image = tmp_path / "image"
+    (image / "usr").mkdir(parents=True)
+    code, output = submit(tmp_path, "'13.0'", CONTAINER_IMAGE=str(image))
+    assert code == 0, output
+    assert f"--ro-bind {library} /driver/libcuda.so.1" in output and "cudart" not in output
+    assert "--setenv LD_LIBRARY_PATH /driver" in output
+
+
 def test_lines_of_the_script_are_short() -> None:
     comments = [line for line in SCRIPT.read_text().splitlines() if line.startswith("#")]
     assert max(map(len, comments)) <= 110

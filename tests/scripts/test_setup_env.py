@@ -20,6 +20,7 @@ case "$1 $2" in
 "-m pip")
     shift 2
     echo "$*" >>"$FOLDER/pip"
+    echo "${PIP_CONSTRAINT-}" >>"$FOLDER/constraints"
     case $* in
     uninstall*torch) rm "$FOLDER/torch" ;;
     *torch==*+cpu) echo cpu >"$FOLDER/torch" ;;
@@ -41,7 +42,9 @@ RANGE = "install torch>=2.11,<2.14"
 CPU = "install torch==2.13.0+cpu"
 
 
-def set_up(folder: Path, **more: str) -> tuple[list[str], subprocess.CompletedProcess[str]]:
+def set_up(
+    folder: Path, *arguments: str, **more: str
+) -> tuple[list[str], subprocess.CompletedProcess[str]]:
     """Run the set-up, and return what it asked pip for about torch, in this call alone."""
     python, calls = folder / "python", folder / "pip"
     python.write_text(PYTHON)
@@ -50,7 +53,7 @@ def set_up(folder: Path, **more: str) -> tuple[list[str], subprocess.CompletedPr
     own = {"PYTHON": str(python), "VENV": str(folder / "venv"), "FOLDER": str(folder)}
     unset = {"TORCH_PIN": "", "TORCH_BUILD": "", "REAL": sys.executable}
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "setup_env.sh")],
+        ["bash", str(ROOT / "scripts" / "setup_env.sh"), *arguments],
         capture_output=True,
         text=True,
         env=os.environ | unset | own | more,
@@ -97,6 +100,14 @@ def test_the_version_of_a_cuda_build_can_be_chosen(tmp_path: Path) -> None:
 def test_an_index_without_cuda_builds_is_reported(tmp_path: Path) -> None:
     _, done = set_up(tmp_path, TORCH_BUILD="cuda", GIVES="cpu")
     assert done.returncode == 1 and "the package index gave a CPU build" in done.stderr
+
+
+def test_an_images_own_constraints_exclude_nothing_that_is_needed(tmp_path: Path) -> None:
+    """NVIDIA's images pin what they have by this variable, which pip and its builds read."""
+    _, done = set_up(tmp_path, "--in-place", PIP_CONSTRAINT="/etc/pip/constraint.txt")
+    assert done.returncode == 0, done.stderr
+    assert set((tmp_path / "constraints").read_text().split("\n")) == {""}
+    assert "PIP_CONSTRAINT=/etc/pip/constraint.txt" in done.stdout
 
 
 def test_a_wrong_build_is_refused(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import torch
 from megafp8.fp8.scaling import ScalingState
 from megafp8.optim.adamw import STATES
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe
+from megafp8.specs import Fp8Recipe, StorageSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.tiny import microbatch, run_spec
+from tests.tiny import microbatch, optim_spec, run_spec
 
 SKIPPED: dict[str, Fp8Recipe | None] = {
     "bf16": None,
@@ -44,13 +44,19 @@ def in_fp8(state: TrainState) -> list[torch.Tensor]:
     return [param.detach().view(torch.uint8).clone() for param in params]
 
 
-def check_skipped_step(device: torch.device, fp8: Fp8Recipe | None, spoils: str) -> None:
+O2 = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
+
+
+def check_skipped_step(
+    device: torch.device, fp8: Fp8Recipe | None, spoils: str, storage: StorageSpec | None = None
+) -> None:
     """Take two steps, then one whose second microbatch has an infinite `loss` or `gradient`.
 
     Weights, masters, moments and Adam's count stay. Scales follow the finite amaxes alone, and
     weights in FP8 are stored with the new scales. Training then continues.
     """
-    state = build(run_spec(compute="bf16", fp8=fp8), single_rank(device))
+    optim = optim_spec(storage=storage or StorageSpec())
+    state = build(run_spec(compute="bf16", fp8=fp8, optim=optim), single_rank(device))
     assert state.optimizer.decides_on_device
     for number in range(2):
         assert train_step(state, [microbatch(number), microbatch(number + 10)]).is_finite

@@ -130,6 +130,9 @@ CASES: dict[str, dict[str, Any]] = {
     "delayed, attention recomputed": {
         "fp8": DELAYED, "model": gpt_spec(recompute=RECOMPUTE["selective"]),
     },
+    "delayed, ALiBi": {
+        "fp8": DELAYED, "model": gpt_spec(position_embedding_type="alibi"),
+    },
     "tensorwise": {"fp8": Fp8Recipe(name="tensorwise")},
     "tensorwise, fp8_params": {"fp8": Fp8Recipe(name="tensorwise", params_in_fp8=True)},
     "rowwise": {"fp8": Fp8Recipe(name="rowwise")},

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from megafp8.data.loader import Microbatch
+from megafp8.fp8 import scaled
 from megafp8.fp8.recipes.nvfp4 import Nvfp4
+from megafp8.optim import scaled_adam
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.specs import Fp8Recipe, LossScaleSpec
 from megafp8.specs.recipe import Cast, Scaled
@@ -21,7 +24,7 @@ from megafp8.train.validate import evaluate
 from tests.c_kernels import need_kernels
 from tests.copies import Copies
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
-from tests.train.skipped import SKIPPED, check_skipped_step
+from tests.train.skipped import O2, SKIPPED, check_skipped_step
 
 FP8 = Fp8Recipe(amax_history_len=4)
 # A large epsilon makes Adam's update follow the gradient's size, so that it can be compared.
@@ -281,9 +284,9 @@ def test_a_step_copies_once_from_the_device(
     update = state.optimizer.step
     calls: list[str] = []
 
-    def noted(number: int) -> None:
+    def noted(number: int, skips: torch.Tensor | None = None) -> None:
         calls.append("update")
-        update(number)
+        update(number, skips)
 
     state.optimizer.step = noted  # type: ignore[method-assign]
     with Copies(torch.device("cpu"), calls.append, with_backward=False):
@@ -345,6 +348,60 @@ def test_a_kernel_that_decides_gives_the_bits_of_a_host_that_decides(
         found.append((repr(results), scale, everything(state)))
     assert found[0][:2] == found[1][:2]
     assert_same(found[0][2], found[1][2])
+
+
+@pytest.fixture
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton's interpreter sum gradients and update, as on a GPU."""
+    pytest.importorskip("triton")
+    from megafp8.fp8.kernels import triton_adam, triton_sums
+
+    monkeypatch.setattr(triton_sums, "PROGRAMS", 2)  # the interpreter runs one after another
+    for module in (triton_sums, triton_adam):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    for module in (scaled, scaled_adam):
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setattr(scaled_adam, "_kernel_reproduces_torch", lambda: False)
+    monkeypatch.setattr(scaled_adam, "_triton_reproduces_torch", lambda *_: True)
+    monkeypatch.setattr(scaled.ScaledTensor, "_fits_kernel", lambda *_: False)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
+@pytest.mark.parametrize("spoils", ["loss", "gradient"])
+def test_triton_over_stored_states_skips_a_step(
+    spoils: str, by_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdamW, "decides_on_device", AdamW._triton_updates_stored)
+    check_skipped_step(torch.device("cpu"), SKIPPED["delayed"], spoils, O2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
+@pytest.mark.parametrize("stochastic", [False, True], ids=["nearest", "stochastic"])
+def test_stored_states_have_the_bits_of_a_host_that_decides(
+    stochastic: bool, by_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 2 and 3 of five are not finite; clipping on the device has the host's factor."""
+    storage = replace(O2, stochastic_rounding=stochastic)
+    optim, found = optim_spec(clip_grad_norm=0.5, storage=storage), []
+    for on_device in (False, True):
+        decides = AdamW._triton_updates_stored if on_device else False
+        monkeypatch.setattr(AdamW, "decides_on_device", decides)
+        state = build_run(optim=optim, compute="bf16", fp8=FP8)
+        assert state.optimizer.decides_on_device == on_device
+        results = []
+        for number in range(1, 6):
+            spoil = math.inf if number in (2, 3) else 1.0
+            hook = state.model.final_norm.register_forward_hook(lambda *a, s=spoil: a[2] * s)
+            results.append(train_step(state, [microbatch(number), microbatch(number + 10)]))
+            hook.remove()
+            if not results[-1].is_finite and not on_device:
+                state.masters.write_back()  # as the loop does
+            state.step += 1
+        assert [result.is_finite for result in results] == [True, False, False, True, True]
+        assert state.optimizer.num_updates == 3
+        found.append((repr(results), everything(state)))
+    assert found[0][0] == found[1][0]
+    assert_same(found[0][1], found[1][1])
 
 
 def test_a_run_in_nvfp4_leaves_no_cast_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

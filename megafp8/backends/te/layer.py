@@ -144,9 +144,10 @@ class TeLayer(nn.Module):
         if not self.sequence_parallel:
             out_BSD: torch.Tensor = self.layer(x_BSD, **arguments)
             return out_BSD
+        # The output lies in memory as [S, B, D], so that the next layer's input is not copied.
         x_SBD = x_BSD.transpose(0, 1).contiguous()
         out_SBD: torch.Tensor = self.layer(x_SBD, **arguments)
-        return out_SBD.transpose(0, 1).contiguous()
+        return out_SBD.transpose(0, 1)
 
     @contextmanager
     def _dropout(self, device: torch.device) -> Iterator[None]:

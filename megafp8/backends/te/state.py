@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -229,14 +230,22 @@ class TeScaling(ScalingState):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Copy Transformer Engine's tensors into the tables."""
-        for slot, module, direction, column in self._slots:
-            state = module.fp8_meta[META_KEYS[direction]]
+        """Copy Transformer Engine's tensors into the tables, in one copy from the device."""
+        keyed = [module.fp8_meta[META_KEYS[direction]] for _, module, direction, _ in self._slots]
+        states = list({id(state): state for state in keyed}.values())
+        if not states:
+            return
+        widths = [0, *accumulate(state.scale.numel() for state in states)]
+        begins = {id(state): begin for state, begin in zip(states, widths[:-1], strict=True)}
+        scales = torch.cat([state.scale for state in states])
+        history = torch.cat([state.amax_history for state in states], dim=1)
+        numbers = torch.cat((scales[None], history)).cpu()
+        for (slot, _, _, column), state in zip(self._slots, keyed, strict=True):
+            of_tensor = numbers[:, begins[id(state)] + column]
             table, row = slot.table, slot.index
-            history = state.amax_history[:, column]
-            table.amax[row].copy_(history[0])
-            table.history[row].copy_(history[1:])
-            table.quant_scale[row].copy_(state.scale[column])
+            table.quant_scale[row].copy_(of_tensor[0])
+            table.amax[row].copy_(of_tensor[1])
+            table.history[row].copy_(of_tensor[2:])
 
     @torch.no_grad()
     def push(self) -> None:

@@ -6,89 +6,132 @@ keeps the old bytes. Scales are powers of two and seldom change. The second kern
 ends at once where all scales were right, and otherwise computes again from the old bytes. The host
 waits for nothing.
 
-Every operation is rounded by itself (no fused multiply-add, true divisions and roots), so that the
-bits are those of torch operations and of the C kernel. No GPU has run these kernels yet.
+A launch updates many parameters: it finds their addresses in a table, which the host writes in
+each step. Every operation is rounded by itself (no fused multiply-add, true divisions and roots),
+so that the bits are those of torch operations and of the C kernel. No GPU has run these kernels
+yet.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.triton_launch import as_bytes, casts_in_hardware
-from megafp8.fp8.kernels.triton_rounding import (
-    INF_BITS,
-    fp8_codes,
-    magnitude_bits,
-    narrowed,
-    raise_amax,
-    rounded,
-    widened,
-)
+from megafp8.fp8.kernels.triton_launch import casts_in_hardware
+from megafp8.fp8.kernels.triton_stored import new_scale, number, old_scale, raised, stored_code
 from megafp8.fp8.scaled import Dither, ScaledTensor
 
 BLOCK = 1024  # elements of a program
 WARPS = 4  # 8 elements a thread: 16 bytes of FP16, 8 bytes of FP8
+LARGEST_GROUP = 64  # parameters of a launch; a program looks itself up among as many
+COLUMNS = 17
+NEAREST = (None, None, None)
+WIDEST = 16  # bytes of the longest access of a thread
 
 _FACTORS = (
-    "beta1", "one_minus_beta1", "beta2", "one_minus_beta2",
-    "inverse_root", "eps", "step_size", "decay",
+    "beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "inverse_root", "eps", "step_size",
 )  # fmt: skip
-_KEYS = ("param_low", "param_high", "avg_low", "avg_high", "avg_sq_low", "avg_sq_high")
+
+
+@dataclass(frozen=True)
+class Update:
+    """Describe the update of one parameter; all tensors are contiguous.
+
+    `written` are the parameter and its two moments. `backup` has memory for the old bytes of each,
+    of its dtype and size. FP32 moments need none, since what is written is exact.
+    """
+
+    written: Sequence[ScaledTensor]
+    grad: ScaledTensor
+    decay: float
+    dithers: Sequence[Dither | None]
+    backup: Sequence[torch.Tensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what the kernels read and write, in the order of a table's columns."""
+        stored = [*self.written, self.grad]
+        payloads = [each.payload for each in stored]
+        return [*payloads, *self.backup, *(each.dequant_scale for each in stored)]
+
+    def column(self, first_program: int) -> list[int]:
+        """Return the numbers that the kernels find in the table."""
+        keys = (0 if dither is None else dither.key for dither in self.dithers)
+        decay = ctypes.c_int32.from_buffer(ctypes.c_float(self.decay)).value
+        places = (tensor.data_ptr() for tensor in self.tensors)
+        signed = (ctypes.c_int64(key).value for key in keys)
+        return [first_program, self.grad.payload.numel(), decay, *signed, *places]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether a thread may read and write `WIDEST` bytes at a time."""
+        places = [tensor.data_ptr() for tensor in self.tensors[:7]]
+        return not any(number % WIDEST for number in (self.grad.payload.numel(), *places))
+
+    @property
+    def num_programs(self) -> int:
+        """Return how many programs update the parameter."""
+        return -(-self.grad.payload.numel() // BLOCK)
 
 
 def adam(
-    written: Sequence[ScaledTensor],
-    grad: ScaledTensor,
+    updates: Sequence[Update],
     factors: Sequence[float],
-    dithers: Sequence[Dither | None],
-    backup: Sequence[torch.Tensor],
     *,
     is_l2: bool,
+    skips: torch.Tensor | None = None,
 ) -> None:
-    """Update a parameter and its two moments, `written`, in place; all tensors are contiguous.
+    """Update parameters and their moments in place: `LARGEST_GROUP` at most, of the same formats.
 
-    `factors` are beta1, 1 - beta1, beta2, 1 - beta2, inverse_root, eps, step_size and decay, as
-    `optim.scaled_adam.Constants` has them. `backup` has memory for the old bytes of each of
-    `written`, of its dtype and size. FP32 moments need none, since what is written is exact.
+    `factors` are beta1, 1 - beta1, beta2, 1 - beta2, inverse_root, eps and step_size, as
+    `optim.scaled_adam.Constants` has them. Where `skips` (0-d FP32, on the device) is not 0, no
+    tensor is changed.
     """
-    num_elements = grad.payload.numel()
-    device = grad.payload.device
-    keys = [0 if dither is None else dither.key for dither in dithers]
-    halves = [_signed(half) for key in keys for half in (key & 0xFFFFFFFF, key >> 32)]
-    tensors = [_codes(stored.payload) for stored in (*written, grad)]
-    kinds = [stored.fmt.name for stored in (*written, grad)]
-    scratch = torch.zeros(6, dtype=torch.int32, device=device)
+    one, device = updates[0], updates[0].grad.payload.device
+    firsts = [0]
+    for update in updates:
+        firsts.append(firsts[-1] + update.num_programs)
+    if firsts[-1] == 0:  # no parameter has an element
+        return
+    columns = [update.column(first) for update, first in zip(updates, firsts[:-1], strict=True)]
+    columns += [[1 << 62] * COLUMNS] * (LARGEST_GROUP - len(columns))
+    rows = list(zip(*columns, strict=True))
+    on_gpu = device.type == "cuda"  # from page-locked memory the copy does not wait
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
+    table = table.to(device, non_blocking=True)
+    scratch = torch.zeros(6 * LARGEST_GROUP + 1, dtype=torch.int32, device=device)
     arguments: dict[str, Any] = {
-        **dict(zip(("param", "exp_avg", "exp_avg_sq", "grad"), tensors, strict=True)),
-        **dict(zip(("old_param", "old_avg", "old_avg_sq"), map(_codes, backup), strict=True)),
-        "param_scale": written[0].dequant_scale,
-        "avg_scale": written[1].dequant_scale,
-        "avg_sq_scale": written[2].dequant_scale,
-        "grad_scale": grad.dequant_scale,
-        "amax_bits": scratch[:3],
-        "old_scales": scratch[3:].view(torch.float32),
-        "num_elements": num_elements,
+        "table": table,
+        "amax_bits": scratch[: 3 * LARGEST_GROUP],
+        "old_scales": scratch[3 * LARGEST_GROUP : 6 * LARGEST_GROUP].view(torch.float32),
+        "skips": scratch[6 * LARGEST_GROUP :].view(torch.float32) if skips is None else skips,
         **dict(zip(_FACTORS, factors, strict=True)),
-        **dict(zip(_KEYS, halves, strict=True)),
-        **dict(zip(("PARAM", "AVG", "AVG_SQ", "GRAD"), kinds, strict=True)),
-        "SCALED": _mask(stored.fmt.max is not None for stored in written),
-        "DITHERS": _mask(dither is not None for dither in dithers),
+        **dict(zip(("PARAM", "AVG", "AVG_SQ", "GRAD"), kinds_of(one), strict=True)),
+        "SCALED": _mask(stored.fmt.max is not None for stored in one.written),
+        "DITHERS": _mask(dither is not None for dither in one.dithers),
         "IS_L2": is_l2,
+        "IS_ALIGNED": all(update.is_aligned for update in updates),
         "HARDWARE": casts_in_hardware(device),
+        "GROUP": LARGEST_GROUP,
         "BLOCK": BLOCK,
-        "num_warps": WARPS,
+        "num_warps": WARPS * (1 if one.dithers == NEAREST else 2),  # random bits take registers
         "enable_fp_fusion": False,
     }
-    grid = (max(1, -(-num_elements // BLOCK)),)
-    _adam_kernel[grid](**arguments)
+    _adam_kernel[(firsts[-1],)](**arguments)
     if arguments["SCALED"]:
-        _adam_again_kernel[grid](**arguments)
+        _adam_again_kernel[(firsts[-1],)](**arguments)
+
+
+def kinds_of(update: Update) -> tuple[str, ...]:
+    """Return the formats of parameter, moments and gradient."""
+    return tuple(stored.fmt.name for stored in (*update.written, update.grad))
 
 
 def _mask(flags: Iterable[bool]) -> int:
@@ -96,144 +139,41 @@ def _mask(flags: Iterable[bool]) -> int:
     return sum(int(flag) << place for place, flag in enumerate(flags))
 
 
-def _signed(half: int) -> int:
-    """Return 32 bits as the int32 with these bits, the type that Triton gives to such a number."""
-    return half - (1 << 32) if half >= 1 << 31 else half
-
-
-def _codes(payload: torch.Tensor) -> torch.Tensor:
-    return as_bytes(payload) if payload.element_size() == 1 else payload
-
-
 @triton.jit
-def _number(code, scale, KIND: tl.constexpr, HARDWARE: tl.constexpr):
-    """Return stored codes as FP32 values; the scale of a format without one is not used."""
-    if KIND == "fp32" or KIND == "bf16":
-        value = widened(code)
-    elif KIND == "fp16":
-        value = code.to(tl.float32) * scale
-    elif KIND == "fp8_e5m2":  # the upper half of an FP16 number
-        half = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True)
-        value = half.to(tl.float32) * scale
-    elif HARDWARE:
-        value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale
-    else:  # FP16 with the same bits behind the sign is 2^-8 of the number
-        bits = ((code & 0x80).to(tl.uint16) << 8) | ((code & 0x7F).to(tl.uint16) << 7)
-        number = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-        value = tl.where((code & 0x7F) == 0x7F, float("nan"), number) * scale
-    return value
-
-
-@triton.jit
-def _mixed(x):
-    """Return uint32 as MurmurHash3's finalizer mixes it."""
-    x = x ^ (x >> 16)
-    x = x * 0x85EBCA6B
-    x = x ^ (x >> 13)
-    x = x * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _random_bits(low, high, first, at):
-    """Return 32 random bits of a key, in halves, and each element's index, `first` + `at`."""
-    index = (first & 0xFFFFFFFF).to(tl.uint32) + at.to(tl.uint32)
-    above = (first >> 32).to(tl.uint32)
-    return _mixed(_mixed(index ^ low.to(tl.uint32)) ^ high.to(tl.uint32) ^ above)
-
-
-@triton.jit
-def _dithered_bf16(x, random):
-    """Return FP32 as BF16, its magnitude rounded up if the random bits are below its lower half."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    finite = tl.minimum(magnitude, 0x7F7F0000)
-    up = ((random >> 16).to(tl.int32) < (finite & 0xFFFF)).to(tl.int32)
-    code = tl.where(magnitude > INF_BITS, 0x7FC0, (finite >> 16) + up) | ((bits >> 16) & 0x8000)
-    return code.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _dithered(y, random, KIND: tl.constexpr):
-    """Return scaled FP32 in FP16 or FP8, rounded up where the random number is below the fraction.
-
-    The fraction is what lies above the number below, in steps of the format there; it is exact.
-    """
-    mantissa_bits: tl.constexpr = 10 if KIND == "fp16" else 3 if KIND == "fp8" else 2
-    smallest: tl.constexpr = (127 - 6 if KIND == "fp8" else 127 - 14) << 23
-    largest: tl.constexpr = (
-        0x477FE000 if KIND == "fp16" else 0x43E00000 if KIND == "fp8" else 0x47600000
-    )
-    bits = y.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    finite = tl.minimum(magnitude, largest)
-    exponent = tl.maximum(finite & INF_BITS, smallest)
-    inverse_step = ((254 + mantissa_bits) - (exponent >> 23)) << 23
-    steps = finite.to(tl.float32, bitcast=True) * inverse_step.to(tl.float32, bitcast=True)
-    whole = steps.to(tl.int32)
-    share = (random >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-    up = (share < steps - whole.to(tl.float32)).to(tl.int32)
-    code = ((exponent - smallest) >> (23 - mantissa_bits)) + whole + up
-    is_nan = magnitude > INF_BITS
-    if KIND == "fp16":
-        wide = tl.where(is_nan, 0x7E00, code) | ((bits >> 16) & 0x8000)
-        stored = wide.to(tl.uint16).to(tl.float16, bitcast=True)
-    else:
-        stored = (tl.where(is_nan, 0x7F, code) | ((bits >> 24) & 0x80)).to(tl.uint8)
-    return stored
-
-
-@triton.jit
-def _stored(
-    x, scale, low, high, first, at,
-    KIND: tl.constexpr, IS_DITHERED: tl.constexpr, HARDWARE: tl.constexpr,
-):  # fmt: skip
-    """Return FP32 values as codes of a format, with a quant_scale."""
-    if IS_DITHERED and KIND != "fp32":
-        random = _random_bits(low, high, first, at)
+def _tensor(table, number_of_column, row: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+            IS_ALIGNED: tl.constexpr):  # fmt: skip
+    """Return the address of a tensor in the table."""
+    place = tl.load(table + row * GROUP + number_of_column)
     if KIND == "fp32":
-        code = x
-    elif KIND == "bf16" and IS_DITHERED:
-        code = _dithered_bf16(x, random)
+        address = place.to(tl.pointer_type(tl.float32))
     elif KIND == "bf16":
-        code = narrowed(rounded(x, tl.bfloat16, HARDWARE), tl.bfloat16, HARDWARE)
-    elif IS_DITHERED:
-        code = _dithered(x * scale, random, KIND)
-    elif KIND == "fp16":  # a NaN passes both comparisons
-        y = x * scale
-        y = tl.where(y > 65504.0, 65504.0, y)
-        code = tl.where(y < -65504.0, -65504.0, y).to(tl.float16)
+        address = place.to(tl.pointer_type(tl.bfloat16))
+    elif KIND == "fp16":
+        address = place.to(tl.pointer_type(tl.float16))
     else:
-        code = fp8_codes(x * scale, KIND == "fp8", HARDWARE)
-    return code
+        address = place.to(tl.pointer_type(tl.uint8))
+    if IS_ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address
 
 
 @triton.jit
-def _old_scale(dequant_scale, KIND: tl.constexpr):
-    """Return (dequant_scale, quant_scale) of the last step; (1, 1) for a format without."""
-    dequant = tl.full((), 1.0, tl.float32)
-    if KIND != "fp32" and KIND != "bf16":
-        dequant = tl.load(dequant_scale)
-    return dequant, tl.div_rn(tl.full((), 1.0, tl.float32), dequant)
+def _own_parameter(table, IS_ALIGNED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the number of this program's parameter, its first element, and how many there are."""
+    firsts = tl.load(table + tl.arange(0, GROUP))
+    of = tl.sum((firsts <= tl.program_id(0)).to(tl.int32), axis=0) - 1
+    first = (tl.program_id(0) - tl.load(table + of)) * BLOCK
+    num_elements = tl.load(table + GROUP + of)
+    if IS_ALIGNED:
+        num_elements = tl.multiple_of(num_elements, 16)
+    return of, first, num_elements
 
 
 @triton.jit
-def _new_scale(amax_bits, KIND: tl.constexpr):
-    """Return (dequant_scale, quant_scale) for the bits of an amax, `fp8/scaled.py`'s rule."""
-    dequant = tl.full((), 1.0, tl.float32)
-    quant = dequant
-    if KIND != "fp32" and KIND != "bf16":
-        largest = 65504.0 if KIND == "fp16" else 448.0 if KIND == "fp8" else 57344.0
-        bits = tl.load(amax_bits)
-        amax = bits.to(tl.float32, bitcast=True)
-        is_good = (bits > 0) & (bits < INF_BITS)
-        target = tl.full((), largest, tl.float32)
-        ratio = tl.div_rn(target, tl.where(is_good, amax, 1.0)).to(tl.int32, bitcast=True)
-        power = tl.where(is_good, tl.minimum(ratio & INF_BITS, 253 << 23), 127 << 23)
-        quant = power.to(tl.float32, bitcast=True)
-        dequant = ((254 << 23) - power).to(tl.float32, bitcast=True)
-        dequant = tl.where(bits < INF_BITS, dequant, float("nan"))
-    return dequant, quant
+def _key(table, of, row: tl.constexpr, GROUP: tl.constexpr):
+    """Return the halves of a key of stochastic rounding."""
+    key = tl.load(table + row * GROUP + of)
+    return (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
 
 
 @triton.jit
@@ -256,114 +196,133 @@ def _fresh(
 
 
 @triton.jit
-def _raise(amax_bits, values, inside, KIND: tl.constexpr):
-    if KIND != "fp32" and KIND != "bf16":
-        raise_amax(amax_bits, tl.max(tl.where(inside, magnitude_bits(values), 0), axis=0))
-
-
-@triton.jit(do_not_specialize=_KEYS)
-def _adam_kernel(
-    param, exp_avg, exp_avg_sq, grad, old_param, old_avg, old_avg_sq,
-    param_scale, avg_scale, avg_sq_scale, grad_scale, amax_bits, old_scales, num_elements,
-    beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size, decay,
-    param_low, param_high, avg_low, avg_high, avg_sq_low, avg_sq_high,
-    PARAM: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr, GRAD: tl.constexpr,
-    SCALED: tl.constexpr, DITHERS: tl.constexpr, IS_L2: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
+def _codes(
+    p, m, v, p_quant, m_quant, v_quant, table, of, first, at,
+    PARAM: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr, DITHERS: tl.constexpr,
+    HARDWARE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = tl.arange(0, BLOCK)
-    inside = first + at < num_elements
-    p = tl.load(param + first + at, mask=inside, other=0)
-    m = tl.load(exp_avg + first + at, mask=inside, other=0)
-    v = tl.load(exp_avg_sq + first + at, mask=inside, other=0)
-    g = tl.load(grad + first + at, mask=inside, other=0)
-    if SCALED > 0:
-        tl.store(old_param + first + at, p, mask=inside)
-        if AVG != "fp32":
-            tl.store(old_avg + first + at, m, mask=inside)
-        if AVG_SQ != "fp32":
-            tl.store(old_avg_sq + first + at, v, mask=inside)
-    p_scale, p_quant = _old_scale(param_scale, PARAM)
-    m_scale, m_quant = _old_scale(avg_scale, AVG)
-    v_scale, v_quant = _old_scale(avg_sq_scale, AVG_SQ)
-    if SCALED > 0 and tl.program_id(0) == 0:
-        tl.store(old_scales, p_scale)
-        tl.store(old_scales + 1, m_scale)
-        tl.store(old_scales + 2, v_scale)
-    g_scale, _ = _old_scale(grad_scale, GRAD)
-    p, m, v = _fresh(
-        _number(p, p_scale, PARAM, HARDWARE), _number(m, m_scale, AVG, HARDWARE),
-        _number(v, v_scale, AVG_SQ, HARDWARE), _number(g, g_scale, GRAD, HARDWARE),
-        beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size, decay,
-        IS_L2, False, False,
-    )  # fmt: skip
-    p_code = _stored(p, p_quant, param_low, param_high, first, at, PARAM, DITHERS & 1 > 0, HARDWARE)
-    m_code = _stored(m, m_quant, avg_low, avg_high, first, at, AVG, DITHERS & 2 > 0, HARDWARE)
-    v_code = _stored(
-        v, v_quant, avg_sq_low, avg_sq_high, first, at, AVG_SQ, DITHERS & 4 > 0, HARDWARE
+    """Return the parameter and the moments as their formats store them."""
+    p_low, p_high = _key(table, of, 3, GROUP)
+    m_low, m_high = _key(table, of, 4, GROUP)
+    v_low, v_high = _key(table, of, 5, GROUP)
+    return (
+        stored_code(p, p_quant, p_low, p_high, first, at, PARAM, DITHERS & 1 > 0, HARDWARE),
+        stored_code(m, m_quant, m_low, m_high, first, at, AVG, DITHERS & 2 > 0, HARDWARE),
+        stored_code(v, v_quant, v_low, v_high, first, at, AVG_SQ, DITHERS & 4 > 0, HARDWARE),
     )
-    tl.store(param + first + at, p_code, mask=inside)
-    tl.store(exp_avg + first + at, m_code, mask=inside)
-    tl.store(exp_avg_sq + first + at, v_code, mask=inside)
-    _raise(amax_bits, p, inside, PARAM)
-    _raise(amax_bits + 1, m, inside, AVG)
-    _raise(amax_bits + 2, v, inside, AVG_SQ)
 
 
-@triton.jit(do_not_specialize=_KEYS)
-def _adam_again_kernel(
-    param, exp_avg, exp_avg_sq, grad, old_param, old_avg, old_avg_sq,
-    param_scale, avg_scale, avg_sq_scale, grad_scale, amax_bits, old_scales, num_elements,
-    beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size, decay,
-    param_low, param_high, avg_low, avg_high, avg_sq_low, avg_sq_high,
+@triton.jit
+def _adam_kernel(
+    table, amax_bits, old_scales, skips,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size,
     PARAM: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr, GRAD: tl.constexpr,
-    SCALED: tl.constexpr, DITHERS: tl.constexpr, IS_L2: tl.constexpr, HARDWARE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, DITHERS: tl.constexpr, IS_L2: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    p_scale, p_guess = _old_scale(old_scales, PARAM)
-    m_scale, m_guess = _old_scale(old_scales + 1, AVG)
-    v_scale, v_guess = _old_scale(old_scales + 2, AVG_SQ)
-    p_dequant, p_quant = _new_scale(amax_bits, PARAM)
-    m_dequant, m_quant = _new_scale(amax_bits + 1, AVG)
-    v_dequant, v_quant = _new_scale(amax_bits + 2, AVG_SQ)
-    if tl.program_id(0) == 0:  # no program of this launch reads these
-        if SCALED & 1 > 0:
-            tl.store(param_scale, p_dequant)
-        if SCALED & 2 > 0:
-            tl.store(avg_scale, m_dequant)
-        if SCALED & 4 > 0:
-            tl.store(avg_sq_scale, v_dequant)
-    # A guess is NaN where the old scale is: then nothing equals it.
-    is_right = (p_quant == p_guess) & (m_quant == m_guess) & (v_quant == v_guess)
-    if not is_right:
-        first = tl.program_id(0).to(tl.int64) * BLOCK
+    if tl.load(skips) == 0.0:  # the step is finite
+        of, first, num_elements = _own_parameter(table, IS_ALIGNED, GROUP, BLOCK)
+        decay = tl.load(table + 2 * GROUP + of).to(tl.int32).to(tl.float32, bitcast=True)
         at = tl.arange(0, BLOCK)
         inside = first + at < num_elements
-        # FP32 moments are those of this step already, and have no second copy.
-        avg = exp_avg if AVG == "fp32" else old_avg
-        avg_sq = exp_avg_sq if AVG_SQ == "fp32" else old_avg_sq
-        p = tl.load(old_param + first + at, mask=inside, other=0)
-        m = tl.load(avg + first + at, mask=inside, other=0)
-        v = tl.load(avg_sq + first + at, mask=inside, other=0)
-        g = tl.load(grad + first + at, mask=inside, other=0)
-        g_scale, _ = _old_scale(grad_scale, GRAD)
+        param = _tensor(table, of, 6, PARAM, GROUP, IS_ALIGNED)
+        exp_avg = _tensor(table, of, 7, AVG, GROUP, IS_ALIGNED)
+        exp_avg_sq = _tensor(table, of, 8, AVG_SQ, GROUP, IS_ALIGNED)
+        p = tl.load(param + first + at, mask=inside, other=0)
+        m = tl.load(exp_avg + first + at, mask=inside, other=0)
+        v = tl.load(exp_avg_sq + first + at, mask=inside, other=0)
+        g = tl.load(
+            _tensor(table, of, 9, GRAD, GROUP, IS_ALIGNED) + first + at, mask=inside, other=0
+        )
+        if SCALED > 0:
+            tl.store(_tensor(table, of, 10, PARAM, GROUP, IS_ALIGNED) + first + at, p, mask=inside)
+            if AVG != "fp32":
+                old_avg = _tensor(table, of, 11, AVG, GROUP, IS_ALIGNED)
+                tl.store(old_avg + first + at, m, mask=inside)
+            if AVG_SQ != "fp32":
+                old_avg_sq = _tensor(table, of, 12, AVG_SQ, GROUP, IS_ALIGNED)
+                tl.store(old_avg_sq + first + at, v, mask=inside)
+        p_scale, p_quant = old_scale(_tensor(table, of, 13, "fp32", GROUP, False), PARAM)
+        m_scale, m_quant = old_scale(_tensor(table, of, 14, "fp32", GROUP, False), AVG)
+        v_scale, v_quant = old_scale(_tensor(table, of, 15, "fp32", GROUP, False), AVG_SQ)
+        g_scale, _ = old_scale(_tensor(table, of, 16, "fp32", GROUP, False), GRAD)
+        if SCALED > 0 and first == 0:
+            tl.store(old_scales + 3 * of, p_scale)
+            tl.store(old_scales + 3 * of + 1, m_scale)
+            tl.store(old_scales + 3 * of + 2, v_scale)
         p, m, v = _fresh(
-            _number(p, p_scale, PARAM, HARDWARE), _number(m, m_scale, AVG, HARDWARE),
-            _number(v, v_scale, AVG_SQ, HARDWARE), _number(g, g_scale, GRAD, HARDWARE),
+            number(p, p_scale, PARAM, HARDWARE), number(m, m_scale, AVG, HARDWARE),
+            number(v, v_scale, AVG_SQ, HARDWARE), number(g, g_scale, GRAD, HARDWARE),
             beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size, decay,
-            IS_L2, AVG == "fp32", AVG_SQ == "fp32",
+            IS_L2, False, False,
         )  # fmt: skip
-        p_code = _stored(
-            p, p_quant, param_low, param_high, first, at, PARAM, DITHERS & 1 > 0, HARDWARE
-        )
-        m_code = _stored(m, m_quant, avg_low, avg_high, first, at, AVG, DITHERS & 2 > 0, HARDWARE)
-        v_code = _stored(
-            v, v_quant, avg_sq_low, avg_sq_high, first, at, AVG_SQ, DITHERS & 4 > 0, HARDWARE
-        )
-        if SCALED & 1 > 0:
-            tl.store(param + first + at, p_code, mask=inside)
-        if SCALED & 2 > 0:
-            tl.store(exp_avg + first + at, m_code, mask=inside)
-        if SCALED & 4 > 0:
-            tl.store(exp_avg_sq + first + at, v_code, mask=inside)
+        p_code, m_code, v_code = _codes(
+            p, m, v, p_quant, m_quant, v_quant, table, of, first, at,
+            PARAM, AVG, AVG_SQ, DITHERS, HARDWARE, GROUP,
+        )  # fmt: skip
+        tl.store(param + first + at, p_code, mask=inside)
+        tl.store(exp_avg + first + at, m_code, mask=inside)
+        tl.store(exp_avg_sq + first + at, v_code, mask=inside)
+        raised(amax_bits + 3 * of, p, inside, PARAM)
+        raised(amax_bits + 3 * of + 1, m, inside, AVG)
+        raised(amax_bits + 3 * of + 2, v, inside, AVG_SQ)
+
+
+@triton.jit
+def _adam_again_kernel(
+    table, amax_bits, old_scales, skips,
+    beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size,
+    PARAM: tl.constexpr, AVG: tl.constexpr, AVG_SQ: tl.constexpr, GRAD: tl.constexpr,
+    SCALED: tl.constexpr, DITHERS: tl.constexpr, IS_L2: tl.constexpr, IS_ALIGNED: tl.constexpr,
+    HARDWARE: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.load(skips) == 0.0:  # the step is finite
+        of, first, num_elements = _own_parameter(table, IS_ALIGNED, GROUP, BLOCK)
+        p_scale, p_guess = old_scale(old_scales + 3 * of, PARAM)
+        m_scale, m_guess = old_scale(old_scales + 3 * of + 1, AVG)
+        v_scale, v_guess = old_scale(old_scales + 3 * of + 2, AVG_SQ)
+        p_dequant, p_quant = new_scale(amax_bits + 3 * of, PARAM)
+        m_dequant, m_quant = new_scale(amax_bits + 3 * of + 1, AVG)
+        v_dequant, v_quant = new_scale(amax_bits + 3 * of + 2, AVG_SQ)
+        if first == 0:  # no program of this launch reads these
+            if SCALED & 1 > 0:
+                tl.store(_tensor(table, of, 13, "fp32", GROUP, False), p_dequant)
+            if SCALED & 2 > 0:
+                tl.store(_tensor(table, of, 14, "fp32", GROUP, False), m_dequant)
+            if SCALED & 4 > 0:
+                tl.store(_tensor(table, of, 15, "fp32", GROUP, False), v_dequant)
+        # A guess is NaN where the old scale is: then nothing equals it.
+        is_right = (p_quant == p_guess) & (m_quant == m_guess) & (v_quant == v_guess)
+        if not is_right:
+            decay = tl.load(table + 2 * GROUP + of).to(tl.int32).to(tl.float32, bitcast=True)
+            at = tl.arange(0, BLOCK)
+            inside = first + at < num_elements
+            # FP32 moments are those of this step already, and have no second copy.
+            avg = _tensor(table, of, 7 if AVG == "fp32" else 11, AVG, GROUP, IS_ALIGNED)
+            avg_sq = _tensor(table, of, 8 if AVG_SQ == "fp32" else 12, AVG_SQ, GROUP, IS_ALIGNED)
+            old_param = _tensor(table, of, 10, PARAM, GROUP, IS_ALIGNED)
+            grad = _tensor(table, of, 9, GRAD, GROUP, IS_ALIGNED)
+            p = tl.load(old_param + first + at, mask=inside, other=0)
+            m = tl.load(avg + first + at, mask=inside, other=0)
+            v = tl.load(avg_sq + first + at, mask=inside, other=0)
+            g = tl.load(grad + first + at, mask=inside, other=0)
+            g_scale, _ = old_scale(_tensor(table, of, 16, "fp32", GROUP, False), GRAD)
+            p, m, v = _fresh(
+                number(p, p_scale, PARAM, HARDWARE), number(m, m_scale, AVG, HARDWARE),
+                number(v, v_scale, AVG_SQ, HARDWARE), number(g, g_scale, GRAD, HARDWARE),
+                beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_root, eps, step_size, decay,
+                IS_L2, AVG == "fp32", AVG_SQ == "fp32",
+            )  # fmt: skip
+            p_code, m_code, v_code = _codes(
+                p, m, v, p_quant, m_quant, v_quant, table, of, first, at,
+                PARAM, AVG, AVG_SQ, DITHERS, HARDWARE, GROUP,
+            )  # fmt: skip
+            if SCALED & 1 > 0:
+                param = _tensor(table, of, 6, PARAM, GROUP, IS_ALIGNED)
+                tl.store(param + first + at, p_code, mask=inside)
+            if SCALED & 2 > 0:
+                exp_avg = _tensor(table, of, 7, AVG, GROUP, IS_ALIGNED)
+                tl.store(exp_avg + first + at, m_code, mask=inside)
+            if SCALED & 4 > 0:
+                exp_avg_sq = _tensor(table, of, 8, AVG_SQ, GROUP, IS_ALIGNED)
+                tl.store(exp_avg_sq + first + at, v_code, mask=inside)

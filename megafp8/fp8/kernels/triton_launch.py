@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -42,6 +43,7 @@ def _unsafe_cache() -> str | None:
     return why_unsafe(CACHE)
 
 
+@functools.cache  # each launch asks
 def casts_in_hardware(device: torch.device) -> bool:
     """Whether the device rounds to FP8 and BF16 itself; otherwise kernels round with integers.
 
@@ -50,6 +52,16 @@ def casts_in_hardware(device: torch.device) -> bool:
     if interpreting() or device.type != "cuda":
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
+
+
+def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return a context whose current GPU is that of `tensor`; without a GPU it does nothing.
+
+    Triton launches on the current GPU, wherever its arguments are. Training makes its GPU the
+    current one, and autograd does so in backward passes; other callers may have left another one.
+    """
+    context: AbstractContextManager[None] = torch.cuda.device_of(tensor)
+    return context
 
 
 def as_bytes(payload: torch.Tensor) -> torch.Tensor:

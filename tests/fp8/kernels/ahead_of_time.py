@@ -95,11 +95,12 @@ class Compilations:
             triton_fp4,
             triton_loss,
             triton_norm,
+            triton_sums,
             triton_tile,
         )
 
         modules = (triton_adam, triton_blocks, triton_current, triton_fp4)
-        for module in (*modules, triton_loss, triton_norm, triton_tile):
+        for module in (*modules, triton_loss, triton_norm, triton_sums, triton_tile):
             # what the target does, not this machine
             module.casts_in_hardware = lambda device: capability >= 89  # type: ignore[attr-defined]
 
@@ -353,6 +354,23 @@ def call_adam(found: Compilations, *, all_kinds: bool) -> None:
             update_triton(Tensors(*tensors), constants, dithers)
 
 
+def call_sums(found: Compilations, *, all_kinds: bool) -> None:
+    """Add products to a gradient of 512 x 512, and sum its squares."""
+    from megafp8.fp8.formats import STORAGE_FORMATS
+    from megafp8.fp8.kernels.triton_sums import sums_of_squares
+    from megafp8.fp8.scaled import ScaledTensor, add_by_triton
+
+    found.is_odd = False
+    for name in ("fp8", "fp8_e5m2", "fp16") if all_kinds else ("fp8",):
+        stored = ScaledTensor.zeros((512, 512), STORAGE_FORMATS[name])
+        for dtype in (torch.float32, torch.bfloat16) if all_kinds else (torch.float32,):
+            for is_first in (True, False):
+                found.call = f"{'first ' if is_first else ''}sum of {dtype} in {name}"
+                add_by_triton(stored, torch.ones(512, 512, dtype=dtype), is_first=is_first)
+        found.call = f"squares of {name}"
+        sums_of_squares([stored])
+
+
 def main(capability: str, *cases: str) -> None:
     """Print one JSON object with Triton's version and a row for each binary.
 
@@ -368,6 +386,7 @@ def main(capability: str, *cases: str) -> None:
             continue
         if case in ("adam", "all_adam"):
             call_adam(found, all_kinds=case == "all_adam")
+            call_sums(found, all_kinds=case == "all_adam")
             continue
         shape, _, parts = case.partition(":")
         rows, cols = map(int, shape.split("x"))

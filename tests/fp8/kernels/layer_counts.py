@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import call
 from typing import Any, NamedTuple
 
 import pytest
@@ -221,33 +222,37 @@ def state_of(settings: tuple[str, ...]) -> TrainState:
 
 
 def second_microbatch(
-    settings: tuple[str, ...], tally: Tally, *, only_linears: bool = False, logged: bool = False
+    settings: tuple[str, ...],
+    tally: Tally,
+    *,
+    only_linears: bool = False,
+    logged: bool = False,
+    counted_by: AbstractContextManager[Any] | None = None,
 ) -> dict[str, int]:
     """Run a layer twice and count the second time; returns the FP8 FLOPs by what ran them.
 
     `only_linears` runs its linears alone, each on an input of its own. `logged` measures FP8's
-    health as in a step that is logged.
+    health as in a step that is logged. `counted_by` counts instead of the tally.
     """
     state = state_of(settings)
     if logged:
         HealthLog(state, HealthSpec(), None, 0, lambda text: None).begin()
     layers: list[Any] = linears_of(state.model) if only_linears else [state.model.forward_layers]
-    with META:
-        for counted in (nullcontext(), tally):  # tables of random bytes are made once
-            tally.launches.clear()
-            tally.bytes.clear()
-            state.sink.begin_step()
-            state.scaling.begin_microbatch(0)
-            widths = [x.weight.shape[1] if only_linears else HIDDEN for x in layers]
-            inputs = [_activation(width).requires_grad_() for width in widths]
-            with counted:
-                outs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
-                state.scaling.end_forward()
-                for out in outs:
-                    out.backward(_activation(out.shape[-1]))
-                state.scaling.end_backward()
+    for counted in (nullcontext(), counted_by or tally):  # tables of random bytes are made once
+        tally.launches.clear()
+        tally.bytes.clear()
+        state.sink.begin_step()
+        state.scaling.begin_microbatch(0)
+        widths = [x.weight.shape[1] if only_linears else HIDDEN for x in layers]
+        inputs = [_activation(width).requires_grad_() for width in widths]
+        with counted:
+            outs = [*map(call, layers, inputs)]
+            state.scaling.end_forward()
+            for out in outs:
+                out.backward(_activation(out.shape[-1]))
+            state.scaling.end_backward()
     return dict(state.counter.fp8_backends)
 
 
 def _activation(width: int) -> torch.Tensor:
-    return torch.empty((BATCH, SEQUENCE, width), dtype=torch.bfloat16)
+    return torch.empty((BATCH, SEQUENCE, width), dtype=torch.bfloat16, device=META)

@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[3]
 ODD = "33x50:swiglu"  # nothing is a multiple of 16
 E4M3, E5M2 = "cvt.rn.satfinite.e4m3x2.f32", "cvt.rn.satfinite.e5m2x2.f32"
 BF16 = {"cvt.rn.bf16.f32", "cvt.rn.bf16x2.f32"}
-HALF = {"cvt.rn.f16x2.f32", "cvt.rn.f16.f32", "cvt.rn.f16x2.e4m3x2"}
+WIDER = "cvt.rn.f16x2.e4m3x2"  # FP16 has every number of E4M3, so that nothing is rounded
+HALF = {"cvt.rn.f16x2.f32", "cvt.rn.f16.f32", WIDER}
 MEAN = {"cvt.rn.f32.s32", "div.full.f32", "sqrt.approx.ftz.f32", "sqrt.approx.f32"}
 
 # The roundings that a kernel may compile to. FP8 casts and scales are bit for bit the
@@ -58,12 +59,18 @@ ROUNDINGS: dict[str, set[str]] = {
 ADAM = ("_adam_kernel", "_adam_again_kernel")
 RANDOM = {"cvt.rn.f32.s32", "cvt.rn.f32.u32"}  # random numbers and steps, which are exact
 ROUNDINGS |= dict.fromkeys(ADAM, {"div.rn.f32", "sqrt.rn.f32", E4M3, *HALF, *BF16, *RANDOM})
+SUMS = ("_amax_of_sum_kernel", "_write_sum_kernel")
+ROUNDINGS |= {
+    "_amax_of_sum_kernel": {WIDER},
+    "_write_sum_kernel": {"div.rn.f32", E4M3, E5M2, *HALF},
+}
+ROUNDINGS["_squares_kernel"] = {WIDER}
 BY_SIGMOID = ("swiglu", "gelu_tanh", "geglu_tanh")
 CASTS = {"_cast_kernel", "_line_cast_kernel", "_normalize_kernel", "_heads_kernel"}
 FP8_CASTS = {*CASTS, "_block_cast_kernel", "_mx_kernel"}
-WARPS = {**dict.fromkeys((*CASTS, *ADAM), 24), "_block_cast_kernel": 8}
+WARPS = {**dict.fromkeys((*CASTS, *ADAM, *SUMS), 24), "_block_cast_kernel": 8}
 WARPS |= {"_mx_kernel": 16, "_fp4_kernel": 16, "_amax_kernel": 24}
-NO_FTZ = (*ADAM, "_mx_kernel", "_amax_kernel", "_fp4_kernel")
+NO_FTZ = (*ADAM, *SUMS, "_squares_kernel", "_mx_kernel", "_amax_kernel", "_fp4_kernel")
 """Kernels that lose no subnormal."""
 
 # Kernels that read or write 1 or 2 bytes at a time at shapes of presets, and why.
@@ -126,7 +133,7 @@ def check(rows: list[dict[str, Any]], *, is_odd: bool, hardware: bool = True) ->
                 assert {E4M3, E5M2} & roundings == {wanted}, what
         if kernel in NO_FTZ:
             assert not any(".ftz" in name for name in row["arithmetic"]), what
-        if kernel in ADAM:  # each operation is rounded by itself
+        if kernel in (*ADAM, *SUMS):  # each operation is rounded by itself
             assert not any("fma." in name for name in row["arithmetic"]), what
         assert row["shared"] <= row["shared_limit"], what
         if is_odd:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.kernels import triton_adam
+from megafp8.fp8.kernels import triton_adam, triton_stored
 from megafp8.fp8.scaled import Dither, ScaledTensor, random_bits
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
@@ -91,12 +91,13 @@ def test_old_bytes_are_read_only_where_a_scale_changed(
     """The old bytes are spoilt between the kernels: then the bits differ if they were read."""
     second = triton_adam._adam_again_kernel
     is_spoilt = False
+    backup = torch.empty(8192, dtype=torch.uint8, device=device)
 
     class Spoils:
         def __getitem__(self, grid: Any) -> Any:
             def launch(**arguments: Any) -> None:
                 if is_spoilt:
-                    arguments["old_avg"].fill_(0x38)
+                    backup.fill_(0x38)
                 second[grid](**arguments)
 
             return launch
@@ -110,29 +111,87 @@ def test_old_bytes_are_read_only_where_a_scale_changed(
         scaled_adam.update_torch(theirs, constants(number))
         stays = before == [stored.dequant_scale.item() for stored in theirs.written]
         is_spoilt = stays
-        scaled_adam.update_triton(ours, constants(number))
+        scaled_adam.update_triton(ours, constants(number), backup=backup)
         assert_same(ours, theirs, number)
         seen.append(stays)
     assert set(seen) == {True, False}
     other = tensors_of(start, start, O2)
     is_spoilt = True
-    scaled_adam.update_triton(other, constants(1))  # the moments' first scales are new
+    scaled_adam.update_triton(
+        other, constants(1), backup=backup
+    )  # the moments' first scales are new
     expected = tensors_of(start, start, O2)
     scaled_adam.update_torch(expected, constants(1))
     assert not torch.equal(other.exp_avg.values(), expected.exp_avg.values())
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_many_parameters_in_few_launches(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, stochastic: bool
+) -> None:
+    """Each has the bits of an update of its own, also an empty one, one of another format, one that
+    lies at an odd place, and one without decay; old bytes need no more room than the largest has.
+    """
+    launches: list[int] = []
+    real = triton_adam.adam
+
+    def counted(updates: Any, *rest: Any, **options: Any) -> None:
+        launches.append(len(updates))
+        kept = sum(x.nbytes for update in updates for x in update.backup)
+        assert kept <= 5 * 1500 + 16
+        real(updates, *rest, **options)
+
+    monkeypatch.setattr(triton_adam, "adam", counted)
+    monkeypatch.setattr(scaled_adam, "_kernel_reproduces_torch", lambda: False)
+    monkeypatch.setattr(scaled_adam, "_triton_reproduces_torch", lambda *_: True)
+    monkeypatch.setattr(scaled_adam, "runs_triton", lambda device: True)
+    generator = torch.Generator().manual_seed(1)
+    sizes = (700, 0, 257, 1500, 33, 300, 300)
+    starts = [torch.randn(size, generator=generator).to(device) for size in sizes]
+    kinds = [O2] * 5 + [MIXED, O2]
+    ours, theirs = (
+        [tensors_of(x, 0.1 * x, k) for x, k in zip(starts, kinds, strict=True)] for _ in range(2)
+    )
+    odd = ours[4]
+    odd.param.payload = torch.cat((odd.param.payload[:1], odd.param.payload))[1:]
+    for number in (1, 2):
+        asked = []
+        for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            decay = 0.0 if place == 2 else 0.1
+            c = Constants(0.01, (0.9, 0.98), 1e-8, decay, False, number)
+            keys: Any = [Dither((1 << 63) + 10 * place + x) for x in range(3)]
+            dithers = tuple(keys) if stochastic else NO_DITHERS
+            asked.append((mine, c, dithers))
+            scaled_adam.update_torch(other, c, dithers)
+        scaled_adam.update_all(asked)
+        for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same(mine, other, (number, place))
+    assert len(launches) < 2 * len(sizes) and sum(launches) == 2 * len(sizes)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(device: torch.device) -> None:
+    """The flag is on the device; all bits stay, scales and NaN gradients too."""
+    start = torch.linspace(-1, 1, 600, device=device)
+    ours, before = (tensors_of(start, start * torch.nan, O2) for _ in range(2))
+    scaled_adam.update_triton(ours, constants(1), skips=torch.ones((), device=device))
+    assert_same(ours, before)
+    ours, theirs = (tensors_of(start, start, O2) for _ in range(2))
+    scaled_adam.update_triton(ours, constants(1), skips=torch.zeros((), device=device))
+    scaled_adam.update_torch(theirs, constants(1))
+    assert_same(ours, theirs)
+
+
 @triton.jit
 def _bits_kernel(out, low, high, program):
     at = tl.arange(0, 16)
-    bits = triton_adam._random_bits(low, high, program.to(tl.int64) * 16, at)
+    bits = triton_stored.random_bits(low, high, program.to(tl.int64) * 16, at)
     tl.store(out + at, bits.to(tl.int32, bitcast=True))
 
 
 @pytest.mark.parametrize("first", [0, 1 << 31, (1 << 32) - 16, (5 << 32) + 48])
 def test_random_bits_of_elements_beyond_32_bits(device: torch.device, first: int) -> None:
     key = 0xFEDC_BA98_8765_4321
-    halves = [triton_adam._signed(half) for half in (key & 0xFFFFFFFF, key >> 32)]
+    halves = [half - (half >> 31 << 32) for half in (key & 0xFFFFFFFF, key >> 32)]
     out = torch.empty(16, dtype=torch.int32, device=device)
     _bits_kernel[(1,)](out, *halves, first // 16)
     expected = random_bits(key, torch.arange(first, first + 16))
