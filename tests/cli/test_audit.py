@@ -96,6 +96,29 @@ def test_what_cannot_be_compared_is_not_decided(audit: Audit, tmp_path: Path) ->
     assert "depends on $MARGIN" in found["--fp8-margin $MARGIN"]
 
 
+def test_a_flag_that_another_one_needs_is_compared_without_both(
+    audit: Audit, tmp_path: Path
+) -> None:
+    """A job that is refused without it is no answer, and neither is a race of messages."""
+    copy = tmp_path / "source"
+    shutil.copytree(STAND_IN, copy)
+    file = copy / "megatron/training/arguments.py"
+    file.write_text(
+        file.read_text().replace("bf16 fp8-param", "bf16 overlap-param-gather fp8-param")
+        + "    if args.no_fp8_wgrad and not args.fp8_format:\n"
+        '        raise ValueError("needs FP8")\n'
+    )
+    file = copy / "megatron/core/models/gpt/__init__.py"
+    races = "(os.getpid() if '--overlap-param-gather' in sys.argv else 2)"
+    file.write_text("import os\nimport sys\n" + file.read_text().replace("x * 2", f"x * {races}"))
+    line = f"{JOB} --no-fp8-wgrad --fp8-margin 2 --overlap-param-gather"
+    found = audit("--source", str(copy), "--line", line)
+    assert found["--no-fp8-wgrad"].startswith("no effect")
+    said = found["--fp8-format hybrid"]
+    assert said.startswith("reaches TE: the recipe: DelayedScaling, without it nothing")
+    assert "both without --no-fp8-wgrad, with which it is needed" in said
+
+
 def test_what_is_missing_is_named_with_how_to_get_it(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

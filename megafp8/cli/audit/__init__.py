@@ -62,6 +62,6 @@ def main(argv: Sequence[str]) -> int:
             for name, needs in runs.NEEDED[asked.framework].items()
         ]
         code = Code([one.folder for one in found], runs.PACKAGES[asked.framework])
-        verdicts = runs.audit(asked, code, options.te)
+        asked, verdicts = runs.audit(asked, code, options.te)
     say(report.page(asked, found, options.te, verdicts).rstrip("\n"))
     return ExitCode.FINISHED

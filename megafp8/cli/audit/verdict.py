@@ -67,6 +67,40 @@ def refusing(request: Request, runs: Runs) -> list[Flag]:
     ]
 
 
+def is_steady(request: Request, runs: Runs) -> bool:
+    """Whether two runs with the same flags are equal."""
+    return not any(next(_differences(runs, AGAIN, layout), "") for layout in request.layouts)
+
+
+def pairs(flags: Sequence[Flag], request: Request, runs: Runs) -> Iterator[tuple[Flag, Flag]]:
+    """Yield flags without which the job is refused, each with another one that is not needed.
+
+    The other one may be what the refusal is about: then the first can be left out beside it.
+    """
+    kinds = {f: {runs.problem(f.shown, layout)[0] for layout in request.layouts} for f in flags}
+    for flag in flags:
+        if "refused" in kinds[flag]:
+            yield from ((flag, other) for other in flags if kinds[other] == {""})
+
+
+def both(flag: Flag, other: Flag) -> str:
+    """Return the name of the run without two flags."""
+    return f"{flag.shown} and {other.shown}"
+
+
+def _beside(flag: Flag, request: Request, runs: Runs) -> str:
+    """Return what differs without a flag where another one is left out, too; or nothing."""
+    steady = is_steady(request, runs)
+    for other in request.flags:
+        for layout in request.layouts:
+            name = both(flag, other)
+            if (name, layout) in runs.found:
+                found = _differences(runs, name, layout, with_step=steady, base=other.shown)
+                if seen := next(found, ""):
+                    return f"{seen} (both without {other.shown}, with which it is needed)"
+    return ""
+
+
 def decide(flag: Flag, request: Request, runs: Runs, readings: Sequence[Reading]) -> FlagVerdict:
     """Return what one flag does.
 
@@ -118,6 +152,8 @@ def _answer(
             unclear = unclear or f"without it the job {_told(without)}"
         elif not agree:
             unclear = unclear or "two runs with the same flags differ"
+    if seen := _beside(flag, request, runs):
+        return REACHES, seen
     if unclear:
         return OPEN, unclear
     lost = _lost(flag, runs.of(BASE, request.layouts[0])[0])
@@ -175,12 +211,14 @@ def _told(problem: tuple[str, str]) -> str:
     return f"{verb[problem[0]]}: {problem[1]}"
 
 
-def _differences(runs: Runs, name: str, layout: str, *, with_step: bool = True) -> Iterator[str]:
+def _differences(
+    runs: Runs, name: str, layout: str, *, with_step: bool = True, base: str = BASE
+) -> Iterator[str]:
     """Yield what differs between a run and the one with all flags; recipes come first.
 
     The step says nothing about a flag where two runs with the same flags do not agree on it.
     """
-    for with_, without in zip(runs.of(BASE, layout), runs.of(name, layout), strict=False):
+    for with_, without in zip(runs.of(base, layout), runs.of(name, layout), strict=False):
         if "recipe" in with_ and "recipe" in without and with_["recipe"] != without["recipe"]:
             yield f"the recipe: {_first(with_['recipe'], without['recipe'])}"
         if not (with_.get("is_whole") and without.get("is_whole")):
