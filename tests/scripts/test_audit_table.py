@@ -38,11 +38,12 @@ def test_a_report_becomes_a_part_of_the_page() -> None:
     assert "| `--fp8-margin 2` | reaches TE | the recipe: margin 2, without it 0 |" in part
 
 
-@pytest.mark.parametrize("title", table.CASES)
+@pytest.mark.parametrize("title", {**table.CASES, **table.PUBLISHED})
 def test_the_committed_page_has_each_case_and_no_run_failed(title: str) -> None:
     part = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    file = f"{table.FOLDER}/{table.CASES[title]}"
-    assert f"megafp8 audit {file} --source wheels" in part and (table.ROOT / file).is_file()
+    file = {**table.CASES, **table.PUBLISHED}[title]
+    assert f"megafp8 audit {file} --source wheels" in part
+    assert (table.ROOT / file).is_file() is (title in table.CASES)
     assert "| `" in part and "failed" not in part and "two runs with the same flags" not in part
 
 
@@ -55,6 +56,6 @@ def test_the_command_of_a_case_repeats_it(title: str) -> None:
         pytest.skip(
             f"{table.WHEELS} names no folder of wheels; {table.TABLE.name} has the commands"
         )
-    file = f"{table.FOLDER}/{table.CASES[title]}"
+    file = table.CASES[title]
     said = table.audited(file, Path(wheels))
     assert said is not None and table.section(title, file, said) in PAGE

@@ -190,10 +190,11 @@ def _of_bridge(tree: Mapping[str, Any], env: Mapping[str, str]) -> Request:
         if section in sections and name and not name.startswith("_"):
             sections[section][name] = value
         shown = f"{section}.{name}" if name else section
-        if (is_precision(name) or section == "mixed_precision") and value is not None:
-            if name != "_target_":
-                flags.append(Flag(name or "mixed_precision", f"{shown}={plain(value)}",
-                                  (section, name)))  # fmt: skip
+        replaced = section != "mixed_precision" and ("mixed_precision", name) in leaves
+        is_flag = is_precision(name) or (section == "mixed_precision" and not name)
+        if is_flag and not replaced and value not in (None, False):
+            flags.append(Flag(name or "mixed_precision", f"{shown}={plain(value)}",
+                              (section, name)))  # fmt: skip
         if name in _FEATURES and value not in (None, False, 0, 1, "none"):
             features[shown] = _FEATURES[name]
     ranks = sections["model"].get(_RANKS)

@@ -24,6 +24,7 @@ _SMALL = {
     "hidden_dropout": 0.0, "attention_dropout": 0.0, "gradient_accumulation_fusion": False,
     "attention_backend": None,
 }  # fmt: skip
+_DTYPES_OF_TORCH = {str(d): d for d in (torch.bfloat16, torch.float16, torch.float32)}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,7 +50,9 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
             **with_megatron.known_fields(transformer.TransformerConfig, model)
         )
         ddp = distributed.DistributedDataParallelConfig(
-            **with_megatron.known_fields(distributed.DistributedDataParallelConfig, tree["ddp"])
+            **with_megatron.known_fields(
+                distributed.DistributedDataParallelConfig, _with_dtypes(tree["ddp"])
+            )
         )
         optimizer = optimizers.OptimizerConfig(
             **with_megatron.known_fields(
@@ -79,8 +82,16 @@ def _mixed(precision: Any, said: Any) -> Any:
     if isinstance(said, str):
         return precision.get_mixed_precision_config(said)
     return precision.MixedPrecisionConfig(
-        **with_megatron.known_fields(precision.MixedPrecisionConfig, said)
+        **with_megatron.known_fields(precision.MixedPrecisionConfig, _with_dtypes(said))
     )
+
+
+def _with_dtypes(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields in which torch's dtypes stand for their names, as a saved file has them."""
+    return {
+        name: _DTYPES_OF_TORCH.get(value, value) if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
 
 
 def _precisions(sources: list[str]) -> ModuleType:
