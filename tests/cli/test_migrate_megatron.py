@@ -576,3 +576,63 @@ def test_a_script_that_reads_another_one(
 def test_another_program_is_not_taken_for_gpts(program: str, reason: str) -> None:
     m = migrate(SCRIPT.replace("pretrain_gpt.py", program) + "\n", "train.sh")
     assert [reason in line for line in m.undecided] == ([True] if reason else [])
+
+
+PRECISIONS = """\
+configs:
+  nvfp4: {transformer_engine_config_type: TEQuantizationParams,
+          training_recipe: {fp4_quantization_recipe: nvfp4}}
+  mxfp8: {training_recipe: {fp8_quantization_recipe: mxfp8}}
+  bf16: {training_recipe: {}}
+matchers:
+  off: {config: bf16, type: glob, pattern: "*", enabled: false}
+  first: {config: bf16, type: glob, pattern: "*layers.0.mlp*", enabled: true}
+  fc1: {config: nvfp4, type: glob, pattern: "*fc1*", enabled: true}
+  attention: {config: mxfp8, type: glob, pattern: "*.linear_qkv", enabled: true}
+"""
+
+
+def with_precisions(text: str, tmp_path: Path, more: str = "--fp8-format e4m3") -> Migration:
+    (tmp_path / "precision.yaml").write_text(text)
+    line = f"{SCRIPT} {more} --te-precision-config-file precision.yaml\n"
+    return migrate(line, "train.sh", folder=tmp_path)
+
+
+def test_precisions_by_patterns_become_rules(tmp_path: Path) -> None:
+    spec = spec_of(with_precisions(PRECISIONS, tmp_path), tmp_path)
+    fp8 = spec.precision.fp8
+    assert fp8 is not None
+    found = {
+        f"{layer}.{linear}": fp8.precision_of(f"layers.{layer}.{linear}")
+        for layer in range(2)
+        for linear in ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")
+    }
+    assert found == {
+        "0.attention.qkv": "mxfp8", "0.attention.projection": "delayed",
+        "0.mlp.fc1": "high_precision", "0.mlp.fc2": "high_precision",
+        "1.attention.qkv": "mxfp8", "1.attention.projection": "delayed",
+        "1.mlp.fc1": "nvfp4", "1.mlp.fc2": "delayed",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "more", "reason"),
+    [
+        ("mxfp8}}", "delayed}}", "", "the recipe delayed"),
+        ("mxfp8}}", "mxfp8, fp8_param: true}}", "", "fp8_param=True"),
+        ("mxfp8}}", "tensorwise}}", "--fp8-format hybrid", "the format e4m3"),
+        ("mxfp8}}", "mxfp8}, evaluation_recipe: {}}", "", "in validation"),
+        ("glob, pattern: \"*fc1*\"", "regex, pattern: x", "", "the type regex"),
+        ("config: mxfp8", "config: none", "", "no training_recipe for none"),
+        ("configs:", "configs: [", "", ""),
+        ("matchers:", "others:", "", "no matchers"),
+        ("", "", "--fp8-format e4m3 --first-last-layers-bf16", "first and last layers"),
+        ("", "", "--bf16", "without FP8"),
+    ],
+)  # fmt: skip
+def test_precisions_by_patterns_that_cannot_be_kept(
+    old: str, new: str, more: str, reason: str, tmp_path: Path
+) -> None:
+    m = with_precisions(PRECISIONS.replace(old, new), tmp_path, more or "--fp8-format e4m3")
+    lines = [line for line in m.undecided if line.startswith("--te-precision-config-file")]
+    assert len(lines) == 1 and reason in lines[0] and "model.fp8_modules" in lines[0]

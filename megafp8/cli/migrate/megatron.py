@@ -75,6 +75,7 @@ def translate_script(
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
     _program(command.words[place_of_program(command.words) or 0], m)
     settings = _settings_of(command, script.holes, m)
+    settings.beside = beside
     megatron_rules.translate(settings, m)
     _undecided_of_script(script, command, others, m)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from megafp8.cli.migrate.ignored import note_of
 from megafp8.cli.migrate.megatron_data import DATA_RULES
+from megafp8.cli.migrate.megatron_modules import modules
 from megafp8.cli.migrate.megatron_schedule import schedule
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.megatron_window import window
@@ -392,6 +393,6 @@ def _write(s: MegatronSettings, m: Migration, value: Any, new: dict[str, Any], *
 
 
 RULES: tuple[Callable[[MegatronSettings, Migration], None], ...] = (
-    _norm, _mlp, _heads, window, _positions, _precision, _optimizer, _gradients, _states,
+    _norm, _mlp, _heads, window, _positions, _precision, modules, _optimizer, _gradients, _states,
     _sequence_parallel, _stages, _recomputation, _batches, schedule, *DATA_RULES,
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,12 +35,14 @@ class MegatronSettings:
         given: The settings by name.
         unknown: The settings whose values are not known, as they are written.
         taken: The names that a rule has read.
+        beside: Returns the text of a file beside the script, or None.
     """
 
     source: str
     given: dict[str, Given] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    beside: Callable[[str], str | None] = lambda name: None
 
     def add(self, name: str, given: Given, m: Migration) -> None:
         """Add a setting; a value that OmegaConf would read as another must be decided."""
