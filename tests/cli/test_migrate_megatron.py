@@ -628,6 +628,7 @@ def test_precisions_by_patterns_become_rules(tmp_path: Path) -> None:
         ("matchers:", "others:", "", "no matchers"),
         ("", "", "--fp8-format e4m3 --first-last-layers-bf16", "first and last layers"),
         ("", "", "--bf16", "without FP8"),
+        ("", "", "--fp8-format e4m3 --pipeline-model-parallel-size 2", "other numbers in stages"),
     ],
 )  # fmt: skip
 def test_precisions_by_patterns_that_cannot_be_kept(

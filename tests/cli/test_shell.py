@@ -117,6 +117,8 @@ KNOWN = [
     ("cat <<'EOF' > /dev/null\nrun no\nEOF\nrun yes", []),
     ("A=1 B=2\nrun $A$B ${A}_${B}", []),
     ("run --a 1 \\\n  --b \\\n", []),
+    ("case $1 in ab) A=1;; *bc) A=2;; esac\nrun $A", ["abc"]),
+    ("if test -f nothing; then exit 1; fi\nrun 1", []),
     ("echo usage: run --a > /dev/null\necho 'or run --b' > /dev/null\nrun --c", []),
 ]  # fmt: skip
 """Odd scripts of which everything is known."""

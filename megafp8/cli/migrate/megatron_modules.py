@@ -69,6 +69,7 @@ def _rules(s: MegatronSettings, name: str) -> list[str]:
             "gives recipes beside first and last layers in BF16, which keep BF16 there"
         )
     matchers = list(_matchers(tree))
+    stages = s.value_or_default("pipeline_model_parallel_size")
     rules = []
     for theirs, ours in LINEARS.items():
         paths = [f"decoder.layers.{layer}.{theirs}" for layer in range(layers)]
@@ -76,6 +77,8 @@ def _rules(s: MegatronSettings, name: str) -> list[str]:
         recipes = [None if c is None else _recipe(tree, c, s.given) for c in chosen]
         if len(set(recipes)) == 1:
             rules += [f"*.{ours}:{recipes[0]}"] if recipes[0] else []
+        elif stages != 1:
+            raise ValueError("gives recipes to single layers, which have other numbers in stages")
         else:
             rules += [f"layers.{n}.{ours}:{recipe}" for n, recipe in enumerate(recipes) if recipe]
     return rules
