@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -157,7 +158,7 @@ def _check_modules(
     precisions: dict[str, ModulePrecision],
     recipe: Fp8Recipe,
 ) -> None:
-    """Raise `Fp8Error` for the first linear that cannot be converted."""
+    """Raise `Fp8Error` for the first linear that cannot be converted, or for all unfit sizes."""
     uses: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)].append(name)
@@ -174,7 +175,7 @@ def _check_modules(
             raise Fp8Error(
                 name, f"its weight is {weight.dtype}", "Use FP32, BF16 or FP16, or skip it"
             )
-        _check_size(name, weight, precisions[name], recipe)
+    _check_sizes(linears, precisions, recipe)
     if torch.backends.mha.get_fastpath_enabled():
         for name, module in model.named_modules():
             if isinstance(module, nn.TransformerEncoderLayer) and any(
@@ -196,7 +197,7 @@ def _check_kind(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> 
         raise Fp8Error(
             name,
             f"is a {type(module).__name__}, a subclass of nn.Linear that may compute otherwise",
-            f"Use skip={_skip_of_foreign(linears)!r}",
+            f"Use skip={_skip_of([n for n in linears if _is_foreign(linears[n])], linears)!r}",
         )
 
 
@@ -206,41 +207,52 @@ def _is_foreign(module: nn.Module) -> bool:
     return not is_known and not _is_conv1d(module)
 
 
-def _skip_of_foreign(linears: dict[str, nn.Module]) -> str | list[str]:
-    """Return the value of `skip` that leaves out all subclasses of nn.Linear, and nothing else."""
+def _skip_of(chosen: Sequence[str], linears: dict[str, nn.Module]) -> str | list[str]:
+    """Return the value of `skip` that leaves out the chosen linears, and nothing else."""
     found: dict[str, None] = {}
-    foreign = [name for name, module in linears.items() if _is_foreign(module)]
-    for name in foreign:
+    for name in chosen:
         parts = name.split(".")
         if type(linears[name]).__name__ == "NonDynamicallyQuantizableLinear" and len(parts) > 1:
             parts = parts[:-1]  # nn.MultiheadAttention, which has no other linear
         pattern = f"*.{parts[-1]}"
         matched = [other for other in linears if _matches(other, pattern)]
-        is_exact = name in matched and set(matched) <= set(foreign)
+        is_exact = name in matched and set(matched) <= set(chosen)
         found[pattern if is_exact and len(matched) > 1 else ".".join(parts)] = None
     patterns = list(found)
     return patterns[0] if len(patterns) == 1 else patterns
 
 
-def _check_size(
-    name: str, weight: torch.Tensor, precision: ModulePrecision, recipe: Fp8Recipe
+def _check_sizes(
+    linears: dict[str, nn.Module], precisions: dict[str, ModulePrecision], recipe: Fp8Recipe
 ) -> None:
-    traits = find_recipe(precision).traits
-    if not traits.pads and recipe.pad_inner_dim:
-        raise Fp8Error(
-            "recipe.pad_inner_dim=True",
-            f"{precision} scales need whole blocks of {traits.multiple}",
-            "Leave it out, or use another recipe",
-        )
-    multiple = 1 if recipe.pad_inner_dim else traits.multiple
-    if any(size == 0 or size % multiple for size in weight.shape):
-        other = "Fp8Recipe(pad_inner_dim=True)" if traits.pads else "another recipe"
-        raise Fp8Error(
-            name,
-            f"its weight is {' x '.join(map(str, weight.shape))}, and {precision} takes multiples "
-            f"of {multiple}",
-            f"Use skip={name!r}, {other}, or other sizes",
-        )
+    """Raise `Fp8Error` for the first linear of an unfit size; its hint is about all of them."""
+    multiples: dict[str, int] = {}
+    for name in linears:
+        traits = find_recipe(precisions[name]).traits
+        if not traits.pads and recipe.pad_inner_dim:
+            raise Fp8Error(
+                "recipe.pad_inner_dim=True",
+                f"{precisions[name]} scales need whole blocks of {traits.multiple}",
+                "Leave it out, or use another recipe",
+            )
+        multiples[name] = 1 if recipe.pad_inner_dim else traits.multiple
+    sizes = {
+        name: tuple(cast(torch.Tensor, module.weight).shape) for name, module in linears.items()
+    }
+    unfit = [n for n in linears if any(size == 0 or size % multiples[n] for size in sizes[n])]
+    if not unfit:
+        return
+    name, others = unfit[0], len(unfit) - 1
+    more = f"; the sizes of {others} more do not fit" if others else ""
+    skip = "" if len(unfit) == len(linears) else f"skip={_skip_of(unfit, linears)!r}, "
+    pads = all(find_recipe(precisions[n]).traits.pads for n in unfit)
+    raise Fp8Error(
+        name,
+        f"its weight is {' x '.join(map(str, sizes[name]))}, and {precisions[name]} takes "
+        f"multiples of {multiples[name]}{more}",
+        f"Use {skip}{'Fp8Recipe(pad_inner_dim=True)' if pads else 'another recipe'}, or other "
+        "sizes",
+    )
 
 
 def _bind(name: str, module: nn.Module, shared: Shared, *, is_delayed: bool) -> None:

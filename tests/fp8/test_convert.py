@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -494,3 +495,22 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_all_sizes_that_do_not_fit_are_named_at_once() -> None:
+    """Following the hint converts what is left."""
+
+    def model() -> nn.Module:
+        layers = [nn.ModuleDict({"up": nn.Linear(128, 256), "down": nn.Linear(256, 128),
+                                 "gate": nn.Linear(128, 40)}) for _ in range(3)]  # fmt: skip
+        return nn.ModuleDict({"layers": nn.ModuleList(layers), "head": nn.Linear(128, 100)})
+
+    with pytest.raises(fp8.Fp8Error, match="; the sizes of 3 more do not fit") as caught:
+        fp8.convert(model(), recipe="blockwise")
+    skip = re.search(r"Use skip=(\[.*?\]),", str(caught.value))
+    assert skip is not None
+    patterns = ast.literal_eval(skip[1])
+    assert patterns == ["*.gate", "head"]
+    assert len(fp8.convert(model(), recipe="blockwise", skip=patterns).linears) == 6
+    with pytest.raises(fp8.Fp8Error, match="Use another recipe, or other sizes"):
+        fp8.convert(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), recipe="blockwise")
