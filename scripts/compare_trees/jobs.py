@@ -268,6 +268,11 @@ def _ways() -> list[Job]:
         Job("resume/delayed", fp8("delayed"), kind="kill"),
         Job("resume/fp16", ("trainer.precision=16",), kind="kill"),
         Job("resume/tensor", (tensor, *fp8("delayed")), 2, kind="kill"),
+        Job(
+            "resume/schedule",
+            fp8("delayed", f"model.precision_schedule=[{{from: {MIDDLE}, recipe: mxfp8}}]"),
+            kind="kill",
+        ),
         Job("launch/tensor", (tensor, *fp8("delayed")), 2, kind="launch"),
         Job("generate/delayed", fp8("delayed"), kind="generate"),
         Job("generate/llama", LLAMA, kind="generate"),
