@@ -232,10 +232,10 @@ TOGETHER = (
     ),
     # --- FSDP ----------------------------------------------------------------------------------
     Row(
-        {PP: is_above(1)}, {FSDP: True},
-        "each pipeline stage would gather its weights again for every microbatch, which is not "
-        "implemented",
-        f"Use model.optim.name=distributed_fused_adam with pipelines, {NO_FSDP}",
+        {PP: is_above(1), "model.pipeline_schedule": ZERO_BUBBLE}, {FSDP: True},
+        "FSDP reduces the gradients of weights within the backward pass, and "
+        "{model.pipeline_schedule} computes them later",
+        f"Use model.pipeline_schedule=1F1B or Interleaved1F1B, {NO_FSDP}",
     ),
     Row(
         {FSDP: True, PRECISION: HALF}, {"model.megatron_amp_O2": False},

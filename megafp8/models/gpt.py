@@ -71,6 +71,33 @@ class GPT(nn.Module):
         )
         return self.forward_head(x_BSD, targets_BS)
 
+    def forward_stage(
+        self,
+        tokens_BS: torch.Tensor,
+        x_BSD: torch.Tensor | None,
+        targets_BS: torch.Tensor | None,
+        *,
+        position_ids_BS: torch.Tensor | None = None,
+        cu_seqlens_N1: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Return what a pipeline stage makes of the output [B, S, D] of the stage before it.
+
+        It is the input of the next stage or, of the stage with the head, the summed loss; without
+        targets, the FP32 logits [B, S, V]. The stage with the embedding takes no `x_BSD`.
+        """
+        if self.has_embedding:
+            x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
+        assert x_BSD is not None
+        x_BSD = self.forward_layers(
+            x_BSD, position_ids_BS=position_ids_BS, cu_seqlens_N1=cu_seqlens_N1, cache=cache
+        )
+        if not self.has_head:
+            return x_BSD
+        if targets_BS is not None:
+            return self.forward_head(x_BSD, targets_BS)
+        return self.head_loss.logits(self.final_norm(x_BSD), self.output_weight)
+
     def forward_embedding(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -33,7 +33,8 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import initial_values, pieces_of
 from megafp8.ops import torch_private
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.mesh import Mesh
+from megafp8.parallel.mesh import AXES, Mesh, groups_along
+from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.specs import ParallelSpec
 
 
@@ -47,8 +48,12 @@ class ShardedModel:
     gathered_in_fp8: dict[nn.Parameter, GatheredForm]  # the `params` that are sent in FP8
 
 
-def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> ShardedModel:
+def shard_model(
+    model: GPT | PipelinedGPT, mesh: Mesh, spec: ParallelSpec, compute: str
+) -> ShardedModel:
     """Shard the model's parameters in place; the unrounded initial weights become the FP32 shards.
+
+    Each stage of a pipeline is sharded by itself, over the replicas of that stage.
 
     One layer after the other gets its values and is sharded, so that a rank whose parameters have
     none yet (`values_later`) never holds more than its shards and one layer.
@@ -62,12 +67,17 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
         cast_forward_inputs=False,
     )
     shared: dict[str, Any] = {"mesh": device_mesh, "mp_policy": policy}
-    for layer in model.layers:
-        _give_values(layer, mesh.device)
-        fully_shard(layer, reshard_after_forward=spec.fsdp.strategy != "grad", **shared)
-    _give_values(model, mesh.device)
-    fully_shard(model, **shared)
-    register_fsdp_forward_method(model, "logits")
+    for gpt in [model] if isinstance(model, GPT) else model.stages:
+        assert isinstance(gpt, GPT)
+        for layer in gpt.layers:
+            _give_values(layer, mesh.device)
+            fully_shard(layer, reshard_after_forward=spec.fsdp.strategy != "grad", **shared)
+        _give_values(gpt, mesh.device)
+        fully_shard(gpt, **shared)
+        for method in ("logits", "forward_stage"):
+            register_fsdp_forward_method(gpt, method)
+        if isinstance(model, PipelinedGPT):
+            _gather_ahead(gpt)
     modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
     for module in modules:
         module.set_gradient_divide_factor(1.0)
@@ -85,6 +95,19 @@ def shard_model(model: GPT, mesh: Mesh, spec: ParallelSpec, compute: str) -> Sha
             in_fp8[weight] = form
             _gather_in_fp8(local_of(weight), form, -(-weight.shape[0] // shards.size))
     return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
+
+
+def _gather_ahead(gpt: GPT) -> None:
+    """Let each layer's backward pass gather the weights of the layer before it.
+
+    FSDP's own order is that of the last forward pass. A pipeline has several microbatches in
+    flight: the first layer would gather the last one's weights again, and backward passes in a row
+    would gather nothing ahead.
+    """
+    modules: list[Any] = [gpt, *gpt.layers]
+    for index, module in enumerate(modules):  # the stage itself begins with its last layer
+        assert isinstance(module, FSDPModule)
+        module.set_modules_to_backward_prefetch([modules[index - 1]])
 
 
 def _give_values(module: nn.Module, device: torch.device) -> None:
@@ -155,19 +178,22 @@ def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:
     """Return FSDP's device mesh of this rank's replicas, and the axis that shards the
     parameters.
     """
-    assert spec.fsdp is not None and spec.pp == 1
+    assert spec.fsdp is not None
     data, kind = mesh.data, mesh.device.type
     assert data.group is not None
     if spec.fsdp.strategy != "hybrid":
         return DeviceMesh.from_group(data.group, kind, mesh_dim_names=("shard",)), data
-    # Ranks of a node are neighbours: rank = (node x shard size + shard) x tp + tp rank.
-    share, place = data.size // spec.num_nodes, range(data.size // spec.num_nodes)
-    nodes, tps = range(spec.num_nodes), range(mesh.tp.size)
-    rows = [[[(n * share + s) * len(tps) + t for s in place] for n in nodes] for t in tps]
-    inner, _ = dist.new_subgroups_by_enumeration([row for grid in rows for row in grid])
-    columns = [[row[s] for row in grid] for grid in rows for s in place]
+    # A node's ranks are neighbours, so that each group of replicas runs through the nodes in order.
+    share = spec.devices_per_node // spec.tp
+    sizes = {axis: getattr(spec, axis) for axis in AXES}
+    grids = [
+        [ranks[begin : begin + share] for begin in range(0, len(ranks), share)]
+        for ranks in groups_along(sizes, ("cp", "dp"))
+    ]
+    inner, _ = dist.new_subgroups_by_enumeration([row for grid in grids for row in grid])
+    columns = [list(column) for grid in grids for column in zip(*grid, strict=True)]
     outer, _ = dist.new_subgroups_by_enumeration(columns)
-    own = torch.tensor(rows[mesh.tp.rank])
+    (own,) = (grid for grid in grids if any(mesh.world.rank in row for row in grid))
     names = ("replicate", "shard")
     made = DeviceMesh.from_group([outer, inner], kind, mesh=own, mesh_dim_names=names)
     return made, Axis("shard", share, data.rank % share, inner, mesh.traffic)

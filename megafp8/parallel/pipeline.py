@@ -152,11 +152,10 @@ class PipelinedGPT(nn.Module):
         """Return the summed loss on the rank that holds the head, 0 on others: FP32 scalar, in
         nats.
         """
-        x_BSD = self._pass(tokens_BS, position_ids_BS, cu_seqlens_N1, None)
-        last = self._gpt(self.num_stages - 1)
-        if last is None or x_BSD is None:
+        loss = self._pass(tokens_BS, targets_BS, position_ids_BS, cu_seqlens_N1)
+        if self._gpt(self.num_stages - 1) is None:
             return torch.zeros((), device=tokens_BS.device)
-        return last.forward_head(x_BSD, targets_BS)
+        return loss
 
     def logits(
         self,
@@ -169,14 +168,10 @@ class PipelinedGPT(nn.Module):
         if cache is not None and cache.length:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
             position_ids_BS = positions.expand_as(tokens_BS)
-        x_BSD = self._pass(tokens_BS, position_ids_BS, None, cache)
-        last = self._gpt(self.num_stages - 1)
-        if last is None or x_BSD is None:
+        logits_BSV = self._pass(tokens_BS, None, position_ids_BS, cache=cache)
+        if self._gpt(self.num_stages - 1) is None:
             shape = (*tokens_BS.shape, self.spec.vocab_size)
             logits_BSV = torch.empty(shape, device=tokens_BS.device)
-        else:
-            normed_BSD = last.final_norm(x_BSD)
-            logits_BSV = last.head_loss.logits(normed_BSD, last.output_weight)
         if cache is not None:
             cache.length += tokens_BS.shape[1]
         return self.pp.broadcast(logits_BSV.contiguous(), self.last_rank)
@@ -184,14 +179,12 @@ class PipelinedGPT(nn.Module):
     def _pass(
         self,
         tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor | None,
         position_ids_BS: torch.Tensor | None,
-        cu_seqlens_N1: torch.Tensor | None,
-        cache: KVCache | None,
-    ) -> torch.Tensor | None:
-        """Pass one microbatch through this rank's stages; return the last stage's output or None.
-
-        The output is that before the final norm.
-        """
+        cu_seqlens_N1: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """Pass one microbatch through this rank's stages; return the output of the last of them."""
         boundary = self.boundary(*tokens_BS.shape)
         for sent in self._sent:  # so that no rank runs far ahead
             sent.wait()
@@ -200,14 +193,13 @@ class PipelinedGPT(nn.Module):
         for index, gpt in zip(self.indices, self.stages, strict=True):
             assert isinstance(gpt, GPT)
             before, after = self._rank_of(index - 1), self._rank_of(index + 1)
-            if index == 0:
-                x_BSD = gpt.forward_embedding(tokens_BS, position_ids_BS)
-            elif before != self.pp.rank:
+            if index > 0 and before != self.pp.rank:
                 empty_BSD = tokens_BS.new_empty(boundary.shape, dtype=boundary.dtype)
                 x_BSD = self.pp.receive(empty_BSD, before)
-            assert x_BSD is not None
-            x_BSD = gpt.forward_layers(
+            x_BSD = gpt.forward_stage(
+                tokens_BS,
                 x_BSD,
+                targets_BS,
                 position_ids_BS=position_ids_BS,
                 cu_seqlens_N1=cu_seqlens_N1,
                 cache=cache,
@@ -215,6 +207,7 @@ class PipelinedGPT(nn.Module):
             if index + 1 < self.num_stages and after != self.pp.rank:
                 boundary.check(x_BSD)
                 self._sent.append(self.pp.start_send(x_BSD.contiguous(), after))
+        assert x_BSD is not None
         return x_BSD
 
     def _rank_of(self, stage: int) -> int:
@@ -303,17 +296,8 @@ class _Work(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor | None = None) -> torch.Tensor:
         assert self.current is not None
-        position_ids_BS = self.current.documents.get("position_ids_BS")
-        cu_seqlens_N1 = self.current.documents.get("cu_seqlens_N1")
-        if self.gpt.has_embedding:
-            x_BSD = self.gpt.forward_embedding(self.current.tokens_BS, position_ids_BS)
-        assert x_BSD is not None
-        x_BSD = self.gpt.forward_layers(
-            x_BSD, position_ids_BS=position_ids_BS, cu_seqlens_N1=cu_seqlens_N1
-        )
-        if self.gpt.has_head:
-            return self.gpt.forward_head(x_BSD, self.current.targets_BS)
-        return x_BSD.contiguous()  # it is sent, and Transformer Engine's layers keep another order
+        tokens_BS, targets_BS, documents = self.current
+        return self.gpt.forward_stage(tokens_BS, x_BSD, targets_BS, **documents)
 
 
 class _Stage(NoMessagesToItself, PipelineStage):

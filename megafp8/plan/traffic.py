@@ -15,6 +15,7 @@ from megafp8.plan.shape import (
     BF16,
     FP32,
     LinearShape,
+    Parameter,
     RankShape,
     compute_itemsize,
     division_of,
@@ -111,6 +112,11 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             axis="tp", operation=operation, what=what, handed=round(handed * count), num_ranks=tp
         )
 
+    def own_bytes(param: Parameter) -> int:
+        """Return the bytes of a gradient that this rank has; with FSDP it has its rows alone."""
+        is_whole = spec.parallel.fsdp is None
+        return FP32 * (param.elements if is_whole else param.shard_elements(shard_ranks(spec)))
+
     if shape.has_last:
         yield message("all_reduce", "the loss of each token", 3 * tokens * FP32)
         yield message("all_reduce", "gradient of the head's input", whole)
@@ -119,7 +125,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             yield message("all_reduce", "embeddings", whole)
         yield message("all_reduce", "activations", len(rows) * whole * passes)
         yield message("all_reduce", "gradients of activations", len(columns) * whole)
-        of_heads = sum(FP32 * param.elements for param in shape.params if param.is_of_heads)
+        of_heads = sum(own_bytes(param) for param in shape.params if param.is_of_heads)
         yield message("all_reduce", "gradients of norms of heads", of_heads / count)
         return
     if shape.has_first:
@@ -127,7 +133,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield message("all_gather", "gradient of the embeddings", whole / tp)
     if shape.has_last:
         yield message("all_gather", "input of the head", whole / tp)
-    once = sum(FP32 * param.elements for param in shape.params if not param.is_sharded)
+    once = sum(own_bytes(param) for param in shape.params if not param.is_sharded)
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
     yield message("reduce_scatter", "activations", len(rows) * whole * passes)
     yield message("reduce_scatter", "gradients of activations", len(columns) * whole)
@@ -249,7 +255,10 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             stride=each,
         )
     if spec.model.share_embeddings_and_output_weights and shape.has_first != shape.has_last:
-        elements = spec.model.vocab_size // parallel.tp * spec.model.hidden_size
+        rows = spec.model.vocab_size // parallel.tp
+        if parallel.fsdp is not None:  # a replica sums its rows
+            rows = -(-rows // shard_ranks(spec))
+        elements = rows * spec.model.hidden_size
         divides = spec.optim.shards_states and spec.optim.storage.is_plain
         if divides and not spec.optim.owns_whole:  # a replica sums its range
             elements = rounded_up(elements, ALIGNMENT * shard_ranks(spec)) // shard_ranks(spec)
@@ -392,7 +401,8 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
 def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     """Return the reductions of amaxes, of 4 bytes each.
 
-    `delayed` reduces those of inputs, weights and output gradients in each microbatch. Recipes that
+    `delayed` reduces those of a rank's inputs, weights and output gradients in each microbatch of
+    each of its stages. Recipes that
     agree reduce the amax of a tensor of which tensor-parallel ranks have parts, before each cast.
     Those that agree on columns reduce an amax for each column of a tensor whose tokens are divided.
     """
@@ -404,7 +414,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             axis="amax",
             operation="all_reduce",
             what="amaxes of delayed scaling",
-            handed=3 * FP32 * delayed * count,
+            handed=3 * FP32 * delayed * count * len(shape.stages),
             num_ranks=ranks,
         )
     if parallel.tp == 1:

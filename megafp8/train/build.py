@@ -173,7 +173,6 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
     parallel, storage = spec.parallel, spec.optim.storage
     masters: Masters
     if parallel.fsdp is not None:
-        assert isinstance(model, GPT), "pipelines are refused"
         masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
     else:
         shards = spec.optim.shards_states

@@ -275,9 +275,8 @@ def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
     device = state.mesh.device
     shape = (spec.train.micro_batch_size, spec.data.seq_length // spec.parallel.cp)
     tokens_BS = torch.zeros(shape, dtype=torch.int64, device=device)
-    if gpt.has_embedding:
-        x_BSD = gpt.forward_embedding(tokens_BS)
-    else:
+    x_BSD = None
+    if not gpt.has_embedding:
         ranks = spec.parallel.tp if spec.parallel.sequence_parallel else 1
         wide = (shape[0], shape[1] // ranks, spec.model.hidden_size)
         dtype = gpt.parts.residual_dtype
@@ -286,8 +285,7 @@ def forward(gpt: GPT, spec: RunSpec, state: TrainState) -> torch.Tensor:
     if spec.data.reset_attention_mask:  # whole samples: no document has more scores
         seq = spec.data.seq_length
         borders = torch.arange(0, shape[0] * seq + 1, seq, dtype=torch.int32, device="cpu")
-    x_BSD = gpt.forward_layers(x_BSD, cu_seqlens_N1=borders)
-    return gpt.forward_head(x_BSD, tokens_BS) if gpt.has_head else x_BSD
+    return gpt.forward_stage(tokens_BS, x_BSD, tokens_BS, cu_seqlens_N1=borders)
 
 
 def backward(output: torch.Tensor) -> None:

@@ -66,6 +66,7 @@ ROUND = [
     Layout("tp 2 x dp 2, FSDP grad", 4, ParallelSpec(tp=2, fsdp=FsdpSpec(strategy="grad"))),
     Layout("cp 2 x dp 2, ZeRO-1", 4, ParallelSpec(cp=2), zero=True),
     Layout("cp 2 x pp 2", 4, ParallelSpec(cp=2, pp=2)),
+    Layout("pp 2 x dp 2, FSDP full", 4, ParallelSpec(pp=2, fsdp=FsdpSpec())),
     Layout("pp 4", 4, ParallelSpec(pp=4)),
     Layout("tp 2 x pp 2 x dp 2", 8, ParallelSpec(tp=2, pp=2)),
     Layout("tp 2 x dp 2 again", 4, ParallelSpec(tp=2)),

@@ -90,6 +90,15 @@ LAYOUTS: dict[str, tuple[int, ParallelSpec]] = {  # name: (ranks, spec)
     "tp 2 x pp 2 x dp 2, sp": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
     "tp 2 x pp 2 x dp 2, ZeRO-1": (8, ParallelSpec(tp=2, pp=2)),
     "tp 2 x dp 2, FSDP full": (4, ParallelSpec(tp=2, fsdp=FsdpSpec())),
+    "pp 2 x dp 2, FSDP full": (4, ParallelSpec(pp=2, fsdp=FsdpSpec())),
+    "pp 2 x dp 2, interleaved, FSDP grad": (
+        4,
+        ParallelSpec(pp=2, pipeline=INTERLEAVED, fsdp=FsdpSpec(strategy="grad")),
+    ),
+    "tp 2 x pp 2 x dp 2, sp, FSDP full": (
+        8,
+        ParallelSpec(tp=2, pp=2, sequence_parallel=True, fsdp=FsdpSpec()),
+    ),
     "tp 2 x pp 2 x dp 2, sp, Llama": (8, ParallelSpec(tp=2, pp=2, sequence_parallel=True)),
 }
 PACKED = "packed"

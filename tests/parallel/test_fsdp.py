@@ -14,7 +14,7 @@ from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
 from megafp8.config.settings import read_values
 from megafp8.parallel import fsdp as fsdp_module
-from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
@@ -360,8 +360,15 @@ def test_one_rank_loads_what_two_have_sharded(two: Two) -> None:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_who_shards_and_who_replicates(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nodes of two replicas, each of two tensor-parallel ranks: neighbours share a node."""
+@pytest.mark.parametrize("stage", [None, 0, 1])
+def test_who_shards_and_who_replicates(
+    rank: int, stage: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two replicas, each of two tensor-parallel ranks: neighbours share a node.
+
+    Without stages, and of two stages of eight ranks each.
+    """
+    first, ends = 8 * (stage or 0), (0,) if stage is None else (0, 8)
     asked = []
 
     def groups(rows: list[list[int]]) -> tuple[object, None]:
@@ -374,15 +381,51 @@ def test_who_shards_and_who_replicates(rank: int, monkeypatch: pytest.MonkeyPatc
     )
     stand_in = SimpleNamespace(
         data=SimpleNamespace(group=object(), size=4, rank=rank),
-        tp=SimpleNamespace(size=2, rank=1),
+        world=SimpleNamespace(rank=first + 2 * rank + 1),
         device=torch.device("cpu"),
         traffic=None,
     )
-    spec = fsdp("hybrid", num_nodes=2, tp=2)
+    spec = fsdp("hybrid", num_nodes=2 * len(ends), devices_per_node=4, tp=2, pp=len(ends))
     made, shards = fsdp_module._device_mesh(stand_in, spec)  # type: ignore[arg-type]
     assert (shards.size, shards.rank) == (2, rank % 2)
-    assert torch.as_tensor(made).tolist() == [[1, 3], [5, 7]]
-    assert asked == [[[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]]
+    assert made == [[first + 1, first + 3], [first + 5, first + 7]]
+    inner, outer = [[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]
+    shifted = [[[[r + by for r in row] for row in rows] for by in ends] for rows in (inner, outer)]
+    assert [sorted(rows) for rows in asked] == [sorted(sum(rows, [])) for rows in shifted]
+
+
+def compare_four(of: dict[str, tuple[Job, ParallelSpec, ParallelSpec, float]]) -> dict[str, Any]:
+    """Compare jobs of four ranks with and without sharded weights; return the latter's bytes."""
+    jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
+    jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
+    ranks = run_ranks(sharded_work.runs, 4, {"jobs": jobs}, timeout=1200)
+    for name, (_, _, spec, bound) in of.items():
+        ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
+        for begin in range(0, 4, 4 // spec.pp):
+            assert_same_on_all(ours[begin : begin + 4 // spec.pp])
+        assert ours[0].losses == pytest.approx(whole[0].losses, rel=bound), name
+        norms = [result.grad_norm for result in whole[0].results]
+        found = [result.grad_norm for result in ours[0].results]
+        assert found == pytest.approx(norms, rel=max(bound, 1e-5) * 10), name
+        assembled([rank.saved for rank in ours])  # every element is saved once
+    return {name: ranks[0][f"{name}/full"].held.moments for name in of}
+
+
+def test_stages_of_a_pipeline() -> None:
+    """With one stage a rank, and with two whose gathered weights stay until they are read again."""
+    whole, two_each = (
+        ParallelSpec(pp=2),
+        PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2),
+    )
+    deep = job("fp32", model=gpt_spec(num_layers=4), num_microbatches=8)
+    in_fp8 = job("fp32", IN_FP8, model=gpt_spec(num_layers=4), num_microbatches=8)
+    compare_four({
+        "FP32": (deep, whole, fsdp(pp=2), 1e-6),
+        "FP8": (
+            in_fp8, replace(whole, pipeline=two_each),
+            fsdp("grad", pp=2, pipeline=two_each), 1e-3,
+        ),
+    })  # fmt: skip
 
 
 @pytest.mark.slow
@@ -401,18 +444,7 @@ def test_four_ranks() -> None:
         ),
         "tp, FP32": (job("fp32", **deep), ParallelSpec(tp=2), fsdp(tp=2), 1e-6),
     }  # fmt: skip
-    jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
-    jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
-    ranks = run_ranks(sharded_work.runs, 4, {"jobs": jobs}, timeout=1200)
-    for name, (_, _, _, bound) in of.items():
-        ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
-        assert_same_on_all(ours)
-        assert ours[0].losses == pytest.approx(whole[0].losses, rel=bound), name
-        norms = [result.grad_norm for result in whole[0].results]
-        found = [result.grad_norm for result in ours[0].results]
-        assert found == pytest.approx(norms, rel=max(bound, 1e-5) * 10), name
-        assembled([rank.saved for rank in ours])  # every element is saved once
-    held = {name: ranks[0][f"{name}/full"].held.moments for name in of}
+    held = compare_four(of)
     assert held["hybrid"] == pytest.approx(2 * held["FP32"], rel=0.05)
 
 
@@ -445,7 +477,25 @@ FP8_WEIGHTS = {"model.fp8": True, "model.fp8_params": True}
     ("given", "key", "said"),
     [
         ({"trainer.devices": 1}, "model.fsdp", "one replica"),
-        ({"model.pipeline_model_parallel_size": 2}, "model.fsdp", "pipeline stage"),
+        (
+            {
+                "model.pipeline_model_parallel_size": 2,
+                "model.virtual_pipeline_model_parallel_size": 2,
+                "model.pipeline_schedule": "ZBVZeroBubble",
+            },
+            "model.fsdp",
+            "within the backward pass",
+        ),
+        (
+            {**HYBRID, "trainer.num_nodes": 3, "model.pipeline_model_parallel_size": 2},
+            "model.fsdp_sharding_strategy",
+            "the run has 3 nodes, which are not equally many whole ones for each of 2 stages",
+        ),
+        (
+            {**HYBRID, "trainer.num_nodes": 2, "model.pipeline_model_parallel_size": 2},
+            "model.fsdp_sharding_strategy",
+            "one node for each pipeline stage",
+        ),
         (
             {**FP8_WEIGHTS, "model.fp8_recipe": "blockwise", "model.fp8_backend": "te"},
             "model.fp8_params",

@@ -38,6 +38,7 @@ FIRST_RECOMPUTED = gpt_spec(
     num_layers=4, recompute=RecomputeSpec(granularity="full", method="block", num_layers=2)
 )
 UNEVEN = PipelineSpec(layout=(1, 3))
+INTERLEAVED = PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2)
 LLAMA = gpt_spec(
     num_layers=4,
     normalization="rmsnorm",
@@ -120,6 +121,11 @@ CASES: dict[str, tuple[int, Case]] = {
     "fsdp, Llama": case(fsdp("full"), model=LLAMA),
     "fsdp, recomputed": case(fsdp("full"), model=RECOMPUTED),
     "fsdp, grad": case(fsdp("grad")),
+    "fsdp x pp, FP8 weights": case(fsdp("full", pp=2), 4, fp8=IN_FP8),
+    "fsdp, grad, x pp, interleaved": case(fsdp("grad", pp=2, pipeline=INTERLEAVED), 4),
+    "fsdp x GPipe": case(fsdp("full", pp=2, pipeline=PipelineSpec(schedule="GPipe")), 4),
+    "fsdp x pp 4": case(fsdp("full", pp=4), 8),
+    "fsdp, hybrid x pp": case(fsdp("hybrid", num_nodes=4, pp=2), 8, fp8=DELAYED),
     "fsdp, hybrid": case(fsdp("hybrid", num_nodes=2), 4),
     "fsdp, hybrid, FP8": case(fsdp("hybrid", num_nodes=2), 4, fp8=DELAYED),
     "O2": case(ParallelSpec(), fp8=DELAYED, optim=optim_spec(storage=O2)),

@@ -347,13 +347,23 @@ def _replicas_share(v: Values) -> Iterator[Finding]:
             "the run has one replica, so there is no other to shard parameters with",
             f"Use more trainer.devices, {_LEAVE}",
         )
-    elif v[STRATEGY] == "hybrid" and (nodes == 1 or devices == size):
+    elif v[STRATEGY] == "hybrid":
+        yield from _nodes_share(v)
+
+
+def _nodes_share(v: Values) -> Iterator[Finding]:
+    """Yield why `hybrid` cannot shard over the ranks of a node that have the same stage."""
+    devices, stages = v["trainer.devices"], v["model.pipeline_model_parallel_size"]
+    nodes, rest = divmod(v["trainer.num_nodes"], stages)
+    size, at = model_ranks(v) // stages, " for each pipeline stage" if stages > 1 else ""
+    reason = None
+    if rest:
+        given = f"the run has {v['trainer.num_nodes']} node{'s' * (v['trainer.num_nodes'] > 1)}"
+        reason = f"{given}, which are not equally many whole ones for each of {stages} stages"
+    elif nodes == 1 or devices == size:
         only = "one node" if nodes == 1 else "one replica on each node"
-        reason = f"the run has {only}, where hybrid cannot differ from full"
+        reason = f"the run has {only}{at}, where hybrid cannot differ from full"
+    elif devices % size:
+        reason = f"a node has {devices} ranks, which are not whole replicas of {size} ranks"
+    if reason is not None:
         yield Finding(STRATEGY, reason, f"Use {STRATEGY}=full")
-    elif v[STRATEGY] == "hybrid" and devices % size:
-        yield Finding(
-            STRATEGY,
-            f"a node has {devices} ranks, which are not whole replicas of {size} ranks",
-            f"Use {STRATEGY}=full",
-        )
