@@ -296,7 +296,8 @@ class _Work(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor | None = None) -> torch.Tensor:
         assert self.current is not None
-        tokens_BS, targets_BS, documents = self.current
+        tokens_BS, targets_BS = self.current.tokens_BS, self.current.targets_BS
+        documents: Mapping[str, Any] = self.current.documents
         return self.gpt.forward_stage(tokens_BS, x_BSD, targets_BS, **documents)
 
 
