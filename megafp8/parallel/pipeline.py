@@ -298,7 +298,8 @@ class _Work(nn.Module):
         assert self.current is not None
         tokens_BS, targets_BS = self.current.tokens_BS, self.current.targets_BS
         documents: Mapping[str, Any] = self.current.documents
-        return self.gpt.forward_stage(tokens_BS, x_BSD, targets_BS, **documents)
+        output = self.gpt.forward_stage(tokens_BS, x_BSD, targets_BS, **documents)
+        return output.contiguous()  # it is sent, and Transformer Engine's layers keep another order
 
 
 class _Stage(NoMessagesToItself, PipelineStage):
