@@ -125,7 +125,9 @@ def section(title: str, file: str, said: str) -> str:
     ]
     top = ["| flag | answer | what was seen | their code |", "|---|---|---|---|"]
     lines = [f"## {title}", "", f"{said.splitlines()[0]}.", "", "```console", f"$ {shown}", "```"]
-    return "\n".join([*lines, "", *top, *rows, ""])
+    last = said.splitlines()[-1]
+    lacks = ["", f"{_cell(last)}."] if last.startswith("The small model") else []
+    return "\n".join([*lines, "", *top, *rows, *lacks, ""])
 
 
 def _cell(text: str) -> str:
