@@ -37,12 +37,12 @@ CASES = {
 """The files that are audited, by the titles of their parts of the page."""
 COMMIT = "d98e8a64"
 PUBLISHED = {
-    "NVIDIA's example of Llama 3 8B": "examples/llama/train_llama3_8b_h100_fp8.sh",
+    "NVIDIA's example of Llama 3 8B": "my/Megatron-LM/examples/llama/train_llama3_8b_h100_fp8.sh",
     "NVIDIA's example of Llama 3 8B with FSDP": (
-        "examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh"
+        "my/Megatron-LM/examples/megatron_fsdp/train_llama3_8b_fsdp_h100_fp8.sh"
     ),
 }
-"""The scripts of Megatron-LM with flags about FP8 or FP4 for GPT, below its folder."""
+"""The scripts of Megatron-LM with flags about FP8 or FP4 for GPT, with its folder."""
 WHEELS = "MEGAFP8_AUDIT_WHEELS"
 """The variable that names the folder of wheels for the slow tests that repeat the page."""
 TEXT = """\
@@ -57,8 +57,8 @@ folder that these commands fill:
 {downloads}
 ```
 
-The last parts are of example scripts of Megatron-LM at {commit}; their commands run in a clone of
-it. "No effect" says that the recipe and two training steps on two ranks are the same to the byte
+The last parts are of example scripts of Megatron-LM at {commit}; `my` is the folder of its clone.
+"No effect" says that the recipe and two training steps on two ranks are the same to the byte
 without the flag, and that no condition on an environment variable stands around the lines that read
 it. The kernels on the CPU answer as those of an H100; what happens inside of a GPU's kernels is not
 seen. `{variable}=wheels pytest -m slow tests/scripts/test_audit_table.py` repeats all parts but the
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     parts = [opening()]
     for title, file in {**CASES, **PUBLISHED}.items():
         folder = options.clone if title in PUBLISHED else ROOT
-        said = audited(file, options.source, folder)
+        said = audited(file.removeprefix("my/Megatron-LM/"), options.source, folder)
         if said is None:
             return 1
         parts.append(section(title, file, said))
