@@ -82,7 +82,8 @@ def _change(state: TrainState, phase: PrecisionPhase) -> None:
 
 
 def _is_other(state: TrainState, phase: PrecisionPhase) -> bool:
-    return state.backend.spec.precision.fp8 != phase.recipe
+    present = state.backend.spec.precision.fp8
+    return present != phase.recipe
 
 
 def return_to(
