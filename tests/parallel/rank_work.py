@@ -175,11 +175,11 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
             after = {name: tensor.clone() for name, tensor in table.tensors().items()}
             updates[direction].append({"staged": table.amax.clone(), **after})
     named = state.model.named_parameters()
-    validation = evaluate(state, [microbatch(9000 + i) for i in range(3)])
+    validation = evaluate(state, [microbatch(9000 + i, case.batch) for i in range(3)])
     state.model.eval()
     with torch.no_grad(), state.scaling.evaluation():
         # Blocks of tokens must be whole on each rank, in the recipes whose microbatches are larger.
-        samples = torch.arange(SEQ).repeat(max(1, case.batch // 2), 1)
+        samples = torch.arange(SEQ).repeat(case.batch if case.batch > 2 else 1, 1)
         logits = whole_logits(state.model, samples, mesh.cp)
     return Outcome(
         losses,
