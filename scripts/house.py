@@ -196,7 +196,7 @@ def arguments(frame: FrameType, code: CodeType) -> list[Any]:
 
 def is_settings(value: Any) -> bool:
     """Whether `value` is the command line or all settings."""
-    if isinstance(value, list | tuple) and JOB[0] in value:
+    if isinstance(value, list | tuple) and any(isinstance(w, str) and w == JOB[0] for w in value):
         return True
     is_tree = isinstance(value, dict) and len(value) > MOST_KEYS and "trainer.max_steps" in value
     return is_tree or type(value).__name__ in SETTINGS

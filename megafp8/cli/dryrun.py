@@ -80,27 +80,7 @@ def main(argv: Sequence[str]) -> int:
     from megafp8.train.build import check_on_cpu
 
     directory.check_directory(spec)
-    if hardware is not None and not _on_gpu(spec):
-        raise ConfigError(
-            "hardware",
-            hardware.name,
-            f"the ranks would be on CPUs (trainer.accelerator={asked})",
-            "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
-        )
-    if spec.parallel.fsdp is not None:
-        raise SettingError(
-            "model.fsdp",
-            True,
-            "cannot be simulated, since FSDP gathers and releases whole weights during a step",
-            "Use model.optim.name=distributed_fused_adam, or run a small job",
-        )
-    if (world := spec.parallel.world_size) > MAX_SIMULATED:
-        raise ConfigError(
-            "trainer.num_nodes",
-            loaded.cfg.trainer.num_nodes,
-            f"makes {world} ranks, and a layout of at most {MAX_SIMULATED} is simulated",
-            "Simulate fewer replicas of the model; megafp8 plan counts them all",
-        )
+    check_can_be_simulated(spec, hardware, asked, loaded.cfg.trainer.num_nodes)
     check_on_cpu(spec)
     spec, whose = with_known_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
@@ -123,6 +103,40 @@ def main(argv: Sequence[str]) -> int:
                 "\n".join(["", f"rank {share.rank}: logical shape -> this rank's", *shapes(share)])
             )
     return ExitCode.FINISHED
+
+
+def check_can_be_simulated(
+    spec: RunSpec, hardware: Hardware | None, asked: str, num_nodes: int
+) -> None:
+    """Raise an error that names the setting for which a dry run cannot count the job's memory.
+
+    `asked` is `trainer.accelerator` and `num_nodes` is `trainer.num_nodes`, as they were given.
+
+    Raises:
+        ConfigError: `hardware` is compared with ranks on CPUs, or the layout has too many ranks.
+        SettingError: The job shards its weights with FSDP.
+    """
+    if hardware is not None and not _on_gpu(spec):
+        raise ConfigError(
+            "hardware",
+            hardware.name,
+            f"the ranks would be on CPUs (trainer.accelerator={asked})",
+            "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
+        )
+    if spec.parallel.fsdp is not None:
+        raise SettingError(
+            "model.fsdp",
+            True,
+            "cannot be simulated, since FSDP gathers and releases whole weights during a step",
+            "Use model.optim.name=distributed_fused_adam, or run a small job",
+        )
+    if (world := spec.parallel.world_size) > MAX_SIMULATED:
+        raise ConfigError(
+            "trainer.num_nodes",
+            num_nodes,
+            f"makes {world} ranks, and a layout of at most {MAX_SIMULATED} is simulated",
+            "Simulate fewer replicas of the model; megafp8 plan counts them all",
+        )
 
 
 def with_known_vocabulary(
