@@ -182,7 +182,7 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     values = recorded_values(reader)
     kept = linears_in_bf16(spec, values)
     check_can_be_fp8(spec, kept, family)
-    known = has_histories(values)
+    known = has_histories(reader, values)
     if asked.inputs == "static" and not known:
         recipe = values["model.fp8_recipe"] if values["model.fp8"] else "none, without FP8"
         raise RunError(

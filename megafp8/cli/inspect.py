@@ -55,8 +55,14 @@ def main(argv: Sequence[str]) -> int:
     if options.sort in ("underflow", "overflow", "snr") and not is_full:
         raise CheckpointError(path, f"has no {options.sort} to sort by", FULL_HINT)
     console.print(_tensors(record, options.sort, None if options.all else ROWS))
-    if not is_full:
+    if record.tensors and not is_full:
         console.print(f"Only amaxes and scales were measured. {FULL_HINT}")
+    in_fp8 = [known.step for known in records if known.tensors]
+    if not record.tensors and in_fp8:
+        console.print(
+            f"No linear was in FP8 in step {record.step}. The last step with one is {in_fp8[-1]}: "
+            f"--step {in_fp8[-1]}"
+        )
     if not options.all and len(record.tensors) > ROWS:
         console.print(f"{len(record.tensors) - ROWS} more tensors: --all")
     console.print(_roles(records))

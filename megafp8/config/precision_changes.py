@@ -69,7 +69,8 @@ def _entry_problem(entry: object) -> str | None:
         return None
     if (reason := problem(recipe)) is not None:
         close = difflib.get_close_matches(str(recipe), (*RECIPES, BF16), n=1)
-        meant = f"; did you mean {close[0]}?" if close else f", and {BF16}"
+        others = f", and {BF16}" if isinstance(recipe, str) else "; write a recipe's name"
+        meant = f"; did you mean {close[0]}?" if close else others
         return f"has recipe: {reason}{meant}"
     return None
 

@@ -175,6 +175,11 @@ class ScaleTable:
             for name, tensor in self.tensors().items():
                 tensor[rows] = earlier[name][old_rows]
 
+    def kinds(self) -> frozenset[tuple[str, str, Update | None]]:
+        """Return its tensors, each with the format and the rule that its scale depends on."""
+        rows = enumerate(self.names)
+        return frozenset((name, str(self.fmt), self._update_of(row)) for row, name in rows)
+
     def _update_of(self, row: int) -> Update | None:
         """Return the rule of a row's history and scale; None for Transformer Engine's."""
         return next((update for update, rows in self._own.items() if row in rows), None)

@@ -44,7 +44,7 @@ def phase_of(state: TrainState, step: int, *, has_run: bool = False) -> int:
 
 
 class Begun(NamedTuple):
-    """Hold a phase that has begun, and this rank's tensors whose delayed scales begin with it."""
+    """Hold a phase that has begun, and all tensors whose delayed scales begin with it."""
 
     phase: PrecisionPhase
     fresh: frozenset[str]
@@ -68,11 +68,12 @@ def begin_phase(state: TrainState) -> Begun | None:
         raise_on_all(RunError(f"the ranks do not agree on the precision of a step: {of_ranks}"))
     known = _with_history(state)
     _change(state, phase)
-    return Begun(phase, _with_history(state) - known)
+    fresh = gather(state.mesh, sorted({name for name, *_ in _with_history(state) - known}))
+    return Begun(phase, frozenset(name for names in fresh for name in names))
 
 
-def _with_history(state: TrainState) -> frozenset[str]:
-    return frozenset(name for table in state.scaling.tables.values() for name in table.names)
+def _with_history(state: TrainState) -> set[tuple[object, ...]]:
+    return {kind for table in state.scaling.tables.values() for kind in table.kinds()}
 
 
 def _change(state: TrainState, phase: PrecisionPhase) -> None:

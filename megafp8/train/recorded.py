@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import E4M3_MAX, linears_of, scale_of
 from megafp8.config.load import default_tree
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.precision_spec import module_rules
 from megafp8.config.resolve import data_spec
 from megafp8.config.resume import flat
@@ -24,6 +25,7 @@ from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
 
+_HISTORIES = "scaling/forward/history/"
 _OTHER_INPUTS = "Give --fp8-inputs dynamic, with which servers compute the scales themselves"
 
 
@@ -65,12 +67,25 @@ def linears_in_bf16(spec: GPTSpec, values: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
-def has_histories(values: Mapping[str, Any]) -> bool:
-    """Whether the run's own recipe keeps histories of amaxes by Transformer Engine's rule."""
-    name = values["model.fp8_recipe"]
-    return (
-        bool(values["model.fp8"]) and not names_code(name) and find_recipe(name).traits.has_history
+def has_histories(reader: Reader, values: Mapping[str, Any]) -> bool:
+    """Whether the run keeps histories of amaxes by Transformer Engine's rule.
+
+    Its own recipe says so, or one that `model.precision_schedule` names and whose histories the
+    checkpoint has.
+    """
+    if not values["model.fp8"]:
+        return False
+    if _keeps_history(values["model.fp8_recipe"]):
+        return True
+    changes = parse_schedule(values[SCHEDULE])
+    return any(_keeps_history(change.precision) for change in changes) and any(
+        name.startswith(_HISTORIES) for name in reader.names()
     )
+
+
+def _keeps_history(recipe: str) -> bool:
+    is_ours = recipe != HIGH_PRECISION and not names_code(recipe)
+    return is_ours and find_recipe(recipe).traits.has_history
 
 
 def recorded_inputs(

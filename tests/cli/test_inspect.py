@@ -35,6 +35,17 @@ def test_the_worst_come_first(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert any("layers.3.mlp.fc1.input: 2" in line for line in lines)
 
 
+def test_a_step_without_fp8_names_the_last_one_with_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with MetricsFile(run / "health.jsonl") as file:
+        file.log(HealthRecord(40, {}, {}).to_dict())
+    assert main([str(run)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "No linear was in FP8 in step 40. The last step with one is 30: --step 30" in shown
+    assert "Only amaxes" not in shown
+
+
 def test_another_step_and_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run), "--step", "10", "--all", "--sort", "name"]) == 0
     assert "step 10: 25 of 25 tensors, by name" in capsys.readouterr().out

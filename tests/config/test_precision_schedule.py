@@ -50,7 +50,7 @@ REFUSED = {
     "[{from: null, recipe: bf16}]": "from: None, which must be",
     "[{from: 5, recipe: bf61}]": "did you mean bf16?",
     "[{from: 5, recipe: 7}]": "is no text",
-    "[{from: 5, recipe: null}]": "is no text",
+    "[{from: 5, recipe: null}]": "is no text; write a recipe's name",
     "[{from: 5, recipe: bf16, products: output grad}]": "which must be output, grad_input",
     "[{from: 5, recipe: bf16, products: []}]": "which must be output, grad_input",
     "[{from: 5, recipe: bf16, modules: [3]}]": "must be a pattern",
@@ -59,6 +59,8 @@ REFUSED = {
     "[{from: 5, recipe: bf16, modules: '*.fc3'}]": "the pattern *.fc3 matches no linear",
     "[{from: 5, recipe: delayed}]": "entry 1 (all linears in delayed) changes nothing",
     "[{from: 5, recipe: bf16}, {from: 6, recipe: bf16, modules: '*.fc2'}]": "changes nothing",
+    "[{from: 5, recipe: bf16}, {from: 0.05, recipe: delayed}]": "after step 5 change nothing",
+    "[{from: 0, recipe: bf16}, {from: 0, recipe: delayed}]": "after step 0 change nothing",
     "[{from: 5, recipe: mxfp8, products: forward}]": "a linear has one recipe at a time",
     "[{from: 0, recipe: bf16}]": "leaves no product in FP8 in any step",
 }  # fmt: skip

@@ -144,6 +144,28 @@ def test_a_wrong_scale_shows_in_the_reported_loss(
     assert abs(right) < 0.02 and wrong_by > 5 * abs(right)
 
 
+@pytest.mark.parametrize("recipes", [("delayed", "bf16"), ("mxfp8", "delayed")])
+def test_static_scales_come_from_the_last_phase_of_a_schedule(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipes: tuple[str, str]
+) -> None:
+    first, last = recipes
+    done = place.run(*LLAMA, f"model.fp8_recipe={first}",
+                     f"model.precision_schedule=[{{from: 2, recipe: {last}}}]")  # fmt: skip
+    assert done.code == 0, done.output
+    run, out = str(place.dir()), tmp_path / "out"
+    asked = [run, str(out), "--dtype", "fp8", "--validation-samples", "0"]
+    code = export.main([*asked, "--fp8-inputs", "static"])
+    shown = capsys.readouterr()
+    if last == "delayed":
+        assert code == 0 and report_in(out)["inputs"]["scales"] == "static"
+        return
+    for words in ([], ["--fp8-inputs", "static"]):
+        assert export.main([*asked, *words]) == 2
+        assert "Give --fp8-inputs dynamic" in shown.err and not out.exists()
+    assert export.main([*asked, "--fp8-inputs", "dynamic"]) == 0
+    assert report_in(out)["inputs"] == {"scales": "dynamic"}
+
+
 def test_options_without_effect_and_what_a_run_does_not_have_are_refused(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

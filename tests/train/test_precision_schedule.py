@@ -111,6 +111,7 @@ LAYOUTS = {  # the first two are fast
                          "model.virtual_pipeline_model_parallel_size=1"]),
     "cp 2": (2, ["model.context_parallel_size=2", UNDROPPED]),
     "FSDP 2": (2, ["model.fsdp=True"]),
+    "FSDP 2 with pp 2": (4, [PP, "model.fsdp=True", "model.pipeline_schedule=GPipe"]),
     "ZeRO-1 over 2": (2, [ZERO]),
     "own scales of each rank": (2, [TP, "model.reduce_amax=False"]),
     "recomputed layers": (1, RECOMPUTED),
@@ -171,6 +172,39 @@ def test_delayed_scales_are_kept_or_begin_anew() -> None:
         assert (table.num_updates == 0).all()
 
 
+def test_a_delayed_scale_begins_anew_in_another_format() -> None:
+    """Gradients beside MXFP8 are E4M3, and those of the delayed recipe E5M2."""
+    state = built("model.fp8_recipe=mxfp8", "model.fp8_modules=['*.fc2:delayed']",
+                  "model.fp8_amax_history_len=8",
+                  f"{SCHEDULE}[{{from: 2, modules: '*.fc1', recipe: delayed}}, "
+                  "{from: 3, recipe: delayed}]")  # fmt: skip
+    run_steps(state, 3)
+    before = dict(state.scaling.tables)
+    assert (before["backward"].num_updates > 0).all()
+    begun = begin_phase(state)
+    kept = {f"layers.{n}.mlp.{fc}.{role}" for n in (0, 1) for fc in ("fc1", "fc2")
+            for role in ("input", "weight")}  # fmt: skip
+    assert begun is not None and begun.fresh.isdisjoint(kept)
+    assert len(begun.fresh) == 2 * 4 * 3 - len(kept)
+    after = state.scaling.tables
+    for name in kept:
+        old, new = (table["forward"].names.index(name) for table in (before, after))
+        history = after["forward"].history[new]
+        assert torch.equal(history, before["forward"].history[old]) and history.any()
+    assert (after["backward"].history == 0).all() and (after["backward"].quant_scale == 1).all()
+
+
+def test_a_delayed_scale_begins_anew_under_another_rule() -> None:
+    state = built("model.fp8_recipe=delayed", f"{SCHEDULE}[{{from: 2, recipe: '{SMOOTHED}'}}]")
+    run_steps(state, 2)
+    before = {name for table in state.scaling.tables.values() for name in table.names}
+    begun = begin_phase(state)
+    assert begun is not None and begun.fresh and begun.fresh <= before
+    for table in state.scaling.tables.values():
+        assert (table.quant_scale == 1).all() and (table.history == 0).all()
+        assert (table.num_updates == 0).all()
+
+
 def test_evaluation_at_a_switch_is_in_the_earlier_precision() -> None:
     """A validation after step N comes before the phase that begins after N."""
     state = built("model.fp8_recipe=delayed", f"{SCHEDULE}[{{from: {SWITCH}, recipe: bf16}}]")
@@ -192,6 +226,9 @@ def test_a_longer_run_keeps_the_steps_of_fractions(tmp_path: Path) -> None:
     run_steps(short, LAST)
     run_steps(longer, LAST)
     assert longer.scaling.recipe.name == short.scaling.recipe.name == "mxfp8"
+    longest = built("model.fp8_recipe=delayed", entry, "trainer.max_steps=200")
+    state_dict.load_checkpoint(saved(longer, tmp_path / "longer"), longest, said.append)
+    assert [phase.after for phase in longest.phases] == [0, LAST // 2]
 
 
 def test_only_the_future_may_change(tmp_path: Path) -> None:

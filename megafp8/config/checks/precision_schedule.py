@@ -91,10 +91,11 @@ def _effects(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Findin
             if not any(fnmatchcase(name, pattern) for name in start.of_linear):
                 yield no_match(SCHEDULE, pattern, v["model.num_layers"])
                 return
-    before, has_fp8 = start, False
+    began = before = start
+    has_fp8 = False
     both = zip(changes, assignments(changes, start, switched_off_parts(v)), strict=True)
     for number, (change, after) in enumerate(both, 1):
-        is_last_here = number == len(changes) or changes[number].after > change.after
+        is_last_here = number == len(changes) or changes[number].after != change.after
         mixed = (name for name, p in after.of_linear.items() if len({*p} - {HIGH_PRECISION}) > 1)
         if is_last_here and (name := next(mixed, None)) is not None:
             named = sorted({*after.of_linear[name]} - {HIGH_PRECISION})
@@ -113,9 +114,16 @@ def _effects(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Findin
                 "Leave the entry out, or name other modules, products or another recipe",
             )
             return
-        has_fp8 |= is_last_here and any(
-            set(products) != {HIGH_PRECISION} for products in after.in_fp8().values()
-        )
+        if is_last_here:
+            if after.in_fp8() == began.in_fp8():
+                yield Finding(
+                    SCHEDULE,
+                    f"the entries that begin after step {change.after} change nothing together",
+                    "Leave out those that a later one takes back",
+                )
+                return
+            began = after
+            has_fp8 |= any(set(p) != {HIGH_PRECISION} for p in after.in_fp8().values())
         before = after
     if changes[0].after == 0 and not has_fp8:
         yield Finding(
