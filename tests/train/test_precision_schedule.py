@@ -286,6 +286,7 @@ def test_a_whole_run_is_prolonged_and_its_past_stays(place: Place) -> None:
     longer = place.run(f"{SCHEDULE}[{entry}, {{from: {STEPS + 2}, recipe: mxfp8}}]", LONGER)
     assert longer.code == 0, longer.output
     assert "begins after step 6, as when the run began; from: 0.5 would now be 8" in longer.output
+    assert "FP8: 0.0% of the GEMM FLOPs" in longer.output  # of the phase that it continues in
     assert [e["step"] for e in events(place, "precision")] == [6, STEPS + 2]
     assert f"precision schedule: all linears in mxfp8 after step {STEPS + 2}" in longer.output
     page = (place.dir() / "report.html").read_text()
