@@ -97,6 +97,20 @@ def test_loss_and_gradients(
         assert ignored < 1 or not ours.any()
 
 
+def test_fp16s_loss_scale_multiplies_the_gradients_alone() -> None:
+    """By a power of two, so that nothing is rounded differently."""
+    found = []
+    for grad_scale in (1.0, 16.0):
+        head, (hidden, weight, targets) = HeadLoss(), inputs(0.4)
+        head.grad_scale = grad_scale
+        loss = head(hidden, weight, targets)
+        loss.backward()
+        assert hidden.grad is not None and weight.grad is not None
+        found.append((loss.detach(), hidden.grad / grad_scale, weight.grad / grad_scale))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_ignored_positions_get_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks_of(monkeypatch, 8)
     hidden, weight, targets = inputs(0.5)

@@ -39,18 +39,20 @@ class Played(Axis):
         return tensor
 
 
-def run_ranks_in_turn(logits_CV: torch.Tensor, targets_C: torch.Tensor) -> list[Any]:
+def run_ranks_in_turn(
+    logits_CV: torch.Tensor, targets_C: torch.Tensor, grad_scale: float = 1.0
+) -> list[Any]:
     """Loss and gradient of each rank. A reduction's result needs all ranks: one round for each."""
     share = logits_CV.shape[1] // RANKS
     others: list[list[torch.Tensor]] = []
     for known in range(3):
         ranks = [Played("tp", RANKS, rank, others=others) for rank in range(RANKS)]
-        results = [
-            VocabParallelHeadLoss(tp, plain_matmul, through_autograd).loss_of_chunk(
-                logits_CV[:, tp.rank * share : (tp.rank + 1) * share].contiguous(), targets_C, True
-            )
-            for tp in ranks
-        ]
+        results = []
+        for tp in ranks:
+            head = VocabParallelHeadLoss(tp, plain_matmul, through_autograd)
+            head.grad_scale = grad_scale
+            own_CV = logits_CV[:, tp.rank * share : (tp.rank + 1) * share].contiguous()
+            results.append(head.loss_of_chunk(own_CV, targets_C, True))
         if known < 2:
             others = [*others, [tp.given[known] for tp in ranks]]
     assert all(len(tp.given) == 2 for tp in ranks), "one maximum, one sum"
@@ -71,15 +73,16 @@ def by_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_loss_and_gradient_equal_the_plain_ones(scale: float, by_kernel: bool) -> None:
+    """FP16's loss scale, here 8, multiplies the gradient alone."""
     generator = torch.Generator().manual_seed(1)
     logits_CV = torch.randn(CHUNK, VOCAB, generator=generator) * scale
     targets_C = torch.tensor([0, 3, 4, 11, IGNORE, 7, 8])
     expected, expected_CV = HeadLoss().loss_of_chunk(logits_CV.clone(), targets_C, True)
-    results = run_ranks_in_turn(logits_CV, targets_C)
+    results = run_ranks_in_turn(logits_CV, targets_C, 8.0)
     for loss, _ in results:
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
     found_CV = torch.cat([grad for _, grad in results], dim=1)
-    torch.testing.assert_close(found_CV, expected_CV, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found_CV / 8, expected_CV, rtol=1e-5, atol=1e-7)
     assert not found_CV[4].any(), "not counted"
 
 

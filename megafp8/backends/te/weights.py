@@ -163,8 +163,8 @@ class TeGatheredFp8:
         """Return the weight made of gathered bytes, and the memory that FSDP frees after use.
 
         The weight has the first `rows` rows. `out` is what takes the parameter's place already,
-        to be filled again, or None. The module makes the bytes in the other orientation when it
-        needs them, in memory that FSDP frees too.
+        to be filled again, or None. The bytes in the other orientation, where a GPU's products
+        need them, are in memory that FSDP frees too.
         """
         payload_OI = payload_PI[:rows]
         if out is None:
@@ -184,6 +184,8 @@ class TeGatheredFp8:
             out._data, out._transpose = payload_OI, self._transposed_IO
             out._scale_inv = self._cast.scale.reciprocal()
             out._reset_caches()  # its bytes in the other orientation are of the last gather
+            # A backward pass does not make them of every weight: FC1's are expected to be there.
+            out.update_usage(columnwise_usage=True)
         return out, (payload_PI, self._transposed_IO)
 
 

@@ -329,7 +329,8 @@ def _sharded(
 def fsdp(rank: Rank, steps: int) -> dict[str, Any]:
     """Sharded weights and replicas, by strategy and precision: losses and norms, and the tables.
 
-    "alone" has weights in FP8 alone, which cross ranks as bytes.
+    "alone" has weights in FP8 alone, which cross ranks as bytes. "full" recomputes the layers, and
+    "full, kept" does not.
     """
     from tests.backends.te.real import DELAYED
 
@@ -340,13 +341,14 @@ def fsdp(rank: Rank, steps: int) -> dict[str, Any]:
     precisions = {
         "fp32": ("fp32", DELAYED, ("full", "grad")),
         "bf16": ("bf16", DELAYED, ("full",)),
-        "alone": ("bf16", alone, ("full", "grad")),
+        "alone": ("bf16", alone, ("full", "full, kept", "grad")),
         "tensorwise": ("bf16", tensorwise, ("full",)),
     }
     for precision, (compute, recipe, strategies) in precisions.items():
         for name in ("replicas", *strategies):
             changes = LLAMA | ({"recompute": full} if name == "full" else {})
-            sharded = None if name == "replicas" else FsdpSpec(strategy=name)  # type: ignore[arg-type]
+            strategy: Any = name.partition(",")[0]
+            sharded = None if name == "replicas" else FsdpSpec(strategy=strategy)
             parallel = ParallelSpec(devices_per_node=rank.size, fsdp=sharded)
             mesh = join(parallel)
             spec = _sharded_spec(recipe, compute, parallel, **changes)

@@ -130,7 +130,8 @@ def test_many_parameters_in_few_launches(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, stochastic: bool
 ) -> None:
     """Each has the bits of an update of its own, also an empty one, one of another format, one that
-    lies at an odd place, and one without decay; old bytes need no more room than the largest has.
+    lies at an odd place, and one without decay; old bytes need no more room than the largest has. A
+    step that is not finite changes none of them.
     """
     launches: list[int] = []
     real = triton_adam.adam
@@ -166,7 +167,10 @@ def test_many_parameters_in_few_launches(
         scaled_adam.update_all(asked)
         for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
             assert_same(mine, other, (number, place))
-    assert len(launches) < 2 * len(sizes) and sum(launches) == 2 * len(sizes)
+    scaled_adam.update_all(asked, torch.ones((), device=device))
+    for place, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert_same(mine, other, ("a step that is not finite", place))
+    assert len(launches) < 3 * len(sizes) and sum(launches) == 3 * len(sizes)
 
 
 def test_a_step_that_is_not_finite_changes_nothing(device: torch.device) -> None:

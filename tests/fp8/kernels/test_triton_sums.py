@@ -43,9 +43,13 @@ def test_torchs_bits(device: torch.device, name: Any, dtype: torch.dtype) -> Non
         assert_same(ours, theirs, number)
 
 
-@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-36, 3e38, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize(
+    "value",
+    [0.0, 1e-40, 1e-36, 448.0, 57344.0, 65504.0, 3e38, torch.inf, -torch.inf, torch.nan],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_hard_addends(device: torch.device, name: Any, value: float) -> None:
+    """The largest number of a format has the scale 1: one above it would have half of that."""
     more = torch.zeros(300, device=device)
     more[77] = value
     ours, theirs = (ScaledTensor.zeros((300,), STORAGE_FORMATS[name], device) for _ in range(2))
