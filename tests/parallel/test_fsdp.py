@@ -394,21 +394,34 @@ def test_who_shards_and_who_replicates(
     assert [sorted(rows) for rows in asked] == [sorted(sum(rows, [])) for rows in shifted]
 
 
-def compare_four(of: dict[str, tuple[Job, ParallelSpec, ParallelSpec, float]]) -> dict[str, Any]:
-    """Compare jobs of four ranks with and without sharded weights; return the latter's bytes."""
+def compare(
+    of: dict[str, tuple[Job, ParallelSpec, ParallelSpec, float]], num_ranks: int = 4
+) -> dict[str, Any]:
+    """Compare jobs with and without sharded weights; return the bytes of the latter's moments."""
     jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
     jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
-    ranks = run_ranks(sharded_work.runs, 4, {"jobs": jobs}, timeout=1200)
+    ranks = run_ranks(sharded_work.runs, num_ranks, {"jobs": jobs}, timeout=1200)
     for name, (_, _, spec, bound) in of.items():
         ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
-        for begin in range(0, 4, 4 // spec.pp):
-            assert_same_on_all(ours[begin : begin + 4 // spec.pp])
+        each = num_ranks // spec.pp
+        for begin in range(0, num_ranks, each):
+            assert_same_on_all(ours[begin : begin + each])
         assert ours[0].losses == pytest.approx(whole[0].losses, rel=bound), name
         norms = [result.grad_norm for result in whole[0].results]
         found = [result.grad_norm for result in ours[0].results]
         assert found == pytest.approx(norms, rel=max(bound, 1e-5) * 10), name
         assembled([rank.saved for rank in ours])  # every element is saved once
     return {name: ranks[0][f"{name}/full"].held.moments for name in of}
+
+
+def test_ranks_that_share_sequences() -> None:
+    """They have the same weights, so that one replica is enough."""
+    values = {"trainer.devices": 2, "model.context_parallel_size": 2, "model.fsdp": True}
+    words = ["model.data.data_prefix=builtin", "model.global_batch_size=64"]
+    found, _ = read_values(load_config(words))
+    assert not list(check_values(found | values))
+    of = {"FP32": job("fp32", num_microbatches=2), "FP8": job("fp32", IN_FP8, num_microbatches=2)}
+    compare({name: (j, ParallelSpec(cp=2), fsdp(cp=2), 1e-6) for name, j in of.items()}, 2)
 
 
 def test_stages_of_a_pipeline() -> None:
@@ -419,7 +432,7 @@ def test_stages_of_a_pipeline() -> None:
     )
     deep = job("fp32", model=gpt_spec(num_layers=4), num_microbatches=8)
     in_fp8 = job("fp32", IN_FP8, model=gpt_spec(num_layers=4), num_microbatches=8)
-    compare_four({
+    compare({
         "FP32": (deep, whole, fsdp(pp=2), 1e-6),
         "FP8": (
             in_fp8, replace(whole, pipeline=two_each),
@@ -444,7 +457,7 @@ def test_four_ranks() -> None:
         ),
         "tp, FP32": (job("fp32", **deep), ParallelSpec(tp=2), fsdp(tp=2), 1e-6),
     }  # fmt: skip
-    held = compare_four(of)
+    held = compare(of)
     assert held["hybrid"] == pytest.approx(2 * held["FP32"], rel=0.05)
 
 

@@ -291,8 +291,10 @@ def test_a_whole_run_is_prolonged_and_its_past_stays(place: Place) -> None:
     assert f"precision schedule: all linears in mxfp8 after step {STEPS + 2}" in longer.output
     page = (place.dir() / "report.html").read_text()
     assert f"<li>steps 7 to {STEPS + 2}: all linears in high precision" in page
-    summary = place.summary()["precision"]
-    assert "mxfp8" in summary and f"after step 6, {STEPS + 2}" in summary
+    summary = place.summary()
+    assert "mxfp8" in summary["precision"]
+    assert f"after step 6, {STEPS + 2}" in summary["precision"]
+    assert "fp8_share_planned" not in summary  # each phase has another
 
 
 @pytest.mark.slow

@@ -341,7 +341,7 @@ def _replicas_share(v: Values) -> Iterator[Finding]:
     nodes, devices, size = v["trainer.num_nodes"], v["trainer.devices"], model_ranks(v)
     if not v[FSDP] or devices * nodes % size:
         return
-    if devices * nodes == size:
+    if devices * nodes * v[CP] == size:  # ranks that share sequences have the same weights
         yield Finding(
             FSDP,
             "the run has one replica, so there is no other to shard parameters with",

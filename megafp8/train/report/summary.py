@@ -156,10 +156,13 @@ def _counted(run: Run) -> dict[str, object]:
     gemms = max(1, sum(totals.values()) - attention)
     in_fp8 = totals.get("fp8", 0)
     by_kernel = {kernel: n / gemms for kernel, n in state.backend.fp8_flops(counter).items()}
-    return {
-        "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+    planned = {
         "fp8_share_planned": 0.0 if share is None else share.share,
         "higher_precision": [] if share is None else list(share.higher),
+    }
+    return {
+        "gemm_flops": {f"{p} {place}": n for (p, place), n in sorted(counter.flops.items())},
+        **({} if state.phases else planned),  # each phase of a schedule has others
         "fp8_share_of_gemm_flops": in_fp8 / gemms,
         "fp8_share_by_kernel": by_kernel,
         "fp8_share_with_attention": counter.share("fp8"),
