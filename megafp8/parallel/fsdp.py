@@ -11,7 +11,7 @@ a scale that all ranks share. Our products read these bytes; torchao's read thei
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,8 @@ def shard_model(
         cast_forward_inputs=False,
     )
     shared: dict[str, Any] = {"mesh": device_mesh, "mp_policy": policy}
-    for gpt in [model] if isinstance(model, GPT) else model.stages:
-        assert isinstance(gpt, GPT)
+    stages: Iterable[Any] = model.stages if isinstance(model, PipelinedGPT) else [model]
+    for gpt in stages:
         for layer in gpt.layers:
             _give_values(layer, mesh.device)
             fully_shard(layer, reshard_after_forward=spec.fsdp.strategy != "grad", **shared)

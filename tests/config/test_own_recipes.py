@@ -308,4 +308,5 @@ def test_no_package_names_a_recipe() -> None:
     for name in ("optim/muon.py", "config/schema/optim.py", "specs/optim.py"):
         assert found.pop(name, set()) <= {"blockwise"}  # Megatron's mode of Muon
     found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
-    assert sorted(found) == ["cli/migrate/accelerate.py", "specs/recipes.py"], found
+    translations = [f"cli/migrate/{name}.py" for name in ("accelerate", "megatron_modules")]
+    assert sorted(found) == [*translations, "specs/recipes.py"], found
