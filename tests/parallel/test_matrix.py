@@ -109,3 +109,8 @@ def test_parts_that_do_not_join_are_refused_by_name() -> None:
     for layout, (_, spec) in matrix.LAYOUTS.items():
         keys = [finding.key for finding in findings(layout, SIMULATED, 2, 4 * SEQ)]
         assert keys == ["model.sequence_parallel"] * spec.sequence_parallel, layout
+
+
+def test_every_pair_was_measured_and_holds() -> None:
+    assert matrix.missing(matrix.PAGE) == {}
+    assert {row[-1] for row in matrix.rows_of(matrix.PAGE)} == {"yes"}
