@@ -32,10 +32,10 @@ from megafp8.fp8.scaled import Dither, ScaledTensor, StoredInC
 from megafp8.specs.optim import StorageName
 
 Dithers = tuple[Dither | None, Dither | None, Dither | None]
+"""Those of the parameter and the two moments; None rounds to nearest."""
 NO_DITHERS: Dithers = (None, None, None)
 Kinds = tuple[StorageName, StorageName, StorageName, StorageName]
 """The formats of parameter, moments and gradient."""
-LARGEST_GROUP = 64  # parameters that one launch updates, as many as the kernels' table takes
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Hold the four tensors of one parameter, all of one shape and contiguous.
-
-    The dithers are of the parameter and the two moments; None rounds to nearest.
-    """
+    """Hold the four tensors of one parameter, all of one shape and contiguous."""
 
     param: ScaledTensor
     exp_avg: ScaledTensor
@@ -95,7 +92,8 @@ class Tensors:
         return self.param, self.exp_avg, self.exp_avg_sq
 
 
-Asked = tuple[Tensors, Constants, Dithers]
+OneUpdate = tuple[Tensors, Constants, Dithers]
+"""The update of one parameter, as arguments of `update`."""
 
 
 @torch.no_grad()
@@ -328,80 +326,72 @@ def update_triton(
     """Run `update` with the Triton kernels, where they can run."""
     if backup is None or backup.numel() < backup_bytes(tensors):
         backup = _memory(backup_bytes(tensors), tensors.param.payload.device)
-    _run_triton([(tensors, constants, dithers)], backup, skips)
+    _update_all_triton([(tensors, constants, dithers)], backup, skips)
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def _run_triton(
-    asked: Sequence[Asked], backup: torch.Tensor, skips: torch.Tensor | None = None
-) -> None:
-    """Update parameters in one launch, or two; `backup` has memory for all of them."""
-    from megafp8.fp8.kernels import triton_adam
-
-    updates, begin = [], 0
-    for tensors, constants, dithers in asked:
-        kept, payloads = _kept(tensors), []
-        for stored in tensors.written:
-            payload, size = stored.payload, stored.payload.nbytes
-            if any(stored is other for other in kept):
-                payload = backup[begin : begin + size].view(payload.dtype)
-                begin += _aligned(size)
-            payloads.append(payload)
-        more = constants.decay, dithers, payloads
-        updates.append(triton_adam.Update(tensors.written, tensors.grad, *more))
-    constants = asked[0][1]
-    factors, is_l2 = constants.factors[:-1], constants.is_l2
-    triton_adam.adam(updates, factors, is_l2=is_l2, skips=skips)
-
-
 @torch.no_grad()
-def update_all(asked: Sequence[Asked], skips: torch.Tensor | None = None) -> None:
+def update_all(asked: Sequence[OneUpdate], skips: torch.Tensor | None = None) -> None:
     """Run one step of Adam on many parameters; their constants differ in weight decay alone.
 
     Triton's kernels take several parameters in a launch: as many as have their old bytes in the
     memory for those of the largest one, so that a step needs no more than for one parameter.
     """
-    largest = max((backup_bytes(tensors) for tensors, _, _ in asked), default=0)
     device = asked[0][0].param.payload.device
+    largest = max(backup_bytes(tensors) for tensors, _, _ in asked)
     backup = _memory(largest, device) if keeps_backup(device) else None
-    for group in _groups(asked, largest):
-        tensors, constants, dithers = group[0]
-        if len(group) > 1 and backup is not None:
-            _run_triton(group, backup, skips)
+    by_triton: list[OneUpdate] = []
+    for tensors, constants, dithers in asked:
+        stochastic = dithers != NO_DITHERS
+        if updates_by_triton(tensors, is_l2=constants.is_l2, stochastic=stochastic):
+            by_triton.append((tensors, constants, dithers))
         else:
             update(tensors, constants, dithers, backup, skips)
+    if by_triton:
+        assert backup is not None
+        _update_all_triton(by_triton, backup, skips)
 
 
-def _is_aligned(tensors: Tensors) -> bool:
-    """Whether a GPU's threads can take 16 elements at a time; a launch does it for all or none."""
-    places = (stored.payload.data_ptr() for stored in (*tensors.written, tensors.grad))
-    return not any(number % 16 for number in (tensors.grad.payload.numel(), *places))
+def _update_all_triton(
+    asked: Sequence[OneUpdate], backup: torch.Tensor, skips: torch.Tensor | None
+) -> None:
+    """Run `update_all` with the Triton kernels; `backup` has memory for each parameter alone.
 
-
-def _groups(asked: Sequence[Asked], limit: int) -> list[list[Asked]]:
-    """Return the parameters in the groups that one launch updates, whose old bytes fit in `limit`.
-
-    A parameter that no Triton kernel updates is a group of its own.
+    A launch takes parameters of the same formats, all of them aligned or none.
     """
-    done: list[list[Asked]] = []
-    last: dict[object, tuple[list[Asked], int]] = {}  # the group that may grow, and its bytes
-    for each in asked:
-        tensors, constants, dithers = each
-        size, kinds = backup_bytes(tensors), (_kinds(tensors), _is_aligned(tensors))
-        stochastic = dithers != NO_DITHERS
-        if not updates_by_triton(tensors, is_l2=constants.is_l2, stochastic=stochastic):
-            done.append([each])
-            continue
-        group, used = last.get(kinds, ([], 0))
-        if not group or used + size > limit or len(group) == LARGEST_GROUP:
-            group, used = [], 0
-            done.append(group)
-        group.append(each)
-        last[kinds] = group, used + size
-    return done
+    from megafp8.fp8.kernels.triton_adam import LARGEST_GROUP, Update, adam, are_aligned
+
+    groups: list[list[Update]] = []
+    growing: dict[object, tuple[list[Update], int]] = {}  # a group, and its bytes in the backup
+    for tensors, constants, dithers in asked:
+        payloads = [stored.payload for stored in (*tensors.written, tensors.grad)]
+        kind = _kinds(tensors), are_aligned(payloads)
+        group, begin = growing.get(kind, ([], 0))
+        end = begin + backup_bytes(tensors)
+        if not group or end > backup.numel() or len(group) == LARGEST_GROUP:
+            group, begin, end = [], 0, backup_bytes(tensors)
+            groups.append(group)
+        kept = _kept_in(backup[begin:end], tensors)
+        group.append(Update(tensors.written, tensors.grad, constants.decay, dithers, kept))
+        growing[kind] = group, end
+    shared = asked[0][1]
+    for group in groups:
+        adam(group, shared.factors[:-1], is_l2=shared.is_l2, skips=skips)
+
+
+def _kept_in(backup: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
+    """Return where the old bytes of each written tensor are; FP32 moments are their own."""
+    kept, begin, places = _kept(tensors), 0, []
+    for stored in tensors.written:
+        payload, size = stored.payload, stored.payload.nbytes
+        if any(stored is other for other in kept):
+            payload = backup[begin : begin + size].view(payload.dtype)
+            begin += _aligned(size)
+        places.append(payload)
+    return places
 
 
 @functools.cache

@@ -70,15 +70,15 @@ class Update:
         return [first_program, self.grad.payload.numel(), decay, *signed, *places]
 
     @property
-    def is_aligned(self) -> bool:
-        """Whether a thread may read and write `WIDEST` bytes at a time."""
-        places = [tensor.data_ptr() for tensor in self.tensors[:7]]
-        return not any(number % WIDEST for number in (self.grad.payload.numel(), *places))
-
-    @property
     def num_programs(self) -> int:
         """Return how many programs update the parameter."""
         return -(-self.grad.payload.numel() // BLOCK)
+
+
+def are_aligned(payloads: Sequence[torch.Tensor]) -> bool:
+    """Whether a thread may read and write `WIDEST` bytes of each at a time."""
+    places = (payload.data_ptr() for payload in payloads)
+    return not any(number % WIDEST for number in (payloads[0].numel(), *places))
 
 
 def adam(
@@ -95,6 +95,7 @@ def adam(
     tensor is changed.
     """
     one, device = updates[0], updates[0].grad.payload.device
+    kinds = [stored.fmt.name for stored in (*one.written, one.grad)]
     firsts = [0]
     for update in updates:
         firsts.append(firsts[-1] + update.num_programs)
@@ -113,11 +114,11 @@ def adam(
         "old_scales": scratch[3 * LARGEST_GROUP : 6 * LARGEST_GROUP].view(torch.float32),
         "skips": scratch[6 * LARGEST_GROUP :].view(torch.float32) if skips is None else skips,
         **dict(zip(_FACTORS, factors, strict=True)),
-        **dict(zip(("PARAM", "AVG", "AVG_SQ", "GRAD"), kinds_of(one), strict=True)),
+        **dict(zip(("PARAM", "AVG", "AVG_SQ", "GRAD"), kinds, strict=True)),
         "SCALED": _mask(stored.fmt.max is not None for stored in one.written),
         "DITHERS": _mask(dither is not None for dither in one.dithers),
         "IS_L2": is_l2,
-        "IS_ALIGNED": all(update.is_aligned for update in updates),
+        "IS_ALIGNED": all(are_aligned(update.tensors[:7]) for update in updates),
         "HARDWARE": casts_in_hardware(device),
         "GROUP": LARGEST_GROUP,
         "BLOCK": BLOCK,
@@ -127,11 +128,6 @@ def adam(
     _adam_kernel[(firsts[-1],)](**arguments)
     if arguments["SCALED"]:
         _adam_again_kernel[(firsts[-1],)](**arguments)
-
-
-def kinds_of(update: Update) -> tuple[str, ...]:
-    """Return the formats of parameter, moments and gradient."""
-    return tuple(stored.fmt.name for stored in (*update.written, update.grad))
 
 
 def _mask(flags: Iterable[bool]) -> int:
