@@ -162,27 +162,19 @@ class ScaleTable:
             setattr(self, name, tensor.to(device))
 
     def take_rows(self, other: ScaleTable) -> None:
-        """Take the rows of the tensors that an earlier table has, too, with the same update."""
-        old = {name: row for row, name in enumerate(other.names)}
-        same = [
-            (row, old[name])
-            for row, name in enumerate(self.names)
-            if name in old and other._update_of(old[name]) == self._update_of(row)
-        ]
-        if same and other.fmt is self.fmt:
+        """Take the rows of the tensors that an earlier table has, too, of the same kind."""
+        old = {kind: row for row, kind in enumerate(other.kinds())}
+        same = [(row, old[kind]) for row, kind in enumerate(self.kinds()) if kind in old]
+        if same:
             rows, old_rows = (list(part) for part in zip(*same, strict=True))
             earlier = other.tensors()
             for name, tensor in self.tensors().items():
                 tensor[rows] = earlier[name][old_rows]
 
-    def kinds(self) -> frozenset[tuple[str, str, Update | None]]:
-        """Return its tensors, each with the format and the rule that its scale depends on."""
-        rows = enumerate(self.names)
-        return frozenset((name, str(self.fmt), self._update_of(row)) for row, name in rows)
-
-    def _update_of(self, row: int) -> Update | None:
-        """Return the rule of a row's history and scale; None for Transformer Engine's."""
-        return next((update for update, rows in self._own.items() if row in rows), None)
+    def kinds(self) -> list[tuple[str, str, Update | None]]:
+        """Return each row's tensor, format and rule (None for Transformer Engine's)."""
+        own = {row: update for update, rows in self._own.items() for row in rows}
+        return [(name, self.fmt.name, own.get(row)) for row, name in enumerate(self.names)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, by field name."""
@@ -317,10 +309,7 @@ class ScalingState:
     """
 
     def __init__(self, recipe: Fp8Recipe, start_reduce_max: StartReduceMax | None = None) -> None:
-        forward_format, backward_format = formats_of(recipe)
-        self.recipe = recipe
-        self.forward = ScaleTable(recipe, forward_format)
-        self.backward = ScaleTable(recipe, backward_format)
+        self._begin(recipe)
         self.recording = True
         self.fp8_enabled = True  # if False, the linears compute in high precision
         self.observers: list[Observer] = []
@@ -329,6 +318,11 @@ class ScalingState:
         self.rule_seconds = 0.0  # of the host in rules that are torch operations, in training
         self.engine: Engine = EMULATED  # runs casts, products and updates
         self._start_reduce_max = start_reduce_max if recipe.reduce_amax else None
+
+    def _begin(self, recipe: Fp8Recipe) -> None:
+        """Begin with empty tables of a recipe."""
+        self.recipe = recipe
+        self.forward, self.backward = (ScaleTable(recipe, fmt) for fmt in formats_of(recipe))
 
     @property
     def keeps_addresses(self) -> bool:
@@ -352,10 +346,7 @@ class ScalingState:
         with its scale; the others begin as in a new run.
         """
         before = self.tables
-        forward_format, backward_format = formats_of(recipe)
-        self.recipe = recipe
-        self.forward = ScaleTable(recipe, forward_format)
-        self.backward = ScaleTable(recipe, backward_format)
+        self._begin(recipe)
         for table in self.tables.values():
             table.to(before["forward"].amax.device)
         requantize()
