@@ -37,7 +37,7 @@ def gradient_of_itself(dtype: torch.dtype, device: torch.device) -> torch.Tensor
     return torch.ones((), dtype=dtype, device=device)
 
 
-def run_backward(loss: torch.Tensor) -> None:
+def backward_of_loss(loss: torch.Tensor) -> None:
     """Run the backward pass of the loss that `HeadLoss` has returned."""
     loss.backward(gradient_of_itself(loss.dtype, loss.device))
 

@@ -34,7 +34,7 @@ from megafp8.fp8.quantizer import Operands
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import CachedFp8, StoredFp8
 from megafp8.models.documents import document_ids
-from megafp8.models.loss import run_backward
+from megafp8.models.loss import backward_of_loss
 from megafp8.parallel.parts import linears_of
 from megafp8.parallel.pipeline import Batch
 
@@ -232,7 +232,7 @@ class MicrobatchGraphs:
 
     def _forward_backward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
         loss: torch.Tensor = self.model(**given)
-        run_backward(loss)
+        backward_of_loss(loss)
         return loss.detach()
 
     def _record(self, recorder: Recorder) -> _Recording:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megafp8.data.loader import Microbatch
-from megafp8.models.loss import HeadLoss, run_backward
+from megafp8.models.loss import HeadLoss, backward_of_loss
 from megafp8.optim.clipping import grad_norm
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.context import own_positions, own_tokens, tokens_of
@@ -153,7 +153,7 @@ def forward_backward(
         else:
             loss = state.model(batch.tokens_BS, batch.targets_BS, **batch.documents)
             state.scaling.end_forward()
-            run_backward(loss)
+            backward_of_loss(loss)
         state.scaling.end_backward()
         loss_sum += loss.detach()
         num_tokens += (batch.targets_BS >= 0).sum()

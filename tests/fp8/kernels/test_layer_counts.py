@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megafp8.fp8.scaling import ScalingState
-from megafp8.models.loss import HeadLoss, beginning_of_backward, run_backward
+from megafp8.models.loss import HeadLoss, backward_of_loss, beginning_of_backward
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.optim.adamw import AdamW
@@ -132,10 +132,10 @@ def test_the_head_multiplies_its_gradients_only_by_what_may_not_be_1(
         weight = torch.nn.Parameter(torch.empty(128, HIDDEN, dtype=torch.bfloat16))
         loss = HeadLoss()(hidden, weight, torch.empty(1, 16, dtype=torch.int64))
         factor = torch.full((), 1.0)
-        run_backward(HeadLoss()(hidden, weight, torch.empty(1, 16, dtype=torch.int64)))
+        backward_of_loss(HeadLoss()(hidden, weight, torch.empty(1, 16, dtype=torch.int64)))
         with tally:
             if begins == "a step":
-                run_backward(loss)
+                backward_of_loss(loss)
             elif begins == "another factor":
                 loss.backward(factor)
             else:
