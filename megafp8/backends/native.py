@@ -185,18 +185,18 @@ def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: to
         for name in recipes
         if not find_recipe(name).has_kernels() and not (in_c and find_recipe(name).has_casts_in_c())
     ]
-    if in_torch and not casts.startswith("torch"):
+    if in_torch and casts != "torch":
         casts = (
             "torch"
             if len(in_torch) == len(recipes)
             else f"{casts}, of {label_of(in_torch[0])} in torch"
         )
+    elif casts == "torch" and device.type == "cpu":
+        casts += f" ({library().note})"  # why they are not in C
     return f"{products}, casts in {casts}"
 
 
 def _caster(engine: Engine, device: torch.device) -> str:
     if engine.uses_triton:
         return "Triton"
-    if device.type != "cpu":
-        return "torch"
-    return "C" if library().lib is not None else "torch (a C compiler, as gcc, makes them faster)"
+    return "C" if device.type == "cpu" and library().lib is not None else "torch"

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from megafp8.backends.native import kernels_of
 from megafp8.files import cache_folder, why_unsafe
 from megafp8.fp8 import formats
 from megafp8.fp8.cast import decode, quantize
+from megafp8.fp8.engine import EMULATED
 from megafp8.fp8.kernels.compile import Library, library
+from megafp8.specs import Fp8Recipe
 from megafp8.train import compile as compile_train
 from tests import c_kernels
 from tests.c_kernels import need_kernels
@@ -64,8 +67,9 @@ def assert_casts_follow_specification() -> None:
 def assert_torch_path(*words: str) -> None:
     found: Library = library()
     assert found.lib is None
-    assert "casts run as torch operations" in found.note
     assert all(word in found.note for word in words), found.note
+    said = kernels_of(Fp8Recipe(), EMULATED, torch.device("cpu"), torch.float32)
+    assert said.endswith(f"casts in torch ({found.note})"), "a run's header says why"
     assert_casts_follow_specification()
 
 

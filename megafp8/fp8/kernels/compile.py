@@ -57,7 +57,10 @@ IN_C = (E4M3, E5M2)  # in the order of their numbers in C
 
 @dataclass(frozen=True)
 class Library:
-    """Hold the loaded kernels in `lib`, or None; `note` describes them or gives the reason."""
+    """Hold the loaded kernels in `lib`, or None, with which torch operations run the casts.
+
+    `note` describes the kernels or says why there are none.
+    """
 
     lib: ctypes.CDLL | None
     note: str
@@ -68,7 +71,7 @@ def library() -> Library:
     """Compile the kernels if needed (a few seconds, once) and load them; never raises."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
-        return Library(None, "no C compiler found (cc, gcc or $CC): casts run as torch operations")
+        return Library(None, "no C compiler found (cc, gcc or $CC)")
     try:
         path = own_folder(cache_folder() / "kernels") / f"fp8_cpu-{_key(compiler)}.so"
         _share_torch_threads()
@@ -78,16 +81,16 @@ def library() -> Library:
         lib = ctypes.CDLL(str(path))
     except PermissionError as error:
         reason = f"{error.filename}: {error.strerror}"
-        return Library(None, f"{reason}; it is not loaded: casts run as torch operations")
+        return Library(None, f"{reason}; it is not loaded")
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return Library(None, f"{compiler} failed ({error}): casts run as torch operations")
+        return Library(None, f"{compiler} failed ({error})")
     if missing := [name for name in _functions() if not hasattr(lib, name)]:
-        return Library(None, f"{path} lacks {missing[0]}; delete it: casts run as torch operations")
+        return Library(None, f"{path} lacks {missing[0]}; delete it")
     _declare(lib)
     with torch.device("cpu"):  # a dry run makes tensors without memory, unless a device is named
         reproduces_torch = _reproduces_torch(lib)
     if not reproduces_torch:
-        return Library(None, f"{compiler}'s code rounds differently: casts run as torch operations")
+        return Library(None, f"{compiler}'s code rounds differently")
     threads = "" if lib.megafp8_has_threads() else ", on one thread: no OpenMP with torch's runtime"
     return Library(lib, f"compiled C ({path.name}{threads})")
 
