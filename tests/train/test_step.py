@@ -19,7 +19,7 @@ from megafp8.specs import Fp8Recipe, LossScaleSpec
 from megafp8.specs.recipe import Cast, Scaled
 from megafp8.train.generate import sample
 from megafp8.train.state import TrainState
-from megafp8.train.step import forward_backward, train_step
+from megafp8.train.step import StepResult, forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.c_kernels import need_kernels
 from tests.copies import Copies
@@ -305,6 +305,24 @@ def test_a_step_that_the_kernel_skips_changes_nothing_but_scales(
     check_skipped_step(torch.device("cpu"), SKIPPED[fp8], spoils)
 
 
+def steps_with_spoilt_ones(
+    state: TrainState, num_steps: int, spoilt: tuple[int, ...]
+) -> list[StepResult]:
+    """Take steps as the loop does, counted from 1; those that are spoilt are not finite."""
+    results = []
+    for number in range(1, num_steps + 1):
+        factor = math.inf if number in spoilt else 1.0
+        hook = state.model.final_norm.register_forward_hook(lambda *a, f=factor: a[2] * f)
+        results.append(train_step(state, [microbatch(number), microbatch(number + 10)]))
+        hook.remove()
+        if not results[-1].is_finite and not state.optimizer.decides_on_device:
+            state.masters.write_back()
+        state.step += 1
+        assert results[-1].is_finite == (number not in spoilt), number
+    assert state.optimizer.num_updates == num_steps - len(spoilt)
+    return results
+
+
 def clipped_by_the_kernel(ours: AdamW, step: int, norm: float, *, divisor: float) -> None:
     """Update as GPUs did before: the host waits, then torch's kernel divides and clips."""
     limit = ours.spec.clip_grad_norm or math.inf
@@ -333,17 +351,7 @@ def test_a_kernel_that_decides_gives_the_bits_of_a_host_that_decides(
         monkeypatch.setattr(AdamW, "decides_on_device", on_device)
         monkeypatch.setattr(AdamW, "update", clipped_by_the_kernel)
         state = build_run(optim=optim_spec(clip_grad_norm=0.5), **choices)
-        results = []
-        for number in range(1, 7):
-            spoil = math.inf if number in (3, 4) else 1.0
-            hook = state.model.final_norm.register_forward_hook(lambda *a, s=spoil: a[2] * s)
-            results.append(train_step(state, [microbatch(number), microbatch(number + 10)]))
-            hook.remove()
-            if not results[-1].is_finite and not on_device:
-                state.masters.write_back()  # as the loop does
-            state.step += 1
-        assert [result.is_finite for result in results] == [True, True, False, False, True, True]
-        assert state.optimizer.num_updates == 4
+        results = steps_with_spoilt_ones(state, 6, spoilt=(3, 4))
         scale = None if state.loss_scale is None else state.loss_scale.state()
         found.append((repr(results), scale, everything(state)))
     assert found[0][:2] == found[1][:2]
@@ -388,17 +396,7 @@ def test_stored_states_have_the_bits_of_a_host_that_decides(
         monkeypatch.setattr(AdamW, "decides_on_device", decides)
         state = build_run(optim=optim, compute="bf16", fp8=FP8)
         assert state.optimizer.decides_on_device == on_device
-        results = []
-        for number in range(1, 6):
-            spoil = math.inf if number in (2, 3) else 1.0
-            hook = state.model.final_norm.register_forward_hook(lambda *a, s=spoil: a[2] * s)
-            results.append(train_step(state, [microbatch(number), microbatch(number + 10)]))
-            hook.remove()
-            if not results[-1].is_finite and not on_device:
-                state.masters.write_back()  # as the loop does
-            state.step += 1
-        assert [result.is_finite for result in results] == [True, False, False, True, True]
-        assert state.optimizer.num_updates == 3
+        results = steps_with_spoilt_ones(state, 5, spoilt=(2, 3))
         found.append((repr(results), everything(state)))
     assert found[0][0] == found[1][0]
     assert_same(found[0][1], found[1][1])
