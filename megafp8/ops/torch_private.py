@@ -252,7 +252,7 @@ if _RELEASE >= OBJECTS_IN_GRAPHS_FROM:
         from torch._library.opaque_object import register_opaque_type as _register_opaque_type
         from torch._opaque_base import OpaqueBase as _OpaqueBase
     except ImportError:
-        _OpaqueBase = object
+        pass
 
 
 def has_objects_in_graphs() -> bool:

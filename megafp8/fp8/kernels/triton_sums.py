@@ -41,7 +41,7 @@ def add(total: Stored, more: torch.Tensor, *, is_first: bool) -> None:
     num_elements = more.numel()
     scratch = torch.zeros(2, dtype=torch.int32, device=more.device)
     arguments: dict[str, Any] = {
-        "total": codes(total.payload),
+        "total": _codes(total.payload),
         "more": more,
         "dequant_scale": total.dequant_scale,
         "amax_bits": scratch[:1],
@@ -68,7 +68,7 @@ def sums_of_squares(tensors: Sequence[Stored]) -> torch.Tensor:
     sums = torch.empty(len(tensors), PROGRAMS, dtype=torch.float64, device=device)
     for row, tensor in zip(sums.unbind(), tensors, strict=True):
         _squares_kernel[(PROGRAMS,)](
-            codes(tensor.payload),
+            _codes(tensor.payload),
             row,
             tensor.payload.numel(),
             KIND=tensor.fmt.name,
@@ -81,8 +81,8 @@ def sums_of_squares(tensors: Sequence[Stored]) -> torch.Tensor:
     return sums.sum(dim=1).mul_(scales.double().square_())
 
 
-def codes(payload: torch.Tensor) -> torch.Tensor:
-    """Return a payload as kernels see it."""
+def _codes(payload: torch.Tensor) -> torch.Tensor:
+    """Return a payload of any storage format as kernels see it."""
     return as_bytes(payload) if payload.element_size() == 1 else payload
 
 
