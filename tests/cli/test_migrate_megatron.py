@@ -564,6 +564,20 @@ def test_a_script_that_reads_another_one(
     assert "must be decided: 1\n" in said and "line 2, which reads another script (more.sh)" in said
 
 
+@pytest.mark.parametrize("above", ["..", "in/../..", ""])
+def test_files_of_other_folders_are_not_read(above: str, tmp_path: Path) -> None:
+    (tmp_path / "below/in").mkdir(parents=True)
+    (tmp_path / "common.sh").write_text("WD=0.3\n")
+    (tmp_path / "precision.yaml").write_text(PRECISIONS)
+    place = above or tmp_path
+    text = (
+        f"source {place}/common.sh\n{SCRIPT} --fp8-format e4m3 --weight-decay $WD "
+        f"--te-precision-config-file {place}/precision.yaml\n"
+    )
+    left = decided(migrate(text, "train.sh", folder=tmp_path / "below"))
+    assert sorted(left) == ["--te-precision-config-file", "--weight-decay", "script"]
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [

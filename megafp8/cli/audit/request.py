@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megafp8.cli.migrate import accelerate, bridge, megatron, scripts_in
+from megafp8.cli.migrate import accelerate, bridge, megatron, texts_in
 from megafp8.cli.migrate.shell import read_script
 from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
 from megafp8.config.errors import SettingError
@@ -101,13 +101,13 @@ def read(
         source: The file's name, for messages and to tell a script from a YAML.
         arguments: A script's own arguments.
         env: Variables of the environment of the script.
-        folder: Where the scripts are that a script reads with `source`; None if none is read.
+        folder: Where the files are that a script names; None if none is read.
 
     Raises:
         SettingError: The text has no flag of precision, or is of a kind that is not audited.
     """
     if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
-        request = _of_script(read_script(text, arguments, env, scripts_in(folder)), env)
+        request = _of_script(read_script(text, arguments, env, texts_in(folder)), env)
     else:
         try:
             tree = parse_yaml(text)

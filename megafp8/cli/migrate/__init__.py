@@ -86,14 +86,14 @@ def migrate(
         source: The file's name, for messages and to tell a script from a YAML.
         arguments: A script's own arguments.
         environment: Variables that a script does not set.
-        folder: Where the scripts are that a script reads with `source`; None if none is read.
+        folder: Where the files are that a script names; None if none is read.
 
     Raises:
         SettingError: The text has no settings, or cannot be read.
     """
     migration = Migration()
     if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
-        beside = scripts_in(folder)
+        beside = texts_in(folder)
         megatron.translate_script(text, migration, arguments, environment or {}, beside)
         return migration
     try:
@@ -127,11 +127,14 @@ def environment_of(given: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def scripts_in(folder: Path | None) -> Callable[[str], str | None]:
-    """Return what returns the text of a script in a folder, or None if it cannot be read."""
+def texts_in(folder: Path | None) -> Callable[[str], str | None]:
+    """Return what returns the text of a file in a folder, or None if it cannot be read.
+
+    A file of another folder is not read, whatever a script says.
+    """
 
     def text_of(name: str) -> str | None:
-        if folder is None:
+        if folder is None or Path(name).is_absolute() or ".." in Path(name).parts:
             return None
         try:
             return read_text(folder / name, "")

@@ -52,14 +52,14 @@ def _rules(s: MegatronSettings, name: str) -> list[str]:
     Raises:
         ValueError: The file cannot be read, or asks for something else; the text says what.
     """
-    text = None if name.startswith("/") or ".." in name.split("/") else s.beside(name)
+    text = s.beside(name)
     if text is None:
         raise ValueError("is a file that is not beside the script")
     try:
         tree = parse_yaml(text)
     except ForeignFileError as error:
         raise ValueError(str(error)) from error
-    layers = s.given["num_layers"].value if "num_layers" in s.given else None
+    layers = s.value_or_default("num_layers")
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         raise ValueError("gives recipes to layers, whose number is not known")
     if not ("fp8" in s.given or "fp4" in s.given):
