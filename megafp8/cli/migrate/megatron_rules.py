@@ -6,6 +6,7 @@ together. Formulas are those of Megatron-core 0.20.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from megafp8.cli.migrate.megatron_modules import modules
 from megafp8.cli.migrate.megatron_schedule import schedule
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.megatron_window import window
-from megafp8.cli.migrate.megatron_yarn import drop_yarn, yarn
 from megafp8.cli.migrate.report import Migration, check_written
 from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
 from megafp8.config.schema import all_keys
@@ -30,6 +30,15 @@ _SELF_GIVEN = (
     "wandb_exp_name",
     "data_cache_path",
 )
+_YARN = {
+    "rotary_scaling_factor": ("model.yarn_rotary_scaling_factor", 1.0),
+    "yarn_original_max_position_embeddings": ("model.original_max_position_embeddings", 4096),
+    "yarn_beta_fast": ("model.yarn_beta_fast", 32.0),
+    "yarn_beta_slow": ("model.yarn_beta_slow", 1.0),
+}
+"""Our keys of settings that YaRN alone reads, with the defaults of Megatron's parser."""
+_YARN_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
+_YARN_ROUNDS = "yarn_correction_range_round_to_int"
 _SHARDING = {"optim_grads_params": "full", "optim_grads": "grad"}
 
 
@@ -168,7 +177,7 @@ def _positions(s: MegatronSettings, m: Migration) -> None:
         label = s.label("add_position_embedding")
         m.decide(label, True, "Megatron refuses it without RoPE", "Give position_embedding_type")
     elif kind == "yarn":
-        yarn(s, m)
+        _yarn(s, m)
     elif kind in ("learned_absolute", "rope", "none"):
         _write(s, m, kind, {"model.position_embedding_type": kind}, "position_embedding_type",
                "use_rotary_position_embeddings")  # fmt: skip
@@ -176,7 +185,45 @@ def _positions(s: MegatronSettings, m: Migration) -> None:
         label = s.label("position_embedding_type")
         m.decide(label, kind, "has no equivalent in megafp8", "Give learned_absolute, rope or none")
     if kind != "yarn":
-        drop_yarn(s, m)
+        _drop_yarn(s, m)
+
+
+def _yarn(s: MegatronSettings, m: Migration) -> None:
+    """Translate positions by YaRN, and the settings that say how."""
+    kind = {"model.position_embedding_type": "rope"}
+    m.change(s.label("position_embedding_type"), "yarn", kind)
+    values = {}
+    for name, (key, default) in _YARN.items():
+        values[name] = s.number(name, m, default)
+        if name in s.given:
+            m.change(s.label(name), values[name], {key: values[name]})
+        elif s.source and name not in s.unknown:
+            m.assume(key, default, s.source)
+    scales = [
+        s.number(name, m, default if s.source else None) for name, default in _YARN_SCALES.items()
+    ]
+    names = [name for name in _YARN_SCALES if name in s.given]
+    if names and not s.unknown.keys() & {"rotary_scaling_factor", *_YARN_SCALES}:
+        size = _yarn_size(values["rotary_scaling_factor"], *scales)
+        m.change(s.label(*names), scales, {"model.yarn_attention_factor": size})
+    if s.get(_YARN_ROUNDS) is False:
+        m.decide(s.label(_YARN_ROUNDS), True, "the ends of YaRN's range are whole numbers here",
+                 "Leave it out; the model is then another one")  # fmt: skip
+
+
+def _drop_yarn(s: MegatronSettings, m: Migration) -> None:
+    """Drop YaRN's settings where positions are others."""
+    for name in (*_YARN, *_YARN_SCALES, _YARN_ROUNDS):
+        if s.get(name) is not None:
+            m.drop(s.label(name), s.given[name].said, "positions are not those of YaRN")
+
+
+def _yarn_size(factor: float, scale: float | None, of_all: float | None) -> float | None:
+    """Return Megatron's factor of rotated queries and keys; None for that of the paper."""
+    if None in (scale, of_all) or (scale, of_all) == (1.0, 0.0):
+        return None
+    turns = 0.1 * math.log(max(factor, 1.0))
+    return (turns * (scale or 0.0) + 1.0) / (turns * (of_all or 0.0) + 1.0)
 
 
 # --- precision ------------------------------------------------------------------------------------
