@@ -6,7 +6,6 @@ megafp8 plan model=gpt3_5b model.fp8=True trainer.devices=8 hardware=h200 [--sea
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,27 +13,14 @@ from typing import Any, NamedTuple
 
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, parse_options, reports_errors
-from megafp8.cli.plan_page import Section, page
+from megafp8.cli.plan_page import page
 from megafp8.cli.plan_text import (
-    PARTS,
     USABLE,
     Plan,
-    about_job,
-    about_speed,
-    assumptions,
     describe_plan,
-    format_seconds,
     layout_notes,
-    layout_text,
     listed,
-    memory_rows,
-    memory_table,
     num_params,
-    shown_ranks,
-    time_table,
-    traffic_table,
-    verdict,
-    whether_it_fits,
 )
 from megafp8.config.checks import check_values
 from megafp8.config.keys import MAX_VOCABULARY
@@ -57,7 +43,7 @@ from megafp8.plan.time import (
 )
 from megafp8.plan.traffic import rank_traffic
 from megafp8.plan.vocabulary import GPT2, asked_vocabulary
-from megafp8.secrets import say, shown
+from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 
@@ -120,8 +106,8 @@ def main(argv: Sequence[str]) -> int:
     if instead:
         lines = [instead, "This is the plan of the best layout:", "", *lines]
     if options.page is not None:
-        shown_found = [] if found is None else found
-        write_page(plan, asked.vocabulary, options.tokens, shown_found, instead, argv, options.page)
+        text = page(plan, asked.vocabulary, options.tokens, found or [], instead, argv)
+        write_page(text, options.page)
     if options.json:
         print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
     else:
@@ -328,69 +314,12 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
     }
 
 
-def write_page(
-    plan: Plan,
-    vocabulary: str,
-    tokens: float | None,
-    found: Sequence[Found],
-    instead: str,
-    argv: Sequence[str],
-    path: Path,
-) -> None:
-    """Write the page, which begins with the verdict and has all that is printed.
-
-    Args:
-        plan: The plan.
-        vocabulary: Whose vocabulary it is, if it was not given.
-        tokens: The tokens of the whole training, if they were given.
-        found: The best layouts of a search.
-        instead: Why the plan is not that of the layout that was asked for; else empty.
-        argv: The arguments of the command.
-        path: The page's file.
+def write_page(text: str, path: Path) -> None:
+    """Write the page to a file.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    bars = {
-        f"stage rank {rank.pipeline_rank}": {
-            name: float(values[place]) for name, values in memory_rows(plan)
-        }
-        for place, rank in enumerate(shown_ranks(plan))
-    }
-    memory = Section("Memory of one rank", memory_table(plan), bars, plan.hardware.memory_bytes)
-    sections = [memory]
-    if plan.fits:
-        both = {"FP8": plan.time, "BF16": plan.bf16} if plan.bf16 else {"step": plan.time}
-        times = {
-            name: {label: getattr(time, field) for field, label in PARTS.items()}
-            for name, time in both.items()
-        }
-        speed = tuple(about_speed(plan, tokens))
-        sections.append(Section("Predicted time of a step", time_table(plan), times, lines=speed))
-    traffic = traffic_table(plan)
-    none = () if traffic else ("messages: none, there is one rank",)
-    sections.append(Section("Messages", traffic, lines=none))
-    pays = [] if plan.bf16 is None else list(verdict(plan, plan.bf16))
-    replaced = [f"{instead}. This is the plan of the best layout:"] if instead else []
-    text = page(
-        title=f"Plan: {plan.spec.model.num_layers} layers x {plan.spec.model.hidden_size} on "
-        f"{plan.spec.parallel.world_size} x {plan.hardware.name}",
-        command=shown(f"megafp8 plan {shlex.join(argv)}"),
-        verdict=[*replaced, whether_it_fits(plan), *pays],
-        fits=plan.fits,
-        lead=list(about_job(plan, vocabulary)),
-        sections=sections,
-        layouts=[
-            (
-                format_seconds(layout.time.total),
-                format_bytes(layout.num_bytes),
-                layout_text(layout.spec),
-                " ".join(layout.overrides()),
-            )
-            for layout in found
-        ],
-        notes=list(assumptions(plan)),
-    )
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

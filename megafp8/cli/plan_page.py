@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from html import escape
 
 from megafp8 import __version__
-from megafp8.cli.plan_text import Table
+from megafp8.cli.plan_text import (
+    PARTS,
+    Plan,
+    Table,
+    about_job,
+    about_speed,
+    assumptions,
+    format_seconds,
+    layout_text,
+    memory_rows,
+    memory_table,
+    shown_ranks,
+    time_table,
+    traffic_table,
+    verdict,
+    whether_it_fits,
+)
 from megafp8.observe.units import format_bytes
+from megafp8.plan.search import Found
 from megafp8.report.page import PAGE_START, stylesheet
+from megafp8.secrets import shown
 
 COLORS = (
     "#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#ff9da7",
@@ -31,7 +50,7 @@ li code { display: block; overflow-wrap: anywhere; font-size: .82rem; }
 
 
 @dataclass(frozen=True)
-class Section:
+class _Section:
     """Hold a part of the page.
 
     Attributes:
@@ -50,50 +69,78 @@ class Section:
 
 
 def page(
-    *,
-    title: str,
-    command: str,
-    verdict: Sequence[str],
-    fits: bool,
-    lead: Sequence[str],
-    sections: Sequence[Section],
-    layouts: Sequence[tuple[str, str, str, str]],
-    notes: Sequence[str],
+    plan: Plan,
+    vocabulary: str,
+    tokens: float | None,
+    found: Sequence[Found],
+    instead: str,
+    argv: Sequence[str],
 ) -> str:
-    """Return the page.
+    """Return the page, which begins with the verdict and has all that is printed.
 
     Args:
-        title: The page's title.
-        command: The command that was given.
-        verdict: Whether the job fits, and whether FP8 pays.
-        fits: Whether it fits.
-        lead: Lines about the model and its layout.
-        sections: Pictures and tables.
-        layouts: Of each layout of a search its time, memory, what it is, and its settings.
-        notes: What the figures rest on.
+        plan: The plan.
+        vocabulary: Whose vocabulary it is, if it was not given.
+        tokens: The tokens of the whole training, if they were given.
+        found: The best layouts of a search.
+        instead: Why the plan is not that of the layout that was asked for; else empty.
+        argv: The arguments of the command.
     """
+    spec, sections = plan.spec, list(_sections(plan, tokens))
+    title = (
+        f"Plan: {spec.model.num_layers} layers x {spec.model.hidden_size} on "
+        f"{spec.parallel.world_size} x {plan.hardware.name}"
+    )
+    replaced = [f"{instead}. This is the plan of the best layout:"] if instead else []
+    pays = [] if plan.bf16 is None else verdict(plan, plan.bf16)
     names = dict.fromkeys(name for s in sections for parts in s.bars.values() for name in parts)
     colors = dict(zip(names, COLORS, strict=False))
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    command = shown(f"megafp8 plan {shlex.join(argv)}")
     body = [
         f"<h1>{escape(title)}</h1>",
-        f"<div class='verdict {'same' if fits else 'worse'}'>",
-        *(f"<div><span>{escape(line)}</span></div>" for line in verdict),
-        f"</div>{_lines(lead)}<pre>{escape(command)}</pre>",
+        f"<div class='verdict {'same' if plan.fits else 'worse'}'>",
+        *(
+            f"<div><span>{escape(line)}</span></div>"
+            for line in (*replaced, whether_it_fits(plan), *pays)
+        ),
+        f"</div>{_lines(about_job(plan, vocabulary))}<pre>{escape(command)}</pre>",
         *(_section(section, colors) for section in sections),
-        _layouts(layouts),
-        f"<h2>What the figures rest on</h2>{_lines(notes)}",
+        _layouts(found),
+        f"<h2>What the figures rest on</h2>{_lines(assumptions(plan))}",
         f"<footer>Written by megafp8 {__version__} on {now}.</footer></body></html>\n",
     ]
     style = f"<style>{stylesheet()}{STYLE}</style></head><body>"
     return "".join((PAGE_START, f"<title>{escape(title)}</title>", style, *body))
 
 
-def _lines(lines: Sequence[str]) -> str:
+def _sections(plan: Plan, tokens: float | None) -> Iterator[_Section]:
+    """Yield the pictures and tables of memory, time and messages."""
+    bars = {
+        f"stage rank {rank.pipeline_rank}": {
+            name: float(values[place]) for name, values in memory_rows(plan)
+        }
+        for place, rank in enumerate(shown_ranks(plan))
+    }
+    yield _Section("Memory of one rank", memory_table(plan), bars, plan.hardware.memory_bytes)
+    if plan.fits:
+        both = {"FP8": plan.time, "BF16": plan.bf16} if plan.bf16 else {"step": plan.time}
+        times = {
+            name: {label: getattr(time, field) for field, label in PARTS.items()}
+            for name, time in both.items()
+        }
+        speed = tuple(about_speed(plan, tokens))
+        yield _Section("Predicted time of a step", time_table(plan), times, lines=speed)
+    traffic = traffic_table(plan)
+    none = () if traffic else ("messages: none, there is one rank",)
+    yield _Section("Messages", traffic, lines=none)
+
+
+def _lines(lines: Iterable[str]) -> str:
     return "".join(f"<p class=lead>{escape(line)}</p>" for line in lines)
 
 
-def _section(section: Section, colors: Mapping[str, str]) -> str:
+def _section(section: _Section, colors: Mapping[str, str]) -> str:
     said = ""
     if section.limit is not None:
         said = f"<p class=dim>The line is the device's memory, {format_bytes(section.limit)}.</p>"
@@ -144,13 +191,15 @@ def _table(table: Table, colors: Mapping[str, str]) -> str:
     )
 
 
-def _layouts(layouts: Sequence[tuple[str, str, str, str]]) -> str:
+def _layouts(found: Sequence[Found]) -> str:
     """Return the layouts of a search, each with its settings below it."""
-    if not layouts:
+    if not found:
         return ""
     items = "".join(
-        f"<li><b>{escape(time)}, {escape(size)}</b>, {escape(what)}<code>{escape(settings)}</code>"
-        for time, size, what, settings in layouts
+        f"<li><b>{escape(format_seconds(layout.time.total))}, "
+        f"{escape(format_bytes(layout.num_bytes))}</b>, {escape(layout_text(layout.spec))}"
+        f"<code>{escape(' '.join(layout.overrides()))}</code>"
+        for layout in found
     )
     return (
         "<h2>Layouts that fit, the fastest first (predicted)</h2><p class=dim>The settings add to "
