@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -338,8 +339,11 @@ class _Parser(argparse.ArgumentParser):
         hint = "--help lists the options"
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
         keys = similar_keys(unknown.lstrip("-"))
+        takes_settings = re.match(r"argument (--[\w-]+): invalid .* value: '[\w.+~]+=", message)
         near = get_close_matches(unknown, self._option_string_actions, 1, cutoff=0.8)
-        if near:
+        if takes_settings:
+            hint = f"Settings stand before {takes_settings[1]}, not after it"
+        elif near:
             hint = f"Did you mean {near[0]}?"
         elif "=" in unknown:
             hint = f"If it is a setting, write it without dashes: {unknown.lstrip('-')}"

@@ -241,6 +241,8 @@ def test_a_mistake_is_no_verdict(
 def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["trainer.max_steps=5"]) == 2
     assert "the configuration is its own baseline" in capsys.readouterr().err
+    assert compare.main(["--seeds", "1", "2", "model.fp8=True"]) == 2
+    assert "Settings stand before --seeds, not after it" in capsys.readouterr().err
     assert compare.main(["model.fp8=True", "model.hidden_size=101"]) == 2
     assert "model.hidden_size=101" in capsys.readouterr().err
     assert not made and not list(Path().iterdir())
