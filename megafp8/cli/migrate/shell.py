@@ -125,6 +125,10 @@ class _Reader(Assignments):
 
     # --- statements -------------------------------------------------------------------------------
 
+    def _run_all(self, nodes: Sequence[Node], depth: int) -> None:
+        for node in nodes:
+            self.run(node, depth + 1)
+
     def run(self, node: Node, depth: int) -> None:
         """Follow one statement, and those inside of it."""
         self.steps += 1
@@ -200,38 +204,25 @@ class _Reader(Assignments):
     def _if(self, node: Node, depth: int) -> None:
         condition = node.child_by_field_name("condition")
         body = [c for c in node.named_children if c != condition]
-        branches = [c for c in body if c.type in ("elif_clause", "else_clause")]
-        first = [c for c in body if c not in branches]
-        decided = None if condition is None else self.test(condition)
-        if condition is not None and decided is not None:
-            said = "true" if decided else "false"
-            where = self.line(condition)
-            self.script.assumed[f"condition {text_of(condition)} ({where})"] = f"is {said}"
-        if decided is True:
-            for child in first:
-                self.run(child, depth + 1)
-        elif decided is False:
-            if branches and branches[0].type == "else_clause":
-                self.run(branches[0], depth + 1)
-            elif branches:
-                self._elif(branches, depth)
-        else:
-            self._undecided([first, *branches], condition or node, depth)
+        others = [c for c in body if c.type in ("elif_clause", "else_clause")]
+        self._branch(condition or node, [c for c in body if c not in others], others, depth)
 
-    def _elif(self, branches: list[Node], depth: int) -> None:
-        clause, *rest = branches
-        if clause.type == "else_clause":
-            self.run(clause, depth + 1)
-            return
-        condition, *body = clause.named_children
+    def _branch(self, condition: Node, body: list[Node], others: list[Node], depth: int) -> None:
+        """Follow what a condition decides about: its body, or the `elif` and `else` after it."""
         decided = self.test(condition)
         if decided is None:
-            self._undecided([body, *rest], condition, depth)
-        elif decided:
-            for child in body:
-                self.run(child, depth + 1)
-        elif rest:
-            self._elif(rest, depth)
+            self._undecided([body, *others], condition, depth)
+            return
+        said = "true" if decided else "false"
+        what = f"condition {text_of(condition)} ({self.line(condition)})"
+        self.script.assumed[what] = f"is {said}"
+        if decided:
+            self._run_all(body, depth)
+        elif others and others[0].type == "else_clause":
+            self.run(others[0], depth + 1)
+        elif others:
+            inner, *body = others[0].named_children
+            self._branch(inner, body, others[1:], depth)
 
     def _case(self, node: Node, depth: int) -> None:
         """Follow the branch of the first pattern that fits, or all if nothing says which does."""
@@ -239,23 +230,18 @@ class _Reader(Assignments):
         text = None if word is None else self.known(word)
         items = [child for child in node.named_children if child.type == "case_item"]
         for item in items:
-            patterns = item.children_by_field_name("value") or item.named_children[:1]
+            patterns = _patterns(item)
             fits = [None if text is None else shell_values.fits(text, text_of(p)) for p in patterns]
             goes_on = any(child.type in (";&", ";;&") for child in item.children)
-            if True in fits and None not in fits and not goes_on:
-                what = f"case {text_of(word) if word else ''} ({self.line(node)})"
-                self.script.assumed[what] = f"takes {text_of(patterns[fits.index(True)])}"
-                self._run_item(item, len(patterns), depth)
-                return
             if None in fits or goes_on:
-                bodies = [one.named_children[len(one.children_by_field_name("value") or "1") :]
-                          for one in items]  # fmt: skip
+                bodies = [one.named_children[len(_patterns(one)) :] for one in items]
                 self._undecided(bodies, node, depth)
                 return
-
-    def _run_item(self, item: Node, start: int, depth: int) -> None:
-        for child in item.named_children[start:]:
-            self.run(child, depth + 1)
+            if True in fits:
+                what = f"case {text_of(word) if word else ''} ({self.line(node)})"
+                self.script.assumed[what] = f"takes {text_of(patterns[fits.index(True)])}"
+                self._run_all(item.named_children[len(patterns) :], depth)
+                return
 
     def _loop(self, node: Node, depth: int) -> None:
         variable = node.child_by_field_name("variable")
@@ -276,8 +262,7 @@ class _Reader(Assignments):
         for branch in branches:
             self.values = dict(before)
             try:
-                for node in branch if isinstance(branch, list) else [branch]:
-                    self.run(node, depth + 1)
+                self._run_all(branch if isinstance(branch, list) else [branch], depth)
                 after.append(self.values)
             except _Ended:  # what follows runs only if this branch does not
                 continue
@@ -295,8 +280,7 @@ class _Reader(Assignments):
             if isinstance(inside, str):
                 self.run_text(inside, depth + 1)
             else:
-                for node in inside:
-                    self.run(node, depth + 1)
+                self._run_all(inside, depth)
         except _Ended:
             pass
         self.values = outer
@@ -390,8 +374,7 @@ class _Reader(Assignments):
         """Follow another script that lies beside this one; other ones are not read."""
         said = self.script.holes.shown(words[0]) if words else ""
         place = _BESIDE.sub("", said)
-        inside = not re.search(r"\$|`|^/|(^|/)\.\.(/|$)", place)
-        text = self.beside(place) if place and inside else None
+        text = self.beside(place)
         if text is None:
             self.script.unread.append(f"{self.line(line)}, which reads another script ({said})")
             return
@@ -410,3 +393,8 @@ class _Reader(Assignments):
                 self.values["@"] = arguments
             elif words[1:]:
                 del self.values["@"]
+
+
+def _patterns(item: Node) -> list[Node]:
+    """Return the patterns of an item of `case`, which come first among its parts."""
+    return item.children_by_field_name("value") or item.named_children[:1]

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megafp8.cli.migrate.shell_conditions import Conditions
 from megafp8.cli.migrate.shell_values import joined
-from megafp8.cli.migrate.shell_words import NAME, text_of
+from megafp8.cli.migrate.shell_words import NAME, Words, text_of
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -22,7 +21,7 @@ _TYPED = re.compile(r"\w+\s+(-[a-zA-Z]+\s+)*-[a-zA-Z]*[Ailnu]")
 
 
 @dataclass
-class Assignments(Conditions):
+class Assignments(Words):
     """Hold the names that are exported, and the values that functions give back at their end.
 
     Attributes:
@@ -49,7 +48,7 @@ class Assignments(Conditions):
         if name is None:
             return
         if target.type == "subscript":
-            self.assign_element(name[0], target, value, adds=adds)
+            self.values[name[0]] = self.script.holes.new(f"an element of {name[0]} that is set")
             return
         if name[0] == "IFS" and value is not None:
             self.script.unread.append(f"{self.line(node)}, which sets IFS")
@@ -70,19 +69,6 @@ class Assignments(Conditions):
         if len("".join(new)) > MAX_TEXT:
             new = self.script.holes.new(f"{name[0]}, which is too long")
         self.values[name[0]] = new
-
-    def assign_element(self, name: str, target: Node, value: Node | None, *, adds: bool) -> None:
-        """Set one element of an array, if its place is known."""
-        old, index = self.values.get(name, []), text_of(target)[len(name) :]
-        place = self.place_of(index)
-        text = None if value is None or value.type == "array" else self.known(value)
-        known = [old] if isinstance(old, str) else list(old)
-        if adds or text is None or place is None or not 0 <= place <= len(known):
-            self.values[name] = self.script.holes.new(f"an element of {name} that is set")
-        elif self.script.holes.inside("".join(known[: place + 1])):
-            self.values[name] = self.script.holes.new(f"an element of {name} that is set")
-        else:
-            self.values[name] = [*known[:place], text, *known[place + 1 :]]
 
     def declare(self, node: Node) -> None:
         text = text_of(node)

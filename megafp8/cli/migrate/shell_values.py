@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ _HOLE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 SETS = r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)|<<=|>>=|\+\+|--))"
 """The names that an arithmetic expression sets."""
 _LARGEST = 10**15
+_LONGEST_CUT = 4096
+"""The longest text of which a pattern cuts a part; the time grows with the square of it."""
 _COMPARES: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
     "-gt": operator.gt, "-ge": operator.ge,
@@ -135,32 +138,22 @@ def _glob(pattern: str) -> str | None:
             return None if re.search(r"[$`\\'\"]", inner) else re.escape(inner)
     if re.search(r"""[][$`\\'"(){}~]""", pattern):
         return None
-    return re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    return fnmatch.translate(pattern)
 
 
 def cut(text: str, operation: str) -> str | None:
-    """Return what `${NAME%suffix}`, `${NAME/old/new}` and their like make of a text, or None.
+    """Return what `${NAME%suffix}` or `${NAME#prefix}` makes of a text, or None.
 
     Args:
         text: The value of the variable.
         operation: What follows the name, as `%.sh`.
     """
-    found = re.fullmatch(r"(%%?|##?|//?|\^\^|,,|:)(.*)", operation, re.DOTALL)
+    found = re.fullmatch(r"(%%?|##?)(.*)", operation, re.DOTALL)
     if found is None:
         return None
     sign, rest = found.groups()
-    if sign in ("^^", ",,"):
-        return None if rest else text.upper() if sign == "^^" else text.lower()
-    if sign == ":":
-        places = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", rest)
-        if places is None:
-            return None
-        start = int(places[1])
-        return text[start:] if places[2] is None else text[start : start + int(places[2])]
-    if sign[0] == "/":
-        return _replaced(text, rest, everywhere=sign == "//")
     glob = _glob(rest)
-    if glob is None:
+    if glob is None or len(text) > _LONGEST_CUT:
         return None
     lengths = range(len(text) + 1) if len(sign) == 1 else range(len(text), -1, -1)
     for length in lengths:
@@ -171,13 +164,6 @@ def cut(text: str, operation: str) -> str | None:
         if re.fullmatch(glob, part, re.DOTALL):
             return left
     return text
-
-
-def _replaced(text: str, rest: str, *, everywhere: bool) -> str | None:
-    old, _, new = rest.partition("/")
-    if re.search(r"""[*?%#&]|[][$`\\'"(){}~]""", rest) or not old or "/" in new:
-        return None
-    return text.replace(old, new) if everywhere else text.replace(old, new, 1)
 
 
 def arithmetic(text: str, known: Mapping[str, str]) -> int | None:

@@ -1,4 +1,4 @@
-"""Expand the words of a shell script, as bash does, without running anything."""
+"""Expand the words of a shell script and decide its conditions, without running anything."""
 
 from __future__ import annotations
 
@@ -19,9 +19,6 @@ MAX_STEPS = 20_000
 NAME = re.compile(r"[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"\$\{(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(:?[-=+?])?", re.ASCII)
 
-_FILES = re.compile(r"""^[^'"]*(/[^'"]*[*?]|[*?][^'"]*/|(?<!\$)\{[^'"{}]*(,|\.\.)[^'"{}]*\})""")
-"""A word that stands for names of files, or for several words (`{a,b}`)."""
-
 
 def too_large(reason: str) -> SettingError:
     return SettingError("script", None, reason, "Give the command of the training alone")
@@ -31,6 +28,14 @@ def text_of(node: Node) -> str:
     return (node.text or b"").decode("utf-8", "replace")
 
 
+def _stands_for_several(word: str) -> bool:
+    """Whether a word stands for names of files (`a/*.bin`), or for several words (`{a,b}`)."""
+    start = re.split("['\"]", word, maxsplit=1)[0]
+    braces = re.findall(r"(?<!\$)\{([^{}]*)\}", start)
+    is_path = "/" in start and not {"*", "?"}.isdisjoint(start)
+    return is_path or any("," in inside or ".." in inside for inside in braces)
+
+
 def _unescaped(raw: bytes) -> str:
     text = re.sub(r"\\\r?\n", "", raw.decode("utf-8", "replace"))
     return re.sub(r'\\([\\"$`])', r"\1", text)
@@ -38,7 +43,7 @@ def _unescaped(raw: bytes) -> str:
 
 @dataclass
 class Words:
-    """Expand words with what is known: variables, arrays and the script's arguments.
+    """Expand words, and decide `[ ... ]` and `[[ ... ]]`, with what is known of the variables.
 
     Attributes:
         script: What was read so far, with the holes.
@@ -53,9 +58,8 @@ class Words:
 
     def fields(self, node: Node) -> list[str]:
         """Return the words that one word of the script becomes."""
-        if node.type in ("word", "concatenation", "brace_expression") and _FILES.search(
-            text_of(node)
-        ):
+        is_bare = node.type in ("word", "concatenation", "brace_expression")
+        if is_bare and _stands_for_several(text_of(node)):
             return [self._hole(text_of(node))]
         return fields_of(self.pieces(node, quoted=False))
 
@@ -221,11 +225,7 @@ class Words:
         )
 
     def _cut(self, name: str, index: str, operation: str, *, quoted: bool) -> list[WordPart] | None:
-        """Return what `${NAME%suffix}` and its like stand for, if it is known."""
-        rest = re.fullmatch(r":(\d{1,4})", operation)
-        if name == "@" and rest is not None and isinstance(known := self.values.get("@"), list):
-            if not self.script.holes.inside("".join(known)) and int(rest[1]) > 0:
-                return self._listed(known[int(rest[1]) - 1 :], quoted=quoted, is_star=False)
+        """Return what `${NAME%suffix}` or `${NAME#prefix}` stands for, if it is known."""
         value = joined(self._variable(name, index, quoted=True))
         is_list = index in ("[@]", "[*]") or name in ("@", "*")
         if is_list or self.script.holes.inside(value):
@@ -254,3 +254,63 @@ class Words:
                 known[name] = value
         result = shell_values.arithmetic(text, known)
         return self._hole(text) if result is None else str(result)
+
+    # --- conditions -------------------------------------------------------------------------------
+
+    def test(self, node: Node) -> bool | None:
+        """Return what a test says, or None if it is not known."""
+        if node.type in ("test_command", "parenthesized_expression") and node.named_children:
+            return self.test(node.named_children[-1])
+        if node.type == "list" and len(node.named_children) == 2:
+            first, second = (self.test(child) for child in node.named_children)
+            is_and = any(child.type == "&&" for child in node.children)
+            return _combined(first, second, is_and=is_and)
+        if node.type in ("unary_expression", "negated_command") and node.named_children:
+            return self._unary(node)
+        if node.type == "binary_expression" and len(node.named_children) >= 2:
+            return self._binary(node)
+        return None
+
+    def _unary(self, node: Node) -> bool | None:
+        operator = text_of(node.children[0])
+        operand = node.named_children[-1]
+        if operator == "!":
+            inside = self.test(operand)
+            return None if inside is None else not inside
+        text = self.known(operand)
+        if text is None or operator not in ("-z", "-n"):
+            return None
+        return (text == "") is (operator == "-z")
+
+    def _binary(self, node: Node) -> bool | None:
+        left, right = node.named_children[0], node.named_children[-1]
+        operator = next((c.type for c in node.children if not c.is_named), "")
+        if operator == "" and len(node.named_children) == 3:
+            operator = text_of(node.named_children[1])
+        if operator in ("&&", "||"):
+            return _combined(self.test(left), self.test(right), is_and=operator == "&&")
+        first, second = self.known(left), self.known(right)
+        if first is None or second is None:
+            return None
+        if operator in ("=", "==", "!=") and re.search(r"[][*?\\]", second):
+            if right.type not in ("string", "raw_string") and _is_pattern(node):
+                fits = shell_values.fits(first, text_of(right))
+                return None if fits is None else fits is (operator != "!=")
+        return shell_values.compared(first, operator, second)
+
+    def known(self, node: Node) -> str | None:
+        text = joined(self.pieces(node, quoted=True))
+        return None if self.script.holes.inside(text) else text
+
+
+def _is_pattern(node: Node | None) -> bool:
+    """Whether a comparison stands in `[[ ]]`, where its right side is a pattern."""
+    while node is not None and node.type != "test_command":
+        node = node.parent
+    return node is not None and node.children[0].type == "[["
+
+
+def _combined(first: bool | None, second: bool | None, *, is_and: bool) -> bool | None:
+    if first is (not is_and) or second is (not is_and):
+        return not is_and
+    return None if None in (first, second) else is_and
