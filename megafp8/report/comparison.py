@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from megafp8.report.curves import gap_chart
-from megafp8.report.page import runs_page
+from megafp8.report.page import label, runs_page
 from megafp8.report.record import RunRecord
 from megafp8.report.verdict import (
     Pair,
@@ -267,7 +267,7 @@ def _weakest(outcome: Outcome, level: int) -> str:
     of_base = outcome.of_base
     column = f"<th>signal to noise of {escape(outcome.base_name)}, dB" if of_base else ""
     rows = "".join(
-        f"<tr><td>{escape(s.name)}<td class=number data-value={s.snr_db!r}>{s.snr_db:.1f}"
+        f"<tr><td>{label(s.name)}<td class=number data-value={s.snr_db!r}>{s.snr_db:.1f}"
         f"{_cell(of_base.get(s.name)) if of_base else ''}"
         f"<td class=number data-value={s.underflow!r}>{100 * s.underflow:.3f}"
         f"<td class=number data-value={s.overflow!r}>{100 * s.overflow:.3f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -418,7 +419,7 @@ def _table(
     heads += [key.removeprefix("model.") for key in columns]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        cells = [f"<td>{_label(name)}"]
+        cells = [f"<td>{label(name)}"]
         for _, key in outcomes:
             if key == "status":
                 cells.append(f"<td class={run.status}>{escape(run.status)}")
@@ -434,7 +435,7 @@ def _table(
         rows.append("<tr>" + "".join(cells))
     for name in (name for name, _ in notes if name not in names):
         cells = ["<td class=refused>no run" if key == "status" else "<td>" for _, key in outcomes]
-        rows.append(f"<tr><td>{_label(name)}{''.join(cells)}{'<td>' * len(columns)}")
+        rows.append(f"<tr><td>{label(name)}{''.join(cells)}{'<td>' * len(columns)}")
     more = ""
     if len(differ) > len(columns):
         rest = [key for key in differ if key not in columns]
@@ -446,9 +447,9 @@ def _table(
     )
 
 
-def _label(name: str) -> str:
-    """Return a run's name, which may be parted after an equals sign in a narrow window."""
-    return escape(name).replace("=", "=<wbr>")
+def label(name: str) -> str:
+    """Return the name of a run or a tensor, which may be parted between words in a narrow cell."""
+    return re.sub(r"=|\.(?=[A-Za-z])", r"\g<0><wbr>", escape(name))
 
 
 def _best(runs: Sequence[RunRecord]) -> int | None:

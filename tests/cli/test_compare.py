@@ -140,7 +140,7 @@ def test_the_command_reports_and_says_the_verdict_last(
     }
     assert len(only["weakest_tensors"]) == 10
     page = Path("out/report.html").read_text()
-    assert "BF16, seed 1" in page and "layers.0.attention.qkv.grad_output" in page
+    assert "BF16, seed 1" in page and "layers.0.<wbr>attention.<wbr>qkv.<wbr>grad_output" in page
     assert "training loss of FP8 delayed over BF16, %" in page
 
 
