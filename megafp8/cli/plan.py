@@ -298,7 +298,7 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "step_seconds": asdict(plan.time) | {"total": seconds},
         "tokens_per_second": speed,
         "mfu_of_bf16_peak": model_flops_utilization(spec, seconds, plan.hardware),
-        "days": plan.seconds_of(tokens) / 86400,
+        "days": plan.seconds_of(tokens or plan.tokens_of_job) / 86400,
         "bf16_step_seconds": None if plan.bf16 is None else plan.bf16.total,
         "phases": [asdict(phase) for phase in plan.phases],
         "fp8_over_bf16": plan.fp8_over_bf16,

@@ -62,17 +62,18 @@ class Plan:
     bf16_bytes: int | None
     phases: tuple[PhaseTime, ...] = ()  # of a job that changes its precision
 
-    def seconds_of(self, tokens: float | None) -> float:
-        """Return the time of so many tokens; of those of all steps of the job if it is None.
+    @property
+    def tokens_of_job(self) -> float:
+        """Return the number of tokens of all steps."""
+        return float(self.spec.train.max_steps) * tokens_per_step(self.spec)
 
-        The phases of a job keep their shares of it.
-        """
-        num_steps, seconds = self.spec.train.max_steps, self.time.total
+    def seconds_of(self, tokens: float) -> float:
+        """Return the time of so many tokens, of which each phase of the job has its share."""
+        seconds = self.time.total
         if self.phases:
             of_job = sum(phase.num_steps * phase.step_seconds for phase in self.phases)
-            seconds = of_job / num_steps
-        each = tokens_per_step(self.spec)
-        return (tokens or float(num_steps) * each) / (each / seconds)
+            seconds = of_job / self.spec.train.max_steps
+        return tokens / (tokens_per_step(self.spec) / seconds)
 
     @property
     def largest(self) -> RankMemory:
@@ -343,14 +344,14 @@ def about_speed(plan: Plan, tokens: float | None) -> Iterator[str]:
         f"{format_count(speed / spec.parallel.world_size)} per device; "
         f"MFU {mfu:.1%} of the BF16 peak (causal attention)"
     )
-    total = tokens or float(spec.train.max_steps) * tokens_per_step(spec)
+    total = tokens or plan.tokens_of_job
     steps = f"trainer.max_steps={spec.train.max_steps}; --tokens gives another number"
     what = "--tokens" if tokens else steps
     yield from (
         f"{phase.num_steps} steps of {format_seconds(phase.step_seconds)} each: {phase.text}"
         for phase in plan.phases
     )
-    yield f"{format_count(total)} tokens ({what}) take {plan.seconds_of(tokens) / 86400:.2f} days"
+    yield f"{format_count(total)} tokens ({what}) take {plan.seconds_of(total) / 86400:.2f} days"
 
 
 def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
