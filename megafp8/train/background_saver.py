@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +29,20 @@ class Snapshot:
     """Hold memory for a copy of every tensor that this rank writes.
 
     The memory is one block, which is allocated and written to at the beginning. It is page-locked
-    if the state is on a GPU, so that copies run at the bus's speed.
+    if the state is on a GPU, so that copies run at the bus's speed. Tensors that the state has
+    later, as after a change of precision, get a block of their own when they are first copied.
     """
 
     def __init__(self, placements: Iterable[Placement]) -> None:
-        own = [p for p in placements if _is_written(p)]
+        self._copies: dict[tuple[str, tuple[int, ...]], Placement] = {}
+        self._allocate([p for p in placements if _is_written(p)])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory that the copies take."""
+        return sum(copy.tensor.nbytes for copy in self._copies.values())
+
+    def _allocate(self, own: Sequence[Placement]) -> None:
         starts, size = [], 0
         for placement in own:
             starts.append(size)
@@ -41,11 +50,12 @@ class Snapshot:
         block = torch.ones(size, dtype=torch.uint8)  # the first write to a page takes longest
         if any(p.tensor.is_cuda for p in own):
             _lock_pages(block)
-        self.num_bytes = sum(p.tensor.nbytes for p in own)
-        self._copies = {
-            (p.name, p.offset): _over(p, block[start : start + p.tensor.nbytes])
-            for p, start in zip(own, starts, strict=True)
-        }
+        for p, start in zip(own, starts, strict=True):
+            self._copies[p.name, p.offset] = _over(p, block[start : start + p.tensor.nbytes])
+
+    def _has_memory_for(self, placement: Placement) -> bool:
+        copy = self._copies.get((placement.name, placement.offset))
+        return copy is not None and _form(copy) == _form(placement)
 
     def take(self, placements: Iterable[Placement]) -> list[Placement]:
         """Copy the tensors of `placements`, and return placements of the copies, without replicas.
@@ -56,6 +66,8 @@ class Snapshot:
         own = [p for p in placements if _is_written(p)]
         if not own:  # a replica, which writes nothing
             return []
+        if new := [p for p in own if not self._has_memory_for(p)]:
+            self._allocate(new)
         taken = [self._copies[p.name, p.offset] for p in own]
         sources = [p.tensor.detach() for p in own]
         # One call copies all, since most tensors are rows of FP8 tables of a few bytes each.
@@ -78,6 +90,10 @@ def _lock_pages(block: torch.Tensor) -> None:
 
 def _is_written(placement: Placement) -> bool:
     return placement.replica == 0
+
+
+def _form(placement: Placement) -> tuple[object, ...]:
+    return placement.global_shape, placement.tensor.shape, placement.tensor.dtype
 
 
 def _over(placement: Placement, block: torch.Tensor) -> Placement:
@@ -113,11 +129,6 @@ class BackgroundSaver:
         self._saved: Saved | None = None
         self._error: BaseException | None = None
         self.step: int | None = None  # of the checkpoint that `wait` is due for
-
-    def renew(self) -> None:
-        """Allocate the copy again, for a state that has other tensors than before."""
-        assert self.step is None, "a save is under way"
-        self._snapshot = Snapshot(self._placements.now())
 
     @property
     def num_bytes(self) -> int:

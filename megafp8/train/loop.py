@@ -98,9 +98,6 @@ def change_precision(run: Run) -> None:
     begun = begin_phase(run.state)
     if begun is None:
         return
-    if run.background is not None:
-        finish_background_save(run)
-        run.background.renew()
     share = share_of(run.spec, run.state)
     more = "" if share is None else f"; {share.share:.1%} of the GEMM FLOPs are in FP8 now"
     if begun.fresh:

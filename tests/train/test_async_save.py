@@ -17,6 +17,7 @@ from megafp8.train.saver import Placement, Saver, store
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import build_run, microbatch
+from tests.train.precision_schedule_work import SCHEDULE, built, run_steps
 from tests.train.runs import TWO_RANKS, Done, Place, assert_same
 
 ASYNC = "exp_manager.checkpoint_callback_params.async_save=True"
@@ -103,6 +104,20 @@ def test_what_is_written_is_the_state_of_the_request(
     assert reader.meta["metrics"] == {} and reader.meta["consumed_samples"] == 2
     assert reader.names() == tuple(sorted(expected))
     assert all(torch.equal(reader.read(name), expected[name]) for name in expected)
+
+
+def test_copies_follow_a_change_of_precision(tmp_path: Path) -> None:
+    """Delayed scaling has histories, which MXFP8 before and after it has not."""
+    entries = "[{from: 1, recipe: delayed}, {from: 3, recipe: mxfp8}]"
+    state = built("model.fp8_recipe=mxfp8", SCHEDULE + entries)
+    background = BackgroundSaver(saver_at(tmp_path), state)
+    for step in (1, 2, 4):
+        run_steps(state, step)
+        background.start(state)
+        expected = contents(list(state_dict.placements(state)))
+        reader = Reader(background.wait().path)
+        assert reader.names() == tuple(sorted(expected))
+        assert all(torch.equal(reader.read(name), expected[name]) for name in expected)
 
 
 def test_errors_are_raised_by_the_wait(tmp_path: Path) -> None:
