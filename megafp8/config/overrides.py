@@ -10,10 +10,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from antlr4 import CommonTokenStream, InputStream
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
+from hydra.grammar.gen.OverrideLexer import OverrideLexer
+from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.hydra_section import GROUPS, ON_THE_COMMAND_LINE, is_hydras
@@ -100,6 +104,10 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     except (HydraException, ValueError, RecursionError) as error:
         return _grammar_problem(text, error)
     key = override.key_or_group
+    if (name := _doubled_key(text)) is not None:
+        reason = f"has {name} twice in one mapping, and only the last would count"
+        value = text.partition("=")[2]
+        return SettingError(key, value, reason, "Leave one of them out", origin=COMMAND_LINE)
     if override.is_delete():
         hint = "Settings cannot be deleted; give the key another value, or null where it may be"
         return SettingError(text, None, "deletes a setting", hint, origin=COMMAND_LINE)
@@ -136,6 +144,22 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
     # `+` and `++` would add a key. All keys exist already, so both are accepted without effect.
     return ParsedOverride(text.lstrip("+"), settings, None)
+
+
+def _doubled_key(text: str) -> str | None:
+    """Return a key that one mapping of a valid override has twice, which Hydra does not refuse."""
+    if "{" not in text:
+        return None
+    tokens = CommonTokenStream(OverrideLexer(InputStream(text)))
+    left: list[Any] = [OverrideParser(tokens).override()]
+    while left:
+        node = left.pop()
+        if isinstance(node, OverrideParser.DictContainerContext):
+            names = [str(pair.dictKey().getText()).strip() for pair in node.dictKeyValuePair()]
+            if twice := [name for name in names if names.count(name) > 1]:
+                return twice[0]
+        left += getattr(node, "children", None) or ()
+    return None
 
 
 def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverride | SettingError:

@@ -20,6 +20,10 @@ YAML = {
     "unclosed brace": ("model: {seed: 1\n", "expected ',' or '}'"),
     "tab": ("model:\n\tseed: 1\n", "found character"),
     "duplicate key": ("model: {seed: 1, seed: 2}\n", "duplicate key seed"),
+    "duplicate key in a list": (
+        "model: {precision_schedule: [{from: 3, recipe: bf16, recipe: mxfp8}]}\n",
+        "duplicate key recipe",
+    ),
     "unknown tag": ("name: !!foo x\n", "tag:yaml.org,2002:foo"),
     "deep nesting": (f"name: {'[' * 500}{']' * 500}\n", "deeper than 64 levels"),
     "recursion": ("model: &m {seed: *m}\n", "the alias *m is inside"),
