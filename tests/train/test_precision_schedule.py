@@ -293,7 +293,7 @@ def test_a_whole_run_is_prolonged_and_its_past_stays(place: Place) -> None:
     assert f"<li>steps 7 to {STEPS + 2}: all linears in high precision" in page
     summary = place.summary()
     assert "mxfp8" in summary["precision"]
-    assert f"after step 6, {STEPS + 2}" in summary["precision"]
+    assert f"since step {STEPS + 3}, after 2 changes of precision" in summary["precision"]
     assert "fp8_share_planned" not in summary  # each phase has another
 
 

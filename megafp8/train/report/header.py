@@ -27,6 +27,7 @@ from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.live_bytes import MemoryOf
+from megafp8.train.phases import phase_of
 from megafp8.train.report.fp8 import PrecisionShare
 from megafp8.train.state import TrainState
 
@@ -295,9 +296,9 @@ def smoke_options(spec: RunSpec) -> list[str]:
 def precision_of(spec: RunSpec, state: TrainState) -> str:
     """Return the number formats of a run, and the kernels that run them on this machine."""
     formats = _formats_of(state.backend.spec)  # its recipe is the present one
-    changed = [str(phase.after) for phase in state.phases if 0 < phase.after < state.step]
-    if changed:
-        formats += f", since the last of the changes after step {', '.join(changed)}"
+    if changes := phase_of(state, state.step, has_run=True):
+        since = state.phases[changes].after + 1
+        formats += f" since step {since}, after {plural(changes, 'change')} of precision"
     parts = [part for part in (formats, state.backend.describe()) if part]
     if spec.precision.compute == "bf16" and bf16.fp32_products(state.mesh.device):
         parts.append(f"BF16 values, FP32 products: {cpu.why_slow_at_bf16()}")
