@@ -30,6 +30,8 @@ from megafp8.specs.traits import GemmName
 
 Products = tuple[ModulePrecision, ...]
 """The precision of each of a linear's products, in the order of `GEMMS`."""
+Product = tuple[str, GemmName]
+"""A linear's name, and one of its products."""
 
 
 def changes_of(values: Values) -> tuple[PrecisionChange, ...]:
@@ -52,22 +54,33 @@ class Assigned:
         found = {name: products_of(recipe, name) for name in names}
         return cls(recipe.name, found)
 
-    def after(self, change: PrecisionChange, start: Assigned, off: Sequence[str]) -> Assigned:
-        """Return the assignment after a change; `start` is that of the settings.
+    def after(
+        self, changes: Sequence[PrecisionChange], start: Assigned, off: Sequence[str]
+    ) -> Assigned:
+        """Return the assignment after changes, one after the other.
 
-        `off` are the parts that are switched off in every recipe.
+        `start` is the assignment of the settings, and `off` are the parts that are switched off in
+        every recipe.
         """
-        chosen = switched_off(change.precision, off)
-        found = dict(self.of_linear)
-        for name in linears_of(change, start):
-            both = zip(GEMMS, self.of_linear[name], strict=True)
-            found[name] = tuple(chosen if gemm in change.products else old for gemm, old in both)
-        is_whole = not change.modules and change.products == GEMMS and chosen != HIGH_PRECISION
-        return Assigned(chosen if is_whole else self.recipe, found)
+        recipe, found = self.recipe, dict(self.of_linear)
+        for change in changes:
+            chosen = switched_off(change.precision, off)
+            for name in linears_of(change, start):
+                both = zip(GEMMS, found[name], strict=True)
+                found[name] = tuple(chosen if gemm in change.products else p for gemm, p in both)
+            if not change.modules and change.products == GEMMS and chosen != HIGH_PRECISION:
+                recipe = chosen
+        return Assigned(recipe, found)
 
-    def in_fp8(self) -> dict[str, Products]:
-        """Return what really runs in FP8: a recipe may keep products of its own out of it."""
-        return {name: effective(products) for name, products in self.of_linear.items()}
+    def in_fp8(self) -> dict[Product, ModulePrecision]:
+        """Return how products really run: a recipe may keep some of its own out of FP8."""
+        found = {}
+        for name, products in self.of_linear.items():
+            for gemm, precision in zip(GEMMS, products, strict=True):
+                traits = traits_of(precision)
+                is_high = traits is None or gemm in traits.high_precision
+                found[name, gemm] = HIGH_PRECISION if is_high else precision
+        return found
 
 
 def products_of(recipe: Fp8Recipe, linear: str) -> Products:
@@ -79,16 +92,6 @@ def products_of(recipe: Fp8Recipe, linear: str) -> Products:
     return tuple(HIGH_PRECISION if gemm in kept else precision for gemm in GEMMS)
 
 
-def effective(products: Products) -> Products:
-    """Return the precision in which products run, given what they are assigned."""
-    found = []
-    for gemm, precision in zip(GEMMS, products, strict=True):
-        traits = traits_of(precision)
-        is_high = traits is None or gemm in traits.high_precision
-        found.append(HIGH_PRECISION if is_high else precision)
-    return tuple(found)
-
-
 def linears_of(change: PrecisionChange, start: Assigned) -> Iterator[str]:
     """Yield the linears that a change is about."""
     for name, products in start.of_linear.items():
@@ -97,16 +100,6 @@ def linears_of(change: PrecisionChange, start: Assigned) -> Iterator[str]:
                 yield name
         elif set(products) != {HIGH_PRECISION}:
             yield name
-
-
-def assignments(
-    changes: Sequence[PrecisionChange], start: Assigned, off: Sequence[str] = ()
-) -> Iterator[Assigned]:
-    """Yield the assignment after each change, in their order."""
-    present = start
-    for change in changes:
-        present = present.after(change, start, off)
-        yield present
 
 
 def recipe_of(assigned: Assigned, settings: Fp8Recipe, own: Fp8Recipe) -> Fp8Recipe:

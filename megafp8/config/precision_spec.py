@@ -73,8 +73,7 @@ def phases_of(values: Values, changes: Sequence[PrecisionChange]) -> Iterator[Pr
     settings, off = settings_recipe(values), switched_off_parts(values)
     present = start = Assigned.by_settings(settings, values["model.num_layers"])
     for after, begin_here in in_phases(changes):
-        for change in begin_here:
-            present = present.after(change, start, off)
+        present = present.after(begin_here, start, off)
         own = settings
         if present.recipe != settings.name:
             own = settings_recipe({**values, "model.fp8_recipe": present.recipe})

@@ -42,6 +42,7 @@ REFUSED = {
     "[{recipe: bf16}]": "entry 1 lacks `from`",
     "[{from: 5}]": "entry 1 lacks `recipe`",
     "[{from: 5, recipe: bf16, module: '*.fc2'}]": "unknown key module; did you mean modules?",
+    "[{from: 5, recipe: bf16, recipe: mxfp8}]": "has recipe twice in one mapping",
     "[{from: 5, recipe: bf16, when: 3}]": "unknown key when; it has from, modules",
     "[{from: -1, recipe: bf16}]": "from: -1, which must be",
     "[{from: 1.0, recipe: bf16}]": "from: 1.0, which must be",
@@ -59,8 +60,13 @@ REFUSED = {
     "[{from: 5, recipe: bf16, modules: '*.fc3'}]": "the pattern *.fc3 matches no linear",
     "[{from: 5, recipe: delayed}]": "entry 1 (all linears in delayed) changes nothing",
     "[{from: 5, recipe: bf16}, {from: 6, recipe: bf16, modules: '*.fc2'}]": "changes nothing",
+    "[{from: 5, recipe: bf16}, {from: 5, recipe: delayed}]": "entry 1 (all linears in high "
+    "precision) changes nothing after step 5: later entries of the same step replace it",
+    "[{from: 5, recipe: bf16}, {from: 5, products: forward, recipe: mxfp8}, "
+    "{from: 5, products: backward, recipe: mxfp8}]": "entry 1 (all linears in high precision) ch",
     "[{from: 5, recipe: bf16}, {from: 0.05, recipe: delayed}]": "after step 5 change nothing",
-    "[{from: 0, recipe: bf16}, {from: 0, recipe: delayed}]": "after step 0 change nothing",
+    "[{from: 0, recipe: bf16}, {from: 0, recipe: delayed}]": "entry 1 (all linears in high",
+    "[{from: 0, recipe: bf16}, {from: 0.001, recipe: delayed}]": "after step 0 change nothing",
     "[{from: 5, recipe: mxfp8, products: forward}]": "a linear has one recipe at a time",
     "[{from: 0, recipe: bf16}]": "leaves no product in FP8 in any step",
 }  # fmt: skip
@@ -156,6 +162,13 @@ def test_several_entries_at_one_step_are_one_phase() -> None:
     assert [phase.after for phase in found] == [0, 10]
     assert found[0].recipe.is_unused and len(found[1].changes) == 2
     assert set(precisions(found[1].recipe).values()) == {("mxfp8",) * 3}
+
+
+def test_fractions_that_are_one_step_of_a_trial_may_replace_each_other() -> None:
+    """A run of 4 steps tries settings that are written for a long one."""
+    entries = "[{from: 0.8, products: forward, recipe: bf16}, {from: 0.9, recipe: bf16}]"
+    found = phases(entries, "trainer.fast_dev_run=4")
+    assert [phase.after for phase in found] == [0, 3] and found[1].recipe.is_unused
 
 
 def test_parts_that_are_switched_off_are_so_in_all_phases() -> None:

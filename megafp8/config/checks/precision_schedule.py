@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import chain, islice, pairwise, product
 
 from megafp8.config.checks.precision import no_match
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, names_bf16
-from megafp8.config.precision_phases import Assigned, assignments, changes_of, linears_of
+from megafp8.config.precision_phases import Assigned, Product, changes_of, in_phases, linears_of
 from megafp8.config.precision_spec import settings_recipe, switched_off_parts
 from megafp8.config.rules import Finding, Rules
 from megafp8.config.values import LAYERS_NAMED, compute_dtypes, plain
@@ -54,16 +54,17 @@ def _entries_have_effects(v: Values) -> Iterator[Finding]:
             f"names bf16, and the run computes in trainer.precision={v['trainer.precision']}",
             "Write recipe: high_precision, which stands for trainer.precision",
         )
-    yield from _order(changes, v)
+    found = _order(changes, v)
     recipes = {v["model.fp8_recipe"], *(change.precision for change in changes)}
     is_known = all(problem(name) is None for name in recipes - {HIGH_PRECISION})
     if is_known and v["model.num_layers"] <= LAYERS_NAMED:
-        yield from _effects(changes, v)
+        found = chain(found, _effects(changes, v))
+    yield from islice(found, 1)  # what is wrong with later entries may follow from it
 
 
 def _order(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]:
-    """Yield what is wrong with the steps of entries, the first mistake alone."""
-    for (first, second), number in zip(pairwise(changes), range(2, len(changes) + 1), strict=True):
+    """Yield what is wrong with the steps of entries."""
+    for number, (first, second) in enumerate(pairwise(changes), 2):
         if second.after < first.after:
             yield Finding(
                 SCHEDULE,
@@ -71,7 +72,6 @@ def _order(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]
                 f"step {first.after}",
                 "Write the entries in the order of their steps",
             )
-            return
     for number, change in enumerate(changes, 1):
         if change.after >= v[STEPS]:
             yield Finding(
@@ -80,54 +80,71 @@ def _order(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]
                 f"{STEPS}={plain(v[STEPS])}",
                 f"Use a smaller number, or a fraction of the run such as 0.85; or raise {STEPS}",
             )
-            return
 
 
 def _effects(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]:
-    """Yield the first entry that matches nothing, changes nothing, or mixes recipes."""
+    """Yield which entries match nothing or change nothing, and which steps mix recipes."""
     start = Assigned.by_settings(settings_recipe(v), v["model.num_layers"])
-    for change in changes:
-        for pattern in change.modules:
-            if not any(fnmatchcase(name, pattern) for name in start.of_linear):
-                yield no_match(SCHEDULE, pattern, v["model.num_layers"])
-                return
-    began = before = start
-    has_fp8 = False
-    both = zip(changes, assignments(changes, start, switched_off_parts(v)), strict=True)
-    for number, (change, after) in enumerate(both, 1):
-        is_last_here = number == len(changes) or changes[number].after != change.after
-        mixed = (name for name, p in after.of_linear.items() if len({*p} - {HIGH_PRECISION}) > 1)
-        if is_last_here and (name := next(mixed, None)) is not None:
-            named = sorted({*after.of_linear[name]} - {HIGH_PRECISION})
+    for pattern in (pattern for change in changes for pattern in change.modules):
+        if not any(fnmatchcase(name, pattern) for name in start.of_linear):
+            yield no_match(SCHEDULE, pattern, v["model.num_layers"])
+    present, off, number, has_fp8 = start, switched_off_parts(v), 0, False
+    for after, entries in in_phases(changes):
+        began = now = present.in_fp8()
+        for change, later in zip(entries, _replaced(entries, start), strict=True):
+            number += 1
+            present = present.after([change], start, off)
+            before, now = now, present.in_fp8()
+            changed = {key for key in now if now[key] != before[key]}
+            if changed <= later:
+                yield _without_effect(number, change, bool(changed), start)
+        yield from _mixed(number, present)
+        if entries and now == began:
             yield Finding(
                 SCHEDULE,
-                f"entry {number} gives products of {name} other recipes than its others have: "
-                f"{' and '.join(named)}; a linear has one recipe at a time",
-                "Leave `products` out, or give these products recipe: high_precision",
+                f"the entries that begin after step {after} change nothing together",
+                "Leave out those that a later one takes back",
             )
-            return
-        if after.in_fp8() == before.in_fp8():
-            what = "" if any(True for _ in linears_of(change, start)) else ": no linear is in FP8"
-            yield Finding(
-                SCHEDULE,
-                f"entry {number} ({change.text}) changes nothing after step {change.after}{what}",
-                "Leave the entry out, or name other modules, products or another recipe",
-            )
-            return
-        if is_last_here:
-            if after.in_fp8() == began.in_fp8():
-                yield Finding(
-                    SCHEDULE,
-                    f"the entries that begin after step {change.after} change nothing together",
-                    "Leave out those that a later one takes back",
-                )
-                return
-            began = after
-            has_fp8 |= any(set(p) != {HIGH_PRECISION} for p in after.in_fp8().values())
-        before = after
-    if changes[0].after == 0 and not has_fp8:
+        has_fp8 |= set(now.values()) != {HIGH_PRECISION}
+    if not has_fp8:
         yield Finding(
             SCHEDULE,
             "leaves no product in FP8 in any step",
             "Begin with a recipe, or set model.fp8=False",
         )
+
+
+def _replaced(entries: Sequence[PrecisionChange], start: Assigned) -> Iterator[set[Product]]:
+    """Yield for each entry the products of later ones that are written with the same `from`.
+
+    Different fractions may be the same step in a short trial, which is no mistake there.
+    """
+    products = [set(product(linears_of(change, start), change.products)) for change in entries]
+    for number, change in enumerate(entries, 1):
+        both = zip(entries[number:], products[number:], strict=True)
+        yield set().union(*(theirs for later, theirs in both if later.start == change.start))
+
+
+def _without_effect(
+    number: int, change: PrecisionChange, is_replaced: bool, start: Assigned
+) -> Finding:
+    why = ": later entries of the same step replace it" if is_replaced else ""
+    if not any(True for _ in linears_of(change, start)):
+        why = ": no linear is in FP8"
+    return Finding(
+        SCHEDULE,
+        f"entry {number} ({change.text}) changes nothing after step {change.after}{why}",
+        "Leave the entry out, or name other modules, products or another recipe",
+    )
+
+
+def _mixed(number: int, assigned: Assigned) -> Iterator[Finding]:
+    """Yield the linears whose products have several recipes after entry `number`."""
+    for name, products in assigned.of_linear.items():
+        if len(named := {*products} - {HIGH_PRECISION}) > 1:
+            yield Finding(
+                SCHEDULE,
+                f"entry {number} gives products of {name} other recipes than its others have: "
+                f"{' and '.join(sorted(named))}; a linear has one recipe at a time",
+                "Leave `products` out, or give these products recipe: high_precision",
+            )
