@@ -29,6 +29,7 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.tensor import ColumnParallel, RowParallel
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+"""What a GPU's thread copies bytes by, the longest first."""
 
 
 @dataclass(frozen=True)
