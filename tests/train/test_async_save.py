@@ -110,8 +110,12 @@ def test_copies_follow_a_change_of_precision(tmp_path: Path) -> None:
     """Delayed scaling has histories, which MXFP8 before and after it has not."""
     entries = "[{from: 1, recipe: delayed}, {from: 3, recipe: mxfp8}]"
     state = built("model.fp8_recipe=mxfp8", SCHEDULE + entries)
-    background = BackgroundSaver(saver_at(tmp_path), state)
-    for step in (1, 2, 4):
+    meta = {"config": state.backend.spec.resolved, "data_fingerprint": ""}
+    background = BackgroundSaver(Saver(tmp_path, 9, meta), state)
+    for step in (1, 2, 4, 3):
+        if step == 3:  # a rollback, of a run that has begun in the last precision
+            background = BackgroundSaver(Saver(tmp_path, 9, meta), state)
+            state_dict.load_checkpoint(tmp_path / step_name(2), state, lambda _: None)
         run_steps(state, step)
         background.start(state)
         expected = contents(list(state_dict.placements(state)))
