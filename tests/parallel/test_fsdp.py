@@ -442,6 +442,15 @@ def test_stages_of_a_pipeline() -> None:
 
 
 @pytest.mark.slow
+def test_nodes_that_replicate_a_stage() -> None:
+    """Two nodes of two ranks have each of two stages; a node's ranks shard it."""
+    hybrid = fsdp("hybrid", num_nodes=4, devices_per_node=2, pp=2)
+    of = {"FP32": job("fp32", num_microbatches=8), "FP8": job("fp32", IN_FP8, num_microbatches=8)}
+    bounds = {"FP32": 1e-6, "FP8": 1e-3}
+    compare({name: (j, ParallelSpec(pp=2), hybrid, bounds[name]) for name, j in of.items()}, 8)
+
+
+@pytest.mark.slow
 def test_four_ranks() -> None:
     """Alone, hybrid over two nodes of two, and with tensor and sequence parallelism."""
     deep = {"num_microbatches": 4}
