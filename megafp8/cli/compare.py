@@ -31,12 +31,19 @@ from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.own_recipes import TRUST
 from megafp8.errors import ExitCode, RunError
-from megafp8.files import read_json_object, to_json, write_atomically, write_json_atomically
+from megafp8.files import (
+    read_json_object,
+    run_errors_reported,
+    to_json,
+    write_atomically,
+    write_json_atomically,
+)
 from megafp8.report.comparison import Outcome, comparison_page, comparison_table, outcome, worst
 from megafp8.report.record import RunRecord, read_run
 from megafp8.report.verdict import Pair
 from megafp8.report.writer import REPORT_FILE, require_page
 from megafp8.runs.find import is_run
+from megafp8.runs.lock import RunLock
 
 WORSE, UNDECIDED = 5, 6
 RESULT_FILE = "compare.json"
@@ -82,12 +89,26 @@ def compare(options: argparse.Namespace) -> int:
     """Train what is not trained yet, and report.
 
     Raises:
-        UserError: The settings are refused, are the baseline's, or a run of the baseline failed.
+        UserError: The settings are refused, are the baseline's, or a run of the baseline failed, or
+            another process compares in the same directory.
     """
     source = ComparisonBase(options.config_dir, options.config_name, options.trusts_recipes)
     compared = comparison(options.overrides, options.base, source)
     seeds = options.seeds or [int(str(compared.others[0].values["model.seed"]))]
     out = options.out or Path("compare") / compared.identity[:8]
+    with run_errors_reported(out, "making the directory"):
+        out.mkdir(parents=True, exist_ok=True)
+    with RunLock.acquire(out):
+        return _train_and_report(compared, source, seeds, out, options)
+
+
+def _train_and_report(
+    compared: Comparison,
+    source: ComparisonBase,
+    seeds: Sequence[int],
+    out: Path,
+    options: argparse.Namespace,
+) -> int:
     _claim(out, compared)
     jobs = [
         ComparedJob(c.label, seed, (*source.options, *c.overrides), out / f"{c.label}-{seed}")
@@ -136,11 +157,8 @@ def _claim(out: Path, compared: Comparison) -> None:
         "configurations": compared.identity,
         "labels": [c.label for c in compared.configurations],
     }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with run_errors_reported(file, "writing the configurations"):
         write_json_atomically(file, found)
-    except OSError as error:
-        raise RunError(f"{out}: cannot be written ({error.strerror})") from error
 
 
 # ---- the report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -16,6 +17,7 @@ from megafp8.cli.help import keys_of_group
 from megafp8.report.comparison import Outcome, costs_of, worst
 from megafp8.report.record import RunRecord
 from megafp8.report.verdict import Pair
+from megafp8.runs.lock import LOCK_NAME, RunLock
 from megafp8.specs import recipes
 from tests.config.helpers import run_spec
 from tests.report.made import make_run
@@ -192,13 +194,25 @@ def test_a_directory_without_a_run_is_free(
         patch.setattr(compare_runs, "_run", lambda job, *, quiet: 2)
         wrong = ["model.fp8=True", "model.data.data_prefix=no/such", "--out", "out"]
         assert compare.main(wrong) == 2
-    assert [file.name for file in Path("out").iterdir()] == [compare.INPUT_FILE]
+    assert {file.name for file in Path("out").iterdir()} == {compare.INPUT_FILE, LOCK_NAME}
     assert compare.main(["model.fp8=True", "--out", "out"]) == 0
     capsys.readouterr()
     Path("out", compare.INPUT_FILE).unlink()
     assert compare.main(["model.fp8=True", "--out", "out"]) == 2
     said = capsys.readouterr().err
     assert "out: has runs of other configurations (there is no compare-input.json" in said
+
+
+def test_a_second_comparison_in_the_same_directory_names_the_process_of_the_first(
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["model.fp8=True", "--out", "out"]
+    Path("out").mkdir()
+    with RunLock.acquire(Path("out")):
+        assert compare.main(given) == 2 and not made
+    said = capsys.readouterr().err
+    assert f"out is in use by process {os.getpid()} on " in said and "Wait for it" in said
+    assert compare.main(given) == 0 and len(made) == 2
 
 
 def test_a_setting_of_gpus_is_refused_where_there_is_none(
