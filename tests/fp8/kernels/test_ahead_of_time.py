@@ -138,7 +138,8 @@ def check(rows: list[dict[str, Any]], *, is_odd: bool, hardware: bool = True) ->
         assert row["shared"] <= row["shared_limit"], what
         if is_odd:
             continue
-        assert row["spills"] == 0, what
+        # a conversion with integers takes registers: one word may be stored and loaded again
+        assert row["spills"] <= (0 if hardware else 2), what
         assert not row["scalar"] or kernel in SCALAR, what
         assert row["resident_warps"] >= WARPS.get(kernel, 0), what
 
