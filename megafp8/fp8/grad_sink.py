@@ -164,8 +164,9 @@ class MainGradSink:
         main_grad = self.main_grads.get(weight)
         if main_grad is None:
             return compute(None).to(weight.dtype)
-        into = self._held(weight, main_grad)
-        into.add(compute(into))
+        if self.hold is not None:
+            self._held(weight, main_grad)
+        main_grad.add(compute(main_grad))
         main_grad.is_first = False
         return None
 

@@ -339,7 +339,11 @@ def linear_backward(
         work, has_bias = grad_output.dtype, bias_O is not None
         if layer.quantizer is None:
             operands = Operands(grad_output, grad_output)
-            sums_PO = column_sum(grad_output) if has_bias else None
+            sums_PO = None
+            if work == torch.float32 and grad_output.shape[0] > 1:
+                sums_PO = grad_output  # added up where the bias's gradient lies, not copied there
+            elif has_bias:
+                sums_PO = column_sum(grad_output)
         else:
             operands, sums_PO = layer.quantizer.operands(
                 "grad_output", grad_output, with_sum=has_bias

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megafp8.ops import cpu
+from megafp8.models.attention import AttentionCore
+from megafp8.models.random import RandomStreams
+from megafp8.ops import attention as attention_module
+from megafp8.ops import cpu, torch_private
 from megafp8.ops.attention import (
     AttentionTile,
     attend,
@@ -182,3 +188,67 @@ def test_widened_attention_keeps_bf16_and_rounds_once(
             assert found is not None and wanted is not None and found.dtype == torch.bfloat16
             bound = u * wanted.abs() + (1 + u) * carried[name] + 2.0**-17 * magnitude[name]
             assert ((found.double() - wanted).abs() <= bound).all(), name
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let FP32 products have less than the highest precision, as on a CPU with AVX-512."""
+    monkeypatch.setattr(attention_module, "_MAY_CALL_ONEDNN", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record torch's precision in each call of its attention for CPUs."""
+    calls: list[str] = []
+    for name in ("cpu_attention", "cpu_attention_backward"):
+        kernel = getattr(torch_private, name)
+
+        def run(*args: Any, kernel: Any = kernel, **options: Any) -> Any:
+            calls.append(torch.get_float32_matmul_precision())
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(torch_private, name, run)
+    return calls
+
+
+def core_results(seq: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of a core with three heads in FP32, and its input's gradient."""
+    core = AttentionCore(width, 0.0, "site", RandomStreams(0), lambda flops: None)
+    generator = torch.Generator().manual_seed(seq)
+    qkv = torch.randn(2, seq, 9 * width, generator=generator, requires_grad=True)
+    out = core(qkv)
+    grad = torch.randn(out.shape, generator=generator)
+    return out, *torch.autograd.grad(out, qkv, grad)
+
+
+@pytest.mark.usefixtures("chosen")
+@pytest.mark.parametrize("width", [8, 32, 64])
+@pytest.mark.parametrize("seq", [1, 64, 191])
+def test_short_attention_has_mkls_products(seq: int, width: int, seen: list[str]) -> None:
+    """On a CPU with AVX-512 the bits of most of these shapes differ if oneDNN multiplies."""
+    found = core_results(seq, width)
+    assert seen == ["highest", "highest"]
+    assert torch.get_float32_matmul_precision() == "medium"
+    torch.set_float32_matmul_precision("highest")
+    assert all(map(torch.equal, found, core_results(seq, width)))
+    assert len(seen) == 2, "at the highest precision torch's own function runs"
+
+
+@pytest.mark.usefixtures("chosen")
+def test_long_attention_keeps_the_chosen_products(seen: list[str]) -> None:
+    core_results(192, 8)
+    q, *_ = inputs(4, 2)
+    assert not attention_module.has_small_products(q, q), "FP64 has one kind of product"
+    assert seen == [] and torch.get_float32_matmul_precision() == "medium"
+
+
+@pytest.mark.usefixtures("chosen")
+def test_an_error_leaves_the_chosen_precision() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(RuntimeError):
+        attend(q, q, q[..., :7, :, :4].unsqueeze(0), AttentionTile(1.0))
+    assert torch.get_float32_matmul_precision() == "medium"
