@@ -4,7 +4,10 @@ Each rank is a process on this CPU, so that the memory of the host and that of t
 figure. It is the growth of the process's largest resident set while the model and its master
 weights are made, beside the bytes of the shards. Other trees, such as a git worktree of an earlier
 commit, run the same script. `--drawing` measures instead how many numbers a second one process
-draws with each number of threads, several tensors at a time.
+draws with each number of threads, several tensors at a time. Beside the seconds of the clock it
+prints those on free cores: the largest sum over a thread's draws, without the time for which the
+kernel let the thread wait for a core (`/proc/self/task/*/schedstat`). Other jobs of the machine
+lengthen the former and hardly the latter.
 
     python benchmarks/fsdp_start.py --presets gpt3_125m gpt3_1.3b --trees ../earlier .
     python benchmarks/fsdp_start.py --drawing --threads 1 2
@@ -21,6 +24,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +71,8 @@ def start(preset: str, ranks: int) -> dict[str, float]:
 
 def drawing(preset: str, threads: Sequence[int]) -> list[dict[str, float]]:
     """Return the seconds and the numbers a second of drawing a model, medians of five rounds."""
+    from collections import defaultdict
+
     import torch
 
     from megafp8.config.load import load
@@ -80,15 +86,42 @@ def drawing(preset: str, threads: Sequence[int]) -> list[dict[str, float]]:
     with values_later():
         model = GPT(Parts(spec, torch.bfloat16, 1, RandomStreams(0)))
     count = sum(param.numel() for param in model.parameters())
-    seconds: dict[int, list[float]] = {number: [] for number in threads}
+    free: dict[int, float] = defaultdict(float)  # of each thread, without waits for a core
+
+    def timed(draw: Any) -> Any:
+        def call(name: str, values: torch.Tensor) -> None:
+            began, waited = time.perf_counter(), waited_for_a_core()
+            draw(name, values)
+            spent = time.perf_counter() - began - (waited_for_a_core() - waited)
+            free[threading.get_native_id()] += spent
+
+        return call
+
+    for param in model.parameters():
+        param.draw = timed(param.draw)  # type: ignore[attr-defined]
+    rounds: dict[int, list[tuple[float, float, float]]] = {number: [] for number in threads}
     for _ in range(5):
-        for number, times in seconds.items():
+        for number, times in rounds.items():
             torch.set_num_threads(number)
-            began = time.perf_counter()
-            initial_values(model.parameters(), torch.device("cpu"))
-            times.append(time.perf_counter() - began)
-    found = {number: statistics.median(times) for number, times in seconds.items()}
-    return [{"threads": n, "seconds": s, "numbers a second": count / s} for n, s in found.items()]
+            free.clear()
+            began, used = time.perf_counter(), time.process_time()
+            values = initial_values(model.parameters(), torch.device("cpu"))
+            clock, used = time.perf_counter() - began, time.process_time() - used
+            del values
+            times.append((clock, used, max(free.values())))
+    found = []
+    for number, times in rounds.items():
+        clock, used, alone = (statistics.median(column) for column in zip(*times, strict=True))
+        one = {"threads": number, "seconds": clock, "CPU seconds": used}
+        more = {"seconds on free cores": alone, "numbers a second on free cores": count / alone}
+        found.append({**one, "numbers a second": count / clock, **more})
+    return found
+
+
+def waited_for_a_core() -> float:
+    """Return for how many seconds this thread has been ready to run and had no core."""
+    path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+    return int(path.read_text().split()[1]) / 1e9
 
 
 def with_vocabulary(spec: Any, size: int) -> Any:

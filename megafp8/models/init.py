@@ -17,7 +17,8 @@ import torch
 
 from megafp8.specs.geometry import Piece
 
-Draw = Callable[[str, tuple[int, ...]], torch.Tensor]
+Draw = Callable[[str, torch.Tensor], object]
+"""Fills a contiguous FP32 tensor on the CPU with the values of the logical tensor of a name."""
 _ARE_LATER = ContextVar("_ARE_LATER", default=False)
 
 
@@ -28,18 +29,18 @@ def key_of(*parts: object) -> int:
 
 
 def normal(std: float, seed: int) -> Draw:
-    """Return a function that draws logical tensors from N(0, std), in FP32 on the CPU."""
+    """Return a function that draws logical tensors from N(0, std)."""
 
-    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def draw(name: str, values: torch.Tensor) -> None:
         generator = torch.Generator().manual_seed(key_of("init", seed, name))
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        values.normal_(0.0, std, generator=generator)
 
     return draw
 
 
 def constant(value: float) -> Draw:
-    """Return a function that fills logical tensors with `value`, in FP32 on the CPU."""
-    return lambda name, shape: torch.full(shape, value)
+    """Return a function that fills logical tensors with `value`."""
+    return lambda name, values: values.fill_(value)
 
 
 @contextmanager
@@ -74,16 +75,23 @@ def parameter(
 
 
 def _drawn(shape: Sequence[int], pieces: Sequence[Piece], draw: Draw) -> torch.Tensor:
-    """Return the values of a rank's part, FP32 on the CPU, from its logical tensors."""
-    if len(pieces) == 1 and pieces[0].global_shape == tuple(shape):
-        return draw(pieces[0].name, pieces[0].global_shape)  # a copy would take its memory again
+    """Return the values of a rank's part, FP32 on the CPU, from its logical tensors.
+
+    A whole logical tensor is drawn in its place: a copy would take its memory again, and torch
+    copies with threads of its own, which hinder the other threads that draw.
+    """
     local = torch.empty(*shape)
     for piece in pieces:
+        place = local[piece.local]
+        if place.shape == piece.global_shape and place.is_contiguous():
+            draw(piece.name, place)
+            continue
         extent = [
             slice(start, start + part.stop - part.start)
             for start, part in zip(piece.offset, piece.local, strict=True)
         ]
-        local[piece.local] = draw(piece.name, piece.global_shape)[tuple(extent)]
+        draw(piece.name, whole := torch.empty(piece.global_shape))
+        place.copy_(whole[tuple(extent)])
     return local
 
 

@@ -71,16 +71,15 @@ def units() -> list[int]:
 
 
 def test_a_rank_never_holds_more_than_its_shards_and_one_layer() -> None:
-    """Beside them it has the part of a fused weight that it draws, and a few scales."""
+    """Beside them it has a few scales; a fused weight's parts are drawn where they stay."""
     whole, largest = sum(units()), max(units())
-    drawn = 4 * DEEP.hidden_size**2  # query, key or value
     planned = rank_memory(run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=2)), 0)
     for results in run_ranks(start, 2, {"cases": CASES}):
         for name, found in results.items():
             assert planned.start == found.shards + largest, name
             assert found.shards >= whole / 2, name
             assert found.shards < found.most, name
-            assert found.most <= found.shards + largest + drawn + 16 * 1024, name
+            assert found.most <= found.shards + largest + 16 * 1024, name
             assert found.most < whole, name  # so the bound can fail
 
 
