@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from megafp8.checkpoint import huggingface, huggingface_files
 from megafp8.models.gpt import GPT
 from megafp8.models.init import initial_values, values_later
 from megafp8.models.parts import Parts
@@ -17,9 +19,13 @@ from megafp8.optim.masters import Masters
 from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import join
 from megafp8.plan.memory import rank_memory
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec
 from megafp8.train import build
+from megafp8.train.huggingface import import_model
 from megafp8.train.live_bytes import LiveBytes
+from megafp8.train.load_model import start_from
+from megafp8.train.state_dict import load_checkpoint
+from tests.optim import sharded_work
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, run_spec
@@ -62,10 +68,10 @@ def start(rank: Rank, cases: dict[str, Case]) -> dict[str, Start]:
     return found
 
 
-def units() -> list[int]:
+def units(spec: GPTSpec = DEEP) -> list[int]:
     """The bytes of what FSDP gathers at a time, in FP32: those of a layer, or all others."""
     with torch.device("meta"):
-        model = GPT(Parts(DEEP, torch.float32, 0, RandomStreams(0)))
+        model = GPT(Parts(spec, torch.float32, 0, RandomStreams(0)))
     layers = [sum(param.nbytes for param in layer.parameters()) for layer in model.layers]
     return [*layers, sum(param.nbytes for param in model.parameters()) - sum(layers)]
 
@@ -81,6 +87,62 @@ def test_a_rank_never_holds_more_than_its_shards_and_one_layer() -> None:
             assert found.shards < found.most, name
             assert found.most <= found.shards + largest + 16 * 1024, name
             assert found.most < whole, name  # so the bound can fail
+
+
+GPT2 = huggingface.from_config(
+    {
+        "model_type": "gpt2", "n_embd": 64, "n_layer": 8, "n_head": 4, "n_positions": 64,
+        "vocab_size": 512,
+    },
+    Path("config.json"),
+)  # fmt: skip
+
+
+def load(rank: Rank, root: Path) -> dict[str, tuple[int, int]]:
+    """By what is loaded: the bytes of the state before, and how many more a rank had at a time."""
+    mesh, found = join(ParallelSpec(devices_per_node=rank.size)), {}
+    for name, case in CASES.items():
+        spec = replace(case.parallel, devices_per_node=rank.size)
+        for kind in ("continued", "imported"):
+            with LiveBytes("cpu") as live:
+                state = replace(case, model=GPT2, parallel=spec).build(mesh)
+                before = live.bytes()
+                live.begin()
+                if kind == "continued":
+                    load_checkpoint(root / name / "step_00000001", state, print)
+                else:
+                    spec_of_run = run_spec(model=GPT2)
+                    start_from(
+                        replace(spec_of_run, restore_from_path=str(root / kind)), state, print
+                    )
+            found[f"{name}, {kind}"] = before, live.most - before
+    return found
+
+
+def test_a_rank_loads_a_checkpoint_into_its_shards(tmp_path: Path) -> None:
+    """From one process and from Hugging Face: beside its state a rank has one tensor at a time.
+
+    The tensor lies in a mapped file, of which a rank reads its rows; it counts as a whole here.
+    """
+    drawn = torch.Generator().manual_seed(3)
+
+    def draw(name: str) -> torch.Tensor:
+        return torch.rand(huggingface.logical_shape(GPT2, name), generator=drawn)
+
+    theirs = tmp_path / "theirs"
+    huggingface_files.write_folder(theirs, GPT2, draw, dtype=torch.bfloat16, eod_id=3)
+    import_model(theirs, tmp_path / "imported")
+    alone = {
+        name: replace(case, model=GPT2, parallel=ParallelSpec(), steps=1)
+        for name, case in CASES.items()
+    }
+    sharded_work.save(Rank(0, 1), alone, tmp_path)
+    whole, layer, largest = sum(units(GPT2)), units(GPT2)[0], 4 * 512 * 64  # the word embedding
+    for results in run_ranks(load, 2, {"root": tmp_path}):
+        for name, (before, more) in results.items():
+            assert before >= 3 * whole / 2, name  # shards and moments
+            assert 0 < more <= largest + 16 * 1024, name
+            assert more < layer < whole / 4, name
 
 
 def test_a_plan_says_that_a_large_start_does_not_fit() -> None:
