@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from megafp8.ops import torch_private
 from tests.test_layers import ROOT, source_files
@@ -321,6 +322,32 @@ def test_a_simulated_group_and_the_collectives_of_fsdp() -> None:
         mesh = dist.device_mesh.init_device_mesh("cpu", (4,))
         shard = distribute_tensor(torch.zeros(8), mesh, src_data_rank=None)
         assert torch_private.local_shard(shard) is torch_private.local_shard(shard)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_shards_of_an_fsdp_module() -> None:
+    """Their order in a message, one's hooks in place of its padded memory, and another sum."""
+    torch_private.join_simulated_group(rank=1, world_size=4)
+    try:
+        mesh, linear = dist.device_mesh.init_device_mesh("cpu", (4,)), nn.Linear(2, 6)
+        given: list[torch.Tensor] = []
+        reduce = torch_private.fsdp_reduce_scatter_by(
+            lambda out, whole: given.append(whole.clone())
+        )
+        module: Any = fully_shard(linear, mesh=mesh)
+        module.set_custom_reduce_scatter(reduce)
+        weight, bias = torch_private.fsdp_params(module)
+        assert weight is linear.weight and bias is linear.bias
+        local: Any = torch_private.local_shard(weight)
+        local.fsdp_pre_all_gather = lambda mesh: ((torch.ones(2, 2),), None)
+        local.fsdp_post_all_gather = lambda gathered, *_, out=None: (gathered[0], ())
+        torch_private.fsdp_take_hooks(module)
+        local.untyped_storage().resize_(0)
+        linear(torch.ones(1, 2)).sum().backward()
+        (whole,) = given
+        assert whole.numel() == 4 * (2 * 2 + 2), "rows are padded to a multiple of the ranks"
+        assert torch.equal(whole.view(4, 6)[:3], torch.ones(3, 6)) and not whole.view(4, 6)[3].any()
     finally:
         dist.destroy_process_group()
 

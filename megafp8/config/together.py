@@ -321,10 +321,40 @@ TOGETHER = (
     ),
     # --- FP8-LM: gradients, master weights and moments in low precision ------------------------
     Row(
-        {LEVEL: LOW_PRECISION}, {FSDP: True},
-        f"{IN_LOW_PRECISION} whole tensors, and FSDP shards FP32 ones",
-        "Use model.optim.name=distributed_fused_adam, which shards such states (ZeRO-1), with "
-        f"model.optim.data_parallel_sharding_strategy=optim_grads gradients too, or {NO_LEVEL}",
+        {FSDP: True, LEVEL: LOW_PRECISION}, {BACKEND: "te"},
+        f"{IN_LOW_PRECISION} weights that FSDP gathers with our own linears; those of "
+        "{model.fp8_backend} have not been shown to be right with it",
+        f"Use model.fp8_backend=native, or model.optim.name=distributed_fused_adam in place of "
+        f"{FSDP}, or {NO_LEVEL}",
+        UNPROVEN,
+    ),
+    Row(
+        {FSDP: True, PRECISION: FP16}, {LEVEL: "O3"},
+        OUTSIDE_FP16,
+        f"Use trainer.precision=bf16, model.optim.fp8_opt_level=O2, {NO_FSDP}",
+    ),
+    Row(
+        {FSDP: True, RECIPE: some_recipe(OWN_WEIGHT)}, {LEVEL: "O3"},
+        f"with {FSDP}=True ranks agree on one scale for each weight, and {{recipe}} has many",
+        f"Use model.fp8_recipe={SHARED_WEIGHT.hint}, model.optim.fp8_opt_level=O2, {NO_FSDP}",
+    ),
+    Row(
+        {FSDP: True}, {"model.optim.fp8_grad_reduction": is_one_of("auto", "pre", "post")},
+        "FSDP sums the gradients of each microbatch: a scale that ranks share would need one more "
+        "message before each of these sums, which would send no fewer bytes and round more often",
+        f"Leave it out (fp32), {NO_FSDP}",
+    ),
+    Row(
+        {FSDP: True}, {"model.optim.main_grads_sum_dtype": "fp32"},
+        "FSDP's gradients are freed once they were added to sums in FP8; FP32 sums stay for a step",
+        "Leave it out (fp8), or use model.optim.main_grads_dtype=fp32, which keeps FP32 sums and "
+        "sends FP32",
+    ),
+    Row(
+        {FSDP: True, "model.optim.main_grads_dtype": FP8_GRADS},
+        {"model.fsdp_grad_reduce_dtype": not_(32)},
+        "gradients that are sent in FP8 are summed in FP32",
+        "Leave it out (32), or use model.optim.main_grads_dtype=fp32",
     ),
     Row(
         {LEVEL: LOW_PRECISION}, {BACKEND: "torchao"},

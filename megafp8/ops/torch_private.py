@@ -341,6 +341,38 @@ def fsdp_reduce_scatter(before: Callable[[torch.Tensor], None]) -> Any:
     return _calling_first(DefaultReduceScatter, before)
 
 
+def fsdp_reduce_scatter_by(reduce: Callable[[torch.Tensor, torch.Tensor], None]) -> Any:
+    """Return a reduce-scatter for FSDP2 that calls `reduce` with its output and its input.
+
+    Both are flat; FSDP2 has allocated them as for its own, and is on the stream of its own.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    def call(
+        self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **named: Any
+    ) -> None:
+        reduce(output_tensor, input_tensor)
+
+    return type("ReduceScatterBy", (DefaultReduceScatter,), {"__call__": call})()
+
+
+def fsdp_params(module: Any) -> list[torch.nn.Parameter]:
+    """Return the shards of an FSDP2 module in the order in which they lie in its messages."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [param.sharded_param for param in group.fsdp_params]
+
+
+def fsdp_take_hooks(module: Any) -> None:
+    """Let an FSDP2 module see the all-gather hooks of its shards now.
+
+    It looks for them once, before its first gather, and then copies shards that are padded. After
+    this call it reads a shard that has hooks through them alone.
+    """
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is not None:
+        group.lazy_init()
+
+
 def _calling_first(collective: Any, before: Callable[[torch.Tensor], None]) -> Any:
     def call(
         self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **named: Any

@@ -6,6 +6,7 @@ Muon may update the matrices instead (`optim/muon.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -179,15 +180,16 @@ class AdamW:
 
     def _update_stored(self, step: int, lr: float, skips: torch.Tensor | None) -> None:
         """Update what has states below FP32."""
-        asked = [
-            (segment, tensors, self._constants(segment.param, lr))
-            for segment, master in zip(self.masters.segments, self.masters.masters, strict=True)
-            if (tensors := self._stored.get(master)) is not None
-        ]
-        if self.masters.row_of is None:
+        masters, asked = self.masters, []
+        rows = zip(masters.segments, masters.masters, masters.stored_grads, strict=True)
+        for segment, master, grad in rows:
+            if (tensors := self._stored.get(master)) is not None:
+                tensors = replace(tensors, grad=grad)  # FSDP's are other tensors in each step
+                asked.append((segment, tensors, self._constants(segment.param, lr)))
+        if masters.row_of is None:
             self._update_whole(asked, step, skips)
         else:
-            self._update_parts(asked, step, self.masters.row_of)
+            self._update_parts(asked, step, masters.row_of)
 
     def _update_whole(self, asked: Sequence[Asked], step: int, skips: torch.Tensor | None) -> None:
         """Update whole tensors."""

@@ -13,7 +13,6 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import raise_amax
 from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import ScaledTensor, sums_of_squares
 from megafp8.ops import torch_private
@@ -25,7 +24,7 @@ from megafp8.optim.partitions import (
     is_sharded,
     replicated_range,
 )
-from megafp8.parallel.fsdp import ShardedModel, local_of
+from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.grad_reduce import Bucket, GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
 from megafp8.specs import StorageSpec
@@ -334,6 +333,10 @@ class Masters:
         found = (grad.values() for segment, grad in both if segment.param is param)
         return all(bool(values.isfinite().all()) for values in found)
 
+    def rows_of(self, param: nn.Parameter) -> torch.Tensor:
+        """Return this rank's part of a parameter, as it is stored or in FP32; not to be changed."""
+        return local_of(param.detach())
+
     @contextmanager
     def attach_grads(self) -> Iterator[None]:
         """Set the `.grad` of each master that is FP32, as its gradient is, inside the context.
@@ -409,87 +412,3 @@ def initial_master(param: nn.Parameter) -> nn.Parameter:
     master = param.detach().float() if initial is None else initial.to(param.device)
     param.initial_master = None  # type: ignore[attr-defined]
     return nn.Parameter(master)
-
-
-class FsdpMasters(Masters):
-    """Hold this rank's rows of each FSDP parameter as FP32 master weights.
-
-    FSDP allocates new gradients of these rows in every step.
-    """
-
-    holds_rows = True
-
-    def __init__(self, sharded: ShardedModel) -> None:
-        self.shards, self._modules = sharded.shards, sharded.modules
-        self.storage, self.row_of = StorageSpec(), None
-        self._gathered_in_fp8 = sharded.gathered_in_fp8
-        self.params = list(sharded.params)
-        self.device = local_of(self.params[0]).device
-        self.segments, self.masters = [], []
-        for param in self.params:
-            local = local_of(param.detach())
-            if local.numel() == 0:
-                continue  # fewer rows than ranks
-            rows = -(-param.shape[0] // self.shards.size)  # torch.chunk's rule
-            begin = self.shards.rank * rows * (param.numel() // param.shape[0])
-            self.segments.append(Segment(param, begin, begin + local.numel()))
-            self.masters.append(nn.Parameter(local))  # shares its memory
-        one, fmt = torch.ones((), device=self.device), STORAGE_FORMATS["fp32"]
-        self.stored = [ScaledTensor(master.detach(), one, fmt) for master in self.masters]
-        self.stored_grads = list(self.stored)
-        self.grads, self.own_grads, self.param_grads = [], [], []
-
-    @property
-    def held_params(self) -> list[nn.Parameter]:
-        """Return the memory that parameters occupy on this rank: its FP32 shards."""
-        return self.masters
-
-    def begin_step(self) -> None:
-        """Drop the gradients of the last step, so that FSDP allocates new ones."""
-        for param in self.params:
-            param.grad = None
-
-    def collect_grads(self) -> None:
-        """Take the reduced gradients from the parameters; a parameter without one gets zeros."""
-        self.param_grads = [_grad_of(param) for param in self.params]
-        self.grads = [grad for grad in self.param_grads if grad.numel()]
-        self.stored_grads = [
-            replace(stored, payload=grad)
-            for stored, grad in zip(self.stored, self.grads, strict=True)
-        ]
-        self.own_grads = self.grads
-        self.replicated_grads = [
-            grad
-            for segment, grad in zip(self.segments, self.grads, strict=True)
-            if not segment.piece.is_sharded
-        ]
-
-    def write_back(self) -> None:
-        """Free the gathered weights, so that their next use gathers the updated masters.
-
-        For weights that cross ranks in FP8, the ranks also agree on the scale of each whole tensor,
-        with one reduction for all amaxes.
-        """
-        self.reshard()
-        if not self._gathered_in_fp8:
-            return
-        parts = [local_of(param.detach()) for param in self._gathered_in_fp8]
-        (dtype,) = {form.compute_dtype for form in self._gathered_in_fp8.values()}
-        amaxes = torch.zeros(len(parts), device=self.device)
-        for amax, part in zip(amaxes, parts, strict=True):
-            raise_amax(amax, part)
-        amaxes = amaxes.to(dtype).float()  # the amaxes of the rounded weights: rounding is monotone
-        self.shards.all_reduce_max(amaxes)
-        for amax, part, form in zip(amaxes, parts, self._gathered_in_fp8.values(), strict=True):
-            form.agree_on_scale(amax, part)
-
-    def reshard(self) -> None:
-        """Free the gathered weights of every module."""
-        for module in self._modules:
-            module.reshard()
-
-
-def _grad_of(param: nn.Parameter) -> torch.Tensor:
-    if param.grad is None:  # nothing of this step used it
-        return torch.zeros_like(local_of(param.detach()))
-    return local_of(param.grad)

@@ -7,11 +7,14 @@ never averaged; the step divides once at its end.
 
 With `fp8_params`, or if torchao is configured to, the weights of linears are sent as FP8 bytes with
 a scale that all ranks share. Our products read these bytes; torchao's read their values.
+
+At FP8-LM's levels (`optim/fsdp_masters.py`) the shards of linears are masters in low precision
+(`ShardedModel.gather_from`), and their gradients cross ranks in FP8 (`ShardedModel.sum_in_fp8`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +31,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.scaled import resize_memory
 from megafp8.fp8.weights import GatheredForm, GatheredFp8
 from megafp8.models.gpt import GPT
 from megafp8.models.init import initial_values, pieces_of
@@ -35,6 +39,7 @@ from megafp8.ops import torch_private
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import AXES, Mesh, groups_along
 from megafp8.parallel.pipeline import PipelinedGPT
+from megafp8.parallel.scaled_data import ScatteredGrads
 from megafp8.specs import ParallelSpec
 
 
@@ -45,7 +50,40 @@ class ShardedModel:
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
     shards: Axis
+    compute_dtype: torch.dtype
     gathered_in_fp8: dict[nn.Parameter, GatheredForm]  # the `params` that are sent in FP8
+
+    def gather_from(self, values: Mapping[nn.Parameter, Callable[[], torch.Tensor]]) -> None:
+        """Gather these parameters as what the functions return; free the memory of their shards.
+
+        A function returns this rank's rows in FP32. What crosses ranks has the compute dtype, or is
+        in FP8 as before.
+        """
+        for param, read in values.items():
+            form = self.gathered_in_fp8.get(param)
+            rows = -(-param.shape[0] // self.shards.size)
+            _gather_by_hooks(local_of(param), read, form, self.compute_dtype, rows)
+        for module in self.modules:
+            torch_private.fsdp_take_hooks(module)
+        for param in values:
+            resize_memory(local_of(param.detach()), has_memory=False)
+
+    def sum_in_fp8(self, params: Collection[nn.Parameter]) -> None:
+        """Send the gradients of these parameters in FP8, each rank's with its own scale.
+
+        Each rank adds up those of its rows in FP32 (`ScatteredGrads`).
+        """
+        for module in self.modules:
+            own = torch_private.fsdp_params(module)
+            if not any(param in params for param in own):
+                continue
+            sizes = [
+                -(-param.shape[0] // self.shards.size) * (param.numel() // param.shape[0])
+                for param in own
+            ]
+            grads = ScatteredGrads(sizes, [param in params for param in own], self.shards)
+            reduce = torch_private.fsdp_reduce_scatter_by(grads.reduce)
+            module.set_custom_reduce_scatter(reduce)
 
 
 def shard_model(
@@ -93,8 +131,9 @@ def shard_model(
         for path, form in _gathered_forms(owner).items():
             weight = owner.get_parameter(path)
             in_fp8[weight] = form
-            _gather_in_fp8(local_of(weight), form, -(-weight.shape[0] // shards.size))
-    return ShardedModel(modules, tuple(model.parameters()), shards, in_fp8)
+            local, rows = local_of(weight), -(-weight.shape[0] // shards.size)
+            _gather_by_hooks(local, local.detach, form, form.compute_dtype, rows)
+    return ShardedModel(modules, tuple(model.parameters()), shards, DTYPES[compute], in_fp8)
 
 
 def _gather_ahead(gpt: GPT) -> None:
@@ -136,19 +175,27 @@ def _gathered_forms(owner: nn.Module) -> dict[str, GatheredForm]:
     return dict(getattr(owner, "gathered", {}))
 
 
-def _gather_in_fp8(local_RI: Any, form: GatheredForm, padded_rows: int) -> None:
+def _gather_by_hooks(
+    local_RI: Any,
+    read: Callable[[], torch.Tensor],
+    form: GatheredForm | None,
+    compute: torch.dtype,
+    padded_rows: int,
+) -> None:
     """Attach FSDP's two all-gather hooks to a shard, which stays an ordinary tensor.
 
-    FSDP calls `before` on its own stream and `after` on the compute stream. It drops the metadata
-    before `after` has run, so these have no tensors; `form` holds what both need.
+    `read` returns what is sent, after it was rounded to `compute`: as FP8 bytes of `form`, or as it
+    is. FSDP calls `before` on its own stream and `after` on the compute stream. It drops the
+    metadata before `after` has run, so these have no tensors; `form` holds what both need.
     """
 
     def before(
         mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
     ) -> tuple[tuple[torch.Tensor], int]:
-        part = form.bytes_of(local_RI.detach().to(form.compute_dtype))
-        payload = torch.zeros(padded_rows, size[1], dtype=torch.uint8, device=local_RI.device)
-        payload[: local_RI.shape[0]] = part
+        part = read().to(compute)
+        part = part if form is None else form.bytes_of(part)
+        payload = torch.zeros(padded_rows, size[1], dtype=part.dtype, device=part.device)
+        payload[: part.shape[0]] = part
         return (payload,), size[0]
 
     @torch.no_grad()
@@ -158,6 +205,8 @@ def _gather_in_fp8(local_RI: Any, form: GatheredForm, padded_rows: int) -> None:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        if form is None:  # FSDP gathers into the memory of the parameter itself
+            return (gathered[0], ()) if out is None else None
         made = form.receive(gathered[0], rows, dtype, out)
         return made if out is None else None
 

@@ -6,7 +6,8 @@ lie in one flat tensor, of which each rank adds up one range; there are two ways
     ExchangedBucket   in FP32, from each rank's own scales; the sum is quantized once
     Fp8SumBucket      in FP8, rounding after each rank, from a scale that the ranks share
 
-With both all ranks have the same bytes and scales afterwards.
+With both all ranks have the same bytes and scales afterwards. Under FSDP `ScatteredGrads` adds up a
+module's gradients as the first one does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis, as_sendable
-from megafp8.specs.division import Places
+from megafp8.specs.division import Places, ScatteredRow
 
 SATURATED = 1e-5
 """The fraction of values of the largest magnitude above which the factor is halved."""
@@ -332,6 +333,51 @@ class Fp8SumBucket(ExchangedBucket):
                 total = cast_stored(values, one, fmt)
             own[place].copy_(total)
             saturated[index] += (_codes(total) == _code_of_max(fmt)).sum()
+
+
+class ScatteredGrads:
+    """Sums what FSDP reduce-scatters of a module, of which some gradients cross ranks in FP8.
+
+    A rank has the same number of elements of each gradient, padded. It casts its own gradient with
+    a scale of its own, and sends each rank that rank's elements as bytes, those of the rest in
+    FP32, and the scales, all in one message (`ScatteredRow`). Each rank adds up its elements in
+    FP32, in the order of the ranks. No scale is shared, since a sum is stored by its owner alone.
+    """
+
+    def __init__(self, sizes: Sequence[int], in_fp8: Sequence[bool], shards: Axis) -> None:
+        """Take each gradient's elements on a rank, and whether it is sent in FP8, in order."""
+        self.shards, self.elements = shards, sum(sizes)
+        self.row = ScatteredRow.of(sizes, in_fp8)
+
+    @torch.no_grad()
+    def reduce(self, output: torch.Tensor, given: torch.Tensor) -> None:
+        """Write the sums of this rank's elements into `output`, both flat FP32.
+
+        `given` [ranks * elements] has this rank's gradients, in the order of who owns them.
+        """
+        ranks, row, fmt = self.shards.size, self.row, STORAGE_FORMATS["fp8"]
+        assert given.dtype == output.dtype == torch.float32, given.dtype
+        assert given.numel() == ranks * self.elements, "a parameter has no gradient"
+        grads = given.view(ranks, -1)
+        sent = torch.zeros(ranks, row.num_bytes, dtype=torch.uint8, device=given.device)
+        for place, at in row.plain:
+            sent[:, at] = grads[:, place].contiguous().view(torch.uint8)
+        scales = []
+        for place, at in row.in_fp8:
+            stored = ScaledTensor.of(grads[:, place].contiguous(), fmt)
+            sent[:, at] = stored.payload.view(torch.uint8)
+            scales.append(stored.dequant_scale)
+        sent[:, row.scales] = torch.stack(scales).view(torch.uint8)
+        parts = [row.num_bytes] * ranks
+        received = self.shards.start_all_to_all(sent.view(-1), parts).wait()
+        of_ranks = received[:, row.scales].contiguous().view(torch.float32)
+        one, fp32 = torch.ones((), device=given.device), STORAGE_FORMATS["fp32"]
+        for place, at in row.plain:
+            numbers = received[:, at].contiguous().view(torch.float32)
+            add_up([ScaledTensor(x, one, fp32) for x in numbers], output[place])
+        for index, (place, at) in enumerate(row.in_fp8):
+            both = zip(received[:, at].view(fmt.dtype), of_ranks[:, index], strict=True)
+            add_up([ScaledTensor(x, scale, fmt) for x, scale in both], output[place])
 
 
 def _codes(payload: torch.Tensor) -> torch.Tensor:

@@ -161,15 +161,24 @@ def _held_bytes(
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if division is None:
-        own = sum(param.shard_elements(shard_ranks(spec)) for param in shape.params)
+        storage = spec.optim.storage
+        own = [param.shard_elements(shard_ranks(spec)) for param in shape.params]
+        masters, gradients = (
+            sum(
+                elements * (ITEM_BYTES[name] if param.is_linear else FP32)
+                for elements, param in zip(own, shape.params, strict=True)
+            )
+            for name in (storage.main_params, storage.main_grads)
+        )
+        moments = sum(
+            elements * _itemsize_of_moments(spec, param)
+            for elements, param in zip(own, shape.params, strict=True)
+        )
         return HeldBytes(
-            weights=0,
-            masters=FP32 * own,  # FSDP's parameters themselves
-            moments=sum(
-                FP32 * num_moments(spec, param) * param.shard_elements(shard_ranks(spec))
-                for param in shape.params
-            ),
-            gradients=FP32 * own,
+            weights=0,  # FSDP's parameters are the masters, or have no memory beside them
+            masters=masters,
+            moments=moments,
+            gradients=gradients,
             scaling=scaling,
         )
     names = [stored_as(spec, param) for param in shape.params]
@@ -193,14 +202,18 @@ def _owned_itemsizes(spec: RunSpec, param: Parameter, division: Division) -> tup
     A linear's weight in low precision is its own master; one in FP8 has a master beside it. A whole
     FP32 parameter is its own master, too; a rank that owns a part of it has a copy.
     """
-    storage = spec.optim.storage
-    is_small = param.is_linear or not storage.linears_only
-    names = (storage.exp_avg, storage.exp_avg_sq) if is_small else ("fp32", "fp32")
-    moments = sum(ITEM_BYTES[name] for name in names[: num_moments(spec, param)])
+    storage, moments = spec.optim.storage, _itemsize_of_moments(spec, param)
     if param.is_linear and storage.main_params != "fp32":
         return 0 if param.itemsize > 1 else ITEM_BYTES[storage.main_params], moments
     is_own = param.itemsize == FP32 and not division.splits
     return 0 if is_own else FP32, moments
+
+
+def _itemsize_of_moments(spec: RunSpec, param: Parameter) -> int:
+    storage = spec.optim.storage
+    is_small = param.is_linear or not storage.linears_only
+    names = (storage.exp_avg, storage.exp_avg_sq) if is_small else ("fp32", "fp32")
+    return sum(ITEM_BYTES[name] for name in names[: num_moments(spec, param)])
 
 
 def num_moments(spec: RunSpec, param: Parameter) -> int:
@@ -484,8 +497,12 @@ def _whole_gradients(spec: RunSpec, layer: int) -> int:
     fsdp = spec.parallel.fsdp
     if fsdp is None:
         return 0
-    weights = sum(linear.weight_elements for linear in linears_of_layer(spec, layer))
-    return weights * (compute_itemsize(spec) + ITEM_BYTES[fsdp.grad_reduce_dtype])
+    sizes = [linear.weight_elements for linear in linears_of_layer(spec, layer)]
+    sent = sum(sizes) * (compute_itemsize(spec) + ITEM_BYTES[fsdp.grad_reduce_dtype])
+    if spec.optim.storage.main_grads == "fp32":
+        return sent
+    # FP32 sums' input beside the bytes that are made of it, one weight after the other
+    return max(sent, 5 * sum(sizes) + 5 * max(sizes))
 
 
 def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) -> int:

@@ -32,7 +32,7 @@ from megafp8.plan.shape import (
     shard_ranks,
 )
 from megafp8.specs import RunSpec
-from megafp8.specs.division import ALIGNMENT, Division, rounded_up
+from megafp8.specs.division import ALIGNMENT, Division, ScatteredRow, rounded_up
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.traits import GemmName, Role
 
@@ -371,12 +371,14 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     fsdp, tp = spec.parallel.fsdp, spec.parallel.tp
     assert fsdp is not None
     ranks, count = shard_ranks(spec), num_microbatches(spec)
-    gathered = shard = in_fp8 = 0
+    sums_in_fp8 = spec.optim.storage.main_grads != "fp32"
+    gathered = shard = all_shards = in_fp8 = 0
     for param in shape.params:
         own, is_in_fp8 = param.shard_elements(ranks), sent_in_fp8(spec, param)
         times = 2 if param.in_layer and fsdp.strategy != "grad" else 1
         gathered += times * own * (1 if is_in_fp8 else compute_itemsize(spec))
-        shard, in_fp8 = shard + own, in_fp8 + is_in_fp8
+        all_shards, in_fp8 = all_shards + own, in_fp8 + is_in_fp8
+        shard += own * (not (param.in_layer and sums_in_fp8))
     size = ITEM_BYTES[fsdp.grad_reduce_dtype]
 
     def message(operation: Operation, what: str, handed: int, *, nodes: int = 1) -> Message:
@@ -392,10 +394,25 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
 
     yield message("all_gather", "weights", gathered * count)
     yield message("reduce_scatter", "gradients", shard * ranks * size * count)
+    if sums_in_fp8:
+        sent = ranks * sum(row.num_bytes for row in _scattered_rows(shape, ranks))
+        yield message("all_to_all", "gradients in FP8", sent * count)
+    if not spec.optim.storage.is_plain:
+        yield message("all_reduce", "amaxes of masters and moments", 3 * FP32 * len(shape.params))
     yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
     nodes = spec.parallel.dp * spec.parallel.cp // ranks
     if nodes > 1:
-        yield message("all_reduce", "gradients of shards", shard * size * count, nodes=nodes)
+        yield message("all_reduce", "gradients of shards", all_shards * size * count, nodes=nodes)
+
+
+def _scattered_rows(shape: RankShape, ranks: int) -> Iterator[ScatteredRow]:
+    """Return what FSDP sends another rank of each layer's gradients, with linears in FP8."""
+    params = [param for param in shape.params if param.in_layer]
+    each = len(params) // len(shape.layers)
+    for begin in range(0, len(params), each):
+        layer = params[begin : begin + each]
+        sizes = [param.shard_elements(ranks) for param in layer]
+        yield ScatteredRow.of(sizes, [param.is_linear for param in layer])
 
 
 def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:

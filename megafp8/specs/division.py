@@ -104,6 +104,40 @@ class Division:
                 yield places.rows[index], part.stop - part.start
 
 
+@dataclass(frozen=True)
+class ScatteredRow:
+    """Say where the gradients of an FSDP module lie in what a rank sends another one.
+
+    `plain` and `in_fp8` have each gradient's elements in the rank's range, and its bytes in the
+    message. FP32 numbers come first, then the scales of the others, and then their FP8 bytes: the
+    place of FP32 numbers must be a multiple of 4 bytes.
+    """
+
+    plain: tuple[tuple[slice, slice], ...]
+    in_fp8: tuple[tuple[slice, slice], ...]
+    scales: slice
+    num_bytes: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], in_fp8: Sequence[bool]) -> ScatteredRow:
+        """Lay out gradients of these numbers of elements, padded, in the order of the module."""
+        ends = [0, *accumulate(sizes)]
+        places = [slice(*both) for both in zip(ends, ends[1:], strict=False)]
+        plain = [place for place, scaled in zip(places, in_fp8, strict=True) if not scaled]
+        scaled = [place for place, scaled in zip(places, in_fp8, strict=True) if scaled]
+        widths = [4 * (place.stop - place.start) for place in plain]
+        widths += [4 * len(scaled), *(place.stop - place.start for place in scaled)]
+        ends = [0, *accumulate(widths)]
+        parts = [slice(*both) for both in zip(ends, ends[1:], strict=False)]
+        before, scales, after = parts[: len(plain)], parts[len(plain)], parts[len(plain) + 1 :]
+        return cls(
+            tuple(zip(plain, before, strict=True)),
+            tuple(zip(scaled, after, strict=True)),
+            scales,
+            rounded_up(ends[-1], 16),
+        )
+
+
 def equal_parts(
     sizes: Sequence[int], num_ranks: int, *, rows: Sequence[int] = (), kind: str = "", unit: int = 1
 ) -> Places:

@@ -19,8 +19,9 @@ from megafp8.models.init import give_values, values_later
 from megafp8.models.random import RandomStreams
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.fp8_weights import WholeFp8Weights
+from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.optim.loss_scale import LossScale
-from megafp8.optim.masters import FsdpMasters, Masters
+from megafp8.optim.masters import Masters
 from megafp8.optim.muon import Muon
 from megafp8.optim.partitions import Partition
 from megafp8.parallel.fsdp import shard_model
@@ -134,7 +135,7 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
     """
     storage = spec.optim.storage
     main = MainGradSink()
-    if storage.main_grads != "fp32":
+    if storage.main_grads != "fp32" and spec.parallel.fsdp is None:
         main = ScaledGradSink(sums_in_fp32=storage.sums_in_fp32)
     outer: GradSink = main
     reducer: GradReducer | None = None
@@ -173,7 +174,9 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
     parallel, storage = spec.parallel, spec.optim.storage
     masters: Masters
     if parallel.fsdp is not None:
-        masters = FsdpMasters(shard_model(model, mesh, parallel, spec.precision.compute))
+        sharded = shard_model(model, mesh, parallel, spec.precision.compute)
+        linears = () if storage.is_plain else backend.weights(model)
+        masters = FsdpMasters(sharded, storage, linears)
     else:
         shards = spec.optim.shards_states
         needs_linears = spec.optim.uses_muon or not storage.is_plain

@@ -11,7 +11,6 @@ from torch import nn
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import first_known
-from megafp8.parallel.fsdp import local_of
 from megafp8.train.state import TrainState
 from megafp8.train.step import local_batch
 
@@ -27,16 +26,16 @@ def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> st
     state.masters.reshard()
     params = list(state.model.parameters())
     return (
-        first_known(mesh, _first_parameter(params))
+        first_known(mesh, _first_parameter(state, params))
         or first_known(mesh, _first_output(state, microbatches))
         or first_known(mesh, _first_gradient(state, params))
         or "the loss or the gradient norm alone"
     )
 
 
-def _first_parameter(params: Sequence[nn.Parameter]) -> str | None:
+def _first_parameter(state: TrainState, params: Sequence[nn.Parameter]) -> str | None:
     for param in params:
-        values = local_of(param).detach()
+        values = state.masters.rows_of(param)
         if values.itemsize == 1:  # a weight kept in FP8, whose dtypes torch cannot test
             values = values.float()
         if not torch.isfinite(values).all():

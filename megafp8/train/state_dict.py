@@ -215,8 +215,9 @@ def _pieces_of_segment(
 def _whole_pieces(prefix: str, state: TrainState, segment: Segment) -> Iterator[Placement]:
     """Yield the placements of the whole parameter of a segment; their tensors are only shapes."""
     whole = Segment(segment.param, 0, segment.param.numel())
+    shape_of_it = torch.empty(segment.param.shape, device="meta")  # FSDP's is sharded
     num_shards = state.masters.shards.size
-    yield from placements_of(prefix, whole, segment.param, state.mesh, num_shards=num_shards)
+    yield from placements_of(prefix, whole, shape_of_it, state.mesh, num_shards=num_shards)
 
 
 def _scalar_of(name: str, piece: Placement, scalar: torch.Tensor) -> Placement:

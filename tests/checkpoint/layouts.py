@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megafp8.checkpoint.step_directories import step_name
 from megafp8.data.loader import Loader
 from megafp8.fp8.scaling import ScalingState
-from megafp8.optim.masters import FsdpMasters
+from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.parallel.mesh import Mesh, join, single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from megafp8.train import state_dict

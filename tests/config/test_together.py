@@ -35,7 +35,7 @@ BESIDES = {
 CANDIDATES = [
     True, False, None, 0, 1, 2, 16, 32, 0.1, "bf16", "te", "torchao", "delayed", "rowwise",
     "blockwise", "tensorwise", "scales", "full", "block", "hybrid", "InterleavedZeroBubble",
-    [True, False, False], "O1", "fp8", "elements", "muon", TWO_LEVELS, SIMULATED,
+    [True, False, False], "O1", "O3", "auto", "fp8", "elements", "muon", TWO_LEVELS, SIMULATED,
     [{"from": 0.5, "recipe": "high_precision"}],
 ]  # fmt: skip
 

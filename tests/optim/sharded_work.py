@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from megafp8.models.gpt import GPT
-from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.specs import LossScaleSpec, ParallelSpec
 from megafp8.te_cpu.tensors import memory_of
@@ -123,7 +122,9 @@ def weights(state: TrainState) -> dict[str, torch.Tensor]:
     found = {}
     for name, param in state.model.named_parameters():
         first = next(iter(memory_of(param)))  # Transformer Engine may keep bytes beside others
-        found[name] = local_of(first.detach()).contiguous().view(torch.uint8).clone()
+        if state.masters.holds_rows:  # FSDP's shards may have no memory
+            first = state.masters.rows_of(param)
+        found[name] = first.detach().contiguous().view(torch.uint8).clone()
     return found
 
 

@@ -13,7 +13,7 @@ from megafp8 import te_cpu
 from megafp8.data.loader import DocumentRules, Microbatch
 from megafp8.fp8.scaling import ScaleTable
 from megafp8.models.init import pieces_of
-from megafp8.optim.masters import FsdpMasters
+from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import whole_logits
 from megafp8.parallel.mesh import Mesh, join

@@ -16,7 +16,7 @@ from megafp8.plan import memory, shape
 from megafp8.plan.memory import HeldBytes, rank_memory
 from megafp8.plan.pipeline import most_held
 from megafp8.plan.shape import Parameter
-from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import OptimSpec, StorageSpec
 from megafp8.specs.precision import ModuleRule, RecipeName
@@ -418,8 +418,6 @@ def test_cuda_graphs_have_the_memory_of_a_step_a_second_time(name: str) -> None:
 
 
 def test_fsdp_divides_weights_gradients_and_moments() -> None:
-    from megafp8.specs.parallel import FsdpSpec
-
     whole, elements = job(ranks=4), rank_memory(job(ranks=4), 0).num_params
     spec = replace(whole, parallel=replace(whole.parallel, fsdp=FsdpSpec()))
     plan = rank_memory(spec, 0)
@@ -436,6 +434,20 @@ def test_fsdp_divides_weights_gradients_and_moments() -> None:
     without = rank_memory(whole, 0).step.workspace
     assert plan.step.workspace - without == (2 + 4) * weights  # a layer's gradients, twice
     assert less.step.workspace - without == (2 + 2) * weights
+
+
+def test_fsdp_at_a_level_holds_the_tables_bytes_of_its_rows() -> None:
+    """At O2 and O3 a rank has 6 bytes of its linears and 11 of the rest, where FP32 has 16."""
+    spec, parallel = job(ranks=4), ParallelSpec(devices_per_node=4, fsdp=FsdpSpec())
+    spec = replace(spec, parallel=parallel)
+    plain = rank_memory(spec, 0)
+    few = rank_memory(replace(spec, optim=optim_spec(storage=O3)), 0)
+    linears, elements = 4 * 12 * 256 * 256 / 4, plain.held.total / 16
+    assert few.held.total == 6 * linears + (4 + 4 + 3) * (elements - linears)
+    assert few.step.gathered == plain.step.gathered
+    weights = 12 * 256 * 256  # of a layer; FC1 is a third of them
+    more = few.step.workspace - plain.step.workspace
+    assert more == pytest.approx((5 + 5 / 3 - 6) * weights)
 
 
 @pytest.mark.parametrize("storage", ["O2", "O3"])

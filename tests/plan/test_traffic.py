@@ -72,6 +72,7 @@ WIDE = gpt_spec(hidden_size=256, ffn_hidden_size=256)
 OF_PARTS = ("rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4", "nvfp4-no_2d")
 """The recipes with several scales for a tensor."""
 O2 = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
+O1 = replace(O2, exp_avg="fp32", exp_avg_sq="fp32")
 SUMMED = replace(O2, reduction="auto")
 SEQUENCE = ParallelSpec(tp=2, sequence_parallel=True)
 CASES: dict[str, tuple[int, Case]] = {
@@ -127,6 +128,12 @@ CASES: dict[str, tuple[int, Case]] = {
     "fsdp x pp 4": case(fsdp("full", pp=4), 8),
     "fsdp, hybrid x pp": case(fsdp("hybrid", num_nodes=4, pp=2), 8, fp8=DELAYED),
     "fsdp, hybrid": case(fsdp("hybrid", num_nodes=2), 4),
+    "fsdp, O1": case(fsdp("full"), fp8=DELAYED, optim=optim_spec(storage=O1)),
+    "fsdp, O2, odd": case(fsdp("full"), compute="fp32", model=ODD, optim=optim_spec(storage=O2)),
+    "fsdp, O3, hybrid": case(
+        fsdp("hybrid", num_nodes=2), 4, fp8=IN_FP8, optim=optim_spec(storage=O2)
+    ),
+    "fsdp, O2, x pp": case(fsdp("full", pp=2), 4, fp8=DELAYED, optim=optim_spec(storage=O2)),
     "fsdp, hybrid, FP8": case(fsdp("hybrid", num_nodes=2), 4, fp8=DELAYED),
     "O2": case(ParallelSpec(), fp8=DELAYED, optim=optim_spec(storage=O2)),
     "O2, summed in FP8": case(ParallelSpec(), fp8=DELAYED, optim=optim_spec(storage=SUMMED)),
@@ -204,8 +211,12 @@ def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
             check(name, rank, measured)
 
 
-def test_a_plan_has_muons_messages_and_states() -> None:
-    cases = {name: real for name, (_, real) in CASES.items() if name.startswith("Muon")}
+@pytest.mark.parametrize("kind", ["Muon", "fsdp, O"])
+def test_a_plan_has_the_messages_and_states_of_two_ranks(kind: str) -> None:
+    """Of Muon's updates, and of FP8-LM's levels under FSDP."""
+    named = {name: found for name, found in CASES.items() if name.startswith(kind)}
+    cases = {name: real for name, (ranks, real) in named.items() if ranks == 2}
+    assert len(cases) > 1
     measured = run_ranks(plan_traffic_work.measure, 2, {"cases": cases}, timeout=600)
     for rank in range(2):
         for name in cases:

@@ -181,18 +181,19 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     if fsdp is None and not spec.optim.shards_states:
         return []
     held = state_bytes(state)
-    if not spec.optim.storage.is_plain:
+    if not spec.optim.storage.is_plain and fsdp is None:
         return [_shares_of_stored(state.masters, held)]
     numbers = (1 + state.optimizer.num_states(param) for param in state.masters.params)
     params = zip(state.masters.params, numbers, strict=True)
     whole = sum(4 * count * param.numel() for param, count in params)
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
-    kept = f"{(held.masters + held.moments) / 2**20:.1f} of {whole / 2**20:.1f} MiB"
+    own = f"{(held.masters + held.moments) / 2**20:.1f}"
+    kept = f"{own} of {whole / 2**20:.1f} MiB of FP32 weights and moments"
+    if not spec.optim.storage.is_plain:
+        kept = f"{own} MiB of weights and moments, which are {whole / 2**20:.1f} MiB in FP32"
     gradients = "and all gradients" if fsdp is None else "and the same part of the gradients"
-    return [
-        f"{name} over {plural(state.masters.shards.size, 'rank')}: this one keeps {kept} of FP32 "
-        f"weights and moments, {gradients}"
-    ]
+    over = plural(state.masters.shards.size, "rank")
+    return [f"{name} over {over}: this one keeps {kept}, {gradients}"]
 
 
 def _shares_of_stored(masters: Masters, held: StateBytes) -> str:
@@ -222,8 +223,10 @@ def storage_lines(spec: RunSpec, state: TrainState) -> list[str]:
     moments = [state.optimizer.stored_states(name) for name in STATES]
     for row, segment in enumerate(masters.segments):
         if segment.param in masters.linears:
-            weight = _weight_of(segment, state.backend.memory_of)
-            held = [masters.masters[row], masters.grads[row], *weight]
+            weight: list[torch.Tensor] = []  # FSDP gathers it from the master
+            if not masters.holds_rows:
+                weight = _weight_of(segment, state.backend.memory_of)
+            held = [masters.masters[row], masters.stored_grads[row].payload, *weight]
             held += [tensor for each in moments for tensor in each[row].held]
             total += storage_bytes_of_views(held)
             num_params += segment.end - segment.begin
@@ -235,11 +238,12 @@ def storage_lines(spec: RunSpec, state: TrainState) -> list[str]:
         f"first moments{whose} in {storage.exp_avg}, second in {storage.exp_avg_sq}"
     )
     line += ", rounded stochastically" if storage.stochastic_rounding else ""
-    if masters.data.size > 1 and storage.main_grads != "fp32":
+    replicas = state.mesh.data.size
+    if replicas > 1 and storage.main_grads != "fp32":
         how = {"fp32": "in FP32, sent as bytes"}.get(
             storage.reduction, f"in FP8, factor {storage.reduction}"
         )
-        line += f"; summed over {plural(masters.data.size, 'rank')} {how}"
+        line += f"; summed over {plural(replicas, 'rank')} {how}"
     if not num_params:  # other ranks own all linears
         return [line]
     return [f"{line}: {total / num_params:.1f} bytes a parameter of the linears"]
