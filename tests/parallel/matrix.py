@@ -22,7 +22,14 @@ from statistics import geometric_mean
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, PipelineSpec
+from megafp8.specs import (
+    Fp8Recipe,
+    FsdpSpec,
+    GPTSpec,
+    ParallelSpec,
+    PipelineSpec,
+    StorageSpec,
+)
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import traits_of
 from tests.parallel import rank_work
@@ -130,7 +137,12 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     },
     "FP4 nvfp4": ("bf16", Fp8Recipe(name="nvfp4")),
     "FP4 nvfp4, te": ("bf16", Fp8Recipe(name="nvfp4", backward_format="e4m3")),
+    "FP8 delayed, O2": ("bf16", Fp8Recipe(amax_history_len=16)),
+    "FP8 tensorwise, O3": ("bf16", Fp8Recipe(name="tensorwise", params_in_fp8=True)),
 }
+STORED = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
+LEVELS = {"FP8 delayed, O2": "O2", "FP8 tensorwise, O3": "O3"}
+"""FP8-LM's levels, with FSDP and each document alone: other layouts are in `test_masters_ranks`."""
 WIDE = {"hidden_size": 128, "ffn_hidden_size": 128}
 """The sizes of models in recipes of blocks, which are whole on each of four ranks."""
 BATCHES = {"FP8 mxfp8": 8, "FP8 blockwise": 16, "FP4 nvfp4": 4, "FP4 nvfp4, te": 4}
@@ -151,6 +163,8 @@ sequence parallelism are refused for microbatches of several samples, as here.""
 def precisions_of(layout: str) -> list[str]:
     """The precisions in which a layout runs."""
     runs = [name for name in PRECISIONS if name not in IN_TE or runs_in_te(name, layout)]
+    if LAYOUTS[layout][1].fsdp is None or kind_of(layout):
+        runs = [name for name in runs if name not in LEVELS]
     return [name for name in runs if has_whole_tokens(name, layout)]
 
 
@@ -196,6 +210,8 @@ def case_of(
         model = replace(model, **WIDE)
     case = Case(compute, fp8, model, steps=20, num_microbatches=MICROBATCHES, parallel=spec)
     case = replace(case, batch=BATCHES.get(precision, 2))
+    if precision in LEVELS:
+        case = replace(case, optim=optim_spec(storage=STORED))
     if precision in IN_TE:
         case = replace(case, backend="te")
         if not model.is_gated:  # its GELU is the tanh form
@@ -291,8 +307,9 @@ def run_pairs(
     all_good = True
     for name, chosen in pairs.items():
         size, spec = LAYOUTS[name]
-        optim = ZERO if "ZeRO-1" in name else optim_spec()
-        changes = {"optim": optim, "documents": kind_of(name) == PACKED}
+        changes: dict[str, object] = {"documents": kind_of(name) == PACKED}
+        if "ZeRO-1" in name:
+            changes["optim"] = ZERO
         cases = {
             precision: case_of(precision, spec, model_of(name), **changes) for precision in chosen
         }

@@ -184,7 +184,7 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
     return Outcome(
         losses,
         norms,
-        pieces(gradients, gradients.masters.grads),
+        pieces(gradients, [grad.values() for grad in gradients.masters.stored_grads]),
         weights(state),
         {name: param.numel() * param.element_size() for name, param in named},
         {key: count for key, count in traffic.items() if count},
@@ -226,7 +226,7 @@ def pieces(state: TrainState, tensors: list[torch.Tensor]) -> list[Piece]:
 def weights(state: TrainState) -> list[Piece]:
     """As the model computes with them; with FSDP, whose whole weights come and go, the masters."""
     if isinstance(state.masters, FsdpMasters):
-        return pieces(state, list(state.masters.masters))
+        return pieces(state, [stored.values() for stored in state.masters.stored])
     return [
         Piece(piece.name, piece.global_shape, piece.offset, _plain(param.detach()[piece.local]))
         for param in state.masters.params

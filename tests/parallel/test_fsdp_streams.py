@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from megafp8.parallel.mesh import join
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, StorageSpec
 from megafp8.train.step import train_step
 from tests.parallel.streams import Stream, current_stream, streams
-from tests.tiny import build_run, gpt_spec, microbatch
+from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
 
 
 @pytest.fixture
@@ -26,10 +26,15 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+STORED = StorageSpec(main_grads="fp8", main_params="fp16", exp_avg="fp8", exp_avg_sq="fp16")
+
+
+@pytest.mark.parametrize("storage", [StorageSpec(), STORED], ids=["FP32", "FP8-LM"])
 @pytest.mark.parametrize("strategy", ["full", "grad"])
-def test_a_gathered_weights_scale_lives_until_it_has_been_read(
-    two_ranks: None, strategy: str
+def test_what_is_gathered_and_summed_lives_until_it_has_been_read(
+    two_ranks: None, strategy: str, storage: StorageSpec
 ) -> None:
+    """The scales of gathered weights; at a level also masters, and sums of gradients in FP8."""
     fsdp = FsdpSpec(strategy=strategy)  # type: ignore[arg-type]
     with streams() as memory:
         state = build_run(
@@ -38,6 +43,7 @@ def test_a_gathered_weights_scale_lives_until_it_has_been_read(
             fp8=Fp8Recipe(amax_history_len=4, params_in_fp8=True),
             model=gpt_spec(num_layers=4),
             parallel=ParallelSpec(devices_per_node=2, fsdp=fsdp),
+            optim=optim_spec(storage=storage),
         )
         for step in range(2):
             train_step(state, [microbatch(step), microbatch(step)])

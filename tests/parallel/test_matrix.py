@@ -19,7 +19,7 @@ from tests.tiny import SEQ
 RECIPE_OF = {
     name: recipe.name
     for name, (_, recipe) in matrix.PRECISIONS.items()
-    if recipe is not None and name not in matrix.IN_TE
+    if recipe is not None and name not in (*matrix.IN_TE, *matrix.LEVELS)
 }
 SIMULATED = str(ROOT / "tests" / "own_recipes" / "simulated_int8.py")
 
@@ -78,6 +78,17 @@ def test_a_pair_has_a_row_where_it_is_not_refused(precision: str) -> None:
         for finding in found:
             assert finding.key in ("model.sequence_parallel", "model.context_parallel_size")
             assert "tokens of a microbatch" in finding.reason and finding.hint
+
+
+@pytest.mark.parametrize("precision", matrix.LEVELS)
+def test_levels_have_rows_under_fsdp_where_they_are_not_refused(precision: str) -> None:
+    recipe, level = matrix.PRECISIONS[precision][1], matrix.LEVELS[precision]
+    assert recipe is not None
+    layouts = [name for name in matrix.LAYOUTS if precision in matrix.precisions_of(name)]
+    assert len(layouts) > 5 and all(matrix.LAYOUTS[name][1].fsdp is not None for name in layouts)
+    for layout in layouts:
+        chosen = {"model.optim.fp8_opt_level": level}
+        assert not findings(layout, recipe.name, 2, 4 * SEQ, **chosen), layout
 
 
 @pytest.mark.parametrize("precision", matrix.IN_TE)
