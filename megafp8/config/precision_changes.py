@@ -141,6 +141,24 @@ def spell_schedule(value: object) -> list[dict[str, Any]]:
     return [written(change) for change in parse_schedule(value)]
 
 
+def with_change(value: object, num_steps: int, entry: Mapping[str, Any]) -> str:
+    """Return a valid schedule of a run with one more entry, as it is written on a command line."""
+    entries = list(value) if isinstance(value, (list, tuple)) else []
+    starts = [change.after for change in parse_schedule(entries, num_steps)]
+    place = sum(start <= entry["from"] for start in starts)
+    entries.insert(place, entry)
+    return f"{SCHEDULE}=[{', '.join(map(_on_command_line, entries))}]"
+
+
+def _on_command_line(value: object) -> str:
+    if isinstance(value, Mapping):
+        pairs = (f"{key}: {_on_command_line(v)}" for key, v in value.items() if v is not None)
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_on_command_line, value))}]"
+    return f"'{value}'" if isinstance(value, str) and not value.isidentifier() else str(value)
+
+
 def names_bf16(value: object) -> bool:
     """Whether an entry names BF16 as such, and not the run's own high precision."""
     if not isinstance(value, (list, tuple)):

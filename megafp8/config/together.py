@@ -195,6 +195,20 @@ TOGETHER = (
         f"Leave {PARAMS} out, or leave it out",
         UNPROVEN,
     ),
+    *(
+        Row(
+            {key: test}, {"model.fp8_accuracy_check": "warn"},
+            f"the check names a {SCHEDULE} to continue with, which this run cannot have: {{{key}}}",
+            f"Leave one of the two out",
+        )
+        for key, test in (
+            (BACKEND, is_one_of("te", "torchao")),
+            (GRAPH, True),
+            (COMPILE, not_("off")),
+            (LEVEL, "O3"),
+            (PARAMS, True),
+        )
+    ),
     # --- sequence and context parallelism ------------------------------------------------------
     Row(
         {"model.fp8": True, RECIPE: some_recipe(NOT_GATHERED)}, {SP: True},

@@ -44,6 +44,7 @@ class HealthSpec:
     max_underflow: float = 0.5  # fraction of non-zero values that became zero
     max_overflow: float = 0.01  # fraction of values that saturated
     min_snr_db: float = 5.0  # signal to noise of the worst row, in decibel
+    accuracy_check: Literal["off", "warn"] = "off"  # whether a run says where FP8 costs accuracy
 
     def reads_tables(self, recipe: Fp8Recipe) -> bool:
         """Whether the tables of delayed scaling have all that is measured, so that no cast is."""
@@ -61,6 +62,15 @@ class TensorHealth:
     underflow: float | None = None  # fraction of the non-zero values whose FP8 value is zero
     overflow: float | None = None  # fraction of the values beyond the largest FP8 number
     snr_db: float | None = None  # signal to noise of the worst row, in decibel
+
+
+@dataclass(frozen=True)
+class TensorNoise:
+    """Hold the squares of a tensor's values and of its cast's errors, each summed, and its rows."""
+
+    values: float
+    errors: float
+    rows: int
 
 
 @dataclass(frozen=True, kw_only=True)

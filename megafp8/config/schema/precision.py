@@ -95,6 +95,16 @@ WITH_HISTORY = _needs_recipe(lambda traits: traits.has_history)
 CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 
 
+
+def _is_judged(v: Values) -> bool:
+    in_tables = some(recipes_in(v), lambda traits: traits.has_history)
+    health = v["model.fp8_health"]
+    return v["model.fp8"] and (health == "full" or (health != "off" and bool(in_tables)))
+
+
+JUDGED = Need("model.fp8_health", "model.fp8=True and model.fp8_health=full", _is_judged)
+
+
 @dataclass
 class Precision:
     """Define the keys about FP8, FP16, FP8 health and the backend."""
@@ -382,6 +392,18 @@ class Precision:
         spec="observe.health.min_snr_db",
         valid=between(-200, 200),
         needs=MEASURES,
+    )
+    fp8_accuracy_check: str = key(
+        "off",
+        "`warn`: say where FP8 costs accuracy by a fixed criterion, for which linears, and with "
+        "which `model.precision_schedule` the run could be continued without these. With "
+        "`fp8_health=full` it compares the norm of each weight's gradient with the noise of its "
+        "casts (arXiv 2505.19115); with `scales` it has the amaxes and scales of `delayed` alone. "
+        "It never changes a run.",
+        group="health",
+        spec="observe.health.accuracy_check",
+        valid=one_of("off", "warn"),
+        needs=JUDGED,
     )
     pad_inner_dim: bool = key(
         False,

@@ -31,6 +31,7 @@ from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
 from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
+from megafp8.train.report.accuracy import AccuracyCheck
 from megafp8.train.state import TrainState
 
 MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
@@ -150,6 +151,9 @@ class HealthLog:
         """
         self._state, self._spec, self._warn = state, spec, warn
         self._probe = self._new_probe()
+        self._check: AccuracyCheck | None = None
+        if spec.accuracy_check == "warn" and self._probe is not None:
+            self._check = AccuracyCheck(state, measures=spec.mode == "full")
         self._recipe = _recipe_of(state)
         self._file: MetricsFile | None = None
         if self._probe is not None and run_dir is not None:
@@ -182,7 +186,8 @@ class HealthLog:
             assert self._probe is not None
         self._probe.attach()
         self._is_attached = True
-        return self._probe.numbers if isinstance(self._probe, UpdateProbe) else None
+        squared_norms = None if self._check is None else self._check.begin()
+        return self._probe.numbers if isinstance(self._probe, UpdateProbe) else squared_norms
 
     def end(self, step: int, trackers: CompositeTracker, numbers: Sequence[float]) -> None:
         """Write what was measured since `begin` as the health of `step`, and warn of bad tensors.
@@ -200,16 +205,25 @@ class HealthLog:
             own = self._probe.measures(numbers)
         else:
             own = (self._probe.detach(), num_nonfinite(scaling))
-        seen = gather(mesh, own, mesh.world.group)
+        squares, names = None, []
+        if self._check is not None:
+            squares = self._check.squares(numbers)
+            planned = self._state.backend.planned(self._state.model)
+            names = [linear.name for linear in planned if linear.fp8]
+        seen = gather(mesh, (*own, squares, names), mesh.world.group)
         if self._file is None:
             return
         nonfinite: dict[str, int] = {}
-        for _, counts in seen:
+        for _, counts, *_ in seen:
             nonfinite |= {name: max(n, nonfinite.get(name, 0)) for name, n in counts.items()}
-        record = HealthRecord(step, merged(part for part, _ in seen), nonfinite)
+        record = HealthRecord(step, merged(part for part, *_ in seen), nonfinite)
         self._file.log(record.to_dict())
         trackers.log(step, scalars(record))
         self._complain(record)
+        if self._check is not None:
+            parts = [part for *_, part, _ in seen if part is not None]
+            in_fp8 = dict.fromkeys(name for *_, names in seen for name in names)
+            self._check.warn_of(step, record.tensors, parts, list(in_fp8), self._warn)
 
     def verdict(self) -> str | None:
         """Return the health of the last logged step in a few words, or None if there is none."""
@@ -222,6 +236,8 @@ class HealthLog:
         """Forget what was measured since `begin`, because the step will be done again."""
         if self._probe is not None and self._is_attached:
             self._probe.detach()
+            if self._check is not None:
+                self._check.abandon()
             self._is_attached = False
 
     def rewind(self, step: int) -> None:
