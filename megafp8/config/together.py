@@ -199,7 +199,7 @@ TOGETHER = (
         Row(
             {key: test}, {"model.fp8_accuracy_check": "warn"},
             f"the check names a {SCHEDULE} to continue with, which this run cannot have: {{{key}}}",
-            f"Leave one of the two out",
+            "Leave one of the two out",
         )
         for key, test in (
             (BACKEND, is_one_of("te", "torchao")),

@@ -47,7 +47,9 @@ class NoiseProbe:
             return {}
         both = torch.stack([torch.stack((each.values, each.errors)) for each in sums.values()])
         found = zip(sums.items(), both.tolist(), strict=True)
-        return {name: TensorNoise(*numbers, rows=each.rows) for (name, each), numbers in found}
+        return {
+            name: TensorNoise(values, errors, each.rows) for (name, each), (values, errors) in found
+        }
 
     @torch.no_grad()
     def _see(

@@ -47,6 +47,7 @@ VALUES: dict[str, Any] = {
     "model.fp8_modules": ["*.fc2:delayed"],
     "model.precision_schedule": [{"from": 0.5, "recipe": "high_precision"}],
     "model.fp8_health": "full",
+    "model.fp8_accuracy_check": "warn",
     "model.tokenizer.type": "gpt2",
     "model.tokenizer.model": "m",
     "model.tokenizer.vocab_file": "v",

@@ -165,6 +165,10 @@ EFFECTS: dict[str, Effect] = {
     "model.fp8_health_max_underflow": LIMITS,
     "model.fp8_health_max_overflow": LIMITS,
     "model.fp8_health_min_snr_db": LIMITS,
+    "model.fp8_accuracy_check": ShownBy(
+        "tests/train/test_accuracy_check.py::"
+        "test_a_stuck_scale_is_named_with_a_schedule_that_continues"
+    ),
     "model.optim.sched.warmup_ratio": OPTIM_KEYS,
     "model.optim.sched.constant_ratio": OPTIM_KEYS,
     "model.optim.sched.hold_steps": OPTIM_KEYS,
