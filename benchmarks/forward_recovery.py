@@ -37,7 +37,11 @@ SCHEDULES = {  # what a configuration is called: its value of the setting
     "NVFP4, then forward in BF16": f"[{{from: {SWITCH}, products: forward, recipe: bf16}}]",
     "NVFP4, then BF16": f"[{{from: {SWITCH}, recipe: bf16}}]",
 }
-FOLDERS = ("given", "bf16", "bf16-2")
+FOLDERS = (
+    "given",
+    "from-0.82-products-forward-recipe-bf16",
+    "from-0.82-recipe-bf16",
+)
 """What `compare` calls the runs of each schedule, in their order."""
 
 

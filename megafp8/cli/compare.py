@@ -6,8 +6,10 @@ megafp8 compare model.fp8=True model.fp8_recipe=delayed,lab.py:Mine --seeds 1 2 
 A setting with several values (KEY=A,B) gives several configurations. Their baseline is the same
 with model.fp8=False, and without settings that only FP8 has; it is trained once. All runs of a seed
 start from the same weights and read the same data. If the command is interrupted, the same command
-continues it. The exit code is 0 if every configuration is "same" or "better", 5 if one is "worse",
-6 if one is "undecided" and none is worse, 75 after an interruption.
+continues it. Of configurations with another `model.precision_schedule` it also says how long they
+would take by the model of `megafp8 plan`, on an H100 or on hardware=NAME; with hardware=NAME of all
+of them. The exit code is 0 if every configuration is "same" or "better", 5 if one is "worse", 6 if
+one is "undecided" and none is worse, 75 after an interruption.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from megafp8.cli.compare_settings import (
     Configuration,
     comparison,
 )
+from megafp8.cli.compare_time import PREDICTED, predicted_times
 from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.own_recipes import TRUST
 from megafp8.errors import ExitCode, RunError
@@ -93,7 +97,11 @@ def compare(options: argparse.Namespace) -> int:
             another process compares in the same directory.
     """
     source = ComparisonBase(options.config_dir, options.config_name, options.trusts_recipes)
-    compared = comparison(options.overrides, options.base, source)
+    words = [word for word in options.overrides if is_hardware(word)]
+    hardware = hardware_from(words)
+    given = [word for word in options.overrides if not is_hardware(word)]
+    compared = comparison(given, options.base, source)
+    times = predicted_times(compared, source, hardware, is_asked=bool(words))
     seeds = options.seeds or [int(str(compared.others[0].values["model.seed"]))]
     out = options.out or Path("compare") / compared.identity[:8]
     with run_errors_reported(out, "making the directory"):
@@ -127,7 +135,8 @@ def _train_and_report(
     _refuse_failures(codes)
     runs = {(job.label, job.seed): read_run(job.directory) for job in jobs if _left_a_run(job)}
     outcomes = [
-        _outcome(other, compared, runs, codes, options.tolerance / 100) for other in compared.others
+        _outcome(other, compared, runs, codes, options.tolerance / 100, times.get(other.label))
+        for other in compared.others
     ]
     return _report(outcomes, compared, runs, out)
 
@@ -194,8 +203,9 @@ def _outcome(
     runs: Runs,
     codes: Mapping[ComparedJob, int],
     tolerance: float,
+    predicted: str | None,
 ) -> Outcome:
-    """Return the verdict on one configuration."""
+    """Return the verdict on one configuration, and its predicted time if that is known."""
     return outcome(
         other.name,
         compared.base.name,
@@ -211,6 +221,7 @@ def _outcome(
             for job, code in codes.items()
             if job.label == other.label and code != ExitCode.FINISHED
         },
+        more_costs=() if predicted is None else ((PREDICTED, predicted),),
     )
 
 

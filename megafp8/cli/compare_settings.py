@@ -19,6 +19,7 @@ from megafp8.config.layers import DEFAULT_CONFIG, find_source
 from megafp8.config.load import Loaded, load_all
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import MODULES, RECIPE, TRUST
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_value
@@ -225,7 +226,9 @@ def _labels(choices: Sequence[Mapping[str, str]]) -> list[str]:
         return [GIVEN]
     found: list[str] = []
     for choice in choices:
-        words = "-".join(_short(value) for value in choice.values())
+        words = "-".join(
+            _unescaped(value) if key == SCHEDULE else _short(value) for key, value in choice.items()
+        )
         plain_words = re.sub(r"[^A-Za-z0-9_.]+", "-", words).strip("-.")[:60] or GIVEN
         label, number = plain_words, 2
         while label in (*found, BASELINE):
@@ -305,8 +308,8 @@ def _with_different_names(
         names = [GIVEN]
     else:
         names = [
-            ", ".join(f"{key.removeprefix('model.')}={_short(value)}" for key, value in c.items())
-            for c in choices
+            ", ".join(_in_words(key, value, other.values) for key, value in choice.items())
+            for choice, other in zip(choices, others, strict=True)
         ]
     return Comparison(
         Configuration(BASELINE, BASELINE, base.overrides, base.values),
@@ -315,6 +318,14 @@ def _with_different_names(
             for c, name in zip(others, names, strict=True)
         ),
     )
+
+
+def _in_words(key: str, value: str, values: Mapping[str, object]) -> str:
+    """Return a setting as reports call it; a schedule is what changes, and from where on."""
+    if key != SCHEDULE:
+        return f"{key.removeprefix('model.')}={_short(value)}"
+    changes = parse_schedule(values[SCHEDULE])
+    return "; ".join(f"{c.text} from {c.start}" for c in changes) or "no change of precision"
 
 
 # ---- settings of each

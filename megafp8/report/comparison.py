@@ -41,6 +41,7 @@ class Outcome:
         differs: Lines that say in which settings it is not the baseline.
         signals: The tensors that lose most signal in low precision.
         of_base: The signal-to-noise ratio in dB of the baseline's tensors, if it has FP8 too.
+        more_costs: What else it takes in relation to the baseline, in words.
     """
 
     name: str
@@ -52,11 +53,12 @@ class Outcome:
     differs: tuple[str, ...]
     signals: tuple[Signal, ...]
     of_base: Mapping[str, float]
+    more_costs: tuple[tuple[str, str], ...] = ()
 
     @property
     def costs(self) -> list[tuple[str, str]]:
         """Return what the configuration took in relation to the baseline, in words."""
-        return costs_of(self.pairs)
+        return [*costs_of(self.pairs), *self.more_costs]
 
     @property
     def lines(self) -> list[str]:
@@ -87,6 +89,7 @@ def outcome(
     tolerance: float,
     differs: Sequence[str],
     failures: Mapping[int, int],
+    more_costs: Sequence[tuple[str, str]] = (),
 ) -> Outcome:
     """Return the verdict on one configuration.
 
@@ -98,6 +101,7 @@ def outcome(
         differs: Lines that say in which settings it is not the baseline.
         failures: The exit code of each seed whose run did not finish; such a configuration is
             worse.
+        more_costs: What else it takes in relation to the baseline, in words.
     """
     done = [pair for pair in pairs if pair.other.status == "finished"]
     verdict = judge(done, tolerance, (base_name, name)) if done else None
@@ -115,6 +119,7 @@ def outcome(
         differs=tuple(differs),
         signals=tuple(weakest_tensors(pairs[0].other)) if pairs else (),
         of_base={s.name: s.snr_db for s in all_signals(pairs[0].base)} if pairs else {},
+        more_costs=tuple(more_costs),
     )
 
 

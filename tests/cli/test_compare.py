@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.cli import compare, compare_runs
+from megafp8.cli import compare, compare_runs, plan
 from megafp8.cli.compare_runs import ComparedJob
 from megafp8.cli.help import keys_of_group
 from megafp8.report.comparison import Outcome, costs_of, worst
@@ -303,6 +304,76 @@ def test_a_run_is_shown_without_how_to_continue_it(capsys: pytest.CaptureFixture
              b"         beware  it prolongs\n", b"time  0:07\n"]  # fmt: skip
     compare_runs._show(lines)
     assert capsys.readouterr().out.splitlines() == ["  step 5/5 | loss 2.0", "", "  time  0:07"]
+
+
+# ---- schedules of precision
+
+FP8, BIG = "model.fp8=True", ["model.hidden_size=4096", "model.ffn_hidden_size=16384",
+       "model.num_attention_heads=32", "model.encoder_seq_length=2048", "trainer.max_steps=100",
+       "model.optim.lr=1e-4"]  # fmt: skip
+
+
+def planned_seconds(capsys: pytest.CaptureFixture[str], *settings: str) -> float:
+    """The time of the job by `megafp8 plan`."""
+    plan.main([*BIG, *settings, "--json"])
+    return float(json.loads(capsys.readouterr().out)["days"]) * 86400
+
+
+@pytest.mark.parametrize("hardware", ["h100", "h200"])
+def test_the_time_of_a_switch_is_predicted_as_the_plan_predicts_it(
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str], hardware: str
+) -> None:
+    schedule = "model.precision_schedule=[{from: 0.25, recipe: bf16}]"
+    given = [] if hardware == "h100" else ["hardware=h200"]
+    fp8 = planned_seconds(capsys, FP8, *given)
+    switched = planned_seconds(capsys, FP8, schedule, *given)
+    bf16 = planned_seconds(capsys, "model.fp8=False", *given)
+    assert switched == pytest.approx(0.25 * fp8 + 0.75 * bf16) and switched > 1.1 * fp8
+    argv = [FP8, *BIG, schedule, *given, "--out", "out", "--base", "model.precision_schedule=[]"]
+    compare.main(argv)
+    said = capsys.readouterr().out
+    assert f"predicted time: {switched / fp8:.2f} of the baseline's (" in said
+    assert f"{hardware.upper()} S" in said
+    (only,) = json.loads(Path("out/compare.json").read_text())["configurations"]
+    assert only["costs"]["predicted time"] in said
+    assert only["costs"]["predicted time"] in html.unescape(Path("out/report.html").read_text())
+
+
+def test_a_time_is_not_predicted_where_the_plan_does_not(
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fp4 = [
+        FP8,
+        *BIG,
+        "model.fp8_recipe=nvfp4",
+        "model.precision_schedule=[{from: 9, recipe: bf16}]",
+    ]
+    compare.main([*fp4, "--out", "a", "--base", "model.precision_schedule=[]"])
+    assert "predicted time: none (nvfp4: " in capsys.readouterr().out
+    compare.main([FP8, *BIG, "--out", "b"])
+    assert "predicted time" not in capsys.readouterr().out
+    compare.main([FP8, *BIG, "--out", "b", "hardware=h200"])
+    assert "predicted time: 0." in capsys.readouterr().out
+    assert compare.main([FP8, *BIG, "hardware=h2000"]) == 2
+
+
+def test_schedules_have_names_of_their_own(
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = ("model.precision_schedule=[],[{from: 0.5, products: forward, recipe: bf16}],"
+               "[{from: 9, modules: '*.fc2', recipe: mxfp8}]")  # fmt: skip
+    compare.main(["model.fp8=True", several, "--out", "out"])
+    names = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert names == [
+        "no change of precision",
+        "output of all linears in high precision from 0.5",
+        "*.fc2 in mxfp8 from 9",
+    ]
+    assert [job.label for job in made][1:] == [
+        "given",
+        "from-0.5-products-forward-recipe-bf16",
+        "from-9-modules-.fc2-recipe-mxfp8",
+    ]
 
 
 # ---- several configurations
