@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from megafp8.config.keys import Values
-from megafp8.config.precision_changes import SCHEDULE
+from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rows import (
     CURRENT,
     FP32,
     HALF,
+    HISTORY,
     LOW_PRECISION,
     NATIVE,
     ROTATED,
@@ -30,6 +31,7 @@ from megafp8.config.rows import (
     its_recipe,
     not_,
     refusals,
+    some_recipe,
 )
 from megafp8.config.rules import Finding
 from megafp8.config.values import (
@@ -42,8 +44,8 @@ from megafp8.config.values import (
     split_accumulator,
 )
 from megafp8.specs.layer import linear_names
-from megafp8.specs.precision import ModuleRule
-from megafp8.specs.recipes import HIGH_PRECISION, te_class
+from megafp8.specs.precision import GEMMS, ModuleRule
+from megafp8.specs.recipes import HIGH_PRECISION, names_where, some, te_class
 from megafp8.specs.te_versions import (
     DEFAULT_VERSION,
     DOCUMENTS_ON_CPU,
@@ -123,6 +125,19 @@ def _lacks_head_norms(version: Any, _: Values) -> bool:
 def _of_class(name: str) -> RecipeKind:
     """Return the recipes for which Transformer Engine has the class of this name."""
     return RecipeKind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
+
+
+def _names_modules(value: Any, _: Values) -> bool:
+    return any(change.modules for change in parse_schedule(value))
+
+
+def _names_products(value: Any, _: Values) -> bool:
+    return any(change.products != GEMMS for change in parse_schedule(value))
+
+
+def _lacks_a_recipe(value: Any, _: Values) -> bool:
+    named = {change.precision for change in parse_schedule(value)} - {HIGH_PRECISION}
+    return bool(some(named, NOT_IN_TE.holds))
 
 
 TABLE = (
@@ -216,7 +231,7 @@ TABLE = (
         f"Use {RECIPE}={IN_TE.hint}, {NATIVE}",
     ),
     Row(
-        {"model.fp8": True, RECIPE: its_recipe(ROTATED), "model.fp4_disable_rht": False},
+        {"model.fp8": True, RECIPE: some_recipe(ROTATED), "model.fp4_disable_rht": False},
         {PRECISION: NOT_BF16},
         "Transformer Engine rotates tensors in BF16 alone, and {recipe} rotates",
         f"Use {PRECISION}=bf16, model.fp4_disable_rht=True, {NATIVE}",
@@ -265,10 +280,46 @@ TABLE = (
             ("Float8BlockScaling", "[True, True, True]", "all products"),
         )
     ),
+    # --- a schedule of precision ---------------------------------------------------------------
     Row(
-        {"model.fp8": True}, {SCHEDULE: given()},
-        "Transformer Engine's layers are built once for one recipe, and keep it for the run",
-        LEAVE,
+        {"model.fp8": True}, {SCHEDULE: Condition(" with modules", _names_modules)},
+        "Transformer Engine opens a region of one recipe for all of its layers",
+        f"Leave `modules` out, {NATIVE}",
+    ),
+    Row(
+        {"model.fp8": True}, {SCHEDULE: Condition(" with products", _names_products)},
+        "Transformer Engine's layers run all products of a linear by the recipe of the region",
+        f"Leave `products` out, {NATIVE}",
+    ),
+    Row(
+        {"model.fp8": True}, {SCHEDULE: Condition(" with a recipe that it lacks", _lacks_a_recipe)},
+        "Transformer Engine does not have one of its recipes",
+        f"Use {', '.join(names_where(IN_TE.holds))}, {NATIVE}",
+    ),
+    Row(
+        {"model.fp8": True, RECIPE: some_recipe(HISTORY)}, {SCHEDULE: given()},
+        "the histories of Transformer Engine's modules are copied between their tensors and tables "
+        "that are made once, and have not been made again within a run",
+        f"Use recipes without a history of amaxes, {NATIVE}",
+    ),
+    *(
+        Row(
+            {key: test}, {SCHEDULE: given()},
+            f"{what} under Transformer Engine have not been shown to be right after a change of "
+            "recipe",
+            LEAVE,
+            unproven=True,
+        )
+        for key, test, what in (
+            ("model.fsdp", True, "weights that FSDP gathers"),
+            (LEVEL, LOW_PRECISION, "weights that are stored in low precision"),
+        )
+    ),
+    Row(
+        {SCHEDULE: given()}, {"model.ub_tp_comm_overlap": True},
+        "its buffers have not been shown to be right after a change of recipe",
+        f"Leave it out, or leave {SCHEDULE} out",
+        unproven=True,
     ),
     # --- attention in FP8 ----------------------------------------------------------------------
     Row(

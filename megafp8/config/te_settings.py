@@ -34,6 +34,7 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
         "model.data.reset_position_ids": spec.data.reset_position_ids,
         "model.micro_batch_size": spec.train.micro_batch_size,
         "model.sequence_parallel": parallel.sequence_parallel,
+        "model.fsdp": parallel.fsdp is not None,
         "model.compile": spec.train.compile,
         "model.enable_cuda_graph": spec.train.cuda_graph,
         "model.context_parallel_size": parallel.cp,

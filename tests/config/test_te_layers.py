@@ -38,6 +38,8 @@ FP4 = (FP8, "model.fp8_recipe=nvfp4", "trainer.precision=bf16")
 ATTENTION = "model.fp8_dot_product_attention=True"
 HEAD_NORMS = "model.qk_layernorm=True"
 DOCUMENTS = "model.data.reset_attention_mask=True"
+CURRENT = (FP8, "model.fp8_recipe=tensorwise")
+SWITCH = "model.precision_schedule=[{from: 0.5, recipe: bf16}]"
 SMALL = ["model.micro_batch_size=2", "model.global_batch_size=8"]
 EXAMPLES: tuple[list[str], ...] = (
     ["model.activation=gelu", "model.openai_gelu=False"],
@@ -69,7 +71,14 @@ EXAMPLES: tuple[list[str], ...] = (
     [FP8, "model.fp8_recipe=mxfp8", "model.fp8_split_accumulator=[true,true,true]"],
     [*FP4, "model.fp8_split_accumulator=[true,true,true]"],
     [FP8, "model.fp8_recipe=blockwise", "model.fp8_split_accumulator=[false,true,true]"],
-    [FP8, "model.precision_schedule=[{from: 0.5, recipe: bf16}]"],
+    [*CURRENT, "model.precision_schedule=[{from: 0.5, modules: '*.fc2', recipe: bf16}]"],
+    [*CURRENT, "model.precision_schedule=[{from: 0.5, products: forward, recipe: bf16}]"],
+    [*CURRENT, "model.precision_schedule=[{from: 0.5, recipe: rowwise}]"],
+    [FP8, SWITCH],
+    [*CURRENT, SWITCH, "model.fsdp=True", "trainer.devices=2", *SMALL],
+    [*CURRENT, SWITCH, "model.optim.fp8_opt_level=O1"],
+    [*CURRENT, SWITCH, "model.ub_tp_comm_overlap=True", "trainer.devices=2",
+     "model.tensor_model_parallel_size=2", "model.sequence_parallel=True"],
     [FP8, ATTENTION, "model.fp8_recipe=tensorwise"],
     [FP8, ATTENTION, "trainer.precision=32"],
     [FP8, ATTENTION, ROPE, "model.fp8_multi_head_attention=True"],

@@ -33,7 +33,7 @@ from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh, group_of
 from megafp8.parallel.parts import PartsArgs
-from megafp8.specs import RunSpec
+from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import AttentionInFp8, PlannedGemms
 from megafp8.specs.recipes import find_recipe, te_class
 from megafp8.te_cpu.tensors import memory_of
@@ -50,7 +50,7 @@ class TeBackend(Backend):
         names, recipe = te_names.import_te(), spec.precision.fp8
         attention = attention_in_fp8(spec, mesh.device)
         made = None if recipe is None else te_recipe.make_te_recipe(recipe, names.recipe, attention)
-        region = TeRegion(names, made, group_of(mesh.amax))
+        self._region = region = TeRegion(names, made, group_of(mesh.amax))
         self._tables: TeScaling | None = None
         if recipe is not None and find_recipe(recipe.name).traits.has_history:
             self.scaling = self._tables = TeScaling(recipe, region)
@@ -104,6 +104,18 @@ class TeBackend(Backend):
         for layer in layers_in(model):
             own = {weight: stored[weight] for weight in layer.weights if weight in stored}
             layer.stored = StoredWeights(own, layer.dtype)
+
+    def change_recipe(self, model: nn.Module, recipe: Fp8Recipe) -> None:
+        """Open later regions with another recipe; layers out of FP8 switch them off.
+
+        Transformer Engine's modules then drop what they keep of the old recipe.
+        """
+        precision = replace(self.spec.precision, fp8=recipe)
+        self.spec = replace(self.spec, precision=precision)
+        if not recipe.is_unused:
+            self._region.change(te_recipe.make_te_recipe(recipe, te_names.import_te().recipe))
+        for layer in layers_in(model):
+            layer.in_fp8 = te_parts.is_layer_in_fp8(recipe, layer.index)
 
     def connect(self, model: nn.Module, sink: MainGradSink) -> None:
         """Let products add gradients to the sums; in a dry run autograd delivers them."""
@@ -190,11 +202,13 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
     for finding in te_environment.findings(settings_of(spec), os.environ):
         yield f"{finding.reason}. {finding.hint}"
         load = False
+    recipes = dict.fromkeys((precision.fp8, *(phase.recipe for phase in precision.schedule)))
     if device.type != "cpu":
         why_not = te_names.why_not_installed(device)
         if why_not is None and load:
-            recipe = None if precision.fp8 is None else te_class(precision.fp8.name)
-            why_not = te_names.why_te_cannot(device, recipe)
+            classes = (None if recipe is None else te_class(recipe.name) for recipe in recipes)
+            reasons = (te_names.why_te_cannot(device, name) for name in classes)
+            why_not = next((reason for reason in reasons if reason is not None), None)
         if why_not is not None:
             yield why_not
             load = False
@@ -202,10 +216,12 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
         return
     if device.type == "cpu":
         te_cpu.load(precision.te_version or te_cpu.DEFAULT_VERSION)
-    if precision.fp8 is not None:
+    for recipe in recipes:
+        if recipe is None or recipe.is_unused:
+            continue
         try:
             te_recipe.make_te_recipe(
-                precision.fp8, te_names.import_te().recipe, attention_in_fp8(spec, device)
+                recipe, te_names.import_te().recipe, attention_in_fp8(spec, device)
             )
         except ValueError as error:
             yield str(error)

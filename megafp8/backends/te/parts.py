@@ -128,6 +128,11 @@ def tensors_of_attention(asked: AttentionInFp8, layer: nn.Module, index: int) ->
             yield TeTensor(name, module, direction, column, num_gemms=3 if part == "core" else 1)
 
 
+def is_layer_in_fp8(recipe: Fp8Recipe, index: int) -> bool:
+    """Whether the linears of a layer are in FP8: the checks let them be so all or none."""
+    return not is_high_precision(recipe, linear_names([index])[0])
+
+
 def is_high_precision(recipe: Fp8Recipe, name: str) -> bool:
     """Whether the recipe keeps the linear `name` out of FP8."""
     return recipe.precision_of(name) == HIGH_PRECISION
@@ -209,7 +214,7 @@ class TransformerEngineParts(NativeParts):
     def own_layer(self, index: int) -> nn.Module:
         """Return Transformer Engine's layer `index` (from 0) with our initial weights."""
         names, recipe = self.region.names, self.recipe
-        in_fp8 = recipe is not None and not is_high_precision(recipe, linear_names([index])[0])
+        in_fp8 = recipe is not None and is_layer_in_fp8(recipe, index)
         weights_in_fp8 = in_fp8 and recipe is not None and recipe.params_in_fp8
         context = names.model_init(self.region.recipe) if weights_in_fp8 else nullcontext()
         with context:

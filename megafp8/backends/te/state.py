@@ -9,6 +9,7 @@ Transformer Engine's pickled `_extra_state` is never read nor written.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class TeRegion:
         self.backward_ran: set[int] = set()
         self._caches = False  # whether weights are cast once in a step; else where they are used
         self.is_again = False  # whether a backward pass recomputes
+        self._has_changed = False  # whether the recipe is another one than at the start
         self._open = ExitStack()
 
     def begin(self, index: int) -> None:
@@ -80,6 +82,11 @@ class TeRegion:
                 self.cast.clear()
             self.forward_ran.clear()
             self._open.enter_context(self._autocast(enabled=True))
+
+    def change(self, recipe: object) -> None:
+        """Open the regions of later steps with another recipe; its first pass casts weights."""
+        self.end()
+        self.recipe, self._has_changed = recipe, True
 
     def is_first_microbatch(self, layer: int) -> bool | None:
         """Whether layer `layer`, which runs now, casts its weights; None if it does not keep them.
@@ -134,8 +141,15 @@ class TeRegion:
             return nullcontext()
         return self._autocast(enabled=False)
 
-    def _autocast(self, *, enabled: bool) -> AbstractContextManager[Any]:
-        return self.names.autocast(enabled=enabled, recipe=self.recipe, group=self.group)
+    @contextmanager
+    def _autocast(self, *, enabled: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._has_changed:  # each module would warn, beside the run's own line
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="Recipe type changed")
+            of_te = self.names.autocast(enabled=enabled, recipe=self.recipe, group=self.group)
+            stack.enter_context(of_te)
+            yield
 
 
 class TeEvents(NoScaling):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megafp8 import te_cpu
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import gather
@@ -28,6 +29,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.ranks import Rank
 from tests.tiny import microbatch
+from tests.train.precision_schedule_work import continue_at_every_step
 
 
 @dataclass
@@ -480,3 +482,9 @@ def counted_maxima(sizes: list[int]) -> Iterator[None]:
         yield
     finally:
         dist.all_reduce = run
+
+
+def continue_around_changes(rank: Rank, settings: list[str], root: str) -> dict[str, list[str]]:
+    """Return what `continue_at_every_step` finds under Transformer Engine."""
+    te_cpu.load(te_cpu.DEFAULT_VERSION)
+    return continue_at_every_step(rank, settings, root)

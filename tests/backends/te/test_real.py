@@ -324,3 +324,23 @@ def test_without_sources_a_run_ends_with_the_command(tmp_path: Path) -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"pip download --no-deps -d {tmp_path / 'cache' / DEFAULT_VERSION}" in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [["model.tensor_model_parallel_size=2", "model.sequence_parallel=True"],
+     ["model.pipeline_model_parallel_size=2"],
+     ["model.optim.name=distributed_fused_adam"]],
+    ids=["tp 2", "pp 2", "ZeRO-1"],
+)  # fmt: skip
+def test_two_ranks_continue_around_changes_of_precision(tmp_path: Path, layout: list[str]) -> None:
+    need_sources(DEFAULT_VERSION)
+    schedule = (
+        "model.precision_schedule=[{from: 0, recipe: bf16}, {from: 1, recipe: tensorwise}, "
+        "{from: 3, recipe: mxfp8}, {from: 5, recipe: bf16}]"
+    )
+    settings = ["model.fp8_backend=te", "model.fp8_recipe=tensorwise", schedule, *layout]
+    arguments = {"settings": settings, "root": str(tmp_path)}
+    for found in run_ranks(rank_work.continue_around_changes, 2, arguments, timeout=600):
+        assert {what: names for what, names in found.items() if names} == {}
