@@ -107,7 +107,7 @@ def compare(options: argparse.Namespace) -> int:
     with run_errors_reported(out, "making the directory"):
         out.mkdir(parents=True, exist_ok=True)
     with RunLock.acquire(out):
-        return _train_and_report(compared, source, seeds, out, options)
+        return _train_and_report(compared, source, seeds, out, options, times)
 
 
 def _train_and_report(
@@ -116,6 +116,7 @@ def _train_and_report(
     seeds: Sequence[int],
     out: Path,
     options: argparse.Namespace,
+    times: Mapping[str, str],
 ) -> int:
     _claim(out, compared)
     jobs = [

@@ -97,8 +97,8 @@ CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 
 def _is_judged(v: Values) -> bool:
     in_tables = some(recipes_in(v), lambda traits: traits.has_history)
-    health = v["model.fp8_health"]
-    return v["model.fp8"] and (health == "full" or (health != "off" and bool(in_tables)))
+    health = v.get("model.fp8_health")
+    return bool(v.get("model.fp8")) and (health == "full" or (health != "off" and bool(in_tables)))
 
 
 JUDGED = Need("model.fp8_health", "model.fp8_health=full", _is_judged)
