@@ -352,6 +352,34 @@ def test_the_shards_of_an_fsdp_module() -> None:
         dist.destroy_process_group()
 
 
+def test_fsdp_shards_and_gathers_without_values() -> None:
+    """The rank holds half of the weight, gathers all of it, and has half of the gradient."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch_private.join_simulated_group(rank=1, world_size=2)
+    try:
+        with torch_private.fsdp_without_values():
+            layer = nn.Linear(8, 4, bias=False, device="meta")
+            mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, "meta")
+            fully_shard(layer, mesh=mesh)
+            assert torch_private.local_shard(layer.weight).shape == (2, 8)
+            out = layer(torch.empty(3, 8, device="meta"))
+            torch_private.run_backward(out, torch.empty_like(out))
+            assert torch_private.local_shard(layer.weight.grad).shape == (2, 8)
+        assert not hasattr(torch, "meta")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_storage_is_found_again_until_it_is_gone() -> None:
+    tensor = torch.zeros(4)
+    ref = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+    found = torch_private.storage_of(ref)
+    assert found is not None and found.data_ptr() == tensor.data_ptr()
+    del found, tensor
+    assert torch_private.storage_of(ref) is None
+
+
 def test_a_torch_of_that_number_without_the_class_has_no_objects_in_graphs() -> None:
     """NVIDIA's images have builds from before a release, under its number."""
     code = (

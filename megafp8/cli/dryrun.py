@@ -114,7 +114,7 @@ def check_can_be_simulated(
 
     Raises:
         ConfigError: `hardware` is compared with ranks on CPUs, or the layout has too many ranks.
-        SettingError: The job shards its weights with FSDP.
+        SettingError: FSDP shards what a level of FP8-LM stores.
     """
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
@@ -123,12 +123,12 @@ def check_can_be_simulated(
             f"the ranks would be on CPUs (trainer.accelerator={asked})",
             "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
         )
-    if spec.parallel.fsdp is not None:
+    if spec.parallel.fsdp is not None and not spec.optim.storage.is_plain:
         raise SettingError(
-            "model.fsdp",
-            True,
-            "cannot be simulated, since FSDP gathers and releases whole weights during a step",
-            "Use model.optim.name=distributed_fused_adam, or run a small job",
+            "model.optim.fp8_opt_level",
+            None,
+            "with model.fsdp=True is not simulated yet",
+            "Use megafp8 plan, or leave one of the two out",
         )
     if (world := spec.parallel.world_size) > MAX_SIMULATED:
         raise ConfigError(
@@ -265,7 +265,8 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
         rows.append((name, [format_bytes(value) for value in values]))
 
     kind = "FP32 " if spec.optim.storage.is_plain else ""
-    add("weights", (share.held.weights for share in shares))
+    if spec.parallel.fsdp is None:
+        add("weights", (share.held.weights for share in shares))
     add(f"{kind}master weights", (share.held.masters for share in shares))
     add("optimizer moments", (share.held.moments for share in shares))
     add(f"{kind}gradients", (share.held.gradients for share in shares))
@@ -275,16 +276,18 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     add("activations of a microbatch", (share.step.microbatch for share in shares))
     if spec.parallel.pp > 1:
         add("  of all in flight", (share.step.in_flight for share in shares))
-    peaks = [
-        (share.step.peak - share.step.graphs, share.step.weight_copies, share.step.gradients)
-        for share in shares
-    ]
-    add("  at their peak", (peak - copies - gradients for peak, copies, gradients in peaks))
-    if any(gradients for *_, gradients in peaks):
-        add(passing_gradients(spec), (gradients for *_, gradients in peaks))
+    add("  at their peak", (share.step.computing for share in shares))
+    if spec.parallel.fsdp is not None:
+        add("weights gathered by FSDP", (share.step.gathered for share in shares))
+    if any(share.step.late for share in shares):
+        add("gradients not there yet", (-share.step.late for share in shares))
+    if any(share.step.gradients for share in shares):
+        add(passing_gradients(spec), (share.step.gradients for share in shares))
     if spec.train.cuda_graph:
         add("memory of CUDA graphs", (share.step.graphs for share in shares))
-    add("total at the peak", (share.total for share in shares))
+    add("total at the peak", (share.in_step for share in shares))
+    if spec.parallel.fsdp is not None:
+        add("at the start", (share.start for share in shares))
     width = max(len(name) for name, _ in rows)
     columns = [max(len(cells[i]) for _, cells in rows) for i in range(len(shares))]
     for name, cells in rows:

@@ -261,6 +261,7 @@ def memory_rows(plan: Plan) -> list[tuple[str, list[int]]]:
         ("scales, histories", [r.held.scaling for r in ranks]),
         ("quantized copies of weights", [r.step.weight_copies for r in ranks]),
         ("weights gathered by FSDP", [r.step.gathered for r in ranks]),
+        ("gradients not there yet", [-r.step.late for r in ranks]),
         (passing_gradients(plan.spec), [r.step.gradients for r in ranks]),
         ("gradients that arrive", [r.step.arriving for r in ranks]),
         ("activations in flight", [r.step.in_flight for r in ranks]),

@@ -12,7 +12,7 @@ import ctypes
 
 import torch
 
-from megafp8.fp8.kernels.compile import KINDS, library
+from megafp8.fp8.kernels.compile import KINDS, library_for
 
 Block = tuple[int, int]
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
@@ -21,16 +21,17 @@ OUT_KINDS = (torch.float32, torch.bfloat16)
 
 def runs_in_c(x: torch.Tensor) -> bool:
     """Whether the C kernels cast this tensor."""
-    return x.device.type == "cpu" and x.dtype in _KINDS and library().lib is not None
+    return x.dtype in _KINDS and library_for(x) is not None
 
 
 def mxfp8(x_MN: torch.Tensor, *, along_columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers in E4M3 [M, N] and scales for blocks of 32 elements of rows or columns."""
-    x_MN, lib = x_MN.contiguous(), library().lib
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
     assert lib is not None
     rows, cols = x_MN.shape
-    payload = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
-    scale = torch.empty((-(-rows // 32), cols) if along_columns else (rows, -(-cols // 32)))
+    payload = x_MN.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
+    shape = (-(-rows // 32), cols) if along_columns else (rows, -(-cols // 32))
+    scale = x_MN.new_empty(shape, dtype=torch.float32)
     lib.megafp8_mxfp8(
         *_matrix(x_MN), int(along_columns), _at(payload), _at(scale), torch.get_num_threads()
     )
@@ -45,11 +46,11 @@ def nvfp4(
     `block` is 1 x 16, 16 x 1 or 16 x 16, and divides the sizes. `encoding` (0-d FP32) is the factor
     of the tensor's amax, and `byte` [M, N] asks for random rounding.
     """
-    x_MN, lib = x_MN.contiguous(), library().lib
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
     assert lib is not None and (byte is None or byte.is_contiguous())
     rows, cols = x_MN.shape
-    payload = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
-    scale = torch.empty(rows // block[0], cols // block[1])
+    payload = x_MN.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
+    scale = x_MN.new_empty(rows // block[0], cols // block[1], dtype=torch.float32)
     lib.megafp8_nvfp4(
         *_matrix(x_MN),
         *(ctypes.c_size_t(size) for size in block),
@@ -61,9 +62,9 @@ def nvfp4(
 
 def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """Return 16 elements of a column at a time times signs (FP32 [16]) and H / 4, in BF16."""
-    x_MN, lib = x_MN.contiguous(), library().lib
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
     assert lib is not None
-    out = torch.empty(x_MN.shape, dtype=torch.bfloat16)
+    out = torch.empty_like(x_MN, dtype=torch.bfloat16)
     lib.megafp8_rotate(*_matrix(x_MN), _at(signs), _at(out), torch.get_num_threads())
     return out
 
@@ -72,14 +73,14 @@ def block_values(
     payload_MN: torch.Tensor, scale: torch.Tensor, block: Block, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Return number * scale, rounded once to FP32 or BF16; None where no kernel does it."""
-    lib = library().lib if payload_MN.device.type == "cpu" else None
+    lib = library_for(payload_MN)
     if lib is None or dtype not in OUT_KINDS or payload_MN.dtype != torch.float8_e4m3fn:
         return None
     if payload_MN.t().is_contiguous() and not payload_MN.is_contiguous():
         turned = block_values(payload_MN.t(), scale.t(), block[::-1], dtype)
         return None if turned is None else turned.t()
     payload_MN, scale = payload_MN.contiguous(), scale.contiguous()
-    out = torch.empty(payload_MN.shape, dtype=dtype)
+    out = torch.empty_like(payload_MN, dtype=dtype)
     lib.megafp8_block_values(
         _at(payload_MN),
         *(ctypes.c_size_t(size) for size in payload_MN.shape),

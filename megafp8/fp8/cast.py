@@ -19,7 +19,7 @@ import torch
 from megafp8.fp8.block_casts import block_values
 from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E2M1, E4M3, SIMULATED, Fp8Format
-from megafp8.fp8.kernels.compile import KINDS, library
+from megafp8.fp8.kernels.compile import KINDS, library_for
 from megafp8.ops.scaled_mm import PACKED, Layout
 from megafp8.ops.swizzle import fp4_numbers, swizzled, unswizzled
 
@@ -54,15 +54,15 @@ def quantize(
     `column_sum` (FP32 [N]) asks for the sums of the columns of a matrix [M, N] in the same pass:
     the gradient of a bias. It is overwritten.
     """
-    if x.device.type != "cpu" or (lib := library().lib) is None:
+    if (lib := library_for(x)) is None:
         if column_sum is not None:
             column_sum.copy_(x.float().sum(0))
         return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
     x = x.contiguous()
-    payload, grid = torch.empty(x.shape, dtype=fmt.dtype), None
+    payload, grid = torch.empty_like(x, dtype=fmt.dtype), None
     if grid_dtype is not None:  # the kernels write BF16 for BF16 tensors alone
         is_bf16 = grid_dtype == x.dtype == torch.bfloat16
-        grid = torch.empty(x.shape, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+        grid = torch.empty_like(x, dtype=torch.bfloat16 if is_bf16 else torch.float32)
     scale_and_results = (
         _KINDS[x.dtype],
         0 if fmt is E4M3 else 1,
@@ -86,9 +86,9 @@ def quantize(
 def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers of an FP8 payload in FP32 or BF16; both hold every FP8 number exactly."""
     assert dtype in (torch.float32, torch.bfloat16), dtype
-    if payload.device.type == "cpu" and (lib := library().lib) is not None:
+    if (lib := library_for(payload)) is not None:
         payload = payload.contiguous()
-        grid = torch.empty(payload.shape, dtype=dtype)
+        grid = torch.empty_like(payload, dtype=dtype)
         lib.megafp8_decode(
             payload.data_ptr(),
             payload.numel(),
@@ -148,7 +148,7 @@ def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:
 
 def quantize_scaled(scaled: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Return the payload of an FP32 tensor that is scaled already."""
-    if scaled.device.type == "cpu":
+    if scaled.device.type in ("cpu", "meta"):
         return quantize(scaled, torch.ones(()), fmt, amax=None, grid_dtype=None).payload
     return scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 

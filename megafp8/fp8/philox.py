@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.kernels.compile import library_for
 
 WIDTH = 16
 """The columns that the 16 bytes of one counter belong to."""
@@ -51,18 +51,18 @@ def random_bytes(key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor
     `columns` are the numbers of the columns, without gaps in each range. A sample has up to 64
     bits, a position up to 32, and a column up to 36.
     """
-    lib = library().lib if rows.samples.device.type == "cpu" else None
+    lib = library_for(rows.samples)
     if lib is not None:
         return _in_c(lib, key, rows, columns)
     parts = [_of_range(key, rows, each) for each in columns]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
-def _in_c(lib: ctypes.CDLL, key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor:
+def _in_c(lib: Any, key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor:
     samples, positions = rows.samples.contiguous(), rows.positions.contiguous()
     ranges = torch.tensor([(each.start, each.stop) for each in columns], dtype=torch.int64)
     num_columns = sum(map(len, columns))
-    out = torch.empty(len(samples), num_columns, dtype=torch.uint8)
+    out = samples.new_empty(len(samples), num_columns, dtype=torch.uint8)
     lib.megafp8_draw(
         ctypes.c_void_p(samples.data_ptr()),
         ctypes.c_void_p(positions.data_ptr()),

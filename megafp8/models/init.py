@@ -45,7 +45,10 @@ def constant(value: float) -> Draw:
 
 @contextmanager
 def values_later() -> Iterator[None]:
-    """Let `parameter` return parameters on the meta device, which `initial_values` draws later."""
+    """Let `parameter` return parameters without memory, which `initial_values` draws later.
+
+    They are views of one element on the meta device, so that a dry run counts no memory either.
+    """
     token = _ARE_LATER.set(True)
     try:
         yield
@@ -62,7 +65,7 @@ def parameter(
     the meta device no values are drawn; inside `values_later` the parameter keeps `draw` instead.
     """
     if _ARE_LATER.get():
-        param = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        param = torch.nn.Parameter(torch.empty((), dtype=dtype, device="meta").expand(shape))
         param.draw, param.initial_master = draw, None  # type: ignore[attr-defined]
     else:
         local = torch.empty(shape)
@@ -102,10 +105,13 @@ def initial_values(
 
     Those that `values_later` left out are drawn now, on as many threads as torch has for one
     operation: drawing releases Python's lock, and each logical tensor has a generator of its own.
+    On the meta device they are not drawn.
     """
 
     def values(param: torch.nn.Parameter) -> torch.Tensor:
         draw: Draw | None = getattr(param, "draw", None)
+        if draw is not None and device.type == "meta":
+            return torch.empty(param.shape, device=device)
         if draw is not None:
             return _drawn(param.shape, pieces_of(param), draw).to(device)
         initial = getattr(param, "initial_master", None)
@@ -138,10 +144,12 @@ def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Par
 
     The payload is undefined until the optimizer first writes the master weights into it.
     """
-    payload = torch.nn.Parameter(torch.zeros(param.shape, dtype=dtype, device=param.device))
+    draw = getattr(param, "draw", None)
+    empty = torch.zeros(() if draw is not None else param.shape, dtype=dtype, device=param.device)
+    payload = torch.nn.Parameter(empty.expand(param.shape))
     payload.pieces = pieces_of(param)  # type: ignore[attr-defined]
     initial = param.initial_master  # type: ignore[attr-defined]
-    if (draw := getattr(param, "draw", None)) is not None:
+    if draw is not None:
         payload.draw, payload.initial_master = draw, None  # type: ignore[attr-defined]
     else:
         payload.initial_master = param.detach() if initial is None else initial  # type: ignore[attr-defined]

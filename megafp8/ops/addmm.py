@@ -20,8 +20,11 @@ FP8 number (2**-16 at the least, 57344 at the most) it must stay a normal FP32 n
 
 
 def factor(scales: Scales) -> float:
-    """Return the product of two scales as the host reads it; it has no rounding error."""
-    return float(scales[0].item() * scales[1].item())
+    """Return the product of two scales as the host reads it; it has no rounding error.
+
+    On the meta device it is 1.
+    """
+    return 1.0 if scales[0].is_meta else float(scales[0].item() * scales[1].item())
 
 
 def times_scales(product: torch.Tensor, scales: Scales) -> torch.Tensor:
@@ -83,8 +86,7 @@ def mm_into(
         beta = 0 if is_first else 1
         if scales is None:
             return torch.addmm(total_MN, a_MK, b_KN, beta=beta, out=total_MN)
-        alpha = 1.0 if a_MK.is_meta else factor(scales)
-        return scaled_addmm(total_MN, a_MK, b_KN, alpha, beta=beta, out=total_MN)
+        return scaled_addmm(total_MN, a_MK, b_KN, factor(scales), beta=beta, out=total_MN)
     out_MN = total_MN if is_first else None
     if a_MK.dtype == torch.float32:
         product = torch.mm(a_MK, b_KN, out=out_MN)

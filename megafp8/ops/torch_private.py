@@ -11,15 +11,18 @@ from __future__ import annotations
 import importlib
 import os
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 
@@ -148,6 +151,15 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number that no other storage has that is alive."""
     key: int = storage._cdata
     return key
+
+
+def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
+    """Return the storage that a reference is to; None if it is gone.
+
+    It is the function with which torch's own tensors are shared between processes.
+    """
+    storage: Any = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage  # type: ignore[no-any-return]
 
 
 def local_shard(tensor: Any) -> torch.Tensor:
@@ -371,6 +383,38 @@ def fsdp_take_hooks(module: Any) -> None:
     group = module._get_fsdp_state()._fsdp_param_group
     if group is not None:
         group.lazy_init()
+
+
+@contextmanager
+def fsdp_without_values() -> Iterator[None]:
+    """Let FSDP2 shard, gather and reduce parameters on the meta device, inside this context.
+
+    torch looks for the streams of a device type in the module `torch.TYPE`, which meta does not
+    have: here it is that of the CPU, whose streams do nothing. FSDP refuses a forward pass of
+    parameters on meta, since their values were probably forgotten; here they are left out.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    assert not hasattr(torch, "meta"), "this version of torch has streams for meta"
+    streams = ModuleType("torch.meta")
+    vars(streams).update({key: value for key, value in vars(torch.cpu).items() if key[0] != "_"})
+    vars(streams).update(current_device=lambda: 0, Stream=_StreamWithEvents)
+    group: Any = FSDPParamGroup
+    refuse = group._validate_no_meta_params
+    vars(torch)["meta"], group._validate_no_meta_params = streams, lambda self: None
+    try:
+        yield
+    finally:
+        del vars(torch)["meta"]
+        group._validate_no_meta_params = refuse
+
+
+class _StreamWithEvents(torch.cpu.Stream):
+    """A stream that does nothing and returns events, as FSDP expects of all devices but CPUs."""
+
+    def record_event(self) -> Any:
+        events: Any = torch.cpu
+        return events.Event()
 
 
 def _calling_first(collective: Any, before: Callable[[torch.Tensor], None]) -> Any:

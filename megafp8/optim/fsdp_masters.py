@@ -144,6 +144,8 @@ class FsdpMasters(Masters):
         self._without_grad = set(self._sums)
         for param in self.params:
             param.grad = None
+        self.grads, self.own_grads, self.param_grads = [], [], []
+        self.stored_grads, self.replicated_grads = [], []
 
     def collect_grads(self) -> None:
         """Take the reduced gradients from the parameters; a parameter without one gets zeros."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megafp8.ops.bf16 import planning_for
-from megafp8.ops.torch_private import join_simulated_group
+from megafp8.ops.torch_private import fsdp_without_values, join_simulated_group
 from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.rendezvous import Store
@@ -172,7 +172,8 @@ def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[Mesh]:
     join_simulated_group(rank, spec.world_size)
     try:
         made = _mesh_of(spec, device)
-        with device, planning_for(planned):
+        sharded = nullcontext() if spec.fsdp is None else fsdp_without_values()
+        with sharded, device, planning_for(planned):
             yield made
     finally:
         leave()

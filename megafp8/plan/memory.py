@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megafp8.plan.fsdp import Moment, StageBytes, start_bytes, worst_moment
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
 from megafp8.plan.pipeline import most_in_flight
 from megafp8.plan.shape import (
@@ -29,7 +30,6 @@ from megafp8.plan.shape import (
     rank_shape,
     recomputes,
     residual_itemsize,
-    sent_in_fp8,
     sequence_shards,
     shard_ranks,
     stored_as,
@@ -76,14 +76,19 @@ class StepBytes:
     gradients: int = 0  # those that stay no longer than a step: FP32 sums, other ranks' (ZeRO-2)
     arriving: int = 0  # with FP8-LM: what other ranks send of a bucket, and its FP32 sum
     arriving_last: int = 0  # the same after the backward passes, when what they keep is free
+    late: int = 0  # what of FSDP's gradients comes after the worst moment of the only microbatch
     graphs: int = 0  # the memory of CUDA graphs, beside that of steps that run without them
+
+    @property
+    def computing(self) -> int:
+        """Return the activations, what computes, and what arrives, at their worst moment."""
+        return max(self.in_flight + self.workspace + self.arriving, self.arriving_last)
 
     @property
     def peak(self) -> int:
         """Return what a step adds at its worst moment."""
-        computing = self.in_flight + self.workspace + self.arriving
-        held = max(computing, self.arriving_last) + self.weight_copies
-        return held + self.gathered + self.gradients + self.graphs
+        held = self.computing + self.weight_copies
+        return max(0, held + self.gathered + self.gradients - self.late) + self.graphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +124,15 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
     in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
     weight_copies = _weight_copies(spec, shape.linears)
-    workspace = max(_workspace_bytes(spec, stage) for stage in shape.stages)
     division, passing, early, late = None, 0, 0, 0
-    if spec.parallel.fsdp is None:
+    fsdp = Moment()
+    if spec.parallel.fsdp is not None:
+        fsdp = worst_moment(
+            spec, shape, pipeline_rank, (_stage_bytes(spec, each) for each in shape.stages), kept
+        )
+        workspace = max(0, fsdp.more)
+    else:
+        workspace = max(_workspace_bytes(spec, stage) for stage in shape.stages)
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
         passing = passing_gradients(spec, division, replica, in_flight)
@@ -136,7 +147,8 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
             in_flight=in_flight,
             weight_copies=weight_copies,
             workspace=workspace,
-            gathered=_gathered_bytes(spec, shape),
+            gathered=fsdp.gathered,
+            late=fsdp.late,
             gradients=passing,
             arriving=early,
             arriving_last=late,
@@ -144,7 +156,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
             # validations allocate all of it beside the pool.
             graphs=spec.train.cuda_graph * (in_flight + weight_copies + workspace),
         ),
-        start=_start_bytes(spec, shape),
+        start=start_bytes(spec, shape),
     )
 
 
@@ -341,12 +353,11 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
 
 def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
     recompute = spec.model.recompute
-    if recompute is not None and (recompute.granularity, recompute.method) == ("full", "uniform"):
-        yield -(-len(layers) // recompute.num_layers) * _layer_input_bytes(spec)
-        return
+    is_uniform = recompute is not None and recompute.method == "uniform"
+    group = recompute.num_layers if recompute is not None and is_uniform else 1
     for place, layer in enumerate(layers):
         if recomputes(spec, "full", place):
-            yield _layer_input_bytes(spec)
+            yield 0 if place % group else _layer_input_bytes(spec)
         else:
             yield _layer_bytes(spec, layer, keeps_core=not recomputes(spec, "selective", place))
 
@@ -374,14 +385,38 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
     logits over them.
     """
     layers = layers_of_stage(spec, stage)
-    moments = [_layer_workspace(spec, layers), _scores_workspace(spec, layers)]
-    if stage == num_stages(spec) - 1:
-        vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
-        chunk = _head_chunk(spec)
-        logits = chunk * vocab * compute_itemsize(spec)
-        part = vocab * hidden * FP32 if microbatch_tokens(spec) > chunk else 0
-        moments += [logits + part, _head_gradient_bytes(spec)]
-    return max(moments)
+    of_head = _head_workspace(spec) if stage == num_stages(spec) - 1 else 0
+    return max(_layer_workspace(spec, layers), _scores_workspace(spec, layers), of_head)
+
+
+def _head_workspace(spec: RunSpec) -> int:
+    vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
+    chunk = _head_chunk(spec)
+    logits = chunk * vocab * compute_itemsize(spec)
+    part = vocab * hidden * FP32 if microbatch_tokens(spec) > chunk else 0
+    return max(logits + part, _head_gradient_bytes(spec))
+
+
+def _stage_bytes(spec: RunSpec, stage: int) -> StageBytes:
+    """Return what a stage keeps and needs by its layers, to which FSDP's bytes come."""
+    layers, has_head = layers_of_stage(spec, stage), stage == num_stages(spec) - 1
+    first = [linear for linear in linears_of_layer(spec, layers[0]) if linear.whole.is_column][0]
+    between = microbatch_tokens(spec) // sequence_shards(spec)
+    tokens, size = microbatch_tokens(spec), compute_itemsize(spec)
+    written = tokens * first.out_features + between * first.in_features
+    of_mlp = features_between(linears_of_layer(spec, layers[0]), in_mlp=True)
+    return StageBytes(
+        layers=layers,
+        kept=tuple(_recomputed_or_kept(spec, layers)),
+        head=_head_workspace(spec) if has_head else None,
+        head_kept=_head_gradient_bytes(spec) if has_head else 0,
+        work=max(_layer_workspace(spec, layers), _scores_workspace(spec, layers)),
+        mlp_freed=tokens * size * sum(of_mlp),
+        end_work=_norm_bytes(spec)
+        + _input_bytes(spec, first, between)
+        + _layer_input_bytes(spec)
+        + written * size,
+    )
 
 
 def _window(spec: RunSpec, layers: range) -> int | None:
@@ -422,7 +457,7 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     activation = tokens * size * sum(features_between(linears, in_mlp=True))
     before = [linear for linear in linears if linear.whole.in_mlp and linear.whole.is_column]
     casts = 2 * tokens * sum(linear.out_features for linear in before if linear.in_fp8)
-    work = residual + activation + casts + _whole_gradients(spec, layers[0])
+    work = residual + activation + casts
     recompute = model.recompute
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
@@ -452,57 +487,6 @@ def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
         for linear in linears
         if linear.traits is not None
     )
-
-
-def _gathered_bytes(spec: RunSpec, shape: RankShape) -> int:
-    """Return the whole weights that FSDP holds at once.
-
-    They are those of two layers, one that runs and one that is being gathered, and throughout a
-    microbatch those outside layers: FSDP's root module keeps what it has gathered. A weight that is
-    sent in FP8 has its bytes and, for autograd, a tensor of the compute dtype besides.
-    """
-    fsdp = spec.parallel.fsdp
-    if fsdp is None:
-        return 0
-    size, num_layers = compute_itemsize(spec), len(shape.layers)
-    root = sum(size * param.elements for param in shape.params if not param.in_layer)
-    layers = sum(
-        param.elements * (size + sent_in_fp8(spec, param))
-        for param in shape.params
-        if param.in_layer
-    )
-    if fsdp.strategy == "grad" or num_layers <= 2:
-        return root + layers
-    return root + 2 * layers // num_layers
-
-
-def _start_bytes(spec: RunSpec, shape: RankShape) -> int:
-    """Return what a rank holds with FSDP before the optimizer has moments.
-
-    One layer after the other gets its FP32 values and is sharded, and at last the weights outside
-    of layers. A backend whose layers have values at once holds the whole model.
-    """
-    if spec.parallel.fsdp is None:
-        return 0
-    whole = sum(param.elements for param in shape.params)
-    if BACKENDS[spec.precision.backend].draws_at_once:
-        return FP32 * whole
-    own = sum(param.shard_elements(shard_ranks(spec)) for param in shape.params)
-    root = sum(param.elements for param in shape.params if not param.in_layer)
-    return FP32 * (own + max(root, (whole - root) // len(shape.layers)))
-
-
-def _whole_gradients(spec: RunSpec, layer: int) -> int:
-    """Return a layer's gradients before FSDP scatters them: its own, and those that are sent."""
-    fsdp = spec.parallel.fsdp
-    if fsdp is None:
-        return 0
-    sizes = [linear.weight_elements for linear in linears_of_layer(spec, layer)]
-    sent = sum(sizes) * (compute_itemsize(spec) + ITEM_BYTES[fsdp.grad_reduce_dtype])
-    if spec.optim.storage.main_grads == "fp32":
-        return sent
-    # FP32 sums' input beside the bytes that are made of it, one weight after the other
-    return max(sent, 5 * sum(sizes) + 5 * max(sizes))
 
 
 def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) -> int:

@@ -118,6 +118,30 @@ def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
     return most
 
 
+def late_sums(
+    order: Sequence[Work], held: Mapping[int, int], sums: Mapping[int, int], late: int
+) -> int:
+    """Return by how much less a rank holds at its worst moment than `most_held` and all `sums`.
+
+    The first backward pass of a stage makes the sums of its gradients, `sums[stage]`, which stay
+    for the step. At the worst moment of a pass that begins without any of them, `late` of them are
+    missing.
+    """
+    whole, now, most = max(1, sum(sums.values())), 0, 0
+    made = dict.fromkeys(sums, 0)
+    for work in order:
+        if work.kind == "F":
+            now += held[work.stage]
+        elif work.kind == "B":
+            made[work.stage] = max(
+                made[work.stage], sums[work.stage] - late * sums[work.stage] // whole
+            )
+            most = max(most, now + sum(made.values()))
+            made[work.stage] = sums[work.stage]
+            now -= held[work.stage]
+    return max(0, most_held(order, held) + sum(sums.values()) - most)
+
+
 def most_in_flight(
     pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int, held: Mapping[int, int]
 ) -> int:
@@ -127,8 +151,18 @@ def most_in_flight(
     than two rounds ahead of backward passes, so that three rounds have all of the middle; with the
     microbatches that make no whole round they hold as much as all.
     """
+    return most_held(short_order(pipeline, pp, rank, num_microbatches), held)
+
+
+def short_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
+    """Return an order in which a rank holds as much as in that of so many microbatches."""
     enough = min(num_microbatches, 3 * pp + num_microbatches % pp)
-    return most_held(planned_order(pipeline, pp, rank, enough), held)
+    name = pipeline.schedule
+    if pp == 1:
+        return [Work(kind, 0, index) for index in range(enough) for kind in ("F", "B")]
+    if name == "GPipe" or name == "1F1B":
+        return one_stage_order(name, rank, pp, num_microbatches if name == "GPipe" else enough)
+    return planned_order(pipeline, pp, rank, enough)
 
 
 def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:

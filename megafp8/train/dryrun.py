@@ -17,17 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from megafp8.backends import choose
+from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ScaledGradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
+from megafp8.models.random import RandomStreams
 from megafp8.ops import torch_private
 from megafp8.ops.torch_private import run_backward, storage_key
+from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory, StepBytes
-from megafp8.plan.pipeline import Times, Work, most_held, one_stage_order, run_times
+from megafp8.plan.pipeline import Times, Work, late_sums, most_held, one_stage_order, run_times
 from megafp8.specs import RunSpec
-from megafp8.train.build import build
+from megafp8.train.build import build, make_masters, make_model, make_sinks
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
@@ -79,10 +83,16 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
 
     `spec.model.vocab_size` must be known.
     """
+    start = 0 if spec.parallel.fsdp is None else start_bytes(spec, rank)
     with simulated(spec, rank) as state:
         sizes = {axis: getattr(spec.parallel, axis) for axis in AXES}
-        recipe, layers, held = spec.precision.fp8, tuple(layers_of(state)), held_bytes(state)
-        step, kept = step_bytes(state, spec)
+        recipe, layers = spec.precision.fp8, tuple(layers_of(state))
+        if spec.parallel.fsdp is None:
+            held = held_bytes(state)
+            step, kept = step_bytes(state, spec)
+        else:
+            step, kept = fsdp_step_bytes(state, spec)
+            held = held_bytes(state)
         return RankShare(
             rank=rank,
             pipeline_rank=state.mesh.pp.rank,
@@ -95,7 +105,22 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
             step=step,
             kept=kept,
             linears=None if recipe is None else linear_flops(state.backend.planned(state.model)),
+            start=start,
         )
+
+
+def start_bytes(spec: RunSpec, rank: int) -> int:
+    """Return the most bytes that a rank holds until its master weights are made."""
+    alive = LiveBytes("meta")
+    with simulated_rank(spec.parallel, rank) as mesh, alive:
+        streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
+        outer = make_sinks(spec, mesh).outer
+        backend = choose.make_backend(spec, mesh, streams, outer, GemmCounter())
+        try:
+            make_masters(spec, mesh, make_model(spec, mesh, backend), backend)
+        finally:
+            backend.forget()
+    return alive.most
 
 
 def whole_layout(spec: RunSpec) -> Layout:
@@ -141,22 +166,36 @@ def layers_of(state: TrainState) -> Iterator[int]:
 
 
 def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], str]]:
-    """Yield the logical name, logical shape, local shape and dtype of every piece on this rank."""
+    """Yield the logical name, logical shape, local shape and dtype of every piece on this rank.
+
+    With FSDP the local shape is that of the rows in the rank's shard.
+    """
+    masters = state.masters
     for param in state.model.parameters():
+        first, end = 0, param.shape[0]
+        if masters.holds_rows:
+            first = min(end, masters.shards.rank * -(-end // masters.shards.size))
+            end = first + local_of(param).shape[0]
         for piece in pieces_of(param):
             local = tuple(part.stop - part.start for part in piece.local)
+            of_rows = min(end, piece.local[0].stop) - max(first, piece.local[0].start)
+            local = (max(0, of_rows), *local[1:])
             is_plain = any(memory is param for memory in state.backend.memory_of(param))
             dtype = str(param.dtype).removeprefix("torch.") if is_plain else "fp8"
             yield piece.name, piece.global_shape, local, dtype
 
 
 def held_bytes(state: TrainState) -> HeldBytes:
-    """Return the bytes of the state, each storage once; its tensors may be real or meta ones."""
+    """Return the bytes of the state, each storage once; its tensors may be real or meta ones.
+
+    FSDP's parameters are shards of master weights, and their gradients those of the newest step.
+    """
     seen: set[int] = set()
 
     def own(tensors: Iterable[torch.Tensor]) -> int:
         total = 0
-        for memory in (memory for x in tensors for memory in state.backend.memory_of(x)):
+        parts = map(local_of, tensors)
+        for memory in (memory for x in parts for memory in state.backend.memory_of(x)):
             storage = memory.untyped_storage()
             key = storage_key(storage)
             if key not in seen:
@@ -165,9 +204,10 @@ def held_bytes(state: TrainState) -> HeldBytes:
         return total
 
     masters = state.masters
+    own_masters = own(masters.masters) if masters.holds_rows else 0
     return HeldBytes(
         weights=own(state.model.parameters()),
-        masters=own(masters.masters),
+        masters=own_masters + own(masters.masters),
         moments=own(state.optimizer.all_state_tensors()),
         gradients=own([*masters.own_grads, *masters.param_grads, *masters.grads]),
         scaling=own(state.backend.scaling_tensors(state.model)),
@@ -197,12 +237,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     state.scaling.begin_microbatch(0)
     kept: dict[int, int] = {}
     most = with_gradients = 0
-    without_values = state.backend.without_values(state.model)
-    if spec.parallel.accelerator == "gpu":
-        for gpt in stages_of(state).values():
-            if gpt.has_head:
-                setattr(gpt.head_loss, "loss_of_chunk", _loss_by_kernel)  # noqa: B010
-    with MetaKernels(spec.parallel.accelerator), without_values, alive:
+    with device_kernels(state, spec), alive:
         for gpt in stages_of(state).values():
             forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
         gc.collect()  # graphs of autograd that refer to themselves are not copies of weights
@@ -224,13 +259,10 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
             state.reducer.finish()
         at_the_end = alive.most - made
         with_gradients = max(with_gradients, alive.most_with_watched - made)
-    pp, in_flight = state.mesh.pp.size, max(kept.values())
-    if pp > 1:
-        in_flight = most_held(orders_of(state, pp, count)[state.mesh.pp.rank], kept)
     copies = state.backend.weight_copies(state.model)
     step = StepBytes(
         microbatch=max(kept.values()),
-        in_flight=in_flight,
+        in_flight=most_held(order_of(state, spec), kept),
         weight_copies=made if copies is None else copies,
         workspace=max(0, most - max(kept.values())),
         arriving_last=at_the_end,
@@ -238,6 +270,79 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     )
     # Steps that run without graphs need as much beside them.
     return replace(step, graphs=step.peak if spec.train.cuda_graph else 0), kept
+
+
+@contextmanager
+def device_kernels(state: TrainState, spec: RunSpec) -> Iterator[None]:
+    """Let the rank's operations make the tensors that its device's kernels make."""
+    if spec.parallel.accelerator == "gpu":
+        for gpt in stages_of(state).values():
+            if gpt.has_head:
+                setattr(gpt.head_loss, "loss_of_chunk", _loss_by_kernel)  # noqa: B010
+    with MetaKernels(spec.parallel.accelerator), state.backend.without_values(state.model):
+        yield
+
+
+def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, int]]:
+    """Run microbatches of a rank whose weights FSDP gathers, and count the bytes as `step_bytes`.
+
+    The first microbatch leaves gradients and what FSDP makes once. The second runs beside the sums
+    of those gradients, as most of a step's microbatches do, and the third begins without sums. What
+    is sent and received counts as working memory.
+    """
+    alive = LiveBytes("meta", state.backend.memory_of)
+    state.masters.begin_step()
+    with device_kernels(state, spec), alive:
+        run_stages(state, spec, alive)
+        gc.collect()  # graphs of autograd that refer to themselves
+        alive.watch_freed()  # gathered weights
+        made = alive.bytes()
+        kept = run_stages(state, spec, alive)
+        most, gathered = alive.most_with_watched - made, alive.watched_at_most
+        state.masters.begin_step()
+        run_stages(state, spec, alive)
+        late = made + most - alive.most_with_watched
+    sums = {
+        index: sum(
+            local_of(param.grad).nbytes for param in gpt.parameters() if param.grad is not None
+        )
+        for index, gpt in stages_of(state).items()
+    }
+    late = late_sums(order_of(state, spec), kept, sums, late)
+    state.masters.collect_grads()
+    step = StepBytes(
+        microbatch=max(kept.values()),
+        in_flight=most_held(order_of(state, spec), kept),
+        weight_copies=0,
+        workspace=max(0, most - sum(kept.values()) - gathered),
+        gathered=gathered,
+        late=late,
+    )
+    return step, kept
+
+
+def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
+    """Return the order of this rank's work in a step."""
+    pp, count = state.mesh.pp, spec.train.num_microbatches(state.mesh.dp.size)
+    if pp.size > 1:
+        return orders_of(state, pp.size, count)[pp.rank]
+    return [Work(kind, 0, index) for index in range(count) for kind in ("F", "B")]
+
+
+def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, int]:
+    """Run a microbatch through all stages of this rank, then back; return what each stage keeps."""
+    kept, outputs = {}, []
+    state.sink.begin_step()
+    state.scaling.begin_microbatch(0)
+    alive.begin()
+    for index, gpt in stages_of(state).items():
+        before = alive.bytes()
+        outputs.append(forward(gpt, spec, state))
+        kept[index] = alive.bytes() - before
+    while outputs:
+        backward(outputs.pop())
+    state.sink.end_step()
+    return kept
 
 
 def freed_gradients(state: TrainState) -> list[torch.Tensor]:

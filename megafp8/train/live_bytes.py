@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megafp8.ops.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from megafp8.ops.torch_private import (
+    TorchDispatchMode,
+    storage_key,
+    storage_of,
+    tree_leaves,
+)
 
 MemoryOf = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 
@@ -17,7 +22,8 @@ class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that are made inside this context and still exist.
 
     With `device` only those on devices of this type count. `memory_of` returns the tensors whose
-    memory a tensor occupies, as `Backend.memory_of` does. Peaks are those since `begin`.
+    memory a tensor occupies, as `Backend.memory_of` does. Peaks are those since `begin`. A tensor
+    whose owner resizes its memory, as FSDP does, counts with its present size.
     """
 
     def __init__(self, device: str | None = None, memory_of: MemoryOf = lambda x: (x,)) -> None:
@@ -25,6 +31,7 @@ class LiveBytes(TorchDispatchMode):
         self.device, self._memory_of = device, memory_of
         self.most = 0
         self.most_with_watched = 0
+        self.watched_at_most = 0  # what `watched` was then
         self._watched: list[torch.UntypedStorage] = []
         self._watched_before = 0
         self._known: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -35,6 +42,14 @@ class LiveBytes(TorchDispatchMode):
         self._watched = [tensor.untyped_storage() for tensor in tensors]
         self._watched_before = sum(storage.nbytes() for storage in self._watched)
 
+    def watch_freed(self) -> None:
+        """Count as those of `watch` the tensors made inside whose memory is freed at the moment."""
+        self.bytes()
+        for key in [key for key, (_, size) in self._known.items() if size == 0]:
+            storage = storage_of(self._known.pop(key)[0])
+            assert storage is not None
+            self._watched.append(storage)
+
     def watched(self) -> int:
         """Return by how many bytes the tensors of `watch` have grown since then."""
         return sum(storage.nbytes() for storage in self._watched) - self._watched_before
@@ -42,32 +57,47 @@ class LiveBytes(TorchDispatchMode):
     def begin(self) -> None:
         """Begin to look for peaks."""
         self.most = self.bytes()
-        self.most_with_watched = self.most + self.watched()
+        self.watched_at_most = self.watched()
+        self.most_with_watched = self.most + self.watched_at_most
 
     def bytes(self) -> int:
         """Return the bytes of the storages that were made inside and still exist."""
-        gone = [key for key, (ref, _) in self._known.items() if ref.expired()]
-        for key in gone:
-            del self._known[key]
+        for key, (ref, _) in list(self._known.items()):
+            if (storage := storage_of(ref)) is None:
+                del self._known[key]
+            else:
+                self._known[key] = ref, storage.nbytes()
         self._at_most = sum(size for _, size in self._known.values())
         return self._at_most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = set(map(storage_key, self._storages((args, kwargs))))
+        given = self._storages((args, kwargs))
+        self._note_growth(given)
+        keys = set(map(storage_key, given))
         out = func(*args, **(kwargs or {}))
         for storage in self._storages(out):
             key = storage_key(storage)
             if self.device not in (None, storage.device.type):
                 continue
-            if key not in given and key not in self._known:
+            if key not in keys and key not in self._known:
                 self._known[key] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
         more = self.watched()
         if self._at_most > self.most or self._at_most + more > self.most_with_watched:
             now = self.bytes()  # is slow; a new peak is possible
             self.most = max(self.most, now)
-            self.most_with_watched = max(self.most_with_watched, now + more)
+            if now + more > self.most_with_watched:
+                self.most_with_watched, self.watched_at_most = now + more, more
         return out
+
+    def _note_growth(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Count what known storages have grown by, which an operation is about to use."""
+        for storage in storages:
+            if (known := self._known.get(key := storage_key(storage))) is not None:
+                ref, before = known
+                if (size := storage.nbytes()) != before:
+                    self._known[key] = ref, size
+                    self._at_most += max(0, size - before)
 
     def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))

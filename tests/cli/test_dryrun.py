@@ -75,6 +75,21 @@ def test_ranks_that_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tp0 cp0 dp1 pp3" in capsys.readouterr().out
 
 
+def test_shards_of_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
+    """The rank's rows, as torch divides them: 64 rows of each of 128 and, of QKV's 192, 96."""
+    two = ["trainer.devices=2", "model.fsdp=True", "trainer.accelerator=gpu"]
+    given = [word for word in SMALL if "accelerator" not in word]
+    assert main([*given, *two, "--vocab-size=300", "--shapes", "--rank=1", "hardware=h100"]) == 0
+    text = capsys.readouterr().out
+    assert "layers.*.mlp.fc1.weight [128, 64] -> [64, 64] float32  x 4" in text
+    assert "layers.*.attention.query.weight [64, 64] -> [0, 64] float32  x 4" in text
+    assert "layers.*.attention.key.weight [64, 64] -> [32, 64] float32  x 4" in text
+    for row in ("FP32 master weights", "weights gathered by FSDP", "at the start"):
+        assert re.search(rf"^{row} +[\d.]+ KiB$", text, re.M), row
+    assert not re.search("^weights  ", text, re.M)
+    assert "fits on H100" in text
+
+
 def test_states_in_low_precision_are_counted_as_stored(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "trainer.devices=1"]
     held = {}
@@ -136,7 +151,8 @@ def test_it_says_whose_vocabulary_it_takes(
         (["model.fp8=True", "model.fp8_modules=['*:high_precision']"],
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
-        (["trainer.devices=2", "model.fsdp=True"], "model.fsdp=True: cannot be simulated"),
+        (["trainer.devices=2", "model.fsdp=True", "model.optim.fp8_opt_level=O1"],
+         "model.optim.fp8_opt_level: with model.fsdp=True is not simulated yet"),
         (["--rank=1"], "the ranks are 0 to 0"),
         (["--nonsense"], "--nonsense"),
         (["--rank=first"], "argument --rank: invalid int value: 'first'. --help lists"),

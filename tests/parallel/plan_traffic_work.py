@@ -31,7 +31,4 @@ def second_step(case: Case) -> Measured:
     train_step(state, case.microbatches(1, mesh))
     after = mesh.traffic.num_bytes
     sent = {key: n - before.get(key, 0) for key, n in after.items() if n > before.get(key, 0)}
-    held = held_bytes(state)
-    # FSDP's parameters are its masters; to torch they have the size of the whole tensors.
-    weights = 0 if case.parallel.fsdp is not None else held.weights
-    return Measured(sent, held.total - held.weights + weights)
+    return Measured(sent, held_bytes(state).total)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megafp8.parallel.mesh import simulated_rank
-from megafp8.plan import memory, shape
+from megafp8.plan import fsdp, memory, shape
 from megafp8.plan.memory import HeldBytes, rank_memory
 from megafp8.plan.pipeline import most_held
 from megafp8.plan.shape import Parameter
@@ -22,7 +22,7 @@ from megafp8.specs.optim import OptimSpec, StorageSpec
 from megafp8.specs.precision import ModuleRule, RecipeName
 from megafp8.specs.traits import GemmName
 from megafp8.train.build import build
-from megafp8.train.dryrun import RankShare, freed_gradients, held_bytes, rank_share, simulated
+from megafp8.train.dryrun import RankShare, held_bytes, rank_share, simulated
 from megafp8.train.live_bytes import LiveBytes
 from tests.parallel.matrix import LAYOUTS, kind_of
 from tests.tiny import gpt_spec, optim_spec, run_spec
@@ -294,11 +294,9 @@ def live(spec: RunSpec, rank: int) -> tuple[HeldBytes, int, int]:
     """Build a rank's part; return what it holds, the bytes of its live tensors, and its masters."""
     with simulated_rank(spec.parallel, rank) as mesh, LiveBytes("meta") as alive:
         state = build(spec, mesh)
-        sizes = [(x.nbytes, x.untyped_storage().nbytes()) for x in freed_gradients(state)]
-        gone = sum(whole - now for whole, now in sizes)  # `alive` counts them as they were made
         held = held_bytes(state)
         state.backend.forget()
-        return held, alive.bytes() - gone, len(state.masters.masters)
+        return held, alive.bytes(), len(state.masters.masters)
 
 
 def assert_planned(spec: RunSpec) -> None:
@@ -417,23 +415,98 @@ def test_cuda_graphs_have_the_memory_of_a_step_a_second_time(name: str) -> None:
     assert plan.total == pytest.approx(total(real, copies), rel=0.05)
 
 
+NARROW = {"num_layers": 6, "vocab_size": 128, "max_position_embeddings": 32}
+
+
+def of_fsdp(
+    *, batch: int = 8, fsdp: FsdpSpec | None = None, nodes: int = 1, **choices: Any
+) -> RunSpec:
+    """Return a job whose weights need more than its activations."""
+    spec = job(**({"ranks": 2, "shape": NARROW} | choices))
+    return replace(
+        spec,
+        parallel=replace(spec.parallel, fsdp=fsdp or FsdpSpec(), num_nodes=nodes),
+        data=replace(spec.data, seq_length=32),
+        train=replace(spec.train, micro_batch_size=1, global_batch_size=batch),
+    )
+
+
+OF_FSDP = {
+    "full": of_fsdp(),
+    "fp32": of_fsdp(compute="fp32"),
+    "kept": of_fsdp(fsdp=FsdpSpec(strategy="grad")),
+    "sums in bf16": of_fsdp(fsdp=FsdpSpec(grad_reduce_dtype="bf16")),
+    "one microbatch": of_fsdp(batch=2),
+    "one layer": of_fsdp(shape=NARROW | {"num_layers": 1}),
+    "uneven rows": of_fsdp(ranks=3, batch=6, shape=NARROW | {"ffn_hidden_size": 1000}),
+    "tp 2": of_fsdp(ranks=4, tp=2, sequence_parallel=True),
+    "hybrid": of_fsdp(nodes=2, fsdp=FsdpSpec(strategy="hybrid")),
+    "pp 2": of_fsdp(ranks=4, pp=2),
+    "pp 2, GPipe": of_fsdp(ranks=4, pp=2, pipeline=pipeline("GPipe")),
+    "pp 2, interleaved": of_fsdp(ranks=4, pp=2, pipeline=pipeline("Interleaved1F1B", 3)),
+}
+
+
+def assert_fsdp_planned(spec: RunSpec) -> None:
+    """The plan has the bytes of a dry run: what is held to the byte, the most within 1 %."""
+    each = spec.parallel.world_size // spec.parallel.pp
+    for rank in range(spec.parallel.pp):
+        plan, real = rank_memory(spec, rank), rank_share(spec, rank * each)
+        assert plan.held == real.held
+        assert plan.start == pytest.approx(real.start, rel=0.01)
+        assert plan.in_step == pytest.approx(real.in_step, rel=0.01)
+        assert plan.step.gathered == real.step.gathered
+
+
+@pytest.mark.parametrize("name", OF_FSDP)
+def test_a_plan_has_the_bytes_of_a_dry_run_of_fsdp(name: str) -> None:
+    assert_fsdp_planned(OF_FSDP[name])
+
+
+@pytest.mark.parametrize("fp8", [DELAYED, IN_FP8_ALONE], ids=["casts", "FP8 gathers"])
+def test_a_plan_of_fsdp_in_fp8(fp8: Fp8Recipe) -> None:
+    """On the meta device products of GPUs are emulated, which takes memory: within 5 % of it."""
+    spec = of_fsdp(fp8=fp8)
+    plan, real = rank_memory(spec, 0), rank_share(spec, 0)
+    assert plan.held == real.held
+    assert plan.step.gathered == real.step.gathered
+    assert plan.step.weight_copies == real.step.weight_copies == 0
+    assert plan.in_step == pytest.approx(real.in_step, rel=0.05)
+    assert plan.start == pytest.approx(real.start, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        ("_gathered", lambda spec, param: 2 * param.elements),
+        ("_received", lambda spec, param: 0),
+        ("_shards", lambda spec, params: 2 * sum(param.elements for param in params)),
+        ("late_sums", lambda *given: 0),
+    ],
+)
+def test_a_wrong_size_of_fsdp_is_found(
+    function: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp, function, wrong)
+    with pytest.raises(AssertionError):
+        for name in ("fp32", "one microbatch", "uneven rows"):
+            assert_fsdp_planned(OF_FSDP[name])
+
+
 def test_fsdp_divides_weights_gradients_and_moments() -> None:
-    whole, elements = job(ranks=4), rank_memory(job(ranks=4), 0).num_params
-    spec = replace(whole, parallel=replace(whole.parallel, fsdp=FsdpSpec()))
-    plan = rank_memory(spec, 0)
-    assert plan.held.total == pytest.approx(16 * elements / 4, rel=1e-3)
-    weights, vectors = 12 * 256 * 256, (9 + 4) * 256  # of a layer: biases and norms are vectors
-    outside = 2 * (1024 + 256 + 2) * 256  # embedding, positions and final norm, kept in BF16
-    assert plan.step.gathered == 2 * 2 * (weights + vectors) + outside
-    kept = replace(spec, parallel=replace(spec.parallel, fsdp=FsdpSpec(strategy="grad")))
-    assert rank_memory(kept, 0).step.gathered == 4 * 2 * (weights + vectors) + outside
-    fp8 = rank_memory(replace(spec, precision=job(fp8=IN_FP8_ALONE).precision), 0)
-    assert fp8.step.gathered == plan.step.gathered + 2 * weights  # the bytes, beside BF16 tensors
-    in_bf16 = FsdpSpec(grad_reduce_dtype="bf16")
-    less = rank_memory(replace(spec, parallel=replace(spec.parallel, fsdp=in_bf16)), 0)
-    without = rank_memory(whole, 0).step.workspace
-    assert plan.step.workspace - without == (2 + 4) * weights  # a layer's gradients, twice
-    assert less.step.workspace - without == (2 + 2) * weights
+    """A layer is gathered at a time, or with `grad` all but one at the worst moment."""
+    elements = rank_memory(job(ranks=2, shape=NARROW), 0).num_params
+    plan = rank_memory(of_fsdp(), 0)
+    assert plan.held.total == pytest.approx(16 * elements / 2, rel=1e-3)
+    layer = 12 * 256 * 256 + (9 + 4) * 256  # biases and norms are vectors
+    outside = 2 * (128 + 32 + 2) * 256  # embedding, positions and final norm, kept in BF16
+    assert plan.step.gathered == 2 * layer + outside
+    kept = rank_memory(OF_FSDP["kept"], 0).step
+    assert kept.gathered == 5 * 2 * layer + outside
+    alone = rank_memory(of_fsdp(fp8=IN_FP8_ALONE), 0).step
+    assert alone.gathered == plan.step.gathered + 12 * 256 * 256  # the bytes, beside BF16 tensors
+    less = rank_memory(OF_FSDP["sums in bf16"], 0).step
+    assert plan.step.workspace - less.workspace == 2 * layer
 
 
 def test_fsdp_at_a_level_holds_the_tables_bytes_of_its_rows() -> None:
@@ -444,10 +517,7 @@ def test_fsdp_at_a_level_holds_the_tables_bytes_of_its_rows() -> None:
     few = rank_memory(replace(spec, optim=optim_spec(storage=O3)), 0)
     linears, elements = 4 * 12 * 256 * 256 / 4, plain.held.total / 16
     assert few.held.total == 6 * linears + (4 + 4 + 3) * (elements - linears)
-    assert few.step.gathered == plain.step.gathered
-    weights = 12 * 256 * 256  # of a layer; FC1 is a third of them
-    more = few.step.workspace - plain.step.workspace
-    assert more == pytest.approx((5 + 5 / 3 - 6) * weights)
+    assert few.step.workspace >= plain.step.workspace
 
 
 @pytest.mark.parametrize("storage", ["O2", "O3"])

@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import gc
 import time
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 
 from megafp8 import te_cpu
+from megafp8.data.loader import Microbatch
+from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import join
 from megafp8.specs import RunSpec
 from megafp8.te_cpu.tensors import is_quantized
-from megafp8.train.build import build
+from megafp8.train.build import build, make_masters
 from megafp8.train.dryrun import RankShare, forward, rank_share, stages_of
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
+from megafp8.train.step import train_step
 from tests.ranks import Rank
 
+NUM_STEPS = 5
 PATIENCE_SECONDS = 20.0  # for gloo's threads; where they keep something for good, it is counted
 
 
@@ -137,3 +144,44 @@ def shares_of_te(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, list[RankSh
         name: [rank_share(spec, index) for index in range(spec.parallel.world_size)]
         for name, spec in cases.items()
     }
+
+
+@dataclass(frozen=True)
+class Most:
+    """The most bytes of live tensors on a rank at a time."""
+
+    start: int  # until the master weights are made
+    steps: tuple[int, ...]  # in each step
+
+
+def most_of_fsdp(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, Most]:
+    """Build each job's state and train a few steps; return the most bytes at a time.
+
+    Gloo's threads free what they sent a little later than NCCL's streams, so that a test takes the
+    least of several steps.
+    """
+    found = {}
+    for name, spec in cases.items():
+        mesh = join(spec.parallel)
+        start = 0
+
+        def counted(*args: Any) -> Masters:
+            nonlocal start
+            masters = make_masters(*args)
+            start = live.most
+            return masters
+
+        with LiveBytes("cpu") as live, pytest.MonkeyPatch.context() as patch:
+            patch.setattr("megafp8.train.build.make_masters", counted)
+            state = build(spec, mesh)
+            steps = []
+            count = spec.train.num_microbatches(mesh.dp.size)
+            for step in range(NUM_STEPS):
+                shape = (spec.train.micro_batch_size, spec.data.seq_length)
+                tokens = np.random.default_rng(step).integers(0, 96, shape)
+                live.begin()
+                train_step(state, [Microbatch(tokens, tokens)] * count)
+                steps.append(live.most)
+                state.step += 1
+        found[name] = Most(start, tuple(steps))
+    return found

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan.pipeline import run_times
-from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec, RunSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.te_cpu import DEFAULT_VERSION
@@ -33,7 +34,7 @@ from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, optim_spec, run_spec
 from tests.train import dryrun_work
-from tests.train.dryrun_work import Kept, alone, fresh_bytes, storages
+from tests.train.dryrun_work import Kept, Most, alone, fresh_bytes, storages
 
 # torch 2.13's new names for these two are not in 2.11
 pytestmark = [
@@ -287,3 +288,156 @@ def test_rmsnorm_on_a_gpu_keeps_one_statistic_fewer_than_layernorm() -> None:
     both, tokens = kept_on_a_gpu()
     root, _ = kept_on_a_gpu(normalization="rmsnorm")
     assert both - root == 4 * tokens * (2 * SHAPE["num_layers"] + 1)
+
+
+# ---- FSDP
+
+SMALL = {"hidden_size": 128, "ffn_hidden_size": 512, "max_position_embeddings": 16}
+ALONE = replace(FP8, params_in_fp8=True)
+SHARDED: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"compute": "fp32"},
+    "one microbatch": {"batch": 4},
+    "delayed": {"fp8": FP8},
+    "fp8 alone": {"fp8": ALONE},
+    "kept, sums in bf16": {"fsdp": FsdpSpec(strategy="grad", grad_reduce_dtype="bf16")},
+    "blockwise, llama": {"fp8": Fp8Recipe(name="blockwise"), "shape": LLAMA},
+    "rowwise_with_gw_hp": {"fp8": Fp8Recipe(name="rowwise_with_gw_hp")},
+    "mxfp8": {"fp8": Fp8Recipe(name="mxfp8", backward_format="e4m3")},
+    "nvfp4": {"fp8": Fp8Recipe(name="nvfp4", backward_format="e4m3")},
+    "recomputed": {"fp8": FP8, "shape": CASES["recomputed"]["shape"]},
+    "torchao": {"fp8": Fp8Recipe(name="tensorwise"), "backend": "torchao"},
+    "torchao, FP8 gathers": {
+        "fp8": Fp8Recipe(name="tensorwise"),
+        "backend": "torchao",
+        "fsdp": FsdpSpec(torchao_in_fp8=True),
+    },
+}
+OF_TWO = ("bf16", "one microbatch", "delayed", "fp8 alone", "nvfp4")
+
+
+def sharded(name: str, parallel: ParallelSpec) -> RunSpec:
+    case = dict(SHARDED[name])
+    fsdp, backend = case.pop("fsdp", FsdpSpec()), case.pop("backend", "native")
+    if parallel.num_nodes > 1:
+        fsdp = replace(fsdp, strategy="hybrid")
+    case["shape"] = SMALL | case.get("shape", {})
+    spec = run_spec_of(replace(parallel, fsdp=fsdp), **case)
+    return replace(spec, precision=replace(spec.precision, backend=backend))
+
+
+def run_spec_of(parallel: ParallelSpec, **case: Any) -> RunSpec:
+    compute = case.pop("compute", "bf16")
+    spec = job(parallel, **case)
+    return replace(spec, precision=replace(spec.precision, compute=compute))
+
+
+def live_bytes_of(parallel: ParallelSpec, names: Iterable[str]) -> list[dict[str, Most]]:
+    cases = {name: sharded(name, parallel) for name in names}
+    found: list[dict[str, Most]] = run_ranks(
+        dryrun_work.most_of_fsdp, parallel.world_size, {"cases": cases}, timeout=400
+    )
+    return found
+
+
+def assert_counted(
+    parallel: ParallelSpec, measured: list[dict[str, Most]], within: float = 0.01
+) -> None:
+    """A dry run has the most bytes of a rank within 1 %, at the start and in a step."""
+    last = parallel.world_size - 1
+    for rank, some in ((0, measured[0]), (last, dict(list(measured[last].items())[:1]))):
+        for name, real in some.items():
+            share, where = rank_share(sharded(name, parallel), rank), f"{name}, rank {rank}"
+            drawn = 0  # on this CPU; a GPU's rank draws in the memory of the host
+            if parallel.tp > 1:
+                drawn = 4 * max(math.prod(whole) for _, whole, *_ in share.shapes)
+            assert 0.99 * share.start <= real.start <= 1.01 * (share.start + drawn), where
+            assert share.in_step == pytest.approx(min(real.steps), rel=within), where
+
+
+@pytest.fixture(scope="module")
+def of_two_ranks() -> list[dict[str, Most]]:
+    return live_bytes_of(layout(dp=2), OF_TWO)
+
+
+def test_fsdps_ranks_hold_what_the_dry_run_says(of_two_ranks: list[dict[str, Most]]) -> None:
+    assert_counted(layout(dp=2), of_two_ranks)
+
+
+def test_steps_of_fsdp_hold_one_set_of_gradients(of_two_ranks: list[dict[str, Most]]) -> None:
+    """Those of the last step once stayed until the end of the next."""
+    for real in of_two_ranks[0].values():
+        assert max(real.steps) < 1.01 * min(real.steps)
+
+
+def kept_whole(module: Any, reshard_after_forward: Any = None, **choices: Any) -> Any:
+    return fully_shard(module, reshard_after_forward=False, **choices)
+
+
+def gathered_in_fp32(module: Any, mp_policy: Any, **choices: Any) -> Any:
+    wide = replace(mp_policy, param_dtype=None)
+    return fully_shard(module, mp_policy=wide, **choices)
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong"),
+    [
+        ("megafp8.parallel.fsdp.fully_shard", kept_whole),
+        ("megafp8.parallel.fsdp.fully_shard", gathered_in_fp32),
+        ("megafp8.train.live_bytes.LiveBytes.watched", lambda self: 0),
+        ("megafp8.optim.fsdp_masters.FsdpMasters.begin_step", lambda self: None),
+    ],
+    ids=["kept whole", "gathered in FP32", "gathered weights", "gradients of a microbatch"],
+)
+def test_a_wrong_size_of_fsdp_is_found(
+    place: str, wrong: Any, of_two_ranks: list[dict[str, Most]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = [{name: rank[name] for name in ("bf16", "one microbatch")} for rank in of_two_ranks]
+    monkeypatch.setattr(place, wrong)
+    with pytest.raises(AssertionError):
+        assert_counted(layout(dp=2), some)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_fsdp_in_other_cases() -> None:
+    names = [name for name in SHARDED if name not in OF_TWO]
+    assert_counted(layout(dp=2), live_bytes_of(layout(dp=2), names))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pp 2",
+        pytest.param("tp 2, sequence", marks=pytest.mark.slow),
+        pytest.param("cp 2", marks=pytest.mark.slow),
+        pytest.param("pp 2, GPipe", marks=pytest.mark.slow),
+        pytest.param("pp 2, interleaved", marks=pytest.mark.slow),
+        pytest.param("hybrid", marks=pytest.mark.slow),
+    ],
+)
+def test_four_ranks_of_fsdp_hold_what_the_dry_run_says(name: str) -> None:
+    parallel = {
+        "pp 2": layout(dp=2, pp=2),
+        "tp 2, sequence": layout(dp=2, tp=2, sequence_parallel=True),
+        "cp 2": layout(dp=2, cp=2),
+        "pp 2, GPipe": layout(dp=2, pp=2, pipeline=PipelineSpec(schedule="GPipe")),
+        "pp 2, interleaved": layout(dp=2, pp=2, pipeline=INTERLEAVED),
+        "hybrid": ParallelSpec(num_nodes=2, devices_per_node=2),
+    }[name]
+    within = 0.02 if name == "pp 2, interleaved" else 0.01  # whose sums begin stage by stage
+    assert_counted(parallel, live_bytes_of(parallel, ["bf16", "fp8 alone"]), within)
+
+
+def test_the_rows_of_all_shards_are_the_model() -> None:
+    """The ranks' rows of each logical tensor are all of its rows, once, of unequal parts."""
+    spec = sharded("bf16", layout(dp=3, tp=2))
+    held: dict[str, int] = defaultdict(int)
+    whole: dict[str, int] = {}
+    for rank in range(spec.parallel.world_size):
+        with simulated(spec, rank) as state:
+            for logical, shape, local, _ in shapes_of(state):
+                held[logical] += math.prod(local)
+                whole[logical] = math.prod(shape)
+    assert {name: held[name] / size for name, size in whole.items()} == {
+        name: 1 if held[name] == size else 2 for name, size in whole.items()
+    }

@@ -19,14 +19,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megafp8.files import cache_folder, check_own_file, own_folder, put
 from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.ops.bf16 import device_kind
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
 INCLUDED = sorted(Path(__file__).parent.glob("*.h"))
@@ -93,6 +95,24 @@ def library() -> Library:
         return Library(None, f"{compiler}'s code rounds differently")
     threads = "" if lib.megafp8_has_threads() else ", on one thread: no OpenMP with torch's runtime"
     return Library(lib, f"compiled C ({path.name}{threads})")
+
+
+class _NoEffect:
+    """Stand for the kernels in a dry run: each of them takes its arguments and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def library_for(x: torch.Tensor) -> Any:
+    """Return the kernels for a tensor on a CPU; None elsewhere, or if there are none.
+
+    A tensor without memory that stands for one on a CPU gets kernels without effect, so that the
+    tensors are made that would be made there.
+    """
+    if device_kind(x.device) != "cpu" or (lib := library().lib) is None:
+        return None
+    return _NoEffect() if x.is_meta else lib
 
 
 def _declare(lib: ctypes.CDLL) -> None:
