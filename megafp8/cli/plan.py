@@ -306,7 +306,7 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "layouts": [
             {
                 "overrides": layout.overrides(),
-                "step_seconds": layout.time.total,
+                "step_seconds": layout.step_seconds,
                 "bytes": layout.num_bytes,
             }
             for layout in found

@@ -196,7 +196,7 @@ def _layouts(found: Sequence[Found]) -> str:
     if not found:
         return ""
     items = "".join(
-        f"<li><b>{escape(format_seconds(layout.time.total))}, "
+        f"<li><b>{escape(format_seconds(layout.step_seconds))}, "
         f"{escape(format_bytes(layout.num_bytes))}</b>, {escape(layout_text(layout.spec))}"
         f"<code>{escape(' '.join(layout.overrides()))}</code>"
         for layout in found

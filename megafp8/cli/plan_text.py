@@ -429,7 +429,7 @@ def listed(found: Sequence[Found] | None) -> Iterator[str]:
     yield "layouts that fit, the fastest first (predicted), each with settings that add to yours or"
     yield "replace them:"
     for place, layout in enumerate(found, start=1):
-        seconds, size = format_seconds(layout.time.total), format_bytes(layout.num_bytes)
+        seconds, size = format_seconds(layout.step_seconds), format_bytes(layout.num_bytes)
         yield f"{place}. {seconds:>9}  {size:>9}  {layout_text(layout.spec)}"
         yield f"     {' '.join(layout.overrides())}"
 

@@ -35,9 +35,20 @@ Product = tuple[str, GemmName]
 
 
 def changes_of(values: Values) -> tuple[PrecisionChange, ...]:
-    """Return the entries of a run's schedule, in their order."""
-    num_steps = values["trainer.fast_dev_run"] or values["trainer.max_steps"]
-    return parse_schedule(values[SCHEDULE], int(num_steps))
+    """Return the entries of a run's schedule, in their order.
+
+    A trial of a few steps has the changes of the whole job at the same fractions of its length.
+    """
+    trial, num_steps = int(values["trainer.fast_dev_run"]), int(values["trainer.max_steps"])
+    changes = changes_of_job(values)
+    if not trial or num_steps <= 0:
+        return changes
+    return tuple(replace(each, after=each.after * trial // num_steps) for each in changes)
+
+
+def changes_of_job(values: Values) -> tuple[PrecisionChange, ...]:
+    """Return the entries at the steps of the whole job, also for a trial of a few steps."""
+    return parse_schedule(values[SCHEDULE], int(values["trainer.max_steps"]))
 
 
 @dataclass(frozen=True)

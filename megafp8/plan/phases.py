@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import rank_memory
-from megafp8.plan.time import step_time
+from megafp8.plan.time import Achieved, step_time
 from megafp8.specs import RunSpec
 from megafp8.specs.recipes import label_of
 
@@ -48,7 +48,17 @@ def bytes_of_largest_rank(spec: RunSpec) -> int:
     return max(rank_memory(spec, rank).total for rank in ends)
 
 
-def phase_times(spec: RunSpec, hardware: Hardware) -> tuple[PhaseTime, ...]:
+def mean_step_seconds(spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None) -> float:
+    """Return the time of a step, the mean of all steps of a run."""
+    if not spec.precision.schedule:
+        return step_time(spec, hardware, achieved).total
+    times = phase_times(spec, hardware, achieved)
+    return sum(each.num_steps * each.step_seconds for each in times) / spec.train.max_steps
+
+
+def phase_times(
+    spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None
+) -> tuple[PhaseTime, ...]:
     """Return the times of the phases of a run; none for a run without a schedule."""
     schedule, last = spec.precision.schedule, spec.train.max_steps
     if not schedule:
@@ -57,7 +67,9 @@ def phase_times(spec: RunSpec, hardware: Hardware) -> tuple[PhaseTime, ...]:
     lengths = [end - begin for begin, end in pairwise([*ends, last])]
     return tuple(
         PhaseTime(
-            phase.text or label_of(phase.recipe.name), length, step_time(each, hardware).total
+            phase.text or label_of(phase.recipe.name),
+            length,
+            step_time(each, hardware, achieved).total,
         )
         for phase, each, length in zip(schedule, specs_of_phases(spec), lengths, strict=True)
     )

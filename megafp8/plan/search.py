@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.phases import bytes_of_largest_rank, largest_phase
-from megafp8.plan.time import Achieved, StepTime, step_time
+from megafp8.plan.phases import bytes_of_largest_rank, largest_phase, mean_step_seconds
+from megafp8.plan.time import Achieved
 from megafp8.specs import FsdpSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 
@@ -42,7 +42,7 @@ class Found:
 
     asked: RunSpec  # the job for which layouts were searched
     spec: RunSpec
-    time: StepTime
+    step_seconds: float  # the mean of all steps, where the precision changes within the run
     num_bytes: int
 
     def settings(self) -> dict[str, object]:
@@ -86,18 +86,19 @@ def search(
 
     Varied are tensor and sequence parallelism within a node, pipelines with one stage a rank under
     1F1B or several under interleaved 1F1B, the micro batch, recomputation of all layers, and FSDP
-    in place of ZeRO-1 and pipelines. The number of ranks, the global batch and context parallelism
+    in place of ZeRO-1. The number of ranks, the global batch and context parallelism
     stay. Zero-bubble schedules, stages of unequal sizes, selective recomputation and other
     strategies of FSDP are not tried. A layout fits if its largest rank needs at most the fraction
-    `usable` of the memory.
+    `usable` of the memory, in the phase that needs most where the precision changes within the run;
+    its speed is that of the whole run.
     """
     found = []
     for layout in layouts(spec):
-        candidate = largest_phase(layout)
-        num_bytes = bytes_of_largest_rank(candidate)
+        num_bytes = bytes_of_largest_rank(largest_phase(layout))
         if num_bytes <= usable * hardware.memory_bytes:
-            found.append(Found(spec, layout, step_time(candidate, hardware, achieved), num_bytes))
-    return sorted(found, key=lambda layout: (layout.time.total, layout.num_bytes))
+            seconds = mean_step_seconds(layout, hardware, achieved)
+            found.append(Found(spec, layout, seconds, num_bytes))
+    return sorted(found, key=lambda layout: (layout.step_seconds, layout.num_bytes))
 
 
 def layouts(spec: RunSpec) -> Iterator[RunSpec]:
@@ -134,9 +135,9 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                     for pipeline in pipelines:
                         chosen = replace(layout, pipeline=pipeline)
                         yield replace(spec, parallel=chosen, train=train, model=made, optim=zero)
-                    if shared and pp == 1:
-                        fsdp = replace(parallel.fsdp or FsdpSpec(), strategy="full")
-                        sharded = replace(layout, fsdp=fsdp)
+                    fsdp = replace(parallel.fsdp or FsdpSpec(), strategy="full")
+                    for pipeline in pipelines if shared else ():
+                        sharded = replace(layout, pipeline=pipeline, fsdp=fsdp)
                         yield replace(spec, parallel=sharded, train=train, model=made, optim=plain)
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_published import pair_ratios
-from megafp8.cli.plan import main
+from megafp8.cli.plan import main, spec_of
 from megafp8.cli.plan_text import UNCERTAINTY
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
+from megafp8.plan.hardware import H100
+from megafp8.plan.search import search
 from tests.config.test_presets import PARAMETERS
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "evidence" / "published.md"
@@ -420,3 +422,19 @@ def test_a_plan_needs_no_torch() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_run_takes_fsdp_in_a_pipeline_that_a_search_proposes() -> None:
+    """Each of these layouts resolves as a job, with FSDP and the pipeline that was found."""
+    words = ["model=llama3_8b", "model.fp8=True", "trainer.num_nodes=2", "trainer.devices=8"]
+    words += ["trainer.accelerator=gpu", "model.global_batch_size=64"]
+    asked = spec_of(words, 128256)
+    found = search(asked.spec, H100)
+    chosen = [f for f in found if f.spec.parallel.fsdp is not None and f.spec.parallel.pp > 1]
+    schedules = {}
+    for layout in chosen:
+        schedules.setdefault(layout.spec.parallel.pipeline.schedule, layout)
+    assert set(schedules) == {"1F1B", "Interleaved1F1B"}
+    for layout in schedules.values():
+        spec = spec_of([*words, *layout.overrides()], 128256).spec
+        assert spec.parallel == layout.spec.parallel and spec.parallel.fsdp is not None

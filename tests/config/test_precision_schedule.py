@@ -179,6 +179,23 @@ def test_parts_that_are_switched_off_are_so_in_all_phases() -> None:
     )
 
 
+@pytest.mark.parametrize("trial", [1, 4, 20])
+def test_a_trial_has_the_changes_of_the_whole_job_in_their_order(trial: int) -> None:
+    """Steps and fractions are scaled alike; 80 % were refused as being before step 50."""
+    steps, half, later = STEPS, STEPS // 2, 3 * STEPS // 5
+    entries = f"[{{from: {half}, recipe: bf16}}, {{from: {later}, recipe: tensorwise}}, "
+    entries += "{from: 0.8, recipe: bf16}]"
+    found = phases(entries, f"trainer.fast_dev_run={trial}")
+    starts = [half * trial // steps, later * trial // steps, int(0.8 * steps) * trial // steps]
+    assert [phase.after for phase in found] == sorted({0, *starts})
+    assert found[-1].recipe.is_unused
+
+
+def test_a_trial_refuses_what_the_whole_job_does() -> None:
+    words = [*JOB, "trainer.fast_dev_run=3", f"{SCHEDULE}[{{from: {STEPS}, recipe: bf16}}]"]
+    assert f"begins after step {STEPS}" in str(the_problem(*words))
+
+
 def test_a_trial_has_the_fractions_of_its_own_length() -> None:
     found = phases("[{from: 0.5, recipe: bf16}]", "trainer.fast_dev_run=4")
     assert [phase.after for phase in found] == [0, 2]

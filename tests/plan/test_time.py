@@ -34,7 +34,7 @@ from megafp8.plan.traffic import Message
 from megafp8.specs import Fp8Recipe, FsdpSpec, MuonSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
-from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
+from megafp8.specs.precision import GEMMS, ModuleRule, PrecisionPhase, RecipeName
 from megafp8.specs.recipes import RECIPES
 from megafp8.specs.traits import GemmName
 from tests.fp8.kernels.test_layer_counts import (
@@ -134,7 +134,7 @@ def test_a_slow_host_is_seen() -> None:
 def test_a_search_lists_layouts_that_fit_with_the_fastest_first() -> None:
     spec = job(ranks=8)
     found = search(spec, H200)
-    assert found == sorted(found, key=lambda layout: (layout.time.total, layout.num_bytes))
+    assert found == sorted(found, key=lambda layout: (layout.step_seconds, layout.num_bytes))
     assert len(found) > 10 and all(f.num_bytes <= 0.9 * H200.memory_bytes for f in found)
     small = hardware_of("small", {key: 10.0 for key in (
         "bf16_tflops", "fp8_tflops", "memory_gib", "memory_gb_s")})  # fmt: skip
@@ -144,6 +144,39 @@ def test_a_search_lists_layouts_that_fit_with_the_fastest_first() -> None:
         parallel = layout.parallel
         assert parallel.dp * parallel.tp * parallel.pp == 8
         assert 64 % (layout.train.micro_batch_size * parallel.dp) == 0
+
+
+def test_a_search_proposes_fsdp_inside_pipelines() -> None:
+    """Under 1F1B and interleaved 1F1B; the settings of each resolve to the same layout."""
+    found = [each for each in search(job(ranks=8), H200) if each.spec.parallel.fsdp is not None]
+    pipelines = {(f.spec.parallel.pp, f.spec.parallel.pipeline.schedule) for f in found}
+    assert {(1, "1F1B"), (2, "1F1B"), (2, "Interleaved1F1B")} <= pipelines
+    assert all(each.spec.parallel.dp > 1 for each in found)
+
+
+def test_a_search_ranks_by_the_time_of_the_whole_run() -> None:
+    """A job that spends its steps in the other phase is as fast as that phase."""
+    spec = job(ranks=8)
+    last = spec.train.max_steps
+    recipes = Fp8Recipe(), Fp8Recipe(modules=(ModuleRule("*", "high_precision"),))
+    times = []
+    for steps in (0, 1, last // 2, last - 1):
+        phases = tuple(
+            PrecisionPhase(after=after, changes=(), recipe=recipe)
+            for after, recipe in zip((0, steps), recipes, strict=True)
+        )
+        changing = replace(spec, precision=replace(spec.precision, fp8=recipes[0], schedule=phases))
+        found = search(changing, H200)
+        assert found == sorted(found, key=lambda each: (each.step_seconds, each.num_bytes))
+        same = next(f for f in found if f.settings() == search(spec, H200)[0].settings())
+        times.append(same.step_seconds)
+    fp8, bf16 = (
+        step_time(replace(same.spec, precision=replace(spec.precision, fp8=r)), H200).total
+        for r in recipes
+    )
+    assert times[0] == pytest.approx(bf16)
+    assert times[2] == pytest.approx((fp8 + bf16) / 2, rel=2 / last)
+    assert times[3] == pytest.approx(fp8, rel=2 / last)
 
 
 def test_hardware_is_named_or_given_by_its_figures() -> None:

@@ -9,7 +9,7 @@ from itertools import chain, islice, pairwise, product
 from megafp8.config.checks.precision import no_match
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, names_bf16
-from megafp8.config.precision_phases import Assigned, Product, changes_of, in_phases, linears_of
+from megafp8.config.precision_phases import Assigned, Product, changes_of_job, in_phases, linears_of
 from megafp8.config.precision_spec import settings_recipe, switched_off_parts
 from megafp8.config.rules import Finding, Rules
 from megafp8.config.values import LAYERS_NAMED, compute_dtypes, plain
@@ -23,7 +23,6 @@ _READ = (
     "model.fp8",
     SCHEDULE,
     STEPS,
-    "trainer.fast_dev_run",
     "trainer.precision",
     "model.num_layers",
     "model.fp8_recipe",
@@ -45,7 +44,7 @@ _READ = (
 
 @rule(*_READ)
 def _entries_have_effects(v: Values) -> Iterator[Finding]:
-    changes = changes_of(v)
+    changes = changes_of_job(v)
     if not changes or not v["model.fp8"]:
         return
     if names_bf16(v[SCHEDULE]) and compute_dtypes(v) != ("bf16",):
@@ -115,10 +114,7 @@ def _effects(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Findin
 
 
 def _replaced(entries: Sequence[PrecisionChange], start: Assigned) -> Iterator[set[Product]]:
-    """Yield for each entry the products of later ones that are written with the same `from`.
-
-    Different fractions may be the same step in a short trial, which is no mistake there.
-    """
+    """Yield for each entry the products of later ones that are written with the same `from`."""
     products = [set(product(linears_of(change, start), change.products)) for change in entries]
     for number, change in enumerate(entries, 1):
         both = zip(entries[number:], products[number:], strict=True)
