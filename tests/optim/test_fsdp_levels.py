@@ -355,3 +355,19 @@ def test_bytes_and_checkpoints(tmp_path: Path) -> None:
                 for one, other in zip(states, found, strict=True):
                     assert one.losses == other.losses
                     same_bits(one.masters, other.masters)
+
+
+HYBRID = ParallelSpec(fsdp=FsdpSpec(strategy="hybrid"), num_nodes=2)
+FOUR = {
+    "hybrid": case("O2", fp8=None, steps=2, num_microbatches=8, parallel=HYBRID),
+    "tp": case("O1", fp8=None, steps=2, num_microbatches=4, parallel=replace(FSDP, tp=2)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_gradients_of_four_ranks(name: str) -> None:
+    """Nodes that are replicas, and tensor-parallel ranks, whose parts have amaxes of their own."""
+    ranks = run_ranks(masters_work.train, 4, {"cases": {name: FOUR[name]}}, timeout=300)
+    assert_gradients_are_right(ranks, name, FOUR[name])
+    assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)
