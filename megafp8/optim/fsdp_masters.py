@@ -15,7 +15,7 @@ from torch import nn
 
 from megafp8.fp8.cast import amax_of, raise_amax
 from megafp8.fp8.formats import STORAGE_FORMATS
-from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.ops import torch_private
 from megafp8.optim.masters import ALL_IN_FP32, Masters
 from megafp8.optim.partitions import Segment
@@ -85,16 +85,17 @@ class FsdpMasters(Masters):
             if (local := local_of(param.detach())).numel():
                 amaxes[self.row_of[param]] = amax_of(local)
         self.agree(amaxes)
-        for index, segment in enumerate(self.segments):
-            if (param := segment.param) not in self.linears:
-                continue
+        linears = [param for param in self.params if param in self.linears]
+        sharded.gather_from({param: partial(self.rows_of, param) for param in linears})
+        index_of = {segment.param: index for index, segment in enumerate(self.segments)}
+        for param in linears:
             local = local_of(param.detach())
-            stored = ScaledTensor.zeros(local.shape, fmt, self.device)
-            stored.store(local, amax=amaxes[self.row_of[param]])
-            self._own[param] = self.stored[index] = stored
-            self.masters[index] = nn.Parameter(stored.payload)
-        in_order = (param for param in self.params if param in self.linears)
-        sharded.gather_from({param: partial(self.rows_of, param) for param in in_order})
+            if (index := index_of.get(param)) is not None:
+                stored = ScaledTensor.zeros(local.shape, fmt, self.device)
+                stored.store(local, amax=amaxes[self.row_of[param]])
+                self._own[param] = self.stored[index] = stored
+                self.masters[index] = nn.Parameter(stored.payload)
+            resize_memory(local, has_memory=False)  # now, so that no rank has all of both
 
     def _sum_in_low_precision(self, sharded: ShardedModel) -> None:
         """Keep the sums of linears' gradients in low precision, and send them in FP8."""

@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from megafp8.fp8.formats import DTYPES
-from megafp8.fp8.scaled import resize_memory
 from megafp8.fp8.weights import GatheredForm, GatheredFp8
 from megafp8.models.gpt import GPT
 from megafp8.models.init import initial_values, pieces_of
@@ -54,7 +53,7 @@ class ShardedModel:
     gathered_in_fp8: dict[nn.Parameter, GatheredForm]  # the `params` that are sent in FP8
 
     def gather_from(self, values: Mapping[nn.Parameter, Callable[[], torch.Tensor]]) -> None:
-        """Gather these parameters as what the functions return; free the memory of their shards.
+        """Gather these parameters as what the functions return; their shards need no memory then.
 
         A function returns this rank's rows in FP32. What crosses ranks has the compute dtype, or is
         in FP8 as before.
@@ -65,8 +64,6 @@ class ShardedModel:
             _gather_by_hooks(local_of(param), read, form, self.compute_dtype, rows)
         for module in self.modules:
             torch_private.fsdp_take_hooks(module)
-        for param in values:
-            resize_memory(local_of(param.detach()), has_memory=False)
 
     def sum_in_fp8(self, params: Collection[nn.Parameter]) -> None:
         """Send the gradients of these parameters in FP8, each rank's with its own scale.

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from megafp8.fp8 import scaled
-from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaled import ScaledTensor, resize_memory
+from megafp8.optim import fsdp_masters
 from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.fsdp import local_of
@@ -242,6 +243,7 @@ class Held:
     moments: int
     gradients: int
     shards: int  # FSDP's own, of linears
+    at_start: int  # the most of linears' masters and FSDP's shards while they were made
     linears: int
     rest: int
 
@@ -274,17 +276,38 @@ def held_of(state: TrainState) -> Held:
         masters.rows_of(param).numel() * (param not in masters.linears) for param in masters.params
     ]
     shards = [local_of(p.detach()).untyped_storage().nbytes() for p in masters.linears]
-    return Held(held.masters, held.moments, held.gradients, sum(shards), sum(own), sum(rest))
+    return Held(held.masters, held.moments, held.gradients, sum(shards), 0, sum(own), sum(rest))
+
+
+@contextmanager
+def watched_start() -> Iterator[list[int]]:
+    """Note the bytes of linears' masters and of FSDP's shards, whenever one of these is freed."""
+    found, store = [0], FsdpMasters._store_linears
+    with pytest.MonkeyPatch.context() as patch:
+
+        def watched(masters: FsdpMasters, model: Any) -> None:
+            def note(tensor: torch.Tensor, *, has_memory: bool) -> None:
+                shards = [local_of(p.detach()).untyped_storage() for p in masters.linears]
+                held = sum(storage.nbytes() for storage in shards)
+                found.append(held + sum(own.payload.nbytes for own in masters._own.values()))
+                resize_memory(tensor, has_memory=has_memory)
+
+            patch.setattr(fsdp_masters, "resize_memory", note)
+            store(masters, model)
+
+        patch.setattr(FsdpMasters, "_store_linears", watched)
+        yield found
 
 
 def save(rank: Rank, root: Path) -> Saved:
     found = {}
     for level in LEVELS:
         spec = on_ranks(FSDP, rank)
-        state = sharded(level).build(join(spec))
+        with watched_start() as noted:
+            state = sharded(level).build(join(spec))
         state_of(state, sharded(level), 2)
         Saver(root / level, keep=1, meta={}).save(state)
-        held = held_of(state)
+        held = replace(held_of(state), at_start=max(noted))
         found[level] = state_of(state, sharded(level), 2), held
     return found
 
@@ -336,6 +359,7 @@ def test_bytes_and_checkpoints(tmp_path: Path) -> None:
         for rank in ranks:
             held = rank[level][1]
             assert held.shards == 0 and held.linears > 0
+            assert 4 * held.linears < held.at_start < 5 * held.linears, "4 bytes, then 2 of each"
             in_fp32 = 8 if level == "O1" else 3
             assert held.moments == in_fp32 * (held.linears + held.rest)
             assert held.gradients - 4 * held.rest - held.linears == 4 * 8  # and eight scales
