@@ -143,9 +143,13 @@ def test_patterns_name_these_linears_alone(named: list[str], patterns: list[str]
 
 
 def test_a_schedule_gets_one_more_entry_in_its_place() -> None:
-    given = [{"from": 0.5, "products": ["output"], "recipe": "bf16"}, {"from": 5, "recipe": "bf16"}]
+    given = [
+        {"from": 1, "products": ["grad_weight"], "recipe": "bf16"},
+        {"from": 0.5, "products": ["output"], "recipe": "bf16"},
+        {"from": 5, "recipe": "bf16"},
+    ]
     entry = {"from": 4, "modules": ["*.mlp.fc2"], "recipe": "bf16"}
     line = with_change(given, LAST, entry)
     again = load([*SIZES, "model.fp8=True", line])
     starts = [e["from"] for e in again.model.precision_schedule]
-    assert starts == [0.5, 4, 5] and again.model.precision_schedule[1] == entry
+    assert starts == [1, 0.5, 4, 5] and again.model.precision_schedule[2] == entry
