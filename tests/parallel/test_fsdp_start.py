@@ -82,7 +82,7 @@ def test_a_rank_never_holds_more_than_its_shards_and_one_layer() -> None:
     planned = rank_memory(run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=2)), 0)
     for results in run_ranks(start, 2, {"cases": CASES}):
         for name, found in results.items():
-            assert planned.start == found.shards + largest, name
+            assert planned.start == pytest.approx(found.most, rel=0.01), name
             assert found.shards >= whole / 2, name
             assert found.shards < found.most, name
             assert found.most <= found.shards + largest + 16 * 1024, name
