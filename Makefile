@@ -9,6 +9,10 @@ ARGS ?=
 PY := $(VENV)/bin/python
 SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" TORCH_BUILD="$(TORCH_BUILD)" bash scripts/setup_env.sh
 
+# Images set this variable. Without bytecode each worker of the tests rewrites the assertions of all
+# test files again, and each process that a test starts compiles the package.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs docs-site clean
 

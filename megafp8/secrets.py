@@ -56,13 +56,13 @@ def _is_secret(name: str, text: str) -> bool:
     return not (text.startswith("/") and os.path.exists(text))
 
 
-def variable_in(value: object) -> str | None:
+def variable_in(value: object, secrets: Mapping[str, str] | None = None) -> str | None:
     """Return the environment variable whose secret is in a value, or None.
 
     An interpolation such as `${oc.env:HF_TOKEN}` puts a secret into a value, which may be a list
-    or a dict.
+    or a dict. `secrets` are those of `secret_values`, for callers that look at many values.
     """
-    secrets = secret_values()
+    secrets = secret_values() if secrets is None else secrets
     texts = list(_texts(value))
     return next((name for name, s in secrets.items() if any(s in text for text in texts)), None)
 
@@ -97,7 +97,12 @@ def _texts(value: object) -> Iterator[str]:
         yield str(value)
 
 
-def redacted(value: Any, name: str = "", known: Collection[str] = ()) -> Any:
+def redacted(
+    value: Any,
+    name: str = "",
+    known: Collection[str] = (),
+    secrets: Mapping[str, str] | None = None,
+) -> Any:
     """Return a value with `***` in the place of each secret in it.
 
     Args:
@@ -105,28 +110,33 @@ def redacted(value: Any, name: str = "", known: Collection[str] = ()) -> Any:
         name: The setting's key. Below a key that is named like a secret everything is hidden but
             null, booleans and references to other settings.
         known: Further secrets, which are hidden wherever they occur.
+        secrets: Those of `secret_values`, for callers that look at many values.
     """
+    if value is None or isinstance(value, bool) or value == "":
+        return value
+    secrets = secret_values() if secrets is None else secrets
     if isinstance(value, Mapping):
         return {
-            hide_values(key, known) if isinstance(key, str) else key: redacted(
-                item, f"{name}.{key}", known
+            hide_values(key, known, secrets) if isinstance(key, str) else key: redacted(
+                item, f"{name}.{key}", known, secrets
             )
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted(item, name, known) for item in value]
-    if value is None or isinstance(value, bool) or value == "":
-        return value
+        return [redacted(item, name, known, secrets) for item in value]
     if is_secret_name(name) and not (isinstance(value, str) and value.startswith("${")):
         return HIDDEN
     if isinstance(value, str):
-        return hide_values(value, known)
-    return HIDDEN if str(value) in {*known, *secret_values().values()} else value
+        return hide_values(value, known, secrets)
+    return HIDDEN if str(value) in {*known, *secrets.values()} else value
 
 
-def hide_values(text: str, known: Collection[str] = ()) -> str:
+def hide_values(
+    text: str, known: Collection[str] = (), secrets: Mapping[str, str] | None = None
+) -> str:
     """Return the text with `***` for secrets of the environment and passwords in addresses."""
-    for secret in sorted({*known, *secret_values().values()}, key=len, reverse=True):
+    secrets = secret_values() if secrets is None else secrets
+    for secret in sorted({*known, *secrets.values()}, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return _IN_ADDRESS.sub(rf"\g<1>:{HIDDEN}", text) if "://" in text else text
 

@@ -188,10 +188,12 @@ def run(suite: Suite, logs: Path) -> Result:
     junit.unlink(missing_ok=True)
     command = [word.replace("{junit}", str(junit)) for word in suite.command]
     print(f"nightly: {suite.name}: {' '.join(command)} > {log}", flush=True)
+    # As in the Makefile: bytecode is kept, or each worker compiles all files of tests again.
+    kept = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     began = time.monotonic()
     with log.open("w") as stream:
         code = subprocess.run(
-            command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, check=False
+            command, cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, env=kept, check=False
         ).returncode
     seconds = time.monotonic() - began
     result = counted(log.read_text(errors="replace"), junit, code, seconds)

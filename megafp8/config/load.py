@@ -37,7 +37,7 @@ from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.settings import (
     UNDECIDED,
     Setting,
-    is_interpolation,
+    interpolated_keys,
     is_unused_section,
     optional_sections,
     put_in,
@@ -52,7 +52,15 @@ from megafp8.config.spellings import (
     translate_spellings,
 )
 from megafp8.config.values import plain
-from megafp8.secrets import HIDDEN, has_password, named_secrets, one_line, redacted, variable_in
+from megafp8.secrets import (
+    HIDDEN,
+    has_password,
+    named_secrets,
+    one_line,
+    redacted,
+    secret_values,
+    variable_in,
+)
 
 ACCELERATOR = "trainer.accelerator"
 BACKEND, MASK_FUSION = "model.fp8_backend", "model.get_attention_mask_from_fusion"
@@ -361,6 +369,7 @@ def _secret_problems(
 
     Settings are written into the run's directory and sent to trackers, so a token must not be one.
     """
+    secrets = secret_values()
     return [
         SettingError(
             path,
@@ -370,16 +379,18 @@ def _secret_problems(
             origin=origins.get(path, DEFAULT),
         )
         for path, value in values.items()
-        if (what := _secret_in(path, value, known))
+        if (what := _secret_in(path, value, known, secrets))
     ]
 
 
-def _secret_in(path: str, value: Any, known: Collection[str]) -> str | None:
-    if name := variable_in(value):
+def _secret_in(
+    path: str, value: Any, known: Collection[str], secrets: Mapping[str, str]
+) -> str | None:
+    if name := variable_in(value, secrets):
         return f"the value of the environment variable {name}"
     if has_password(value):
         return "an address with a password"
-    shown = redacted(value, path, known)
+    shown = redacted(value, path, known, secrets)
     if shown is not value and shown != (list(value) if isinstance(value, tuple) else value):
         return "a secret that a key names"
     return None
@@ -428,10 +439,12 @@ def _nemo_settings(
 
 def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     """Return the tree without NeMo's keys, closed to new keys; `values` are its keys' values."""
+    sections: dict[str, Any] = {"": tree}
     for path in nemo_keys():
-        _delete(tree, path)
+        _delete(sections, path)
+    interpolated = interpolated_keys(tree)
     for path in all_keys():  # an interpolation of a key that was removed becomes that key's value
-        if not (is_interpolation(tree, path) or isinstance(values[path], (list, dict))):
+        if not (path in interpolated or isinstance(values[path], (list, dict))):
             continue
         try:
             stands = read_value(tree, path) == values[path]
@@ -443,11 +456,17 @@ def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     return tree
 
 
-def _delete(cfg: DictConfig, path: str) -> None:
-    """Delete a key, and the sections that are empty without it."""
+def _delete(sections: dict[str, Any], path: str) -> None:
+    """Delete a key, and the sections that are empty without it.
+
+    `sections` has those of the tree that were looked up before, and the tree itself as "".
+    """
     names = path.split(".")
     for end in range(len(names) - 1, -1, -1):
-        node = OmegaConf.select(cfg, ".".join(names[:end])) if end else cfg
+        section = ".".join(names[:end])
+        if section not in sections:
+            sections[section] = OmegaConf.select(sections[""], section)
+        node = sections[section]
         if not isinstance(node, DictConfig):
             return
         if names[end] in node.keys() and (end == len(names) - 1 or not node._get_node(names[end])):

@@ -189,6 +189,7 @@ def read_values(
     """
     values: dict[str, Any] = {}
     problems: list[SettingError] = []
+    interpolated = interpolated_keys(cfg)
     for path, key in all_keys().items():
         try:
             value = read_value(cfg, path)
@@ -200,7 +201,7 @@ def read_values(
             continue
         # The value of an interpolation has the other key's type, which may be the wrong one here.
         problem = None
-        if is_interpolation(cfg, path):
+        if path in interpolated:
             problem = setting_problem(Setting(path, value, _origin(path, origins)))
         if problem is None:
             values[path] = value
@@ -209,11 +210,17 @@ def read_values(
     return values, problems
 
 
-def is_interpolation(cfg: DictConfig, path: str) -> bool:
-    """Whether a key's value refers to other keys, as `${model.encoder_seq_length}` does."""
-    section, _, leaf = path.rpartition(".")
-    node = OmegaConf.select(cfg, section) if section else cfg
-    return bool(OmegaConf.is_interpolation(node, leaf))
+def interpolated_keys(cfg: DictConfig) -> frozenset[str]:
+    """Return the keys whose values refer to other keys, as `${model.encoder_seq_length}` does."""
+    sections: dict[str, Any] = {"": cfg}
+    found = set()
+    for path in all_keys():
+        section, _, leaf = path.rpartition(".")
+        if section not in sections:  # none is an interpolation itself: `put_in` refuses that
+            sections[section] = OmegaConf.select(cfg, section)
+        if OmegaConf.is_interpolation(sections[section], leaf):
+            found.add(path)
+    return frozenset(found)
 
 
 def read_value(cfg: DictConfig, path: str) -> Any:

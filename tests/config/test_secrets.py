@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from megafp8 import secrets
 from megafp8.cli.main import AppInfo, run_app
+from megafp8.config import load as load_module
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.secrets import hide, hide_values, is_secret_name, redacted, variable_in
@@ -292,3 +295,17 @@ def test_only_the_secret_is_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         "env": {"HF_TOKEN": "***", "PATH": "/bin", "DB_PASSWORD": None},
         "n": 3,
     }
+
+
+def test_settings_read_the_environment_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read for each of some 200 keys, which took a third of the time to load settings."""
+    looked = Counter[str]()
+    is_secret = secrets._is_secret
+
+    def count(name: str, text: str) -> bool:
+        looked[name] += 1
+        return is_secret(name, text)
+
+    monkeypatch.setattr(secrets, "_is_secret", count)
+    load_module.load(["model.fp8=True"])
+    assert 1 <= looked["PATH"] <= 10

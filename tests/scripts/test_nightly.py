@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,3 +96,17 @@ def test_an_unknown_suite_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 )  # fmt: skip
 def test_what_a_marker_expression_asks_for(expression: str, asked: bool) -> None:
     assert asked_for("gpu", expression) is asked
+
+
+def test_suites_keep_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images ask Python to write none, and a run of the tests would then compile them each time."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    asks = "import sys; print(f'{3 - int(sys.dont_write_bytecode)} passed in 0.10s')"
+    suites(monkeypatch, Suite("one", "asks Python", (*PYTHON, asks)))
+    table = tmp_path / "table.md"
+    assert main(["--table", str(table), "--logs", str(tmp_path)]) == 0
+    assert read_table(table)["one"][1] == "3"
+    show = "show:; @echo [$$PYTHONDONTWRITEBYTECODE]"
+    command = ["make", "--no-print-directory", "--eval", show, "show"]
+    shown = subprocess.run(command, cwd=nightly.ROOT, capture_output=True, text=True, timeout=60)
+    assert shown.stdout == "[]\n", shown.stderr
