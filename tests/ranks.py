@@ -29,7 +29,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = ["megafp8.train.pretrain", "tests.tiny"]
+PRELOADED = [
+    "megafp8.train.pretrain",
+    "megafp8.parallel.pipeline_runner",  # which imports FSDP too
+    "tests.tiny",
+]
 
 
 @dataclass(frozen=True)

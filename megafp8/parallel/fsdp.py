@@ -16,19 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
 
 from megafp8.fp8.formats import DTYPES
 from megafp8.fp8.weights import GatheredForm, GatheredFp8
@@ -40,6 +33,9 @@ from megafp8.parallel.mesh import AXES, Mesh, groups_along
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.parallel.scaled_data import ScatteredGrads
 from megafp8.specs import ParallelSpec
+
+if TYPE_CHECKING:  # torch's FSDP imports its tracer and SymPy: a run without it starts sooner
+    from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
@@ -93,6 +89,13 @@ def shard_model(
     One layer after the other gets its values and is sharded, so that a rank whose parameters have
     none yet (`values_later`) never holds more than its shards and one layer.
     """
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     assert spec.fsdp is not None and mesh.data.size > 1
     pieces = {name: pieces_of(param) for name, param in model.named_parameters()}
     device_mesh, shards = _device_mesh(mesh, spec)
@@ -140,6 +143,8 @@ def _gather_ahead(gpt: GPT) -> None:
     flight: the first layer would gather the last one's weights again, and backward passes in a row
     would gather nothing ahead.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     modules: list[Any] = [gpt, *gpt.layers]
     for index, module in enumerate(modules):  # the stage itself begins with its last layer
         assert isinstance(module, FSDPModule)
@@ -148,7 +153,7 @@ def _gather_ahead(gpt: GPT) -> None:
 
 def _give_values(module: nn.Module, device: torch.device) -> None:
     """Give the parameters that are not sharded yet their initial values, in FP32."""
-    params = [param for param in module.parameters() if not isinstance(param, DTensor)]
+    params = [param for param in module.parameters() if not _is_sharded(param)]
     values = dict(zip(params, initial_values(params, device), strict=True))
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
@@ -217,7 +222,13 @@ def _counted(shards: Axis, kind: str) -> Callable[[torch.Tensor], None]:
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a tensor that FSDP shards; return any other tensor unchanged."""
-    return torch_private.local_shard(param) if isinstance(param, DTensor) else param
+    return torch_private.local_shard(param) if _is_sharded(param) else param
+
+
+def _is_sharded(param: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(param, DTensor)
 
 
 def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from megafp8.optim.partitions import Partition
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
+from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.shape import way_of
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
@@ -35,6 +36,9 @@ from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
 from megafp8.train.compile import compile_layers
 from megafp8.train.graphs import MicrobatchGraphs
 from megafp8.train.state import TrainState
+
+if TYPE_CHECKING:
+    from megafp8.parallel.pipeline_runner import PipelineRunner
 
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
@@ -243,6 +247,8 @@ def make_pipeline(
     """Return the runner of a step over the pipeline's stages, or None for a whole model."""
     if not isinstance(model, PipelinedGPT):
         return None
+    from megafp8.parallel.pipeline_runner import PipelineRunner  # other runs start sooner without
+
     return PipelineRunner(
         model,
         model.boundary(spec.train.micro_batch_size, spec.data.seq_length // mesh.cp.size),

@@ -141,7 +141,8 @@ def prepare_process(device: torch.device, *, fp32: bool, deterministic: bool = F
     """
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    torch.use_deterministic_algorithms(deterministic)
+    if deterministic != torch.are_deterministic_algorithms_enabled():  # the call imports Inductor
+        torch.use_deterministic_algorithms(deterministic)
     if device.type == "cpu":
         keep_freed_memory()
         if fp32:

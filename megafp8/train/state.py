@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megafp8.backends.protocol import Backend
 from megafp8.fp8.gemm import GemmCounter
@@ -15,10 +16,13 @@ from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.parallel.grad_reduce import GradReducer
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.pipeline import PipelinedGPT, PipelineRunner
+from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.specs.precision import PrecisionPhase
 from megafp8.train.compile import CompileCounter
 from megafp8.train.graphs import MicrobatchGraphs
+
+if TYPE_CHECKING:
+    from megafp8.parallel.pipeline_runner import PipelineRunner
 
 
 @dataclass

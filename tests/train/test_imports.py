@@ -17,7 +17,7 @@ finally:
 """
 
 
-def test_a_native_run_imports_nothing_of_transformer_engine(place: Place) -> None:
+def test_a_native_run_imports_nothing_of_other_backends_and_layouts(place: Place) -> None:
     script = str(Path(ROOT) / "pretrain_gpt.py")
     program = PROGRAM.replace("sys.argv[0]", repr(script))
     argv = place.argv("trainer.max_steps=1", "model.fp8_backend=native")
@@ -36,3 +36,6 @@ def test_a_native_run_imports_nothing_of_transformer_engine(place: Place) -> Non
     others += [n for n in ours if n.endswith(".torchao")]
     assert others == []
     assert not {"transformer_engine", "transformer_engine_torch", "torchao"}.intersection(names)
+    # These take as long to import as all the rest, and serve compiled layers, FSDP and pipelines.
+    parts = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp")
+    assert not {*parts, "torch.distributed.pipelining", "torch.distributed.tensor"} & {*names}
