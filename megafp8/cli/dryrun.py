@@ -28,6 +28,7 @@ from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import find_recipe
@@ -114,7 +115,7 @@ def check_can_be_simulated(
 
     Raises:
         ConfigError: `hardware` is compared with ranks on CPUs, or the layout has too many ranks.
-        SettingError: FSDP shards what a level of FP8-LM stores.
+        SettingError: FSDP shards what a level of FP8-LM stores, or Transformer Engine's layers.
     """
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
@@ -122,6 +123,14 @@ def check_can_be_simulated(
             hardware.name,
             f"the ranks would be on CPUs (trainer.accelerator={asked})",
             "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
+        )
+    backend = spec.precision.backend
+    if spec.parallel.fsdp is not None and BACKENDS[backend].draws_at_once:
+        raise SettingError(
+            "model.fp8_backend",
+            backend,
+            "with model.fsdp=True is not simulated yet",
+            "Use megafp8 plan, or leave model.fsdp out",
         )
     if spec.parallel.fsdp is not None and not spec.optim.storage.is_plain:
         raise SettingError(
