@@ -82,6 +82,14 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     )
 
 
+def start_only(spec: RunSpec, mesh: Mesh) -> Backend:
+    """Make what `build` makes before its optimizer, as a dry run counts it; return the backend."""
+    streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
+    backend = choose.make_backend(spec, mesh, streams, make_sinks(spec, mesh).outer, GemmCounter())
+    make_masters(spec, mesh, make_model(spec, mesh, backend), backend)
+    return backend
+
+
 def settle_backend(spec: RunSpec, mesh: Mesh) -> RunSpec:
     """Return the spec with the backend that `auto` means here; all ranks call this together.
 

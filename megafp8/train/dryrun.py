@@ -17,12 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megafp8.backends import choose
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ScaledGradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
-from megafp8.models.random import RandomStreams
 from megafp8.ops import torch_private
 from megafp8.ops.torch_private import run_backward, storage_key
 from megafp8.parallel.fsdp import local_of
@@ -31,7 +28,7 @@ from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory, StepBytes
 from megafp8.plan.pipeline import Times, Work, late_sums, most_held, one_stage_order, run_times
 from megafp8.specs import RunSpec
-from megafp8.train.build import build, make_masters, make_model, make_sinks
+from megafp8.train.build import build, start_only
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
@@ -113,13 +110,7 @@ def start_bytes(spec: RunSpec, rank: int) -> int:
     """Return the most bytes that a rank holds until its master weights are made."""
     alive = LiveBytes("meta")
     with simulated_rank(spec.parallel, rank) as mesh, alive:
-        streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
-        outer = make_sinks(spec, mesh).outer
-        backend = choose.make_backend(spec, mesh, streams, outer, GemmCounter())
-        try:
-            make_masters(spec, mesh, make_model(spec, mesh, backend), backend)
-        finally:
-            backend.forget()
+        start_only(spec, mesh).forget()
     return alive.most
 
 
