@@ -45,6 +45,7 @@ class FsdpMasters(Masters):
         """Take the values of the shards; `linears` are the linears' weights among them."""
         self.shards, self._modules = sharded.shards, sharded.modules
         self.storage, self.linears = storage, frozenset(linears)
+        self.own_weights = {}  # linears read what FSDP gathers, in the compute dtype or in FP8
         self._gathered_in_fp8 = sharded.gathered_in_fp8
         self.params = list(sharded.params)
         self.row_of = None

@@ -105,6 +105,7 @@ RECOMPUTED = [
 ZERO = "model.optim.name=distributed_fused_adam"
 LAYOUTS = {  # the first two are fast
     "1 rank": (1, []),
+    "FP8-LM, FSDP 2": (2, [O2, "model.fsdp=True"]),
     "tp 2 with sequence parallelism": (2, [TP, SP]),
     "pp 2": (2, [PP]),
     "zero bubbles": (2, [PP, "model.pipeline_schedule=InterleavedZeroBubble",
