@@ -142,7 +142,7 @@ class RunSummary:
         if self.precision is not None:
             rows.append(("precision", self.precision))
         if self.health is not None:
-            rows.append(("FP8 health", self.health.removeprefix("FP8 health ")))
+            rows.append(("FP8 health", self.health.removeprefix("FP8 health").lstrip(": ")))
         if (speed := self._speed()) is not None:
             rows.append(("speed", speed))
         if (used := self._utilization()) is not None:

@@ -65,6 +65,15 @@ def test_rows_say_what_was_reached_and_where_it_is() -> None:
     assert rows["curves"] == "tensorboard --logdir /runs/x"
 
 
+@pytest.mark.parametrize(
+    ("verdict", "row"),
+    [("FP8 health ok", "ok"), ("FP8 health: 2 of 24 tensors bad", "2 of 24 tensors bad")],
+)
+def test_the_row_of_fp8_health_has_its_name_once(verdict: str, row: str) -> None:
+    summary = RunSummary(status="x", step=1, total_steps=1, log_dir=".", health=verdict)
+    assert ("FP8 health", row) in summary.rows()
+
+
 def test_what_was_not_measured_is_left_out() -> None:
     summary = RunSummary(status="stopped, saved", step=3, total_steps=9, log_dir="/runs/x")
     assert summary.rows() == [("status", "stopped, saved, step 3/9"), ("run", "/runs/x")]

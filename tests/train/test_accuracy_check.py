@@ -28,7 +28,11 @@ WARN, FULL = "model.fp8_accuracy_check=warn", "model.fp8_health=full"
 
 
 def logged_steps(
-    state: TrainState, directory: Path, spoil: Any = None, steps: int = LOGGED_STEPS
+    state: TrainState,
+    directory: Path,
+    spoil: Any = None,
+    steps: int = LOGGED_STEPS,
+    goes_back_after: int | None = None,
 ) -> list[str]:
     """Return the warnings of steps that are all logged; `spoil` acts on the state before each."""
     warnings: list[str] = []
@@ -42,6 +46,8 @@ def logged_steps(
         result = train_step(state, batches, more=log.begin())
         state.step += 1
         log.end(state.step, CompositeTracker([]), result.more)
+        if state.step == goes_back_after:
+            log.rewind(state.step)
     log.close()
     return [text for text in warnings if "costs accuracy" in text]
 
@@ -102,6 +108,13 @@ def test_a_stuck_scale_is_named_with_a_schedule_that_continues(
     path = saved(earlier, tmp_path / "root")
     state_dict.load_checkpoint(path, continued, lambda _: None)
     assert len(continued.phases) == 2
+
+
+def test_a_rollback_counts_logged_steps_anew(tmp_path: Path) -> None:
+    settings = ["model.fp8_recipe=delayed", "model.fp8_interval=64", "model.fp8_health=scales"]
+    state, back = built(*settings, WARN), LOGGED_STEPS  # one step less was beyond the limit
+    (text,) = logged_steps(state, tmp_path, stuck(2.0**-40), LAST, goes_back_after=back)
+    assert text.startswith(f"step {back + LOGGED_STEPS}: ")
 
 
 def test_ranks_find_the_squares_of_one_rank() -> None:

@@ -57,6 +57,10 @@ class AccuracyCheck:
             self._probe.detach()
             self._probe = None
 
+    def rewind(self) -> None:
+        """Count logged steps anew, because training goes back to a checkpoint."""
+        self._streaks = Streaks()
+
     def squares(self, numbers: Sequence[float]) -> Squares:
         """Return what this rank measured; `numbers` are those for which `begin` asked."""
         if self._probe is None:

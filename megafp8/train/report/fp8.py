@@ -244,6 +244,8 @@ class HealthLog:
         """Drop the records of steps after `step`, when training goes back to a checkpoint."""
         if self._file is not None:
             self._file.rewind(step)
+        if self._check is not None:
+            self._check.rewind()
 
     def close(self) -> None:
         """Close health.jsonl."""
