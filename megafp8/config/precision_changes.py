@@ -7,7 +7,7 @@ This module reads each entry by itself. What entries mean together, and for a mo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megafp8.specs.precision import GEMMS, PrecisionChange
@@ -141,12 +141,23 @@ def spell_schedule(value: object) -> list[dict[str, Any]]:
     return [written(change) for change in parse_schedule(value)]
 
 
-def with_change(value: object, num_steps: int, entry: Mapping[str, Any]) -> str:
-    """Return a valid schedule of a run with one more entry, as it is written on a command line."""
-    entries = list(value) if isinstance(value, (list, tuple)) else []
-    starts = [change.after for change in parse_schedule(entries, num_steps)]
+def with_change(
+    value: object,
+    num_steps: int,
+    entry: Mapping[str, Any],
+    is_valid: Callable[[list[Any]], bool],
+) -> str:
+    """Return a valid schedule of a run with one more entry, as it is written on a command line.
+
+    Later entries with which it is not valid, since they would change nothing, are left out.
+    """
+    had = list(value) if isinstance(value, (list, tuple)) else []
+    starts = [change.after for change in parse_schedule(had, num_steps)]
     place = sum(start <= entry["from"] for start in starts)
-    entries.insert(place, entry)
+    entries = [*had[:place], entry]
+    for later in had[place:]:
+        if is_valid([*entries, later]):
+            entries.append(later)
     return f"{SCHEDULE}=[{', '.join(map(_on_command_line, entries))}]"
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megafp8.config.checks.precision_schedule import is_valid
 from megafp8.config.load import load
 from megafp8.config.precision_changes import with_change
+from megafp8.config.resume import with_defaults
 from megafp8.errors import UserError
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.accuracy import LOGGED_STEPS
@@ -21,6 +24,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.ranks import run_ranks
 from tests.tiny import microbatch
+from tests.train import precision_schedule_work
 from tests.train.accuracy_work import squares_of_a_step
 from tests.train.precision_schedule_work import LAST, SIZES, built, different, saved
 
@@ -155,6 +159,35 @@ def test_patterns_name_these_linears_alone(named: list[str], patterns: list[str]
     assert patterns_of(named, all_fp8) == patterns
 
 
+def values() -> dict[str, Any]:
+    return with_defaults(built("model.fp8_recipe=tensorwise").backend.spec.resolved)
+
+
+def test_later_entries_that_change_nothing_any_more_are_left_out() -> None:
+    given = [
+        {"from": 4, "modules": ["*.qkv"], "recipe": "bf16"},
+        {"from": 0.9, "modules": ["*.fc1"], "recipe": "mxfp8"},
+    ]
+    line = with_change(
+        given, LAST, {"from": 3, "recipe": "bf16"}, partial(is_valid, values=values())
+    )
+    assert load([*SIZES, "model.fp8=True", line]).model.precision_schedule == [
+        {"from": 3, "recipe": "bf16"},
+        given[1],
+    ]
+
+
+def test_the_last_step_asks_for_more_steps(tmp_path: Path) -> None:
+    settings = ["model.fp8_recipe=delayed", "model.fp8_interval=64", "model.fp8_health=scales"]
+    steps = f"trainer.max_steps={LOGGED_STEPS + 1}"
+    sizes = [size for size in SIZES if "max_steps" not in size]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision_schedule_work, "SIZES", sizes)
+        state = built(*settings, WARN, steps)
+    (text,) = logged_steps(state, tmp_path, stuck(2.0**-40), LOGGED_STEPS + 1)
+    assert ' with a larger trainer.max_steps and "model.precision_schedule=[{from: 4, ' in text
+
+
 def test_a_schedule_gets_one_more_entry_in_its_place() -> None:
     given = [
         {"from": 1, "products": ["grad_weight"], "recipe": "bf16"},
@@ -162,7 +195,7 @@ def test_a_schedule_gets_one_more_entry_in_its_place() -> None:
         {"from": 5, "recipe": "bf16"},
     ]
     entry = {"from": 4, "modules": ["*.mlp.fc2"], "recipe": "bf16"}
-    line = with_change(given, LAST, entry)
+    line = with_change(given, LAST, entry, partial(is_valid, values=values()))
     again = load([*SIZES, "model.fp8=True", line])
     starts = [e["from"] for e in again.model.precision_schedule]
     assert starts == [1, 0.5, 4, 5] and again.model.precision_schedule[2] == entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain, islice, pairwise, product
+from typing import Any
 
 from megafp8.config.checks.precision import no_match
 from megafp8.config.keys import Values
@@ -59,6 +60,11 @@ def _entries_have_effects(v: Values) -> Iterator[Finding]:
     if is_known and v["model.num_layers"] <= LAYERS_NAMED:
         found = chain(found, _effects(changes, v))
     yield from islice(found, 1)  # what is wrong with later entries may follow from it
+
+
+def is_valid(entries: list[Any], values: Values) -> bool:
+    """Whether these entries could be the schedule of a run of `values`, which are valid."""
+    return not any(rule.findings({**values, SCHEDULE: entries}))
 
 
 def _order(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
+from megafp8.config.checks.precision_schedule import is_valid
 from megafp8.config.precision_changes import BF16, SCHEDULE, names_bf16, with_change
 from megafp8.config.resume import with_defaults
 from megafp8.files import Warn
@@ -102,9 +105,13 @@ class AccuracyCheck:
             return
         first = f"{named[0]}: {found[named[0]]}"
         more = "" if len(named) == 1 else f"; and {plural(len(named) - 1, 'more linear')}"
+        values = with_defaults(self._state.backend.spec.resolved)
+        is_last = step >= values["trainer.max_steps"]
         warn(
             f"step {step}: FP8 costs accuracy: {first}{more}. The run can be continued from a "
-            f'checkpoint of this step or before it with "{self._schedule(step, named, all_fp8)}"'
+            f"checkpoint of this step or before it with "
+            f"{'a larger trainer.max_steps and ' if is_last else ''}"
+            f'"{_schedule(values, step, named, all_fp8)}"'
         )
 
     def _beyond(
@@ -131,15 +138,18 @@ class AccuracyCheck:
             if (why := beyond_noise(gradient, noise)) is not None:
                 yield name, why
 
-    def _schedule(self, step: int, named: Sequence[str], all_fp8: Sequence[str]) -> str:
-        values = with_defaults(self._state.backend.spec.resolved)
-        is_bf16 = values["trainer.precision"] == BF16 or names_bf16(values[SCHEDULE])
-        entry = {
-            "from": step,
-            "modules": patterns_of(named, all_fp8),
-            "recipe": BF16 if is_bf16 else HIGH_PRECISION,
-        }
-        return with_change(values[SCHEDULE], int(values["trainer.max_steps"]), entry)
+
+def _schedule(
+    values: dict[str, Any], step: int, named: Sequence[str], all_fp8: Sequence[str]
+) -> str:
+    is_bf16 = values["trainer.precision"] == BF16 or names_bf16(values[SCHEDULE])
+    entry = {
+        "from": step,
+        "modules": patterns_of(named, all_fp8),
+        "recipe": BF16 if is_bf16 else HIGH_PRECISION,
+    }
+    valid = partial(is_valid, values=values)
+    return with_change(values[SCHEDULE], int(values["trainer.max_steps"]), entry, valid)
 
 
 def patterns_of(named: Sequence[str], all_fp8: Sequence[str]) -> list[str] | None:
