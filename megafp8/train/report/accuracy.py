@@ -61,7 +61,7 @@ class AccuracyCheck:
             self._probe = None
 
     def rewind(self) -> None:
-        """Count logged steps anew, because training goes back to a checkpoint."""
+        """Count logged steps from 0 again, because training goes back to a checkpoint."""
         self._streaks = Streaks()
 
     def squares(self, numbers: Sequence[float]) -> Squares:
