@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megafp8.config.checks.precision_schedule import is_valid
 from megafp8.config.load import load
 from megafp8.config.precision_changes import with_change
 from megafp8.config.resume import with_defaults
 from megafp8.errors import UserError
+from megafp8.fp8.noise import NoiseProbe
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.accuracy import LOGGED_STEPS
 from megafp8.observe.trackers import CompositeTracker
@@ -119,6 +121,31 @@ def test_a_rollback_counts_logged_steps_anew(tmp_path: Path) -> None:
     state, back = built(*settings, WARN), LOGGED_STEPS  # one step less was beyond the limit
     (text,) = logged_steps(state, tmp_path, stuck(2.0**-40), LAST, goes_back_after=back)
     assert text.startswith(f"step {back + LOGGED_STEPS}: ")
+
+
+def test_each_gradient_has_its_own_norm() -> None:
+    """Also where some gradients are in FP8 and others are not."""
+    state = built("model.fp8_recipe=tensorwise", "model.optim.fp8_opt_level=O2")
+    train_step(state, [microbatch(0, 4)])
+    grads = state.masters.stored_grads
+    assert len({grad.fmt.name for grad in grads}) == 2
+    expected = torch.stack([grad.values().double().square().sum() for grad in grads])
+    torch.testing.assert_close(state.masters.squared_norms(), expected, rtol=1e-5, atol=0)
+
+
+def test_a_layer_that_is_computed_again_counts_once() -> None:
+    settings = ["granularity=full", "method=uniform"]
+    state = built(
+        "model.fp8_recipe=tensorwise",
+        *(f"model.activations_checkpoint_{setting}" for setting in settings),
+    )
+    assert isinstance(state.scaling, ScalingState)
+    probe, batch = NoiseProbe(state.scaling), microbatch(0, 4)
+    probe.attach()
+    train_step(state, [batch])
+    found = probe.detach()
+    assert len(found) == 2 * 8
+    assert {tensor.rows for tensor in found.values()} == {batch.tokens_BS.size}
 
 
 def test_ranks_find_the_squares_of_one_rank() -> None:
