@@ -115,7 +115,7 @@ def check_can_be_simulated(
 
     Raises:
         ConfigError: `hardware` is compared with ranks on CPUs, or the layout has too many ranks.
-        SettingError: FSDP shards what a level of FP8-LM stores, or Transformer Engine's layers.
+        SettingError: FSDP shards Transformer Engine's layers.
     """
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
@@ -131,13 +131,6 @@ def check_can_be_simulated(
             backend,
             "with model.fsdp=True is not simulated yet",
             "Use megafp8 plan, or leave model.fsdp out",
-        )
-    if spec.parallel.fsdp is not None and not spec.optim.storage.is_plain:
-        raise SettingError(
-            "model.optim.fp8_opt_level",
-            None,
-            "with model.fsdp=True is not simulated yet",
-            "Use megafp8 plan, or leave one of the two out",
         )
     if (world := spec.parallel.world_size) > MAX_SIMULATED:
         raise ConfigError(

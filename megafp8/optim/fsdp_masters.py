@@ -65,8 +65,7 @@ class FsdpMasters(Masters):
         self.stored = [ScaledTensor(master.detach(), one, fmt) for master in self.masters]
         self.stored_grads = list(self.stored)
         if not storage.is_plain:  # what the first step allocates
-            shapes = [torch.empty(master.shape, device="meta") for master in self.masters]
-            self.stored_grads = [ScaledTensor(shape, one, fmt) for shape in shapes]
+            self.stored_grads = [ScaledTensor(_shape_of(x), one, fmt) for x in self.masters]
         self._own: dict[nn.Parameter, ScaledTensor] = {}
         self._sums: dict[nn.Parameter, ScaledTensor] = {}
         self._without_grad: set[nn.Parameter] = set()
@@ -199,3 +198,10 @@ class FsdpMasters(Masters):
         """Free the gathered weights of every module."""
         for module in self._modules:
             module.reshard()
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an FP32 tensor of the same shape that has no memory, in a dry run's count either."""
+    shape = torch.empty(tensor.shape, device="meta")
+    resize_memory(shape, has_memory=False)
+    return shape

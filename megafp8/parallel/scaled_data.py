@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from megafp8.fp8.cast import amax_of
 from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
@@ -364,9 +365,9 @@ class ScatteredGrads:
             sent[:, at] = grads[:, place].contiguous().view(torch.uint8)
         scales = []
         for place, at in row.in_fp8:
-            stored = ScaledTensor.of(grads[:, place].contiguous(), fmt)
-            sent[:, at] = stored.payload.view(torch.uint8)
-            scales.append(stored.dequant_scale)
+            quant_scale, dequant_scale = scales_for(amax_of(grads[:, place]), fmt)
+            sent[:, at] = cast_stored(grads[:, place], quant_scale, fmt).view(torch.uint8)
+            scales.append(dequant_scale)
         sent[:, row.scales] = torch.stack(scales).view(torch.uint8)
         parts = [row.num_bytes] * ranks
         received = self.shards.start_all_to_all(sent.view(-1), parts).wait()

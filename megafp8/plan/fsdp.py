@@ -7,7 +7,7 @@ one tensor and copies the weights from there; the tensor is free again at the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megafp8.plan.pipeline import late_sums, short_order
@@ -24,6 +24,7 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.division import ScatteredRow
 from megafp8.specs.optim import ITEM_BYTES
 
 
@@ -44,13 +45,15 @@ class StageBytes:
 class Moment:
     """Hold the bytes of one moment of a microbatch.
 
-    `more` are those beside all that microbatches in flight keep, `gathered` whole weights, and
-    `sums` the shards of gradients that this microbatch has made. `late` is by how much less the
+    `more` are those beside all that microbatches in flight keep, and `gathered` whole weights.
+    `reduced` are the shards of gradients that FSDP has made of this microbatch, and `sums` those of
+    them that stay: FP8-LM's levels add up linears' in low precision. `late` is by how much less the
     step needs because its first microbatch has no others.
     """
 
     more: int = 0
     gathered: int = 0
+    reduced: int = 0
     sums: int = 0
     late: int = 0
 
@@ -68,10 +71,10 @@ def worst_moment(
     """
     found = [moment for stage in stages for moment in _moments(spec, shape, stage)]
     first = max(moment.more + moment.gathered + moment.sums for moment in found)
-    sums, parallel = _shards(spec, shape.params), spec.parallel
+    sums, parallel = _shards(spec, _summed_in_fp32(spec, shape.params)), spec.parallel
     if parallel.fsdp is not None and parallel.fsdp.strategy == "hybrid":
         # Until the end of a backward pass FSDP keeps what it sent of shards to other nodes.
-        found = [replace(moment, more=moment.more + moment.sums) for moment in found]
+        found = [replace(moment, more=moment.more + moment.reduced) for moment in found]
     worst = max(found, key=lambda moment: moment.more + moment.gathered)
     late = worst.more + worst.gathered + sums - first
     order = short_order(parallel.pipeline, parallel.pp, pipeline_rank, num_microbatches(spec))
@@ -115,12 +118,11 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
     gathered = sum(_gathered(spec, param) for param in of_layers) // count
     root = sum(_gathered(spec, param) for param in outside)
     shards = _shards(spec, of_layers) // count
+    lasting = _shards(spec, _summed_in_fp32(spec, of_layers)) // count
     scattered = reduced * shard_ranks(spec) * shards // FP32
     group, of_head = _recomputed_together(spec), 0
-    in_low = 0
-    if spec.optim.storage.main_grads != "fp32":  # bytes are made of what FSDP sends, and summed
-        linears = [param.elements for param in of_layers if param.is_linear]
-        in_low = sum(linears) // count + (1 + FP32) * max(linears)
+    of_layer = of_layers[: len(of_layers) // count]
+    summing = max(gradients, shards + _sent_by_level(spec, of_layer))
     if stage.head is not None:
         of_head = size * max((p.elements for p in outside), default=0)
         whole = count * gathered if stays else 0
@@ -131,17 +133,19 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
         before = 0 if is_first or stays else received
         more = of_head + before - freed + (0 if is_last else scattered)
         held = root + gathered * (place + 1 if stays else min(group, place + 1))
-        sums = shards * (len(stage.layers) - 1 - place)
+        done = len(stage.layers) - 1 - place
+        sums = shards * done, lasting * done
         first, both = _mlp_gradients(spec, stage.layers[place])
         freed += stage.kept[place]
-        yield Moment(more + stage.work + first, held, sums)
-        yield Moment(more + stage.work - stage.mlp_freed + both, held, sums)
-        yield Moment(more + gradients + stage.end_work - stage.kept[place], held, sums)
-        sending = of_head + before + max(gradients, shards, in_low) + scattered
-        yield Moment(sending - freed, held - gathered, sums)
-    sums, of_root = shards * len(stage.layers), size * sum(p.elements for p in outside)
-    yield Moment(of_root + of_head + scattered - freed, root, sums)
-    yield Moment(of_root + reduced * of_root // size - freed, 0, sums)
+        yield Moment(more + stage.work + first, held, *sums)
+        yield Moment(more + stage.work - stage.mlp_freed + both, held, *sums)
+        yield Moment(more + gradients + stage.end_work - stage.kept[place], held, *sums)
+        sending = of_head + before + summing + scattered
+        yield Moment(sending - freed, held - gathered, *sums)
+    sums = shards * len(stage.layers), lasting * len(stage.layers)
+    of_root = size * sum(p.elements for p in outside)
+    yield Moment(of_root + of_head + scattered - freed, root, *sums)
+    yield Moment(of_root + reduced * of_root // size - freed, 0, *sums)
 
 
 def _recomputed_together(spec: RunSpec) -> int:
@@ -150,6 +154,27 @@ def _recomputed_together(spec: RunSpec) -> int:
     if recompute is None or (recompute.granularity, recompute.method) != ("full", "uniform"):
         return 1
     return recompute.num_layers
+
+
+def _summed_in_fp32(spec: RunSpec, params: Iterable[Parameter]) -> Iterator[Parameter]:
+    """Yield the parameters whose gradients FSDP itself adds up."""
+    in_fp32 = spec.optim.storage.main_grads == "fp32"
+    return (param for param in params if in_fp32 or not param.is_linear)
+
+
+def _sent_by_level(spec: RunSpec, layer: Sequence[Parameter]) -> int:
+    """Return what FP8-LM's levels make to send a layer's gradients, 0 without a level.
+
+    They are the message, and for one linear after the other its scaled gradient in FP32 and FP8.
+    """
+    if spec.optim.storage.main_grads == "fp32":
+        return 0
+    ranks = shard_ranks(spec)
+    sizes = [param.shard_elements(ranks) for param in layer]
+    are_linears = [param.is_linear for param in layer]
+    message = ranks * ScatteredRow.of(sizes, are_linears).num_bytes
+    widest = max(size for size, is_in in zip(sizes, are_linears, strict=True) if is_in)
+    return message + (FP32 + ITEM_BYTES["fp8"]) * ranks * widest
 
 
 def _shards(spec: RunSpec, params: Iterable[Parameter]) -> int:

@@ -182,6 +182,8 @@ def _held_bytes(
             )
             for name in (storage.main_params, storage.main_grads)
         )
+        if storage.main_grads != "fp32":
+            gradients += FP32 * sum(param.is_linear for param in shape.params)  # their scales
         moments = sum(
             elements * _itemsize_of_moments(spec, param)
             for elements, param in zip(own, shape.params, strict=True)

@@ -102,6 +102,14 @@ def test_states_in_low_precision_are_counted_as_stored(capsys: pytest.CaptureFix
     assert float(stored[2]) < 0.6 * float(plain[2])
 
 
+def test_a_level_with_fsdp(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "trainer.devices=2", "model.fsdp=True"]
+    assert main([*SMALL, *few, "--vocab-size=300"]) == 0
+    text = capsys.readouterr().out
+    for row in ("master weights", "gradients", "weights gathered by FSDP", "at the start"):
+        assert re.search(rf"^{row} +[\d.]+ (K|M)iB$", text, re.M), row
+
+
 def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None:
     two = ["trainer.devices=2", "model.context_parallel_size=2"]
     assert main([*SMALL, *two, "--vocab-size=300"]) == 0
@@ -151,8 +159,6 @@ def test_it_says_whose_vocabulary_it_takes(
         (["model.fp8=True", "model.fp8_modules=['*:high_precision']"],
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
-        (["trainer.devices=2", "model.fsdp=True", "model.optim.fp8_opt_level=O1"],
-         "model.optim.fp8_opt_level: with model.fsdp=True is not simulated yet"),
         (["trainer.devices=2", "model.fsdp=True", "model.fp8_backend=te", "model.bias=False",
           "model.activation=fast-swiglu"],
          "model.fp8_backend=te: with model.fsdp=True is not simulated yet"),

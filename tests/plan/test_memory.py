@@ -510,14 +510,50 @@ def test_fsdp_divides_weights_gradients_and_moments() -> None:
 
 
 def test_fsdp_at_a_level_holds_the_tables_bytes_of_its_rows() -> None:
-    """At O2 and O3 a rank has 6 bytes of its linears and 11 of the rest, where FP32 has 16."""
-    spec, parallel = job(ranks=4), ParallelSpec(devices_per_node=4, fsdp=FsdpSpec())
-    spec = replace(spec, parallel=parallel)
-    plain = rank_memory(spec, 0)
-    few = rank_memory(replace(spec, optim=optim_spec(storage=O3)), 0)
-    linears, elements = 4 * 12 * 256 * 256 / 4, plain.held.total / 16
-    assert few.held.total == 6 * linears + (4 + 4 + 3) * (elements - linears)
-    assert few.step.workspace >= plain.step.workspace
+    """At O2 and O3 a rank has 6 bytes of its linears and 11 of the rest, where FP32 has 16.
+
+    A step needs most while the last layer's gradients are sent: these and their sums in FP32, the
+    message of one byte of a linear and 4 of the rest, the widest linear scaled in FP32 and FP8, and
+    what FSDP has received of the layer before and of the head's weight gradient.
+    """
+    plain, spec = (of_fsdp(optim=optim_spec(storage=each)) for each in (StorageSpec(), O3))
+    few, whole = rank_memory(spec, 0), rank_memory(plain, 0)
+    weights, vectors, outside = 12 * 256 * 256, (9 + 4) * 256, 128 * 256
+    scales = 4 * 6 * 4
+    linears, elements = 6 * weights / 2, whole.held.total / 16
+    assert few.held.total == 6 * linears + (4 + 4 + 3) * (elements - linears) + scales
+    layer, message = weights + vectors, weights + 4 * vectors + 2 * 4 * 4
+    sent = 4 * layer + 4 * layer // 2 + message + 5 * 256 * 1024 + 2 * layer + 2 * outside
+    freed = 32 * 256 * 2 + 4 * outside + memory._layer_bytes(spec, 5)
+    assert few.step.workspace == sent - freed
+    assert few.step.gathered == 2 * (outside + (32 + 2) * 256)
+
+
+AT_A_LEVEL = {
+    name: OF_FSDP[name]
+    for name in ("full", "kept", "one microbatch", "one layer", "uneven rows", "hybrid", "pp 2")
+}
+
+
+@pytest.mark.parametrize("name", AT_A_LEVEL)
+def test_a_plan_has_the_bytes_of_a_dry_run_of_fsdp_at_a_level(name: str) -> None:
+    assert_fsdp_planned(replace(AT_A_LEVEL[name], optim=optim_spec(storage=O3)))
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        ("_sent_by_level", lambda spec, layer: 0),
+        ("_summed_in_fp32", lambda spec, params: params),
+    ],
+)
+def test_a_wrong_size_of_a_level_is_found(
+    function: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsdp, function, wrong)
+    with pytest.raises(AssertionError):
+        for name in ("full", "one microbatch"):
+            assert_fsdp_planned(replace(AT_A_LEVEL[name], optim=optim_spec(storage=O3)))
 
 
 @pytest.mark.parametrize("storage", ["O2", "O3"])

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from megafp8.parallel.mesh import single_rank
+from megafp8.plan.memory import rank_memory
 from megafp8.plan.pipeline import run_times
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
@@ -294,6 +295,8 @@ def test_rmsnorm_on_a_gpu_keeps_one_statistic_fewer_than_layernorm() -> None:
 
 SMALL = {"hidden_size": 128, "ffn_hidden_size": 512, "max_position_embeddings": 16}
 ALONE = replace(FP8, params_in_fp8=True)
+O1 = StorageSpec(main_grads="fp8", main_params="fp16")
+O2 = replace(O1, exp_avg="fp8", exp_avg_sq="fp16")
 SHARDED: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"compute": "fp32"},
@@ -312,8 +315,13 @@ SHARDED: dict[str, dict[str, Any]] = {
         "backend": "torchao",
         "fsdp": FsdpSpec(torchao_in_fp8=True),
     },
+    "O1": {"optim": optim_spec(storage=O1)},
+    "O2": {"optim": optim_spec(storage=O2)},
+    "O2, delayed": {"optim": optim_spec(storage=O2), "fp8": FP8},
+    "O3": {"optim": optim_spec(storage=O2), "fp8": ALONE},
 }
-OF_TWO = ("bf16", "one microbatch", "delayed", "fp8 alone", "nvfp4")
+AT_A_LEVEL = ("O1", "O2", "O2, delayed", "O3")
+OF_TWO = ("bf16", "one microbatch", "delayed", "fp8 alone", "nvfp4", *AT_A_LEVEL)
 
 
 def sharded(name: str, parallel: ParallelSpec) -> RunSpec:
@@ -364,6 +372,16 @@ def test_fsdps_ranks_hold_what_the_dry_run_says(of_two_ranks: list[dict[str, Mos
     assert_counted(layout(dp=2), of_two_ranks)
 
 
+@pytest.mark.parametrize("name", AT_A_LEVEL)
+def test_a_plan_of_fsdp_at_a_level_has_the_bytes_of_ranks(
+    name: str, of_two_ranks: list[dict[str, Most]]
+) -> None:
+    """The start within 0.1 %, and a step within 2 %."""
+    plan, real = rank_memory(sharded(name, layout(dp=2)), 0), of_two_ranks[0][name]
+    assert plan.start == pytest.approx(real.start, rel=0.001)
+    assert plan.in_step == pytest.approx(min(real.steps), rel=0.02)
+
+
 def test_steps_of_fsdp_hold_one_set_of_gradients(of_two_ranks: list[dict[str, Most]]) -> None:
     """Those of the last step once stayed until the end of the next."""
     for real in of_two_ranks[0].values():
@@ -382,17 +400,20 @@ def gathered_in_fp32(module: Any, mp_policy: Any, **choices: Any) -> Any:
 @pytest.mark.parametrize(
     ("place", "wrong"),
     [
-        ("megafp8.parallel.fsdp.fully_shard", kept_whole),
-        ("megafp8.parallel.fsdp.fully_shard", gathered_in_fp32),
+        ("torch.distributed.fsdp.fully_shard", kept_whole),
+        ("torch.distributed.fsdp.fully_shard", gathered_in_fp32),
         ("megafp8.train.live_bytes.LiveBytes.watched", lambda self: 0),
         ("megafp8.optim.fsdp_masters.FsdpMasters.begin_step", lambda self: None),
+        ("megafp8.optim.fsdp_masters._shape_of", lambda x: torch.empty(x.shape, device="meta")),
     ],
-    ids=["kept whole", "gathered in FP32", "gathered weights", "gradients of a microbatch"],
+    ids=["kept whole", "gathered in FP32", "gathered weights", "gradients of a step", "shapes"],
 )
 def test_a_wrong_size_of_fsdp_is_found(
     place: str, wrong: Any, of_two_ranks: list[dict[str, Most]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = [{name: rank[name] for name in ("bf16", "one microbatch")} for rank in of_two_ranks]
+    some = [
+        {name: rank[name] for name in ("bf16", "one microbatch", "O2")} for rank in of_two_ranks
+    ]
     monkeypatch.setattr(place, wrong)
     with pytest.raises(AssertionError):
         assert_counted(layout(dp=2), some)
