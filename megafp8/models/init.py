@@ -56,6 +56,11 @@ def values_later() -> Iterator[None]:
         _ARE_LATER.reset(token)
 
 
+def are_later() -> bool:
+    """Whether this code runs inside `values_later`."""
+    return _ARE_LATER.get()
+
+
 def parameter(
     shape: tuple[int, ...], pieces: Sequence[Piece], draw: Draw, dtype: torch.dtype
 ) -> torch.nn.Parameter:
@@ -64,7 +69,7 @@ def parameter(
     The parameter keeps its `pieces`, and below FP32 its unrounded values as `initial_master`. On
     the meta device no values are drawn; inside `values_later` the parameter keeps `draw` instead.
     """
-    if _ARE_LATER.get():
+    if are_later():
         param = torch.nn.Parameter(torch.empty((), dtype=dtype, device="meta").expand(shape))
         param.draw, param.initial_master = draw, None  # type: ignore[attr-defined]
     else:

@@ -86,13 +86,11 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     """Return what a rank holds with FSDP before the optimizer has moments.
 
     One layer after the other gets its FP32 values and is sharded, and at last the weights outside
-    of layers. A backend whose layers have values at once holds the whole model.
+    of layers.
     """
     if spec.parallel.fsdp is None:
         return 0
     whole = sum(param.elements for param in shape.params)
-    if BACKENDS[spec.precision.backend].draws_at_once:
-        return FP32 * whole
     own = _shards(spec, shape.params)
     root = sum(param.elements for param in shape.params if not param.in_layer)
     before = own

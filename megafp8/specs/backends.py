@@ -29,8 +29,8 @@ class BackendTraits:
         copies_weights: Whether it keeps FP8 copies of weights for a whole step.
         keeps_ends_high: Whether the model's first and last linear stay in high precision unless a
             rule names them.
-        draws_at_once: Whether its layers have values from the moment when they are built, so that
-            they cannot be built without memory (`models.init.values_later`).
+        draws_at_once: Whether its layers have values from the moment when they are built, except
+            with FSDP, for which all layers are built without memory (`models.init.values_later`).
         is_counted: Whether the plan counts its weights and scales exactly; otherwise it may keep
             them in another form.
     """

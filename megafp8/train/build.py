@@ -166,7 +166,7 @@ def make_model(spec: RunSpec, mesh: Mesh, backend: Backend) -> GPT | PipelinedGP
     With FSDP its parameters may have no values yet: each layer gets them when it is sharded.
     """
     parts, at_once = backend.parts, BACKENDS[spec.precision.backend].draws_at_once
-    is_later = not at_once and (mesh.device.type != "meta" or spec.parallel.fsdp is not None)
+    is_later = spec.parallel.fsdp is not None or not (at_once or mesh.device.type == "meta")
     with values_later() if is_later else nullcontext():
         model = GPT(parts) if mesh.pp.size == 1 else PipelinedGPT(parts, spec.parallel, mesh.pp)
     if not is_later:

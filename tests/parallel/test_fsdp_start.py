@@ -19,7 +19,9 @@ from megafp8.optim.masters import Masters
 from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import join
 from megafp8.plan.memory import rank_memory
-from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, RunSpec
+from megafp8.specs.precision import BackendName
+from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train import build
 from megafp8.train.huggingface import import_model
 from megafp8.train.live_bytes import LiveBytes
@@ -28,6 +30,7 @@ from megafp8.train.state_dict import load_checkpoint
 from tests.optim import sharded_work
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
+from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, run_spec
 
 DEEP = gpt_spec(num_layers=8, hidden_size=64, ffn_hidden_size=256)
@@ -38,14 +41,19 @@ CASES = {
         "bf16", Fp8Recipe(amax_history_len=4, params_in_fp8=True), model=DEEP, parallel=SHARDED
     ),
 }
+OF_TE = {  # which has no gelu
+    name: replace(case, model=replace(DEEP, activation="gelu-tanh"), backend="te")
+    for name, case in CASES.items()
+}
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a rank saw: the most bytes at a time, and those of its shards, in FP32."""
+    """What a rank saw: the most bytes at a time, those of its shards in FP32, and what stays."""
 
     most: int
     shards: int
+    kept: int
 
 
 def start(rank: Rank, cases: dict[str, Case]) -> dict[str, Start]:
@@ -63,8 +71,10 @@ def start(rank: Rank, cases: dict[str, Case]) -> dict[str, Start]:
         with LiveBytes("cpu") as live:
             live.begin()
             state = case.build(mesh)
-        own = [local_of(param.detach()) for param in state.masters.params]
-        found[name] = Start(most, sum(part.nbytes for part in own))
+        weights = state.backend.weights(state.model)
+        assert weights and set(weights) <= set(state.masters.params)  # not those before
+        kept, own = live.bytes(), [local_of(param.detach()) for param in state.masters.params]
+        found[name] = Start(most, sum(part.nbytes for part in own), kept)
     return found
 
 
@@ -76,12 +86,17 @@ def units(spec: GPTSpec = DEEP) -> list[int]:
     return [*layers, sum(param.nbytes for param in model.parameters()) - sum(layers)]
 
 
-def test_a_rank_never_holds_more_than_its_shards_and_one_layer() -> None:
-    """Beside them it has a few scales; a fused weight's parts are drawn where they stay."""
+@pytest.mark.parametrize("cases", [CASES, OF_TE], ids=["native", "te"])
+def test_a_rank_never_holds_more_than_its_shards_and_one_layer(cases: dict[str, Case]) -> None:
+    """Beside them it has a few scales; a fused weight's parts are drawn where they stay. After the
+    start it keeps its shards and their moments, and no weight that was whole."""
+    if cases is OF_TE:
+        need_sources(DEFAULT_VERSION)
     whole, largest = sum(units()), max(units())
-    planned = rank_memory(run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=2)), 0)
-    for results in run_ranks(start, 2, {"cases": CASES}):
+    planned = rank_memory(of_backend(cases["FP32"].backend, 2), 0)
+    for results in run_ranks(start, 2, {"cases": cases}):
         for name, found in results.items():
+            assert found.kept <= 3 * found.shards + 16 * 1024, name
             assert planned.start == pytest.approx(found.most, rel=0.01), name
             assert found.shards >= whole / 2, name
             assert found.shards < found.most, name
@@ -145,14 +160,18 @@ def test_a_rank_loads_a_checkpoint_into_its_shards(tmp_path: Path) -> None:
             assert more < layer < whole / 4, name
 
 
-def test_a_plan_says_that_a_large_start_does_not_fit() -> None:
-    """Transformer Engine's layers are built whole; with many ranks that needs more than a step."""
-    spec = run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=64))
-    of_te = replace(spec, precision=replace(spec.precision, backend="te"))
-    ours, theirs = rank_memory(spec, 0), rank_memory(of_te, 0)
-    assert ours.start < theirs.start == sum(units())
-    assert ours.total == max(ours.start, ours.in_step)
-    assert theirs.total == max(theirs.start, theirs.in_step)
+def of_backend(backend: BackendName, ranks: int) -> RunSpec:
+    spec = run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=ranks))
+    return replace(spec, precision=replace(spec.precision, backend=backend))
+
+
+def test_a_plan_counts_the_start() -> None:
+    """That of Transformer Engine's layers is that of ours; with many ranks a rank has a small part
+    of the model."""
+    ours, theirs = (rank_memory(of_backend(name, 64), 0) for name in ("native", "te"))
+    assert max(units()) < ours.start == theirs.start < sum(units()) / 4
+    assert ours.total == ours.in_step > ours.start
+    assert replace(ours, start=2 * ours.in_step).total == 2 * ours.in_step
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -57,7 +57,7 @@ class TeLayer(nn.Module):
         self.products = observe_products(region.names.extension)
         self.gathered: dict[str, Any] = {}  # with FSDP, what casts each of its FP8 weights
         self.sink = parts.sink
-        self.weights: list[nn.Parameter] = []  # of its linears
+        self.weight_paths: tuple[str, ...] = ()  # of its linears
         self.summed_in_products: list[nn.Parameter] = []
         self.begin_products: Callable[[], None] = _do_nothing
         self.stored = StoredWeights({}, parts.dtype)  # the weights that are stored in low precision
@@ -94,6 +94,11 @@ class TeLayer(nn.Module):
         seen = sum(twice_seen(length, window) for length in lengths)
         self._count_attention(seen, out_BSD, is_recomputed=context.recompute_attention)
         return out_BSD
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Return the weights of the layer's linears; FSDP replaces them by its shards."""
+        return [self.layer.get_parameter(path) for path in self.weight_paths]
 
     def _seq(self, x_BSD: torch.Tensor) -> int:
         """Return the tokens of a whole sequence, which tensor-parallel ranks may share."""

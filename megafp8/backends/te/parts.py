@@ -15,12 +15,13 @@ from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling, TeTensor
 from megafp8.backends.te.weights import (
     forget_staged_amax,
+    leave_meta,
     quantize_without_values,
     to_be_gathered,
 )
 from megafp8.fp8.scaling import Direction
 from megafp8.models.block import TransformerLayer
-from megafp8.models.init import pieces_of
+from megafp8.models.init import are_later, pieces_of
 from megafp8.models.positions import alibi_slopes
 from megafp8.parallel.parts import NativeParts, PartsArgs, both_contexts
 from megafp8.specs import Fp8Recipe, GPTSpec
@@ -222,9 +223,11 @@ class TransformerEngineParts(NativeParts):
         if self.spec.qk_layernorm:  # its earlier versions make them in FP32, whatever the layer is
             layer.get_submodule("self_attention.q_norm").to(self.dtype)
             layer.get_submodule("self_attention.k_norm").to(self.dtype)
-        if weights_in_fp8 and self.device.type == "meta":
+        if weights_in_fp8 and self.device.type == "meta" and not are_later():
             quantize_without_values(layer, self._weights(layer))
         self._adopt(layer, index, TransformerLayer(self, index))
+        if are_later():
+            leave_meta(layer, self.device)
         if self.spec.recompute is not None:
             # Recomputation that is not reentrant switches this fusion off at the first call.
             mlp: Any = layer.get_submodule("layernorm_mlp")
@@ -241,13 +244,13 @@ class TransformerEngineParts(NativeParts):
         made = TeLayer(layer, self, self.region, index, alibi_slopes=slopes, **options)
         if in_fp8 and self.attention_in_fp8 != "none":
             made.attention_dtype = "fp8"
-        made.weights = [layer.get_parameter(path) for path in self._weights(layer)]
+        made.weight_paths = tuple(self._weights(layer))
         if self.sums_in_products:
             made.summed_in_products = made.weights
         if self.gathers_weights and not weights_in_fp8 and casts_gathered_weights_always(layer):
             self.region.cast_always.add(index)
         if weights_in_fp8 and self.gathers_weights:
-            made.gathered = to_be_gathered(layer, self._weights(layer), names, self.dtype)
+            made.gathered = to_be_gathered(self._weights(layer), names, self.dtype)
         return made
 
     def _weights(self, layer: nn.Module) -> dict[str, tuple[Any, int]]:
@@ -296,7 +299,7 @@ class TransformerEngineParts(NativeParts):
             "normalization": NORMALIZATIONS[spec.normalization],
             "zero_centered_gamma": spec.layernorm_zero_centered_gamma,
             # It compares this with the text "meta", and then makes no values.
-            "device": "meta" if self.device.type == "meta" else self.device,
+            "device": "meta" if are_later() or self.device.type == "meta" else self.device,
             "attn_input_format": self.form,
             **self._norms_of_heads(),
             **self._window(index),
@@ -333,7 +336,8 @@ class TransformerEngineParts(NativeParts):
         """Give Transformer Engine's parameters our initial values, pieces and FP32 masters.
 
         The masters are our FP32 initialization itself, which is more than what its
-        `preserve_high_precision_init_val` would keep.
+        `preserve_high_precision_init_val` would keep. Inside `values_later` our parameters, which
+        have no values yet, take the place of its own.
         """
         ours = {
             PARAMETERS[pieces_of(p)[0].name.removeprefix(f"layers.{index}.")]: p
@@ -347,6 +351,10 @@ class TransformerEngineParts(NativeParts):
             target: Any = theirs[path]
             if source.shape != target.shape:
                 raise RuntimeError(f"{path} is {target.shape}, ours {source.shape}")
+            if are_later():
+                owner, _, name = path.rpartition(".")
+                setattr(layer.get_submodule(owner), name, source)
+                continue
             forget_staged_amax(target)
             target.copy_(source)
             initial = source.initial_master  # type: ignore[attr-defined]

@@ -193,29 +193,38 @@ class TeGatheredFp8:
 def quantize_without_values(layer: nn.Module, weights: Weights) -> None:
     """Quantize the weights of a layer on the meta device, which Transformer Engine leaves out."""
     for path, (module, column) in weights.items():
-        quantizer = module.quantizers["scaling_fwd"][column]
-        quantizer.set_usage(rowwise=True, columnwise=True)
-        quantizer.internal = False
         param = layer.get_parameter(path)
+        quantizer = _quantizer_of_weight(module, column)
         setattr(module, path.rpartition(".")[2], nn.Parameter(quantizer(param.data)))
 
 
-@torch.no_grad()
 def to_be_gathered(
-    layer: nn.Module, weights: Weights, names: TeNames, dtype: torch.dtype
+    weights: Weights, names: TeNames, dtype: torch.dtype
 ) -> dict[str, TeGatheredFp8]:
-    """Replace a layer's FP8 weights by plain ones, which FSDP shards; return how each is cast.
+    """Return how each of a layer's weights is cast before FSDP gathers it.
 
-    The results go by the weights' paths in the `TeLayer`. The plain weights are FP32 masters, and
-    keep their logical pieces.
+    The results go by the weights' paths in the `TeLayer`. The weights are plain ones, which have no
+    values yet; FSDP shards their FP32 masters.
     """
     found = {}
     for path, (module, column) in weights.items():
-        param: Any = layer.get_parameter(path)
-        if not is_quantized(param):
-            continue
-        plain: Any = nn.Parameter(param.initial_master.detach())
-        plain.pieces, plain.initial_master = param.pieces, None
-        setattr(module, path.rpartition(".")[2], plain)
+        _quantizer_of_weight(module, column)
         found[f"layer.{path}"] = TeGatheredFp8(names, module, column, dtype)
     return found
+
+
+def _quantizer_of_weight(module: Any, column: int) -> Any:
+    """Return a weight's quantizer, set as Transformer Engine sets it for weights with values."""
+    quantizer = module.quantizers["scaling_fwd"][column]
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    quantizer.internal = False
+    return quantizer
+
+
+def leave_meta(layer: nn.Module, device: torch.device) -> None:
+    """Put tensors that are no parameters on `device`: empty ones, in place of biases."""
+    for module in layer.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                assert value.numel() == 0, f"{name} would have no values"
+                setattr(module, name, torch.empty_like(value, device=device))

@@ -317,6 +317,9 @@ def _sharded(
     from tests.backends.te.real import step, tables_of
 
     state, results = build(spec, mesh), []
+    for module in state.model.modules():  # FSDP's layers were built on the meta device
+        on_meta = [name for name, x in vars(module).items() if getattr(x, "is_meta", False)]
+        assert not on_meta, on_meta
     for number in range(steps):
         one = step(state, number, replica=rank.index, replicas=rank.size)
         results.append((one.loss, one.grad_norm))
