@@ -45,7 +45,7 @@ from megafp8.config.values import (
 )
 from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import GEMMS, ModuleRule
-from megafp8.specs.recipes import HIGH_PRECISION, names_where, some, te_class
+from megafp8.specs.recipes import HIGH_PRECISION, some, te_class
 from megafp8.specs.te_versions import (
     DEFAULT_VERSION,
     DOCUMENTS_ON_CPU,
@@ -57,6 +57,10 @@ from megafp8.specs.te_versions import (
 
 IN_TE = RecipeKind("that Transformer Engine has", lambda traits: "te" in traits.backends)
 NOT_IN_TE = RecipeKind("that Transformer Engine lacks", lambda traits: "te" not in traits.backends)
+SCHEDULED = RecipeKind(
+    "that a schedule may have under Transformer Engine",
+    lambda traits: IN_TE.holds(traits) and CURRENT.holds(traits),
+)
 
 BACKEND, RECIPE, SPLIT = "model.fp8_backend", "model.fp8_recipe", "model.fp8_split_accumulator"
 VERSION, MODULES = "model.te_version", "model.fp8_modules"
@@ -284,23 +288,23 @@ TABLE = (
     Row(
         {"model.fp8": True}, {SCHEDULE: Condition(" with modules", _names_modules)},
         "Transformer Engine opens a region of one recipe for all of its layers",
-        f"Leave `modules` out, {NATIVE}",
+        f"Leave `modules` out, leave {SCHEDULE} out, {NATIVE}",
     ),
     Row(
         {"model.fp8": True}, {SCHEDULE: Condition(" with products", _names_products)},
         "Transformer Engine's layers run all products of a linear by the recipe of the region",
-        f"Leave `products` out, {NATIVE}",
+        f"Leave `products` out, leave {SCHEDULE} out, {NATIVE}",
     ),
     Row(
         {"model.fp8": True}, {SCHEDULE: Condition(" with a recipe that it lacks", _lacks_a_recipe)},
         "Transformer Engine does not have one of its recipes",
-        f"Use {', '.join(names_where(IN_TE.holds))}, {NATIVE}",
+        f"Name bf16, {SCHEDULED.hint} in the entries, leave {SCHEDULE} out, {NATIVE}",
     ),
     Row(
         {"model.fp8": True, RECIPE: some_recipe(HISTORY)}, {SCHEDULE: given()},
         "the histories of Transformer Engine's modules are copied between their tensors and tables "
         "that are made once, and have not been made again within a run",
-        f"Use recipes without a history of amaxes, {NATIVE}",
+        f"Use {RECIPE}={SCHEDULED.hint}, name these or bf16 in the entries, {NATIVE}",
     ),
     *(
         Row(

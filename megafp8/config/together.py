@@ -395,10 +395,13 @@ TOGETHER = (
         "{model.optim.fp8_opt_level} keeps a linear's weight once, in FP16",
         "Leave it out, or use model.optim.fp8_opt_level=O3, which keeps weights in FP8",
     ),
-    Row(
-        {RECIPE: some_recipe(TWO_WEIGHTS)}, {LEVEL: "O3"},
-        "O3 keeps weights as FP8 bytes that serve both products, which {recipe} does not give",
-        f"Use model.optim.fp8_opt_level=O2, or model.fp8_recipe={ONE_WEIGHT.hint}",
+    *(
+        Row(
+            {FSDP: fsdp, RECIPE: some_recipe(TWO_WEIGHTS)}, {LEVEL: "O3"},
+            "O3 keeps weights as FP8 bytes that serve both products, which {recipe} does not give",
+            f"Use model.optim.fp8_opt_level=O2, or model.fp8_recipe={kind.hint}",
+        )
+        for fsdp, kind in ((False, ONE_WEIGHT), (True, SHARED_WEIGHT))
     ),
     Row(
         {"model.override_linear_precision": Condition(

@@ -19,6 +19,7 @@ from megafp8.config.rows import Row
 from megafp8.config.settings import read_values
 from megafp8.config.te_layers import findings
 from megafp8.config.te_settings import settings_of
+from megafp8.specs.recipes import RECIPES
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.config.test_te_layers import EXAMPLES, TE
 from tests.config.test_together import ROWS, values_of
@@ -77,6 +78,47 @@ JOBS = [*NAMED, BLOCKWISE, [*BLOCKWISE, "model.fp8_split_accumulator=[true,true,
 def test_hints_lead_to_a_job_on_transformer_engine_s_layers(job: list[str], gpu: bool) -> None:
     words = [*job, TE]
     assert ends({key: value for key, _, value in (word.partition("=") for word in words)}, gpu)
+
+
+RUN = {"model.fp8": "True", "model.fp8_recipe": "tensorwise", "model.fp8_backend": "te"}
+SCHEDULE = "model.precision_schedule"
+
+
+def refusal_of(entry: str, recipe: str = "tensorwise") -> str:
+    """Return the hint about a schedule of one entry, or no text where nothing refuses the job."""
+    job = RUN | {"model.fp8_recipe": recipe, SCHEDULE: f"[{{from: 0.5, {entry}}}]"}
+    problems = problems_of(job, gpu=True)
+    return problems[0].hint if problems else ""
+
+
+@pytest.mark.parametrize("field", ["modules: '*.fc2'", "products: forward"])
+def test_transformer_engine_takes_a_schedule_without_the_field_that_it_refuses(field: str) -> None:
+    assert f"Leave `{field.partition(':')[0]}` out" in refusal_of(f"{field}, recipe: bf16")
+    assert not refusal_of("recipe: bf16")
+
+
+@pytest.mark.parametrize("refused", ["rowwise", "delayed"])
+def test_transformer_engine_takes_each_recipe_that_a_hint_about_a_schedule_names(
+    refused: str,
+) -> None:
+    words = set(re.findall(r"\w+", refusal_of(f"recipe: {refused}").partition("in the entries")[0]))
+    named = words & {*RECIPES, "bf16"}
+    assert named == {"tensorwise", "blockwise", "mxfp8", "nvfp4", "bf16"}
+    for own in named - {"bf16"}:
+        for other in named - {own}:
+            assert not refusal_of(f"recipe: {other}", own)
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["without FSDP", "with FSDP"])
+def test_level_o3_takes_each_recipe_that_its_refusal_names(fsdp: bool) -> None:
+    sharded = {"model.fsdp": "True", "trainer.devices": "2"} if fsdp else {}
+    level = {"model.fp8": "True", "model.optim.fp8_opt_level": "O3", "trainer.precision": "bf16"}
+    job = sharded | level | {"model.micro_batch_size": "2", "model.global_batch_size": "8"}
+    (problem,) = problems_of(job | {"model.fp8_recipe": "mxfp8"}, gpu=True)
+    named = set(re.findall(r"\w+", problem.hint)) & {*RECIPES}
+    assert named == {"delayed", "tensorwise"} | (set() if fsdp else {"blockwise"})
+    for recipe in named:
+        assert not problems_of(job | {"model.fp8_recipe": recipe}, gpu=True)
 
 
 # --- the table of settings that exclude each other ------------------------------------------------
