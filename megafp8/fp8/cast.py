@@ -19,7 +19,7 @@ import torch
 from megafp8.fp8.block_casts import block_values
 from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E2M1, E4M3, SIMULATED, Fp8Format
-from megafp8.fp8.kernels.compile import KINDS, library_for
+from megafp8.fp8.kernels.compile import KINDS, library, library_for
 from megafp8.ops.scaled_mm import PACKED, Layout
 from megafp8.ops.swizzle import fp4_numbers, swizzled, unswizzled
 
@@ -54,7 +54,8 @@ def quantize(
     `column_sum` (FP32 [N]) asks for the sums of the columns of a matrix [M, N] in the same pass:
     the gradient of a bias. It is overwritten.
     """
-    if (lib := library_for(x)) is None:
+    lib = library().lib if x.is_cpu else library_for(x)  # one call less where casts are many
+    if lib is None:
         if column_sum is not None:
             column_sum.copy_(x.float().sum(0))
         return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
@@ -86,7 +87,8 @@ def quantize(
 def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers of an FP8 payload in FP32 or BF16; both hold every FP8 number exactly."""
     assert dtype in (torch.float32, torch.bfloat16), dtype
-    if (lib := library_for(payload)) is not None:
+    lib = library().lib if payload.is_cpu else library_for(payload)
+    if lib is not None:
         payload = payload.contiguous()
         grid = torch.empty_like(payload, dtype=dtype)
         lib.megafp8_decode(

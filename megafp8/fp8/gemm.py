@@ -215,7 +215,7 @@ def _scaled_product(
     a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return a @ b times both scales (+ bias); on a CPU they enter before the one rounding."""
-    if bf16.device_kind(a.device) != "cpu":
+    if not a.is_cpu and bf16.device_kind(a.device) != "cpu":
         product = times_scales(torch.mm(a, b).float(), scales)
         return product if bias is None else product + bias
     if bias is None:

@@ -23,7 +23,7 @@ from megafp8.fp8.cast import (
     quantize_torch,
 )
 from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.kernels.compile import Library, library
 from tests.c_kernels import need_kernels, threads_started
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -202,7 +202,7 @@ def test_column_sums_come_with_the_same_cast(
     if with_kernels:
         need_kernels()
     else:
-        monkeypatch.setattr(cast, "library_for", lambda x: None)
+        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     for view, grid_dtype in itertools.product((x, x.t()), (torch.float32, torch.bfloat16)):
         amaxes, scale = torch.zeros(2), torch.tensor(50.0)
@@ -267,7 +267,7 @@ def test_input_is_not_changed(quantize_path: Quantize) -> None:
 
 
 def test_device_without_kernels_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast, "library_for", lambda x: None)
+    monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
     x = random_float32_bits(1000, seed=3)
     for fmt in (formats.E4M3, formats.E5M2):
         result = assert_follows_specification(quantize, x, 2.0, fmt)

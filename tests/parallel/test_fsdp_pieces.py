@@ -26,11 +26,13 @@ def test_layers_keep_their_weights_for_the_backward_pass_only_if_asked(
     """The strategy `grad` shards gradients and states, and gathers each weight once a pass."""
     asked: list[tuple[object, object]] = []
     monkeypatch.setattr(
-        fsdp,
+        torch.distributed.fsdp,
         "fully_shard",
         lambda module, **how: asked.append((module, how.get("reshard_after_forward"))),
     )
-    monkeypatch.setattr(fsdp, "register_fsdp_forward_method", lambda model, name: None)
+    monkeypatch.setattr(
+        torch.distributed.fsdp, "register_fsdp_forward_method", lambda model, name: None
+    )
     monkeypatch.setattr(fsdp, "_device_mesh", lambda mesh, spec: (None, None))
     monkeypatch.setattr(fsdp, "pieces_of", lambda param: ())
     model: Any = nn.Module()

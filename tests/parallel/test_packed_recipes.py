@@ -21,7 +21,8 @@ IN_PARTS = [f"{name}, {matrix.PACKED}" for name in ("tp 2, sp", "cp 2")]
 RECIPES = [
     pytest.param(name, marks=() if name in ("FP8 tensorwise", "FP8 mxfp8") else pytest.mark.slow)
     for name in matrix.PRECISIONS
-    if name.startswith(("FP8", "FP4")) and name not in (*matrix.IN_TE, "FP8 delayed")
+    if name.startswith(("FP8", "FP4"))
+    and name not in (*matrix.IN_TE, *matrix.LEVELS, "FP8 delayed")
 ]
 
 

@@ -133,9 +133,8 @@ def use_tapes(replace: Callable[[Any, str, Any], None]) -> TapeRecorder:
     replace(gemm, "_scaled_product", scaled_product)
     for module in (gemm, addmm):
         replace(module, "mm_into", lambda *args, **options: None)
-    for module in (block_casts, cast):
-        replace(module, "library_for", lambda x: None)
-    for module in (grad_sink, scaled):
+    replace(block_casts, "library_for", lambda x: None)
+    for module in (cast, grad_sink, scaled):
         replace(module, "library", lambda: Library(None, "off"))
     tapes = TapeRecorder()
     replace(graphs, "make_recorder", lambda device: tapes)

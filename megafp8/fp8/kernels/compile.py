@@ -110,9 +110,10 @@ def library_for(x: torch.Tensor) -> Any:
     A tensor without memory that stands for one on a CPU gets kernels without effect, so that the
     tensors are made that would be made there.
     """
-    if device_kind(x.device) != "cpu" or (lib := library().lib) is None:
-        return None
-    return _NoEffect() if x.is_meta else lib
+    if x.is_cpu:
+        return library().lib
+    stands_for_cpu = x.is_meta and device_kind(x.device) == "cpu"
+    return _NoEffect() if stands_for_cpu and library().lib is not None else None
 
 
 def _declare(lib: ctypes.CDLL) -> None:
