@@ -7,6 +7,7 @@ own (`test_real.py` starts it): loading them patches torch for the whole process
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -41,7 +42,12 @@ def need_head_norms() -> None:
 
 @pytest.fixture(autouse=True)
 def forget_other_models() -> Iterator[None]:
-    """Transformer Engine updates the scales of all models of a process together."""
+    """Transformer Engine updates the scales of all models of a process together.
+
+    A model of an earlier test that was left inside of a region closes it when Python frees the
+    model, and closing a region updates the scales of all models: so it is freed before a test.
+    """
+    gc.collect()
     manager = te.module.base.FP8GlobalStateManager
     manager.reset()
     yield
