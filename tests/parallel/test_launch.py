@@ -175,7 +175,12 @@ PATIENCE = 3.0
 
 
 def told_to_leave(
-    folder: Path, slow_rank: int, pause: float, *, is_cleaned: bool = False
+    folder: Path,
+    slow_rank: int,
+    pause: float,
+    *,
+    is_cleaned: bool = False,
+    patience: float = PATIENCE,
 ) -> tuple[int, str, list[list[int]]]:
     """Tell a job of two ranks to leave, one of which pauses before each write of its checkpoint.
 
@@ -190,7 +195,7 @@ def told_to_leave(
         cwd=ROOT,
         env={
             **os.environ,
-            "MEGAFP8_SHUTDOWN_SECONDS": str(PATIENCE),
+            "MEGAFP8_SHUTDOWN_SECONDS": str(patience),
             "PYTHONPATH": str(ROOT),
             "TMPDIR": str(folder),
         },  # fmt: skip
@@ -222,7 +227,7 @@ def test_a_rank_that_saves_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_ranks_save_though_the_folder_of_temporary_files_was_emptied(tmp_path: Path) -> None:
-    code, errors, saved = told_to_leave(tmp_path, 1, 0.0, is_cleaned=True)
+    code, errors, saved = told_to_leave(tmp_path, 1, 0.0, is_cleaned=True, patience=60.0)
     assert (code, saved) == (75, [[1], [1]]), errors
 
 
