@@ -616,8 +616,13 @@ def test_the_total_counts_the_gradients_that_a_step_holds(shard_by: str, bucket_
             spec = job(ranks=8, fp8=DELAYED, optim=sharded, shape=wide)
             small = replace(spec.parallel, grad_bucket_bytes=bucket_bytes)
             spec = replace(
-                spec, parallel=small, train=replace(spec.train, global_batch_size=8 * count)
+                spec,
+                parallel=small,
+                train=replace(
+                    spec.train, global_batch_size=8 * spec.train.micro_batch_size * count
+                ),
             )
+            assert spec.train.num_microbatches(8) == count
             plan, real = rank_memory(spec, 0), rank_share(spec, 0)
             counted = total(real, real.step.weight_copies)
             assert plan.total == pytest.approx(counted, rel=0.05)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.profiler import ProfilerActivity, profile
 
 from megafp8 import te_cpu
@@ -37,12 +38,14 @@ def storages() -> dict[int, torch.UntypedStorage]:
     """Return each storage with memory that some Python object refers to, by address."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
-    # Fake tensors that a compilation has left in this process have no memory.
+    # Fake and functional tensors that a compilation has left in this process have no memory.
     # A quantized tensor of Transformer Engine has none of its own either: its parts are listed.
     real = [
         each
         for each in tensors
-        if not issubclass(type(each), FakeTensor) and not is_quantized(each)
+        if not issubclass(type(each), (FakeTensor, FunctionalTensor))
+        and not torch._is_functional_tensor(each)
+        and not is_quantized(each)
     ]
     found = [each.untyped_storage() for each in real if each.device.type == "cpu"]
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
@@ -125,6 +128,14 @@ def alone(spec: RunSpec) -> tuple[int, int, int]:
     assert isinstance(output, torch.Tensor)
     _, second, _ = allocated(output.backward)
     return held, kept, max(first, kept + second)
+
+
+def most_in_tensors(spec: RunSpec) -> int:
+    """Return the peak of `alone` without what kernels allocate and free inside one operation."""
+    state, _ = built(spec)
+    with LiveBytes(memory_of=state.backend.memory_of) as watched:
+        forward(stages_of(state)[0], spec, state).backward()
+    return watched.most
 
 
 def measure_te(rank: Rank, cases: dict[str, RunSpec], planned: Kept) -> dict[str, dict[str, Any]]:
