@@ -12,7 +12,7 @@ from megafp8.specs.run import TensorNoise
 
 
 @dataclass
-class _Sums:
+class _SquareSums:
     """Running sums of squares of one tensor over a step's microbatches, 0-d FP64 on its device."""
 
     values: torch.Tensor
@@ -29,7 +29,7 @@ class NoiseProbe:
 
     def __init__(self, state: ScalingState) -> None:
         self._state = state
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, _SquareSums] = {}
 
     def attach(self) -> None:
         """Start to measure."""
@@ -64,7 +64,7 @@ class NoiseProbe:
         scale = scale if x_fp8.outer is None else scale * x_fp8.outer
         wide = x.double()
         errors = wide - x_fp8.numbers(torch.float32).double() * scale
-        new = _Sums(wide.square().sum(), errors.square().sum(), x.numel() // x.shape[-1])
+        new = _SquareSums(wide.square().sum(), errors.square().sum(), x.numel() // x.shape[-1])
         if (old := self._sums.get(name)) is not None:
-            new = _Sums(old.values + new.values, old.errors + new.errors, old.rows + new.rows)
+            new = _SquareSums(old.values + new.values, old.errors + new.errors, old.rows + new.rows)
         self._sums[name] = new

@@ -42,7 +42,7 @@ class StageBytes:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MomentBytes:
     """Hold the bytes of one moment of a microbatch.
 
     `more` are those beside all that microbatches in flight keep, and `gathered` whole weights.
@@ -64,7 +64,7 @@ def worst_moment(
     pipeline_rank: int,
     stages: Iterable[StageBytes],
     kept: Mapping[int, int],
-) -> Moment:
+) -> MomentBytes:
     """Return the moment of a microbatch at which a rank with these stages needs most.
 
     A microbatch in flight keeps `kept[stage]`.
@@ -100,7 +100,7 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     return max(own + FP32 * root, before + one)
 
 
-def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Moment]:
+def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[MomentBytes]:
     """Yield the moments of a stage at which most may be held, in order.
 
     They are the head's, for each layer the backward passes of the MLP's two linears and of the
@@ -124,7 +124,7 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
     if stage.head is not None:
         of_head = size * max((p.elements for p in outside), default=0)
         whole = count * gathered if stays else 0
-        yield Moment(stage.head + received, root + whole)
+        yield MomentBytes(stage.head + received, root + whole)
     freed = stage.head_kept
     for place in reversed(range(len(stage.layers))):
         is_last, is_first = place == len(stage.layers) - 1, place == 0
@@ -135,15 +135,15 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
         sums = shards * done, lasting * done
         first, both = _mlp_gradients(spec, stage.layers[place])
         freed += stage.kept[place]
-        yield Moment(more + stage.work + first, held, *sums)
-        yield Moment(more + stage.work - stage.mlp_freed + both, held, *sums)
-        yield Moment(more + gradients + stage.end_work - stage.kept[place], held, *sums)
+        yield MomentBytes(more + stage.work + first, held, *sums)
+        yield MomentBytes(more + stage.work - stage.mlp_freed + both, held, *sums)
+        yield MomentBytes(more + gradients + stage.end_work - stage.kept[place], held, *sums)
         sending = of_head + before + summing + scattered
-        yield Moment(sending - freed, held - gathered, *sums)
+        yield MomentBytes(sending - freed, held - gathered, *sums)
     sums = shards * len(stage.layers), lasting * len(stage.layers)
     of_root = size * sum(p.elements for p in outside)
-    yield Moment(of_root + of_head + scattered - freed, root, *sums)
-    yield Moment(of_root + reduced * of_root // size - freed, 0, *sums)
+    yield MomentBytes(of_root + of_head + scattered - freed, root, *sums)
+    yield MomentBytes(of_root + reduced * of_root // size - freed, 0, *sums)
 
 
 def _recomputed_together(spec: RunSpec) -> int:

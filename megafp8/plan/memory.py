@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megafp8.plan.fsdp import Moment, StageBytes, start_bytes, worst_moment
+from megafp8.plan.fsdp import MomentBytes, StageBytes, start_bytes, worst_moment
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
 from megafp8.plan.pipeline import most_in_flight
 from megafp8.plan.shape import (
@@ -26,6 +26,7 @@ from megafp8.plan.shape import (
     linears_of_layer,
     microbatch_tokens,
     num_microbatches,
+    num_moments,
     num_stages,
     rank_shape,
     recomputes,
@@ -125,7 +126,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
     weight_copies = _weight_copies(spec, shape.linears)
     division, passing, early, late = None, 0, 0, 0
-    fsdp = Moment()
+    fsdp = MomentBytes()
     if spec.parallel.fsdp is not None:
         fsdp = worst_moment(
             spec, shape, pipeline_rank, (_stage_bytes(spec, each) for each in shape.stages), kept
@@ -228,11 +229,6 @@ def _itemsize_of_moments(spec: RunSpec, param: Parameter) -> int:
     is_small = param.is_linear or not storage.linears_only
     names = (storage.exp_avg, storage.exp_avg_sq) if is_small else ("fp32", "fp32")
     return sum(ITEM_BYTES[name] for name in names[: num_moments(spec, param)])
-
-
-def num_moments(spec: RunSpec, param: Parameter) -> int:
-    """Return the moments of each element: Adam's two, or Muon's momentum of a linear's weight."""
-    return 1 if spec.optim.uses_muon and param.is_linear else 2
 
 
 def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:

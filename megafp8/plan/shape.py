@@ -348,3 +348,8 @@ def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
     if recipe is None or param.linear is None or not param.linear.in_fp8:
         return False
     return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
+
+
+def num_moments(spec: RunSpec, param: Parameter) -> int:
+    """Return the moments of each element: Adam's two, or Muon's momentum of a linear's weight."""
+    return 1 if spec.optim.uses_muon and param.is_linear else 2
