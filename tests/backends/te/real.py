@@ -45,13 +45,16 @@ def forget_other_models() -> Iterator[None]:
     """Transformer Engine updates the scales of all models of a process together.
 
     A model of an earlier test that was left inside of a region closes it when Python frees the
-    model, and closing a region updates the scales of all models: so it is freed before a test.
+    model, and closing a region updates the scales of all models: so models are freed between tests
+    alone.
     """
     gc.collect()
+    gc.disable()
     manager = te.module.base.FP8GlobalStateManager
     manager.reset()
     yield
     manager.reset()
+    gc.enable()
 
 
 def linears(
