@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -59,7 +59,14 @@ class TeRegion:
     this region, with whether they cast weights, and `backward_ran` those whose backward pass has
     begun since the last one that was counted. The layers in `cast_always` cast their weights in
     each pass, whatever `is_first_microbatch` says.
+
+    Regions of one process share Transformer Engine's count of open ones, and delayed scaling only
+    updates when it comes back to 0. A pass that raises leaves its region open: it is held in
+    `_opened`, so that it is not closed whenever Python frees the run, and is closed before the next
+    region opens.
     """
+
+    _opened: ClassVar[set[TeRegion]] = set()
 
     def __init__(self, names: TeNames, recipe: object | None, group: object) -> None:
         self.names, self.recipe, self.group = names, recipe, group
@@ -76,12 +83,14 @@ class TeRegion:
     def begin(self, index: int) -> None:
         """Open the region for forward pass `index` of a step; number 0 makes cast weights stale."""
         self.end()
+        self.close_left_open()
         if self.recipe is not None:
             self._caches = True
             if index == 0:
                 self.cast.clear()
             self.forward_ran.clear()
             self._open.enter_context(self._autocast(enabled=True))
+            self._opened.add(self)
 
     def change(self, recipe: object) -> None:
         """Open the regions of later steps with another recipe; its first pass casts weights."""
@@ -105,7 +114,15 @@ class TeRegion:
 
     def end(self) -> None:
         """Close the region, if it is open."""
+        self._opened.discard(self)
         self._open.close()
+
+    @classmethod
+    def close_left_open(cls) -> None:
+        """Close the regions of passes that raised; without gradients this updates no scale."""
+        with torch.no_grad():
+            for region in list(cls._opened):
+                region.end()
 
     @contextmanager
     def evaluation(self, *, in_fp8: bool) -> Iterator[None]:

@@ -21,7 +21,8 @@ from megafp8.specs.precision import AttentionInFp8
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
-from tests.backends.te.real import DELAYED, MAY_LOSE_AMAXES, recipes, run_of, step, te
+from tests.backends.te.real import DELAYED, recipes, run_of, step, te
+from tests.backends.te.real import forget_other_models as forget_other_models
 
 MANAGER = te.module.base.FP8GlobalStateManager
 FUSED: Any = importlib.import_module("transformer_engine.pytorch.cpp_extensions.fused_attn")
@@ -125,7 +126,6 @@ def test_linears_that_are_asked_for_fp8_have_a_row(
         assert not is_fp8 or both_layers(row) <= names_of(state), row
 
 
-@MAY_LOSE_AMAXES
 def test_amaxes_of_attention_reach_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Transformer Engine's own update, in the columns that its own constants name. The largest
     number of E4M3 is 448, that of E5M2 57344."""
