@@ -277,6 +277,11 @@ class Fp8Tensor:
         # `to` costs a microsecond also where it has nothing to do, three times a product.
         return self.grid if self.grid.dtype == dtype else self.grid.to(dtype)
 
+    def scale_over(self, shape: torch.Size) -> torch.Tensor:
+        """Return the factors from numbers to values, FP32, which broadcast over `shape`."""
+        scale = spread(self.dequant_scale, shape, self.block)
+        return scale if self.outer is None else scale * self.outer
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values, rounded once to `dtype`."""
         if self.is_packed:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor, amax_of, spread
+from megafp8.fp8.cast import Fp8Tensor, amax_of
 from megafp8.fp8.scaling import Direction, ScaleTable, ScalingState
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipes import traits_of
@@ -88,8 +88,7 @@ class HealthProbe:
         largest = largest if x_fp8.outer is None else largest * x_fp8.outer
         new = _Sums(amax_of(x), largest.reciprocal(), zero, zero, x.numel(), zero, zero)
         if self._mode == "full":
-            wide, scale = x.float(), spread(x_fp8.dequant_scale, x.shape, x_fp8.block)
-            scale = scale if x_fp8.outer is None else scale * x_fp8.outer
+            wide, scale = x.float(), x_fp8.scale_over(x.shape)
             numbers = x_fp8.numbers(torch.float32)
             new.nonzero = (wide != 0).sum()
             new.underflow = ((numbers == 0) & (wide != 0)).sum()

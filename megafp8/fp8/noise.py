@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor, spread
+from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs.run import TensorNoise
 
@@ -60,10 +60,8 @@ class NoiseProbe:
             return
         if x.numel() == 0 or not self._state.recording:
             return
-        scale = spread(x_fp8.dequant_scale, x.shape, x_fp8.block)
-        scale = scale if x_fp8.outer is None else scale * x_fp8.outer
         wide = x.double()
-        errors = wide - x_fp8.numbers(torch.float32).double() * scale
+        errors = wide - x_fp8.numbers(torch.float32).double() * x_fp8.scale_over(x.shape)
         new = _SquareSums(wide.square().sum(), errors.square().sum(), x.numel() // x.shape[-1])
         if (old := self._sums.get(name)) is not None:
             new = _SquareSums(old.values + new.values, old.errors + new.errors, old.rows + new.rows)

@@ -140,6 +140,27 @@ def assert_stored_as_whole_tensors(ranks: Found, name: str) -> None:
                 torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-4)
 
 
+def first_scales(rank: Rank) -> dict[str, dict[str, float]]:
+    """The scales of linears' masters before the first step."""
+    found = {}
+    for name in ("O2", "O2, replicas"):
+        state = TWO[name].build(join(on_ranks(TWO[name].parallel, rank)))
+        names = {param: key for key, param in state.model.named_parameters()}
+        rows = zip(state.masters.segments, state.masters.stored, strict=True)
+        found[name] = {
+            names[segment.param]: stored.dequant_scale.item()
+            for segment, stored in rows
+            if segment.param in state.masters.linears
+        }
+    return found
+
+
+def test_first_masters_have_the_scales_of_whole_tensors() -> None:
+    for found in run_ranks(first_scales, 2):
+        assert found["O2"] == found["O2, replicas"]
+        assert len(set(found["O2"].values())) > 1, "one scale for all would be equal too"
+
+
 def test_rows_are_stored_with_the_scales_of_whole_tensors(trained: Found) -> None:
     assert_stored_as_whole_tensors(trained, "stored")
 
