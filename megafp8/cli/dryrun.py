@@ -28,7 +28,6 @@ from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
-from megafp8.specs.backends import BACKENDS
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import find_recipe
@@ -125,7 +124,7 @@ def check_can_be_simulated(
             "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
         )
     backend = spec.precision.backend
-    if spec.parallel.fsdp is not None and BACKENDS[backend].draws_at_once:
+    if spec.parallel.fsdp is not None and backend == "te":
         raise SettingError(
             "model.fp8_backend",
             backend,

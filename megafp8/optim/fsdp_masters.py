@@ -21,6 +21,7 @@ from megafp8.optim.masters import ALL_IN_FP32, Masters
 from megafp8.optim.partitions import Segment
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.specs import StorageSpec
+from megafp8.specs.division import padded_rows
 
 
 class FsdpMasters(Masters):
@@ -57,7 +58,7 @@ class FsdpMasters(Masters):
             local = local_of(param.detach())
             if local.numel() == 0:
                 continue  # fewer rows than ranks
-            rows = -(-param.shape[0] // self.shards.size)  # torch.chunk's rule
+            rows = padded_rows(param.shape[0], self.shards.size)
             begin = self.shards.rank * rows * (param.numel() // param.shape[0])
             self.segments.append(Segment(param, begin, begin + local.numel()))
             self.masters.append(nn.Parameter(local))  # shares its memory

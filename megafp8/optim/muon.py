@@ -27,6 +27,7 @@ from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Segment
 from megafp8.parallel.collectives import Axis
 from megafp8.specs import OptimSpec
+from megafp8.specs.division import padded_rows
 from megafp8.specs.geometry import Piece
 from megafp8.specs.optim import MuonSpec
 
@@ -99,7 +100,7 @@ class Muon:
     def _gathered(self, param: nn.Parameter) -> torch.Tensor:
         """Return U of a parameter, BF16 [rows, columns], of all ranks that have rows of it."""
         num_rows, columns = param.shape
-        share = -(-num_rows // self._shards.size)
+        share = padded_rows(num_rows, self._shards.size)
         own = torch.zeros(share, columns, dtype=UPDATE, device=self.masters.device)
         if (row := self._rows.get(param)) is not None:
             momentum = self._momenta[param]

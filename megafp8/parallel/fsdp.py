@@ -33,6 +33,7 @@ from megafp8.parallel.mesh import AXES, Mesh, groups_along
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.parallel.scaled_data import ScatteredGrads
 from megafp8.specs import ParallelSpec
+from megafp8.specs.division import padded_rows
 
 if TYPE_CHECKING:  # torch's FSDP imports its tracer and SymPy: a run without it starts sooner
     from torch.distributed.fsdp import FSDPModule
@@ -56,7 +57,7 @@ class ShardedModel:
         """
         for param, read in values.items():
             form = self.gathered_in_fp8.get(param)
-            rows = -(-param.shape[0] // self.shards.size)
+            rows = padded_rows(param.shape[0], self.shards.size)
             _gather_by_hooks(local_of(param), read, form, self.compute_dtype, rows)
         for module in self.modules:
             torch_private.fsdp_take_hooks(module)
@@ -71,7 +72,7 @@ class ShardedModel:
             if not any(param in params for param in own):
                 continue
             sizes = [
-                -(-param.shape[0] // self.shards.size) * (param.numel() // param.shape[0])
+                padded_rows(param.shape[0], self.shards.size) * (param.numel() // param.shape[0])
                 for param in own
             ]
             grads = ScatteredGrads(sizes, [param in params for param in own], self.shards)
@@ -131,7 +132,7 @@ def shard_model(
         for path, form in _gathered_forms(owner).items():
             weight = owner.get_parameter(path)
             in_fp8[weight] = form
-            local, rows = local_of(weight), -(-weight.shape[0] // shards.size)
+            local, rows = local_of(weight), padded_rows(weight.shape[0], shards.size)
             _gather_by_hooks(local, local.detach, form, form.compute_dtype, rows)
     return ShardedModel(modules, tuple(model.parameters()), shards, DTYPES[compute], in_fp8)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from megafp8.specs import GPTSpec, PrecisionSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.division import WAYS, Divided, Division, Member
+from megafp8.specs.division import WAYS, Divided, Division, Member, padded_rows
 from megafp8.specs.layer import LayerLinear, layer_linears
 from megafp8.specs.optim import ITEM_BYTES, StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of
@@ -75,7 +75,7 @@ class Parameter:
 
     def shard_elements(self, num_shards: int) -> int:
         """Return the elements of FSDP's largest shard, along the first dim."""
-        return -(-self.rows // num_shards) * self.columns
+        return padded_rows(self.rows, num_shards) * self.columns
 
 
 @dataclass(frozen=True)

@@ -323,6 +323,14 @@ WAYS = {
 """
 
 
+def padded_rows(num_rows: int, num_ranks: int) -> int:
+    """Return the rows of a tensor that FSDP deals to each rank, those of padding included.
+
+    The rule is that of `torch.chunk`: the last ranks may have fewer rows, or none.
+    """
+    return -(-num_rows // num_ranks)
+
+
 def rounded_up(count: int, multiple: int) -> int:
     """Return the first multiple of `multiple` that is not below `count`."""
     return -(-count // multiple) * multiple

@@ -28,6 +28,7 @@ from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory, StepBytes
 from megafp8.plan.pipeline import Times, Work, late_sums, most_held, one_stage_order, run_times
 from megafp8.specs import RunSpec
+from megafp8.specs.division import padded_rows
 from megafp8.train.build import build, start_only
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
@@ -170,7 +171,7 @@ def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[i
     for param in state.model.parameters():
         first, end = 0, param.shape[0]
         if masters.holds_rows:
-            first = min(end, masters.shards.rank * -(-end // masters.shards.size))
+            first = min(end, masters.shards.rank * padded_rows(end, masters.shards.size))
             end = first + local_of(param).shape[0]
         for piece in pieces_of(param):
             local = tuple(part.stop - part.start for part in piece.local)
