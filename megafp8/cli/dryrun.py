@@ -28,6 +28,7 @@ from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import find_recipe
@@ -114,7 +115,7 @@ def check_can_be_simulated(
 
     Raises:
         ConfigError: `hardware` is compared with ranks on CPUs, or the layout has too many ranks.
-        SettingError: FSDP shards Transformer Engine's layers.
+        SettingError: FSDP shards layers of a backend that a dry run cannot simulate with it.
     """
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
@@ -124,7 +125,7 @@ def check_can_be_simulated(
             "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
         )
     backend = spec.precision.backend
-    if spec.parallel.fsdp is not None and backend == "te":
+    if spec.parallel.fsdp is not None and not BACKENDS[backend].runs_dry_with_fsdp:
         raise SettingError(
             "model.fp8_backend",
             backend,

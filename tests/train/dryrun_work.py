@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from megafp8 import te_cpu
 from megafp8.data.loader import Microbatch
@@ -39,11 +40,13 @@ def storages() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     # Fake and functional tensors that a compilation has left in this process have no memory.
-    # A quantized tensor of Transformer Engine has none of its own either: its parts are listed.
+    # A tensor that wraps others, such as a DTensor of FSDP or a quantized tensor of Transformer
+    # Engine, has none of its own either: its parts are listed.
     real = [
         each
         for each in tensors
         if not issubclass(type(each), (FakeTensor, FunctionalTensor))
+        and not is_traceable_wrapper_subclass(each)
         and not torch._is_functional_tensor(each)
         and not is_quantized(each)
     ]
