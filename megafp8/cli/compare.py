@@ -32,6 +32,7 @@ from megafp8.cli.compare_settings import (
 from megafp8.cli.compare_time import PREDICTED, predicted_times
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.cli.plan import hardware_from, is_hardware
+from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.own_recipes import TRUST
 from megafp8.errors import ExitCode, RunError
@@ -50,6 +51,7 @@ from megafp8.runs.find import is_run
 from megafp8.runs.lock import RunLock
 
 WORSE, UNDECIDED = 5, 6
+SEED = "model.seed"
 RESULT_FILE = "compare.json"
 INPUT_FILE = "compare-input.json"  # says what configurations the runs beside it have
 Runs = Mapping[tuple[str, int], RunRecord]
@@ -100,14 +102,28 @@ def compare(options: argparse.Namespace) -> int:
     words = [word for word in options.overrides if is_hardware(word)]
     hardware = hardware_from(words)
     given = [word for word in options.overrides if not is_hardware(word)]
+    _refuse_seed(given, options.seeds)
     compared = comparison(given, options.base, source)
     times = predicted_times(compared, source, hardware, is_asked=bool(words))
-    seeds = options.seeds or [int(str(compared.others[0].values["model.seed"]))]
+    seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
     out = options.out or Path("compare") / compared.identity[:8]
     with run_errors_reported(out, "making the directory"):
         out.mkdir(parents=True, exist_ok=True)
     with RunLock.acquire(out):
         return _train_and_report(compared, source, seeds, out, options, times)
+
+
+def _refuse_seed(given: Sequence[str], seeds: Sequence[int] | None) -> None:
+    """Raise if settings name a seed where the option has some.
+
+    Raises:
+        SettingError: Each run would have two seeds.
+    """
+    for text in given:
+        key, _, value = text.partition("=")
+        if seeds and key.lstrip("+") == SEED:
+            hint = "Leave one of the two out"
+            raise SettingError(SEED, value, "has no effect with --seeds", hint, origin=COMMAND_LINE)
 
 
 def _train_and_report(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from megafp8.cli.job import refuse_repeated
+from megafp8.cli.job import directory_problems, refuse_repeated
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.layers import DEFAULT_CONFIG, find_source
 from megafp8.config.load import Loaded, load_all
@@ -172,6 +172,8 @@ def comparison(given: Sequence[str], replaced: Sequence[str], source: Comparison
     """
     for words in (given, replaced):
         refuse_repeated(words)
+        reason = "cannot be set in a comparison, where each run has its own directory"
+        raise_if_any(directory_problems(words, reason, "Set the comparison's with --out DIR"))
     choices = _choices(given, source)
     others = []
     for choice, label in zip(choices, _labels(choices), strict=True):

@@ -325,6 +325,16 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
             raise SettingError(key, value, reason, "Give one value", origin=COMMAND_LINE)
 
 
+def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list[SettingError]:
+    """Return an error for each setting of one run's directory, where each run gets its own."""
+    return [
+        SettingError(key, value, reason, hint, origin=COMMAND_LINE)
+        for text in overrides
+        for key, value in _given(text)
+        if key in ("exp_manager.explicit_log_dir", "exp_manager.exp_dir")
+    ]
+
+
 def _given(text: str) -> list[tuple[str, str]]:
     """Return the keys that an override sets; one for a section sets several."""
     for parsed in parse_overrides([text], ())[0]:

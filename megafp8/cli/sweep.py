@@ -24,7 +24,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megafp8.cli.job import Options, Task, app_info, report_error
+from megafp8.cli.job import Options, Task, app_info, directory_problems, report_error
 from megafp8.cli.sweep_limits import sweeper_problems
 from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.cli.sweep_results import (
@@ -210,7 +210,12 @@ def run_sweep(options: Options, task: Task) -> int:
     """
     source = find_source(options.config_dir, options.config_name)
     overrides, problems = parse_overrides(options.overrides, source.directories, multirun=True)
-    problems += _directory_problems(overrides) + _secret_problems(overrides)
+    problems += directory_problems(
+        [override.text for override in overrides],
+        "cannot be set in a sweep, where each job has its own directory",
+        "Set the sweep's directory with hydra.sweep.dir=DIR",
+    )
+    problems += _secret_problems(overrides)
     raise_if_any(problems)
     loader = checked_loader(source)
     cfg = composed(source, loader, [override.text for override in overrides])
@@ -331,20 +336,4 @@ def _secret_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
         )
         for override in overrides
         if hide(override.text) != override.text
-    ]
-
-
-def _directory_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
-    texts = [override.text for override in overrides]
-    return [
-        SettingError(
-            key,
-            text.partition("=")[2],
-            "cannot be set in a sweep, where each job has its own directory",
-            "Set the sweep's directory with hydra.sweep.dir=DIR",
-            origin=COMMAND_LINE,
-        )
-        for text in texts
-        for key in (_LOG_DIR, "exp_manager.exp_dir")
-        if text.startswith(f"{key}=")
     ]

@@ -260,6 +260,11 @@ def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[
     assert "Settings stand before --seeds, not after it" in capsys.readouterr().err
     assert compare.main(["model.fp8=True", "model.hidden_size=101"]) == 2
     assert "model.hidden_size=101" in capsys.readouterr().err
+    for of_one_run in ("exp_manager.exp_dir=x", "+exp_manager.explicit_log_dir=x"):
+        assert compare.main(["model.fp8=True", of_one_run]) == 2
+        assert "Set the comparison's with --out DIR" in capsys.readouterr().err
+    assert compare.main(["model.fp8=True", "model.seed=3", "--seeds", "1", "2"]) == 2
+    assert "model.seed=3 (command line): has no effect with --seeds" in capsys.readouterr().err
     assert not made and not list(Path().iterdir())
     given = ["model.fp8=True", "model.fp8_recipe=tensorwise"]
     assert compare.main([*given, "--base", "model.fp8=True"]) == 2
