@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -159,8 +157,7 @@ def extract(repository: Path, commit: str | None, target: Path) -> None:
     git = ["git", "-C", str(repository)]
     if commit is not None:
         archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True)
-        with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-            files.extractall(target, filter="data")
+        subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
         return
     listed = subprocess.run(
         [*git, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -75,7 +75,8 @@ def wheel_of(distribution: str, folder: Path) -> None:
     found = importlib.metadata.distribution(distribution)
     with zipfile.ZipFile(folder / f"{distribution}-{found.version}-py3-none-any.whl", "w") as wheel:
         for file in found.files or []:
-            if file.suffix != ".pyc" and ".." not in file.parts:
+            is_part = file.suffix != ".pyc" and ".." not in file.parts
+            if is_part and file.locate().exists():  # an old pip lists more than it installs
                 wheel.write(str(file.locate()), str(file))
 
 

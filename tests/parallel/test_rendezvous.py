@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -84,19 +85,19 @@ def test_a_master_that_is_not_reached(port: int, monkeypatch: pytest.MonkeyPatch
 def listener(answer: bytes | None) -> socket.socket:
     """Return a server that sends `answer` and closes, or keeps connections and says nothing."""
     server = socket.create_server(("127.0.0.1", 0))
-    kept = []
 
     def serve_them() -> None:
-        while True:
-            try:
-                connection, _ = server.accept()
-            except OSError:
-                return
-            kept.append(connection)
-            if answer is not None:
-                connection.recv(64)
-                connection.sendall(answer)
-                connection.close()
+        with contextlib.ExitStack() as kept:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                kept.enter_context(connection)
+                if answer is not None:
+                    connection.recv(64)
+                    connection.sendall(answer)
+                    connection.close()
 
     threading.Thread(target=serve_them, daemon=True).start()
     return server
