@@ -157,6 +157,7 @@ def extract(repository: Path, commit: str | None, target: Path) -> None:
     git = ["git", "-C", str(repository)]
     if commit is not None:
         archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True)
+        target.mkdir(parents=True, exist_ok=True)
         subprocess.run(["tar", "-x", "-C", str(target)], input=archive.stdout, check=True)
         return
     listed = subprocess.run(
