@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 
 # Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable at its first
 # import, which torchao may do. The second file is there on Linux inside of Windows.
@@ -56,3 +58,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             )
         for item in needing_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+MANY_MODULES = 50
+frozen_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Leave modules and tests out of the garbage that Python looks for, once they are there.
+
+    They are nearly a million objects, through which each `gc.collect()` of a dry run would go for
+    half a second. A dry run imports more of torch, so that this is done again after many imports.
+    """
+    global frozen_modules
+    if len(sys.modules) >= frozen_modules + MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        frozen_modules = len(sys.modules)

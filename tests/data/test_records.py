@@ -213,23 +213,33 @@ PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
-@given(st.lists(PIECES, max_size=40), st.integers(1, 9))
-def test_plain_texts_are_those_of_the_library(pieces: list[str], at_once: int) -> None:
-    """`datasets` reads ten million characters at once; here a few, so that texts are parted."""
+FILES_AT_ONCE = 12
+
+
+@settings(max_examples=6)
+@given(
+    st.lists(st.lists(PIECES, max_size=40), min_size=FILES_AT_ONCE, max_size=FILES_AT_ONCE),
+    st.integers(1, 9),
+)
+def test_plain_texts_are_those_of_the_library(files: list[list[str]], at_once: int) -> None:
+    """`datasets` reads ten million characters at once; here a few, so that texts are parted.
+
+    Each file is a split of its own, since the library takes long to begin and not to read.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(records, "_CHARACTERS_AT_ONCE", at_once),
     ):
-        path = Path(folder, "t.txt")
-        path.write_bytes("".join(pieces).encode())
+        paths = {f"f{n}": str(Path(folder, f"{n}.txt")) for n in range(len(files))}
+        for path, pieces in zip(paths.values(), files, strict=True):
+            Path(path).write_bytes("".join(pieces).encode())
         for unit, name in (("file", "document"), ("paragraph", "paragraph"), ("line", "line")):
-            stream = datasets.load_dataset(
-                "text", data_files=str(path), split="train", streaming=True, sample_by=name,
-                chunksize=at_once,
-            )  # fmt: skip
-            want = [record["text"] for record in stream]
-            assert list(plain_texts(str(path), unit)) == want, unit
+            streams = datasets.load_dataset(
+                "text", data_files=paths, streaming=True, sample_by=name, chunksize=at_once
+            )
+            for split, path in paths.items():
+                want = [record["text"] for record in streams[split]]
+                assert list(plain_texts(path, unit)) == want, unit
 
 
 def test_files_are_read_without_the_library(

@@ -11,6 +11,7 @@ Torch has started no thread in this process, so that children may start some.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -65,6 +66,7 @@ def wait(child: int, seconds: float) -> int | None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    gc.freeze()  # jobs look for garbage among their own objects, and share the memory of these
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
