@@ -75,3 +75,8 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         frozen_modules = len(sys.modules)
+
+
+def pytest_unconfigure() -> None:
+    """Let Python free what it left out: libraries report what is still there at the end."""
+    gc.unfreeze()

@@ -75,6 +75,7 @@ def main() -> None:
         else:
             answer = start(request)
         print(json.dumps(answer), file=answers, flush=True)
+    gc.unfreeze()
 
 
 if __name__ == "__main__":
