@@ -16,7 +16,6 @@ from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE, passing_gradients, phase_name
-from megafp8.config.errors import SettingError
 from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
@@ -28,7 +27,6 @@ from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
-from megafp8.specs.backends import BACKENDS
 from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import find_recipe
@@ -115,7 +113,6 @@ def check_can_be_simulated(
 
     Raises:
         ConfigError: `hardware` is compared with ranks on CPUs, or the layout has too many ranks.
-        SettingError: FSDP shards layers of a backend that a dry run cannot simulate with it.
     """
     if hardware is not None and not _on_gpu(spec):
         raise ConfigError(
@@ -123,14 +120,6 @@ def check_can_be_simulated(
             hardware.name,
             f"the ranks would be on CPUs (trainer.accelerator={asked})",
             "Add trainer.accelerator=gpu, which needs no GPU here, or leave hardware out",
-        )
-    backend = spec.precision.backend
-    if spec.parallel.fsdp is not None and not BACKENDS[backend].runs_dry_with_fsdp:
-        raise SettingError(
-            "model.fp8_backend",
-            backend,
-            "with model.fsdp=True is not simulated yet",
-            "Use megafp8 plan, or leave model.fsdp out",
         )
     if (world := spec.parallel.world_size) > MAX_SIMULATED:
         raise ConfigError(

@@ -226,6 +226,11 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     return torch_private.local_shard(param) if _is_sharded(param) else param
 
 
+def grads_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients that a module's parameters have; of FSDP's those of this rank's rows."""
+    return [local_of(param.grad) for param in module.parameters() if param.grad is not None]
+
+
 def _is_sharded(param: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 

@@ -33,7 +33,6 @@ class BackendTraits:
             with FSDP, for which all layers are built without memory (`models.init.values_later`).
         is_counted: Whether the plan counts its weights and scales exactly; otherwise it may keep
             them in another form.
-        runs_dry_with_fsdp: Whether a dry run can simulate its layers where FSDP shards them.
     """
 
     note: str
@@ -42,7 +41,6 @@ class BackendTraits:
     keeps_ends_high: bool = False
     draws_at_once: bool = False
     is_counted: bool = False
-    runs_dry_with_fsdp: bool = True
 
     def precision_of(self, recipe: Fp8Recipe, linear: str, num_layers: int) -> ModulePrecision:
         """Return the recipe under which the linear of this name runs, in a model of many layers."""
@@ -61,7 +59,6 @@ BACKENDS: Mapping[BackendName, BackendTraits] = {
         note="Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
         "counted; its activations, workspace and time are taken to be those of our own layers.",
         draws_at_once=True,
-        runs_dry_with_fsdp=False,
     ),
     "torchao": BackendTraits(
         note="Backend torchao: its linears keep their inputs in the compute dtype and no FP8 "

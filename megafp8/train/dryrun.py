@@ -22,7 +22,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.ops import torch_private
 from megafp8.ops.torch_private import run_backward, storage_key
-from megafp8.parallel.fsdp import local_of
+from megafp8.parallel.fsdp import grads_of, local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory, StepBytes
@@ -239,6 +239,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
             forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
         gc.collect()  # graphs of autograd that refer to themselves are not copies of weights
         made = alive.bytes()
+        scales = alive.bytes_of(state.backend.scaling_tensors(state.model))
         alive.device = None  # what a library makes once, on the CPU, it has made by now
         for index, gpt in stages_of(state).items():
             alive.begin()
@@ -260,7 +261,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     step = StepBytes(
         microbatch=max(kept.values()),
         in_flight=most_held(order_of(state, spec), kept),
-        weight_copies=made if copies is None else copies,
+        weight_copies=made - scales if copies is None else copies,
         workspace=max(0, most - max(kept.values())),
         arriving_last=at_the_end,
         gradients=max(0, with_gradients - max(most, at_the_end)),
@@ -283,9 +284,9 @@ def device_kernels(state: TrainState, spec: RunSpec) -> Iterator[None]:
 def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, int]]:
     """Run microbatches of a rank whose weights FSDP gathers, and count the bytes as `step_bytes`.
 
-    The first microbatch leaves gradients and what FSDP makes once. The second runs beside the sums
-    of those gradients, as most of a step's microbatches do, and the third begins without sums. What
-    is sent and received counts as working memory.
+    The first microbatch leaves gradients and what is made once: Transformer Engine's copies of
+    weights. The second runs beside the sums of those gradients, as most of a step's microbatches
+    do, and the third begins without sums. What is sent and received counts as working memory.
     """
     alive = LiveBytes("meta", state.backend.memory_of)
     state.masters.begin_step()
@@ -294,23 +295,22 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
         gc.collect()  # graphs of autograd that refer to themselves
         alive.watch_freed()  # gathered weights
         made = alive.bytes()
+        copies = made - alive.bytes_of(state.backend.scaling_tensors(state.model))
+        copies -= alive.bytes_of(grads_of(state.model))
         kept = run_stages(state, spec, alive)
         most, gathered = alive.most_with_watched - made, alive.watched_at_most
         state.masters.begin_step()
         run_stages(state, spec, alive)
         late = made + most - alive.most_with_watched
     sums = {
-        index: sum(
-            local_of(param.grad).nbytes for param in gpt.parameters() if param.grad is not None
-        )
-        for index, gpt in stages_of(state).items()
+        index: sum(grad.nbytes for grad in grads_of(gpt)) for index, gpt in stages_of(state).items()
     }
     late = late_sums(order_of(state, spec), kept, sums, late)
     state.masters.collect_grads()
     step = StepBytes(
         microbatch=max(kept.values()),
         in_flight=most_held(order_of(state, spec), kept),
-        weight_copies=0,
+        weight_copies=copies,
         workspace=max(0, most - sum(kept.values()) - gathered),
         gathered=gathered,
         late=late,

@@ -14,6 +14,7 @@ from megafp8.ops.torch_private import (
     storage_of,
     tree_leaves,
 )
+from megafp8.parallel.fsdp import local_of
 
 MemoryOf = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 
@@ -70,6 +71,11 @@ class LiveBytes(TorchDispatchMode):
         self._at_most = sum(size for _, size in self._known.values())
         return self._at_most
 
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Return how many of `bytes` are those of these tensors."""
+        keys = set(map(storage_key, self._storages(list(tensors))))
+        return sum(self._known[key][1] for key in keys & self._known.keys())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = self._storages((args, kwargs))
         self._note_growth(given)
@@ -101,4 +107,5 @@ class LiveBytes(TorchDispatchMode):
 
     def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-        return [memory.untyped_storage() for x in tensors for memory in self._memory_of(x)]
+        parts = map(local_of, tensors)  # of a tensor that FSDP shards this rank has some rows
+        return [memory.untyped_storage() for x in parts for memory in self._memory_of(x)]

@@ -159,9 +159,6 @@ def test_it_says_whose_vocabulary_it_takes(
         (["model.fp8=True", "model.fp8_modules=['*:high_precision']"],
          "no product would run in FP8"),
         (["model.no_such_key=1"], "model.no_such_key"),
-        (["trainer.devices=2", "model.fsdp=True", "model.fp8_backend=te", "model.bias=False",
-          "model.activation=fast-swiglu"],
-         "model.fp8_backend=te: with model.fsdp=True is not simulated yet"),
         (["--rank=1"], "the ranks are 0 to 0"),
         (["--nonsense"], "--nonsense"),
         (["--rank=first"], "argument --rank: invalid int value: 'first'. --help lists"),
@@ -209,6 +206,25 @@ def test_transformer_engine_s_layers_on_a_gpu() -> None:
     assert "FP8: 100.0% of the GEMM FLOPs" in done.stdout or "in higher precision" in done.stdout
     assert "attention.query.weight [64, 64] -> [32, 64] fp8" in done.stdout
     assert re.search(r"scales, histories +[1-9]", done.stdout)
+
+
+def test_transformer_engine_s_layers_in_shards() -> None:
+    """Its default version keeps FP8 copies of weights that FSDP gathers: they are a row of these
+    bytes, in two orientations of the 4 x (4 x 64^2 + 2 x 64 x 128) elements of the linears."""
+    need_sources(DEFAULT_VERSION)
+    given = [*SMALL[1:], "trainer.accelerator=gpu", "trainer.devices=2", "--vocab-size=300"]
+    given += ["model.fsdp=True", "model.fp8_backend=te"]
+    done = subprocess.run(
+        [sys.executable, "-m", "megafp8", "dryrun", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    for row in ("FP32 master weights", "weights gathered by FSDP", "at the start"):
+        assert re.search(rf"^{row} +[\d.]+ KiB$", done.stdout, re.M), row
+    assert re.search(r"^quantized copies of weights +256.1 KiB$", done.stdout, re.M), done.stdout
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megafp8.backends.te.dryrun import CudaIsMeta
 from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling, TeTensor
 from megafp8.backends.te.weights import (
@@ -213,7 +214,15 @@ class TransformerEngineParts(NativeParts):
         return first, both_contexts(again, self.region.recomputation())
 
     def own_layer(self, index: int) -> nn.Module:
-        """Return Transformer Engine's layer `index` (from 0) with our initial weights."""
+        """Return Transformer Engine's layer `index` (from 0) with our initial weights.
+
+        In a dry run its scales and amaxes have no values either, as those that its forward pass
+        makes later.
+        """
+        with CudaIsMeta() if self.device.type == "meta" else nullcontext():
+            return self._own_layer(index)
+
+    def _own_layer(self, index: int) -> TeLayer:
         names, recipe = self.region.names, self.recipe
         in_fp8 = recipe is not None and is_layer_in_fp8(recipe, index)
         weights_in_fp8 = in_fp8 and recipe is not None and recipe.params_in_fp8

@@ -261,10 +261,13 @@ class TeScaling(ScalingState):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Copy Transformer Engine's tensors into the tables, in one copy from the device."""
+        """Copy Transformer Engine's tensors into the tables, in one copy from the device.
+
+        In a dry run they have no values.
+        """
         keyed = [module.fp8_meta[META_KEYS[direction]] for _, module, direction, _ in self._slots]
         states = list({id(state): state for state in keyed}.values())
-        if not states:
+        if not states or states[0].scale.is_meta:
             return
         widths = [0, *accumulate(state.scale.numel() for state in states)]
         begins = {id(state): begin for state, begin in zip(states, widths[:-1], strict=True)}

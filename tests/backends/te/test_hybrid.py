@@ -1,0 +1,40 @@
+"""Transformer Engine's layers under FSDP that shards within a node and replicates over nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megafp8.te_cpu import DEFAULT_VERSION
+from tests.backends.te import rank_hybrid
+from tests.ranks import run_ranks
+from tests.te_cpu.sources import need_sources
+
+BOUNDS = {"FP32": 1e-6, "delayed": 1e-5, "alone": 1e-3, "mxfp8": 1e-5}
+"""Those of losses, as where FSDP over two ranks is compared with replicas. With weights in FP8
+alone gradients are rounded to BF16 before they are summed."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["FP32", "delayed"],
+        pytest.param(["alone", "mxfp8"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_two_nodes_of_two_ranks_are_one_process(names: list[str]) -> None:
+    """Losses, norms and scales of three steps; two ranks have each row, and all have one loss."""
+    need_sources(DEFAULT_VERSION)
+    ranks = run_ranks(rank_hybrid.runs, 4, {"names": names, "steps": 3}, timeout=400)
+    for found in ranks:
+        for name, runs in found.items():
+            (results, shards, tables), (wanted, whole, of_one) = runs.values()
+            assert results == ranks[0][name]["hybrid"][0], name
+            for (loss, norm), (other, whole_norm) in zip(results, wanted, strict=True):
+                assert loss == pytest.approx(other, rel=BOUNDS[name]), name
+                assert norm == pytest.approx(whole_norm, rel=10 * BOUNDS[name]), name
+            assert {key: (-(-rows // 2), *rest) for key, (rows, *rest) in whole.items()} == shards
+            assert bool(tables) == (name in ("delayed", "alone"))
+            for key, tensor in tables.items() if name == "delayed" else ():
+                torch.testing.assert_close(tensor, of_one[key], rtol=1e-4, atol=1e-6)
