@@ -21,7 +21,7 @@ from megafp8.fp8.linear import Linear
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
-from megafp8.models.parts import Norm
+from megafp8.models.parts import Dropout, Norm
 from megafp8.parallel.parts import NativeParts, heads_of
 
 
@@ -117,7 +117,8 @@ class FusedLayer(TransformerLayer):
     def _activation_link(self) -> Link | None:
         """Return activation and FC2; None without a kernel, or with dropout between them."""
         dropout = self.mlp.dropout
-        return None if dropout.p > 0 and dropout.training else self.fc2_link
+        is_dropped = isinstance(dropout, Dropout) and dropout.training
+        return None if is_dropped else self.fc2_link
 
 
 def _like(out_TO: torch.Tensor, x_BSF: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Compute the core of causal self-attention: what happens between QKV and the projection."""
 
 # B batch  S sequence  K keys  H heads (H/tp under tensor parallelism)  G key-value heads (G/tp)
-# E head width  F features of a rank's queries, keys and values
+# N heads of all three (H + 2 G)  E head width  F features of a rank's queries, keys and values
 
 from __future__ import annotations
 
@@ -258,17 +258,15 @@ class AttentionCore(nn.Module):
             split = self.split_heads(qkv_BSF, sizes, turn)
             if split is not None:
                 return split
-        query, key = sizes.num_heads * sizes.size, sizes.num_groups * sizes.size
-        q_BSHE, k_BSGE, v_BSGE = (
-            part.unflatten(-1, (-1, sizes.size))
-            for part in qkv_BSF.split((query, key, key), dim=-1)
-        )
+        heads_BSNE = qkv_BSF.view(*qkv_BSF.shape[:2], -1, sizes.size)
+        groups = sizes.num_groups
+        q_BSHE, k_BSGE, v_BSGE = heads_BSNE.split((sizes.num_heads, groups, groups), dim=2)
         if self.query_norm is not None and self.key_norm is not None:
             q_BSHE, k_BSGE = self.query_norm(q_BSHE), self.key_norm(k_BSGE)
-        q_BHSE, k_BGSE, v_BGSE = (part.transpose(1, 2) for part in (q_BSHE, k_BSGE, v_BSGE))
+        q_BHSE, k_BGSE = q_BSHE.transpose(1, 2), k_BSGE.transpose(1, 2)
         if turn is not None:
             q_BHSE, k_BGSE = turn(q_BHSE), turn(k_BGSE)
-        return QKV(q_BHSE, k_BGSE, v_BGSE)
+        return QKV(q_BHSE, k_BGSE, v_BSGE.transpose(1, 2))
 
     def forward(
         self, qkv: torch.Tensor | QKV, context: AttentionContext | None = None
@@ -284,28 +282,19 @@ class AttentionCore(nn.Module):
         if not torch.compiler.is_compiling():  # for a compiled layer its caller counts the FLOPs
             batch, heads, seq, _ = q_BHSE.shape
             causal_flops = self.count_forward(batch, heads, seq, k_BGSE.shape[2], context.documents)
-        if self.training and self.dropout > 0:
-            with self.streams.keyed(self.site, q_BHSE.device, sharded=True):
-                out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context, self.dropout)
-        else:
-            out_BHSE = self._attend(q_BHSE, k_BGSE, v_BGSE, context, 0.0)
-        if causal_flops is not None and out_BHSE.requires_grad:
-            self.count_backward(out_BHSE, causal_flops)
-        return out_BHSE.transpose(1, 2).flatten(2)
-
-    def _attend(
-        self,
-        q_BHSE: torch.Tensor,
-        k_BGSE: torch.Tensor,
-        v_BGSE: torch.Tensor,
-        context: AttentionContext,
-        dropout: float,
-    ) -> torch.Tensor:
         scale = None
         if self.layer_scaling != 1:
             q_BHSE = q_BHSE / self.layer_scaling
             scale = self.layer_scaling / self.head_size**0.5
-        return self._softmax_product(q_BHSE, k_BGSE, v_BGSE, context, dropout, scale)
+        parts = (q_BHSE, k_BGSE, v_BGSE)
+        if self.training and self.dropout > 0:
+            with self.streams.keyed(self.site, q_BHSE.device, sharded=True):
+                out_BHSE = self._softmax_product(*parts, context, self.dropout, scale)
+        else:
+            out_BHSE = self._softmax_product(*parts, context, 0.0, scale)
+        if causal_flops is not None and out_BHSE.requires_grad:
+            self.count_backward(out_BHSE, causal_flops)
+        return out_BHSE.transpose(1, 2).flatten(2)
 
     def _softmax_product(
         self,

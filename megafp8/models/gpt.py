@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import islice
 
 import torch
 from torch import nn
@@ -131,8 +132,9 @@ class GPT(nn.Module):
             if recomputed == "full":
                 x_BSD = self.parts.recomputed(self._run, x_BSD, context, begin, end)
             else:
-                is_selective = recomputed == "selective"
-                own = dataclasses.replace(context, recompute_attention=is_selective)
+                own = context
+                if recomputed == "selective":
+                    own = dataclasses.replace(context, recompute_attention=True)
                 x_BSD = self._run(x_BSD, own, begin, end)
         return x_BSD
 
@@ -197,6 +199,6 @@ class GPT(nn.Module):
     def _run(
         self, x_BSD: torch.Tensor, context: AttentionContext, begin: int, end: int
     ) -> torch.Tensor:
-        for index in range(begin, end):
-            x_BSD = self.layers[index](x_BSD, context)
+        for layer in islice(self.layers, begin, end):
+            x_BSD = layer(x_BSD, context)
         return x_BSD

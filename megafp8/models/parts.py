@@ -29,7 +29,8 @@ from megafp8.specs.geometry import Piece, whole_pieces
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
 
-_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+_FUNCTIONS: dict[str, Elementwise] = {
     "gelu": F.gelu,
     "gelu-tanh": partial(F.gelu, approximate="tanh"),
     "squared-relu": lambda x: F.relu(x).square(),
@@ -166,12 +167,13 @@ class Parts:
         """Return the module that computes logits and their cross entropy; see `HeadLoss`."""
         return HeadLoss()
 
-    def dropout(self, p: float, site: str, *, sharded: bool = False) -> Dropout:
+    def dropout(self, p: float, site: str, *, sharded: bool = False) -> Elementwise:
         """Return dropout with probability `p` at `site`, the name that keys its random numbers.
 
-        `sharded` says that tensor-parallel ranks hold different elements of the tensor.
+        `sharded` says that tensor-parallel ranks hold different elements of the tensor. Without
+        dropout (`p` is 0) the result is `unchanged`.
         """
-        return Dropout(p, site, self.streams, sharded)
+        return Dropout(p, site, self.streams, sharded) if p > 0 else unchanged
 
     def count_attention_flops(self, flops: int) -> None:
         """Count `flops` of attention's products; the plain parts ignore them."""
@@ -255,13 +257,14 @@ class Norm(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return the normalized `x_BSD` in the dtype of the linears: [B, S, D] -> [B, S, D]."""
-        x_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, self.weight.dtype))
-        weight = self.gain().to(x_BSD.dtype)  # a copy if the residual stream is FP32
-        if self.bias is None:
+        weight, bias = self.gain(), self.bias
+        x_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, weight.dtype))
+        dtype = x_BSD.dtype
+        weight = weight.to(dtype)  # a copy if the residual stream is FP32
+        if bias is None:
             out_BSD = torch.rms_norm(x_BSD, weight.shape, weight, self.epsilon)
         else:
-            bias = self.bias.to(x_BSD.dtype)
-            out_BSD = torch.layer_norm(x_BSD, weight.shape, weight, bias, self.epsilon)
+            out_BSD = torch.layer_norm(x_BSD, weight.shape, weight, bias.to(dtype), self.epsilon)
         return out_BSD.to(self.dtype)
 
 
@@ -304,25 +307,23 @@ class Dropout(nn.Module):
             return F.dropout(x, self.p)
 
 
-def activation(name: Activation) -> nn.Module:
-    """Return the module of an activation by its configuration name.
+def unchanged(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` itself: dropout with probability 0."""
+    return x
+
+
+def activation(name: Activation) -> Elementwise:
+    """Return an activation by its configuration name.
 
     A plain activation maps [..., F] to [..., F]. A gated one maps [..., 2F] (gate, then up) to
-    [..., F].
+    [..., F], as f(gate) * up (Shazeer, arXiv 2002.05202).
     """
-    return Elementwise(_FUNCTIONS[name], is_gated=name in GATED)
+    function = _FUNCTIONS[name]
+    if name not in GATED:
+        return function
 
-
-class Elementwise(nn.Module):
-    """Computes f(x), or f(gate) * up for a gated activation (Shazeer, arXiv 2002.05202)."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor], is_gated: bool) -> None:
-        super().__init__()
-        self.function, self.is_gated = function, is_gated
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the activation of `x`: [..., F] -> [..., F]; if it is gated, from [..., 2F]."""
-        if not self.is_gated:
-            return self.function(x)
+    def gated(x: torch.Tensor) -> torch.Tensor:
         gate, up = x.chunk(2, dim=-1)
-        return self.function(gate) * up
+        return function(gate) * up
+
+    return gated

@@ -24,7 +24,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
 from megafp8.models.init import constant, fp8_parameter, normal, parameter
 from megafp8.models.loss import HeadLoss
-from megafp8.models.parts import Dropout, Parts
+from megafp8.models.parts import Elementwise, Parts
 from megafp8.models.positions import Rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
@@ -172,7 +172,7 @@ class NativeParts(Parts):
         core = super().attention_core(name, index)
         return WholeSequence(core, self.tp) if self.sequence_parallel else core
 
-    def dropout(self, p: float, site: str, *, sharded: bool = False) -> Dropout:
+    def dropout(self, p: float, site: str, *, sharded: bool = False) -> Elementwise:
         """Return dropout; with sequence parallelism every dropout's tensor is sharded."""
         return super().dropout(p, site, sharded=sharded or self.sequence_parallel)
 

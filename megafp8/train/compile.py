@@ -119,7 +119,7 @@ def compile_layers(
             if is_sharded:
                 linear.sink = DotGradSink()
     for module in model.modules():
-        if isinstance(module, Dropout) and module.p > 0:
+        if isinstance(module, Dropout):
             if untraced is not None:
                 counter.stay_eager(module, "forward", f"dropout: {untraced}")
             else:
