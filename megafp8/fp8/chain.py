@@ -23,7 +23,7 @@ import torch
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.fused import ActivationProducer, Producer
 from megafp8.fp8.heads import Heads
-from megafp8.fp8.linear import GradOutput, Linear, linear_backward, linear_forward, summing
+from megafp8.fp8.linear import GradOutput, Linear, linear_backward, linear_forward, sum_rows
 from megafp8.fp8.quantizer import Operand
 from megafp8.ops import torch_private
 
@@ -101,14 +101,15 @@ class _Chain(torch.autograd.Function):
             input, made = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
             if made.total is not None:
                 stream_TX = value_TX = made.total
-            done = linear_forward(linear, input, dtype, x_TX.shape[0])
+            params = linear.weight, linear.bias
+            output_TO, kept, weight = linear_forward(linear, params, input, dtype, x_TX.shape[0])
             if is_grad_enabled:
-                assert isinstance(done.input, Fp8Tensor)
-                ctx.remakes.append(done.input.factory())
-                ctx.weights.append(done.weight)
+                assert isinstance(kept, Fp8Tensor)
+                ctx.remakes.append(kept.factory())
+                ctx.weights.append(weight)
                 ctx.counts.append(3 + len(made.kept))
-                saved += [done.input.payload, done.input.dequant_scale, value_TX, *made.kept]
-            value_TX, addend = done.output, None
+                saved += [kept.payload, kept.dequant_scale, value_TX, *made.kept]
+            value_TX, addend = output_TO, None
         if is_grad_enabled:
             ctx.save_for_backward(*saved)
         ctx.links, ctx.consumer, ctx.dtype = links, consumer, dtype
@@ -129,9 +130,12 @@ class _Chain(torch.autograd.Function):
             payload, scale, x_TX, *kept = tensors[-ctx.counts[index] :]
             del tensors[-ctx.counts[index] :]
             input: Operand = ctx.remakes[index](payload, scale)
-            found = linear_backward(linear, grad, input, ctx.weights[index])
-            assert found.input is not None
-            grad_TI, of_producer = found.input.contiguous(), []
+            params = linear.weight, linear.bias
+            grad_input, *of_linear = linear_backward(
+                linear, params, grad, input, ctx.weights[index]
+            )
+            assert grad_input is not None
+            grad_TI, of_producer = grad_input.contiguous(), []
             if index > 0:
                 before = ctx.links[index - 1].linear
                 grad = _through(producer, grad_TI, x_TX, tuple(kept), before, ctx.dtype)
@@ -144,8 +148,8 @@ class _Chain(torch.autograd.Function):
                 if addend is not None and not fuses:
                     grad_x = grad_x + addend
                 for param, of_param in zip(producer.params, parts, strict=True):
-                    of_producer.append(linear.sink.add(param, summing(of_param)))
-            of_params = [found.weight, found.bias, *of_producer, *of_params]
+                    of_producer.append(linear.sink.add(param, partial(sum_rows, of_param)))
+            of_params = [*of_linear, *of_producer, *of_params]
         of_addend = None if ctx.addend_dtype is None else grad_x.to(ctx.addend_dtype)
         return grad_x, of_addend, None, None, None, None, *of_params
 

@@ -174,15 +174,9 @@ class _Sink:
 
 @dataclass
 class _Use:
-    """Hold what one use of a converted module reads in both passes (`linear.LinearWork`).
-
-    `weight` [O, I] and `bias` are the module's parameters as this use reads them: transposed where
-    the module keeps [I, O], and in the dtype of `torch.autocast` where that is on.
-    """
+    """Hold what one use of a converted module reads in both passes (`linear.LinearWork`)."""
 
     bound: Bound
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     quantizer: LinearQuantizer
     weight_form: WeightForm
     counter: GemmCounter
@@ -249,7 +243,7 @@ class Converted(nn.Module):
                 input.reshape(-1, input.shape[-1]),
                 weight_OI,
                 bias_O,
-                _Use(bound, weight_OI, bias_O, quantizer, form, shared.counter),
+                _Use(bound, quantizer, form, shared.counter),
                 torch.is_grad_enabled(),
             )
         out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])

@@ -25,11 +25,6 @@ class GradSum:
     total: torch.Tensor
     is_first: bool
 
-    def add(self, grad: torch.Tensor) -> None:
-        """Add `grad`, unless it is `total` itself: then the product has added it already."""
-        if grad is not self.total:
-            accumulate(self.total, grad, is_first=self.is_first)
-
 
 class ComputeGrad(Protocol):
     """Compute a microbatch's gradient of a weight.
@@ -166,7 +161,9 @@ class MainGradSink:
             return compute(None).to(weight.dtype)
         if self.hold is not None:
             self._held(weight, main_grad)
-        main_grad.add(compute(main_grad))
+        grad, total = compute(main_grad), main_grad.total
+        if grad is not total:  # otherwise the product has added it already
+            accumulate(total, grad, is_first=main_grad.is_first)
         main_grad.is_first = False
         return None
 
@@ -190,7 +187,9 @@ class MainGradSink:
             return
         assert isinstance(param, nn.Parameter)
         main_grad = self.main_grads[param]
-        self._held(param, main_grad).add(grad)
+        if self.hold is not None:
+            self._held(param, main_grad)
+        accumulate(main_grad.total, grad, is_first=main_grad.is_first)
         main_grad.is_first = False
         param.grad = None
 
@@ -230,13 +229,11 @@ def look_up(tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink) ->
 
     The gradient goes to `sink`, and touches only the rows that were looked up.
     """
-    rows_BSD: torch.Tensor = _LookUp.apply(  # type: ignore[no-untyped-call]
-        tokens_BS, weight_VD, sink
-    )
+    rows_BSD: torch.Tensor = _LookUp.apply(tokens_BS, weight_VD, sink)
     return rows_BSD
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(torch_private.DirectFunction):
     @staticmethod
     def forward(
         ctx: Any, tokens_BS: torch.Tensor, weight_VD: nn.Parameter, sink: GradSink
@@ -389,8 +386,9 @@ class ScaledGradSink(MainGradSink):
         if self._sums_in_fp32:
             assert total is not None
             resize_memory(total, has_memory=True)
-            into = GradSum(total, is_first)
-            into.add(compute(into))
+            grad = compute(GradSum(total, is_first))
+            if grad is not total:
+                accumulate(total, grad, is_first=is_first)
             return None
         # The product writes FP32 numbers, of this weight alone and for this moment.
         own = torch.empty(weight.shape, device=weight.device) if total is None else total

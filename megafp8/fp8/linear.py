@@ -14,6 +14,7 @@ of `fp8.convert` run them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,12 +24,15 @@ from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import TokenOrder
 from megafp8.fp8.engine import EMULATED
 from megafp8.fp8.gemm import GemmCounter, gemm
-from megafp8.fp8.grad_sink import ComputeGrad, GradSink, GradSum
+from megafp8.fp8.grad_sink import GradSink, GradSum
 from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.fp8.weights import WeightForm, weight_form
 from megafp8.ops import torch_private
 from megafp8.specs.traits import GemmName
+
+Params = tuple[nn.Parameter, nn.Parameter | None]
+"""A linear's weight [O, I] and bias [O] as its module has them in a forward pass."""
 
 
 class LinearComm(Protocol):
@@ -217,13 +221,8 @@ class Linear(nn.Module):
 
 
 class LinearWork(Protocol):
-    """Hold all that both passes of a linear read.
+    """Hold all that both passes of a linear read, but for its parameters."""
 
-    They read the parameters when they need them, since FSDP replaces them.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     quantizer: LinearQuantizer | None  # None computes in the weight's own dtype
     weight_form: WeightForm
     counter: GemmCounter
@@ -251,111 +250,94 @@ class GradOutput(NamedTuple):
     work: torch.dtype
 
 
-class Forward(NamedTuple):
-    """Hold the result of a forward pass: the output, and the operands that the backward pass reads.
-
-    `weight` is None if the weight is gathered again in the backward pass.
-    """
-
-    output: torch.Tensor
-    input: Operand
-    weight: Operand | None
-
-
 def linear_forward(
     layer: LinearWork,
+    params: Params,
     input: torch.Tensor | Operands,
     work: torch.dtype,
     num_tokens: int,
     *,
     for_backward: bool = True,
-) -> Forward:
+) -> tuple[torch.Tensor, Operand, Operand | None]:
     """Run a linear's forward pass, [T, I] -> [T', O], without autograd; T' is `tokens_out` of T.
 
     `input` has `num_tokens` tokens, and may be quantized already, by the norm or activation that
     computed it. `work` is the dtype of the result. `for_backward` says that a backward pass
-    follows.
+    follows. After the output come the operands that the backward pass reads: the input's, and the
+    weight's, or None if the weight is gathered again in the backward pass.
     """
-    quantizer, comm, bias_O = layer.quantizer, layer.comm, layer.bias
+    quantizer, comm, (weight_OI, bias_O) = layer.quantizer, layer.comm, params
     # The input becomes FP8 here, in E4M3: of the two formats it has the more bits of mantissa, and
     # its range is enough for activations and weights under a scale (arXiv 2209.05433). Both
     # operands are made now, from one tensor: the backward pass keeps the one for `grad_weight`,
     # so it needs half of BF16's memory, and no tensor in high precision stays.
-    if not isinstance(input, Operands):
-        if quantizer is None:
-            input = Operands(input, input)
-        else:
-            input, _ = quantizer.operands("input", input, with_first=for_backward)
+    if isinstance(input, Operands):
+        input_last, input_first = input
+    elif quantizer is None:
+        input_last = input_first = input
+    else:
+        (input_last, input_first), _ = quantizer.operands("input", input, with_first=for_backward)
     # The weight becomes FP8 in E4M3 too, in the first microbatch of a step. It changes once a step,
     # so its FP8 copy serves the other microbatches; one that FSDP gathers is cast for each use.
-    weight = layer.weight_form.operands(layer.weight, work, num_tokens)
+    weight_last, weight_first = layer.weight_form.operands(weight_OI, work, num_tokens)
     # The cast comes before the gather, so that ranks send one byte for each number.
-    input_TI = comm.gather_input(input.along_last)
+    input_TI = comm.gather_input(input_last)
     # Ranks with a part of I each add up outputs: a bias before that would be added tp times.
     bias_in_product = None if comm.sums_output else bias_O
     output_TO = product(
-        layer, "output", input_TI, weight.along_last, work, transpose_b=True, bias=bias_in_product
+        layer, "output", input_TI, weight_last, work, transpose_b=True, bias=bias_in_product
     )
     output_TO = comm.reduce_output(output_TO)
     if bias_O is not None and comm.sums_output:
         output_TO = output_TO + bias_O
-    kept = weight.along_first if layer.weight_form.is_saved_for_backward else None
-    return Forward(output_TO, input.along_first, kept)
-
-
-class Gradients(NamedTuple):
-    """Hold the gradients that a backward pass returns to autograd.
-
-    A gradient is None if autograd does not need it or if the sink has taken it.
-    """
-
-    input: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
+    kept = weight_first if layer.weight_form.is_saved_for_backward else None
+    return output_TO, input_first, kept
 
 
 def linear_backward(
     layer: LinearWork,
+    params: Params,
     grad_output: torch.Tensor | GradOutput,
     input: Operand,
     weight: Operand | None,
     *,
     needs_input: bool = True,
-) -> Gradients:
-    """Run a linear's backward pass, given the gradient of its output and the operands of `Forward`.
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Run a linear's backward pass, given the gradient of its output and the operands of `forward`.
 
     `grad_output` [T', O] may be quantized already, by the backward pass that computed it.
     `needs_input` False leaves out the input gradient. The weight gradient is computed when the sink
-    asks for it.
+    asks for it. The results are the gradients of input, weight and bias for autograd; one is None
+    if autograd does not need it or if the sink has taken it.
     """
-    comm, bias_O = layer.comm, layer.bias
+    comm, sink, (weight_OI, bias_O) = layer.comm, layer.sink, params
     # The output gradient becomes FP8 here, in E5M2 where a tensor has one scale: the gradients of
     # one tensor spread over more powers of two than E4M3 has (`fp8_e4m3` and recipes with a scale
     # for each row or block take E4M3). The cast also adds up the columns, since it reads the tensor
     # anyway: they are the bias's gradient, and are sums of the tensor before it is rounded.
     if isinstance(grad_output, GradOutput):
-        operands, sums_PO, work = grad_output
+        (grad_last, grad_first), sums_PO, work = grad_output
     else:
         work, has_bias = grad_output.dtype, bias_O is not None
         if layer.quantizer is None:
-            operands = Operands(grad_output, grad_output)
+            grad_last = grad_first = grad_output
             sums_PO = None
             if work == torch.float32 and grad_output.shape[0] > 1:
                 sums_PO = grad_output  # added up where the bias's gradient lies, not copied there
             elif has_bias:
                 sums_PO = column_sum(grad_output)
         else:
-            operands, sums_PO = layer.quantizer.operands(
+            (grad_last, grad_first), sums_PO = layer.quantizer.operands(
                 "grad_output", grad_output, with_sum=has_bias
             )
-    along_last = comm.gather_grad_output(operands.along_last)
+    along_last = comm.gather_grad_output(grad_last)
     along_first = along_last  # gathered once where one quantization serves both products
-    if operands.along_first is not operands.along_last:
-        along_first = comm.gather_grad_output(operands.along_first)
+    if grad_first is not grad_last:
+        along_first = comm.gather_grad_output(grad_first)
     pending = None
     if needs_input:
         if weight is None:  # FSDP has gathered it again
-            weight = layer.weight_form.operands(layer.weight, work, 0).along_first
+            weight = layer.weight_form.operands(weight_OI, work, 0).along_first
         pending = comm.reduce_grad_input(product(layer, "grad_input", along_last, weight, work))
 
     def compute_grad_weight(into: GradSum | None, /) -> torch.Tensor:
@@ -364,12 +346,12 @@ def linear_backward(
         return product(layer, "grad_weight", along_first, tokens, work, transpose_a=True, into=into)
 
     # While ranks sum `grad_input`, this rank computes the product for `grad_weight`.
-    grad_weight_OI = layer.sink.add(layer.weight, compute_grad_weight)
+    grad_weight_OI = sink.add(weight_OI, compute_grad_weight)
     grad_bias = None
     if bias_O is not None:
         assert sums_PO is not None, "the bias needs them"
-        grad_bias = layer.sink.add(bias_O, summing(sums_PO))
-    return Gradients(None if pending is None else pending.wait(), grad_weight_OI, grad_bias)
+        grad_bias = sink.add(bias_O, partial(sum_rows, sums_PO))
+    return None if pending is None else pending.wait(), grad_weight_OI, grad_bias
 
 
 def product(
@@ -401,17 +383,13 @@ def product(
     )
 
 
-def summing(parts_PN: torch.Tensor) -> ComputeGrad:
-    """Return what computes the gradient of a bias or a norm's weight, [N], from its FP32 parts."""
-
-    def compute(into: GradSum | None, /) -> torch.Tensor:
-        if parts_PN.shape[0] == 1:
-            return parts_PN[0]
-        if into is not None and into.is_first and into.total.dtype == parts_PN.dtype:
-            return torch.sum(parts_PN, 0, out=into.total)
-        return parts_PN.sum(0)
-
-    return compute
+def sum_rows(parts_PN: torch.Tensor, into: GradSum | None) -> torch.Tensor:
+    """Return the gradient of a bias or a norm's weight, [N], from its FP32 parts."""
+    if parts_PN.shape[0] == 1:
+        return parts_PN[0]
+    if into is not None and into.is_first and into.total.dtype == parts_PN.dtype:
+        return torch.sum(parts_PN, 0, out=into.total)
+    return parts_PN.sum(0)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -424,28 +402,29 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         input_TI: torch.Tensor,
-        weight_OI: torch.Tensor,
-        bias_O: torch.Tensor | None,
+        weight_OI: nn.Parameter,
+        bias_O: nn.Parameter | None,
         layer: LinearWork,
         is_grad_enabled: bool,
     ) -> torch.Tensor:
-        done = linear_forward(
-            layer, input_TI, input_TI.dtype, input_TI.shape[0], for_backward=is_grad_enabled
+        params, work = (weight_OI, bias_O), input_TI.dtype
+        output_TO, kept, weight = linear_forward(
+            layer, params, input_TI, work, input_TI.shape[0], for_backward=is_grad_enabled
         )
         if is_grad_enabled:
             # autograd keeps the tensors, so that its hooks (offloading, recomputation) see them
-            kept = done.input
             ctx.save_for_backward(*(kept.tensors if isinstance(kept, Fp8Tensor) else (kept,)))
             ctx.remake = kept.factory() if isinstance(kept, Fp8Tensor) else None
-            ctx.layer, ctx.weight = layer, done.weight
-        return done.output
+            ctx.layer, ctx.params, ctx.weight = layer, params, weight
+        return output_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept = ctx.saved_tensors
         input: Operand = kept[0] if ctx.remake is None else ctx.remake(*kept)
-        needs_input = ctx.needs_input_grad[0]
-        found = linear_backward(ctx.layer, grads[0], input, ctx.weight, needs_input=needs_input)
+        found = linear_backward(
+            ctx.layer, ctx.params, grads[0], input, ctx.weight, needs_input=ctx.needs_input_grad[0]
+        )
         return *found, None, None
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.ops import addmm, bf16
+from megafp8.ops import addmm, bf16, torch_private
 from megafp8.specs.data import IGNORE
 
 CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
@@ -143,7 +143,7 @@ class HeadLoss(nn.Module):
 
         The result is an FP32 scalar, or FP64 if the model is FP64.
         """
-        loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = _ChunkedCrossEntropy.apply(
             hidden_BSD.flatten(0, 1),
             weight_VD,
             targets_BS.flatten(),
@@ -185,7 +185,7 @@ class HeadLoss(nn.Module):
         return grad_hidden_TD
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
+class _ChunkedCrossEntropy(torch_private.DirectFunction):
     @staticmethod
     def forward(
         ctx: Any,

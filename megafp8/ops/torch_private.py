@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import FunctionMeta
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -176,7 +177,16 @@ def has_forward_hooks(module: nn.Module) -> bool:
 # ---------------------------------------------------------------------------------------- autograd
 
 
-class DirectFunction(torch.autograd.Function):
+class _CallsBackward(FunctionMeta):
+    """Lets autograd's engine call `backward` itself; torch calls it through two functions."""
+
+    def __init__(self, *definition: Any) -> None:
+        super().__init__(*definition)  # type: ignore[no-untyped-call]
+        function: Any = self
+        function._backward_cls.apply = function.backward
+
+
+class DirectFunction(torch.autograd.Function, metaclass=_CallsBackward):
     """Be the first base of an autograd function that neither functorch nor Dynamo meets.
 
     `apply` is torch's function in C++. The public method, in Python, looks for functorch's tensors

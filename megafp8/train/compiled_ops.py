@@ -94,11 +94,12 @@ def _linear(
     bytes, and so is the factor then.
     """
     live: LiveLinear = handle.value
-    done = eager.linear_forward(live.linear, input_TI, input_TI.dtype, input_TI.shape[0])
-    kept = done.input
+    linear = live.linear
+    params, work = (linear.weight, linear.bias), input_TI.dtype
+    output_TO, kept, _ = eager.linear_forward(linear, params, input_TI, work, input_TI.shape[0])
     if live.saved.scales is None:  # the input itself is kept, which an operation may not return
         nothing = input_TI.new_empty(0, dtype=payload_dtype)
-        return done.output, nothing, input_TI.new_empty(0, dtype=scale_dtype)
+        return output_TO, nothing, input_TI.new_empty(0, dtype=scale_dtype)
     assert isinstance(kept, Fp8Tensor), "evaluation is not compiled"
     payload = kept.payload.t() if live.saved.is_transposed else kept.payload
     scale = kept.dequant_scale
@@ -106,7 +107,7 @@ def _linear(
     scale = scale.view(torch.uint8) if kept.is_packed else scale
     if kept.outer is not None:  # one output for the scales of both levels
         scale = torch.cat((scale.flatten(), kept.outer.view(1).view(scale.dtype)))
-    return done.output, payload, scale.contiguous()
+    return output_TO, payload, scale.contiguous()
 
 
 @_linear.register_fake
@@ -143,10 +144,12 @@ def _linear_backward(
     # The weight is the one that forward read: weights change only between steps.
     form, dtype = linear.weight_form, grad_output_TO.dtype
     weight = form.operands(linear.weight, dtype, input_shape[0]).along_first
-    found = eager.linear_backward(linear, grad_output_TO, input, weight)
-    assert found.input is not None
-    assert found.weight is None and found.bias is None, "the sink keeps gradients itself"
-    return found.input
+    grad_input, *of_params = eager.linear_backward(
+        linear, (linear.weight, linear.bias), grad_output_TO, input, weight
+    )
+    assert grad_input is not None
+    assert of_params == [None, None], "the sink keeps gradients itself"
+    return grad_input
 
 
 @_linear_backward.register_fake
