@@ -176,6 +176,14 @@ def test_the_product_of_tensor_cores_takes_scales_and_an_output_dtype() -> None:
     assert torch.equal(result, torch.full((16, 16), 4.0))
 
 
+def test_parameters_are_the_module_s_own() -> None:
+    linear = torch.nn.Linear(2, 3, bias=False)
+    assert torch_private.parameters_of(linear).get("weight") is linear.weight
+    linear.weight = weight = torch.nn.Parameter(torch.zeros(3, 2))
+    assert torch_private.parameters_of(linear)["weight"] is weight
+    assert torch_private.parameters_of(linear).get("bias") is None
+
+
 def test_versions_and_storages() -> None:
     x = torch.zeros(3)
     before = torch_private.version_of(x)

@@ -214,8 +214,9 @@ class Linear(nn.Module):
         if self.compiled is not None and torch.compiler.is_compiling():
             output_TO = self.compiled(flat_TI)
         else:
+            own = torch_private.parameters_of(self)
             output_TO = DirectLinearFunction.apply(
-                flat_TI, self.weight, self.bias, self, torch.is_grad_enabled()
+                flat_TI, own["weight"], own.get("bias"), self, torch.is_grad_enabled()
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 

@@ -78,8 +78,7 @@ class Slot:
 class _Reciprocals:
     """Hold the dequant_scales of one version of a table's quant_scales.
 
-    `rows` has each tensor's quant_scale and dequant_scale, 0-d: they are taken apart once for all
-    casts of a microbatch.
+    `rows` has each tensor's quant_scale and dequant_scale, 0-d.
     """
 
     quant_scale: torch.Tensor
@@ -186,26 +185,25 @@ class ScaleTable:
         """Return the reciprocals of `quant_scale`; an update makes a new tensor of them."""
         return self._known().dequant_scale
 
-    def scales_of(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the quant_scale and the dequant_scale of one tensor, both 0-d."""
-        known, is_settled = self._reciprocals, self._under_way is None
-        if not (is_settled and known is not None and known.are_of(self.quant_scale)):
+    def cells(self, row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a tensor's quant_scale, dequant_scale, and where a cast raises its amax; all 0-d.
+
+        They are taken apart once for all casts of a microbatch.
+        """
+        known = self._reciprocals
+        if self._under_way is not None or known is None or not known.are_of(self.quant_scale):
             known = self._known()
-        return known.rows[row]
+        staged, amaxes = self._staged
+        if staged is not self.amax:
+            amaxes = self.amax.unbind()
+            self._staged = self.amax, amaxes
+        return *known.rows[row], amaxes[row]
 
     def _known(self) -> _Reciprocals:
         quant_scale, known = self.settled().quant_scale, self._reciprocals
         if known is None or not known.are_of(quant_scale):
             known = self._reciprocals = _Reciprocals.of(quant_scale, quant_scale.reciprocal())
         return known
-
-    def staged_amax(self, row: int) -> torch.Tensor:
-        """Return where a cast raises the amax of one tensor, 0-d."""
-        staged, rows = self._staged
-        if staged is not self.amax:
-            rows = self.amax.unbind()
-            self._staged = self.amax, rows
-        return rows[row]
 
     def forget_reciprocals(self) -> None:
         """Compute `dequant_scale` again at its next use, into a new tensor."""

@@ -45,6 +45,9 @@ efficient_attention = _aten._scaled_dot_product_efficient_attention  # CUDA
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 """Return a number of a tensor that each write in place increases."""
 
+parameters_of: Callable[[nn.Module], dict[str, nn.Parameter]] = attrgetter("_parameters")
+"""Return a module's own parameters by name, sooner than the module's attributes of these names."""
+
 
 # ------------------------------------------------------------------------------------- arithmetic
 

@@ -107,6 +107,8 @@ def _linear(
     scale = scale.view(torch.uint8) if kept.is_packed else scale
     if kept.outer is not None:  # one output for the scales of both levels
         scale = torch.cat((scale.flatten(), kept.outer.view(1).view(scale.dtype)))
+    elif scale.dim() == 0:  # a table's row, whose memory the graph must not use for other tensors
+        scale = scale.clone()
     return output_TO, payload, scale.contiguous()
 
 

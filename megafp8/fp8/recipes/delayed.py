@@ -41,16 +41,14 @@ class Delayed(Recipe):
     ) -> tuple[Operands, torch.Tensor | None]:
         """Cast with the table's scale, and stage the amax for later microbatches."""
         assert tensor.slot is not None
-        table, row = tensor.slot.table, tensor.slot.index
-        quant_scale, dequant_scale = table.scales_of(row)
+        quant_scale, dequant_scale, amax = tensor.slot.table.cells(tensor.slot.index)
         return quantizer.cast_whole(
             tensor,
             x_MN,
             quant_scale,
             need,
-            amax=table.staged_amax(row) if tensor.state.recording else None,
-            # A compiled layer keeps the reciprocal in a tensor of its own, not in a table's row.
-            dequant_scale=dequant_scale if tensor.state.engine.uses_triton else None,
+            amax=amax if tensor.state.recording else None,
+            dequant_scale=dequant_scale,
             with_sum=with_sum,
         )
 
@@ -61,11 +59,10 @@ class Delayed(Recipe):
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
         """Return the table's scale, and record `amax` for later steps."""
         assert tensor.slot is not None
-        table, row = tensor.slot.table, tensor.slot.index
+        quant_scale, _, staged = tensor.slot.table.cells(tensor.slot.index)
         if tensor.state.recording:
-            staged = table.staged_amax(row)
             staged.copy_(torch.maximum(staged, amax))
-        return table.scales_of(row)[0]
+        return quant_scale
 
     def can_fuse(self, tensor: TensorQuantizer) -> bool:
         """Whether Triton runs: the scale is known before, so a kernel can cast its own result."""
@@ -82,13 +79,12 @@ class Delayed(Recipe):
     ) -> tuple[Operands, fused.Produced]:
         """Let `make` compute the tensor, cast it with the table's scale and stage its amax."""
         assert tensor.slot is not None
-        row, orients = tensor.slot.index, tensor.state.engine.orients("tensor")
-        table = tensor.slot.table
-        quant_scale, dequant_scale = table.scales_of(row)
+        orients = tensor.state.engine.orients("tensor")
+        quant_scale, dequant_scale, amax = tensor.slot.table.cells(tensor.slot.index)
         into = fused.CastInto(
             quant_scale,
             tensor.fmt,
-            table.staged_amax(row) if tensor.state.recording else None,
+            amax if tensor.state.recording else None,
             with_rows=need.last or not orients,
             with_columns=need.first and orients,
             with_plain=with_plain,
