@@ -7,7 +7,8 @@ of an earlier commit and this one, are compared in one run:
 
     python benchmarks/small_step.py --trees ../earlier . --steps 40
 
-With `--precision bf16` BF16 takes the place of FP32, but in plain PyTorch. With `--avx2` torch and
+With `--calls` the calls of Python functions in one step are counted instead. With
+`--precision bf16` BF16 takes the place of FP32, but in plain PyTorch. With `--avx2` torch and
 its libraries imitate a CPU that has AVX2 and nothing newer.
 """
 
@@ -37,8 +38,12 @@ def serve(kind: str, sizes: argparse.Namespace) -> None:
     torch.manual_seed(0)
     steps = {"plain": plain_step(sizes)} if kind == "plain" else our_steps(sizes)
     for line in sys.stdin:
+        step = steps[line.strip()]
+        if sizes.calls:
+            print(calls_of(step), flush=True)
+            continue
         began = time.process_time()
-        steps[line.strip()]()
+        step()
         print(time.process_time() - began, flush=True)
 
 
@@ -103,6 +108,22 @@ def our_steps(sizes: argparse.Namespace) -> dict[str, Callable[[], object]]:
     return steps
 
 
+def calls_of(step: Callable[[], object]) -> int:
+    """Return how many Python functions one step calls, in all packages."""
+    count = 0
+
+    def look(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(look)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
 def main() -> None:
     """Time all variants in turn, print medians and ratios, and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -113,6 +134,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--precision", choices=("32", "bf16"), default="32")
     parser.add_argument("--avx2", action="store_true", help="imitate a CPU with AVX2")
+    parser.add_argument("--calls", action="store_true", help="count Python calls, time nothing")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -121,6 +143,7 @@ def main() -> None:
         return
     named = [*sizes, "precision"]
     shape = [word for name in named for word in (f"--{name}", str(getattr(args, name)))]
+    shape += ["--calls"] * args.calls
     workers: dict[str, subprocess.Popen[str]] = {}
     for number, tree in enumerate([Path(), *args.trees]):
         name = f"tree {number}" if number else "plain"
@@ -133,7 +156,7 @@ def main() -> None:
     asked = [("plain", "plain"), *((w, kind) for w in list(workers)[1:] for kind in SETTINGS)]
     seconds: dict[str, list[float]] = {}
     high = "fp32" if args.precision == "32" else "bf16"
-    for _ in range(args.steps + 3):
+    for _ in range(4 if args.calls else args.steps + 3):
         for name, kind in asked:
             worker = workers[name]
             assert worker.stdin is not None and worker.stdout is not None
@@ -142,6 +165,10 @@ def main() -> None:
             seconds.setdefault(label, []).append(float(worker.stdout.readline()))
     for worker in workers.values():
         worker.communicate()
+    if args.calls:
+        for name, counts in seconds.items():
+            print(f"{name:>12}: {counts[-1]:.0f} Python calls")
+        return
     medians = {name: statistics.median(values[3:]) for name, values in seconds.items()}
     for name, median in medians.items():
         print(f"{name:>12}: {1e3 * median:7.2f} ms")

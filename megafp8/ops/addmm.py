@@ -81,7 +81,7 @@ def mm_into(
     """
     if a_MK.dtype == torch.bfloat16 and not cpu.FAST_AT_BF16 and bf16.is_widened(a_MK):
         a_MK, b_KN = a_MK.float(), b_KN.float()
-    on_cpu = a_MK.device.type == "cpu" or bf16.device_kind(a_MK.device) == "cpu"
+    on_cpu = a_MK.is_cpu or bf16.device_kind(a_MK.device) == "cpu"
     if on_cpu and a_MK.dtype == torch.float32:
         beta = 0 if is_first else 1
         if scales is None:
