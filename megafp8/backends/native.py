@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from megafp8.backends.native_block import FusedParts
+from megafp8.backends.native_dryrun import as_on_a_gpu
 from megafp8.backends.protocol import Backend, Stores
 from megafp8.fp8.engine import Engine
 from megafp8.fp8.formats import DTYPE_NAMES, DTYPES
@@ -110,6 +112,11 @@ class NativeBackend(Backend):
 
     def fp8_flops(self, counter: GemmCounter) -> dict[str, int]:
         return {f"native {kind}": flops for kind, flops in counter.fp8_backends.items()}
+
+    def without_values(self, model: nn.Module) -> AbstractContextManager[None]:
+        if self.spec.parallel.accelerator != "gpu" or not isinstance(self.scaling, ScalingState):
+            return nullcontext()
+        return as_on_a_gpu(model, self.scaling)
 
     def weight_copies(self, model: nn.Module) -> int | None:
         """Return the bytes of the FP8 copies of weights that tensor cores read.

@@ -7,79 +7,79 @@ one tensor and copies the weights from there; the tensor is free again at the ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from megafp8.plan.pipeline import late_sums, short_order
+from megafp8.plan.layer import (
+    backward_moments,
+    forward_work,
+    layer_bytes,
+    layer_input_bytes,
+    norm_bytes,
+)
+from megafp8.plan.pipeline import PassBytes, StagePasses
 from megafp8.plan.shape import (
     FP32,
     Parameter,
     RankShape,
     compute_itemsize,
-    fp8_products,
     linears_of_layer,
-    num_microbatches,
+    microbatch_tokens,
+    recomputes,
     sent_in_fp8,
+    sequence_shards,
     shard_ranks,
 )
 from megafp8.specs import RunSpec
-from megafp8.specs.backends import BACKENDS
 from megafp8.specs.division import ScatteredRow
 from megafp8.specs.optim import ITEM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes:
-    """Hold what the computation on one stage keeps and needs, without FSDP."""
+    """Hold what one stage keeps and needs without FSDP, beside the work of its layers."""
 
     layers: range
-    kept: tuple[int, ...]  # by each layer, for its backward pass
-    head: int | None  # the head's working memory; None on a stage without it
+    kept: int
+    has_embedding: bool
+    head: int | None  # the working memory of the head's forward pass; None on a stage without it
     head_kept: int  # gradients that the head's forward pass computes
-    work: int  # beside what a layer keeps: the backward pass through its activation
-    mlp_freed: int  # how much less it is in the backward pass of the MLP's first linear
-    end_work: int  # all that a layer has at the end of its backward pass
+    scores: int  # the working memory of attention
 
 
-@dataclass(frozen=True)
-class MomentBytes:
+class Moment(NamedTuple):
     """Hold the bytes of one moment of a microbatch.
 
     `more` are those beside all that microbatches in flight keep, and `gathered` whole weights.
     `reduced` are the shards of gradients that FSDP has made of this microbatch, and `sums` those of
-    them that stay: FP8-LM's levels add up linears' in low precision. `late` is by how much less the
-    step needs because its first microbatch has no others.
+    them that stay: FP8-LM's levels add up linears' in low precision.
     """
 
-    more: int = 0
-    gathered: int = 0
+    more: int
+    gathered: int
     reduced: int = 0
     sums: int = 0
-    late: int = 0
 
 
-def worst_moment(
-    spec: RunSpec,
-    shape: RankShape,
-    pipeline_rank: int,
-    stages: Iterable[StageBytes],
-    kept: Mapping[int, int],
-) -> MomentBytes:
-    """Return the moment of a microbatch at which a rank with these stages needs most.
-
-    A microbatch in flight keeps `kept[stage]`.
-    """
-    found = [moment for stage in stages for moment in _moments(spec, shape, stage)]
-    first = max(moment.more + moment.gathered + moment.sums for moment in found)
-    sums, parallel = _shards(spec, _summed_in_fp32(spec, shape.params)), spec.parallel
-    if parallel.fsdp is not None and parallel.fsdp.strategy == "hybrid":
+def passes_of_stage(spec: RunSpec, shape: RankShape, stage: StageBytes) -> StagePasses:
+    """Return the bytes of a stage's passes at their worst moments."""
+    fsdp, found = spec.parallel.fsdp, list(_moments(spec, shape, stage))
+    assert fsdp is not None
+    first = max(found, key=lambda each: each.more + each.gathered + each.sums)
+    if fsdp.strategy == "hybrid":
         # Until the end of a backward pass FSDP keeps what it sent of shards to other nodes.
-        found = [replace(moment, more=moment.more + moment.reduced) for moment in found]
-    worst = max(found, key=lambda moment: moment.more + moment.gathered)
-    late = worst.more + worst.gathered + sums - first
-    order = short_order(parallel.pipeline, parallel.pp, pipeline_rank, num_microbatches(spec))
-    of_stages = dict.fromkeys(kept, sums // len(kept))
-    return replace(worst, late=late_sums(order, kept, of_stages, late))
+        found = [each._replace(more=each.more + each.reduced) for each in found]
+    later, sums = max(found, key=lambda each: each.more + each.gathered), found[-1].sums
+    return StagePasses(
+        kept=stage.kept,
+        received=0 if stage.has_embedding else layer_input_bytes(spec),
+        returned=0 if stage.head is not None else layer_input_bytes(spec),
+        left=found[0].gathered,
+        sums=sums,
+        first=PassBytes(first.more, first.gathered, first.sums),
+        later=PassBytes(later.more, later.gathered, sums),
+    )
 
 
 def start_bytes(spec: RunSpec, shape: RankShape) -> int:
@@ -100,58 +100,134 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     return max(own + FP32 * root, before + one)
 
 
-def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[MomentBytes]:
+def _passes(spec: RunSpec, shape: RankShape, stage: StageBytes) -> StagePasses:
+    """Return the bytes of a stage's passes."""
+    fsdp, found = spec.parallel.fsdp, list(_moments(spec, shape, stage))
+    assert fsdp is not None
+    first = max(found, key=lambda each: each.more + each.gathered + each.sums)
+    if fsdp.strategy == "hybrid":
+        # Until the end of a backward pass FSDP keeps what it sent of shards to other nodes.
+        found = [each._replace(more=each.more + each.reduced) for each in found]
+    later = max(found, key=lambda each: each.more + each.gathered)
+    sums = found[-1].sums
+    return StagePasses(
+        kept=stage.kept,
+        received=0 if stage.has_embedding else layer_input_bytes(spec),
+        returned=0 if stage.head is not None else layer_input_bytes(spec),
+        left=found[0].gathered,
+        sums=sums,
+        first=PassBytes(first.more, first.gathered, first.sums),
+        later=PassBytes(later.more, later.gathered, sums),
+    )
+
+
+def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Moment]:
     """Yield the moments of a stage at which most may be held, in order.
 
-    They are the head's, for each layer the backward passes of the MLP's two linears and of the
-    layer's first one and the sum of its gradients, and those of the embedding.
+    They are the end of the forward pass, the head's backward pass, for each layer its backward pass
+    and the sum of its gradients, and the gradients of what is outside of layers. Layers that are
+    recomputed together are gathered together; the layer before them is received for the first one.
     """
-    fsdp, size, count = spec.parallel.fsdp, compute_itemsize(spec), len(shape.layers)
+    fsdp, size = spec.parallel.fsdp, compute_itemsize(spec)
     assert fsdp is not None
-    of_layers = [param for param in shape.params if param.in_layer]
-    outside = [param for param in shape.params if not param.in_layer]
-    reduced, stays = ITEM_BYTES[fsdp.grad_reduce_dtype], fsdp.strategy == "grad"
-    gradients = size * sum(param.elements for param in of_layers) // count
-    received = sum(_received(spec, param) for param in of_layers) // count
-    gathered = sum(_gathered(spec, param) for param in of_layers) // count
+    layers, outside = _params_of_stage(shape, stage)
+    reduced_itemsize, stays = ITEM_BYTES[fsdp.grad_reduce_dtype], fsdp.strategy == "grad"
+    received = [sum(_received(spec, param) for param in layer) for layer in layers]
+    gathered = [sum(_gathered(spec, param) for param in layer) for layer in layers]
     root = sum(_gathered(spec, param) for param in outside)
-    shards = _shards(spec, of_layers) // count
-    lasting = _shards(spec, _summed_in_fp32(spec, of_layers)) // count
-    scattered = reduced * shard_ranks(spec) * shards // FP32
-    group, of_head = _recomputed_together(spec), 0
-    of_layer = of_layers[: len(of_layers) // count]
-    summing = max(gradients, shards + _sent_by_level(spec, of_layer))
+    table = spec.model.vocab_size // spec.parallel.tp * spec.model.hidden_size
+    groups = [_first_recomputed_with(spec, place) for place in range(len(layers))]
+    stream, known = layer_input_bytes(spec), dict[object, tuple[int, int]]()
+    of_head = 0 if stage.head is None else size * table
+    all_gathered = root + (sum(gathered) if stays else 0)
+    yield Moment((stage.head or 0) + received[-1], all_gathered)
+    output = microbatch_tokens(spec) // sequence_shards(spec) * spec.model.hidden_size * size
+    after = 0  # what the head and its norm keep beside the last layer's output
     if stage.head is not None:
-        of_head = size * max((p.elements for p in outside), default=0)
-        whole = count * gathered if stays else 0
-        yield MomentBytes(stage.head + received, root + whole)
-    freed = stage.head_kept
-    for place in reversed(range(len(stage.layers))):
-        is_last, is_first = place == len(stage.layers) - 1, place == 0
-        before = 0 if is_first or stays else received
-        more = of_head + before - freed + (0 if is_last else scattered)
-        held = root + gathered * (place + 1 if stays else min(group, place + 1))
-        done = len(stage.layers) - 1 - place
-        sums = shards * done, lasting * done
-        first, both = _mlp_gradients(spec, stage.layers[place])
-        freed += stage.kept[place]
-        yield MomentBytes(more + stage.work + first, held, *sums)
-        yield MomentBytes(more + stage.work - stage.mlp_freed + both, held, *sums)
-        yield MomentBytes(more + gradients + stage.end_work - stage.kept[place], held, *sums)
-        sending = of_head + before + summing + scattered
-        yield MomentBytes(sending - freed, held - gathered, *sums)
-    sums = shards * len(stage.layers), lasting * len(stage.layers)
-    of_root = size * sum(p.elements for p in outside)
-    yield MomentBytes(of_root + of_head + scattered - freed, root, *sums)
-    yield MomentBytes(of_root + reduced * of_root // size - freed, 0, *sums)
+        is_post = spec.model.transformer_block_type == "post_ln"
+        after = stage.head_kept + (0 if is_post else norm_bytes(spec)) - stream
+    of_layer = 0 if stays else gathered[-1]
+    work = max(0, forward_work(spec, stage.layers[-1]) - stream)  # before the stream's sum is made
+    yield Moment(output + work - after + received[-1], all_gathered + of_layer)
+    received = [0] * len(layers) if stays else received  # in the backward pass
+    if stage.head is not None:
+        yield Moment(of_head + received[-1], all_gathered)
+    now, reduced, sums, sending = of_head - after, 0, 0, 0
+    now += stream if stage.head is None else 0
+    for place in reversed(range(len(layers))):
+        begin, is_last = groups[place], place == len(layers) - 1
+        others = stage.layers[begin:place]
+        held = root + sum(gathered[0 if stays else begin : place + 1])
+        if recomputes(spec, "full", place) and (is_last or groups[place + 1] > place):
+            again = sum(layer_bytes(spec, layer) for layer in others) - stream
+            if others:
+                work = max(stream, forward_work(spec, others[-1]))
+                more = again + output + work + received[place - 1]
+                yield Moment(now + sending + more, held, reduced, sums)
+            now += again + layer_bytes(spec, stage.layers[place])
+            work = output + forward_work(spec, stage.layers[place])
+        else:
+            work = 0
+        before = received[place - 1] if place and begin == place else 0
+        most, end = _backward(spec, stage, place, 0 if stage.head is not None else stream, known)
+        most = max(most, work, before // shard_ranks(spec))  # this rank's part, while it is sent
+        yield Moment(now + sending + before + most, held, reduced, sums)
+        gradients = size * sum(param.elements for param in layers[place])
+        shards = _shards(spec, layers[place])
+        sending = reduced_itemsize * shard_ranks(spec) * shards // FP32
+        now += end - gradients
+        summing = max(gradients, shards + _sent_by_level(spec, layers[place]))
+        yield Moment(now + before + summing + sending, held - gathered[place], reduced, sums)
+        reduced += shards
+        sums += _shards(spec, _summed_in_fp32(spec, layers[place]))
+    if stage.has_embedding:  # a sum in FP32 of the tokens' gradients
+        rows = FP32 * microbatch_tokens(spec) * spec.model.hidden_size
+        yield Moment(now + sending + FP32 * table + max(rows, size * table), root, reduced, sums)
+    gradients = size * sum(param.elements for param in outside) - of_head
+    shards = _shards(spec, outside)
+    yield Moment(now + gradients + sending, root, reduced, sums)
+    sending = reduced_itemsize * shard_ranks(spec) * shards // FP32
+    yield Moment(now + gradients + sending, 0, reduced, sums + shards)
 
 
-def _recomputed_together(spec: RunSpec) -> int:
-    """Return how many layers are recomputed, and so gathered, together."""
+def _params_of_stage(
+    shape: RankShape, stage: StageBytes
+) -> tuple[list[list[Parameter]], list[Parameter]]:
+    """Return the parameters of each of a stage's layers, and its others: embedding and head."""
+    of_layers = [param for param in shape.params if param.in_layer]
+    before = next(place for place, param in enumerate(shape.params) if param.in_layer)
+    each, begin = len(of_layers) // len(shape.layers), shape.layers.index(stage.layers[0])
+    layers = [of_layers[each * i : each * (i + 1)] for i in range(begin, begin + len(stage.layers))]
+    outside = shape.params[:before] if stage.has_embedding else ()
+    if stage.head is not None:
+        outside += shape.params[before + len(of_layers) :]
+    return layers, list(outside)
+
+
+def _backward(
+    spec: RunSpec, stage: StageBytes, place: int, held: int, known: dict[object, tuple[int, int]]
+) -> tuple[int, int]:
+    """Return by how much more a layer's backward pass holds at its worst moment, and at its end.
+
+    `known` has those of layers that are alike.
+    """
+    layer, keeps_core = stage.layers[place], not recomputes(spec, "selective", place)
+    held = held if place == len(stage.layers) - 1 else 0
+    alike = tuple(linear.precision for linear in linears_of_layer(spec, layer)), keeps_core, held
+    if alike not in known:
+        moments = list(
+            backward_moments(spec, layer, keeps_core=keeps_core, scores=stage.scores, held=held)
+        )
+        known[alike] = max(moments), moments[-1]
+    return known[alike]
+
+
+def _first_recomputed_with(spec: RunSpec, place: int) -> int:
+    """Return the place of the first layer that is recomputed, and so gathered, with this one."""
     recompute = spec.model.recompute
     if recompute is None or (recompute.granularity, recompute.method) != ("full", "uniform"):
-        return 1
-    return recompute.num_layers
+        return place
+    return place - place % recompute.num_layers
 
 
 def _summed_in_fp32(spec: RunSpec, params: Iterable[Parameter]) -> Iterator[Parameter]:
@@ -194,22 +270,3 @@ def _gathered(spec: RunSpec, param: Parameter) -> int:
     if not sent_in_fp8(spec, param):
         return _received(spec, param)
     return _received(spec, param) + param.elements * compute_itemsize(spec)
-
-
-def _mlp_gradients(spec: RunSpec, layer: int) -> tuple[int, int]:
-    """Return the gradients of the MLP's last linear and of both, each with an FP8 copy for a use.
-
-    FSDP's weights are quantized for each use.
-    """
-    size, first, last, copies = compute_itemsize(spec), 0, 0, [0]
-    for linear in linears_of_layer(spec, layer):
-        if not linear.whole.in_mlp:
-            continue
-        if linear.whole.is_column:
-            first += size * linear.weight_elements
-        else:
-            last += size * linear.weight_elements
-        if linear.traits is not None and BACKENDS[spec.precision.backend].copies_weights:
-            sizes = linear.out_features, linear.in_features
-            copies.append(linear.traits.weight_bytes(*sizes, fp8_products(spec, linear)))
-    return max(copies) + last, max(copies) + first + last

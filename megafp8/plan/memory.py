@@ -7,12 +7,20 @@ No constant is fitted to a measurement. A plan is always for GPUs, whatever the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megafp8.plan.fsdp import MomentBytes, StageBytes, start_bytes, worst_moment
+from megafp8.plan.fsdp import StageBytes, passes_of_stage, start_bytes
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
-from megafp8.plan.pipeline import most_in_flight
+from megafp8.plan.layer import layer_bytes, layer_input_bytes, norm_bytes
+from megafp8.plan.pipeline import (
+    StagePasses,
+    Work,
+    most_held,
+    most_in_flight,
+    short_order,
+    worst_pass,
+)
 from megafp8.plan.shape import (
     FP32,
     LinearShape,
@@ -30,7 +38,6 @@ from megafp8.plan.shape import (
     num_stages,
     rank_shape,
     recomputes,
-    residual_itemsize,
     sequence_shards,
     shard_ranks,
     stored_as,
@@ -77,7 +84,7 @@ class StepBytes:
     gradients: int = 0  # those that stay no longer than a step: FP32 sums, other ranks' (ZeRO-2)
     arriving: int = 0  # with FP8-LM: what other ranks send of a bucket, and its FP32 sum
     arriving_last: int = 0  # the same after the backward passes, when what they keep is free
-    late: int = 0  # what of FSDP's gradients comes after the worst moment of the only microbatch
+    late: int = 0  # with FSDP: what is in flight, or of sums, but not at the worst moment
     graphs: int = 0  # the memory of CUDA graphs, beside that of steps that run without them
 
     @property
@@ -90,6 +97,31 @@ class StepBytes:
         """Return what a step adds at its worst moment."""
         held = self.computing + self.weight_copies
         return max(0, held + self.gathered + self.gradients - self.late) + self.graphs
+
+    @classmethod
+    def of_passes(
+        cls, order: Sequence[Work], stages: Mapping[int, StagePasses], num_microbatches: int
+    ) -> StepBytes:
+        """Return what a rank with FSDP holds while it runs the passes of its stages in order.
+
+        torch's pipelines have a buffer of each microbatch for all that a stage receives. A shorter
+        order than that of so many microbatches sends less, as much in each of them.
+        """
+        crossing = sum(each.received + each.returned for each in stages.values())
+        missing = num_microbatches - len({work.microbatch for work in order})
+        in_flight = most_held(order, {i: each.kept - each.received for i, each in stages.items()})
+        held, (more, gathered, sums) = worst_pass(order, stages)
+        more += num_microbatches * crossing
+        more += crossing * missing if len(stages) > 1 else 0
+        late = in_flight - held + sum(each.sums for each in stages.values()) - sums
+        return cls(
+            microbatch=max(each.kept for each in stages.values()),
+            in_flight=in_flight,
+            weight_copies=0,
+            workspace=max(0, more),
+            gathered=gathered,
+            late=late - min(0, more),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,40 +155,38 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     """
     shape = rank_shape(spec, pipeline_rank)
     kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
-    in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
-    weight_copies = _weight_copies(spec, shape.linears)
-    division, passing, early, late = None, 0, 0, 0
-    fsdp = MomentBytes()
+    division = None
     if spec.parallel.fsdp is not None:
-        fsdp = worst_moment(
-            spec, shape, pipeline_rank, (_stage_bytes(spec, each) for each in shape.stages), kept
-        )
-        workspace = max(0, fsdp.more)
+        stages = {index: _stage_bytes(spec, index, kept[index]) for index in shape.stages}
+        passes = {index: passes_of_stage(spec, shape, stage) for index, stage in stages.items()}
+        count = num_microbatches(spec)
+        order = short_order(spec.parallel.pipeline, spec.parallel.pp, pipeline_rank, count)
+        step = StepBytes.of_passes(order, passes, count)
     else:
-        workspace = max(_workspace_bytes(spec, stage) for stage in shape.stages)
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
-        passing = passing_gradients(spec, division, replica, in_flight)
+        in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
+        weight_copies = _weight_copies(spec, shape.linears)
+        workspace = max(_workspace_bytes(spec, stage) for stage in shape.stages)
         early, late = arriving_bytes(spec, division)
-    return RankMemory(
-        pipeline_rank=pipeline_rank,
-        num_layers=len(shape.layers),
-        num_params=sum(param.elements for param in shape.params),
-        held=_held_bytes(spec, shape, division, replica or 0),
-        step=StepBytes(
+        step = StepBytes(
             microbatch=max(kept.values()),
             in_flight=in_flight,
             weight_copies=weight_copies,
             workspace=workspace,
-            gathered=fsdp.gathered,
-            late=fsdp.late,
-            gradients=passing,
+            gradients=passing_gradients(spec, division, replica, in_flight),
             arriving=early,
             arriving_last=late,
             # One pool has all of a microbatch, its casts of weights too. Steps without graphs and
             # validations allocate all of it beside the pool.
             graphs=spec.train.cuda_graph * (in_flight + weight_copies + workspace),
-        ),
+        )
+    return RankMemory(
+        pipeline_rank=pipeline_rank,
+        num_layers=len(shape.layers),
+        num_params=sum(param.elements for param in shape.params),
+        held=_held_bytes(spec, shape, division, replica or 0),
+        step=step,
         start=start_bytes(spec, shape),
     )
 
@@ -239,87 +269,6 @@ def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:
     return held.index(max(held))
 
 
-def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
-    """Whether a linear keeps its input in the compute dtype."""
-    traits = BACKENDS[spec.precision.backend]
-    return traits.keeps_inputs or "grad_weight" not in fp8_products(spec, linear)
-
-
-def _input_bytes(spec: RunSpec, linear: LinearShape, tokens: int) -> int:
-    """Return the bytes of a linear's input as its weight gradient reads it."""
-    elements = tokens * linear.in_features
-    if _keeps_input_as_it_is(spec, linear):
-        return elements * compute_itemsize(spec)
-    assert linear.traits is not None
-    scales = linear.traits.input.first
-    return elements + (0 if scales.is_one else FP32 * scales.count(linear.in_features, tokens))
-
-
-def _norm_bytes(spec: RunSpec) -> int:
-    """Return what a norm keeps: its input and FP32 statistics of each token."""
-    tokens = microbatch_tokens(spec) // sequence_shards(spec)
-    statistics = _norm_statistics(spec)
-    return tokens * (spec.model.hidden_size * residual_itemsize(spec) + FP32 * statistics)
-
-
-def _norm_statistics(spec: RunSpec) -> int:
-    """Return how many numbers a norm keeps of each vector: its scale and, if it has one, mean."""
-    return 2 if spec.model.normalization == "layernorm" else 1
-
-
-def _layer_input_bytes(spec: RunSpec) -> int:
-    """Return the bytes of the residual stream of one microbatch on one rank."""
-    tokens = microbatch_tokens(spec) // sequence_shards(spec)
-    return tokens * spec.model.hidden_size * residual_itemsize(spec)
-
-
-def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
-    """Return what attention keeps: queries, keys, values and, with `keeps_core`, what follows.
-
-    These are the normalized and rotated queries and keys, attention's output and one FP32 number
-    for each query of each head.
-    """
-    model, tp, tokens = spec.model, spec.parallel.tp, microbatch_tokens(spec)
-    size = compute_itemsize(spec)
-    query, pair = model.query_size // tp, 2 * model.kv_size // tp
-    kept = tokens * (query + pair) * size
-    if not keeps_core:
-        return kept
-    if model.position_embedding_type == "rope" or model.qk_layernorm:
-        # The rotated queries and keys are new tensors; the values stay in the packed one.
-        kept += tokens * (query + pair // 2) * size
-    if model.qk_layernorm:
-        heads = (model.num_attention_heads + model.num_kv_heads) // tp
-        kept += tokens * heads * FP32 * _norm_statistics(spec)
-    return kept + tokens * (query * size + FP32 * (model.num_attention_heads // tp))
-
-
-def _layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
-    """Return what one layer keeps between its forward and its backward pass.
-
-    Without `keeps_core` backward recomputes attention.
-    """
-    model, linears = spec.model, linears_of_layer(spec, layer)
-    tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
-    size = compute_itemsize(spec)
-    kept = 2 * _norm_bytes(spec)
-    kept += _attention_bytes(spec, keeps_core=keeps_core)
-    for linear in linears:
-        if linear.whole.is_column:
-            kept += _input_bytes(spec, linear, between)
-        elif linear.whole.in_mlp or not (keeps_core and _keeps_input_as_it_is(spec, linear)):
-            kept += _input_bytes(spec, linear, tokens)  # otherwise it is attention's output itself
-    written, read = features_between(linears, in_mlp=True)
-    kept += tokens * written * size
-    if model.is_gated:
-        kept += tokens * read * size  # the activated gate
-    if model.hidden_dropout:
-        kept += 2 * between * model.hidden_size
-    if model.ffn_dropout:
-        kept += tokens * read
-    return kept
-
-
 def _kept_bytes(spec: RunSpec, stage: int) -> int:
     """Return what a stage keeps of one microbatch between forward and backward."""
     model, tp, tokens = spec.model, spec.parallel.tp, microbatch_tokens(spec)
@@ -342,10 +291,10 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
     kept += sum(_recomputed_or_kept(spec, layers))
     if stage == num_stages(spec) - 1:
         if model.transformer_block_type != "post_ln":
-            kept += _norm_bytes(spec)
+            kept += norm_bytes(spec)
         kept += _head_gradient_bytes(spec)
     else:
-        kept += _layer_input_bytes(spec)  # the stage's output, until the next stage has it
+        kept += layer_input_bytes(spec)  # the stage's output, until the next stage has it
     return kept
 
 
@@ -355,9 +304,9 @@ def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
     group = recompute.num_layers if recompute is not None and is_uniform else 1
     for place, layer in enumerate(layers):
         if recomputes(spec, "full", place):
-            yield 0 if place % group else _layer_input_bytes(spec)
+            yield 0 if place % group else layer_input_bytes(spec)
         else:
-            yield _layer_bytes(spec, layer, keeps_core=not recomputes(spec, "selective", place))
+            yield layer_bytes(spec, layer, keeps_core=not recomputes(spec, "selective", place))
 
 
 def _head_chunk(spec: RunSpec) -> int:
@@ -395,25 +344,25 @@ def _head_workspace(spec: RunSpec) -> int:
     return max(logits + part, _head_gradient_bytes(spec))
 
 
-def _stage_bytes(spec: RunSpec, stage: int) -> StageBytes:
-    """Return what a stage keeps and needs by its layers, to which FSDP's bytes come."""
-    layers, has_head = layers_of_stage(spec, stage), stage == num_stages(spec) - 1
-    first = [linear for linear in linears_of_layer(spec, layers[0]) if linear.whole.is_column][0]
-    between = microbatch_tokens(spec) // sequence_shards(spec)
-    tokens, size = microbatch_tokens(spec), compute_itemsize(spec)
-    written = tokens * first.out_features + between * first.in_features
-    of_mlp = features_between(linears_of_layer(spec, layers[0]), in_mlp=True)
+def _stage_bytes(spec: RunSpec, stage: int, kept: int) -> StageBytes:
+    """Return what a stage needs without FSDP, beside what its layers do.
+
+    In the head's forward pass these are its input, and of a chunk the logits and the gradient of
+    the input.
+    """
+    layers, has_head, head = layers_of_stage(spec, stage), stage == num_stages(spec) - 1, None
+    if has_head:
+        chunk, tokens, shards = _head_chunk(spec), microbatch_tokens(spec), sequence_shards(spec)
+        vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
+        rows = tokens + (tokens // shards if shards > 1 else 0)  # of all ranks beside the own ones
+        head = (rows * hidden + chunk * (vocab + hidden)) * compute_itemsize(spec)
     return StageBytes(
         layers=layers,
-        kept=tuple(_recomputed_or_kept(spec, layers)),
-        head=_head_workspace(spec) if has_head else None,
+        kept=kept,
+        has_embedding=stage == 0,
+        head=head,
         head_kept=_head_gradient_bytes(spec) if has_head else 0,
-        work=max(_layer_workspace(spec, layers), _scores_workspace(spec, layers)),
-        mlp_freed=tokens * size * sum(of_mlp),
-        end_work=_norm_bytes(spec)
-        + _input_bytes(spec, first, between)
-        + _layer_input_bytes(spec)
-        + written * size,
+        scores=_scores_workspace(spec, layers),
     )
 
 
@@ -451,7 +400,7 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     model, tokens = spec.model, microbatch_tokens(spec)
     linears = linears_of_layer(spec, layers[0])
     size = compute_itemsize(spec)
-    residual = 2 * _layer_input_bytes(spec)
+    residual = 2 * layer_input_bytes(spec)
     activation = tokens * size * sum(features_between(linears, in_mlp=True))
     before = [linear for linear in linears if linear.whole.in_mlp and linear.whole.is_column]
     casts = 2 * tokens * sum(linear.out_features for linear in before if linear.in_fp8)
@@ -460,7 +409,7 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         if recompute.method == "uniform" or len(layers) <= recompute.num_layers:
-            work += min(group, len(layers)) * _layer_bytes(spec, layers[0])
+            work += min(group, len(layers)) * layer_bytes(spec, layers[0])
     return work
 
 

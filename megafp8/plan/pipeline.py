@@ -118,28 +118,59 @@ def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
     return most
 
 
-def late_sums(
-    order: Sequence[Work], held: Mapping[int, int], sums: Mapping[int, int], late: int
-) -> int:
-    """Return by how much less a rank holds at its worst moment than `most_held` and all `sums`.
+class PassBytes(NamedTuple):
+    """Hold the bytes of a backward pass at its worst moment, beside what microbatches keep.
 
-    The first backward pass of a stage makes the sums of its gradients, `sums[stage]`, which stay
-    for the step. At the worst moment of a pass that begins without any of them, `late` of them are
-    missing.
+    `gathered` are whole weights, and `sums` those of a step's sums of gradients that are there.
     """
-    whole, now, most = max(1, sum(sums.values())), 0, 0
-    made = dict.fromkeys(sums, 0)
+
+    more: int
+    gathered: int
+    sums: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePasses:
+    """Hold the bytes of a stage's passes with FSDP, its gradients being summed during a step.
+
+    The first backward pass of a step begins without sums, and later ones with all of them.
+    """
+
+    kept: int  # by a microbatch in flight
+    received: int  # of these, the stage's input from another stage
+    returned: int  # of what a backward pass needs, the output's gradient from another stage
+    left: int  # whole weights that stay gathered from a forward pass to a backward pass
+    sums: int
+    first: PassBytes
+    later: PassBytes
+
+
+def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tuple[int, PassBytes]:
+    """Return what microbatches in flight keep during the worst pass of an order, and its bytes.
+
+    These have the weights that other stages have gathered, the sums of all stages and, with several
+    stages, what was sent: torch keeps that to the end of a step. Neither has what stages receive,
+    for which there are buffers for all microbatches.
+    """
+    held, sent, worst, left = 0, 0, (0, PassBytes(0, 0, 0)), set[int]()
+    summed: dict[int, int] = {}
     for work in order:
+        stage = stages[work.stage]
         if work.kind == "F":
-            now += held[work.stage]
-        elif work.kind == "B":
-            made[work.stage] = max(
-                made[work.stage], sums[work.stage] - late * sums[work.stage] // whole
-            )
-            most = max(most, now + sum(made.values()))
-            made[work.stage] = sums[work.stage]
-            now -= held[work.stage]
-    return max(0, most_held(order, held) + sum(sums.values()) - most)
+            held += stage.kept - stage.received
+            left.add(work.stage)
+        elif work.kind in ("B", "W"):
+            left.discard(work.stage)
+            own = stage.later if work.stage in summed else stage.first
+            summed[work.stage] = own.sums
+            gathered = own.gathered + sum(stages[other].left for other in left)
+            more = own.more + sent - stage.returned
+            found = PassBytes(more, gathered, sum(summed.values()))
+            worst = max(worst, (held, found), key=lambda each: each[0] + sum(each[1]))
+            summed[work.stage] = stage.sums
+            held -= stage.kept - stage.received
+            sent += stage.received + stage.returned if len(stages) > 1 else 0
+    return worst
 
 
 def most_in_flight(

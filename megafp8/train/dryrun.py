@@ -26,7 +26,15 @@ from megafp8.parallel.fsdp import grads_of, local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory, StepBytes
-from megafp8.plan.pipeline import Times, Work, late_sums, most_held, one_stage_order, run_times
+from megafp8.plan.pipeline import (
+    PassBytes,
+    StagePasses,
+    Times,
+    Work,
+    most_held,
+    one_stage_order,
+    run_times,
+)
 from megafp8.specs import RunSpec
 from megafp8.specs.division import padded_rows
 from megafp8.train.build import build, start_only
@@ -294,28 +302,28 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
         run_stages(state, spec, alive)
         gc.collect()  # graphs of autograd that refer to themselves
         alive.watch_freed()  # gathered weights
-        made = alive.bytes()
-        copies = made - alive.bytes_of(state.backend.scaling_tensors(state.model))
+        copies = alive.bytes() - alive.bytes_of(state.backend.scaling_tensors(state.model))
         copies -= alive.bytes_of(grads_of(state.model))
-        kept = run_stages(state, spec, alive)
-        most, gathered = alive.most_with_watched - made, alive.watched_at_most
+        later = run_stages(state, spec, alive)
         state.masters.begin_step()
-        run_stages(state, spec, alive)
-        late = made + most - alive.most_with_watched
+        first = run_stages(state, spec, alive)
     sums = {
         index: sum(grad.nbytes for grad in grads_of(gpt)) for index, gpt in stages_of(state).items()
     }
-    late = late_sums(order_of(state, spec), kept, sums, late)
     state.masters.collect_grads()
-    step = StepBytes(
-        microbatch=max(kept.values()),
-        in_flight=most_held(order_of(state, spec), kept),
-        weight_copies=copies,
-        workspace=max(0, most - sum(kept.values()) - gathered),
-        gathered=gathered,
-        late=late,
-    )
-    return step, kept
+    stages = {
+        index: replace(
+            each,
+            sums=sums[index],
+            first=first[index].first,
+            later=each.later._replace(sums=sums[index]),
+        )
+        for index, each in later.items()
+    }
+    count = spec.train.num_microbatches(state.mesh.dp.size)
+    step = StepBytes.of_passes(order_of(state, spec), stages, count)
+    step = replace(step, weight_copies=copies)
+    return step, {index: stage.kept for index, stage in stages.items()}
 
 
 def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
@@ -326,20 +334,44 @@ def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
     return [Work(kind, 0, index) for index in range(count) for kind in ("F", "B")]
 
 
-def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, int]:
-    """Run a microbatch through all stages of this rank, then back; return what each stage keeps."""
-    kept, outputs = {}, []
+def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, StagePasses]:
+    """Run a microbatch through all stages of this rank, then back; count the bytes of each stage.
+
+    In the result the sums that are made belong to `more`.
+    """
+    found, outputs, crossing = {}, {}, 0
+    if state.pipeline is not None:
+        boundary = state.pipeline.stages[0].boundary
+        crossing = math.prod(boundary.shape) * boundary.dtype.itemsize
     state.sink.begin_step()
     state.scaling.begin_microbatch(0)
-    alive.begin()
     for index, gpt in stages_of(state).items():
-        before = alive.bytes()
-        outputs.append(forward(gpt, spec, state))
-        kept[index] = alive.bytes() - before
-    while outputs:
-        backward(outputs.pop())
+        before, others = alive.bytes(), alive.watched()
+        alive.begin()
+        outputs[index] = forward(gpt, spec, state)
+        kept, left = alive.bytes() - before, alive.watched() - others
+        gathered = alive.watched_at_most - others
+        most = PassBytes(alive.most_with_watched - before - others - kept - gathered, gathered, 0)
+        found[index] = StagePasses(
+            kept=kept,
+            received=0 if gpt.has_embedding else crossing,
+            returned=0 if gpt.has_head else crossing,
+            left=left,
+            sums=0,
+            first=most,
+            later=most,
+        )
+    for index in reversed(found):
+        stage = found[index]
+        before, others = alive.bytes(), alive.watched() - stage.left
+        alive.begin()
+        backward(outputs.pop(index))
+        gathered = alive.watched_at_most - others
+        own = PassBytes(alive.most_with_watched - before - others - gathered, gathered, 0)
+        most = max(own, stage.later, key=sum)
+        found[index] = replace(stage, first=most, later=most)
     state.sink.end_step()
-    return kept
+    return found
 
 
 def freed_gradients(state: TrainState) -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megafp8.parallel.mesh import simulated_rank
-from megafp8.plan import fsdp, memory, shape
+from megafp8.plan import fsdp, layer, memory, shape
+from megafp8.plan.layer import layer_bytes
 from megafp8.plan.memory import HeldBytes, rank_memory
 from megafp8.plan.pipeline import most_held
 from megafp8.plan.shape import Parameter
@@ -32,6 +33,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*reduce_scatter_tensor.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*all_gather_into_tensor.*deprecated:FutureWarning"),
 ]
+SLOW = pytest.mark.slow
 SEQUENCE = 256
 SHAPE: dict[str, Any] = {
     "num_layers": 4,
@@ -431,6 +433,18 @@ def of_fsdp(
     )
 
 
+def active(*, batch: int = 16, **choices: Any) -> RunSpec:
+    """Return a job of FSDP whose activations need more than its weights."""
+    choices["shape"] = NARROW | {"max_position_embeddings": SEQUENCE} | choices.get("shape", {})
+    spec = of_fsdp(batch=batch, **choices)
+    return replace(
+        spec,
+        data=replace(spec.data, seq_length=SEQUENCE),
+        # One sequence of a microbatch is not copied before and after attention.
+        train=replace(spec.train, micro_batch_size=1 if spec.parallel.sequence_parallel else 2),
+    )
+
+
 OF_FSDP = {
     "full": of_fsdp(),
     "fp32": of_fsdp(compute="fp32"),
@@ -447,32 +461,89 @@ OF_FSDP = {
 }
 
 
-def assert_fsdp_planned(spec: RunSpec) -> None:
-    """The plan has the bytes of a dry run: what is held to the byte, the most within 1 %."""
+E4M3 = {"backward_format": "e4m3"}
+RECIPES = {
+    "delayed": DELAYED,
+    "fp8 alone": IN_FP8_ALONE,
+    "tensorwise": Fp8Recipe(name="tensorwise"),
+    "rowwise": Fp8Recipe(name="rowwise"),
+    "rowwise_with_gw_hp": Fp8Recipe(name="rowwise_with_gw_hp"),
+    "blockwise": Fp8Recipe(name="blockwise"),
+    "mxfp8": Fp8Recipe(name="mxfp8", **E4M3),
+    "nvfp4": Fp8Recipe(name="nvfp4", **E4M3),
+}
+HYBRID = FsdpSpec(strategy="hybrid")
+INTERLEAVED = {"ranks": 4, "pp": 2, "pipeline": pipeline("Interleaved1F1B", 3)}
+VARIED: dict[str, dict[str, Any]] = {
+    "": {},
+    "fp32": {"compute": "fp32"},
+    "llama": {"shape": LLAMA},
+    "kept": {"fsdp": FsdpSpec(strategy="grad")},
+    "one microbatch": {"batch": 4},
+    "full": {"shape": recompute("full")},
+    "full, groups of 2": {"shape": recompute("full", num_layers=2)},
+    "full, groups of 3, delayed": {"shape": recompute("full", num_layers=3), "fp8": DELAYED},
+    "full, the first": {"shape": recompute("full", "block", 2)},
+    "selective": {"shape": recompute("selective")},
+    "dropout": {"shape": DROPOUT},
+    "tp 2": {"ranks": 4, "tp": 2, "sequence_parallel": True},
+    "tp 2, delayed": {"ranks": 4, "tp": 2, "sequence_parallel": True, "fp8": DELAYED},
+    "cp 2": {"ranks": 4, "cp": 2},
+    "hybrid": {"nodes": 2, "fsdp": HYBRID},
+    "hybrid, pp 2": {"ranks": 4, "pp": 2, "nodes": 2, "fsdp": HYBRID},
+    "pp 2": {"ranks": 4, "pp": 2},
+    "pp 2, GPipe": {"ranks": 4, "pp": 2, "pipeline": pipeline("GPipe")},
+    "pp 2, interleaved": INTERLEAVED,
+    "pp 2, interleaved, fp8 alone": INTERLEAVED | {"fp8": IN_FP8_ALONE},
+    "O1": {"optim": optim_spec(storage=O1)},
+    "O3": {"optim": optim_spec(storage=O3)},
+    "O3, fp8 alone": {"optim": optim_spec(storage=O3), "fp8": IN_FP8_ALONE},
+    "llama, delayed": {"shape": LLAMA, "fp8": DELAYED},
+} | {name: {"fp8": fp8} for name, fp8 in RECIPES.items()}
+ACTIVE = {name: active(**choices) for name, choices in VARIED.items()}
+OF_FSDP |= {name: of_fsdp(fp8=fp8) for name, fp8 in RECIPES.items()}
+QUICK_OF_FSDP = (
+    "",
+    "llama, delayed",
+    "kept",
+    "full, groups of 3, delayed",
+    "selective",
+    "tp 2, delayed",
+    "pp 2, interleaved, fp8 alone",
+    "hybrid, pp 2",
+    "blockwise",
+)
+
+
+def assert_fsdp_planned(spec: RunSpec, within: float = 0.01) -> None:
+    """The plan has the bytes of a dry run: what is held to the byte, the most within 1 %.
+
+    What crosses from forward to backward differs by a few single numbers for each layer.
+    """
     each = spec.parallel.world_size // spec.parallel.pp
     for rank in range(spec.parallel.pp):
         plan, real = rank_memory(spec, rank), rank_share(spec, rank * each)
         assert plan.held == real.held
         assert plan.start == pytest.approx(real.start, rel=0.01)
-        assert plan.in_step == pytest.approx(real.in_step, rel=0.01)
+        assert plan.in_step == pytest.approx(real.in_step, rel=within)
         assert plan.step.gathered == real.step.gathered
+        assert plan.step.weight_copies == 0 <= real.step.weight_copies < 1024
+        assert plan.step.microbatch == pytest.approx(real.step.microbatch, rel=0.002, abs=512)
 
 
-@pytest.mark.parametrize("name", OF_FSDP)
+@pytest.mark.parametrize(
+    "name", [name if name not in RECIPES else pytest.param(name, marks=SLOW) for name in OF_FSDP]
+)
 def test_a_plan_has_the_bytes_of_a_dry_run_of_fsdp(name: str) -> None:
     assert_fsdp_planned(OF_FSDP[name])
 
 
-@pytest.mark.parametrize("fp8", [DELAYED, IN_FP8_ALONE], ids=["casts", "FP8 gathers"])
-def test_a_plan_of_fsdp_in_fp8(fp8: Fp8Recipe) -> None:
-    """On the meta device products of GPUs are emulated, which takes memory: within 5 % of it."""
-    spec = of_fsdp(fp8=fp8)
-    plan, real = rank_memory(spec, 0), rank_share(spec, 0)
-    assert plan.held == real.held
-    assert plan.step.gathered == real.step.gathered
-    assert plan.step.weight_copies == real.step.weight_copies == 0
-    assert plan.in_step == pytest.approx(real.in_step, rel=0.05)
-    assert plan.start == pytest.approx(real.start, rel=0.01)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK_OF_FSDP else pytest.param(name, marks=SLOW) for name in ACTIVE]
+)
+def test_a_plan_of_fsdp_has_the_activations_of_a_dry_run(name: str) -> None:
+    """Where activations need most: each moment of a layer's backward pass is that of the plan."""
+    assert_fsdp_planned(ACTIVE[name])
 
 
 @pytest.mark.parametrize(
@@ -481,7 +552,8 @@ def test_a_plan_of_fsdp_in_fp8(fp8: Fp8Recipe) -> None:
         ("_gathered", lambda spec, param: 2 * param.elements),
         ("_received", lambda spec, param: 0),
         ("_shards", lambda spec, params: 2 * sum(param.elements for param in params)),
-        ("late_sums", lambda *given: 0),
+        ("_backward", lambda *given: (0, real_backward(*given)[1])),
+        ("_summed_in_fp32", lambda *given: iter(())),
     ],
 )
 def test_a_wrong_size_of_fsdp_is_found(
@@ -491,6 +563,26 @@ def test_a_wrong_size_of_fsdp_is_found(
     with pytest.raises(AssertionError):
         for name in ("fp32", "one microbatch", "uneven rows"):
             assert_fsdp_planned(OF_FSDP[name])
+
+
+real_backward = fsdp._backward
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "wrong", "name"),
+    [
+        (layer, "_gradient_bytes", lambda *given: 0, ""),
+        (fsdp, "forward_work", lambda *given: 0, "pp 2, interleaved, fp8 alone"),
+        (fsdp, "_first_recomputed_with", lambda spec, place: place, "full, groups of 3, delayed"),
+    ],
+)
+def test_a_wrong_size_of_a_layers_backward_pass_is_found(
+    module: Any, function: str, wrong: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_fsdp_planned(ACTIVE[name], within=0.002)
+    monkeypatch.setattr(module, function, wrong)
+    with pytest.raises(AssertionError):
+        assert_fsdp_planned(ACTIVE[name], within=0.002)
 
 
 def test_fsdp_divides_weights_gradients_and_moments() -> None:
@@ -524,7 +616,8 @@ def test_fsdp_at_a_level_holds_the_tables_bytes_of_its_rows() -> None:
     assert few.held.total == 6 * linears + (4 + 4 + 3) * (elements - linears) + scales
     layer, message = weights + vectors, weights + 4 * vectors + 2 * 4 * 4
     sent = 4 * layer + 4 * layer // 2 + message + 5 * 256 * 1024 + 2 * layer + 2 * outside
-    freed = 32 * 256 * 2 + 4 * outside + memory._layer_bytes(spec, 5)
+    final_norm = 32 * 2 * 4  # its statistics; its input's gradient takes the place of the input
+    freed = 32 * 256 * 2 + 4 * outside + final_norm + layer_bytes(spec, 5)
     assert few.step.workspace == sent - freed
     assert few.step.gathered == 2 * (outside + (32 + 2) * 256)
 

@@ -8,13 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megafp8.plan.memory import StepBytes
 from megafp8.plan.pipeline import (
+    PassBytes,
+    StagePasses,
     Work,
     most_held,
     most_in_flight,
     one_stage_order,
     planned_order,
     run_times,
+    short_order,
+    worst_pass,
 )
 from megafp8.specs import PipelineSpec
 
@@ -60,6 +65,73 @@ def test_a_few_rounds_hold_as_much_as_all(
         held = {stage: data.draw(st.integers(0, 99)) for stage in pipeline.stages_of(rank, ranks)}
         whole = most_held(planned_order(pipeline, ranks, rank, microbatches), held)
         assert most_in_flight(pipeline, ranks, rank, microbatches, held) == whole
+
+
+BYTES = st.integers(0, 99)
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> StagePasses:
+    sums, later = draw(BYTES), PassBytes(draw(BYTES), draw(BYTES), 0)
+    first = PassBytes(draw(BYTES), draw(BYTES), draw(st.integers(0, sums)))
+    left = draw(st.integers(0, later.gathered))
+    later, received = later._replace(sums=sums), draw(BYTES)
+    return StagePasses(
+        kept=received + draw(BYTES),
+        received=received,
+        returned=draw(BYTES),
+        left=left,
+        sums=sums,
+        first=first,
+        later=later,
+    )
+
+
+@given(st.sampled_from([1, 2, 5]), st.integers(2, 6), st.integers(1, 40), st.data())
+def test_a_few_rounds_have_the_worst_pass_of_all(
+    stages: int, ranks: int, microbatches: int, data: st.DataObject
+) -> None:
+    pipeline = PipelineSpec(
+        schedule="Interleaved1F1B" if stages > 1 else "1F1B", stages_per_rank=stages
+    )
+    for rank in range(ranks):
+        own = {stage: data.draw(passes()) for stage in pipeline.stages_of(rank, ranks)}
+        whole = one_stage_order("1F1B", rank, ranks, microbatches)
+        if stages > 1:
+            whole = planned_order(pipeline, ranks, rank, microbatches)
+        short = short_order(pipeline, ranks, rank, microbatches)
+        steps = [StepBytes.of_passes(order, own, microbatches) for order in (short, whole)]
+        assert steps[0].peak == steps[1].peak
+
+
+def test_the_worst_pass_has_what_other_stages_have_gathered_and_summed() -> None:
+    """By hand: stage 1 runs backward twice while stage 0's microbatches and weights are there."""
+    first = StagePasses(
+        kept=10,
+        received=0,
+        returned=2,
+        left=3,
+        sums=40,
+        first=PassBytes(1, 5, 20),
+        later=PassBytes(2, 5, 40),
+    )
+    second = StagePasses(
+        kept=104,
+        received=4,
+        returned=0,
+        left=0,
+        sums=7,
+        first=PassBytes(8, 9, 0),
+        later=PassBytes(1, 9, 7),
+    )
+    stages = {0: first, 1: second}
+    both = [Work("F", 0, 0), Work("F", 1, 0)]
+    assert worst_pass([*both, Work("B", 1, 0)], stages) == (110, PassBytes(8, 9 + 3, 0))
+    back = [Work("B", 1, 0), Work("B", 0, 0)]
+    assert worst_pass([*both, *back], stages) == (110, PassBytes(8, 12, 0))
+    again = [*both, *back, Work("F", 1, 1), Work("B", 1, 1)]  # stage 0 has sums and no weights now
+    sent = 4 + 2  # by both stages
+    assert worst_pass(again, stages) == (100, PassBytes(1 + sent, 9, 47))
 
 
 def test_weights_gradients_fill_the_bubble_and_keep_what_they_need() -> None:

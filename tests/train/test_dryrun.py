@@ -372,9 +372,7 @@ def live_bytes_of(parallel: ParallelSpec, names: Iterable[str]) -> list[dict[str
     return found
 
 
-def assert_counted(
-    parallel: ParallelSpec, measured: list[dict[str, Most]], within: float = 0.01
-) -> None:
+def assert_counted(parallel: ParallelSpec, measured: list[dict[str, Most]]) -> None:
     """A dry run has the most bytes of a rank within 1 %, at the start and in a step."""
     last = parallel.world_size - 1
     for rank, some in ((0, measured[0]), (last, dict(list(measured[last].items())[:1]))):
@@ -384,7 +382,7 @@ def assert_counted(
             if parallel.tp > 1:
                 drawn = 4 * max(math.prod(whole) for _, whole, *_ in share.shapes)
             assert 0.99 * share.start <= real.start <= 1.01 * (share.start + drawn), where
-            assert share.in_step == pytest.approx(min(real.steps), rel=within), where
+            assert share.in_step == pytest.approx(min(real.steps), rel=0.01), where
 
 
 @pytest.fixture(scope="module")
@@ -400,7 +398,7 @@ def test_fsdps_ranks_hold_what_the_dry_run_says(of_two_ranks: list[dict[str, Mos
 def test_a_plan_of_fsdp_at_a_level_has_the_bytes_of_ranks(
     name: str, of_two_ranks: list[dict[str, Most]]
 ) -> None:
-    """The start within 0.1 %, and a step within 2 %."""
+    """The start within 0.1 %, and a step within 2 %: the plan is for GPUs, these run on a CPU."""
     plan, real = rank_memory(sharded(name, layout(dp=2)), 0), of_two_ranks[0][name]
     assert plan.start == pytest.approx(real.start, rel=0.001)
     assert plan.in_step == pytest.approx(min(real.steps), rel=0.02)
@@ -472,8 +470,7 @@ def test_four_ranks_of_fsdp_hold_what_the_dry_run_says(name: str) -> None:
         "pp 2, interleaved": layout(dp=2, pp=2, pipeline=INTERLEAVED),
         "hybrid": ParallelSpec(num_nodes=2, devices_per_node=2),
     }[name]
-    within = 0.02 if name == "pp 2, interleaved" else 0.01  # whose sums begin stage by stage
-    assert_counted(parallel, live_bytes_of(parallel, ["bf16", "fp8 alone"]), within)
+    assert_counted(parallel, live_bytes_of(parallel, ["bf16", "fp8 alone"]))
 
 
 def test_the_rows_of_all_shards_are_the_model() -> None:

@@ -1,0 +1,247 @@
+"""Compute what one layer keeps for its backward pass, and what that pass holds at each moment.
+
+The backward pass frees what a part of the layer has kept when it has passed that part. FSDP's bytes
+come to these (`plan/fsdp.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.plan.shape import (
+    FP32,
+    LinearShape,
+    compute_itemsize,
+    features_between,
+    fp8_products,
+    linears_of_layer,
+    microbatch_tokens,
+    residual_itemsize,
+    sequence_shards,
+)
+from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
+from megafp8.specs.traits import GemmName, Scales
+
+# ---- What a layer keeps
+
+
+def layer_bytes(spec: RunSpec, layer: int, *, keeps_core: bool = True) -> int:
+    """Return what one layer keeps between its forward and its backward pass.
+
+    Without `keeps_core` backward recomputes attention.
+    """
+    return sum(_kept_parts(spec, layer, keeps_core=keeps_core).values())
+
+
+def norm_bytes(spec: RunSpec) -> int:
+    """Return what a norm keeps: its input and FP32 statistics of each token."""
+    tokens = microbatch_tokens(spec) // sequence_shards(spec)
+    return layer_input_bytes(spec) + tokens * FP32 * _norm_statistics(spec)
+
+
+def layer_input_bytes(spec: RunSpec) -> int:
+    """Return the bytes of the residual stream of one microbatch on one rank."""
+    tokens = microbatch_tokens(spec) // sequence_shards(spec)
+    return tokens * spec.model.hidden_size * residual_itemsize(spec)
+
+
+def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int]:
+    """Return what the parts of a layer keep, by name: norms, linears' inputs, and what is between.
+
+    The projection keeps no input where that is attention's output itself.
+    """
+    model, size = spec.model, compute_itemsize(spec)
+    qkv, projection, fc1, fc2 = linears = linears_of_layer(spec, layer)
+    tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
+    written, read = features_between(linears, in_mlp=True)
+    is_shared = keeps_core and _keeps_input_as_it_is(spec, projection)
+    return {
+        "attention_norm": norm_bytes(spec),
+        "qkv": _input_bytes(spec, qkv, between),
+        "attention": _attention_bytes(spec, keeps_core=keeps_core),
+        "projection": 0 if is_shared else _input_bytes(spec, projection, tokens),
+        "attention_dropout": between * model.hidden_size if model.hidden_dropout else 0,
+        "mlp_norm": norm_bytes(spec),
+        "fc1": _input_bytes(spec, fc1, between),
+        "mlp": tokens * size * (written + (read if model.is_gated else 0)),  # with activated gate
+        "ffn_dropout": tokens * read if model.ffn_dropout else 0,
+        "fc2": _input_bytes(spec, fc2, tokens),
+        "mlp_dropout": between * model.hidden_size if model.hidden_dropout else 0,
+    }
+
+
+def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
+    """Whether a linear keeps its input in the compute dtype."""
+    traits = BACKENDS[spec.precision.backend]
+    return traits.keeps_inputs or "grad_weight" not in fp8_products(spec, linear)
+
+
+def _input_bytes(spec: RunSpec, linear: LinearShape, tokens: int) -> int:
+    """Return the bytes of a linear's input as its weight gradient reads it."""
+    if _keeps_input_as_it_is(spec, linear):
+        return tokens * linear.in_features * compute_itemsize(spec)
+    assert linear.traits is not None
+    return _operand_bytes(linear.traits.input.first, linear.in_features, tokens)
+
+
+def _operand_bytes(scales: Scales, rows: int, inner: int) -> int:
+    """Return the bytes of an FP8 operand, and of its scales if it has several."""
+    return rows * inner + (0 if scales.is_one else FP32 * scales.count(rows, inner))
+
+
+def _norm_statistics(spec: RunSpec) -> int:
+    """Return how many numbers a norm keeps of each vector: its scale and, if it has one, mean."""
+    return 2 if spec.model.normalization == "layernorm" else 1
+
+
+def _attention_bytes(spec: RunSpec, *, keeps_core: bool) -> int:
+    """Return what attention keeps: queries, keys, values and, with `keeps_core`, what follows.
+
+    These are the normalized and rotated queries and keys, attention's output and one FP32 number
+    for each query of each head.
+    """
+    model, tp, tokens = spec.model, spec.parallel.tp, microbatch_tokens(spec)
+    size = compute_itemsize(spec)
+    query, pair = model.query_size // tp, 2 * model.kv_size // tp
+    kept = tokens * (query + pair) * size
+    if not keeps_core:
+        return kept
+    if model.position_embedding_type == "rope" or model.qk_layernorm:
+        # The rotated queries and keys are new tensors; the values stay in the packed one.
+        kept += tokens * (query + pair // 2) * size
+    if model.qk_layernorm:
+        heads = (model.num_attention_heads + model.num_kv_heads) // tp
+        kept += tokens * heads * FP32 * _norm_statistics(spec)
+    return kept + tokens * (query * size + FP32 * (model.num_attention_heads // tp))
+
+
+# ---- What its backward pass holds
+
+
+def forward_work(spec: RunSpec, layer: int) -> int:
+    """Return what the last product of a layer's forward pass finds beside what the layer keeps.
+
+    In FP8 these are the MLP's input and its own in high precision, its cast for this product, and
+    the weight's casts.
+    """
+    *_, fc1, fc2 = linears_of_layer(spec, layer)
+    tokens, products = microbatch_tokens(spec), fp8_products(spec, fc2)
+    work = 0
+    for linear, rows in ((fc1, tokens // sequence_shards(spec)), (fc2, tokens)):
+        if not _keeps_input_as_it_is(spec, linear):
+            work += rows * linear.in_features * compute_itemsize(spec)
+    if fc2.traits is not None and "output" in products:
+        work += _operand_bytes(fc2.traits.input.last, tokens, fc2.in_features)
+    if fc2.traits is not None and _casts_weight(spec):
+        work += fc2.traits.weight_bytes(fc2.out_features, fc2.in_features, products)
+    return work
+
+
+def backward_moments(
+    spec: RunSpec, layer: int, *, keeps_core: bool, scores: int, held: int
+) -> Iterator[int]:
+    """Yield by how much more a layer's backward pass holds than at its beginning, to its end.
+
+    At the beginning there are all that the layer keeps and its output's gradient, of which somebody
+    else holds `held` bytes until the end. At the end there are its input's gradient and those of
+    its parameters. `scores` is the working memory of attention.
+    """
+    kept = _kept_parts(spec, layer, keeps_core=keeps_core)
+    qkv, projection, fc1, fc2 = linears = linears_of_layer(spec, layer)
+    size, width = compute_itemsize(spec), spec.model.hidden_size
+    tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
+    stream = layer_input_bytes(spec)
+    norm_gradients = _norm_statistics(spec) * width * size
+    core = _attention_bytes(spec, keeps_core=True) - kept["attention"]  # what is recomputed
+    now = 0
+    for name, first, last in (("mlp", fc1, fc2), ("attention", qkv, projection)):
+        in_mlp = name == "mlp"
+        written, read = (tokens * size * x for x in features_between(linears, in_mlp=in_mlp))
+        # The branch's own gradient: a tensor beside the stream's if dropout or a cast makes one.
+        has_own = bool(kept[f"{name}_dropout"]) or stream != between * width * size
+        own = has_own * between * width * size
+        yield now + own
+        now += own - kept[f"{name}_dropout"]
+        yield now + _products_bytes(spec, last)
+        now += read + _gradient_bytes(spec, last) - own
+        now -= kept["fc2" if in_mlp else "projection"]
+        if in_mlp:
+            yield now + (read if kept["ffn_dropout"] else 0)
+            now -= kept["ffn_dropout"]
+            yield now + written
+        else:
+            now += core
+            yield now + written + scores + _ring_bytes(spec)
+            now -= core
+        now += written - read - kept[name]
+        if not in_mlp:
+            yield now + written  # the gradients of queries, keys and values, and all in one tensor
+        yield now + _products_bytes(spec, first)
+        now += between * first.in_features * size + _gradient_bytes(spec, first) - written
+        now -= kept["fc1" if in_mlp else "qkv"]
+        yield now + stream + (stream if stream != between * width * size else 0)
+        now += norm_gradients - between * width * size - kept[f"{name}_norm"]
+        now += held if in_mlp else 0  # the sum of both branches' gradients is a new tensor
+    yield now
+
+
+def _ring_bytes(spec: RunSpec) -> int:
+    """Return what attention's backward pass needs where ranks pass keys and values around.
+
+    They are two blocks of keys and values, sums of all gradients in FP32, of those of keys and
+    values two more, and a block's own gradients, those of keys and values twice.
+    """
+    if spec.parallel.cp == 1:
+        return 0
+    model, tokens = spec.model, microbatch_tokens(spec)
+    queries, pairs = (tokens * x // spec.parallel.tp for x in (model.query_size, 2 * model.kv_size))
+    blocks = 4 * pairs + queries // 2
+    return blocks * compute_itemsize(spec) + FP32 * (queries + 3 * pairs)
+
+
+def _gradient_bytes(spec: RunSpec, linear: LinearShape) -> int:
+    """Return the bytes of the gradients of a linear's weight and bias."""
+    elements = linear.weight_elements + linear.has_bias * linear.out_features
+    return elements * compute_itemsize(spec)
+
+
+def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
+    """Return what the two products of a linear's backward pass need, and what they make.
+
+    They read casts of the gradient and of the weight, which is cast for each use. With sequence
+    parallelism ranks gather the tokens of the gradient of a linear whose output they sum, and the
+    kept input of one whose input they gather, after they have sent off that input's gradient.
+    """
+    size, products, traits = compute_itemsize(spec), fp8_products(spec, linear), linear.traits
+    tokens, out, shards = microbatch_tokens(spec), linear.out_features, sequence_shards(spec)
+    is_column, rows = linear.whole.is_column, tokens // shards
+    need = FP32 * out * linear.has_bias  # sums of columns
+    own = tokens if is_column else rows
+    gathers = shards > 1 and not is_column
+    pairs: tuple[tuple[GemmName, bool], ...] = (("grad_input", False), ("grad_weight", True))
+    for product, is_first in pairs:
+        if product not in products or traits is None:
+            continue
+        scales = traits.grad_output.first if is_first else traits.grad_output.last
+        for count in (own, tokens) if gathers else (own,):
+            need += _operand_bytes(scales, *((out, count) if is_first else (count, out)))
+    if gathers and len(products & {"grad_input", "grad_weight"}) < 2:
+        need += tokens * out * size
+    if traits is not None and _casts_weight(spec):
+        need += traits.weight_bytes(out, linear.in_features, products & {"grad_input"})
+    gradients = _gradient_bytes(spec, linear)
+    whole = tokens * linear.in_features * size
+    if shards == 1 or not is_column:
+        return need + whole + gradients
+    sent = rows * linear.in_features * size
+    kept_as_it_is = _keeps_input_as_it_is(spec, linear)
+    gathered = whole if kept_as_it_is else _input_bytes(spec, linear, tokens)
+    return need + sent + max(whole, gathered + gradients)
+
+
+def _casts_weight(spec: RunSpec) -> bool:
+    """Whether FSDP gathers weights in high precision, which linears cast to FP8 for a use."""
+    recipe = spec.precision.fp8
+    is_gathered_in_fp8 = recipe is not None and recipe.params_in_fp8
+    return BACKENDS[spec.precision.backend].copies_weights and not is_gathered_in_fp8
