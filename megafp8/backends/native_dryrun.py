@@ -21,7 +21,7 @@ from megafp8.fp8.quantizer import READERS, LinearQuantizer, Operands, column_sum
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.parts import linears_of
 from megafp8.specs.recipes import find_recipe
-from megafp8.specs.traits import Role, Scales
+from megafp8.specs.traits import GemmName, Role, Scales
 
 
 @contextmanager
@@ -72,7 +72,8 @@ def _operand(
     traits = find_recipe(quantizer.state.recipe.precision_of(quantizer.name)).traits
     count = scales.count(rows, inner)
     if role == "weight":  # the scales of packed ones are bytes
-        more = traits.weight_bytes(rows, inner, ("output",)) - rows * inner
+        product: tuple[GemmName, ...] = ("output",)
+        more = traits.weight_bytes(rows, inner, product) - rows * inner
         count = max(1, more // torch.float32.itemsize)
     payload = torch.empty(rows, inner, dtype=fmt.dtype, device=x_MK.device)
     return Fp8Tensor(payload, torch.empty(count, device=x_MK.device)[0], fmt)

@@ -26,7 +26,8 @@ from megafp8.parallel.mesh import join
 from megafp8.specs import RunSpec
 from megafp8.te_cpu.tensors import is_quantized, memory_of
 from megafp8.train.build import build, make_masters
-from megafp8.train.dryrun import RankShare, forward, rank_share, stages_of
+from megafp8.train.dryrun import RankShare, rank_share
+from megafp8.train.dryrun_step import forward, stages_of
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step

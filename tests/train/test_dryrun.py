@@ -24,15 +24,13 @@ from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.build import build
 from megafp8.train.dryrun import (
     RankShare,
-    forward,
-    orders_of,
     rank_share,
     shapes_of,
     simulated,
     simulated_rank,
-    stages_of,
     whole_layout,
 )
+from megafp8.train.dryrun_step import forward, orders_of, stages_of
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, optim_spec, run_spec
