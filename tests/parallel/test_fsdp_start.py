@@ -162,6 +162,8 @@ def test_a_rank_loads_a_checkpoint_into_its_shards(tmp_path: Path) -> None:
 
 def of_backend(backend: BackendName, ranks: int) -> RunSpec:
     spec = run_spec(model=DEEP, parallel=replace(SHARDED, devices_per_node=ranks))
+    train = replace(spec.train, global_batch_size=ranks * spec.train.micro_batch_size)
+    spec = replace(spec, train=train)
     return replace(spec, precision=replace(spec.precision, backend=backend))
 
 
