@@ -100,27 +100,6 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     return max(own + FP32 * root, before + one)
 
 
-def _passes(spec: RunSpec, shape: RankShape, stage: StageBytes) -> StagePasses:
-    """Return the bytes of a stage's passes."""
-    fsdp, found = spec.parallel.fsdp, list(_moments(spec, shape, stage))
-    assert fsdp is not None
-    first = max(found, key=lambda each: each.more + each.gathered + each.sums)
-    if fsdp.strategy == "hybrid":
-        # Until the end of a backward pass FSDP keeps what it sent of shards to other nodes.
-        found = [each._replace(more=each.more + each.reduced) for each in found]
-    later = max(found, key=lambda each: each.more + each.gathered)
-    sums = found[-1].sums
-    return StagePasses(
-        kept=stage.kept,
-        received=0 if stage.has_embedding else layer_input_bytes(spec),
-        returned=0 if stage.head is not None else layer_input_bytes(spec),
-        left=found[0].gathered,
-        sums=sums,
-        first=PassBytes(first.more, first.gathered, first.sums),
-        later=PassBytes(later.more, later.gathered, sums),
-    )
-
-
 def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Moment]:
     """Yield the moments of a stage at which most may be held, in order.
 
