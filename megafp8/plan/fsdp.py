@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megafp8.plan.layer import (
-    backward_moments,
+    backward_instants,
     forward_work,
     layer_bytes,
     layer_input_bytes,
@@ -48,7 +48,7 @@ class StageBytes:
     scores: int  # the working memory of attention
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """Hold the bytes of one moment of a microbatch.
 
     `more` are those beside all that microbatches in flight keep, and `gathered` whole weights.
@@ -64,7 +64,7 @@ class Moment(NamedTuple):
 
 def passes_of_stage(spec: RunSpec, shape: RankShape, stage: StageBytes) -> StagePasses:
     """Return the bytes of a stage's passes at their worst moments."""
-    fsdp, found = spec.parallel.fsdp, list(_moments(spec, shape, stage))
+    fsdp, found = spec.parallel.fsdp, list(_instants(spec, shape, stage))
     assert fsdp is not None
     first = max(found, key=lambda each: each.more + each.gathered + each.sums)
     if fsdp.strategy == "hybrid":
@@ -100,7 +100,7 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     return max(own + FP32 * root, before + one)
 
 
-def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Moment]:
+def _instants(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Instant]:
     """Yield the moments of a stage at which most may be held, in order.
 
     They are the end of the forward pass, the head's backward pass, for each layer its backward pass
@@ -119,7 +119,7 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
     stream, known = layer_input_bytes(spec), dict[object, tuple[int, int]]()
     of_head = 0 if stage.head is None else size * table
     all_gathered = root + (sum(gathered) if stays else 0)
-    yield Moment((stage.head or 0) + received[-1], all_gathered)
+    yield Instant((stage.head or 0) + received[-1], all_gathered)
     output = microbatch_tokens(spec) // sequence_shards(spec) * spec.model.hidden_size * size
     after = 0  # what the head and its norm keep beside the last layer's output
     if stage.head is not None:
@@ -127,10 +127,10 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
         after = stage.head_kept + (0 if is_post else norm_bytes(spec)) - stream
     of_layer = 0 if stays else gathered[-1]
     work = max(0, forward_work(spec, stage.layers[-1]) - stream)  # before the stream's sum is made
-    yield Moment(output + work - after + received[-1], all_gathered + of_layer)
+    yield Instant(output + work - after + received[-1], all_gathered + of_layer)
     received = [0] * len(layers) if stays else received  # in the backward pass
     if stage.head is not None:
-        yield Moment(of_head + received[-1], all_gathered)
+        yield Instant(of_head + received[-1], all_gathered)
     now, reduced, sums, sending = of_head - after, 0, 0, 0
     now += stream if stage.head is None else 0
     for place in reversed(range(len(layers))):
@@ -142,7 +142,7 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
             if others:
                 work = max(stream, forward_work(spec, others[-1]))
                 more = again + output + work + received[place - 1]
-                yield Moment(now + sending + more, held, reduced, sums)
+                yield Instant(now + sending + more, held, reduced, sums)
             now += again + layer_bytes(spec, stage.layers[place])
             work = output + forward_work(spec, stage.layers[place])
         else:
@@ -150,23 +150,23 @@ def _moments(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Mom
         before = received[place - 1] if place and begin == place else 0
         most, end = _backward(spec, stage, place, 0 if stage.head is not None else stream, known)
         most = max(most, work, before // shard_ranks(spec))  # this rank's part, while it is sent
-        yield Moment(now + sending + before + most, held, reduced, sums)
+        yield Instant(now + sending + before + most, held, reduced, sums)
         gradients = size * sum(param.elements for param in layers[place])
         shards = _shards(spec, layers[place])
         sending = reduced_itemsize * shard_ranks(spec) * shards // FP32
         now += end - gradients
         summing = max(gradients, shards + _sent_by_level(spec, layers[place]))
-        yield Moment(now + before + summing + sending, held - gathered[place], reduced, sums)
+        yield Instant(now + before + summing + sending, held - gathered[place], reduced, sums)
         reduced += shards
         sums += _shards(spec, _summed_in_fp32(spec, layers[place]))
     if stage.has_embedding:  # a sum in FP32 of the tokens' gradients
         rows = FP32 * microbatch_tokens(spec) * spec.model.hidden_size
-        yield Moment(now + sending + FP32 * table + max(rows, size * table), root, reduced, sums)
+        yield Instant(now + sending + FP32 * table + max(rows, size * table), root, reduced, sums)
     gradients = size * sum(param.elements for param in outside) - of_head
     shards = _shards(spec, outside)
-    yield Moment(now + gradients + sending, root, reduced, sums)
+    yield Instant(now + gradients + sending, root, reduced, sums)
     sending = reduced_itemsize * shard_ranks(spec) * shards // FP32
-    yield Moment(now + gradients + sending, 0, reduced, sums + shards)
+    yield Instant(now + gradients + sending, 0, reduced, sums + shards)
 
 
 def _params_of_stage(
@@ -195,7 +195,7 @@ def _backward(
     alike = tuple(linear.precision for linear in linears_of_layer(spec, layer)), keeps_core, held
     if alike not in known:
         moments = list(
-            backward_moments(spec, layer, keeps_core=keeps_core, scores=stage.scores, held=held)
+            backward_instants(spec, layer, keeps_core=keeps_core, scores=stage.scores, held=held)
         )
         known[alike] = max(moments), moments[-1]
     return known[alike]

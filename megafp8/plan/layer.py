@@ -138,7 +138,7 @@ def forward_work(spec: RunSpec, layer: int) -> int:
     return work
 
 
-def backward_moments(
+def backward_instants(
     spec: RunSpec, layer: int, *, keeps_core: bool, scores: int, held: int
 ) -> Iterator[int]:
     """Yield by how much more a layer's backward pass holds than at its beginning, to its end.
