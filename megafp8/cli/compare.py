@@ -30,7 +30,7 @@ from megafp8.cli.compare_settings import (
     comparison,
 )
 from megafp8.cli.compare_time import PREDICTED, predicted_times
-from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.job import command_parser, given_settings, reports_errors
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
@@ -102,7 +102,7 @@ def compare(options: argparse.Namespace) -> int:
     words = [word for word in options.overrides if is_hardware(word)]
     hardware = hardware_from(words)
     given = [word for word in options.overrides if not is_hardware(word)]
-    _refuse_seed(given, options.seeds)
+    _refuse_seed([*given, *options.base], options.seeds)
     compared = comparison(given, options.base, source)
     times = predicted_times(compared, source, hardware, is_asked=bool(words))
     seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
@@ -113,15 +113,14 @@ def compare(options: argparse.Namespace) -> int:
         return _train_and_report(compared, source, seeds, out, options, times)
 
 
-def _refuse_seed(given: Sequence[str], seeds: Sequence[int] | None) -> None:
+def _refuse_seed(words: Sequence[str], seeds: Sequence[int] | None) -> None:
     """Raise if settings name a seed where the option has some.
 
     Raises:
         SettingError: Each run would have two seeds.
     """
-    for text in given:
-        key, _, value = text.partition("=")
-        if seeds and key.lstrip("+") == SEED:
+    for key, value in (given for word in words for given in given_settings(word)):
+        if seeds and key == SEED:
             hint = "Leave one of the two out"
             raise SettingError(SEED, value, "has no effect with --seeds", hint, origin=COMMAND_LINE)
 

@@ -319,7 +319,7 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
         SettingError: A key is given twice.
     """
     seen: dict[str, str] = {}
-    for key, value in (given for text in overrides for given in _given(text)):
+    for key, value in (given for text in overrides for given in given_settings(text)):
         if seen.setdefault(key, value) != value:
             reason = f"is given twice, also as {seen[key]}"
             raise SettingError(key, value, reason, "Give one value", origin=COMMAND_LINE)
@@ -330,12 +330,12 @@ def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list
     return [
         SettingError(key, value, reason, hint, origin=COMMAND_LINE)
         for text in overrides
-        for key, value in _given(text)
+        for key, value in given_settings(text)
         if key in ("exp_manager.explicit_log_dir", "exp_manager.exp_dir")
     ]
 
 
-def _given(text: str) -> list[tuple[str, str]]:
+def given_settings(text: str) -> list[tuple[str, str]]:
     """Return the keys that an override sets; one for a section sets several."""
     for parsed in parse_overrides([text], ())[0]:
         if parsed.settings:

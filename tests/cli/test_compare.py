@@ -263,8 +263,9 @@ def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[
     for of_one_run in ("exp_manager.exp_dir=x", "+exp_manager.explicit_log_dir=x"):
         assert compare.main(["model.fp8=True", of_one_run]) == 2
         assert "Set the comparison's with --out DIR" in capsys.readouterr().err
-    assert compare.main(["model.fp8=True", "model.seed=3", "--seeds", "1", "2"]) == 2
-    assert "model.seed=3 (command line): has no effect with --seeds" in capsys.readouterr().err
+    for of_a_seed in (["model.seed=3"], ["++model.seed=3"], ["--base", "model.seed=3"]):
+        assert compare.main(["model.fp8=True", *of_a_seed, "--seeds", "1", "2"]) == 2
+        assert "model.seed=3 (command line): has no effect with --seeds" in capsys.readouterr().err
     assert not made and not list(Path().iterdir())
     given = ["model.fp8=True", "model.fp8_recipe=tensorwise"]
     assert compare.main([*given, "--base", "model.fp8=True"]) == 2
