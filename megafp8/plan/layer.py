@@ -152,7 +152,8 @@ def backward_instants(
     size, width = compute_itemsize(spec), spec.model.hidden_size
     tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
     stream = layer_input_bytes(spec)
-    norm_gradients = _norm_statistics(spec) * width * size
+    stays = spec.parallel.fsdp is not None  # gradients of parameters, until FSDP reduces a layer's
+    norm_gradients = stays * _norm_statistics(spec) * width * size
     core = _attention_bytes(spec, keeps_core=True) - kept["attention"]  # what is recomputed
     now = 0
     for name, first, last in (("mlp", fc1, fc2), ("attention", qkv, projection)):
@@ -164,7 +165,7 @@ def backward_instants(
         yield now + own
         now += own - kept[f"{name}_dropout"]
         yield now + _products_bytes(spec, last)
-        now += read + _gradient_bytes(spec, last) - own
+        now += read + stays * _gradient_bytes(spec, last) - own
         now -= kept["fc2" if in_mlp else "projection"]
         if in_mlp:
             yield now + (read if kept["ffn_dropout"] else 0)
@@ -178,7 +179,7 @@ def backward_instants(
         if not in_mlp:
             yield now + written  # the gradients of queries, keys and values, and all in one tensor
         yield now + _products_bytes(spec, first)
-        now += between * first.in_features * size + _gradient_bytes(spec, first) - written
+        now += between * first.in_features * size + stays * _gradient_bytes(spec, first) - written
         now -= kept["fc1" if in_mlp else "qkv"]
         yield now + stream + (stream if stream != between * width * size else 0)
         now += norm_gradients - between * width * size - kept[f"{name}_norm"]
@@ -201,9 +202,14 @@ def _ring_bytes(spec: RunSpec) -> int:
 
 
 def _gradient_bytes(spec: RunSpec, linear: LinearShape) -> int:
-    """Return the bytes of the gradients of a linear's weight and bias."""
-    elements = linear.weight_elements + linear.has_bias * linear.out_features
-    return elements * compute_itemsize(spec)
+    """Return the bytes of the gradients that a linear's backward pass makes of weight and bias.
+
+    Without FSDP a product in FP8 adds to an FP32 sum of gradients.
+    """
+    bias = linear.has_bias * linear.out_features
+    is_added = spec.parallel.fsdp is None and "grad_weight" in fp8_products(spec, linear)
+    weight = 0 if is_added and spec.optim.storage.is_plain else linear.weight_elements
+    return (weight + bias) * compute_itemsize(spec)
 
 
 def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
@@ -243,5 +249,7 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
 def _casts_weight(spec: RunSpec) -> bool:
     """Whether FSDP gathers weights in high precision, which linears cast to FP8 for a use."""
     recipe = spec.precision.fp8
+    if spec.parallel.fsdp is None:
+        return False
     is_gathered_in_fp8 = recipe is not None and recipe.params_in_fp8
     return BACKENDS[spec.precision.backend].copies_weights and not is_gathered_in_fp8

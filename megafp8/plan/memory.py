@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megafp8.plan.fsdp import StageBytes, passes_of_stage, start_bytes
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
-from megafp8.plan.layer import layer_bytes, layer_input_bytes, norm_bytes
+from megafp8.plan.layer import backward_instants, layer_bytes, layer_input_bytes, norm_bytes
 from megafp8.plan.pipeline import (
     StagePasses,
     Work,
@@ -28,7 +28,6 @@ from megafp8.plan.shape import (
     RankShape,
     compute_itemsize,
     division_of,
-    features_between,
     fp8_products,
     layers_of_stage,
     linears_of_layer,
@@ -327,9 +326,8 @@ def _workspace_bytes(spec: RunSpec, stage: int) -> int:
     """Return what a stage needs beyond what it keeps, at the worst moment of one microbatch.
 
     The moments are: the last chunk of the head's forward pass, the head's backward pass, where its
-    gradients are multiplied by the loss's, and the backward pass through FC2 and the activation of
-    a layer; and a block of attention within documents. A GPU's kernel writes the gradient of the
-    logits over them.
+    gradients are multiplied by the loss's, the backward pass of a layer, and a block of attention
+    within documents. A GPU's kernel writes the gradient of the logits over them.
     """
     layers = layers_of_stage(spec, stage)
     of_head = _head_workspace(spec) if stage == num_stages(spec) - 1 else 0
@@ -397,20 +395,29 @@ def _layer_workspace(spec: RunSpec, layers: range) -> int:
     """
     if not layers:
         return 0
-    model, tokens = spec.model, microbatch_tokens(spec)
-    linears = linears_of_layer(spec, layers[0])
-    size = compute_itemsize(spec)
-    residual = 2 * layer_input_bytes(spec)
-    activation = tokens * size * sum(features_between(linears, in_mlp=True))
-    before = [linear for linear in linears if linear.whole.in_mlp and linear.whole.is_column]
-    casts = 2 * tokens * sum(linear.out_features for linear in before if linear.in_fp8)
-    work = residual + activation + casts
-    recompute = model.recompute
+    work = layer_input_bytes(spec) + max(
+        moment
+        for keeps_core, layer in _unlike_layers(spec, layers)
+        for moment in backward_instants(
+            spec, layer, keeps_core=keeps_core, scores=_scores_workspace(spec, layers), held=0
+        )
+    )
+    recompute = spec.model.recompute
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         if recompute.method == "uniform" or len(layers) <= recompute.num_layers:
             work += min(group, len(layers)) * layer_bytes(spec, layers[0])
     return work
+
+
+def _unlike_layers(spec: RunSpec, layers: range) -> Iterator[tuple[bool, int]]:
+    """Yield one of all layers that hold the same bytes, with whether attention's stay."""
+    found = dict[object, tuple[bool, int]]()
+    for place, layer in enumerate(layers):
+        keeps_core = not recomputes(spec, "selective", place)
+        linears = linears_of_layer(spec, layer)
+        found[keeps_core, tuple(linear.precision for linear in linears)] = keeps_core, layer
+    yield from found.values()
 
 
 def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
