@@ -49,13 +49,15 @@ def layer_input_bytes(spec: RunSpec) -> int:
 def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int]:
     """Return what the parts of a layer keep, by name: norms, linears' inputs, and what is between.
 
-    The projection keeps no input where that is attention's output itself.
+    The projection keeps no input where that is attention's output itself. With sequence parallelism
+    it reads the tokens of all sequences of a microbatch in another order, which takes a copy.
     """
     model, size = spec.model, compute_itemsize(spec)
     qkv, projection, fc1, fc2 = linears = linears_of_layer(spec, layer)
     tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
     written, read = features_between(linears, in_mlp=True)
-    is_shared = keeps_core and _keeps_input_as_it_is(spec, projection)
+    is_copied = sequence_shards(spec) > 1 and spec.train.micro_batch_size > 1
+    is_shared = keeps_core and not is_copied and _keeps_input_as_it_is(spec, projection)
     return {
         "attention_norm": norm_bytes(spec),
         "qkv": _input_bytes(spec, qkv, between),

@@ -90,17 +90,23 @@ def memory_with_their_buffers(spec: RunSpec) -> float:
     At the end of the forward pass Megatron's loss holds the logits of all tokens in BF16, in FP32,
     and their softmax in FP32. It holds no gradient of the head by then, no layer's workspace, and
     nothing that other ranks send of gradients.
+    Its sequences lie beside each other in memory, so that with sequence parallelism the projection
+    reads attention's output itself, of which we keep a copy in BF16.
     MS-AMP's modules of Transformer Engine keep the transposed FP8 weights (`weight1_t_fp8`).
     """
     model, tp, tokens = spec.model, spec.parallel.tp, spec.train.micro_batch_size * SEQ
     head_gradients = tokens * model.hidden_size * 2 + VOCAB // tp * model.hidden_size * 4
     logits = tokens * VOCAB // tp * (2 + 4 + 4)
     in_fp8 = spec.precision.fp8 is not None and spec.precision.fp8.params_in_fp8
+    is_copied = tp > 1 and spec.train.micro_batch_size > 1 and spec.precision.fp8 is None
+    copies = is_copied * tokens * model.hidden_size // tp * 2
+    assert not copies or spec.parallel.pp == 1  # one microbatch at a time
     found = []
     for rank in all_ranks(spec):
         has_head = rank.pipeline_rank == spec.parallel.pp - 1
         transposed = 12 * rank.num_layers * model.hidden_size**2 // tp if in_fp8 else 0
         ours = rank.step.workspace + rank.step.arriving + has_head * head_gradients
+        ours += copies * rank.num_layers
         found.append(rank.total - ours + has_head * logits + transposed)
     return max(found) / GB
 
