@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.cli import is_first_rank
+from megafp8.config.base_model import EXP_DIR, LOG_DIR
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_tree
@@ -331,7 +332,7 @@ def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list
         SettingError(key, value, reason, hint, origin=COMMAND_LINE)
         for text in overrides
         for key, value in given_settings(text)
-        if key in ("exp_manager.explicit_log_dir", "exp_manager.exp_dir")
+        if key in (EXP_DIR, LOG_DIR)
     ]
 
 

@@ -36,6 +36,7 @@ from megafp8.cli.sweep_results import (
     result_of,
     why_foreign,
 )
+from megafp8.config.base_model import LOG_DIR
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
 from megafp8.config.hydra_section import is_hydras
 from megafp8.config.layers import find_source
@@ -54,7 +55,6 @@ CHECKED_JOBS = 32
 Later jobs are checked when they start.
 """
 
-_LOG_DIR = "exp_manager.explicit_log_dir"
 _BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 _REPORTING_LAUNCHER = "hydra_plugins.megafp8_sweep.ReportingLauncher"
 
@@ -143,7 +143,7 @@ class Sweep:
             cfg.exp_manager.explicit_log_dir = str(job.directory)
             loaded = replace(
                 loaded,
-                origins={**loaded.origins, _LOG_DIR: Origin("the sweep")},
+                origins={**loaded.origins, LOG_DIR: Origin("the sweep")},
                 inert=tuple(setting for setting in loaded.inert if not is_hydras(setting.key)),
             )
             options = replace(self.options, overrides=job.overrides)

@@ -20,10 +20,7 @@ from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory
-from megafp8.plan.pipeline import (
-    Times,
-    run_times,
-)
+from megafp8.plan.pipeline import Times, run_times
 from megafp8.specs import RunSpec
 from megafp8.specs.division import padded_rows
 from megafp8.train.build import build, start_only

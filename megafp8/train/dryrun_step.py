@@ -19,13 +19,7 @@ from megafp8.ops import torch_private
 from megafp8.ops.torch_private import run_backward
 from megafp8.parallel.fsdp import grads_of
 from megafp8.plan.memory import StepBytes
-from megafp8.plan.pipeline import (
-    PassBytes,
-    StagePasses,
-    Work,
-    most_held,
-    one_stage_order,
-)
+from megafp8.plan.pipeline import PassBytes, StagePasses, Work, most_held, one_stage_order
 from megafp8.specs import RunSpec
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
