@@ -6,6 +6,7 @@ Python's garbage collector knows all tensors, and torch's profiler sees the allo
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from megafp8 import te_cpu
 from megafp8.data.loader import Microbatch
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import join
-from megafp8.specs import RunSpec
+from megafp8.specs import ParallelSpec, RunSpec
 from megafp8.te_cpu.tensors import is_quantized, memory_of
 from megafp8.train.build import build, make_masters
 from megafp8.train.dryrun import RankShare, rank_share
@@ -177,6 +178,18 @@ class Most:
 
     start: int  # until the master weights are made
     steps: tuple[int, ...]  # in each step
+
+
+def is_start(real: int, share: RankShare, parallel: ParallelSpec) -> bool:
+    """Whether a rank's most bytes at the start are those of its dry run within 1 %.
+
+    A tensor-parallel rank draws whole tensors: in its own memory on a CPU, and in that of the host
+    on a GPU, as the dry run counts.
+    """
+    drawn = 0
+    if parallel.tp > 1:
+        drawn = 4 * max(math.prod(whole) for _, whole, *_ in share.shapes)
+    return 0.99 * share.start <= real <= 1.01 * (share.start + drawn)
 
 
 def most_of_fsdp(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, Most]:

@@ -35,7 +35,15 @@ from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, optim_spec, run_spec
 from tests.train import dryrun_work
-from tests.train.dryrun_work import Kept, Most, alone, fresh_bytes, most_in_tensors, storages
+from tests.train.dryrun_work import (
+    Kept,
+    Most,
+    alone,
+    fresh_bytes,
+    is_start,
+    most_in_tensors,
+    storages,
+)
 
 # torch 2.13's new names for these two are not in 2.11
 pytestmark = [
@@ -376,10 +384,7 @@ def assert_counted(parallel: ParallelSpec, measured: list[dict[str, Most]]) -> N
     for rank, some in ((0, measured[0]), (last, dict(list(measured[last].items())[:1]))):
         for name, real in some.items():
             share, where = rank_share(sharded(name, parallel), rank), f"{name}, rank {rank}"
-            drawn = 0  # on this CPU; a GPU's rank draws in the memory of the host
-            if parallel.tp > 1:
-                drawn = 4 * max(math.prod(whole) for _, whole, *_ in share.shapes)
-            assert 0.99 * share.start <= real.start <= 1.01 * (share.start + drawn), where
+            assert is_start(real.start, share, parallel), where
             assert share.in_step == pytest.approx(min(real.steps), rel=0.01), where
 
 
