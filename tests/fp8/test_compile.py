@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from megafp8.backends.native import kernels_of
-from megafp8.files import cache_folder, why_unsafe
+from megafp8.files import cache_folder, check_own_file, why_unsafe
 from megafp8.fp8 import formats
 from megafp8.fp8.cast import decode, quantize
 from megafp8.fp8.engine import EMULATED
+from megafp8.fp8.kernels import compile as compile_kernels
 from megafp8.fp8.kernels.compile import Library, library
 from megafp8.specs import Fp8Recipe
 from megafp8.train import compile as compile_train
@@ -173,6 +174,30 @@ def test_another_compiler_version_is_another_file(
 
 
 @needs_compiler
+@pytest.mark.parametrize("what", ["SOURCE", "INCLUDED", "COMPILE_FLAGS", "OPTIONAL_FLAGS", "PROBE"])
+def test_a_library_of_other_code_or_flags_is_another_file(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a cache would keep serving what an earlier megafp8 has compiled."""
+    other = tmp_path / "other.h"
+    other.write_text("int other(void);\n")
+    before = compile_kernels._key("cc")
+    assert compile_kernels._key("cc") == before
+    given = getattr(compile_kernels, what)
+    changed = {"SOURCE": other, "PROBE": f"{given} "}.get(what)
+    more = other if what == "INCLUDED" else "-O1"
+    monkeypatch.setattr(compile_kernels, what, changed or [*given, more])
+    assert compile_kernels._key("cc") != before
+
+
+@needs_compiler
+def test_a_library_for_another_processor_is_another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compile_kernels._key("cc")
+    monkeypatch.setattr(Path, "read_text", lambda *_: "flags : those of another processor\n")
+    assert compile_kernels._key("cc") != before
+
+
+@needs_compiler
 def test_gcc_s_code_runs_on_the_threads_that_torch_has_started() -> None:
     version = subprocess.run(["cc", "--version"], capture_output=True, text=True).stdout
     if "Free Software Foundation" not in version or not torch.backends.openmp.is_available():
@@ -256,6 +281,39 @@ def test_a_library_of_another_user_is_not_loaded(
         (tmp_path / "cache").chmod(0o1777)  # as /tmp: nobody may replace what is others'
         library.cache_clear()
         assert library().lib is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a link", "is no ordinary file"),
+        ("a folder", "is no ordinary file"),
+        ("another user's", "belongs to another user"),
+        ("writable by all", "can be written by other users"),
+    ],
+)
+def test_a_file_of_code_is_this_users_alone(
+    fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each fault alone is refused, whatever the folder of the file is."""
+    path = tmp_path / "code.so"
+    path.touch(0o755)
+    path.chmod(0o755)
+    check_own_file(path)
+    if fault == "a link":
+        path.rename(tmp_path / "elsewhere.so")
+        path.symlink_to(tmp_path / "elsewhere.so")
+    elif fault == "a folder":
+        path = tmp_path / "folder"
+        path.mkdir(0o755)
+    elif fault == "writable by all":
+        path.chmod(0o777)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        if path.stat().st_uid == 0:  # root's files are trusted
+            os.chown(path, 54321, -1)
+    with pytest.raises(PermissionError, match=said):
+        check_own_file(path)
 
 
 @needs_compiler
