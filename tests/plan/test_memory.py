@@ -566,7 +566,12 @@ def test_a_wrong_size_of_fsdp_is_found(
             assert_fsdp_planned(OF_FSDP[name])
 
 
-real_backward = fsdp._backward
+real_backward, real_instants = fsdp._backward, layer.backward_instants
+
+
+def without_the_activations_gradient(*given: Any, **choices: Any) -> Iterator[int]:
+    """Leave out the fourth moment, in which a gated MLP needs most."""
+    return (more for number, more in enumerate(real_instants(*given, **choices)) if number != 3)
 
 
 @pytest.mark.parametrize(
@@ -575,6 +580,7 @@ real_backward = fsdp._backward
         (layer, "_gradient_bytes", lambda *given: 0, ""),
         (fsdp, "forward_work", lambda *given: 0, "pp 2, interleaved, fp8 alone"),
         (fsdp, "_first_recomputed_with", lambda spec, place: place, "full, groups of 3, delayed"),
+        (fsdp, "backward_instants", without_the_activations_gradient, "llama"),
     ],
 )
 def test_a_wrong_size_of_a_layers_backward_pass_is_found(
@@ -584,6 +590,19 @@ def test_a_wrong_size_of_a_layers_backward_pass_is_found(
     monkeypatch.setattr(module, function, wrong)
     with pytest.raises(AssertionError):
         assert_fsdp_planned(ACTIVE[name], within=0.002)
+
+
+def test_a_layers_backward_pass_ends_with_gradients_that_fsdp_has_not_reduced() -> None:
+    """All that the layer kept is free then. Without FSDP its gradients are in sums by that time."""
+    weights = 12 * 256 * 256 + (9 + 4) * 256  # biases and norms are vectors
+    for spec, gradients in (
+        (job(), 0),
+        (job(fp8=DELAYED), 0),
+        (of_fsdp(), 2 * weights),
+        (of_fsdp(compute="fp32"), 4 * weights),
+    ):
+        *_, end = layer.backward_instants(spec, 0, keeps_core=True, scores=0, held=0)
+        assert end == gradients - layer_bytes(spec, 0)
 
 
 def test_fsdp_divides_weights_gradients_and_moments() -> None:
