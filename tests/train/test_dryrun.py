@@ -288,6 +288,22 @@ def test_one_rank_of_transformer_engine_holds_what_the_dry_run_says() -> None:
     compare_te(layout(), FAST)
 
 
+def test_transformer_engine_casts_each_weight_once_in_two_orientations() -> None:
+    """Its casts last a step: a byte for each element in each orientation, and a linear's scale.
+
+    The scales and amaxes of all tensors that are cast are not among these bytes, but a few numbers
+    are that the first run of a process makes.
+    """
+    need_sources(DEFAULT_VERSION)
+    recipes = {"delayed": FP8, "tensorwise": Fp8Recipe(name="tensorwise")}
+    on_gpu, shape = layout(accelerator="gpu"), TE_CASES["fp8"]["shape"]
+    cases = {name: with_te(job(on_gpu, fp8=fp8, shape=shape)) for name, fp8 in recipes.items()}
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, {"cases": cases}, timeout=400)
+    elements, linears = 4 * (4 * 64**2 + 2 * 64 * 128), 4 * 4
+    for name, (share,) in shares.items():
+        assert 0 <= share.step.weight_copies - (2 * elements + 4 * linears) < 64, name
+
+
 @pytest.mark.slow
 def test_one_rank_of_transformer_engine_in_other_cases() -> None:
     compare_te(layout(), [name for name in TE_CASES if name not in FAST])
