@@ -601,8 +601,9 @@ def test_a_layers_backward_pass_ends_with_gradients_that_fsdp_has_not_reduced() 
         (of_fsdp(), 2 * weights),
         (of_fsdp(compute="fp32"), 4 * weights),
     ):
-        *_, end = layer.backward_instants(spec, 0, keeps_core=True, scores=0, held=0)
-        assert end == gradients - layer_bytes(spec, 0)
+        for held in (0, 1000):  # of the output's gradient, which stays beside the input's
+            *_, end = layer.backward_instants(spec, 0, keeps_core=True, scores=0, held=held)
+            assert end == gradients + held - layer_bytes(spec, 0)
 
 
 def test_fsdp_divides_weights_gradients_and_moments() -> None:

@@ -125,6 +125,8 @@ def test_the_worst_pass_has_what_other_stages_have_gathered_and_summed() -> None
         later=PassBytes(1, 9, 7),
     )
     stages = {0: first, 1: second}
+    own = [Work("F", 0, 0), Work("B", 0, 0)]  # the output's gradient lies in a buffer
+    assert worst_pass(own, stages) == (10, PassBytes(1 - 2, 5, 20))
     both = [Work("F", 0, 0), Work("F", 1, 0)]
     assert worst_pass([*both, Work("B", 1, 0)], stages) == (110, PassBytes(8, 9 + 3, 0))
     back = [Work("B", 1, 0), Work("B", 0, 0)]
