@@ -178,8 +178,6 @@ def backward_instants(
             yield now + written + scores + _ring_bytes(spec)
             now -= core
         now += written - read - kept[name]
-        if not in_mlp:
-            yield now + written  # the gradients of queries, keys and values, and all in one tensor
         yield now + _products_bytes(spec, first)
         now += between * first.in_features * size + stays * _gradient_bytes(spec, first) - written
         now -= kept["fc1" if in_mlp else "qkv"]
