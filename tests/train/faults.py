@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megafp8.report.record import read_run
 from megafp8.runs import same_data, tokenizer
 from megafp8.runs.lock import is_locked
 from megafp8.train import background_saver, loop, pretrain, saver, state_dict, step, validate
+from megafp8.train.background_saver import BackgroundSaver
 
 
 def killed_in_write(number: int) -> None:
@@ -203,8 +205,6 @@ def both(*faults: list[Any]) -> None:
 
 def slow_saves(seconds: float) -> None:
     """Make each write of a tensors' file take longer by `seconds`."""
-    import time
-
     write = store.write_safetensors
 
     def slowly(*args: Any) -> Any:
@@ -212,6 +212,37 @@ def slow_saves(seconds: float) -> None:
         return write(*args)
 
     store.write_safetensors = slowly
+
+
+def saves_last_until_waited_for() -> None:
+    """Let each checkpoint in the background be written when training has begun to wait for it."""
+    write, wait = store.write_safetensors, BackgroundSaver.wait
+    waited_for = threading.Event()
+
+    def held(*args: Any) -> Any:
+        if threading.current_thread().name == "checkpoint":
+            assert waited_for.wait(60), "training never waited for the checkpoint"
+        return write(*args)
+
+    def begin_to_wait(saver: BackgroundSaver) -> Any:
+        waited_for.set()
+        try:
+            return wait(saver)
+        finally:
+            waited_for.clear()
+
+    store.write_safetensors, BackgroundSaver.wait = held, begin_to_wait
+
+
+def save_ends_within(at_step: int) -> None:
+    """Let the step `at_step` last until the checkpoint in the background is written or failed."""
+
+    def join(state: Any) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+
+    _after_backward([at_step], join)
 
 
 def killed_before(name: str) -> None:

@@ -148,7 +148,8 @@ def test_the_same_run(place: Place, undisturbed: tuple[Place, Done]) -> None:
 
 
 def test_a_failure_is_reported_within_a_step(place: Place, undisturbed: tuple[Place, Done]) -> None:
-    done = place.run(ASYNC, KEEP_ALL, fault=["full_disk_at", 2])
+    fault = ["both", ["full_disk_at", 2], ["save_ends_within", 5]]
+    done = place.run(ASYNC, KEEP_ALL, fault=fault)
     assert done.code == 0, done.output
     assert place.steps() == [2, 6, 8, 10, 12]
     lines = done.output.splitlines()
@@ -160,7 +161,7 @@ def test_a_failure_is_reported_within_a_step(place: Place, undisturbed: tuple[Pl
 
 def test_the_next_save_waits_and_says_so(place: Place) -> None:
     every_step = (f"{EVERY}=1", KEEP_ALL, "trainer.max_steps=4")
-    done = place.run(ASYNC, *every_step, fault=["slow_saves", 0.7])
+    done = place.run(ASYNC, *every_step, fault=["saves_last_until_waited_for"])
     assert done.code == 0
     assert "step 2: waiting until the checkpoint of step 1 is written" in done.output
     assert place.steps() == [1, 2, 3, 4], "none is left out"
