@@ -46,8 +46,9 @@ from megafp8.plan.vocabulary import GPT2, asked_vocabulary
 from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
+from megafp8.specs.te_versions import DEFAULT_VERSION, installed_version, why_not_on_cpu
 
-ACCELERATOR = "trainer.accelerator"
+ACCELERATOR, TE_VERSION = "trainer.accelerator", "model.te_version"
 NODES, DEVICES = "trainer.num_nodes", "trainer.devices"
 CONTEXT = "model.context_parallel_size"
 DOES_NOT_FIT = 1
@@ -209,7 +210,7 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
     for word in words:
         if key_of_word(word) == ACCELERATOR and word.endswith("=cpu"):
             raise ConfigError(ACCELERATOR, "cpu", "a plan is for GPUs", "Leave it out")
-    others = [word for word in words if key_of_word(word) != ACCELERATOR]
+    others = [word for word in words if key_of_word(word) not in (ACCELERATOR, TE_VERSION)]
     given = parse_options(others)
     if vocab_size is not None and not 1 <= vocab_size <= MAX_VOCABULARY:
         reason = f"is not a size from 1 to {MAX_VOCABULARY}"
@@ -223,12 +224,38 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         trusts_recipes=given.trusts_recipes,
     )
     spec = resolve(loaded.cfg, lambda: True)
+    if spec.precision.backend == "te":
+        version = te_version(words) or installed_version()
+        spec = replace(spec, precision=replace(spec.precision, te_version=version))
+    elif te_version(words) is not None:
+        backend = f"model.fp8_backend={spec.precision.backend}"
+        reason = f"chooses the version of Transformer Engine, which {backend} does not use"
+        raise ConfigError(TE_VERSION, te_version(words), reason, "Leave it out")
     data, whose = spec.data, ""
     if vocab_size is None:
         known = asked_vocabulary(loaded.origins, data.prefix, data.tokenizer.vocab_size)
         vocab_size, whose = known or GPT2
     padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
     return Asked(replace(spec, model=replace(spec.model, vocab_size=padded)), whose)
+
+
+def te_version(words: Sequence[str]) -> str | None:
+    """Return the version of Transformer Engine that words of the command line ask for, if any.
+
+    A run on GPUs takes the installed one, and refuses the key.
+
+    Raises:
+        ConfigError: The version is too old, or not known.
+    """
+    found = None
+    for word in words:
+        if key_of_word(word) == TE_VERSION:
+            found = word.partition("=")[2].strip("'\"")
+    if found is None or found == "null":
+        return None
+    if (reason := why_not_on_cpu(found)) is not None:
+        raise ConfigError(TE_VERSION, found, reason, f"Give {DEFAULT_VERSION}, for example")
+    return found
 
 
 def spec_without_layout(words: Sequence[str], vocab_size: int | None, refusal: UserError) -> Asked:

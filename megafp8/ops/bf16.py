@@ -30,6 +30,24 @@ def planning_for(device_type: str) -> Iterator[None]:
         _planned_type.reset(token)
 
 
+_in_kernel = ContextVar("whether what runs stands for one kernel of a GPU", default=False)
+
+
+@contextmanager
+def as_one_kernel() -> Iterator[None]:
+    """Let what runs inside stand for one kernel of a GPU where meta tensors are on one."""
+    token = _in_kernel.set(_planned_type.get() != "cpu")
+    try:
+        yield
+    finally:
+        _in_kernel.reset(token)
+
+
+def is_in_kernel() -> bool:
+    """Whether what runs stands for one kernel of a GPU, which makes its results and no more."""
+    return _in_kernel.get()
+
+
 def fp32_products(device: torch.device) -> bool:
     """Whether BF16 products on this device run as FP32 ones."""
     return device_kind(device) == "cpu" and not cpu.FAST_AT_BF16

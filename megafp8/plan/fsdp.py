@@ -32,6 +32,7 @@ from megafp8.plan.shape import (
     shard_ranks,
 )
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.division import ScatteredRow
 from megafp8.specs.optim import ITEM_BYTES
 
@@ -244,8 +245,11 @@ def _received(spec: RunSpec, param: Parameter) -> int:
 def _gathered(spec: RunSpec, param: Parameter) -> int:
     """Return the bytes of a gathered parameter.
 
-    One that is sent in FP8 has its bytes and, for autograd, a tensor of the compute dtype besides.
+    One that is sent in FP8 has its bytes and, for autograd, a tensor of the compute dtype besides;
+    Transformer Engine's has the transposed bytes.
     """
     if not sent_in_fp8(spec, param):
         return _received(spec, param)
-    return _received(spec, param) + param.elements * compute_itemsize(spec)
+    is_transposed = BACKENDS[spec.precision.backend].transposes_gathered
+    besides = ITEM_BYTES["fp8"] if is_transposed else compute_itemsize(spec)
+    return _received(spec, param) + param.elements * besides

@@ -12,6 +12,7 @@ from megafp8.plan.shape import (
     FP32,
     LinearShape,
     compute_itemsize,
+    copies_weights,
     features_between,
     fp8_products,
     linears_of_layer,
@@ -249,7 +250,7 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
 def _casts_weight(spec: RunSpec) -> bool:
     """Whether FSDP gathers weights in high precision, which linears cast to FP8 for a use."""
     recipe = spec.precision.fp8
-    if spec.parallel.fsdp is None:
+    if spec.parallel.fsdp is None or copies_weights(spec):
         return False
     is_gathered_in_fp8 = recipe is not None and recipe.params_in_fp8
     return BACKENDS[spec.precision.backend].copies_weights and not is_gathered_in_fp8

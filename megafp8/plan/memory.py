@@ -8,7 +8,7 @@ No constant is fitted to a measurement. A plan is always for GPUs, whatever the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megafp8.plan.fsdp import StageBytes, passes_of_stage, start_bytes
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
@@ -27,6 +27,7 @@ from megafp8.plan.shape import (
     Parameter,
     RankShape,
     compute_itemsize,
+    copies_weights,
     division_of,
     fp8_products,
     layers_of_stage,
@@ -42,7 +43,6 @@ from megafp8.plan.shape import (
     stored_as,
 )
 from megafp8.specs import RunSpec
-from megafp8.specs.backends import BACKENDS
 from megafp8.specs.division import Division
 from megafp8.specs.model import BLOCK_QUERIES
 from megafp8.specs.optim import ITEM_BYTES
@@ -161,6 +161,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
         count = num_microbatches(spec)
         order = short_order(spec.parallel.pipeline, spec.parallel.pp, pipeline_rank, count)
         step = StepBytes.of_passes(order, passes, count)
+        step = replace(step, weight_copies=_weight_copies(spec, shape.linears))
     else:
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
@@ -426,13 +427,11 @@ def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
     Tensor cores read a weight along one dimension for the output and along the other for the input
     gradient, so there is a copy for each of the two products that is in FP8; Transformer Engine
     keeps both as well. Blackwell's scales of 32 and 16 elements lie beside them: 16.5 bits a weight
-    in `mxfp8`, 9 in `nvfp4`. Weights that are kept in FP8 alone, FSDP's and torchao's are cast or
-    transposed for each use.
+    in `mxfp8`, 9 in `nvfp4`. Weights that are kept in FP8 alone and torchao's are cast or
+    transposed for each use, and those that FSDP gathers except by early versions of Transformer
+    Engine.
     """
-    recipe = spec.precision.fp8
-    if recipe is None or recipe.params_in_fp8 or spec.parallel.fsdp is not None:
-        return 0
-    if not BACKENDS[spec.precision.backend].copies_weights:
+    if not copies_weights(spec):
         return 0
     return sum(
         linear.traits.weight_bytes(

@@ -14,6 +14,7 @@ from megafp8.specs.optim import ITEM_BYTES, StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of
 from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, traits_of
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.specs.traits import GemmName, Traits
 
 FP32, BF16 = 4, 2
@@ -348,6 +349,17 @@ def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:
     if recipe is None or param.linear is None or not param.linear.in_fp8:
         return False
     return recipe.params_in_fp8 or (fsdp is not None and fsdp.torchao_in_fp8)
+
+
+def copies_weights(spec: RunSpec) -> bool:
+    """Whether linears keep FP8 copies of their weights for a whole step."""
+    precision = spec.precision
+    if precision.fp8 is None or precision.fp8.params_in_fp8:
+        return False
+    traits = BACKENDS[precision.backend]
+    if spec.parallel.fsdp is not None:
+        return traits.copies_gathered(precision.te_version or DEFAULT_VERSION)
+    return traits.copies_weights
 
 
 def num_moments(spec: RunSpec, param: Parameter) -> int:

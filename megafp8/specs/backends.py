@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import BackendName, Fp8Recipe, ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.specs.te_versions import CASTS_GATHERED, release_of
 
 TE_IS_PROVEN_ON_GPUS = False
 """Whether tests/gpu/test_te_gpu.py has passed on a GPU; before that, `model.fp8_backend=auto` means
@@ -27,6 +28,10 @@ class BackendTraits:
         keeps_inputs: Whether its linears keep their inputs in the compute dtype for the backward
             pass, also where the product is in FP8.
         copies_weights: Whether it keeps FP8 copies of weights for a whole step.
+        casts_gathered_from: The first version of its package that keeps no copies of weights that
+            FSDP gathers; None if no version does.
+        transposes_gathered: Whether a weight that FSDP gathers in FP8 has its transpose besides,
+            and not a tensor of the compute dtype.
         keeps_ends_high: Whether the model's first and last linear stay in high precision unless a
             rule names them.
         draws_at_once: Whether its layers have values from the moment when they are built, except
@@ -38,9 +43,16 @@ class BackendTraits:
     note: str
     keeps_inputs: bool = False
     copies_weights: bool = True
+    casts_gathered_from: str | None = None
+    transposes_gathered: bool = False
     keeps_ends_high: bool = False
     draws_at_once: bool = False
     is_counted: bool = False
+
+    def copies_gathered(self, version: str) -> bool:
+        """Whether a version of its package keeps FP8 copies of weights that FSDP gathers."""
+        first = self.casts_gathered_from
+        return first is not None and release_of(version) < release_of(first)
 
     def precision_of(self, recipe: Fp8Recipe, linear: str, num_layers: int) -> ModulePrecision:
         """Return the recipe under which the linear of this name runs, in a model of many layers."""
@@ -58,6 +70,8 @@ BACKENDS: Mapping[BackendName, BackendTraits] = {
     "te": BackendTraits(
         note="Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
         "counted; its activations, workspace and time are taken to be those of our own layers.",
+        casts_gathered_from=CASTS_GATHERED,
+        transposes_gathered=True,
         draws_at_once=True,
     ),
     "torchao": BackendTraits(

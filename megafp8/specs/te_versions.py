@@ -6,6 +6,7 @@ docs/reference/te_versions.md.
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 
 OLDEST = (2, 4)
@@ -20,6 +21,9 @@ HEAD_NORMS = "2.7"
 """The first version that can normalize queries and keys before it rotates them."""
 FIRST_WITH_NVFP4 = "2.8"
 """The first version that has `NVFP4BlockScaling`."""
+CASTS_GATHERED = "2.16"
+"""The first version that casts weights which FSDP gathers in each pass; earlier ones keep the FP8
+copies of all weights."""
 _WHOLE = re.compile(r"\d+\.\d+\.\d+(\.post\d+)?")
 
 HASHES = {
@@ -51,6 +55,14 @@ HASHES = {
 def release_of(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version: "2.12.0" -> (2, 12)."""
     return tuple(int(number) for number in version.split(".")[:2])
+
+
+def installed_version() -> str | None:
+    """Return the version that is installed here, or None."""
+    try:
+        return importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def is_before(version: str, first: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megafp8.ops.bf16 import as_one_kernel
 from megafp8.te_cpu import activations, attention, gemm, masters, norms, quantize, updates
 from megafp8.te_cpu.enums import enumerations
 from megafp8.te_cpu.missing import Missing
@@ -80,7 +81,7 @@ def _without_gradients(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(kernel)
     def called(*args: Any, **kwargs: Any) -> Any:
-        with torch.no_grad():
+        with torch.no_grad(), as_one_kernel():
             return kernel(*args, **kwargs)
 
     return called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -12,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.plan_published import pair_ratios
-from megafp8.cli.plan import main, spec_of
+from megafp8.cli.plan import main, make_plan, spec_of
 from megafp8.cli.plan_text import UNCERTAINTY
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
 from megafp8.plan.hardware import H100
 from megafp8.plan.search import search
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.config.test_presets import PARAMETERS
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "evidence" / "published.md"
@@ -232,6 +234,8 @@ def test_a_page_begins_with_its_verdict_and_names_its_command(tmp_path: Path) ->
             "Did you mean trainer.devices?",
         ),
         (["trainer.accelerator=cpu"], "trainer.accelerator=cpu: a plan is for GPUs"),
+        (["model.te_version=2.16.0"], "model.te_version=2.16.0: chooses the version of"),
+        (["model.fp8_backend=te", "model.te_version=2.3.0"], "2.3.0 is too old: it must be 2.4"),
         (["model.hiden_size=3"], "model.hiden_size"),
         (["trainer.devices=3", "model.tensor_model_parallel_size=2"], "is not a multiple of it"),
         (["--page", "/nowhere/plan.html"], "--page=/nowhere/plan.html"),
@@ -244,6 +248,30 @@ def test_bad_input_is_named(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1, "there is no usage text"
     assert said in error
+
+
+def test_a_plan_is_for_a_version_of_transformer_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that is asked for, or else is installed, or else the default.
+
+    Versions before 2.16 keep copies of all weights that FSDP gathers, 2 bytes an element.
+    """
+
+    def planned(*words: str) -> tuple[str, int]:
+        job = ["trainer.devices=8", "model.global_batch_size=32", "model.fp8=True"]
+        job += ["model.fsdp=True", "model.fp8_backend=te"]
+        plan = make_plan(spec_of([*job, *words], None).spec, H100)
+        assert main([*job, *words]) == 0
+        (note,) = (line for line in capsys.readouterr().out.split("\n") if "planned for" in line)
+        return note, plan.ranks[0].step.weight_copies
+
+    note, copies = planned()
+    assert f"planned for {DEFAULT_VERSION}" in note and copies > 0
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.20.2")
+    note, none = planned()
+    assert "planned for 2.20.2" in note and none == 0
+    assert planned("model.te_version=2.15.0")[1] == copies
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("15T", 15e12), ("300b", 3e11), ("1e9", 1e9)])

@@ -156,13 +156,16 @@ def measure_te(rank: Rank, cases: dict[str, RunSpec], planned: Kept) -> dict[str
 
 
 def shares_of_te(
-    rank: Rank, cases: dict[str, RunSpec], planted: Mapping[str, Any] | None = None
+    rank: Rank,
+    cases: dict[str, RunSpec],
+    planted: Mapping[str, Any] | None = None,
+    version: str = te_cpu.DEFAULT_VERSION,
 ) -> dict[str, list[RankShare]]:
-    """Return the dry run's shares of all ranks, for Transformer Engine's layers.
+    """Return the dry run's shares of all ranks, for the layers of a version of Transformer Engine.
 
     A test may have `planted` wrong values: what names of modules stand for meanwhile.
     """
-    te_cpu.load()
+    te_cpu.load(version)
     with pytest.MonkeyPatch.context() as patch:
         for place, wrong in (planted or {}).items():
             patch.setattr(place, wrong)

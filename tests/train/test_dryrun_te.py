@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 
+from megafp8.plan import memory
+from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.te_versions import FIRST_WITH_NVFP4, is_before
 from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.dryrun import RankShare
 from megafp8.train.live_bytes import LiveBytes
+from tests.plan.test_memory import NARROW, RECIPES, of_fsdp
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.train import dryrun_work
@@ -130,3 +135,98 @@ def test_two_ranks_in_other_cases() -> None:
 def test_four_ranks_hold_what_the_dry_run_says(parallel: ParallelSpec) -> None:
     need_sources(DEFAULT_VERSION)
     assert_counted(parallel, measured(parallel, ["delayed", "fp8 alone"]))
+
+
+GELU = {"activation": "gelu-tanh"}
+PLANNED: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "delayed": {"fp8": RECIPES["delayed"]},
+    "fp8 alone": {"fp8": RECIPES["fp8 alone"]},
+    "tensorwise": {"fp8": RECIPES["tensorwise"]},
+    "mxfp8": {"fp8": RECIPES["mxfp8"]},
+    "nvfp4": {"fp8": RECIPES["nvfp4"]},
+    "recomputed": {"fp8": RECIPES["delayed"], "shape": RECOMPUTED},
+    "kept": {"fp8": RECIPES["delayed"], "fsdp": FsdpSpec(strategy="grad")},
+    "pp 2": {"fp8": RECIPES["delayed"], "ranks": 4, "pp": 2},
+    "llama": {"fp8": RECIPES["delayed"], "shape": LLAMA},
+    "llama, fp8 alone": {"fp8": RECIPES["fp8 alone"], "shape": LLAMA},
+}
+
+QUICK = ("delayed", "fp8 alone", "mxfp8")
+
+
+def planned(name: str, version: str) -> RunSpec:
+    """Return a job on GPUs whose weights need more than its activations."""
+    case = PLANNED[name]
+    spec = with_te(of_fsdp(**(case | {"shape": NARROW | GELU | case.get("shape", {})})))
+    return replace(spec, precision=replace(spec.precision, te_version=version))
+
+
+def dry_runs(version: str, names: Iterable[str], **planted: Any) -> dict[str, list[RankShare]]:
+    need_sources(version)
+    cases = {name: planned(name, version) for name in names}
+    given = {"cases": cases, "version": version, "planted": planted}
+    shares: dict[str, list[RankShare]]
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, given, timeout=400)
+    return shares
+
+
+def assert_planned(version: str, shares: dict[str, list[RankShare]]) -> None:
+    """The plan has a dry run's most bytes within 1 %, and its copies but for a few numbers.
+
+    Those are scales of single weights and, with recomputation, states of random numbers.
+    """
+    for name, found in shares.items():
+        for real in found[:: len(found) // planned(name, version).parallel.pp]:
+            plan = rank_memory(planned(name, version), real.pipeline_rank)
+            assert plan.in_step == pytest.approx(real.in_step, rel=0.01), name
+            assert plan.step.gathered == real.step.gathered, name
+            copies = real.step.weight_copies
+            assert plan.step.weight_copies == pytest.approx(copies, abs=2e4), name
+
+
+@pytest.fixture(scope="module")
+def of_the_default() -> dict[str, list[RankShare]]:
+    return dry_runs(DEFAULT_VERSION, QUICK)
+
+
+def test_a_plan_has_the_bytes_of_a_dry_run(of_the_default: dict[str, list[RankShare]]) -> None:
+    assert_planned(DEFAULT_VERSION, of_the_default)
+
+
+def test_a_plan_of_later_versions_has_casts_for_one_use_in_place_of_copies() -> None:
+    """At the worst moment the weight of query, key and value is cast for its input's gradient."""
+    steps = [rank_memory(planned("delayed", version), 0).step for version in ("2.15.0", "2.16.0")]
+    assert [step.weight_copies for step in steps] == [2 * 6 * 12 * 256**2, 0]
+    assert steps[1].workspace - steps[0].workspace == 3 * 256**2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["2.4.0", DEFAULT_VERSION, "2.15.0", "2.16.0", "2.20.2"])
+def test_a_plan_has_the_bytes_of_a_version(version: str) -> None:
+    lacks_nvfp4 = is_before(version, FIRST_WITH_NVFP4)
+    names = [name for name in PLANNED if name != "nvfp4" or not lacks_nvfp4]
+    assert_planned(version, dry_runs(version, names))
+
+
+def test_copies_that_a_plan_leaves_out_are_found(
+    of_the_default: dict[str, list[RankShare]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_weight_copies", lambda *given: 0)
+    with pytest.raises(AssertionError):
+        assert_planned(DEFAULT_VERSION, of_the_default)
+
+
+def test_a_wrong_size_of_a_gathered_weight_is_found(
+    of_the_default: dict[str, list[RankShare]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BACKENDS, "te", replace(BACKENDS["te"], transposes_gathered=False))
+    with pytest.raises(AssertionError, match="alone"):
+        assert_planned(DEFAULT_VERSION, of_the_default)
+
+
+def test_a_dry_run_for_gpus_leaves_out_what_emulates_a_kernel() -> None:
+    """A product on a CPU makes two FP32 tensors before its result."""
+    wrong = {"megafp8.train.live_bytes.is_in_kernel": bool}
+    with pytest.raises(AssertionError, match="delayed"):
+        assert_planned(DEFAULT_VERSION, dry_runs(DEFAULT_VERSION, ["delayed"], **wrong))

@@ -14,7 +14,12 @@ import torch
 
 from megafp8.errors import ConfigError
 from megafp8.specs.gpus import why_not_in_te
-from megafp8.specs.te_versions import NEWEST_TRIED, release_of, why_not_version
+from megafp8.specs.te_versions import (
+    NEWEST_TRIED,
+    installed_version,
+    release_of,
+    why_not_version,
+)
 
 INSTALL = (
     'Install it (pip install --no-build-isolation "transformer-engine[pytorch,core_cu13]==2.20.2", '
@@ -160,9 +165,7 @@ def why_not_installed(device: torch.device) -> str | None:
     """Return why Transformer Engine cannot run here, as far as it is known without importing it."""
     if device.type != "cuda":
         return "Transformer Engine runs on NVIDIA GPUs alone, and this run is on a CPU"
-    try:
-        version = importlib.metadata.version("transformer-engine")
-    except importlib.metadata.PackageNotFoundError:
+    if (version := installed_version()) is None:
         return f"the package transformer-engine is not installed. {INSTALL}"
     if (reason := why_not_version(version)) is not None:
         return f"transformer-engine {reason}. {INSTALL}"
