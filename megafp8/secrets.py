@@ -85,7 +85,7 @@ def named_secrets(value: object, name: str = "") -> Iterator[str]:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all scalars in a value as text, keys of dicts included."""
+    """Yield all texts and numbers in a value as text, keys of dicts included."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key)

@@ -2,6 +2,7 @@
 
     python -m scripts.house                    counts of this tree
     python -m scripts.house --walk             run two small steps; list stations, count imports
+    python -m scripts.house --sample           draw 25 functions, to be read for how clear they are
     python -m scripts.house --tree FOLDER      the same for another tree, such as a git worktree
 
 A token's path is every file of megafp8 with a function that takes or returns an array or a tensor
@@ -19,6 +20,7 @@ import argparse
 import ast
 import io
 import os
+import random
 import runpy
 import statistics
 import subprocess
@@ -43,6 +45,7 @@ JOB = (
 SETTINGS = ("Options", "DictConfig", "RunSpec", "Loaded", "Merged", "Composed")
 RULES = ("findings", "unused", "effective", "_contradictions")  # all below them only read settings
 OF_TE = ("megafp8.backends.te", "megafp8.te_cpu")
+SAMPLE_SEED, SAMPLE_SIZE, SHORTEST_OF_SAMPLE = 20261123, 25, 8  # of functions, and their lines
 MOST_KEYS = 100  # a dict of settings with more keys than this is the whole tree
 
 
@@ -51,8 +54,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--walk", action="store_true")
+    parser.add_argument("--sample", action="store_true")
     args = parser.parse_args()
-    if args.walk:
+    if args.sample:
+        print(*sample(args.tree), sep="\n")
+    elif args.walk:
         walk(args.tree.resolve())
     else:
         print_counts(args.tree)
@@ -106,6 +112,29 @@ def late_constants(source: str) -> int:
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 seen.update(ast.unparse(target) for target in targets)
     return found
+
+
+def sample(tree: Path) -> list[str]:
+    """Return where 25 functions are: one of each package and each module beside them, then others.
+
+    They are drawn by one seed from all functions of at least 8 lines, in the order of the source.
+    """
+    functions: dict[str, list[str]] = {}
+    for path in sorted(tree.glob("megafp8/**/*.py")):
+        package = path.relative_to(tree / "megafp8").parts[0].removesuffix(".py")
+        found = [
+            node for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and (node.end_lineno or 0) - node.lineno + 1 >= SHORTEST_OF_SAMPLE
+        ]  # fmt: skip
+        functions.setdefault(package, []).extend(
+            f"{path.relative_to(tree)}:{node.lineno} {node.name}"
+            for node in sorted(found, key=lambda node: node.lineno)
+        )
+    draw = random.Random(SAMPLE_SEED)
+    drawn = [draw.choice(names) for _, names in sorted(functions.items()) if names]
+    rest = [name for names in functions.values() for name in names if name not in drawn]
+    return drawn + draw.sample(rest, SAMPLE_SIZE - len(drawn))
 
 
 def code_lines(source: str) -> int:

@@ -146,8 +146,8 @@ class AdamW:
         of updates (`take_back_count`). It is called only with `decides_on_device`.
         """
         skips = (loss.isfinite() & norm.isfinite()).logical_not().float()
-        self._torch.found_inf = skips
-        if self.spec.storage.is_plain:
+        self._torch.found_inf = skips  # where it is 1, torch's kernel updates nothing
+        if self.spec.storage.is_plain:  # the kernel divides each gradient by `grad_scale` itself
             self._torch.grad_scale = (divisor / coefficient_on_device(norm, self.spec)).float()
         else:  # one factor for all gradients, as `clip` has it
             factor = (coefficient_on_device(norm, self.spec) / divisor).float()

@@ -61,28 +61,29 @@ def arriving_bytes(spec: RunSpec, division: Division) -> tuple[int, int]:
         return 0, 0
     few = [places for places in division.grads if places.kind != "fp32"]
     plain = [places for places in division.grads if places.kind == "fp32"]
-    early, last = _of_a_bucket(spec, few), 0
+    early, last = _most_of_a_bucket(spec, few), 0
     if spec.optim.shards_states:  # otherwise FP32 gradients are all-reduced in place
-        last = _of_a_bucket(spec, plain)
+        last = _most_of_a_bucket(spec, plain)
     return (0, max(early, last)) if len(few) == 1 else (early, last)
 
 
-def _of_a_bucket(spec: RunSpec, buckets: Sequence[Places]) -> int:
-    """Return what the rank that sums most of a bucket of gradients needs for it (FP8-LM).
+def _most_of_a_bucket(spec: RunSpec, buckets: Sequence[Places]) -> int:
+    """Return the bytes that the largest bucket takes on the rank that sums most of it (FP8-LM).
 
-    Sums of numbers in low precision are FP32 until their scales are known. What is sent in several
-    rounds, or in another dtype than that of the sums, is copied (`parallel/scaled_data.py`).
+    They are the parts that arrive, copies of what is sent, and sums. Sums of numbers in low
+    precision are FP32 until their scales are known. What is sent in several rounds, or in another
+    dtype than that of the sums, is copied (`parallel/scaled_data.py`).
     """
     most = 0
     for places in buckets:
-        is_few = places.kind != "fp32"
-        dtype = places.kind if is_few else spec.parallel.grad_reduce_dtype
+        is_low_precision = places.kind != "fp32"
+        dtype = places.kind if is_low_precision else spec.parallel.grad_reduce_dtype
         first = [part.stop - part.start for part in places.rounds()[0]]
         is_cut = sum(first) < places.elements
         copied = sum(first) if is_cut and sum(size > 0 for size in first) > 1 else 0
         if dtype != places.kind:
             copied += places.elements
         arriving = len(first) * max(first) + copied
-        total = max(places.parts) if is_few else 0
-        most = max(most, ITEM_BYTES[dtype] * arriving + FP32 * total)
+        sums = max(places.parts) if is_low_precision else 0
+        most = max(most, ITEM_BYTES[dtype] * arriving + FP32 * sums)
     return most

@@ -118,7 +118,7 @@ def install(undo: ExitStack) -> None:
         _replace(torch.cuda.nvtx, name, _nothing, undo)
     _patch_cuda_version(undo)
     undo.callback(_patch_wrapper_tensors())
-    undo.callback(torch_private.wrap_coalescing_manager(_one_by_one))
+    undo.callback(torch_private.wrap_coalescing_manager(_without_coalescing))
     mode = CudaIsTheCpu()
     undo.callback(_patch_backward(mode))
     undo.enter_context(mode)
@@ -191,15 +191,19 @@ def _patch_wrapper_tensors() -> Callable[[], None]:
     return torch_private.wrap_make_wrapper_subclass(on_cpu)
 
 
-def _one_by_one(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Transformer Engine's code send at once what it would send together: gloo cannot do it."""
+def _without_coalescing(coalescing: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a context manager for messages, in place of torch's `coalescing`.
+
+    Inside it Transformer Engine's messages are sent one by one, since gloo cannot send several
+    together. The manager's result is what the caller waits for; here nothing is left to wait for.
+    """
 
     @contextmanager
-    def sent() -> Iterator[Stream]:
+    def one_by_one() -> Iterator[Stream]:
         yield Stream()
 
     def manager(*args: Any, **kwargs: Any) -> Any:
-        return sent() if _asked_by_transformer_engine() else coalescing(*args, **kwargs)
+        return one_by_one() if _asked_by_transformer_engine() else coalescing(*args, **kwargs)
 
     return manager
 

@@ -50,6 +50,21 @@ def test_a_constant_is_late_if_it_could_stand_before_the_functions() -> None:
     assert house.late_constants("X = 1\ndef f(): ...\n") == 0
 
 
+def test_a_sample_has_a_function_of_each_package_and_is_drawn_again_alike(tmp_path: Path) -> None:
+    long, short = ("def {name}{number}():\n" + "    x = 1\n" * lines for lines in (7, 6))
+    for package in ("config", "data", "fp8", "errors.py"):
+        path = tmp_path / "megafp8" / package
+        path = path if path.suffix else path / "some.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        functions = [long.format(name=path.stem, number=number) for number in range(20)]
+        path.write_text("".join(functions) + short.format(name="short", number=0))
+    drawn = house.sample(tmp_path)
+    assert len(set(drawn)) == len(drawn) == 25 and not any("short" in name for name in drawn)
+    firsts = [name.split("/")[1].split(":")[0] for name in drawn[:4]]
+    assert firsts == ["config", "data", "errors.py", "fp8"]
+    assert house.sample(tmp_path) == drawn
+
+
 def test_names_of_classes_are_counted_over_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,8 +33,10 @@ BACKEND = "model.fp8_backend"
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
 def _fp8_has_format(v: Values) -> Iterator[Finding]:
-    has_choice = not some((v["model.fp8_recipe"],), lambda traits: traits.is_e4m3)
-    if v["model.fp8"] and has_choice and v["model.fp8_hybrid"] is False and not v["model.fp8_e4m3"]:
+    """Refuse FP8 in no format: both keys that choose one are off, and the recipe fixes none."""
+    is_fixed = some((v["model.fp8_recipe"],), lambda traits: traits.is_e4m3)
+    is_chosen = v["model.fp8_e4m3"] or v["model.fp8_hybrid"] is not False  # null: the recipe's own
+    if v["model.fp8"] and not is_fixed and not is_chosen:
         yield Finding(
             "model.fp8_hybrid",
             "model.fp8_e4m3 is not True, so no FP8 format is chosen",
