@@ -12,7 +12,7 @@ from torch import nn
 from megafp8.backends.native_block import FusedParts
 from megafp8.backends.native_dryrun import as_on_a_gpu
 from megafp8.backends.protocol import Backend, Stores
-from megafp8.fp8.engine import Engine
+from megafp8.fp8.engine import Engine, runs_triton
 from megafp8.fp8.formats import DTYPE_NAMES, DTYPES
 from megafp8.fp8.gemm import GemmCounter, wide_dtype
 from megafp8.fp8.kernels.compile import library
@@ -47,7 +47,9 @@ class NativeBackend(Backend):
             scaling.draws.seed = spec.train.seed
             if mesh.device.type == "meta":
                 scaling.to(mesh.device)  # no numbers to start with: rows come without memory
-        self.parts = NativeParts(parts_args) if scaling is None else FusedParts(parts_args, scaling)
+        # Where no kernel can cast in a norm or an activation, the model is made of plain layers.
+        fuses = scaling is not None and runs_triton(mesh.device)
+        self.parts = (FusedParts if fuses else NativeParts)(parts_args, scaling)
         self.scaling = scaling or NoScaling()
 
     @classmethod

@@ -18,7 +18,6 @@ from megafp8.fp8 import chain
 from megafp8.fp8.chain import Link
 from megafp8.fp8.fused import KINDS, ActivationProducer, NormProducer
 from megafp8.fp8.linear import Linear
-from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout, Norm
@@ -26,7 +25,7 @@ from megafp8.parallel.parts import NativeParts, heads_of
 
 
 class FusedParts(NativeParts):
-    """Makes the parts of `NativeParts`, and layers that run chains; it needs a scaling state."""
+    """Makes the parts of `NativeParts`, and layers that run chains, for a device with Triton."""
 
     def own_layer(self, index: int) -> nn.Module:
         """Return a layer with the parameters of the plain one."""
@@ -36,14 +35,13 @@ class FusedParts(NativeParts):
 class FusedLayer(TransformerLayer):
     """Computes what `TransformerLayer` does, by chains where a norm or activation may cast.
 
-    Nothing casts so in high precision, without Triton, in what torch compiles (it fuses by itself),
-    and where a hook wants to see each linear.
+    Nothing casts so in high precision, in what torch compiles (it fuses by itself), and where a
+    hook wants to see each linear.
     """
 
     def __init__(self, parts: FusedParts, index: int) -> None:
         super().__init__(parts, index)
-        assert isinstance(parts.scaling, ScalingState)
-        self.scaling, self.dtype = parts.scaling, parts.dtype
+        self.dtype = parts.dtype
         self.qkv_link = self._after_norm(self.attention_norm, self.attention.qkv)
         self.fc1_link = self._after_norm(self.mlp_norm, self.mlp.fc1)
         self.fc2_link: Link | None = None
@@ -53,7 +51,7 @@ class FusedLayer(TransformerLayer):
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
         """Return the layer's output: [B, S, D] -> [B, S, D]."""
-        if torch.compiler.is_compiling() or not self.scaling.engine.uses_triton:
+        if torch.compiler.is_compiling():
             return super().forward(x_BSD, context)
         x: torch.Tensor = x_BSD
         context = context or AttentionContext()

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megafp8.backends import native
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.fp8 import scaling
@@ -158,7 +159,8 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_attention(tally))
     monkeypatch.setattr(torch, "rms_norm", fused_rms_norm(tally))
-    monkeypatch.setattr(parts, "runs_triton", lambda device: True)
+    for module in (native, parts):
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
     with bf16.planning_for("cuda"):
         yield tally
 

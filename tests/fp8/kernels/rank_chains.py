@@ -8,13 +8,12 @@ import torch
 
 from megafp8.fp8 import chain
 from megafp8.fp8.engine import EMULATED
-from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import join
 from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
 from megafp8.train.step import forward_backward, reduce_gradients
-from tests.fp8.kernels.test_engine import hopper
+from tests.fp8.kernels.test_engine import hopper, run_with
 from tests.ranks import Rank
-from tests.tiny import build_run, microbatch
+from tests.tiny import microbatch
 
 
 def both_ways(rank: Rank, parallel: ParallelSpec, model: GPTSpec) -> dict[str, Any]:
@@ -31,9 +30,7 @@ def both_ways(rank: Rank, parallel: ParallelSpec, model: GPTSpec) -> dict[str, A
     found: dict[str, Any] = {}
     for way, engine in (("chains", hopper()), ("apart", EMULATED)):
         fp8 = Fp8Recipe(amax_history_len=3)
-        state = build_run(mesh, compute="bf16", fp8=fp8, model=model, parallel=parallel)
-        assert isinstance(state.scaling, ScalingState)
-        state.scaling.engine = engine
+        state = run_with(engine, mesh, fp8=fp8, model=model, parallel=parallel)
         losses = []
         for step in range(2):
             losses.append(forward_backward(state, [microbatch(step)])[0].item())

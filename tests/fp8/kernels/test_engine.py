@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.backends import native
 from megafp8.backends.native import kernels_of
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
@@ -25,10 +26,12 @@ from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import Operands, Role, WantsFp8
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8, StoredFp8
+from megafp8.parallel.mesh import Mesh
 from megafp8.specs import Fp8Recipe
 from megafp8.specs import recipes as specs_recipes
 from megafp8.specs.precision import GEMMS, RecipeName
 from megafp8.specs.recipes import find_recipe
+from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.fp8.kernels.helpers import assert_same_bytes, hard_matrix, whole
 from tests.fp8.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
@@ -51,6 +54,16 @@ def hopper(matmul: Any = None) -> Engine:
     return Engine(
         uses_triton=True, layouts=layouts, fp32_results=layouts, matmul=matmul or TensorCores()
     )
+
+
+def run_with(engine: Engine, mesh: Mesh | None = None, **choices: Any) -> TrainState:
+    """Return the state of a run, built as for a device with this engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "runs_triton", lambda device: engine.uses_triton)
+        state = build_run(mesh, compute="bf16", **choices)
+    assert isinstance(state.scaling, ScalingState)
+    state.scaling.engine = engine
+    return state
 
 
 def recipe_of(name: RecipeName, **changes: Any) -> Fp8Recipe:
@@ -389,9 +402,7 @@ def test_a_model_trains_the_same(name: RecipeName) -> None:
     """Losses of three steps beside the ordinary path's; equal casts, other order of sums."""
     losses = []
     for engine in (EMULATED, hopper()):
-        state = build_run(compute="bf16", fp8=recipe_of(name))
-        assert isinstance(state.scaling, ScalingState)
-        state.scaling.engine = engine
+        state = run_with(engine, fp8=recipe_of(name))
         losses.append([])
         for step in range(3):
             losses[-1].append(train_step(state, [microbatch(step)]).loss)

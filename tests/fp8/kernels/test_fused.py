@@ -26,7 +26,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.fp8.kernels import rank_chains
-from tests.fp8.kernels.test_engine import hopper
+from tests.fp8.kernels.test_engine import hopper, run_with
 from tests.ranks import run_ranks
 from tests.tiny import build_run, gpt_spec, microbatch
 
@@ -46,10 +46,7 @@ LINEARS = ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")
 
 
 def state_of(engine: Engine, *, fp8: Fp8Recipe = DELAYED, **changes: Any) -> TrainState:
-    state = build_run(compute="bf16", fp8=fp8, **changes)
-    assert isinstance(state.scaling, ScalingState)
-    state.scaling.engine = engine
-    return state
+    return run_with(engine, fp8=fp8, **changes)
 
 
 class Fusions:
@@ -216,7 +213,8 @@ def test_hooks_see_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_cpu_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = state_of(EMULATED)
+    state = build_run(compute="bf16", fp8=DELAYED)
+    assert not any(isinstance(module, FusedLayer) for module in state.model.modules())
     seen = Fusions(monkeypatch)
     train_step(state, [microbatch(0)])
     assert seen.names == []
