@@ -1,8 +1,8 @@
-"""Write and read the manifest of a checkpoint: its files, their hashes, and the pieces in them.
+"""Write and read a checkpoint's manifest: its scalars, its files, their hashes and their pieces.
 
 The manifest is `manifest.json`; `manifest.sha256` holds its hash, in the form that `sha256sum -c`
-reads. A `Placement` says which piece of a logical (unsharded) tensor a local tensor is; checkpoints
-know nothing else about parallelism.
+reads. The scalars are under `meta`. A `Placement` says which piece of a logical (unsharded) tensor
+a local tensor is; checkpoints know nothing else about parallelism.
 """
 
 from __future__ import annotations
@@ -17,17 +17,29 @@ from typing import Any, NoReturn
 
 import torch
 
-from megafp8.checkpoint.meta import check_meta
 from megafp8.checkpoint.shardfile import DTYPES
 from megafp8.checkpoint.step_directories import MANIFEST_NAME
 from megafp8.errors import CheckpointError, UnreadableError
 from megafp8.files import why_unreadable, write_durably
-from megafp8.foreign import ForeignFileError, parse_json, read_bytes
+from megafp8.foreign import Fields, ForeignFileError, parse_json, read_bytes
 from megafp8.specs.geometry import Box, Sizes, why_not_a_partition
 
 FORMAT_VERSION = 1
 MANIFEST_HASH_NAME = "manifest.sha256"
 USE_ANOTHER = "Use an older checkpoint, or replace this one by an undamaged copy"
+COUNTS = ("consumed_samples", "num_updates", "num_skipped")
+KEYS_OF_STATE = ("config", "data_fingerprint", *COUNTS)
+"""The keys of `meta` that every state of training has."""
+_SECTIONS_OF_META = (
+    "config",
+    "last_in_effect",
+    "metrics",
+    "versions",
+    "scaling_layout",
+    "loss_scale",
+    "precision_steps",
+)
+_MOST = 2**53
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -127,12 +139,30 @@ def read_manifest(directory: Path) -> Manifest:
         raise kind(path, f"format_version is {version!r}, not {FORMAT_VERSION}", hint)
     try:
         manifest = _decode(tree)
-        check_meta(manifest.meta)
+        _check_meta(manifest.meta)
     except (KeyError, TypeError, ValueError) as error:
         _refuse(path, f"a field is missing or has a wrong type ({error!r})")
     if wrong := why_incomplete(manifest.shards):
         _refuse(path, wrong)
     return manifest
+
+
+def check_state(
+    meta: Mapping[str, Any], path: Path, required: tuple[str, ...] = KEYS_OF_STATE
+) -> None:
+    """Check that a checkpoint has a state of training: the keys that are `required`.
+
+    Raises:
+        CheckpointError: It has none, as what `megafp8 import` writes, or only a part of one.
+    """
+    missing = [key for key in required if meta.get(key) is None]
+    if not missing:
+        return
+    reason = "has weights, but no state of training"
+    if len(missing) < len(required) - 1:  # the configuration is recorded with weights, too
+        reason = f"lacks {missing[0]} in its manifest's meta"
+    hint = "Use restore_from_path, which reads the weights only"
+    raise CheckpointError(path, reason, hint)
 
 
 def why_incomplete(shards: Sequence[ShardEntry]) -> str | None:
@@ -233,6 +263,36 @@ def _natural(value: object, field: str) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{field}: {value!r}")
     return value
+
+
+def _check_meta(meta: Mapping[str, Any]) -> None:
+    """Check the type and the range of each known key of `meta`.
+
+    A right hash says that a manifest is as it was written, and not that this program wrote it. Keys
+    may be missing, as in weights without a state of training, or in checkpoints of earlier
+    versions.
+
+    Raises:
+        ForeignFileError: A value is not what the key holds.
+    """
+    fields = Fields(meta)
+    for key in COUNTS:
+        fields.whole(key, 0, _MOST, None)
+    fields.text("data_fingerprint", None)
+    fields.whole("eod_id", 0, _MOST, None)
+    sections = {key: fields.section(key) for key in _SECTIONS_OF_META}
+    for name in ("model", "trainer", "exp_manager"):
+        sections["config"].section(name)
+    for name in sections["metrics"].tree:
+        sections["metrics"].number(name, None)
+    for name in sections["scaling_layout"].tree:
+        sections["scaling_layout"].whole(name, 1, _MOST)
+    for name in sections["precision_steps"].tree:
+        sections["precision_steps"].whole(name, 0, _MOST)
+    if sections["loss_scale"].tree:
+        sections["loss_scale"].number("scale", above=0)
+        sections["loss_scale"].whole("num_finite", 0, _MOST)
+        sections["loss_scale"].whole("num_overflows", 0, _MOST)
 
 
 def _first_repeated(names: Sequence[str]) -> str | None:

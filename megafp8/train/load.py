@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS
-from megafp8.checkpoint.meta import check_state
-from megafp8.checkpoint.step_directories import MANIFEST_NAME
+from megafp8.checkpoint.manifest import check_state
+from megafp8.checkpoint.step_directories import MANIFEST_NAME, set_aside, step_name
 from megafp8.checkpoint.verify import check_structure
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.resolve import optim_of
@@ -21,16 +21,18 @@ from megafp8.config.resume import (
     with_defaults,
 )
 from megafp8.errors import CheckpointError
+from megafp8.files import os_errors_reported
 from megafp8.observe.console import Console
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.agreement import on_main, raise_on_all
 from megafp8.parallel.launch import note_checkpoint
+from megafp8.parallel.mesh import Mesh
 from megafp8.runs.find import CHECKPOINTS_DIR, find_run
 from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec
 from megafp8.specs.recipes import source_of
 from megafp8.train import state_dict
-from megafp8.train.saver import Saver, newest_after_cleanup
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 
 RECIPE_FILES = "recipe_files"
@@ -49,6 +51,32 @@ def load_newest(saver: Saver, state: TrainState, data: RunData, console: Console
     if state.mesh.is_main:
         note_checkpoint(newest)
     console.event(f"continuing from {newest}")
+
+
+def newest_after_cleanup(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
+    """Return the newest checkpoint that verifies, or None; the main rank finds it for all.
+
+    Newer checkpoints, which are damaged, are renamed, because pruning needs the newest one to be
+    good. Checkpoints that a killed process left half written are deleted, to free disk space.
+    """
+
+    def find() -> Path | None:
+        store.remove_leftovers(root)
+        found = store.newest_valid(root, notify)
+        _set_aside_after(found)
+        return found
+
+    return on_main(mesh, find)
+
+
+def _set_aside_after(found: Path | None) -> None:
+    """Rename the checkpoints that are newer than `found`; without a good one, none is renamed."""
+    if found is None:
+        return
+    paths = [found.parent / step_name(step) for step in store.steps(found.parent)]
+    for path in paths[paths.index(found) + 1 :]:
+        with os_errors_reported(path, "setting a damaged checkpoint aside"):
+            set_aside(path)
 
 
 def resume_from(
@@ -138,7 +166,7 @@ def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
     ranks, mode = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
     divided = [settings for settings in (was, now) if settings[ranks] > 1]
     by_part = any(settings[mode] != "duplicated" for settings in divided)
-    if optim_of(was).uses_muon and was[ranks] != now[ranks] and by_part:
+    if by_part and was[ranks] != now[ranks] and optim_of(was).uses_muon:
         yield (
             f"{mode} has each rank orthogonalize its own part, so that the run continues with "
             f"another optimizer: {ranks} was {was[ranks]}, and is {now[ranks]}"

@@ -18,13 +18,13 @@ from megafp8.plan.flops import flops_per_token
 from megafp8.plan.utilization import utilization
 from megafp8.specs import RunSpec
 from megafp8.train import state_dict
+from megafp8.train.load import newest_after_cleanup
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.phases import begin_phase, phase_of
 from megafp8.train.process import Garbage
 from megafp8.train.report.fp8 import share_of
 from megafp8.train.report.summary import show_sample
 from megafp8.train.run import Run
-from megafp8.train.saver import newest_after_cleanup
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import validate

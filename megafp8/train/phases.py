@@ -98,12 +98,13 @@ def return_to(
     Raises:
         SettingError: The schedule has other changes before `step` than the checkpoint's run had.
     """
+    had = _changes_of_checkpoint(meta)
+    if not state.phases and not had:
+        return
     values = with_defaults(state.backend.spec.resolved)
     if not values["model.fp8"]:
         return
-    asked, had = changes_of(values), _changes_of_checkpoint(meta)
-    if not state.phases and not had:
-        return
+    asked = changes_of(values)
     changes = tuple(_with_kept_steps(asked, had, notify))
     try:
         _check_past(changes, had, step, values[SCHEDULE])
@@ -126,7 +127,8 @@ def steps_for_meta(state: TrainState) -> dict[str, dict[str, int]]:
 
 def _changes_of_checkpoint(meta: Mapping[str, Any]) -> tuple[PrecisionChange, ...]:
     """Return the entries of the checkpoint's run, with the steps after which they begin."""
-    steps = meta.get(PRECISION_STEPS) or {}
+    if not (steps := meta.get(PRECISION_STEPS)):
+        return ()
     changes = parse_schedule(flat(meta.get("config") or {}).get(SCHEDULE, []))
     both = ((change, steps.get(str(number))) for number, change in enumerate(changes, 1))
     return tuple(replace(change, after=step) for change, step in both if step is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import platform
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.reader import SCALES
-from megafp8.checkpoint.step_directories import set_aside, step_name
+from megafp8.checkpoint.step_directories import step_name
 from megafp8.errors import NonFiniteError, UserError
-from megafp8.files import note_progress, os_errors_reported
+from megafp8.files import note_progress
 from megafp8.parallel.agreement import first_known, on_all, on_main, raise_on_all
 from megafp8.parallel.launch import note_checkpoint
 from megafp8.parallel.mesh import Mesh
@@ -27,8 +27,6 @@ from megafp8.train import state_dict
 from megafp8.train.phases import steps_for_meta
 from megafp8.train.scaling_dict import SCALING_LAYOUT, scaling_layout
 from megafp8.train.state import TrainState
-
-Notify = Callable[[str], None]
 
 # Torch divides larger tensors among threads. For the thread that writes in the background, it would
 # start more threads, which compete with those that train.
@@ -117,31 +115,6 @@ class Saver:
             "loss_scale": None if state.loss_scale is None else state.loss_scale.state(),
             "versions": self._versions,
         }
-
-
-def newest_after_cleanup(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
-    """Return the newest checkpoint that verifies, or None; the main rank finds it for all.
-
-    Newer checkpoints, which are damaged, are renamed, because pruning needs the newest one to be
-    good. Checkpoints that a killed process left half written are deleted, to free disk space.
-    """
-
-    def find() -> Path | None:
-        store.remove_leftovers(root)
-        found = store.newest_valid(root, notify)
-        _set_aside_after(found)
-        return found
-
-    return on_main(mesh, find)
-
-
-def _set_aside_after(found: Path | None) -> None:
-    if found is None:
-        return
-    paths = [found.parent / step_name(step) for step in store.steps(found.parent)]
-    for path in paths[paths.index(found) + 1 :]:
-        with os_errors_reported(path, "setting a damaged checkpoint aside"):
-            set_aside(path)
 
 
 def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:

@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.checkpoint.manifest import Placement
-from megafp8.checkpoint.meta import COUNTS, check_state
+from megafp8.checkpoint.manifest import COUNTS, Placement, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
 from megafp8.fp8.cast import amax_of

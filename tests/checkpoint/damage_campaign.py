@@ -25,7 +25,7 @@ import safetensors
 from megafp8.checkpoint import reader
 from megafp8.checkpoint.step_directories import step_name
 from megafp8.parallel.mesh import single_rank
-from megafp8.train.saver import newest_after_cleanup
+from megafp8.train.load import newest_after_cleanup
 from tests.train.runs import STEPS, TWO_RANKS, Driver, Place, assert_same, make_dataset
 
 STEPS_MADE = "trainer.max_steps=4"

@@ -23,7 +23,7 @@ from megafp8.files import why_unreadable
 from megafp8.parallel.mesh import single_rank
 from megafp8.runs import directory as rundir
 from megafp8.runs.directory import choose_run, recorded_settings
-from megafp8.train.saver import newest_after_cleanup
+from megafp8.train.load import newest_after_cleanup
 from tests.checkpoint.test_damage import rewrite_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ import os, resource, sys
 from pathlib import Path
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import single_rank
-from megafp8.train.saver import newest_after_cleanup
+from megafp8.train.load import newest_after_cleanup
 root, user = sys.argv[1], int(sys.argv[2])
 mesh = single_rank("cpu")
 if user:

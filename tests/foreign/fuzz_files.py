@@ -17,8 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megafp8.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from megafp8.checkpoint.meta import check_state
+from megafp8.checkpoint.manifest import Manifest, check_state, read_manifest, write_manifest
 from megafp8.cli import migrate, report, runs
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve

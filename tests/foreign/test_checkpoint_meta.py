@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from megafp8.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from megafp8.checkpoint.meta import check_state
+from megafp8.checkpoint.manifest import Manifest, check_state, read_manifest, write_manifest
 from megafp8.errors import CheckpointError
 
 GOOD: dict[str, Any] = {

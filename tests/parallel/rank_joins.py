@@ -19,7 +19,8 @@ from megafp8.parallel.agreement import wait_for_all
 from megafp8.parallel.mesh import join, leave
 from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
-from megafp8.train.saver import Saver, newest_after_cleanup
+from megafp8.train.load import newest_after_cleanup
+from megafp8.train.saver import Saver
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank
 

@@ -16,7 +16,8 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
-from megafp8.train.saver import Saver, newest_after_cleanup
+from megafp8.train.load import newest_after_cleanup
+from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, local_batch, train_step
 from tests.parallel.rank_work import Case, Piece, pieces
