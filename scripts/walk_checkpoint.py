@@ -5,7 +5,9 @@
 
 A job of two steps saves its last step, and a second job continues it for one step, on one rank of a
 CPU with delayed scaling. Counted are the files and functions of megafp8 that run while
-`Saver.save` and `load_newest` are active. A recipe is named where a text of the source is its name.
+`Saver.save` and `load_newest` are active, and of these those that run outside of `COMPARISONS`:
+there the settings of the checkpoint are compared with those of the run that continues. A recipe is
+named where a text of the source is its name.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from scripts.house import JOB
 
 ROOT = Path(__file__).parents[1]
 PASSES = {("saver.py", "save"): "save", ("load.py", "load_newest"): "load"}
+COMPARISONS = ("changed_updates", "last_in_effect")
 
 
 class Passes:
@@ -32,7 +35,9 @@ class Passes:
     def __init__(self, tree: Path) -> None:
         self._package = f"{tree / 'megafp8'}/"
         self._active: tuple[str, FrameType] | None = None
+        self._comparing: FrameType | None = None
         self.seen: dict[str, set[tuple[str, str]]] = {}
+        self.besides: dict[str, set[tuple[str, str]]] = {}  # outside of comparisons of settings
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """Look at one call or return."""
@@ -42,6 +47,8 @@ class Passes:
         if event == "return":
             if self._active is not None and self._active[1] is frame:
                 self._active = None
+            if self._comparing is frame:
+                self._comparing = None
             return
         name = PASSES.get((Path(code.co_filename).name, code.co_name))
         if self._active is None and name is not None:
@@ -49,6 +56,10 @@ class Passes:
         if self._active is not None:
             function = code.co_filename.removeprefix(self._package), code.co_qualname
             self.seen.setdefault(self._active[0], set()).add(function)
+            if self._comparing is None and code.co_name in COMPARISONS:
+                self._comparing = frame
+            if self._comparing is None:
+                self.besides.setdefault(self._active[0], set()).add(function)
 
 
 def run_inside(tree: Path, arguments: list[str]) -> None:
@@ -64,8 +75,12 @@ def run_inside(tree: Path, arguments: list[str]) -> None:
     finally:
         sys.setprofile(None)
     for name, functions in passes.seen.items():
-        files = {file for file, _ in functions}
-        print(f"{name}: {len(files)} files, {len(functions)} functions", flush=True)
+        counts = [(len({file for file, _ in each}), len(each))
+                  for each in (functions, passes.besides[name])]  # fmt: skip
+        text = "{} files, {} functions".format(*counts[0])
+        if counts[1] != counts[0]:
+            text += "; {} and {} without comparing settings".format(*counts[1])
+        print(f"{name}: {text}", flush=True)
 
 
 def walk(tree: Path) -> None:

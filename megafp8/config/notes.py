@@ -16,14 +16,12 @@ _STEPS = "trainer.max_steps"
 
 
 def notes(values: Values) -> Iterator[str]:
-    """Yield a line about each setting that has less effect than its value says."""
-    yield from _cut_schedule(values)
+    """Yield a line about each setting that has less effect than its value says.
 
-
-def _cut_schedule(v: Values) -> Iterator[str]:
-    """Say where a schedule ends whose parts have more steps than the run."""
-    steps, name = v[_STEPS], v[f"{_SCHED}.name"]
-    lengths = {part: _length(v, part) for part in ("warmup", "hold", "constant", "wsd_decay")}
+    There is one such line: where a schedule ends whose parts have more steps than the run.
+    """
+    steps, name = values[_STEPS], values[f"{_SCHED}.name"]
+    lengths = {part: _length(values, part) for part in ("warmup", "hold", "constant", "wsd_decay")}
     parts = {part: n for part, n in lengths.items() if f"{part}_steps" in SCHEDULES[name] and n}
     if sum(parts.values()) <= steps:
         return
@@ -43,9 +41,9 @@ def _cut_schedule(v: Values) -> Iterator[str]:
     yield f"cut: {shown} ({name}) do not fit into {_STEPS}={steps}: {end}, as in {theirs}"
 
 
-def _length(v: Values, part: str) -> int:
+def _length(values: Values, part: str) -> int:
     """Return the steps of a part of the schedule, given as a number or as a share of the run."""
-    key, steps = f"{_SCHED}.{part}", v[_STEPS]
-    given = steps_or_ratio(v[f"{key}_steps"], v[f"{key}_ratio"], steps)
+    key, steps = f"{_SCHED}.{part}", values[_STEPS]
+    given = steps_or_ratio(values[f"{key}_steps"], values[f"{key}_ratio"], steps)
     defaults = {"warmup": warmup_steps, "wsd_decay": wsd_decay_steps}
     return defaults[part](given, steps) if part in defaults else given or 0

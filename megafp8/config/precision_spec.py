@@ -38,12 +38,16 @@ def precision_spec(values: Values, auto: AutoBackend | None) -> PrecisionSpec:
     """
     compute = PRECISIONS[values["trainer.precision"]]
     backend = values["model.fp8_backend"]
-    phases = tuple(phases_of(values, changes_of(values))) if values["model.fp8"] else ()
+    fp8: Fp8Recipe | None = None
+    phases: tuple[PrecisionPhase, ...] = ()
+    if values["model.fp8"]:
+        phases = tuple(phases_of(values, changes_of(values)))
+        fp8 = phases[0].recipe if phases else settings_recipe(values)
     return PrecisionSpec(
         **spec_fields("precision", values),
         compute=compute,
         attention_in_fp8=_attention_in_fp8(values),
-        fp8=phases[0].recipe if phases else _fp8(values),
+        fp8=fp8,
         schedule=phases,
         loss_scale=_loss_scale(values) if compute == "fp16" else None,
         backend="native" if backend == "auto" else backend,
@@ -60,10 +64,6 @@ def _attention_in_fp8(values: Values) -> AttentionInFp8:
     if not values["model.fp8_dot_product_attention"]:
         return "none"
     return "whole" if values["model.fp8_multi_head_attention"] else "core"
-
-
-def _fp8(values: Values) -> Fp8Recipe | None:
-    return settings_recipe(values) if values["model.fp8"] else None
 
 
 def phases_of(values: Values, changes: Sequence[PrecisionChange]) -> Iterator[PrecisionPhase]:

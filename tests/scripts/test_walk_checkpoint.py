@@ -17,7 +17,8 @@ def test_only_functions_inside_a_pass_count(tmp_path: Path) -> None:
         "import json\n"
         "def helper():\n    return json.dumps([1])\n"
         "def other():\n    return helper()\n"
-        "def save():\n    helper()\n    return helper()\n"
+        "def changed_updates():\n    return list(map(lambda x: x, [1]))\n"
+        "def save():\n    helper()\n    changed_updates()\n    return helper()\n"
         "other()\nsave()\nother()\n"
     )
     path.write_text(source)
@@ -28,7 +29,10 @@ def test_only_functions_inside_a_pass_count(tmp_path: Path) -> None:
         exec(program, {})
     finally:
         sys.setprofile(None)
-    assert passes.seen == {"save": {("train/saver.py", "save"), ("train/saver.py", "helper")}}
+    outside = {("train/saver.py", "save"), ("train/saver.py", "helper")}
+    assert passes.besides == {"save": outside}
+    comparing = ("changed_updates", "changed_updates.<locals>.<lambda>")
+    assert passes.seen == {"save": outside | {("train/saver.py", name) for name in comparing}}
 
 
 def test_lines_that_name_a_recipe(tmp_path: Path) -> None:
