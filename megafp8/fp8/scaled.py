@@ -22,6 +22,7 @@ from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scales import power_2_below
+from megafp8.ops.bf16 import device_kind
 from megafp8.specs.optim import StorageName
 
 LARGEST_SCALE = 2.0**126
@@ -113,7 +114,7 @@ class ScaledTensor:
             more.device, self.fmt.name, more.dtype
         ):
             add_by_triton(self, more, is_first=is_first)
-        else:
+        elif not (more.is_meta and self._has_kernel_of_a_plan(more)):
             self.add_by_torch(more, is_first=is_first)
 
     def add_by_torch(self, more: torch.Tensor, *, is_first: bool) -> None:
@@ -160,6 +161,11 @@ class ScaledTensor:
 
     def _fits_triton(self, more: torch.Tensor) -> bool:
         return self.fmt.max is not None and runs_triton(more.device) and self._is_plain(more)
+
+    def _has_kernel_of_a_plan(self, more: torch.Tensor) -> bool:
+        """Whether a device for which a dry run stands has a kernel that adds in place."""
+        on_cpu = device_kind(more.device) == "cpu"
+        return self._is_plain(more) and (on_cpu or self.fmt.max is not None)
 
     def _is_plain(self, more: torch.Tensor) -> bool:
         """Whether the kernels take this tensor, and the addend with it."""

@@ -205,12 +205,16 @@ def _ring_bytes(spec: RunSpec) -> int:
 def _gradient_bytes(spec: RunSpec, linear: LinearShape) -> int:
     """Return the bytes of the gradients that a linear's backward pass makes of weight and bias.
 
-    Without FSDP a product in FP8 adds to an FP32 sum of gradients.
+    Without FSDP a product in FP8 adds to an FP32 sum of gradients. FP8-LM's levels without such
+    sums have an FP32 gradient of one weight at a time.
     """
-    bias = linear.has_bias * linear.out_features
-    is_added = spec.parallel.fsdp is None and "grad_weight" in fp8_products(spec, linear)
-    weight = 0 if is_added and spec.optim.storage.is_plain else linear.weight_elements
-    return (weight + bias) * compute_itemsize(spec)
+    storage, size = spec.optim.storage, compute_itemsize(spec)
+    weight = size * linear.weight_elements
+    if spec.parallel.fsdp is None and storage.main_grads != "fp32" and not storage.sums_in_fp32:
+        weight = FP32 * linear.weight_elements
+    elif spec.parallel.fsdp is None and "grad_weight" in fp8_products(spec, linear):
+        weight = 0
+    return weight + size * linear.has_bias * linear.out_features
 
 
 def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:

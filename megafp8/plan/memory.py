@@ -81,7 +81,7 @@ class StepBytes:
     workspace: int  # alive only while one layer or the head runs
     gathered: int = 0  # whole weights that FSDP holds: two layers', and those outside layers
     gradients: int = 0  # those that stay no longer than a step: FP32 sums, other ranks' (ZeRO-2)
-    arriving: int = 0  # with FP8-LM: what other ranks send of a bucket, and its FP32 sum
+    arriving: int = 0  # with FP8-LM: what `workspace` grows by while a bucket's gradients arrive
     arriving_last: int = 0  # the same after the backward passes, when what they keep is free
     late: int = 0  # with FSDP: what is in flight, or of sums, but not at the worst moment
     graphs: int = 0  # the memory of CUDA graphs, beside that of steps that run without them
@@ -167,15 +167,18 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
         replica = _fullest(spec, shape, division) if replica is None else replica
         in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
         weight_copies = _weight_copies(spec, shape.linears)
-        workspace = max(_workspace_bytes(spec, stage) for stage in shape.stages)
         early, late = arriving_bytes(spec, division)
+        workspace, with_arriving = (
+            max(_workspace_bytes(spec, stage, arriving) for stage in shape.stages)
+            for arriving in (0, early)
+        )
         step = StepBytes(
             microbatch=max(kept.values()),
             in_flight=in_flight,
             weight_copies=weight_copies,
             workspace=workspace,
             gradients=passing_gradients(spec, division, replica, in_flight),
-            arriving=early,
+            arriving=with_arriving - workspace,
             arriving_last=late,
             # One pool has all of a microbatch, its casts of weights too. Steps without graphs and
             # validations allocate all of it beside the pool.
@@ -323,43 +326,47 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
     return tokens * hidden * size + vocab * hidden * FP32
 
 
-def _workspace_bytes(spec: RunSpec, stage: int) -> int:
+def _workspace_bytes(spec: RunSpec, stage: int, arriving: int = 0) -> int:
     """Return what a stage needs beyond what it keeps, at the worst moment of one microbatch.
 
     The moments are: the last chunk of the head's forward pass, the head's backward pass, where its
     gradients are multiplied by the loss's, the backward pass of a layer, and a block of attention
-    within documents. A GPU's kernel writes the gradient of the logits over them.
+    within documents. What the head and its norm have kept is free again while layers run.
     """
     layers = layers_of_stage(spec, stage)
-    of_head = _head_workspace(spec) if stage == num_stages(spec) - 1 else 0
-    return max(_layer_workspace(spec, layers), _scores_workspace(spec, layers), of_head)
+    of_layers = max(_layer_workspace(spec, layers, arriving), _scores_workspace(spec, layers))
+    if stage < num_stages(spec) - 1:
+        return of_layers
+    is_post = spec.model.transformer_block_type == "post_ln"
+    freed = _head_gradient_bytes(spec) + (0 if is_post else norm_bytes(spec))
+    return max(of_layers - freed, _head_workspace(spec))
 
 
 def _head_workspace(spec: RunSpec) -> int:
     vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
-    chunk = _head_chunk(spec)
-    logits = chunk * vocab * compute_itemsize(spec)
-    part = vocab * hidden * FP32 if microbatch_tokens(spec) > chunk else 0
-    return max(logits + part, _head_gradient_bytes(spec))
+    part = vocab * hidden * FP32 if microbatch_tokens(spec) > _head_chunk(spec) else 0
+    return max(_head_forward(spec) + part, _head_gradient_bytes(spec))
+
+
+def _head_forward(spec: RunSpec) -> int:
+    """Return the head's input, and of a chunk the logits and the gradient of the input.
+
+    A GPU's kernel writes the gradient of the logits over them.
+    """
+    chunk, tokens, shards = _head_chunk(spec), microbatch_tokens(spec), sequence_shards(spec)
+    vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
+    rows = tokens + (tokens // shards if shards > 1 else 0)  # of all ranks beside the own ones
+    return (rows * hidden + chunk * (vocab + hidden)) * compute_itemsize(spec)
 
 
 def _stage_bytes(spec: RunSpec, stage: int, kept: int) -> StageBytes:
-    """Return what a stage needs without FSDP, beside what its layers do.
-
-    In the head's forward pass these are its input, and of a chunk the logits and the gradient of
-    the input.
-    """
-    layers, has_head, head = layers_of_stage(spec, stage), stage == num_stages(spec) - 1, None
-    if has_head:
-        chunk, tokens, shards = _head_chunk(spec), microbatch_tokens(spec), sequence_shards(spec)
-        vocab, hidden = spec.model.vocab_size // spec.parallel.tp, spec.model.hidden_size
-        rows = tokens + (tokens // shards if shards > 1 else 0)  # of all ranks beside the own ones
-        head = (rows * hidden + chunk * (vocab + hidden)) * compute_itemsize(spec)
+    """Return what a stage needs without FSDP, beside what its layers do."""
+    layers, has_head = layers_of_stage(spec, stage), stage == num_stages(spec) - 1
     return StageBytes(
         layers=layers,
         kept=kept,
         has_embedding=stage == 0,
-        head=head,
+        head=_head_forward(spec) if has_head else None,
         head_kept=_head_gradient_bytes(spec) if has_head else 0,
         scores=_scores_workspace(spec, layers),
     )
@@ -388,21 +395,21 @@ def _scores_workspace(spec: RunSpec, layers: range) -> int:
     return 3 * FP32 * heads * min(BLOCK_QUERIES, seq) * seq
 
 
-def _layer_workspace(spec: RunSpec, layers: range) -> int:
+def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
     """Return what the backward pass of one layer needs beyond what it keeps.
 
     It may need a recomputed layer whole. The method `block` recomputes the first layers of a stage.
-    Their backward passes come last, when the bytes that the other layers kept are free again.
+    Their backward passes come last, when the bytes that the other layers kept are free again. A
+    bucket of gradients, of which `arriving` bytes arrive, has a weight's at least: those of the
+    last linear, whose products are the second moment.
     """
     if not layers:
         return 0
-    work = layer_input_bytes(spec) + max(
-        moment
-        for keeps_core, layer in _unlike_layers(spec, layers)
-        for moment in backward_instants(
-            spec, layer, keeps_core=keeps_core, scores=_scores_workspace(spec, layers), held=0
-        )
-    )
+    work, scores = 0, _scores_workspace(spec, layers)
+    for keeps_core, layer in _unlike_layers(spec, layers):
+        moments = list(backward_instants(spec, layer, keeps_core=keeps_core, scores=scores, held=0))
+        work = max(work, *moments[:2], arriving + max(moments[2:]))
+    work += layer_input_bytes(spec)
     recompute = spec.model.recompute
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1

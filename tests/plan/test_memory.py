@@ -188,10 +188,7 @@ QUICK = (
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in JOBS]
 )
 def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
-    """What is held to the byte, what is kept within 0.2 %; the whole within 5 %.
-
-    The working memory of the head is an estimate.
-    """
+    """What is held to the byte, what is kept within 0.2 %; the whole within 1.5 %."""
     spec = JOBS[name]
     each = spec.parallel.world_size // spec.parallel.pp
     for rank in range(spec.parallel.pp):
@@ -203,7 +200,21 @@ def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
         assert plan.step.in_flight == pytest.approx(real.step.in_flight, rel=0.05)
         copies = 0 if spec.precision.fp8 is None else real.step.weight_copies
         assert plan.step.weight_copies == copies
-        assert plan.total == pytest.approx(total(real, copies), rel=0.05)
+        assert plan.total == pytest.approx(total(real, copies), rel=0.015)
+
+
+@pytest.mark.parametrize("fp8", [DELAYED, IN_FP8_ALONE], ids=["O2", "O3"])
+def test_a_level_has_an_fp32_gradient_of_one_weight_at_a_time(fp8: Fp8Recipe) -> None:
+    """Kernels add it to the sum in low precision in place. The most is the backward pass of `fc2`.
+
+    There are then its output's gradient, in BF16 and in two orientations in FP8, the bias's in FP32
+    and BF16, the input's in BF16, and the weight's in FP32.
+    """
+    spec = job(ranks=2, pp=2, fp8=fp8, optim=optim_spec(storage=O3))
+    plan, real = rank_memory(spec, 0).step, rank_share(spec, 0).step
+    tokens = 2 * SEQUENCE
+    assert plan.workspace == tokens * (4 * 256 + 2 * 1024) + 6 * 256 + 4 * 256 * 1024
+    assert plan.workspace == pytest.approx(real.workspace, abs=1024)
 
 
 @pytest.mark.parametrize(
@@ -739,7 +750,7 @@ def test_the_total_counts_the_gradients_that_a_step_holds(shard_by: str, bucket_
             assert spec.train.num_microbatches(8) == count
             plan, real = rank_memory(spec, 0, replica=0), rank_share(spec, 0)
             counted = total(real, real.step.weight_copies)
-            assert plan.total == pytest.approx(counted, rel=0.05)
+            assert 0.99 * counted <= plan.total <= 1.07 * counted
             found[count, shards_grads] = counted
             whole = 6 * 12 * 512**2  # the linears' gradients, a byte each
             if count == 4 and shards_grads:
