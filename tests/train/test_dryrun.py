@@ -14,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
+from megafp8.ops import cpu
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.pipeline import run_times
@@ -420,6 +421,8 @@ def test_a_plan_of_fsdp_at_a_level_has_the_bytes_of_ranks(
     """The start within 0.1 %, and a step within 2 %: the plan is for GPUs, these run on a CPU."""
     plan, real = rank_memory(sharded(name, layout(dp=2)), 0), of_two_ranks[0][name]
     assert plan.start == pytest.approx(real.start, rel=0.001)
+    if not cpu.FAST_AT_BF16:
+        pytest.skip("this CPU multiplies FP32 copies of BF16 numbers, which a GPU does not make")
     assert plan.in_step == pytest.approx(min(real.steps), rel=0.02)
 
 
