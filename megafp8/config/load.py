@@ -27,11 +27,10 @@ from megafp8.config.layers import (
     default_job,
     find_source,
 )
+from megafp8.config.learning_rate import schedule_notes, without_own_rate
 from megafp8.config.nemo import nemo_keys, nemos_file
-from megafp8.config.notes import notes
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import load_own_recipes
-from megafp8.config.rate import without_own_rate
 from megafp8.config.rules import Unused, effective, unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.settings import (
@@ -223,7 +222,7 @@ def load_all(
         for t in of_layer
         if origins.get(t.setting.key) == t.setting.origin  # no stronger layer replaced it
     )
-    said, lines = (*translated, *fused), (*about, *notes(values))
+    said, lines = (*translated, *fused), (*about, *schedule_notes(values))
     inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert]
     return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), said, lines)
 
