@@ -191,8 +191,9 @@ def _decoder_tensors(spec: GPTSpec) -> Iterator[Mapped]:
 
 def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
     """Return the shape of one of our tensors, given its logical name."""
-    hidden, ffn, *_, part, kind = (spec.hidden_size, spec.ffn_hidden_size, *name.split("."))
-    linears = {
+    *_, part, kind = name.split(".")  # as `layers.0.attention.query.weight`
+    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
+    of_weights = {
         "query": (spec.query_size, hidden),
         "key": (spec.kv_size, hidden),
         "value": (spec.kv_size, hidden),
@@ -207,8 +208,8 @@ def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
         "query_norm": (spec.head_size,),
         "key_norm": (spec.head_size,),
     }
-    shape = linears.get(part, (hidden,))  # what is not in the table belongs to a norm
-    return shape if kind == "weight" else shape[:1]
+    shape = of_weights.get(part, (hidden,))  # what is not in the table belongs to a norm
+    return shape if kind == "weight" else shape[:1]  # a bias has one number for each output
 
 
 def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tensor:

@@ -130,6 +130,11 @@ class Reader:
             self._copy(self.path / file_name, copies)
 
     def _plan(self, placement: Placement, by_file: dict[str, list[_Copy]]) -> None:
+        """Add to `by_file` what is copied from each file into one local tensor.
+
+        Raises:
+            CheckpointError: The checkpoint has the tensor in another shape or dtype.
+        """
         name, tensor = placement.name, placement.tensor
         if self.global_shape(name) != placement.global_shape:
             have, want = self.global_shape(name), placement.global_shape

@@ -298,6 +298,7 @@ def _instructions(values: Values) -> InstructionSpec | None:
 
 
 def _checkpoint(values: Values) -> CheckpointSpec:
+    """Return when checkpoints are saved: never by themselves in a trial, or if it is not asked."""
     spec = CheckpointSpec(**spec_fields("checkpoint", values))
     if values["exp_manager.create_checkpoint_callback"] and not values["trainer.fast_dev_run"]:
         return spec

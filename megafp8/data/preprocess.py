@@ -39,6 +39,7 @@ from megafp8.secrets import hide_values, redacted
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code
 AHEAD = 2  # lists that wait for each worker
 
+LENGTH = np.dtype("<i4")  # of a text, in tokens
 UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once
 SECONDS_BETWEEN_RECORDS = 2.0
 
@@ -50,7 +51,7 @@ class Encoded:
     """
 
     tokens: bytes
-    lengths: bytes  # int32 lengths of the texts that are not empty
+    lengths: bytes  # int32, of the texts that are not empty
     num_texts: int
     num_bytes: int  # bytes of the texts in UTF-8
 
@@ -62,7 +63,7 @@ def encode(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Encoded:
     """
     some = [text for text in texts if text]
     ids = tokenizer.encode_batch(some)
-    lengths = np.fromiter((len(i) + 1 for i in ids), np.dtype("<i4"), len(ids))
+    lengths = np.fromiter((len(i) + 1 for i in ids), LENGTH, len(ids))
     total = int(lengths.sum(dtype=np.int64))
     end = (tokenizer.eod_id,)
     flat = chain.from_iterable(chain(i, end) for i in ids)
@@ -166,7 +167,7 @@ class Counts:
         """Return the counts after one more encoded piece."""
         return Counts(
             num_texts=self.num_texts + more.num_texts,
-            num_documents=self.num_documents + len(more.lengths) // 4,
+            num_documents=self.num_documents + len(more.lengths) // LENGTH.itemsize,
             num_tokens=self.num_tokens + len(more.tokens) // itemsize,
             num_bytes=self.num_bytes + more.num_bytes,
         )
@@ -297,7 +298,7 @@ def _encode_all(
     counts = progress.counts
     with (
         _opened_at(partial / "tokens", counts.num_tokens * dtype.itemsize) as tokens,
-        _opened_at(partial / "lengths", counts.num_documents * 4) as lengths,
+        _opened_at(partial / "lengths", counts.num_documents * LENGTH.itemsize) as lengths,
     ):
         lists = units(source.texts(skip=counts.num_texts), unit_characters)
         words = partial / progress.file_name
@@ -341,7 +342,7 @@ def _finish(
     counts: Counts,
 ) -> Sidecar:
     """Complete every file under `partial`, then move each into place, the sidecar last."""
-    lengths = np.fromfile(partial / "lengths", np.dtype("<i4"))
+    lengths = np.fromfile(partial / "lengths", LENGTH)
     documents = np.arange(len(lengths) + 1)
     write_index(partial / "index", dtype, lengths, documents)
     words = prefix.with_name(f"{prefix.name}.{tokenizer.file_name}")

@@ -101,6 +101,7 @@ def all_tokens(x_BSF: torch.Tensor, cp: Axis) -> torch.Tensor:
     """
     if cp.size == 1:
         return x_BSF
+    # Rank r has the chunks r and 2 cp - 1 - r, so that the second ones come in falling order.
     halves = [part.chunk(2, dim=1) for part in cp.all_gather(x_BSF.contiguous())]
     last_first = reversed([second for _, second in halves])
     return torch.cat((*(first for first, _ in halves), *last_first), dim=1)

@@ -238,8 +238,10 @@ def _is_sharded(param: torch.Tensor) -> bool:
 
 
 def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:
-    """Return FSDP's device mesh of this rank's replicas, and the axis that shards the
-    parameters.
+    """Return FSDP's device mesh of this rank's replicas, and the axis that shards parameters.
+
+    Under the hybrid strategy the ranks of a node shard the parameters, and ranks of different nodes
+    are replicas.
     """
     assert spec.fsdp is not None
     data, kind = mesh.data, mesh.device.type
@@ -249,7 +251,7 @@ def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:
     # A node's ranks are neighbours, so that each group of replicas runs through the nodes in order.
     share = spec.devices_per_node // spec.tp
     sizes = {axis: getattr(spec, axis) for axis in AXES}
-    grids = [
+    grids = [  # of each group of replicas: a row for each node
         [ranks[begin : begin + share] for begin in range(0, len(ranks), share)]
         for ranks in groups_along(sizes, ("cp", "dp"))
     ]

@@ -32,7 +32,7 @@ from megafp8.files import (
     write_json_atomically,
 )
 from megafp8.foreign import read_yaml
-from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING
+from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING, age
 from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
 from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign, refuse_links
 from megafp8.runs.place import checked_name, expanded, named_directory
@@ -78,7 +78,8 @@ def choose_run(
         return _enter_named(exp_dir / checked_name(name), identity, resume_if_exists, is_sweep)
     skipped: list[str] = []
     if resume_if_exists:
-        for path in _newest_first(exp_dir):
+        runs = (path.parent for path in exp_dir.glob(f"*/{RECORD_NAME}"))
+        for path in sorted(runs, key=age, reverse=True):
             if found := _continue_unnamed(path, identity, is_sweep, skipped):
                 return found
     path, lock = _make_unnamed(exp_dir)
@@ -123,6 +124,10 @@ def _enter_named(path: Path, identity: str, resume_if_exists: bool, is_sweep: bo
 def _continue_unnamed(
     path: Path, identity: str, is_sweep: bool, skipped: list[str]
 ) -> RunChoice | None:
+    """Lock a run and return it, if it can be continued; None if another one must be found.
+
+    A reason that the user should know of is added to `skipped`.
+    """
     try:
         if not _is_candidate(path, identity, is_sweep):
             return None
@@ -164,17 +169,6 @@ def _is_candidate(path: Path, identity: str, is_sweep: bool) -> bool:
     record = read_json_object(path / RECORD_NAME)
     matches = record.get("identity") == identity and record.get("sweep") == is_sweep
     return matches and record.get("status") != FINISHED
-
-
-def _newest_first(exp_dir: Path) -> list[Path]:
-    def age(path: Path) -> tuple[str, str]:
-        try:
-            return str(read_json_object(path / RECORD_NAME).get("created")), path.name
-        except RunError:
-            return "", path.name
-
-    runs = [path.parent for path in exp_dir.glob(f"*/{RECORD_NAME}")]
-    return sorted(runs, key=age, reverse=True)
 
 
 def _make_unnamed(exp_dir: Path) -> tuple[Path, RunLock]:

@@ -209,6 +209,14 @@ def test_unnamed_continues_the_newest_unfinished_of_the_same_settings(tmp_path: 
     assert not choose(exp_dir, resume_if_exists=False).continues
 
 
+def test_a_run_whose_record_lacks_its_time_is_the_last_to_be_continued(tmp_path: Path) -> None:
+    old, new = begin_and_end(tmp_path, "old"), begin_and_end(tmp_path, "new")
+    record = json.loads((old / "run.json").read_text())
+    del record["created"]
+    (old / "run.json").write_text(json.dumps(record))
+    assert choose(tmp_path).path == new
+
+
 def test_unnamed_skips_the_living_and_the_damaged_and_says_so(tmp_path: Path) -> None:
     alive = choose(tmp_path)
     torn = begin_and_end(tmp_path, "torn")
