@@ -165,8 +165,8 @@ def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
         )
     ranks, mode = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
     divided = [settings for settings in (was, now) if settings[ranks] > 1]
-    by_part = any(settings[mode] != "duplicated" for settings in divided)
-    if by_part and was[ranks] != now[ranks] and optim_of(was).uses_muon:
+    by_part = any(settings[mode] != "duplicated" for settings in divided)  # with Muon alone
+    if by_part and was[ranks] != now[ranks]:
         yield (
             f"{mode} has each rank orthogonalize its own part, so that the run continues with "
             f"another optimizer: {ranks} was {was[ranks]}, and is {now[ranks]}"

@@ -39,3 +39,4 @@ def test_another_number_of_ranks_is_another_optimizer_with_muon_in_blocks() -> N
     whole = settings("model.optim.name=muon", *TWO)
     assert not list(changed_updates(whole, one, 3))
     assert not list(changed_updates(blocks, blocks, 3))
+    assert not list(changed_updates(settings(*TWO), settings(), 3))
