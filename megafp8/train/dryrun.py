@@ -6,7 +6,6 @@ size can be built on a laptop.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -62,12 +61,7 @@ def ranks_to_show(spec: RunSpec) -> list[int]:
 
 @contextmanager
 def simulated(spec: RunSpec, rank: int) -> Iterator[TrainState]:
-    """Yield the parts of `rank`, on the meta device.
-
-    Parts of a rank before it that refer to themselves are freed first: beside those, Transformer
-    Engine's layers of the next rank were found to keep more.
-    """
-    gc.collect()
+    """Yield the parts of `rank`, on the meta device."""
     with simulated_rank(spec.parallel, rank) as mesh:
         state = build(spec, mesh)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +15,17 @@ from torch.overrides import TorchFunctionMode
 from megafp8.fp8.grad_sink import ScaledGradSink
 from megafp8.models.gpt import GPT
 from megafp8.ops import torch_private
-from megafp8.ops.torch_private import run_backward
+from megafp8.ops.torch_private import load_dynamo, run_backward
 from megafp8.parallel.fsdp import grads_of
 from megafp8.plan.memory import StepBytes
 from megafp8.plan.pipeline import PassBytes, StagePasses, Work, most_held, one_stage_order
 from megafp8.specs import RunSpec
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
+
+load_dynamo()
+"""The first operation on meta would import it, and `torch.fx.wrap` makes the frames of all functions
+that wait for this import refer to themselves. Their tensors would stay and count for a while."""
 
 
 def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, int]]:
@@ -51,7 +54,6 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     with device_kernels(state, spec), alive:
         for gpt in stages_of(state).values():
             forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
-        gc.collect()  # graphs of autograd that refer to themselves are not copies of weights
         made = alive.bytes()
         scales = alive.bytes_of(state.backend.scaling_tensors(state.model))
         alive.device = None  # what a library makes once, on the CPU, it has made by now
@@ -106,7 +108,6 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
     state.masters.begin_step()
     with device_kernels(state, spec), alive:
         run_stages(state, spec, alive)
-        gc.collect()  # graphs of autograd that refer to themselves
         alive.watch_freed()  # gathered weights
         copies = alive.bytes() - alive.bytes_of(state.backend.scaling_tensors(state.model))
         copies -= alive.bytes_of(grads_of(state.model))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -45,6 +47,7 @@ from tests.train.dryrun_work import (
     most_in_tensors,
     storages,
 )
+from tests.train.runs import ROOT
 
 # torch 2.13's new names for these two are not in 2.11
 pytestmark = [
@@ -126,6 +129,35 @@ def test_bubbles_of_torchs_own_plans(microbatches: int) -> None:
     with simulated_rank(spec.parallel, 1) as mesh:
         orders = orders_of(build(spec, mesh), 2, microbatches)
     assert run_times(orders, 4).bubble == pytest.approx(1 / (2 * microbatches + 1))
+
+
+def test_a_first_dry_run_counts_as_a_second_and_nothing_stays() -> None:
+    """Nothing waits for Python's garbage collector, which is off, in a process that imports torch.
+
+    The tensors of a function that imports Dynamo once did, and counted as copies of weights. Of a
+    first run stays what is made once in a process: a number of 4 bytes.
+    """
+    program = """
+import gc, weakref
+gc.disable()
+from megafp8.specs import Fp8Recipe
+from megafp8.train import dryrun
+from tests.tiny import run_spec
+
+made, build = [], dryrun.build
+def noted(*given):
+    made.append(build(*given))
+    return made[-1]
+dryrun.build = noted
+spec = run_spec(fp8=Fp8Recipe(), compute="bf16")
+first, second = (dryrun.rank_share(spec, 0) for _ in range(2))
+assert first.step.weight_copies == second.step.weight_copies
+assert first.kept == second.kept and 0 <= first.step.peak - second.step.peak <= 4
+left = [weakref.ref(state.model) for state in made]
+made.clear()
+assert not any(ref() for ref in left)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
 CASES = {

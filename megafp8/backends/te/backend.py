@@ -131,6 +131,8 @@ class TeBackend(Backend):
             self._tables.push()
 
     def forget(self) -> None:
+        with torch.no_grad():
+            self._region.end()  # a dry run leaves it open; without gradients no scale is updated
         if self.spec.precision.fp8 is not None:
             te_names.import_te().global_state.reset()
 

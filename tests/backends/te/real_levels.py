@@ -34,7 +34,7 @@ from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.te_cpu.tensors import is_quantized, memory_of
 from megafp8.train import state_dict
 from megafp8.train.build import build
-from megafp8.train.dryrun import held_bytes, simulated
+from megafp8.train.dryrun import held_bytes, rank_share, simulated
 from megafp8.train.generate import sample
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.report.header import storage_lines
@@ -310,6 +310,19 @@ def test_a_dry_run_holds_the_bytes_of_a_run(level: str) -> None:
         assert getattr(dry, kind) == live > 0, kind
         if level != "O3" or kind != "weights":
             assert getattr(ours, kind) == live, kind
+
+
+def test_a_run_after_a_dry_run_updates_its_scales() -> None:
+    """A region that the dry run left open would count as one around those of the run."""
+    found = []
+    run = spec_at("O2")  # on a CPU Transformer Engine keeps a mask with values, of another run
+    on_gpu = replace(run, parallel=replace(run.parallel, accelerator="gpu"))
+    for _ in range(2):
+        state = at_level("O2")
+        found.append((step(state, 0), step(state, 1), tables_of(state)["forward/quant_scale"]))
+        rank_share(on_gpu, 0)
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2].equal(found[1][2]) and not found[0][2].eq(1).all()
 
 
 def test_one_layers_fp32_gradients_are_held_at_a_time() -> None:
