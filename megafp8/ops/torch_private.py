@@ -25,7 +25,6 @@ from torch.autograd.function import FunctionMeta
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_leaves as tree_leaves
 
 _RELEASE = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 OBJECTS_IN_GRAPHS_FROM = (2, 13)

@@ -24,8 +24,8 @@ from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 
 load_dynamo()
-"""The first operation on meta would import it, and `torch.fx.wrap` makes the frames of all functions
-that wait for this import refer to themselves. Their tensors would stay and count for a while."""
+"""The first operation on meta would import it, and `torch.fx.wrap` makes the frames of functions
+that wait for this import refer to themselves. Their tensors would stay, and be counted."""
 
 
 def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from megafp8.ops.torch_private import (
     TorchDispatchMode,
     storage_key,
     storage_of,
-    tree_leaves,
 )
 from megafp8.parallel.fsdp import local_of
 
@@ -64,13 +63,16 @@ class LiveBytes(TorchDispatchMode):
 
     def bytes(self) -> int:
         """Return the bytes of the storages that were made inside and still exist."""
-        for key, (ref, _) in list(self._known.items()):
+        total = 0
+        for key, (ref, before) in list(self._known.items()):
             if (storage := storage_of(ref)) is None:
                 del self._known[key]
-            else:
-                self._known[key] = ref, storage.nbytes()
-        self._at_most = sum(size for _, size in self._known.values())
-        return self._at_most
+                continue
+            if (size := storage.nbytes()) != before:
+                self._known[key] = ref, size
+            total += size
+        self._at_most = total
+        return total
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Return how many of `bytes` are those of these tensors."""
@@ -109,6 +111,16 @@ class LiveBytes(TorchDispatchMode):
                     self._at_most += max(0, size - before)
 
     def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
-        tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
-        parts = map(local_of, tensors)  # of a tensor that FSDP shards this rank has some rows
+        parts = map(local_of, _tensors_in(tree))  # of a tensor that FSDP shards: this rank's rows
         return [memory.untyped_storage() for x in parts for memory in self._memory_of(x)]
+
+
+def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among an operation's arguments or results."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for each in tree:
+            yield from _tensors_in(each)
+    elif isinstance(tree, dict):
+        yield from _tensors_in(list(tree.values()))

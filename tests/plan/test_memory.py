@@ -184,6 +184,17 @@ QUICK = (
 )
 
 
+COUNTED: dict[str, RankShare] = {}
+
+
+def dry_run(spec: RunSpec, rank: int) -> RankShare:
+    """Count a rank's bytes once for all tests: what they plant is in the plan."""
+    name = f"{rank} {spec}"
+    if name not in COUNTED:
+        COUNTED[name] = rank_share(spec, rank)
+    return COUNTED[name]
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in JOBS]
 )
@@ -192,7 +203,7 @@ def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
     spec = JOBS[name]
     each = spec.parallel.world_size // spec.parallel.pp
     for rank in range(spec.parallel.pp):
-        plan, real = rank_memory(spec, rank), rank_share(spec, rank * each)
+        plan, real = rank_memory(spec, rank), dry_run(spec, rank * each)
         assert plan.num_layers == len(real.layers)
         assert plan.num_params == real.num_params
         assert plan.held == real.held
@@ -239,7 +250,7 @@ def test_a_weight_has_a_copy_for_each_product_that_reads_it_in_fp8(
     """
     recipe = Fp8Recipe(name=name, amax_history_len=16, high_precision_gemms=frozenset(high))
     spec = job(fp8=recipe, shape={"num_layers": 1})
-    plan, real = rank_memory(spec, 0), rank_share(spec, 0)
+    plan, real = rank_memory(spec, 0), dry_run(spec, 0)
     factors = 4 * 2 * 4 if name == "nvfp4" else 0  # of two copies of each of four weights, in FP32
     expected = bits / 8 * 12 * 256**2 + factors
     assert plan.step.weight_copies == real.step.weight_copies == expected
@@ -405,7 +416,7 @@ def test_fp32_sums_are_beside_gradients_in_low_precision(layout: dict[str, Any])
     )
     elements = sum(p.elements for p in shape.rank_shape(spec, 0).params if p.is_linear)
     plan, first = rank_memory(spec, 0), rank_memory(once, 0)
-    real, real_first = rank_share(spec, 0), rank_share(once, 0)
+    real, real_first = dry_run(spec, 0), dry_run(once, 0)
     assert_planned(spec)
     assert plan.held == rank_memory(few, 0).held
     assert plan.step.gradients == 4 * elements and rank_memory(few, 0).step.gradients == 0
@@ -420,11 +431,11 @@ def test_cuda_graphs_have_the_memory_of_a_step_a_second_time(name: str) -> None:
     """A pool has activations, FP8 copies of weights and working memory; steps without one, too."""
     without = JOBS[name]
     spec = replace(without, train=replace(without.train, cuda_graph=True))
-    plan, real = rank_memory(spec, 0), rank_share(spec, 0)
+    plan, real = rank_memory(spec, 0), dry_run(spec, 0)
     once = rank_memory(without, 0).step
     assert plan.step.graphs == once.peak and plan.step.peak == 2 * once.peak
-    assert once.graphs == 0 and rank_share(without, 0).step.graphs == 0
-    assert real.step.graphs == rank_share(without, 0).step.peak == real.step.peak / 2
+    assert once.graphs == 0 and dry_run(without, 0).step.graphs == 0
+    assert real.step.graphs == dry_run(without, 0).step.peak == real.step.peak / 2
     copies = real.step.weight_copies if spec.precision.fp8 is not None else 0
     assert plan.total == pytest.approx(total(real, copies), rel=0.05)
 
@@ -534,7 +545,7 @@ def assert_fsdp_planned(spec: RunSpec, within: float = 0.01) -> None:
     """
     each = spec.parallel.world_size // spec.parallel.pp
     for rank in range(spec.parallel.pp):
-        plan, real = rank_memory(spec, rank), rank_share(spec, rank * each)
+        plan, real = rank_memory(spec, rank), dry_run(spec, rank * each)
         assert plan.held == real.held
         assert plan.start == pytest.approx(real.start, rel=0.01)
         assert plan.in_step == pytest.approx(real.in_step, rel=within)
@@ -709,7 +720,7 @@ def test_zero_2_holds_its_own_gradients_and_some_of_others() -> None:
     first = replace(job(fp8=IN_FP8_ALONE, optim=optim), parallel=small)
     second = replace(first, optim=replace(optim, shards_grads=True))
     whole, plan = (rank_memory(spec, 0) for spec in (first, second))
-    assert plan.held == rank_share(second, 0).held
+    assert plan.held == dry_run(second, 0).held
     assert plan.held.gradients < whole.held.gradients / 2 and whole.step.gradients == 0
     assert plan.held.gradients + plan.step.gradients < whole.held.gradients
     longer = replace(second, train=replace(second.train, global_batch_size=32))
@@ -748,7 +759,7 @@ def test_the_total_counts_the_gradients_that_a_step_holds(shard_by: str, bucket_
                 ),
             )
             assert spec.train.num_microbatches(8) == count
-            plan, real = rank_memory(spec, 0, replica=0), rank_share(spec, 0)
+            plan, real = rank_memory(spec, 0, replica=0), dry_run(spec, 0)
             counted = total(real, real.step.weight_copies)
             assert 0.99 * counted <= plan.total <= 1.07 * counted
             found[count, shards_grads] = counted
