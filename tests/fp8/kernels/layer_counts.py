@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo import trace_rules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -157,6 +158,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(scaling, "engine_of", lambda device: engine)
     monkeypatch.setattr(triton_launch, "unavailable", lambda device: None)
     monkeypatch.setattr(torch._meta_registrations, "device_hint", lambda tensor: "cuda")
+    trace_rules.get_torch_obj_rule_map()  # Dynamo keeps what it reads first: not these doubles
     monkeypatch.setattr(F, "scaled_dot_product_attention", fused_attention(tally))
     monkeypatch.setattr(torch, "rms_norm", fused_rms_norm(tally))
     for module in (native, parts):
