@@ -195,6 +195,67 @@ def test_clipping(trained: Found) -> None:
     assert first["O2, clipped"].losses[-1] != first["O2"].losses[-1]
 
 
+@dataclass
+class Grads:
+    """A rank's gradients after a step, the bytes of those in FP8, and the norm before clipping."""
+
+    values: torch.Tensor
+    payloads: list[torch.Tensor]
+    norm: float
+
+
+def without_scales(masters: FsdpMasters) -> None:
+    """Leave the scales of gradients in FP8 out of what clipping multiplies."""
+    real_collect(masters)
+    masters.own_grads.pop()
+
+
+real_collect = FsdpMasters.collect_grads
+
+
+def grads_of_a_step(rank: Rank, levels: tuple[str, ...], bug: bool) -> dict[str, list[Grads]]:
+    """Return for each level what a step without clipping leaves, and one with."""
+    found = {}
+    for level in levels:
+        found[level] = []
+        for limit in (None, 0.5):
+            like = sharded(level, clip=limit)
+            state = like.build(join(on_ranks(FSDP, rank)))
+            with pytest.MonkeyPatch.context() as patch:
+                if bug:
+                    patch.setattr(FsdpMasters, "collect_grads", without_scales)
+                norm = train_step(state, like.microbatches(0, state.mesh)).grad_norm
+            grads = state.masters.stored_grads
+            in_fp8 = [x.payload.view(torch.uint8) for x in grads if x.fmt.name != "fp32"]
+            values = torch.cat([x.values().flatten() for x in grads]).double()
+            found[level].append(Grads(values, in_fp8, norm))
+    return found
+
+
+def assert_clipped(ranks: list[dict[str, list[Grads]]]) -> None:
+    """All ranks' rows together have the norm 0.5, and are all multiplied by one factor."""
+    for level in ranks[0]:
+        whole, clipped = (torch.cat([x[level][i].values for x in ranks]) for i in range(2))
+        norm = whole.norm().item()
+        for rank in ranks:
+            free, shrunk = rank[level]
+            assert free.norm == pytest.approx(norm, rel=1e-6) and free.norm == shrunk.norm
+            pairs = list(zip(free.payloads, shrunk.payloads, strict=True))
+            assert pairs and all(torch.equal(*pair) for pair in pairs), "scales alone change"
+        assert norm > 0.5 and clipped.norm().item() == pytest.approx(0.5, rel=1e-5), level
+        torch.testing.assert_close(clipped, whole * (0.5 / norm), rtol=1e-5, atol=0)
+
+
+def test_clipped_gradients_in_fp8_have_the_norm_of_the_limit() -> None:
+    assert_clipped(run_ranks(grads_of_a_step, 2, {"levels": tuple(LEVELS), "bug": False}))
+
+
+def test_scales_that_clipping_leaves_out_are_found() -> None:
+    found = run_ranks(grads_of_a_step, 2, {"levels": ("O2",), "bug": True})
+    with pytest.raises(AssertionError):
+        assert_clipped(found)
+
+
 def test_a_skip_is_all_ranks_skip(trained: Found) -> None:
     for rank in trained:
         found = rank["O2, spoiled"]
