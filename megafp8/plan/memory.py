@@ -17,7 +17,7 @@ from megafp8.plan.pipeline import (
     StagePasses,
     Work,
     most_held,
-    most_in_flight,
+    sent_by,
     short_order,
     worst_pass,
 )
@@ -101,7 +101,7 @@ class StepBytes:
     def of_passes(
         cls, order: Sequence[Work], stages: Mapping[int, StagePasses], num_microbatches: int
     ) -> StepBytes:
-        """Return what a rank with FSDP holds while it runs the passes of its stages in order.
+        """Return what a rank holds while it runs the passes of its stages in order.
 
         torch's pipelines have a buffer of each microbatch for all that a stage receives. A shorter
         order than that of so many microbatches sends less, as much in each of them.
@@ -111,7 +111,8 @@ class StepBytes:
         in_flight = most_held(order, {i: each.kept - each.received for i, each in stages.items()})
         held, (more, gathered, sums) = worst_pass(order, stages)
         more += num_microbatches * crossing
-        more += crossing * missing if len(stages) > 1 else 0
+        sent = sum(sent_by(index, stages) for index in stages)
+        more += sent * missing if len(stages) > 1 else 0
         late = in_flight - held + sum(each.sums for each in stages.values()) - sums
         return cls(
             microbatch=max(each.kept for each in stages.values()),
@@ -120,6 +121,23 @@ class StepBytes:
             workspace=max(0, more),
             gathered=gathered,
             late=late - min(0, more),
+        )
+
+    @classmethod
+    def without_fsdp(
+        cls, order: Sequence[Work], stages: Mapping[int, StagePasses], num_microbatches: int
+    ) -> StepBytes:
+        """Return what `of_passes` does, with what is in flight at the worst moment alone.
+
+        The buffers of what stages receive stay to the end of a step, when gradients arrive.
+        """
+        step = cls.of_passes(order, stages, num_microbatches)
+        crossing = sum(each.received + each.returned for each in stages.values())
+        return replace(
+            step,
+            in_flight=step.in_flight - step.late,
+            late=0,
+            arriving_last=num_microbatches * crossing,
         )
 
 
@@ -154,35 +172,31 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     """
     shape = rank_shape(spec, pipeline_rank)
     kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
-    division = None
+    count = num_microbatches(spec)
+    order = short_order(spec.parallel.pipeline, spec.parallel.pp, pipeline_rank, count)
+    division, copies = None, _weight_copies(spec, shape.linears)
     if spec.parallel.fsdp is not None:
         stages = {index: _stage_bytes(spec, index, kept[index]) for index in shape.stages}
         passes = {index: passes_of_stage(spec, shape, stage) for index, stage in stages.items()}
-        count = num_microbatches(spec)
-        order = short_order(spec.parallel.pipeline, spec.parallel.pp, pipeline_rank, count)
         step = StepBytes.of_passes(order, passes, count)
-        step = replace(step, weight_copies=_weight_copies(spec, shape.linears))
+        step = replace(step, weight_copies=copies)
     else:
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
-        in_flight = _in_flight_bytes(spec, pipeline_rank, kept)
-        weight_copies = _weight_copies(spec, shape.linears)
         early, late = arriving_bytes(spec, division)
-        workspace, with_arriving = (
-            max(_workspace_bytes(spec, stage, arriving) for stage in shape.stages)
+        step, with_arriving = (
+            StepBytes.without_fsdp(order, _passes(spec, kept, arriving), count)
             for arriving in (0, early)
         )
-        step = StepBytes(
-            microbatch=max(kept.values()),
-            in_flight=in_flight,
-            weight_copies=weight_copies,
-            workspace=workspace,
-            gradients=passing_gradients(spec, division, replica, in_flight),
-            arriving=with_arriving - workspace,
-            arriving_last=late,
+        step = replace(
+            step,
+            weight_copies=copies,
+            gradients=passing_gradients(spec, division, replica, step.in_flight),
+            arriving=with_arriving.computing - step.computing,
+            arriving_last=step.arriving_last + late,
             # One pool has all of a microbatch, its casts of weights too. Steps without graphs and
             # validations allocate all of it beside the pool.
-            graphs=spec.train.cuda_graph * (in_flight + weight_copies + workspace),
+            graphs=spec.train.cuda_graph * (step.in_flight + copies + step.workspace),
         )
     return RankMemory(
         pipeline_rank=pipeline_rank,
@@ -326,6 +340,20 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
     return tokens * hidden * size + vocab * hidden * FP32
 
 
+def _passes(spec: RunSpec, kept: Mapping[int, int], arriving: int) -> dict[int, StagePasses]:
+    """Return the passes of a rank's stages without FSDP, while `arriving` bytes arrive."""
+    last, crossing = num_stages(spec) - 1, layer_input_bytes(spec)
+    return {
+        stage: StagePasses.alike(
+            kept=kept[stage],
+            received=crossing * (stage > 0),
+            returned=crossing * (stage < last),
+            more=_workspace_bytes(spec, stage, arriving),
+        )
+        for stage in kept
+    }
+
+
 def _workspace_bytes(spec: RunSpec, stage: int, arriving: int = 0) -> int:
     """Return what a stage needs beyond what it keeps, at the worst moment of one microbatch.
 
@@ -447,15 +475,3 @@ def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
         for linear in linears
         if linear.traits is not None
     )
-
-
-def _in_flight_bytes(spec: RunSpec, pipeline_rank: int, kept: dict[int, int]) -> int:
-    parallel = spec.parallel
-    if parallel.pp == 1:
-        return max(kept.values())
-    count = num_microbatches(spec)
-    if parallel.pipeline.schedule == "GPipe":
-        return count * kept[pipeline_rank]
-    if parallel.pipeline.schedule == "1F1B":
-        return min(count, parallel.pp - pipeline_rank) * kept[pipeline_rank]
-    return most_in_flight(parallel.pipeline, parallel.pp, pipeline_rank, count, kept)

@@ -131,7 +131,7 @@ class PassBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StagePasses:
-    """Hold the bytes of a stage's passes with FSDP, its gradients being summed during a step.
+    """Hold the bytes of a stage's passes; with FSDP its gradients are summed during a step.
 
     The first backward pass of a step begins without sums, and later ones with all of them.
     """
@@ -143,6 +143,23 @@ class StagePasses:
     sums: int
     first: PassBytes
     later: PassBytes
+
+    @classmethod
+    def alike(cls, *, kept: int, received: int, returned: int, more: int) -> StagePasses:
+        """Return the passes of a stage without FSDP, each of which needs `more` bytes."""
+        most = PassBytes(more, 0, 0)
+        crossing = {"received": received, "returned": returned}
+        return cls(kept=kept, **crossing, left=0, sums=0, first=most, later=most)
+
+
+def sent_by(index: int, stages: Mapping[int, StagePasses]) -> int:
+    """Return what a stage sends of a microbatch to other ranks, whose stages these are not.
+
+    It is as much as it gets of them: an output for an output's gradient, and the reverse.
+    """
+    stage = stages[index]
+    back, on = index - 1 not in stages, index + 1 not in stages
+    return stage.received * back + stage.returned * on
 
 
 def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tuple[int, PassBytes]:
@@ -169,24 +186,17 @@ def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tupl
             worst = max(worst, (held, found), key=lambda each: each[0] + sum(each[1]))
             summed[work.stage] = stage.sums
             held -= stage.kept - stage.received
-            sent += stage.received + stage.returned if len(stages) > 1 else 0
+            sent += sent_by(work.stage, stages) if len(stages) > 1 else 0
     return worst
 
 
-def most_in_flight(
-    pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int, held: Mapping[int, int]
-) -> int:
-    """Return `most_held` of `planned_order`.
+def short_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
+    """Return an order in which a rank holds as much as in that of so many microbatches.
 
     In its middle an order repeats itself every `pp` microbatches, a round. Forward passes are less
     than two rounds ahead of backward passes, so that three rounds have all of the middle; with the
     microbatches that make no whole round they hold as much as all.
     """
-    return most_held(short_order(pipeline, pp, rank, num_microbatches), held)
-
-
-def short_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
-    """Return an order in which a rank holds as much as in that of so many microbatches."""
     enough = min(num_microbatches, 3 * pp + num_microbatches % pp)
     name = pipeline.schedule
     if pp == 1:

@@ -18,7 +18,7 @@ from megafp8.ops import torch_private
 from megafp8.ops.torch_private import load_dynamo, run_backward
 from megafp8.parallel.fsdp import grads_of
 from megafp8.plan.memory import StepBytes
-from megafp8.plan.pipeline import PassBytes, StagePasses, Work, most_held, one_stage_order
+from megafp8.plan.pipeline import PassBytes, StagePasses, Work, one_stage_order
 from megafp8.specs import RunSpec
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
@@ -49,7 +49,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     if state.reducer is not None:
         state.reducer.begin_step(1)
     state.scaling.begin_microbatch(0)
-    kept: dict[int, int] = {}
+    passes: dict[int, StagePasses] = {}
     most = with_gradients = 0
     with device_kernels(state, spec), alive:
         for gpt in stages_of(state).values():
@@ -60,11 +60,12 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
         for index, gpt in stages_of(state).items():
             alive.begin()
             output = forward(gpt, spec, state)
-            kept[index] = alive.bytes() - made
+            kept = alive.bytes() - made
             backward(output)
             del output
             if state.pipeline is not None and (take := state.pipeline.stages[0].dw_builder):
                 take()()  # computes the weight gradients that zero bubble defers
+            passes[index] = passes_of(state, gpt, kept, alive.most - made - kept)
             most = max(most, alive.most - made)
             with_gradients = max(with_gradients, alive.most_with_watched - made)
         state.sink.end_step()
@@ -74,16 +75,26 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
         at_the_end = alive.most - made
         with_gradients = max(with_gradients, alive.most_with_watched - made)
     copies = state.backend.weight_copies(state.model)
-    step = StepBytes(
-        microbatch=max(kept.values()),
-        in_flight=most_held(order_of(state, spec), kept),
+    step = StepBytes.without_fsdp(order_of(state, spec), passes, count)
+    step = replace(
+        step,
         weight_copies=made - scales if copies is None else copies,
-        workspace=max(0, most - max(kept.values())),
-        arriving_last=at_the_end,
+        arriving_last=step.arriving_last + at_the_end,
         gradients=max(0, with_gradients - max(most, at_the_end)),
     )
     # Steps that run without graphs need as much beside them.
-    return replace(step, graphs=step.peak if spec.train.cuda_graph else 0), kept
+    step = replace(step, graphs=step.peak if spec.train.cuda_graph else 0)
+    return step, {index: each.kept for index, each in passes.items()}
+
+
+def passes_of(state: TrainState, gpt: GPT, kept: int, more: int) -> StagePasses:
+    """Return a stage's passes, and what it gets of other stages: its input, and a gradient."""
+    crossing = 0
+    if state.pipeline is not None:
+        boundary = state.pipeline.stages[0].boundary
+        crossing = math.prod(boundary.shape) * boundary.dtype.itemsize
+    received, returned = crossing * (not gpt.has_embedding), crossing * (not gpt.has_head)
+    return StagePasses.alike(kept=kept, received=received, returned=returned, more=more)
 
 
 @contextmanager
@@ -146,10 +157,7 @@ def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, 
 
     In the result the sums that are made belong to `more`.
     """
-    found, outputs, crossing = {}, {}, 0
-    if state.pipeline is not None:
-        boundary = state.pipeline.stages[0].boundary
-        crossing = math.prod(boundary.shape) * boundary.dtype.itemsize
+    found, outputs = {}, {}
     state.sink.begin_step()
     state.scaling.begin_microbatch(0)
     for index, gpt in stages_of(state).items():
@@ -159,15 +167,8 @@ def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, 
         kept, left = alive.bytes() - before, alive.watched() - others
         gathered = alive.watched_at_most - others
         most = PassBytes(alive.most_with_watched - before - others - kept - gathered, gathered, 0)
-        found[index] = StagePasses(
-            kept=kept,
-            received=0 if gpt.has_embedding else crossing,
-            returned=0 if gpt.has_head else crossing,
-            left=left,
-            sums=0,
-            first=most,
-            later=most,
-        )
+        passes = passes_of(state, gpt, kept, 0)
+        found[index] = replace(passes, left=left, first=most, later=most)
     for index in reversed(found):
         stage = found[index]
         before, others = alive.bytes(), alive.watched() - stage.left

@@ -527,6 +527,41 @@ def test_four_ranks_of_fsdp_hold_what_the_dry_run_says(name: str) -> None:
     assert_counted(parallel, live_bytes_of(parallel, ["bf16", "fp8 alone"]))
 
 
+MANY = 32
+SCHEDULES = {
+    "1F1B": PipelineSpec(),
+    "GPipe": PipelineSpec(schedule="GPipe"),
+    "interleaved": INTERLEAVED,
+    "ZBV": ZBV,
+}
+
+
+def of_a_schedule(name: str) -> RunSpec:
+    """Return a job of many microbatches in a step, whose weights are few."""
+    parallel = layout(pp=2, pipeline=SCHEDULES[name])
+    return job(parallel, batch=MANY * 2, shape=SMALL | {"ffn_hidden_size": 128})
+
+
+def assert_counted_in(names: Iterable[str]) -> None:
+    cases = {name: of_a_schedule(name) for name in names}
+    found = run_ranks(dryrun_work.most_of_fsdp, 2, {"cases": cases}, timeout=400)
+    for name, spec in cases.items():
+        assert spec.train.num_microbatches(1) == MANY
+        for rank in range(2):
+            real = min(found[rank][name].steps)
+            assert rank_share(spec, rank).in_step == pytest.approx(real, rel=0.01), (name, rank)
+
+
+def test_a_pipeline_receives_all_microbatches_of_a_step() -> None:
+    """torch has a buffer for each that crosses ranks, and keeps what stages of a rank have sent."""
+    assert_counted_in(["interleaved"])
+
+
+@pytest.mark.slow
+def test_a_pipeline_receives_all_microbatches_in_other_schedules() -> None:
+    assert_counted_in(name for name in SCHEDULES if name != "interleaved")
+
+
 def test_the_rows_of_all_shards_are_the_model() -> None:
     """The ranks' rows of each logical tensor are all of its rows, once, of unequal parts."""
     spec = sharded("bf16", layout(dp=3, tp=2))
