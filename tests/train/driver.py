@@ -22,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+import megafp8.parallel.pipeline_runner  # noqa: E402, F401  # which imports FSDP too
 import megafp8.train.pretrain  # noqa: E402, F401
 from megafp8.cli import pretrain  # noqa: E402
 from megafp8.cli.main import run_app  # noqa: E402
