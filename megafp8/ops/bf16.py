@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megafp8.ops import cpu
 
 _planned_type = ContextVar("the type of the device that meta tensors stand for", default="cpu")
+_in_kernel = ContextVar("whether what runs stands for one kernel of a GPU", default=False)
 
 
 @contextmanager
@@ -28,9 +29,6 @@ def planning_for(device_type: str) -> Iterator[None]:
         yield
     finally:
         _planned_type.reset(token)
-
-
-_in_kernel = ContextVar("whether what runs stands for one kernel of a GPU", default=False)
 
 
 @contextmanager
