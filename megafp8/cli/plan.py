@@ -45,6 +45,7 @@ from megafp8.plan.traffic import rank_traffic
 from megafp8.plan.vocabulary import GPT2, asked_vocabulary
 from megafp8.secrets import say
 from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.te_versions import DEFAULT_VERSION, installed_version, why_not_on_cpu
 
@@ -224,7 +225,7 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         trusts_recipes=given.trusts_recipes,
     )
     spec = resolve(loaded.cfg, lambda: True)
-    if spec.precision.backend == "te":
+    if BACKENDS[spec.precision.backend].depends_on_version:
         version = te_version(words) or installed_version()
         spec = replace(spec, precision=replace(spec.precision, te_version=version))
     elif te_version(words) is not None:

@@ -26,7 +26,7 @@ from megafp8.specs.gpus import ways
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
-from megafp8.specs.te_versions import CASTS_GATHERED, DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 
 USABLE = 0.9
 """The fraction of a device's memory that a job may fill; the rest is the CUDA context's, the
@@ -416,15 +416,16 @@ def backend_note(spec: RunSpec) -> str:
             "Figures are those of our own layers (model.fp8_backend=native). Where Transformer "
             "Engine is installed, auto runs its layers, whose own buffers are not counted."
         )
-    note, recipe = BACKENDS[precision.backend].note, precision.fp8
+    traits, recipe = BACKENDS[precision.backend], precision.fp8
     casts = recipe is not None and not recipe.params_in_fp8
-    if casts and spec.parallel.fsdp is not None and precision.backend == "te":
-        version = precision.te_version or DEFAULT_VERSION
-        note += (
-            f" With FSDP, versions before {CASTS_GATHERED} keep these copies of all weights, and "
-            f"later ones none. This is planned for {version}; model.te_version=… plans another."
-        )
-    return note
+    if not casts or spec.parallel.fsdp is None or not traits.depends_on_version:
+        return traits.note
+    version = precision.te_version or DEFAULT_VERSION
+    return (
+        f"{traits.note} With FSDP, versions before {traits.casts_gathered_from} keep these copies "
+        f"of all weights, and later ones none. This is planned for {version}; "
+        "model.te_version=… plans another."
+    )
 
 
 def listed(found: Sequence[Found] | None) -> Iterator[str]:

@@ -49,6 +49,11 @@ class BackendTraits:
     draws_at_once: bool = False
     is_counted: bool = False
 
+    @property
+    def depends_on_version(self) -> bool:
+        """Whether a plan depends on the version of its package."""
+        return self.casts_gathered_from is not None
+
     def copies_gathered(self, version: str) -> bool:
         """Whether a version of its package keeps FP8 copies of weights that FSDP gathers."""
         first = self.casts_gathered_from
