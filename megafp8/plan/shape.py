@@ -14,7 +14,6 @@ from megafp8.specs.optim import ITEM_BYTES, StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of
 from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, traits_of
-from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.specs.traits import GemmName, Traits
 
 FP32, BF16 = 4, 2
@@ -358,7 +357,7 @@ def copies_weights(spec: RunSpec) -> bool:
         return False
     traits = BACKENDS[precision.backend]
     if spec.parallel.fsdp is not None:
-        return traits.copies_gathered(precision.te_version or DEFAULT_VERSION)
+        return traits.copies_gathered(precision.te_version)
     return traits.copies_weights
 
 

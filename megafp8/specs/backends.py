@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import BackendName, Fp8Recipe, ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.specs.te_versions import CASTS_GATHERED, release_of
 
 TE_IS_PROVEN_ON_GPUS = False
 """Whether tests/gpu/test_te_gpu.py has passed on a GPU; before that, `model.fp8_backend=auto` means
@@ -54,10 +53,17 @@ class BackendTraits:
         """Whether a plan depends on the version of its package."""
         return self.casts_gathered_from is not None
 
-    def copies_gathered(self, version: str) -> bool:
-        """Whether a version of its package keeps FP8 copies of weights that FSDP gathers."""
-        first = self.casts_gathered_from
-        return first is not None and release_of(version) < release_of(first)
+    def copies_gathered(self, version: str | None) -> bool:
+        """Whether a version of its package keeps FP8 copies of weights that FSDP gathers.
+
+        None stands for the version that runs where none was asked for.
+        """
+        if (first := self.casts_gathered_from) is None:
+            return False
+        # Imported here: a run with our own layers needs nothing of Transformer Engine.
+        from megafp8.specs.te_versions import DEFAULT_VERSION, release_of
+
+        return release_of(version or DEFAULT_VERSION) < release_of(first)
 
     def precision_of(self, recipe: Fp8Recipe, linear: str, num_layers: int) -> ModulePrecision:
         """Return the recipe under which the linear of this name runs, in a model of many layers."""
@@ -75,7 +81,7 @@ BACKENDS: Mapping[BackendName, BackendTraits] = {
     "te": BackendTraits(
         note="Backend te: Transformer Engine's FP8 copies of weights, in two orientations, are "
         "counted; its activations, workspace and time are taken to be those of our own layers.",
-        casts_gathered_from=CASTS_GATHERED,
+        casts_gathered_from="2.16",
         transposes_gathered=True,
         draws_at_once=True,
     ),

@@ -21,9 +21,6 @@ HEAD_NORMS = "2.7"
 """The first version that can normalize queries and keys before it rotates them."""
 FIRST_WITH_NVFP4 = "2.8"
 """The first version that has `NVFP4BlockScaling`."""
-CASTS_GATHERED = "2.16"
-"""The first version that casts weights which FSDP gathers in each pass; earlier ones keep the FP8
-copies of all weights."""
 _WHOLE = re.compile(r"\d+\.\d+\.\d+(\.post\d+)?")
 
 HASHES = {
