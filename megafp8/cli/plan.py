@@ -224,14 +224,7 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         trains=False,
         trusts_recipes=given.trusts_recipes,
     )
-    spec = resolve(loaded.cfg, lambda: True)
-    if BACKENDS[spec.precision.backend].depends_on_version:
-        version = te_version(words) or installed_version()
-        spec = replace(spec, precision=replace(spec.precision, te_version=version))
-    elif te_version(words) is not None:
-        backend = f"model.fp8_backend={spec.precision.backend}"
-        reason = f"chooses the version of Transformer Engine, which {backend} does not use"
-        raise ConfigError(TE_VERSION, te_version(words), reason, "Leave it out")
+    spec = _for_version(resolve(loaded.cfg, lambda: True), words)
     data, whose = spec.data, ""
     if vocab_size is None:
         known = asked_vocabulary(loaded.origins, data.prefix, data.tokenizer.vocab_size)
@@ -240,23 +233,28 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
     return Asked(replace(spec, model=replace(spec.model, vocab_size=padded)), whose)
 
 
-def te_version(words: Sequence[str]) -> str | None:
-    """Return the version of Transformer Engine that words of the command line ask for, if any.
+def _for_version(spec: RunSpec, words: Sequence[str]) -> RunSpec:
+    """Return the run with the version of Transformer Engine for which it is planned.
 
-    A run on GPUs takes the installed one, and refuses the key.
+    It is the one that the command line asks for, or else the installed one. A run on GPUs takes the
+    installed one, and refuses the key.
 
     Raises:
-        ConfigError: The version is too old, or not known.
+        ConfigError: The version that is asked for is too old, or not known, or has no effect.
     """
-    found = None
-    for word in words:
-        if key_of_word(word) == TE_VERSION:
-            found = word.partition("=")[2].strip("'\"")
-    if found is None or found == "null":
-        return None
-    if (reason := why_not_on_cpu(found)) is not None:
-        raise ConfigError(TE_VERSION, found, reason, f"Give {DEFAULT_VERSION}, for example")
-    return found
+    asked = {key_of_word(word): word.partition("=")[2].strip("'\"") for word in words}
+    version = asked.get(TE_VERSION, "null")
+    reason = None if version == "null" else why_not_on_cpu(version)
+    if reason is not None:
+        raise ConfigError(TE_VERSION, version, reason, f"Give {DEFAULT_VERSION}, for example")
+    if BACKENDS[spec.precision.backend].depends_on_version:
+        planned = installed_version() if version == "null" else version
+        return replace(spec, precision=replace(spec.precision, te_version=planned))
+    if version != "null":
+        backend = f"model.fp8_backend={spec.precision.backend}"
+        reason = f"chooses the version of Transformer Engine, which {backend} does not use"
+        raise ConfigError(TE_VERSION, version, reason, "Leave it out")
+    return spec
 
 
 def spec_without_layout(words: Sequence[str], vocab_size: int | None, refusal: UserError) -> Asked:

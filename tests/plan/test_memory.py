@@ -764,7 +764,11 @@ def test_the_total_counts_the_gradients_that_a_step_holds(shard_by: str, bucket_
             assert spec.train.num_microbatches(8) == count
             plan, real = rank_memory(spec, 0, replica=0), dry_run(spec, 0)
             counted = total(real, real.step.weight_copies)
-            assert 0.99 * counted <= plan.total <= 1.07 * counted
+            # Where one microbatch's buckets are sent while the last layers run, the plan has the
+            # most bytes of both at one moment.
+            overlaps = shards_grads and count == 1 and bucket_bytes == 1 << 22
+            most = 1.07 if overlaps else 1.03
+            assert 0.99 * counted <= plan.total <= most * counted
             found[count, shards_grads] = counted
             whole = 6 * 12 * 512**2  # the linears' gradients, a byte each
             if count == 4 and shards_grads:
