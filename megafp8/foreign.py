@@ -153,7 +153,7 @@ def parse_json(content: bytes | str) -> Any:
     try:
         tree = json.loads(without_mark(raw.decode("utf-8")), parse_int=_whole)
         _check_depth(tree)
-        if _SURROGATE.search(raw):
+        if _SURROGATE.search(raw):  # the parser joins two escaped halves, and keeps one alone
             json.dumps(tree, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ForeignFileError(f"it is nested deeper than {MAX_DEPTH} levels") from error
@@ -228,9 +228,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Check the size of what a YAML text stands for, before a parser builds it.
+    """Check what a YAML text becomes when its aliases are replaced, before a parser builds it.
 
-    A syntax error is left to the parser, whose message has the line.
+    A syntax error, or a character that UTF-8 cannot encode, is left to the parser, whose message
+    has the line.
 
     Raises:
         ForeignFileError: The text is nested too deep, an alias is inside of what it stands for, the

@@ -38,13 +38,14 @@ class NativeBackend(Backend):
     """Our own linears."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
-        """Reduce amaxes over every rank that holds part of the same tensors."""
+        """Make the state of all FP8 scales, and choose the layers that the model is made of."""
         super().__init__(spec, mesh, parts_args)
         recipe, scaling = spec.precision.fp8, None
         if recipe is not None:
+            # An amax is reduced over every rank that holds a part of the same tensor.
             reduces = mesh.amax.size > 1
             scaling = ScalingState(recipe, mesh.amax.start_all_reduce_max if reduces else None)
-            scaling.draws.seed = spec.train.seed
+            scaling.draws.seed = spec.train.seed  # of stochastic rounding
             if mesh.device.type == "meta":
                 scaling.to(mesh.device)  # no numbers to start with: rows come without memory
         # Where no kernel can cast in a norm or an activation, the model is made of plain layers.

@@ -221,27 +221,28 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
     Raises:
         CheckpointError: A file cannot be read, or the tensors are not those that `spec` has.
     """
-    where = _files_by_tensor(folder)
-    wanted = list(mapping(spec))
-    prefix = "" if wanted[0].theirs in where else wanted[0].theirs.partition(".")[0] + "."
-    for entry in wanted:
-        if entry.theirs.removeprefix(prefix) not in where:
+    files = _files_by_tensor(folder)
+    entries = list(mapping(spec))
+    # A model saved without its head (`GPT2Model`) has names without the first word.
+    prefix = "" if entries[0].theirs in files else entries[0].theirs.partition(".")[0] + "."
+    names = [entry.theirs.removeprefix(prefix) for entry in entries]
+    for entry, theirs in zip(entries, names, strict=True):
+        if theirs not in files:
             raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
-    known = {entry.theirs.removeprefix(prefix) for entry in wanted} | {"lm_head.weight"}
-    if extra := sorted(n for n in where.keys() - known if not n.endswith(_NOT_WEIGHTS)):
+    known = {*names, "lm_head.weight"}
+    if extra := sorted(n for n in files.keys() - known if not n.endswith(_NOT_WEIGHTS)):
         reason = f"has {extra[0]}, which a model of its config.json does not have"
         raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
-    for entry in wanted:
-        _check_shape(where[entry.theirs.removeprefix(prefix)], prefix, entry, spec)
+    for entry, theirs in zip(entries, names, strict=True):
+        _check_shape(files[theirs], prefix, entry, spec)
     return [
         StoredTensor(
             name,
             logical_shape(spec, name),
-            partial(_read_part, where[theirs], theirs, entry, part, logical_shape(spec, name)),
+            partial(_read_part, files[theirs], theirs, entry, part, logical_shape(spec, name)),
         )
-        for entry in wanted
-        for theirs in (entry.theirs.removeprefix(prefix),)
-        for part, name in enumerate(entry.ours)
+        for entry, theirs in zip(entries, names, strict=True)
+        for part, name in enumerate(entry.ours)  # one of theirs may join several of ours
     ]
 
 

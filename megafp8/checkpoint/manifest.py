@@ -150,7 +150,7 @@ def read_manifest(directory: Path) -> Manifest:
 def check_state(
     meta: Mapping[str, Any], path: Path, required: tuple[str, ...] = KEYS_OF_STATE
 ) -> None:
-    """Check that a checkpoint has a state of training: the keys that are `required`.
+    """Check that `meta` of a checkpoint has a state of training: the keys that are `required`.
 
     Raises:
         CheckpointError: It has none, as what `megafp8 import` writes, or only a part of one.
@@ -159,7 +159,8 @@ def check_state(
     if not missing:
         return
     reason = "has weights, but no state of training"
-    if len(missing) < len(required) - 1:  # the configuration is recorded with weights, too
+    num_beside_config = len(required) - 1  # weights alone are saved with their configuration
+    if len(missing) < num_beside_config:
         reason = f"lacks {missing[0]} in its manifest's meta"
     hint = "Use restore_from_path, which reads the weights only"
     raise CheckpointError(path, reason, hint)

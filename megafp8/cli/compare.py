@@ -192,15 +192,17 @@ def _claim(out: Path, compared: Comparison) -> None:
 def _refuse_failures(codes: Mapping[ComparedJob, int]) -> None:
     """Raise where a failure says nothing about the losses.
 
+    A configuration that diverges where the baseline does not is a result, and is reported as worse.
+
     Raises:
         RunError: A run of the baseline failed, or a run ended with a mistake such as missing data.
     """
     for job, code in codes.items():
         is_base = job.label == BASELINE
         if code == ExitCode.USER_ERROR or (is_base and code != ExitCode.FINISHED):
-            of = "the baseline's run" if is_base else "the configuration's run"
+            whose_run = "the baseline's run" if is_base else "the configuration's run"
             raise RunError(
-                f"{job.directory}: {of} ended with exit code {code}. Correct that first; "
+                f"{job.directory}: {whose_run} ended with exit code {code}. Correct that first; "
                 "the same command continues"
             )
 

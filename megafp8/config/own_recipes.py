@@ -108,6 +108,7 @@ def _named(values: Values) -> Iterator[tuple[str, str]]:
 
 
 def _untrusted(key: str, name: str, origin: str) -> SettingError:
+    # Other keys than the recipe's have a list, of which the name is only a part.
     given = f"{key}={name}" if key == RECIPE else f"{key}=…"
     return SettingError(
         key,

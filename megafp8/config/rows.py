@@ -10,7 +10,7 @@ from megafp8.config.keys import Values
 from megafp8.config.rules import Finding
 from megafp8.config.values import compute_dtypes, recipes_in, schedule_of, storage_of
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
-from megafp8.specs.recipes import names_where, some
+from megafp8.specs.recipes import names_where, recipes_where
 from megafp8.specs.traits import Traits
 
 NATIVE = "or use model.fp8_backend=native, which has no such limit"
@@ -121,9 +121,9 @@ def some_recipe(kind: RecipeKind) -> Condition:
     """Return the condition that the recipe of some linear is of a kind."""
     return Condition(
         f" {kind.text} for some linear",
-        lambda _, values: bool(some(recipes_in(values), kind.holds)),
+        lambda _, values: bool(recipes_where(recipes_in(values), kind.holds)),
         ("model.fp8_modules",),
-        lambda values: some(recipes_in(values), kind.holds),
+        lambda values: recipes_where(recipes_in(values), kind.holds),
     )
 
 
@@ -131,8 +131,8 @@ def its_recipe(kind: RecipeKind) -> Condition:
     """Return the condition that the recipe of the run is of a kind."""
     return Condition(
         f" {kind.text}",
-        lambda name, _: bool(some((name,), kind.holds)),
-        named=lambda values: some((values["model.fp8_recipe"],), kind.holds),
+        lambda name, _: bool(recipes_where((name,), kind.holds)),
+        named=lambda values: recipes_where((values["model.fp8_recipe"],), kind.holds),
     )
 
 

@@ -45,7 +45,7 @@ from megafp8.config.values import (
 )
 from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import GEMMS, ModuleRule
-from megafp8.specs.recipes import HIGH_PRECISION, some, te_class
+from megafp8.specs.recipes import HIGH_PRECISION, recipes_where, te_class
 from megafp8.specs.te_versions import (
     DEFAULT_VERSION,
     DOCUMENTS_ON_CPU,
@@ -141,7 +141,7 @@ def _names_products(value: Any, _: Values) -> bool:
 
 def _lacks_a_recipe(value: Any, _: Values) -> bool:
     named = {change.precision for change in parse_schedule(value)} - {HIGH_PRECISION}
-    return bool(some(named, NOT_IN_TE.holds))
+    return bool(recipes_where(named, NOT_IN_TE.holds))
 
 
 TABLE = (

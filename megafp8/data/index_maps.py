@@ -210,6 +210,7 @@ class IndexCache:
     def _build(
         self, entry: Path, kind: str, key: Mapping[str, object], build: Callable[[], Arrays]
     ) -> Arrays:
+        """Compute an entry's arrays, write them, and return them mapped from the files."""
         began = time.monotonic()
         arrays = build()
         with built_beside(entry) as folder:  # if another host was faster, its arrays are the same
@@ -222,7 +223,7 @@ class IndexCache:
             (folder / DESCRIPTION).write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
         seconds = time.monotonic() - began
         self._notify(f"data: {kind} computed in {seconds:.1f} s and kept: {entry}")
-        return self._read(entry) or arrays
+        return self._read(entry) or arrays  # mapped pages are shared by the host's processes
 
     def _read(self, entry: Path) -> Arrays | None:
         """Return the entry's arrays, or None if there is no complete and valid entry."""

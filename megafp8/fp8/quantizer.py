@@ -92,18 +92,20 @@ class SavedForm:
     def scale_shape(self, tokens: int, features: int) -> list[int]:
         """Return the shape of the scales; [0] where the input itself is kept.
 
-        Scales of two levels are flat, with the factor of the whole tensor at the end. So are packed
-        ones, with the bytes of the factor.
+        Scales of blocks under a factor of the whole tensor (NVFP4) are flat, with the factor at the
+        end. So are packed ones, which are bytes, with the 4 bytes of an FP32 factor.
         """
         if self.scales is None:
             return [0]
         if self.scales.is_one:
             return []
         along, across = self.scales.along or tokens, self.scales.across or features
-        if self.is_packed:
-            return [swizzled_size(features, -(-tokens // along)) + 4 * self.scales.has_outer]
-        shape = [-(-tokens // along), -(-features // across)]
-        return [shape[0] * shape[1] + 1] if self.scales.has_outer else shape
+        along_blocks, across_blocks = -(-tokens // along), -(-features // across)
+        if self.is_packed:  # a row of scales for each feature
+            return [swizzled_size(features, along_blocks) + 4 * self.scales.has_outer]
+        if self.scales.has_outer:
+            return [along_blocks * across_blocks + 1]
+        return [along_blocks, across_blocks]
 
 
 @dataclass(frozen=True)
@@ -280,7 +282,8 @@ def cast_whole(
         last, first = tensors_of_cast(payload, payload_t, quant_scale, fmt, need, dequant_scale)
         return operands_of(x_MN, last, first), sums_PN
     sum_N = x_MN.new_empty(x_MN.shape[1:], dtype=torch.float32) if with_sum else None
-    # The products that multiply this tensor's numbers work in its own dtype.
+    # Without FP8 tensor cores products read `grid`, the FP8 numbers in the dtype of the products:
+    # the cast writes it in the same pass.
     payload, grid = quantize(
         x_MN,
         quant_scale,
@@ -292,8 +295,8 @@ def cast_whole(
     if dequant_scale is None:
         dequant_scale = quant_scale.reciprocal()
     x_fp8 = Fp8Tensor(payload, dequant_scale, fmt, grid)
-    both = Operands(x_fp8 if need.last else x_MN, x_fp8 if need.first else x_MN)
-    return both, None if sum_N is None else sum_N[None]
+    operands = Operands(x_fp8 if need.last else x_MN, x_fp8 if need.first else x_MN)
+    return operands, None if sum_N is None else sum_N[None]
 
 
 def whole_form(tensor: TensorQuantizer) -> SavedForm:

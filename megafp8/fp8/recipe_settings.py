@@ -18,8 +18,8 @@ from megafp8.specs.recipes import (
     load_recipe,
     names_code,
     problem,
+    recipes_where,
     register_recipe,
-    some,
 )
 from megafp8.specs.traits import FormatName
 
@@ -196,7 +196,7 @@ def _check_effects(recipe: Fp8Recipe) -> None:
             f"Leave it out, or use {' or '.join(map(repr, formats))}",
         )
     used = {recipe.name, *(rule.precision for rule in recipe.modules)} - {HIGH_PRECISION}
-    if not some(used, lambda traits: traits.has_history):
+    if not recipes_where(used, lambda traits: traits.has_history):
         _refuse_history(recipe)
     standard = Fp8Recipe.amax_history_len
     if recipe.amax_compute_algo == "most_recent" and recipe.amax_history_len != standard:
@@ -205,7 +205,7 @@ def _check_effects(recipe: Fp8Recipe) -> None:
             "has no effect with amax_compute_algo='most_recent'",
             "Leave it out, or use amax_compute_algo='max'",
         )
-    if recipe.power_2_scale and not some(used, lambda traits: traits.power_2 != "never"):
+    if recipe.power_2_scale and not recipes_where(used, lambda traits: traits.power_2 != "never"):
         raise Fp8Error(
             "recipe.power_2_scale=True",
             "scales of delayed scaling are used as they come",

@@ -89,7 +89,7 @@ class Documents:
         return tuple(self.cu_seqlens_N1.tolist())
 
     @cached_property
-    def on_device(self) -> torch.Tensor:
+    def cu_seqlens_on_device(self) -> torch.Tensor:
         """Return `cu_seqlens_N1` on the device where attention runs.
 
         Those of whole rows are made there, since a CUDA graph records no copy from the host.

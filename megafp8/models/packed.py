@@ -70,8 +70,8 @@ def attend_varlen(
         q_THE,
         k_TGE,
         v_TGE,
-        documents.on_device,
-        documents.on_device,
+        documents.cu_seqlens_on_device,  # of the queries
+        documents.cu_seqlens_on_device,  # of the keys
         longest,
         longest,
         scale=scale,

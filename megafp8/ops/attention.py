@@ -107,7 +107,7 @@ def attend_backward(
         return grads
     k_BHKE, v_BHKE = (_for_each_query(x, q_BHSE) for x in (k_BGKE, v_BGKE))
     if _has_flash_kernel(q_BHSE, block):
-        lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])
+        lengths = (None, None, q_BHSE.shape[2], k_BHKE.shape[2])  # None: all rows are this long
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q_BHSE.device)  # seed and offset
         dq_BHSE, dk_BHKE, dv_BHKE = torch_private.flash_attention_backward(
             *(x.contiguous() for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE, *saved)),
@@ -120,15 +120,17 @@ def attend_backward(
         )
     else:
         probs_BHSK = _scores(q_BHSE, k_BHKE, block).sub_(lse_BHS[..., None]).exp_()
-        work = probs_BHSK.dtype
-        grad, q, k, v = (x.to(work) for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE))
-        kept_BHSK = probs_BHSK if block.keep is None else probs_BHSK * block.keep
-        dv_BHKE = kept_BHSK.mT @ grad
-        mean_BHS1 = (grad * out_BHSE.to(work)).sum(-1, keepdim=True)
+        work_dtype = probs_BHSK.dtype
+        grad, q, k, v = (x.to(work_dtype) for x in (grad_BHSE, q_BHSE, k_BHKE, v_BHKE))
+        dropped_BHSK = probs_BHSK if block.keep is None else probs_BHSK * block.keep
+        dv_BHKE = dropped_BHSK.mT @ grad
         dp_BHSK = grad @ v.mT
         if block.keep is not None:
             dp_BHSK = dp_BHSK * block.keep
-        ds_BHSK = (dp_BHSK - mean_BHS1).mul_(probs_BHSK).mul_(block.scale)
+        # The softmax's gradient is p * (dp - mean), with the mean of dp over all keys, weighted by
+        # p. The output gives it without the other blocks: sum(p * dp) = sum(grad * out).
+        mean_dp_BHS1 = (grad * out_BHSE.to(work_dtype)).sum(-1, keepdim=True)
+        ds_BHSK = (dp_BHSK - mean_dp_BHS1).mul_(probs_BHSK).mul_(block.scale)
         dq_BHSE, dk_BHKE = ds_BHSK @ k, ds_BHSK.mT @ q
     groups = k_BGKE.shape[1]
     dk_BGKE, dv_BGKE = (x.unflatten(1, (groups, -1)).sum(2) for x in (dk_BHKE, dv_BHKE))
@@ -166,8 +168,8 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_BHSE, k_BGKE, v_BGKE, out_BHSE, lse_BHS = ctx.saved_tensors
-        found = attend_backward(grads[0], q_BHSE, k_BGKE, v_BGKE, out_BHSE, lse_BHS, ctx.block)
-        dq_BHSE, dk_BGKE, dv_BGKE = (grad.to(grads[0].dtype) for grad in found)
+        d_inputs = attend_backward(grads[0], q_BHSE, k_BGKE, v_BGKE, out_BHSE, lse_BHS, ctx.block)
+        dq_BHSE, dk_BGKE, dv_BGKE = (grad.to(grads[0].dtype) for grad in d_inputs)
         return dq_BHSE, dk_BGKE, dv_BGKE, None
 
 

@@ -180,40 +180,43 @@ def _gathered_forms(owner: nn.Module) -> dict[str, GatheredForm]:
 
 def _gather_by_hooks(
     local_RI: Any,
-    read: Callable[[], torch.Tensor],
+    read_master: Callable[[], torch.Tensor],
     form: GatheredForm | None,
     compute: torch.dtype,
     padded_rows: int,
 ) -> None:
     """Attach FSDP's two all-gather hooks to a shard, which stays an ordinary tensor.
 
-    `read` returns what is sent, after it was rounded to `compute`: as FP8 bytes of `form`, or as it
-    is. FSDP calls `before` on its own stream and `after` on the compute stream. It drops the
-    metadata before `after` has run, so these have no tensors; `form` holds what both need.
+    `read_master` returns this rank's rows [R, I]. They are rounded to `compute` and sent as FP8
+    bytes of `form`, or as they are. FSDP calls `pre_all_gather` on its own stream and
+    `post_all_gather` on the compute stream. It drops the metadata before `post_all_gather` has run,
+    so these have no tensors; `form` holds what both need. FSDP fixes the hooks' arguments.
     """
 
-    def before(
+    def pre_all_gather(
         mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
     ) -> tuple[tuple[torch.Tensor], int]:
-        part = read().to(compute)
-        part = part if form is None else form.bytes_of(part)
-        payload = torch.zeros(padded_rows, size[1], dtype=part.dtype, device=part.device)
-        payload[: part.shape[0]] = part
+        """Return what this rank sends, with rows of padding, and the rows of the whole weight."""
+        rows_RI = read_master().to(compute)
+        rows_RI = rows_RI if form is None else form.bytes_of(rows_RI)
+        payload = torch.zeros(padded_rows, size[1], dtype=rows_RI.dtype, device=rows_RI.device)
+        payload[: rows_RI.shape[0]] = rows_RI
         return (payload,), size[0]
 
     @torch.no_grad()
-    def after(
+    def post_all_gather(
         gathered: tuple[torch.Tensor],
-        rows: int,
+        num_rows: int,
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the weight and what FSDP must keep alive for it; with `out`, fill that instead."""
         if form is None:  # FSDP gathers into the memory of the parameter itself
             return (gathered[0], ()) if out is None else None
-        made = form.receive(gathered[0], rows, dtype, out)
+        made = form.receive(gathered[0], num_rows, dtype, out)
         return made if out is None else None
 
-    local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = before, after
+    local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
 
 def _counted(shards: Axis, kind: str) -> Callable[[torch.Tensor], None]:

@@ -70,20 +70,24 @@ def arriving_bytes(spec: RunSpec, division: Division) -> tuple[int, int]:
 def _most_of_a_bucket(spec: RunSpec, buckets: Sequence[Places]) -> int:
     """Return the bytes that the largest bucket takes on the rank that sums most of it (FP8-LM).
 
-    They are the parts that arrive, copies of what is sent, and sums. Sums of numbers in low
+    These bytes are the parts that arrive, copies of what is sent, and sums. Sums of numbers in low
     precision are FP32 until their scales are known. What is sent in several rounds, or in another
     dtype than that of the sums, is copied (`parallel/scaled_data.py`).
     """
-    most = 0
+    most_bytes = 0
     for places in buckets:
         is_low_precision = places.kind != "fp32"
-        dtype = places.kind if is_low_precision else spec.parallel.grad_reduce_dtype
-        first = [part.stop - part.start for part in places.rounds()[0]]
-        is_cut = sum(first) < places.elements
-        copied = sum(first) if is_cut and sum(size > 0 for size in first) > 1 else 0
-        if dtype != places.kind:
+        sent_dtype = places.kind if is_low_precision else spec.parallel.grad_reduce_dtype
+        # What each rank receives in the first round, which is the largest one.
+        received = [part.stop - part.start for part in places.rounds()[0]]
+        has_more_rounds = sum(received) < places.elements
+        num_receivers = sum(elements > 0 for elements in received)
+        # One round, or the range of one rank alone, is sent from where the gradients lie.
+        copied = sum(received) if has_more_rounds and num_receivers > 1 else 0
+        if sent_dtype != places.kind:
             copied += places.elements
-        arriving = len(first) * max(first) + copied
+        arriving = len(received) * max(received)  # from every rank, padded to the largest part
         sums = max(places.parts) if is_low_precision else 0
-        most = max(most, ITEM_BYTES[dtype] * arriving + FP32 * sums)
-    return most
+        bucket_bytes = ITEM_BYTES[sent_dtype] * (arriving + copied) + FP32 * sums
+        most_bytes = max(most_bytes, bucket_bytes)
+    return most_bytes

@@ -323,23 +323,25 @@ def _division(way: str, divided: Divided) -> Division:
 def way_of(spec: RunSpec) -> str:
     """Return the way in which replicas divide masters and moments, by its name in `WAYS`.
 
-    A run that chooses itself divides elements where whole tensors would be too uneven.
+    `shard_by="auto"` divides elements where whole tensors would be too uneven.
     """
     optim = spec.optim
     if not optim.shards_states:
         return "replicated"
     if optim.uses_muon:
         return "tensors"  # a matrix is orthogonalized whole
-    if optim.storage.is_plain or optim.shard_by != "auto":
-        return "elements" if optim.storage.is_plain else optim.shard_by
-    most = 0.0
+    if optim.storage.is_plain:
+        return "elements"
+    if optim.shard_by != "auto":
+        return optim.shard_by
+    imbalance = 0.0
     for stage in range(spec.parallel.pp):
         params = rank_shape(spec, stage).params
-        held = [0] * shard_ranks(spec)
+        owned = [0] * shard_ranks(spec)  # elements of each rank
         for places in division_of(spec, params, "tensors").grads:
-            held = [a + b for a, b in zip(held, places.parts, strict=True)]
-        most = max(most, imbalance_of(held))
-    return "elements" if most > LARGEST_IMBALANCE else "tensors"
+            owned = [a + b for a, b in zip(owned, places.parts, strict=True)]
+        imbalance = max(imbalance, imbalance_of(owned))
+    return "elements" if imbalance > LARGEST_IMBALANCE else "tensors"
 
 
 def sent_in_fp8(spec: RunSpec, param: Parameter) -> bool:

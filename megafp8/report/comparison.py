@@ -130,29 +130,30 @@ def worst(outcomes: Sequence[Outcome]) -> str:
 
 def costs_of(pairs: Sequence[Pair]) -> list[tuple[str, str]]:
     """Return what the configuration took in relation to the baseline, in words."""
-    found = []
+    costs = []
     memory, wall = ratio(pairs, "peak_memory_bytes"), ratio(pairs, "wall_seconds")
     if memory is not None:
-        found.append(("peak memory", f"{memory:.2f} of the baseline's"))
+        costs.append(("peak memory", f"{memory:.2f} of the baseline's"))
     if wall is not None:
-        found.append(("time of whole runs", f"{wall:.2f} of the baseline's"))
-        if _measures(pairs[0].other) != _measures(pairs[0].base):
-            side = "the configuration" if _measures(pairs[0].other) else "the baseline"
+        costs.append(("time of whole runs", f"{wall:.2f} of the baseline's"))
+        if _measures_health(pairs[0].other) != _measures_health(pairs[0].base):
+            side = "the configuration" if _measures_health(pairs[0].other) else "the baseline"
             note = f"logged steps of {side} alone also measure FP8 health, which its time includes"
-            found.append(("note", note))
+            costs.append(("note", note))
     precision = str(pairs[0].other.summary.get("precision", "")) if pairs else ""
     if "emulated" in precision:
         note = "products are emulated on this device, so that time says nothing about tensor cores"
-        found.append(("note", note))
+        costs.append(("note", note))
     share = pairs[0].other.figure("fp8_share_of_gemm_flops") if pairs else None
     if share:
-        found.append(
+        costs.append(
             ("share of low precision", f"{100 * share:.1f} % of the GEMM FLOPs without attention")
         )
-    return found
+    return costs
 
 
-def _measures(run: RunRecord) -> bool:
+def _measures_health(run: RunRecord) -> bool:
+    """Whether logged steps of a run also measure FP8 health, which takes time."""
     return bool(run.config.get("model.fp8")) and run.config.get("model.fp8_health") == "full"
 
 

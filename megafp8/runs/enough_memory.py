@@ -76,21 +76,23 @@ def require_memory(spec: RunSpec, mesh: Mesh, warn: Callable[[str], None]) -> No
     """
     needs = needs_of(spec, rank_memory(largest_phase(spec), mesh.pp.rank))
     size = max(1, spec.parallel.devices_per_node)
-    of_node = mesh.world.rank // size
-    everybody = gather(mesh, (needs.on_host, needs.on_host_at_most))
-    here = [tuple(each) for rank, each in enumerate(everybody) if rank // size == of_node]
-    together = (sum(each[0] for each in here), sum(each[1] for each in here))
+    node = mesh.world.rank // size
+    own_bytes = (needs.on_host, needs.on_host_at_most)
+    bytes_by_rank = gather(mesh, own_bytes)
+    of_node = [tuple(each) for rank, each in enumerate(bytes_by_rank) if rank // size == node]
+    node_bytes = (sum(least for least, _ in of_node), sum(most for _, most in of_node))
 
     def check() -> str | None:
+        """Return a warning, or raise, for what this rank's process, machine and device hold."""
         found = [
-            *problems((needs.on_host, needs.on_host_at_most), process_limits(), "this process"),
-            *problems(together, machine_limits(), _ranks(len(here))),
+            *problems(own_bytes, process_limits(), "this process"),
+            *problems(node_bytes, machine_limits(), _ranks(len(of_node))),
         ]
         if mesh.device.type == "cuda":
             free, in_all = torch.cuda.mem_get_info(mesh.device)
             device = Limit(in_all, free, f"the memory of {torch.cuda.get_device_name(mesh.device)}")
-            wanted = (needs.on_device, needs.on_device_at_most)
-            found += problems(wanted, [device], "a rank")
+            device_bytes = (needs.on_device, needs.on_device_at_most)
+            found += problems(device_bytes, [device], "a rank")
         return decide(spec, found)
 
     lines = [line for line in on_all(mesh, check) if line is not None]

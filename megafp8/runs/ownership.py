@@ -125,6 +125,7 @@ def _has_run(path: Path) -> bool:
 
 
 def _is_of_training(step_dir: Path) -> bool:
+    """Whether a folder is a checkpoint of a training, which records what data it was trained on."""
     if step_of(step_dir.name) is None:
         return False
     try:

@@ -70,8 +70,8 @@ _ACCESS = re.compile(
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write the tokenizer's file and `tokenizer_config.json` to `folder`.
 
-    The latter has the token at the end of a document, the length of the longest text, and the class
-    that reads the file.
+    The latter has the token at the end of a document, `max_length` in tokens, which is the model's
+    longest text, and the class that reads the file.
 
     Raises:
         RunError: The files cannot be written.

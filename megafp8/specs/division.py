@@ -278,12 +278,13 @@ def by_tensors(divided: Divided, owners: Sequence[int] | None = None) -> Divisio
     Ranges of linears' weights have one size, so that one operation gathers them. Others would be
     padded too much, since one embedding may be most of what there is.
     """
-    of, members = owners or divided.owners(), divided.members
+    owner_of, members = owners or divided.owners(), divided.members
 
-    def whole(rows: Sequence[int], kind: str, *, is_padded: bool) -> Places:
+    def flat_tensor(rows: Sequence[int], kind: str, *, is_padded: bool) -> Places:
+        """Return where the members `rows` lie in a tensor, each in its owner's range."""
         return whole_parts(
             divided.sizes(rows),
-            [of[row] for row in rows],
+            [owner_of[row] for row in rows],
             divided.num_ranks,
             rows=rows,
             kind=kind,
@@ -293,13 +294,15 @@ def by_tensors(divided: Divided, owners: Sequence[int] | None = None) -> Divisio
     kinds: dict[tuple[str, bool], list[int]] = {}
     for row, member in enumerate(members):
         kinds.setdefault((member.weight, member.is_linear), []).append(row)
-    weights = [whole(rows, dtype, is_padded=linear) for (dtype, linear), rows in kinds.items()]
+    weights = [
+        flat_tensor(rows, dtype, is_padded=linear) for (dtype, linear), rows in kinds.items()
+    ]
     grads = []
     for rows in divided.by_grad():
         for group in divided.groups(rows):
-            group.sort(key=lambda row: (of[row], not members[row].is_sharded))
-            grads.append(whole(group, members[group[0]].grad, is_padded=False))
-    return Division(range(len(members)), grads, weights, of)
+            group.sort(key=lambda row: (owner_of[row], not members[row].is_sharded))
+            grads.append(flat_tensor(group, members[group[0]].grad, is_padded=False))
+    return Division(range(len(members)), grads, weights, owner_of)
 
 
 class Way(NamedTuple):

@@ -96,8 +96,8 @@ def names_where(holds: Callable[[Traits], bool]) -> tuple[str, ...]:
     return tuple(name for name in RECIPES if holds(find_recipe(name).traits))
 
 
-def some(names: Iterable[str], holds: Callable[[Traits], bool]) -> tuple[str, ...]:
-    """Return those of some recipes whose traits meet a condition, sorted.
+def recipes_where(names: Iterable[str], holds: Callable[[Traits], bool]) -> tuple[str, ...]:
+    """Return those of the recipes `names` whose traits meet a condition, sorted.
 
     Names that cannot be found are left out: they are an error of their own.
     """

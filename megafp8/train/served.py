@@ -35,7 +35,7 @@ class Exported:
     """Read the tensors of an exported folder by our names."""
 
     def __init__(self, folder: Path, spec: GPTSpec) -> None:
-        self._names = {entry.ours[0]: entry.theirs for entry in mapping(spec)}
+        self._exported_names = {entry.ours[0]: entry.theirs for entry in mapping(spec)}
         self._read = stored_tensors(folder)
 
     def read(self, name: str) -> torch.Tensor:
@@ -44,10 +44,13 @@ class Exported:
         Raises:
             CheckpointError: The folder cannot be read.
         """
-        if name in self._names:
-            return self._read(self._names[name])
-        module, _, last = name.rpartition(".")
-        return self._read(f"{self._names[f'{module}.weight'].removesuffix('weight')}{last}")
+        if name in self._exported_names:
+            return self._read(self._exported_names[name])
+        module, _, last = name.rpartition(
+            "."
+        )  # a scale's name differs from its weight's at the end
+        weight_name = self._exported_names[f"{module}.weight"]
+        return self._read(f"{weight_name.removesuffix('weight')}{last}")
 
 
 class ServedParts(Parts):

@@ -239,7 +239,7 @@ class TeLayer(nn.Module):
 def _of_documents(documents: Documents) -> dict[str, Any]:
     """Return what keeps documents apart; in a dry run the borders alone have values."""
     is_dry = documents.device.type == "meta"
-    borders_N1 = documents.cu_seqlens_N1 if is_dry else documents.on_device
+    borders_N1 = documents.cu_seqlens_N1 if is_dry else documents.cu_seqlens_on_device
     longest = min(-(-max(documents.lengths) // PLACES) * PLACES, documents.seq)
     return {
         "cu_seqlens_q": borders_N1,

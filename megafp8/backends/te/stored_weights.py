@@ -17,11 +17,11 @@ from megafp8.fp8.scaled import ScaledTensor, resize_memory
 
 
 class ParameterData(IntEnum):
-    """Say what a parameter has: its stored bits, a shape in the compute dtype, or values in it."""
+    """Say what a parameter's `data` is; inside a layer, `VALUES` serve where a shape is enough."""
 
-    STORED_BITS = 0
-    SHAPE = 1
-    VALUES = 2
+    STORED_BITS = 0  # the master's bits in low precision, outside of the layer's passes
+    SHAPE = 1  # a shape in the compute dtype without memory
+    VALUES = 2  # the weight's values in the compute dtype
 
 
 class StoredWeights:
@@ -47,26 +47,26 @@ class StoredWeights:
         return bool(self._stored)
 
     @contextmanager
-    def holding(self, what: ParameterData) -> Iterator[None]:
-        """Let the parameters have `what`, or more if they have it already, inside the context."""
+    def holding(self, form: ParameterData) -> Iterator[None]:
+        """Let the parameters have at least the data of `form` inside the context."""
         before = self._now
-        self.hold(max(before, what))
+        self.hold(max(before, form))
         try:
             yield
         finally:
             self.hold(before)
 
     @torch.no_grad()
-    def hold(self, what: ParameterData) -> None:
-        """Let the parameters have `what` from now on."""
-        if what == self._now:
+    def hold(self, form: ParameterData) -> None:
+        """Let the parameters have the data of `form` from now on."""
+        if form == self._now:
             return
         for param, stored in self._stored.items():
-            if what is ParameterData.STORED_BITS:
+            if form is ParameterData.STORED_BITS:
                 param.data = stored.payload
-            elif what is ParameterData.SHAPE:
+            elif form is ParameterData.SHAPE:
                 param.data = self._shapes[param]
             else:
                 # One rounding to what the layer computes in, as our own linears round them.
                 param.data = stored.values().to(self._dtype)
-        self._now = what
+        self._now = form

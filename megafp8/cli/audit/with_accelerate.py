@@ -30,15 +30,18 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
     accelerate: Any = importlib.import_module("accelerate")
 
     def train(run: Mapping[str, Any], rank: int, record: dict[str, Any]) -> None:
-        """Train with the settings of the file's text, as ranks that its launcher started would."""
-        record["reads"] = {}
+        """Train with the settings of the file's text, as a rank that Accelerate's launcher starts.
+
+        The results are put into `record`.
+        """
+        record["reads"] = {}  # reads are traced in Megatron's configuration alone
         with tempfile.TemporaryDirectory(prefix="megafp8-audit-") as folder:
             file = Path(folder, "accelerate.yaml")
             file.write_text(run["text"], encoding="utf-8")
             parser = launch.launch_command_parser()
             parsed = parser.parse_args(["--config_file", str(file), "script.py"])
             validated = launch._validate_launch_command(parsed)
-        # The arguments come with the launcher's defaults and a flag after them, or alone.
+        # Some versions return the arguments alone, others a tuple that begins with them.
         args = validated[0] if isinstance(validated, tuple) else validated
         _, variables = environment.prepare_simple_launcher_cmd_env(args)
         os.environ.update({k: v for k, v in variables.items() if k.startswith(PREFIXES)})

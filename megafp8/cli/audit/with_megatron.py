@@ -39,8 +39,8 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
 
     def train(run: Mapping[str, Any], rank: int, record: dict[str, Any]) -> None:
         record["reads"] = reads
-        groups = [*run["words"], *SIZES, "--num-layers", str(run["layers"])]
-        sys.argv = ["pretrain_gpt.py", *groups]
+        # `words` are audited flags of the user's command, and those that the small model keeps.
+        sys.argv = ["pretrain_gpt.py", *run["words"], *SIZES, "--num-layers", str(run["layers"])]
         args = arguments.parse_args()
         arguments.validate_args(args)
         config = utilities.core_transformer_config_from_args(args)

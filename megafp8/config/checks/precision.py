@@ -23,7 +23,7 @@ from megafp8.config.values import (
 )
 from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import GEMMS
-from megafp8.specs.recipes import find_recipe, names_where, some
+from megafp8.specs.recipes import find_recipe, names_where, recipes_where
 from megafp8.specs.traits import Traits
 
 rule = Rules()
@@ -34,7 +34,7 @@ BACKEND = "model.fp8_backend"
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
 def _fp8_has_format(v: Values) -> Iterator[Finding]:
     """Refuse FP8 in no format: both keys that choose one are off, and the recipe fixes none."""
-    is_fixed = some((v["model.fp8_recipe"],), lambda traits: traits.is_e4m3)
+    is_fixed = recipes_where((v["model.fp8_recipe"],), lambda traits: traits.is_e4m3)
     is_chosen = v["model.fp8_e4m3"] or v["model.fp8_hybrid"] is not False  # null: the recipe's own
     if v["model.fp8"] and not is_fixed and not is_chosen:
         yield Finding(
@@ -82,7 +82,7 @@ def _products_of(v: Values) -> str:
 
 def _large(v: Values) -> tuple[str, ...]:
     """Return the recipes that need larger multiples than tensor cores do, the largest first."""
-    found = some(recipes_in(v), lambda traits: traits.multiple > TENSOR_CORE_MULTIPLE)
+    found = recipes_where(recipes_in(v), lambda traits: traits.multiple > TENSOR_CORE_MULTIPLE)
     return tuple(sorted(found, key=lambda name: -find_recipe(name).traits.multiple))
 
 
@@ -105,7 +105,7 @@ def _other_recipe(v: Values, size: int, ranks: int) -> str:
 )
 def _rotated_tokens(v: Values) -> Iterator[Finding]:
     """A rotation of blocks of tokens needs whole ones on each rank that has its own tokens."""
-    turned = some(recipes_in(v), lambda traits: traits.input.rotation is not None)
+    turned = recipes_where(recipes_in(v), lambda traits: traits.input.rotation is not None)
     length, ranks = v["model.encoder_seq_length"], v["model.context_parallel_size"]
     tokens, multiple = v["model.micro_batch_size"] * length, size_multiple(v)
     if v["model.fp8"] and turned and ranks > 1 and tokens % multiple == 0:
@@ -144,7 +144,7 @@ def _fp8_tokens(v: Values) -> Iterator[Finding]:
 def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
     if not v["model.fp8_params"]:
         return
-    two_copies = some(recipes_in(v), lambda traits: not traits.keeps_weight)
+    two_copies = recipes_where(recipes_in(v), lambda traits: not traits.keeps_weight)
     if two_copies:
         yield Finding(
             "model.fp8_params",
@@ -187,7 +187,9 @@ def _products_in_fp8(v: Values) -> Iterator[Finding]:
     high = list(v["model.override_linear_precision"])
     high[2] = high[2] or not v["model.fp8_wgrad"]
     name = v["model.fp8_recipe"]
-    keeps_wgrad = bool(some((name,), lambda traits: "grad_weight" in traits.high_precision))
+    keeps_wgrad = bool(
+        recipes_where((name,), lambda traits: "grad_weight" in traits.high_precision)
+    )
     if keeps_wgrad and high[2]:
         key = "model.fp8_wgrad" if not v["model.fp8_wgrad"] else "model.override_linear_precision"
         yield Finding(
@@ -242,7 +244,7 @@ def _layers_stay_in_fp8(v: Values) -> Iterator[Finding]:
 def _padding_pads(v: Values) -> Iterator[Finding]:
     if v["model.fp8_backend"] not in ("auto", "native"):  # torchao gets the flag unchanged
         return
-    if not v["model.pad_inner_dim"] or some(recipes_in(v), lambda traits: not traits.pads):
+    if not v["model.pad_inner_dim"] or recipes_where(recipes_in(v), lambda traits: not traits.pads):
         return
     tp = v["model.tensor_model_parallel_size"]
     tokens = v["model.micro_batch_size"] * v["model.encoder_seq_length"]
@@ -262,7 +264,7 @@ def _torchao_has_the_recipe(v: Values) -> Iterator[Finding]:
     if not v["model.fp8"] or v[BACKEND] != "torchao":
         return
     known = names_where(lambda traits: "torchao" in traits.backends)
-    foreign = list(some(recipes_in(v), lambda traits: "torchao" not in traits.backends))
+    foreign = list(recipes_where(recipes_in(v), lambda traits: "torchao" not in traits.backends))
     if foreign:
         yield Finding(
             "model.fp8_recipe" if foreign == [v["model.fp8_recipe"]] else "model.fp8_modules",
@@ -299,7 +301,7 @@ def no_match(key: str, pattern: str, num_layers: int) -> Finding:
 
 @rule("model.fp8", "model.fp8_recipe", "model.fp8_modules", "model.enable_cuda_graph")
 def _rules_can_be_captured(v: Values) -> Iterator[Finding]:
-    known = some(recipes_in(v), lambda _: True)
+    known = recipes_where(recipes_in(v), lambda _: True)
     in_torch = [name for name in known if not find_recipe(name).has_kernels()]
     if v["model.fp8"] and v["model.enable_cuda_graph"] and in_torch:
         yield Finding(
@@ -327,7 +329,7 @@ def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
         return
     name = v.get("model.fp8_recipe")
-    if name is not None and some((name,), lambda traits: traits.is_e4m3):
+    if name is not None and recipes_where((name,), lambda traits: traits.is_e4m3):
         yield Finding(
             "model.fp8_hybrid",
             f"model.fp8_recipe={name} uses E4M3 for all tensors, and no E5M2 for output gradients",

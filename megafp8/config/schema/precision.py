@@ -34,7 +34,7 @@ from megafp8.specs.recipes import (
     names_code,
     names_where,
     problem,
-    some,
+    recipes_where,
 )
 from megafp8.specs.traits import Traits
 
@@ -78,7 +78,7 @@ TE_LAYERS = Need("model.fp8", "model.fp8=True", _has_te_layers)
 def _needs_recipe(holds: Callable[[Traits], bool]) -> Need:
     """Return the need for a linear whose recipe has a trait; the text names the built-in ones."""
     need = needs("model.fp8_recipe", *names_where(holds))
-    return replace(need, holds=lambda v: bool(some(recipes_in(v), holds)))
+    return replace(need, holds=lambda v: bool(recipes_where(recipes_in(v), holds)))
 
 
 def _explained() -> str:
@@ -96,7 +96,7 @@ CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 
 
 def _is_judged(v: Values) -> bool:
-    in_tables = some(recipes_in(v), lambda traits: traits.has_history)
+    in_tables = recipes_where(recipes_in(v), lambda traits: traits.has_history)
     health = v.get("model.fp8_health")
     return bool(v.get("model.fp8")) and (health == "full" or (health != "off" and bool(in_tables)))
 
