@@ -76,12 +76,12 @@ class NativeBackend(Backend):
     def read_stored(self, model: nn.Module, stored: Mapping[nn.Parameter, ScaledTensor]) -> None:
         dtype = DTYPES[self.spec.precision.compute]
         for linear in linears_of(model):
-            if (own := stored.get(linear.weight)) is None:
+            if (stored_weight := stored.get(linear.weight)) is None:
                 continue
             if linear.quantizer is None:
-                linear.weight_form = PlainLowPrecisionWeight(own, dtype)
+                linear.weight_form = PlainLowPrecisionWeight(stored_weight, dtype)
             else:
-                linear.weight_form = LowPrecisionWeight(own, linear.quantizer, dtype)
+                linear.weight_form = LowPrecisionWeight(stored_weight, linear.quantizer, dtype)
 
     def change_recipe(self, model: nn.Module, recipe: Fp8Recipe) -> None:
         assert isinstance(self.scaling, ScalingState)
@@ -102,8 +102,8 @@ class NativeBackend(Backend):
 
     def kernel(self) -> str:
         assert self.spec.precision.fp8 is not None
-        said = self._kernels(self.spec.precision.fp8)
-        return f"native {' and '.join(k for k in ('tensor cores', 'emulated') if k in said)}"
+        kernels = self._kernels(self.spec.precision.fp8)
+        return f"native {' and '.join(k for k in ('tensor cores', 'emulated') if k in kernels)}"
 
     def _kernels(self, recipe: Fp8Recipe) -> str:
         work = DTYPES[self.spec.precision.compute]
@@ -151,9 +151,9 @@ def planned_of(model: nn.Module, recipe: Fp8Recipe, *, unnamed: str = "") -> Ite
             reasons: tuple[str, ...] = (unnamed if rule is None else rule.source,)
         else:
             fp8 = linear.quantizer.fp8_gemms
-            own = find_recipe(recipe.precision_of(linear.name)).traits.high_precision
+            high_gemms = find_recipe(recipe.precision_of(linear.name)).traits.high_precision
             reasons = tuple(
-                f"{gemm}, {'model.fp8_recipe' if gemm in own else 'chosen by product'}"
+                f"{gemm}, {'model.fp8_recipe' if gemm in high_gemms else 'chosen by product'}"
                 for gemm in GEMMS
                 if gemm not in fp8
             )

@@ -51,8 +51,8 @@ def linear_quantizer(
     if precision == state.recipe.name:
         _check_format(state.recipe, chosen.traits)
     reductions = reduce_max, reduce_columns
-    made = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
-    tensors = {role: _with_part(tensor, part(role)) for role, tensor in made.items()}
+    by_role = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
+    tensors = {role: _with_part(tensor, part(role)) for role, tensor in by_role.items()}
     return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision, name))
 
 

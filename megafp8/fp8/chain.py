@@ -68,7 +68,7 @@ def run_chain(
     params: list[torch.Tensor | None] = []
     for producer, linear in links:
         params += [linear.weight, linear.bias, *producer.params]
-    made: tuple[torch.Tensor, ...] = _Chain.apply(  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, ...] = _Chain.apply(  # type: ignore[no-untyped-call]
         x_TX.contiguous(),
         None if addend_TX is None else addend_TX.contiguous(),
         tuple(links),
@@ -77,7 +77,7 @@ def run_chain(
         torch.is_grad_enabled(),
         *params,
     )
-    return made
+    return results
 
 
 class _Chain(torch.autograd.Function):
@@ -98,17 +98,17 @@ class _Chain(torch.autograd.Function):
         for producer, linear in links:
             assert linear.quantizer is not None
             make = partial(producer.cast, value_TX, addend_TX=addend)
-            input, made = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
-            if made.total is not None:
-                stream_TX = value_TX = made.total
+            input, produced = linear.quantizer.produce("input", make, with_first=is_grad_enabled)
+            if produced.total is not None:
+                stream_TX = value_TX = produced.total
             params = linear.weight, linear.bias
-            output_TO, kept, weight = linear_forward(linear, params, input, dtype, x_TX.shape[0])
+            output_TO, x_fp8, weight = linear_forward(linear, params, input, dtype, x_TX.shape[0])
             if is_grad_enabled:
-                assert isinstance(kept, Fp8Tensor)
-                ctx.remakes.append(kept.factory())
+                assert isinstance(x_fp8, Fp8Tensor)
+                ctx.remakes.append(x_fp8.factory())
                 ctx.weights.append(weight)
-                ctx.counts.append(3 + len(made.kept))
-                saved += [kept.payload, kept.dequant_scale, value_TX, *made.kept]
+                ctx.counts.append(3 + len(produced.kept))
+                saved += [x_fp8.payload, x_fp8.dequant_scale, value_TX, *produced.kept]
             value_TX, addend = output_TO, None
         if is_grad_enabled:
             ctx.save_for_backward(*saved)
@@ -161,10 +161,10 @@ def _grad_of_output(ctx: Any, grads: Sequence[torch.Tensor]) -> torch.Tensor | G
         return grads[0]
     assert linear.quantizer is not None
     with_sum = linear.bias is not None
-    operands, made = linear.quantizer.produce(
+    operands, produced = linear.quantizer.produce(
         "grad_output", lambda into: ctx.consumer.cast_grads(grads, into), with_sum=with_sum
     )
-    return GradOutput(operands, made.partial_sums, ctx.dtype)
+    return GradOutput(operands, produced.partial_sums, ctx.dtype)
 
 
 def _through(
@@ -172,16 +172,16 @@ def _through(
     grad_TI: torch.Tensor,
     x_TX: torch.Tensor,
     kept: tuple[torch.Tensor, ...],
-    before: Linear,
+    linear: Linear,
     dtype: torch.dtype,
 ) -> torch.Tensor | GradOutput:
     """Return the gradient that an activation's backward pass gives to the linear before it."""
-    assert before.quantizer is not None
-    if not isinstance(producer, ActivationProducer) or not before.quantizer.fuses("grad_output"):
+    assert linear.quantizer is not None
+    if not isinstance(producer, ActivationProducer) or not linear.quantizer.fuses("grad_output"):
         return producer.backward(grad_TI, x_TX, kept)[0]
-    operands, made = before.quantizer.produce(
+    operands, produced = linear.quantizer.produce(
         "grad_output",
         lambda into: producer.cast_grad(grad_TI, x_TX, into),
-        with_sum=before.bias is not None,
+        with_sum=linear.bias is not None,
     )
-    return GradOutput(operands, made.partial_sums, dtype)
+    return GradOutput(operands, produced.partial_sums, dtype)

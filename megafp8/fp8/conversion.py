@@ -53,17 +53,19 @@ def convert(
         Fp8Error: Something cannot be converted as asked. The message names the module or option.
     """
     chosen = checked_recipe(recipe)
-    found = _linears(model)
-    left = _without_skipped(found, skip)
-    _check_rules(chosen, left)
-    precisions = {name: chosen.precision_of(name) for name in left}
-    left = {name: left[name] for name in left if precisions[name] != HIGH_PRECISION}
-    if not left:
+    linears = _linears(model)
+    to_convert = _without_skipped(linears, skip)
+    _check_rules(chosen, to_convert)
+    precisions = {name: chosen.precision_of(name) for name in to_convert}
+    to_convert = {
+        name: to_convert[name] for name in to_convert if precisions[name] != HIGH_PRECISION
+    }
+    if not to_convert:
         raise Fp8Error(
             "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
         )
-    _check_modules(model, left, precisions, chosen)
-    is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in left}
+    _check_modules(model, to_convert, precisions, chosen)
+    is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in to_convert}
     if amax_group is not None and not (any(is_delayed.values()) and chosen.reduce_amax):
         raise Fp8Error(
             "amax_group",
@@ -78,7 +80,7 @@ def convert(
         )
     reduce = None if amax_group is None else _maximum_over(amax_group)
     shared = Shared(ScalingState(chosen, reduce))
-    for name, module in left.items():
+    for name, module in to_convert.items():
         _bind(name, module, shared, is_delayed=is_delayed[name])
     if all(linear.weight.device.type != "meta" for linear in shared.linears.values()):
         shared.follow()
@@ -95,25 +97,25 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
     """Return every linear by its first name, converted ones and subclasses included."""
     if not isinstance(model, nn.Module):
         raise Fp8Error("model", f"is a {type(model).__name__}", "Give a torch.nn.Module")
-    found = {
+    linears = {
         name or "linear": module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | Converted) or _is_conv1d(module)
     }
-    if not found:
+    if not linears:
         raise Fp8Error(
             "model",
             f"{type(model).__name__} has neither an nn.Linear nor a transformers Conv1D",
             "Convert a model whose products are such modules",
         )
-    return found
+    return linears
 
 
-def _without_skipped(found: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Module]:
+def _without_skipped(linears: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Module]:
     """Return the linears that are not skipped; raise `Fp8Error` for a pattern without effect."""
-    left = dict(found)
+    remaining = dict(linears)
     if callable(skip):
-        left = {name: module for name, module in found.items() if not skip(name, module)}
+        remaining = {name: module for name, module in linears.items() if not skip(name, module)}
         skip = ()
     patterns = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
     if not all(isinstance(pattern, str) for pattern in patterns):
@@ -121,19 +123,19 @@ def _without_skipped(found: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Mo
             f"skip={skip!r}", "is neither names nor a function", "Use skip='lm_head' or a list"
         )
     for pattern in patterns:
-        matched = [name for name in found if _matches(name, pattern)]
+        matched = [name for name in linears if _matches(name, pattern)]
         if not matched:
-            close = difflib.get_close_matches(pattern, found, n=1)
+            close = difflib.get_close_matches(pattern, linears, n=1)
             raise Fp8Error(
                 f"skip={pattern!r}",
                 "matches no linear",
-                f"Did you mean {close[0]!r}?" if close else f"The first is named {min(found)!r}",
+                f"Did you mean {close[0]!r}?" if close else f"The first is named {min(linears)!r}",
             )
         for name in matched:
-            left.pop(name, None)
-    if not left:
+            remaining.pop(name, None)
+    if not remaining:
         raise Fp8Error("skip", "leaves no linear to convert", "Skip fewer of them")
-    return left
+    return remaining
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -167,9 +169,9 @@ def _check_modules(
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         if len(uses[id(weight)]) > 1:
-            others = ", ".join(uses[id(weight)])
+            names = ", ".join(uses[id(weight)])
             raise Fp8Error(
-                name, f"its weight is shared, as {others}", f"Untie it, or use skip={name!r}"
+                name, f"its weight is shared, as {names}", f"Untie it, or use skip={name!r}"
             )
         if weight.dtype not in DTYPES:
             raise Fp8Error(

@@ -167,10 +167,10 @@ class Draw:
             return random_bytes(key, rows, [range(count)]).reshape(shape)
         rows_T, columns = self.sizes[:: -1 if self.is_turned else 1]
         rows = self._rows(rows_T, moment.tokens)
-        made = random_bytes(key, rows, self.part.columns or (range(columns),))
-        made = made.t() if self.is_turned else made
+        drawn = random_bytes(key, rows, self.part.columns or (range(columns),))
+        drawn = drawn.t() if self.is_turned else drawn
         missing = [seen - size for seen, size in zip(self.seen, self.sizes, strict=True)]
-        return F.pad(made, (0, missing[1], 0, missing[0])) if any(missing) else made
+        return F.pad(drawn, (0, missing[1], 0, missing[0])) if any(missing) else drawn
 
     def counters(self) -> Counters | None:
         """Return what a kernel makes the bytes of the tensor's elements of, in place of a call.
@@ -179,7 +179,7 @@ class Draw:
         """
         rows_T, num_columns = self.sizes[:: -1 if self.is_turned else 1]
         columns = self.part.columns or (range(num_columns),)
-        if any(each.start % WIDTH or len(each) % WIDTH for each in columns):
+        if any(span.start % WIDTH or len(span) % WIDTH for span in columns):
             return None
         key, moment = self._next()
         blocks = _blocks_of(columns, self.device)
@@ -208,7 +208,7 @@ def _key(text: str) -> Key:
 # the device, which the host may wait for, is made in the first step alone.
 @lru_cache(maxsize=64)
 def _blocks_of(columns: tuple[range, ...], device: torch.device) -> torch.Tensor:
-    blocks = [number // WIDTH for each in columns for number in each[::WIDTH]]
+    blocks = [number // WIDTH for span in columns for number in span[::WIDTH]]
     return torch.tensor(blocks, dtype=torch.int64, device="cpu").to(device)
 
 
@@ -222,10 +222,10 @@ def _of_weight(rows: tuple[range, ...], device: torch.device) -> Rows:
 def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.device) -> Rows:
     """Return the samples and positions of `number` rows of a tensor."""
     samples_B = torch.tensor(tokens.samples, dtype=torch.int64)
-    each, rest = divmod(number, len(samples_B))
+    rows_per_sample, rest = divmod(number, len(samples_B))
     assert not rest, f"{number} rows are not the tokens of {len(samples_B)} samples"
     if tokens.positions is None:
-        positions_S = torch.arange(each)
+        positions_S = torch.arange(rows_per_sample)
     else:
         positions_S = torch.tensor(list(chain(*tokens.positions)), dtype=torch.int64)
     chunks = positions_S.chunk(order.size)
@@ -242,9 +242,9 @@ def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.dev
 def columns_of(ranges: Sequence[range]) -> tuple[range, ...]:
     """Return ranges of columns, of which neighbours are joined."""
     joined: list[range] = []
-    for each in ranges:
-        if joined and joined[-1].stop == each.start:
-            joined[-1] = range(joined[-1].start, each.stop)
+    for span in ranges:
+        if joined and joined[-1].stop == span.start:
+            joined[-1] = range(joined[-1].start, span.stop)
         else:
-            joined.append(each)
+            joined.append(span)
     return tuple(joined)

@@ -133,8 +133,8 @@ class NormProducer:
 
         statistics = NormStatistics(kept[1] if len(kept) > 1 else None, kept[0])
         gain = self.norm.gain().detach()
-        found = norm_backward(grad_TI, x_TX, gain, statistics, addend_TX)
-        return tuple(x for x in found if x is not None)
+        grads = norm_backward(grad_TI, x_TX, gain, statistics, addend_TX)
+        return tuple(x for x in grads if x is not None)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def cast_by(kernel: Callable[..., Any], source: object, into: CastInto, **option
 
     `source` is what the kernel reads first, and `options` are its other keyword arguments.
     """
-    made = kernel(
+    results = kernel(
         source,
         into.quant_scale,
         into.fmt,
@@ -194,7 +194,7 @@ def cast_by(kernel: Callable[..., Any], source: object, into: CastInto, **option
         with_plain=into.with_plain,
         **options,
     )
-    return Produced(made.payload, made.payload_t, made.plain, made.partial_sums)
+    return Produced(results.payload, results.payload_t, results.plain, results.partial_sums)
 
 
 def nothing_but_plain(device: torch.device) -> CastInto:

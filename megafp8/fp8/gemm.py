@@ -143,8 +143,8 @@ def _factor_of(x: Fp8Tensor) -> torch.Tensor:
 
 
 def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dtype) -> bool:
-    both = all(engine.multiplies(operand.layout, work) for operand in (a, b))
-    return both and not in_e5m2(a.fmt, b.fmt)
+    multiplies_both = all(engine.multiplies(operand.layout, work) for operand in (a, b))
+    return multiplies_both and not in_e5m2(a.fmt, b.fmt)
 
 
 def _tensor_core_product(

@@ -145,7 +145,7 @@ class UpdateProbe:
         For each table they are the tensors' amaxes, scales, and counts of updates and of those that
         were not finite. The host does not wait for them.
         """
-        found = [torch.zeros(0, dtype=torch.float64, device=self._state.forward.amax.device)]
+        numbers = [torch.zeros(0, dtype=torch.float64, device=self._state.forward.amax.device)]
         for table in self._named_tables():
             assert table.updates, f"no update of {table.names[0]} since `attach`"
             amaxes, scales = (torch.stack(part) for part in zip(*table.updates, strict=True))
@@ -153,10 +153,10 @@ class UpdateProbe:
             is_cast |= ~is_cast.any(0)
             # the largest factor is the worst, as a `HealthProbe` has it, which sees the factors
             worst = torch.where(is_cast, scales.reciprocal(), 0.0).amax(0)
-            found += [amaxes.amax(0).double(), worst.reciprocal().double()]
-            found += [table.num_updates.double(), table.num_nonfinite.double()]
+            numbers += [amaxes.amax(0).double(), worst.reciprocal().double()]
+            numbers += [table.num_updates.double(), table.num_nonfinite.double()]
         self.detach()
-        return torch.cat(found)
+        return torch.cat(numbers)
 
     def measures(self, numbers: Sequence[float]) -> tuple[dict[str, TensorHealth], dict[str, int]]:
         """Return the health of all tensors, and how many non-finite updates the tensors have met.
@@ -205,7 +205,7 @@ class TableProbe:
 
         This waits for the device, once for each kind of a table's tensors.
         """
-        found: dict[str, TensorHealth] = {}
+        health: dict[str, TensorHealth] = {}
         for direction, table in self._state.tables.items():
             old_scales, old_updates = (x.cpu() for x in self._before[direction])
             scales, history = table.quant_scale.cpu(), table.history.cpu()
@@ -218,9 +218,9 @@ class TableProbe:
                 if recent.numel() == 0:  # a history of one update is kept in its scale alone
                     recent = table.fmt.max * 2.0**-self._state.recipe.margin / scale[None]
                 smallest = torch.minimum(old_scales[index], scale)
-                found[name] = TensorHealth(amax=recent.max().item(), quant_scale=smallest.item())
+                health[name] = TensorHealth(amax=recent.max().item(), quant_scale=smallest.item())
         self._before = {}
-        return found
+        return health
 
 
 def num_nonfinite(state: ScalingState) -> dict[str, int]:

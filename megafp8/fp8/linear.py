@@ -214,9 +214,9 @@ class Linear(nn.Module):
         if self.compiled is not None and torch.compiler.is_compiling():
             output_TO = self.compiled(flat_TI)
         else:
-            own = torch_private.parameters_of(self)
+            params = torch_private.parameters_of(self)
             output_TO = DirectLinearFunction.apply(
-                flat_TI, own["weight"], own.get("bias"), self, torch.is_grad_enabled()
+                flat_TI, params["weight"], params.get("bias"), self, torch.is_grad_enabled()
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
@@ -291,8 +291,8 @@ def linear_forward(
     output_TO = comm.reduce_output(output_TO)
     if bias_O is not None and comm.sums_output:
         output_TO = output_TO + bias_O
-    kept = weight_first if layer.weight_form.is_saved_for_backward else None
-    return output_TO, input_first, kept
+    kept_weight = weight_first if layer.weight_form.is_saved_for_backward else None
+    return output_TO, input_first, kept_weight
 
 
 def linear_backward(
@@ -409,24 +409,24 @@ class LinearFunction(torch.autograd.Function):
         is_grad_enabled: bool,
     ) -> torch.Tensor:
         params, work = (weight_OI, bias_O), input_TI.dtype
-        output_TO, kept, weight = linear_forward(
+        output_TO, saved, weight = linear_forward(
             layer, params, input_TI, work, input_TI.shape[0], for_backward=is_grad_enabled
         )
         if is_grad_enabled:
             # autograd keeps the tensors, so that its hooks (offloading, recomputation) see them
-            ctx.save_for_backward(*(kept.tensors if isinstance(kept, Fp8Tensor) else (kept,)))
-            ctx.remake = kept.factory() if isinstance(kept, Fp8Tensor) else None
+            ctx.save_for_backward(*(saved.tensors if isinstance(saved, Fp8Tensor) else (saved,)))
+            ctx.remake = saved.factory() if isinstance(saved, Fp8Tensor) else None
             ctx.layer, ctx.params, ctx.weight = layer, params, weight
         return output_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept = ctx.saved_tensors
-        input: Operand = kept[0] if ctx.remake is None else ctx.remake(*kept)
-        found = linear_backward(
+        saved = ctx.saved_tensors
+        input: Operand = saved[0] if ctx.remake is None else ctx.remake(*saved)
+        grads_of_inputs = linear_backward(
             ctx.layer, ctx.params, grads[0], input, ctx.weight, needs_input=ctx.needs_input_grad[0]
         )
-        return *found, None, None
+        return *grads_of_inputs, None, None
 
 
 class DirectLinearFunction(torch_private.DirectFunction, LinearFunction):

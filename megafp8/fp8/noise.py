@@ -45,10 +45,10 @@ class NoiseProbe:
         sums, self._sums = self._sums, {}
         if not sums:
             return {}
-        both = torch.stack([torch.stack((each.values, each.errors)) for each in sums.values()])
-        found = zip(sums.items(), both.tolist(), strict=True)
+        table = torch.stack([torch.stack((each.values, each.errors)) for each in sums.values()])
+        rows = zip(sums.items(), table.tolist(), strict=True)
         return {
-            name: TensorNoise(values, errors, each.rows) for (name, each), (values, errors) in found
+            name: TensorNoise(values, errors, each.rows) for (name, each), (values, errors) in rows
         }
 
     @torch.no_grad()

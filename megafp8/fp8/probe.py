@@ -121,10 +121,10 @@ class Probe:
         return linear
 
     def _quantized(self, linear: LinearQuantizer, x_MN: torch.Tensor) -> dict[str, Fp8Tensor]:
-        found, _ = linear.operands(self.role, x_MN.clone())
+        operands, _ = linear.operands(self.role, x_MN.clone())
         return {
             along: operand
-            for along, operand in zip(("last", "first"), found, strict=True)
+            for along, operand in zip(("last", "first"), operands, strict=True)
             if isinstance(operand, Fp8Tensor)
         }
 
@@ -144,13 +144,13 @@ class Probe:
         known: list[torch.Tensor] = []
         for _ in range(MOST_REDUCTIONS):
             asked = [_Asked(known) for _ in parts]
-            found = [
+            operands = [
                 self.operands(part, reduce_max=one, history=whole_MN)
                 for part, one in zip(parts, asked, strict=True)
             ]
             _require_alike(asked)
             if len(asked[0].amaxes) <= len(known):
-                return found
+                return operands
             known.append(torch.stack([one.amaxes[len(known)] for one in asked]).amax(0))
         raise RanksDifferError(f"its cast asks for more than {MOST_REDUCTIONS} maxima")
 

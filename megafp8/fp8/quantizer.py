@@ -169,12 +169,12 @@ class LinearQuantizer:
         if not (any(need) and self.state.fp8_enabled):
             return Operands(x_MN, x_MN), column_sum(x_MN) if with_sum else None
         tensor = self.tensors[role]
-        made: tuple[Operands, torch.Tensor | None] = tensor.rule.operands(
+        quantized: tuple[Operands, torch.Tensor | None] = tensor.rule.operands(
             tensor, x_MN, need, with_sum=with_sum
         )
         if self.state.observers:
-            self._observe(role, x_MN, made[0])
-        return made
+            self._observe(role, x_MN, quantized[0])
+        return quantized
 
     def saved_form(self) -> SavedForm:
         """Return how the input is kept between forward and backward."""
@@ -197,13 +197,13 @@ class LinearQuantizer:
         need, tensor = self._needs[role, with_first], self.tensors[role]
         is_observed = bool(self.state.observers)
         operands: Operands
-        made: Produced
-        operands, made = tensor.rule.produce(
+        produced: Produced
+        operands, produced = tensor.rule.produce(
             tensor, make, need, with_plain=is_observed, with_sum=with_sum
         )
-        if made.plain is not None:
-            self._observe(role, made.plain, operands)
-        return operands, made
+        if produced.plain is not None:
+            self._observe(role, produced.plain, operands)
+        return operands, produced
 
     def store(self, weight_OI: torch.Tensor) -> Fp8Tensor:
         """Return a weight [O, I] in FP8, to be kept in FP8 alone.

@@ -102,8 +102,8 @@ def _unknown(subject: str, value: object, known: Sequence[str]) -> Fp8Error:
     """Return the error for a value that is none of the known names."""
     close = difflib.get_close_matches(str(value), known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Use one of them"
-    what = "recipes" if tuple(known) == RECIPES else "values"
-    return Fp8Error(f"{subject}={value!r}", f"the {what} are {', '.join(known)}", hint)
+    plural = "recipes" if tuple(known) == RECIPES else "values"
+    return Fp8Error(f"{subject}={value!r}", f"the {plural} are {', '.join(known)}", hint)
 
 
 def _is_whole(least: int, most: int) -> Callable[[object], bool]:

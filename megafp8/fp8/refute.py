@@ -135,8 +135,8 @@ def lost_nans(probe: Probe) -> Iterator[str]:
     x = probe.normal.clone()
     x[1, 2] = math.nan
     for along, operand in probe.operands(x, history=probe.normal).items():
-        found = values(operand)
-        at = found[:, 2] if operand.rotation is not None else found[1, 2]
+        cast_values = values(operand)
+        at = cast_values[:, 2] if operand.rotation is not None else cast_values[1, 2]
         if bool(at.isfinite().all()):
             yield f"a NaN is gone from payload and scale along the {along} dim"
 
@@ -148,11 +148,11 @@ def lost_infinities(probe: Probe) -> Iterator[str]:
     for along, operand in probe.operands(x, history=probe.normal).items():
         if operand.rotation is not None:
             continue
-        found = values(operand)
-        rows, cols = operand.block or found.shape
+        cast_values = values(operand)
+        rows, cols = operand.block or cast_values.shape
         row, col = 1 // rows * rows, 2 // cols * cols
-        rest = found[row : row + rows, col : col + cols].abs()
-        if bool(found[1, 2].isfinite()) and bool((rest > found[1, 2]).any()):
+        block_values = cast_values[row : row + rows, col : col + cols].abs()
+        if bool(cast_values[1, 2].isfinite()) and bool((block_values > cast_values[1, 2]).any()):
             yield f"an infinity is smaller than other values of its block along the {along} dim"
 
 
@@ -172,13 +172,13 @@ def wrong_scales(probe: Probe) -> Iterator[str]:
 def wrong_both(probe: Probe) -> Iterator[str]:
     """Yield where one quantization does not serve both products."""
     for x in (probe.wide, probe.normal):
-        found, of_turned = probe.operands(x), probe.operands(x.t().contiguous(), history=x)
-        if len(found) == 2 and not same_bits(found["last"], found["first"]):
+        operands, of_turned = probe.operands(x), probe.operands(x.t().contiguous(), history=x)
+        if len(operands) == 2 and not same_bits(operands["last"], operands["first"]):
             yield "the two products get different numbers or scales"
-        for along in found.keys() & of_turned.keys():
+        for along in operands.keys() & of_turned.keys():
             other = turned(of_turned[along])
             same = same_scales if probe.casts.is_random else same_bits
-            if not same(found[along], other):
+            if not same(operands[along], other):
                 yield "the transposed tensor has other numbers or scales than the tensor"
                 return
 
@@ -331,23 +331,24 @@ def wrong_products(probe: Probe) -> Iterator[str]:
     """
     if probe.role != "input":
         return  # the pair is judged once
-    other = replace(probe, role="grad_output")
+    grad_probe = replace(probe, role="grad_output")
     generator = torch.Generator().manual_seed(3)
     tokens, inputs = probe.normal.shape
     x_TI = probe.normal
     g_TO = torch.randn(tokens, inputs, generator=generator).to(probe.dtype)
-    kept, grad = probe.operands(x_TI).get("first"), other.operands(g_TO).get("first")
-    if kept is None or grad is None:
+    x_fp8 = probe.operands(x_TI).get("first")
+    g_fp8 = grad_probe.operands(g_TO).get("first")
+    if x_fp8 is None or g_fp8 is None:
         return
-    noise = 10 ** (-floor_of(probe) / 10) + 10 ** (-floor_of(other) / 10)
+    noise = 10 ** (-floor_of(probe) / 10) + 10 ** (-floor_of(grad_probe) / 10)
     floor = -10 * math.log10(noise)
-    ratio = _decibel(g_TO.double().t() @ x_TI.double(), values(grad).t() @ values(kept))
+    ratio = _decibel(g_TO.double().t() @ x_TI.double(), values(g_fp8).t() @ values(x_fp8))
     if not ratio >= floor:
         yield (
             f"the product of the rotated input and grad_output has {ratio:.1f} dB, below "
             f"{floor:.1f} dB: the rotation does not cancel"
         )
-    if _decibel(x_TI.double(), values(kept)) >= floor_of(probe):
+    if _decibel(x_TI.double(), values(x_fp8)) >= floor_of(probe):
         yield "the rotation is declared, and the operand is not rotated"
 
 
@@ -363,9 +364,9 @@ def _other_bits(probe: Probe, x: torch.Tensor, other: torch.Tensor, what: str) -
         yield f"{what} gets other numbers or scales"
 
 
-def _decibel(exact: torch.Tensor, found: torch.Tensor) -> float:
+def _decibel(exact: torch.Tensor, approximate: torch.Tensor) -> float:
     """Return the signal-to-noise ratio; -inf where the noise is not finite."""
-    signal, noise = float(exact.square().sum()), float((exact - found).square().sum())
+    signal, noise = float(exact.square().sum()), float((exact - approximate).square().sum())
     if not math.isfinite(noise):
         return -math.inf
     return math.inf if noise == 0 else 10 * math.log10(signal / noise)

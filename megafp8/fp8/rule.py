@@ -138,8 +138,8 @@ class CastRule(Recipe):
 
     def _along_first(self, x_MN: torch.Tensor) -> Fp8Tensor:
         """Cast the transposed tensor, and turn the result back: its bytes stay where they are."""
-        if (found := self._in_c(x_MN, self._casts.first, "first")) is not None:
-            return found
+        if (by_kernel := self._in_c(x_MN, self._casts.first, "first")) is not None:
+            return by_kernel
         turned = self._cast(x_MN.t().contiguous(), self._casts.first, "first")
         if turned.block is None:
             return replace(turned, payload=turned.payload.t())
@@ -152,9 +152,9 @@ class CastRule(Recipe):
 
     def _cast(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Fp8Tensor:
         """Run the rule over whole blocks, and check that it returns what the traits say."""
-        found = self._in_c(x_MK, scales, along) if along == "last" else None
-        if found is not None:
-            return found
+        by_kernel = self._in_c(x_MK, scales, along) if along == "last" else None
+        if by_kernel is not None:
+            return by_kernel
         rows, inner = x_MK.shape
         block = _block(scales, rows, inner)
         # A rank whose part is empty gets a block of zeros: the rule then asks for the maxima that
@@ -245,18 +245,18 @@ class CastRule(Recipe):
     def _check(self, result: Scaled, x_MK: torch.Tensor, scales: Scales) -> None:
         payload, dequant_scale, outer = result
         fmt, shape = self.given.fmt, scales.shape(*x_MK.shape)
-        of = f"its cast of {list(x_MK.shape)} gave"
+        gave = f"its cast of {list(x_MK.shape)} gave"
         if payload.shape != x_MK.shape or payload.dtype != fmt.dtype:
             expected = f"a payload of {list(x_MK.shape)} in {fmt.dtype}"
-            raise self._wrong(f"{of} a payload of {_described(payload)}, not {expected}")
+            raise self._wrong(f"{gave} a payload of {_described(payload)}, not {expected}")
         if dequant_scale.shape != shape or dequant_scale.dtype != torch.float32:
             expected = f"{list(shape)} in FP32, as its traits say"
-            raise self._wrong(f"{of} scales of {_described(dequant_scale)}, not {expected}")
+            raise self._wrong(f"{gave} scales of {_described(dequant_scale)}, not {expected}")
         if (outer is not None) != scales.has_outer:
             says = "has" if scales.has_outer else "does not have"
-            raise self._wrong(f"{of} another `outer` than its traits, whose tensor {says} one")
+            raise self._wrong(f"{gave} another `outer` than its traits, whose tensor {says} one")
         if outer is not None and (outer.shape != () or outer.dtype != torch.float32):
-            raise self._wrong(f"{of} an `outer` of {_described(outer)}, not [] in FP32")
+            raise self._wrong(f"{gave} an `outer` of {_described(outer)}, not [] in FP32")
         if self.given.power_2 and dequant_scale.device.type == "cpu":
             self._check_powers(dequant_scale)
 
@@ -295,8 +295,8 @@ class RuleUpdate:
         got = result if isinstance(result, tuple) else (result,)
         expected = [_described(seen.history), _described(seen.quant_scale)]
         if [_described(value) for value in got] != expected:
-            given = " and ".join(_described(value) for value in got)
-            raise RuleError(f"{where} gave {given}, not {' and '.join(expected)}")
+            shapes = " and ".join(_described(value) for value in got)
+            raise RuleError(f"{where} gave {shapes}, not {' and '.join(expected)}")
         occurred = seen.amax.isfinite() & (seen.amax > 0)
         scales = result[1][occurred]
         if scales.device.type == "cpu" and not bool((scales.isfinite() & (scales > 0)).all()):
@@ -344,6 +344,6 @@ def _described(value: object) -> str:
 def _place_of(error: Exception) -> str:
     """Return the last line outside of libraries that an exception passed through."""
     lines = traceback.extract_tb(error.__traceback__)
-    own = [line for line in lines if "site-packages" not in line.filename]
-    line = (own or lines)[-1]
+    outside = [line for line in lines if "site-packages" not in line.filename]
+    line = (outside or lines)[-1]
     return f"{Path(line.filename)}, line {line.lineno}, in {line.name}"

@@ -93,33 +93,33 @@ class ScaledTensor:
         self.payload.copy_(cast_stored(values, quant_scale, self.fmt, dither))
 
     @torch.no_grad()
-    def add(self, more: torch.Tensor, *, is_first: bool) -> None:
+    def add(self, addend: torch.Tensor, *, is_first: bool) -> None:
         """Add a tensor (FP32, BF16 or FP16) and requantize; the first one overwrites.
 
         The sum is in FP32, and its scale new: one rounding for each call.
         """
         if self.fmt.max is None and is_first:
-            self.payload.copy_(more)
-        elif self._fits_kernel(more) and (lib := library().lib) is not None:
-            one = torch.ones(())
-            total, part = self.in_c(), StoredInC.of(more, one)
+            self.payload.copy_(addend)
+        elif self._fits_kernel(addend) and (lib := library().lib) is not None:
+            unit_scale = torch.ones(())
+            total, addend_in_c = self.in_c(), StoredInC.of(addend, unit_scale)
             lib.megafp8_scaled_sum(
                 ctypes.byref(total),
-                ctypes.byref(part),
-                ctypes.c_size_t(more.numel()),
+                ctypes.byref(addend_in_c),
+                ctypes.c_size_t(addend.numel()),
                 int(not is_first),
                 torch.get_num_threads(),
             )
-        elif self._fits_triton(more) and _triton_reproduces_torch(
-            more.device, self.fmt.name, more.dtype
+        elif self._fits_triton(addend) and _triton_reproduces_torch(
+            addend.device, self.fmt.name, addend.dtype
         ):
-            add_by_triton(self, more, is_first=is_first)
-        elif not (more.is_meta and self._has_kernel_of_a_plan(more)):
-            self.add_by_torch(more, is_first=is_first)
+            add_by_triton(self, addend, is_first=is_first)
+        elif not (addend.is_meta and self._has_kernel_of_a_plan(addend)):
+            self.add_by_torch(addend, is_first=is_first)
 
-    def add_by_torch(self, more: torch.Tensor, *, is_first: bool) -> None:
+    def add_by_torch(self, addend: torch.Tensor, *, is_first: bool) -> None:
         """Run `add` with torch operations."""
-        self.store(more.float() if is_first else self.values() + more.float())
+        self.store(addend.float() if is_first else self.values() + addend.float())
 
     @property
     def has_kernels(self) -> bool:
@@ -156,24 +156,24 @@ class ScaledTensor:
         self.dequant_scale.copy_(dequant_scale)
         return quant_scale
 
-    def _fits_kernel(self, more: torch.Tensor) -> bool:
-        return self.payload.device.type == "cpu" and self._is_plain(more)
+    def _fits_kernel(self, addend: torch.Tensor) -> bool:
+        return self.payload.device.type == "cpu" and self._is_plain(addend)
 
-    def _fits_triton(self, more: torch.Tensor) -> bool:
-        return self.fmt.max is not None and runs_triton(more.device) and self._is_plain(more)
+    def _fits_triton(self, addend: torch.Tensor) -> bool:
+        return self.fmt.max is not None and runs_triton(addend.device) and self._is_plain(addend)
 
-    def _has_kernel_of_a_plan(self, more: torch.Tensor) -> bool:
+    def _has_kernel_of_a_plan(self, addend: torch.Tensor) -> bool:
         """Whether a device for which a dry run stands has a kernel that adds in place."""
-        on_cpu = device_kind(more.device) == "cpu"
-        return self._is_plain(more) and (on_cpu or self.fmt.max is not None)
+        on_cpu = device_kind(addend.device) == "cpu"
+        return self._is_plain(addend) and (on_cpu or self.fmt.max is not None)
 
-    def _is_plain(self, more: torch.Tensor) -> bool:
+    def _is_plain(self, addend: torch.Tensor) -> bool:
         """Whether the kernels take this tensor, and the addend with it."""
         return (
             self.has_kernels
             and self.payload.is_contiguous()
-            and more.is_contiguous()
-            and more.dtype in (torch.float32, torch.bfloat16, torch.float16)
+            and addend.is_contiguous()
+            and addend.dtype in (torch.float32, torch.bfloat16, torch.float16)
         )
 
 
@@ -194,16 +194,16 @@ class StoredInC(ctypes.Structure):
     ) -> StoredInC:
         key = 0 if dither is None else dither.key
         places = payload.data_ptr(), dequant_scale.data_ptr()
-        made = cls(*places, key, _KINDS[payload.dtype], int(dither is not None))
-        made.held = payload, dequant_scale
-        return made
+        stored = cls(*places, key, _KINDS[payload.dtype], int(dither is not None))
+        stored.held = payload, dequant_scale
+        return stored
 
 
-def add_by_triton(total: ScaledTensor, more: torch.Tensor, *, is_first: bool) -> None:
+def add_by_triton(total: ScaledTensor, addend: torch.Tensor, *, is_first: bool) -> None:
     """Run `ScaledTensor.add` by Triton's kernels, where they can run. The format has a scale."""
     from megafp8.fp8.kernels.triton_sums import add
 
-    add(total, more, is_first=is_first)
+    add(total, addend, is_first=is_first)
 
 
 @functools.cache
@@ -213,11 +213,11 @@ def _triton_reproduces_torch(device: torch.device, name: StorageName, dtype: tor
         ScaledTensor.zeros((4112,), STORAGE_FORMATS[name], device) for _ in range(2)
     )
     for number in (1, 2, 3):  # the scale stays once, and changes in the last sum
-        more = (1 + 9 * (number == 3)) * torch.linspace(-1, 1, 4112, device=device) ** 3
-        add_by_triton(by_triton, more.to(dtype), is_first=number == 1)
-        by_torch.add_by_torch(more.to(dtype), is_first=number == 1)
-        both = zip(by_triton.held_and_scale, by_torch.held_and_scale, strict=True)
-        if not all(torch.equal(a, b) for a, b in both):
+        addend = (1 + 9 * (number == 3)) * torch.linspace(-1, 1, 4112, device=device) ** 3
+        add_by_triton(by_triton, addend.to(dtype), is_first=number == 1)
+        by_torch.add_by_torch(addend.to(dtype), is_first=number == 1)
+        pairs = zip(by_triton.held_and_scale, by_torch.held_and_scale, strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
             return False
     return True
 

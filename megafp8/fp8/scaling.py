@@ -172,8 +172,8 @@ class ScaleTable:
 
     def kinds(self) -> list[tuple[str, str, Update | None]]:
         """Return each row's tensor, format and rule (None for Transformer Engine's)."""
-        own = {row: update for update, rows in self._own.items() for row in rows}
-        return [(name, self.fmt.name, own.get(row)) for row, name in enumerate(self.names)]
+        updates = {row: update for update, rows in self._own.items() for row in rows}
+        return [(name, self.fmt.name, updates.get(row)) for row, name in enumerate(self.names)]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, by field name."""

@@ -181,18 +181,18 @@ class Fp8State:
         Raises:
             Fp8Error: No linear has delayed scaling; the other recipes keep no scale.
         """
-        found: dict[str, Scale] = {}
+        scales: dict[str, Scale] = {}
         for table in self._shared.scaling.tables.values():
             columns = (table.quant_scale, table.num_updates, table.num_nonfinite)
             rows = zip(*(column.tolist() for column in columns), strict=True)
-            found |= {n: Scale(*row) for n, row in zip(table.names, rows, strict=True)}
-        if not found:
+            scales |= {n: Scale(*row) for n, row in zip(table.names, rows, strict=True)}
+        if not scales:
             raise Fp8Error(
                 f"recipe={self.recipe.name!r}",
                 "takes scales from each tensor itself and keeps none",
                 "Look at the scales of a step with `with state.health('scales') as report:`",
             )
-        return found
+        return scales
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the scales as plain tensors by name, copies, for safetensors or torch.save.
@@ -210,7 +210,7 @@ class Fp8State:
             Fp8Error: The tensors are not those of this model and recipe.
         """
         self._refuse_inside("load_state_dict()")
-        own = dict(self._rows())
+        known = dict(self._rows())
         hint = "Convert the same model with the same recipe and skip"
         if not isinstance(saved, Mapping):
             raise Fp8Error(
@@ -221,10 +221,12 @@ class Fp8State:
         for key, value in saved.items():
             if not isinstance(value, torch.Tensor):
                 raise Fp8Error(str(key), f"is a {type(value).__name__} in the saved state", hint)
-        for key in own.keys() ^ saved.keys():
-            reason = "is missing in the saved state" if key in own else "belongs to no linear here"
+        for key in known.keys() ^ saved.keys():
+            reason = (
+                "is missing in the saved state" if key in known else "belongs to no linear here"
+            )
             raise Fp8Error(key, reason, hint)
-        for key, row in own.items():
+        for key, row in known.items():
             got = saved[key]
             if got.shape != row.shape or got.dtype != row.dtype:
                 raise Fp8Error(
@@ -265,10 +267,10 @@ class Fp8State:
         finally:
             self._shared.phase = "outside"
 
-    def _refuse_inside(self, what: str) -> None:
+    def _refuse_inside(self, call: str) -> None:
         if self._shared.phase != "outside":
             raise Fp8Error(
-                f"state.{what}",
+                f"state.{call}",
                 f"is used inside of state.{self._shared.phase}()",
                 "Leave that context first",
             )

@@ -133,17 +133,17 @@ def attention_context(
     if spec.position_embedding_type == "alibi":
         slopes = _slopes_on(device, spec.num_attention_heads, heads.start, heads.stop)
     whole = seq * num_sharing
-    made = _Masks(
+    masks = _Masks(
         (batch, whole), past, device, dtype, slopes, cu_seqlens_N1, document_ids_BS,
         cuts_queries=slopes is not None or spec.attention_dropout > 0,
     )  # fmt: skip
     window = None if spec.window_size is None else spec.window_size[0]
     if window is None or window >= past + whole - 1:  # no token is hidden
-        return AttentionContext(turn, *made.of(None), cache)
+        return AttentionContext(turn, *masks.of(None), cache)
     if spec.window_attn_skip_freq is None:
-        return AttentionContext(turn, *made.of(window), cache)
-    windowed = AttentionContext(turn, *made.of(window), cache)
-    return AttentionContext(turn, *made.of(None), cache, windowed=windowed)
+        return AttentionContext(turn, *masks.of(window), cache)
+    windowed = AttentionContext(turn, *masks.of(window), cache)
+    return AttentionContext(turn, *masks.of(None), cache, windowed=windowed)
 
 
 class _Seen(NamedTuple):
@@ -196,14 +196,14 @@ class _Masks:
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """Return the mask, or ALiBi's bias: of all keys that layers with this window hold."""
-        held = self.past if window is None else min(self.past, window)
-        mask = band(self.shape[1], held + self.shape[1], window, self.device)
+        num_past = self.past if window is None else min(self.past, window)
+        mask = band(self.shape[1], num_past + self.shape[1], window, self.device)
         if (ids_BS := self.document_ids_BS) is not None:
             mask = (mask & (ids_BS[:, :, None] == ids_BS[:, None, :]))[:, None]
         if self.slopes_H is None:
             return mask
-        places = torch.arange(self.past - held, self.past + self.shape[1], device=self.device)
-        bias = alibi_bias(self.slopes_H, places[held:], places).to(self.dtype)
+        places = torch.arange(self.past - num_past, self.past + self.shape[1], device=self.device)
+        bias = alibi_bias(self.slopes_H, places[num_past:], places).to(self.dtype)
         return bias.masked_fill(~mask, float("-inf"))
 
 

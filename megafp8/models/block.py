@@ -17,8 +17,8 @@ from megafp8.specs.layer import layer_linears
 
 def layer_of(parts: Parts, index: int) -> nn.Module:
     """Return layer `index` (from 0): the backend's own where it brings layers, else ours."""
-    own = parts.own_layer(index)
-    return TransformerLayer(parts, index) if own is None else own
+    backend_layer = parts.own_layer(index)
+    return TransformerLayer(parts, index) if backend_layer is None else backend_layer
 
 
 class TransformerLayer(nn.Module):

@@ -132,10 +132,10 @@ class GPT(nn.Module):
             if recomputed == "full":
                 x_BSD = self.parts.recomputed(self._run, x_BSD, context, begin, end)
             else:
-                own = context
+                group_context = context
                 if recomputed == "selective":
-                    own = dataclasses.replace(context, recompute_attention=True)
-                x_BSD = self._run(x_BSD, own, begin, end)
+                    group_context = dataclasses.replace(context, recompute_attention=True)
+                x_BSD = self._run(x_BSD, group_context, begin, end)
         return x_BSD
 
     def forward_head(self, x_BSD: torch.Tensor, targets_BS: torch.Tensor) -> torch.Tensor:

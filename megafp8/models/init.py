@@ -138,10 +138,10 @@ def give_values(params: Iterable[torch.nn.Parameter], device: torch.device) -> N
     for param, values in zip(params, initial_values(params, torch.device("cpu")), strict=True):
         is_payload = param.dtype.itemsize == 1  # undefined until the master weight is written
         filled = torch.zeros(param.shape, dtype=param.dtype) if is_payload else values
-        made = torch.nn.Parameter(filled.to(device, param.dtype))
-        made.pieces = pieces_of(param)  # type: ignore[attr-defined]
-        made.initial_master = values if param.dtype != torch.float32 else None  # type: ignore[attr-defined]
-        torch.utils.swap_tensors(param, made)
+        replacement = torch.nn.Parameter(filled.to(device, param.dtype))
+        replacement.pieces = pieces_of(param)  # type: ignore[attr-defined]
+        replacement.initial_master = values if param.dtype != torch.float32 else None  # type: ignore[attr-defined]
+        torch.utils.swap_tensors(param, replacement)
 
 
 def fp8_parameter(param: torch.nn.Parameter, dtype: torch.dtype) -> torch.nn.Parameter:

@@ -301,8 +301,8 @@ class Dropout(nn.Module):
         if self.traced_mask is not None and torch.compiler.is_compiling():
             scale = 1 / (1 - self.p)
             on_cpu = x.device.type == "cpu"  # torch rounds the scale to x's dtype on a CPU
-            kept = x * (torch.full((), scale, dtype=x.dtype) if on_cpu else scale)
-            return torch.where(self.traced_mask(x), kept, 0.0)
+            scaled = x * (torch.full((), scale, dtype=x.dtype) if on_cpu else scale)
+            return torch.where(self.traced_mask(x), scaled, 0.0)
         with self.streams.keyed(self.site, x.device, sharded=self.sharded):
             return F.dropout(x, self.p)
 

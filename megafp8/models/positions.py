@@ -72,8 +72,8 @@ def _scaled(plain: torch.Tensor, spec: GPTSpec) -> torch.Tensor:
     """
     low, high = spec.rope_low_freq_factor, spec.rope_high_freq_factor
     turns = spec.original_max_position_embeddings / (2 * math.pi / plain)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * plain / spec.rope_scaling_factor + kept * plain
+    kept_share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_share) * plain / spec.rope_scaling_factor + kept_share * plain
 
 
 def _by_yarn(powers: torch.Tensor, spec: GPTSpec, factor: float) -> torch.Tensor:
@@ -91,8 +91,8 @@ def _by_yarn(powers: torch.Tensor, spec: GPTSpec, factor: float) -> torch.Tensor
     last = min(math.ceil(pair_that_turns(spec.yarn_beta_slow)), spec.rotary_size - 1)
     span = last - first or 0.001  # transformers' width of a ramp whose ends fall together
     pairs = torch.arange(len(powers), dtype=torch.float32, device=powers.device)
-    kept = 1 - ((pairs - first) / span).clamp(0, 1)
-    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+    kept_share = 1 - ((pairs - first) / span).clamp(0, 1)
+    return 1.0 / (factor * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
 
 def yarn_attention_factor(spec: GPTSpec) -> float:

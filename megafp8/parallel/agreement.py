@@ -67,9 +67,9 @@ def gather(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> li
         return [value]
     group = group or mesh.agreement
     content = to_bytes(value)
-    own = _number(len(content), group, mesh)
-    sizes = [torch.zeros_like(own) for _ in range(mesh.world.size)]
-    dist.all_gather(sizes, own, group=group)
+    own_size = _number(len(content), group, mesh)
+    sizes = [torch.zeros_like(own_size) for _ in range(mesh.world.size)]
+    dist.all_gather(sizes, own_size, group=group)
     most = int(max(sizes))  # all ranks must send equally many bytes
     sent = _as_tensor(content, most, group, mesh)
     parts = [torch.empty_like(sent) for _ in sizes]
@@ -138,6 +138,6 @@ def _cause(errors: list[UserError | None]) -> UserError | None:
 
     A rank that fails may remove the directory in which another is about to write.
     """
-    found = [error for error in errors if error is not None]
-    own = [error for error in found if "ENOENT" not in str(error)]
-    return next(iter(own or found), None)
+    raised = [error for error in errors if error is not None]
+    causes = [error for error in raised if "ENOENT" not in str(error)]
+    return next(iter(causes or raised), None)

@@ -106,9 +106,9 @@ class Axis:
         if self.size == 1:
             return Pending(tensor)
         self.traffic.add(self.name, "reduce_scatter_sum", tensor)
-        own = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        work = _reduce_scatter(own, tensor.contiguous(), group=self.group, async_op=True)
-        return Pending(own, (work,))
+        own_rows = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        work = _reduce_scatter(own_rows, tensor.contiguous(), group=self.group, async_op=True)
+        return Pending(own_rows, (work,))
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of this rank's range: [size N] -> [N]."""
@@ -119,20 +119,20 @@ class Axis:
 
         The rest of the tensor keeps its values.
         """
-        own = self.own_part(tensor)
+        own_range = self.own_part(tensor)
         if self.size == 1:
-            return Pending(own)
+            return Pending(own_range)
         self.traffic.add(self.name, "reduce_scatter_sum", tensor)
-        work = _reduce_scatter(own, tensor, group=self.group, async_op=True)
-        return Pending(own, (work,))
+        work = _reduce_scatter(own_range, tensor, group=self.group, async_op=True)
+        return Pending(own_range, (work,))
 
     def start_all_gather_in_place(self, tensor: torch.Tensor) -> Pending:
         """Start to fill the tensor [size N] with every rank's own range [N] of it."""
         if self.size == 1:
             return Pending(tensor)
-        own = self.own_part(tensor)
-        self.traffic.add(self.name, "all_gather", own)
-        work = _all_gather(tensor, own, group=self.group, async_op=True)
+        own_range = self.own_part(tensor)
+        self.traffic.add(self.name, "all_gather", own_range)
+        work = _all_gather(tensor, own_range, group=self.group, async_op=True)
         return Pending(tensor, (work,))
 
     def start_all_to_all(
@@ -147,12 +147,12 @@ class Axis:
         if self.size == 1:
             return Pending(tensor[None])
         self.traffic.add(self.name, "all_to_all", tensor)
-        own = parts[self.rank]
+        num_own = parts[self.rank]
         if memory is None:
-            memory = tensor.new_empty(self.size * own)
-        received = memory[: self.size * own].view(self.size, own)
+            memory = tensor.new_empty(self.size * num_own)
+        received = memory[: self.size * num_own].view(self.size, num_own)
         work = dist.all_to_all_single(
-            received.view(-1), tensor, [own] * self.size, list(parts), self.group, async_op=True
+            received.view(-1), tensor, [num_own] * self.size, list(parts), self.group, async_op=True
         )
         return Pending(received, (work,), sent=tensor)
 

@@ -217,8 +217,8 @@ def _document_pieces(cp: Axis, documents: Documents, turn: int, seq: int) -> Seq
         if not documents.are_whole_rows:
             return _pieces_in_windows(cp, documents.borders, documents.seq, documents.window, turn)
         one_row = (0, documents.seq)
-        found = _pieces_in_windows(cp, one_row, documents.seq, documents.window, turn)
-        return [piece._replace(rows=ALL) for piece in found]
+        row_pieces = _pieces_in_windows(cp, one_row, documents.seq, documents.window, turn)
+        return [piece._replace(rows=ALL) for piece in row_pieces]
     ranks = shares(documents.borders, documents.seq, cp.size)
     if turn == 0:
         return own_pieces(ranks[cp.rank])
@@ -237,7 +237,7 @@ def _attend_own(
     q_BHSE: torch.Tensor,
     k_BGSE: torch.Tensor,
     v_BGSE: torch.Tensor,
-    own: Sequence[ScorePiece],
+    parts: Sequence[ScorePiece],
     block_of: BlockOf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return output and log-sum-exp of this rank's own pieces, in FP32 at least.
@@ -245,12 +245,12 @@ def _attend_own(
     Every query is in exactly one of them that does not add to another one.
     """
     work = torch.promote_types(q_BHSE.dtype, torch.float32)
-    if own[0].queries == ALL:
-        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, 0, q_BHSE, k_BGSE, own[0]))
+    if parts[0].queries == ALL:
+        out, lse_BHS = attend(q_BHSE, k_BGSE, v_BGSE, block_of(0, 0, q_BHSE, k_BGSE, parts[0]))
         return out.to(work), lse_BHS
     out_BHSE = torch.empty_like(q_BHSE, dtype=work)
     lse_BHS = q_BHSE.new_empty(q_BHSE.shape[:3], dtype=work)
-    for number, piece in enumerate(own):
+    for number, piece in enumerate(parts):
         rows, queries, keys, *_ = piece
         q, k, v = q_BHSE[rows, :, queries], k_BGSE[rows, :, keys], v_BGSE[rows, :, keys]
         out, lse = attend(q, k, v, block_of(0, number, q, k, piece))
@@ -282,8 +282,8 @@ class _Ring(torch.autograd.Function):
             for number, piece in enumerate(pieces_of(turn, seq)):
                 rows, queries, keys, *_ = piece
                 q, (k, v) = q_BHSE[rows, :, queries], held_2BGSE[:, rows, :, keys]
-                more = attend(q, k, v, block_of(turn, number, q, k, piece))
-                merge_(out_BHSE[rows, :, queries], lse_BHS[rows, :, queries], *more)
+                out_and_lse = attend(q, k, v, block_of(turn, number, q, k, piece))
+                merge_(out_BHSE[rows, :, queries], lse_BHS[rows, :, queries], *out_and_lse)
         out_BHSE = out_BHSE.to(q_BHSE.dtype)
         ctx.save_for_backward(q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS)
         ctx.cp, ctx.pieces_of, ctx.block_of = cp, pieces_of, block_of
@@ -304,7 +304,7 @@ class _Ring(torch.autograd.Function):
                 k_held, v_held = held_2BGSE = coming.wait()
                 if turn + 1 < cp.size:
                     coming = cp.start_shift(held_2BGSE)
-            found = []
+            dkv_of_pieces = []
             for number, piece in enumerate(ctx.pieces_of(turn, q_BHSE.shape[2])):
                 rows, queries, keys, *_ = piece
                 grad, q, out, lse = (
@@ -314,12 +314,12 @@ class _Ring(torch.autograd.Function):
                 block = ctx.block_of(turn, number, q, k, piece)
                 dq, *dkv = attend_backward(grad, q, k, v, out, lse, block)
                 dq_BHSE[rows, :, queries] += dq
-                found.append((rows, keys, torch.stack(dkv)))
+                dkv_of_pieces.append((rows, keys, torch.stack(dkv)))
             if turn == 0:
                 sums_2BGSE = own_2BGSE
             else:
                 sums_2BGSE = torch.zeros_like(own_2BGSE) if sums is None else sums.wait()
-            for rows, keys, dkv_2BGSE in found:
+            for rows, keys, dkv_2BGSE in dkv_of_pieces:
                 sums_2BGSE[:, rows, :, keys] += dkv_2BGSE
             if turn > 0:
                 sums = cp.start_shift(sums_2BGSE)

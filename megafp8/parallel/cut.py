@@ -68,7 +68,7 @@ def shares(borders: tuple[int, ...], seq: int, size: int) -> tuple[tuple[Share, 
     `borders` are `Documents.borders`; `seq` is a multiple of 2 `size`.
     """
     assert seq % (2 * size) == 0, "the settings refuse other lengths"
-    found: list[list[Share]] = [[] for _ in range(size)]
+    shares_of_rank: list[list[Share]] = [[] for _ in range(size)]
     local, turn = [0] * size, 0
     for start, stop in pairwise(borders):
         row, begin = divmod(start, seq)
@@ -78,28 +78,28 @@ def shares(borders: tuple[int, ...], seq: int, size: int) -> tuple[tuple[Share, 
         turn += (stop - start) % (2 * size)
         for rank in range(size):
             share = Share(row, local[rank], chunks[rank], chunks[-1 - rank])
-            found[rank].append(share)
+            shares_of_rank[rank].append(share)
             local[rank] = share.stop
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, shares_of_rank))
 
 
 def _chunks(begin: int, length: int, size: int, turn: int) -> list[range]:
     """Return the 2 `size` chunks of a document; left-over tokens go to rank `turn` and on."""
-    each, rest = divmod(length, 2 * size)
-    lengths = [each] * (2 * size)
-    for number in range(rest):
+    equal_part, left_over = divmod(length, 2 * size)
+    lengths = [equal_part] * (2 * size)
+    for number in range(left_over):
         rank = (turn + number) % size
         lengths[rank if number < size else -1 - rank] += 1
     places = [begin]
-    for more in lengths:
-        places.append(places[-1] + more)
+    for chunk_length in lengths:
+        places.append(places[-1] + chunk_length)
     return [range(first, last) for first, last in pairwise(places)]
 
 
 def places_of(borders: tuple[int, ...], seq: int, cp: Axis) -> torch.Tensor:
     """Return the places in whole rows of this rank's tokens, int64 [B, S/cp], on the CPU."""
-    own = shares(borders, seq, cp.size)[cp.rank]
-    places = [place for share in own for part in (share.first, share.second) for place in part]
+    of_rank = shares(borders, seq, cp.size)[cp.rank]
+    places = [place for share in of_rank for part in (share.first, share.second) for place in part]
     return torch.tensor(places).view(-1, seq // cp.size)
 
 
@@ -109,13 +109,13 @@ def pieces(own: Sequence[Share], theirs: Sequence[Share], *, from_before: bool) 
     The keys of an earlier rank (`from_before`) have a first chunk that all queries see. The second
     chunk of queries sees all keys of a later rank.
     """
-    found = []
+    score_pieces = []
     for mine, other in zip(own, theirs, strict=True):
         queries = slice(mine.local if from_before else mine.middle, mine.stop)
         keys = slice(other.local, other.middle if from_before else other.stop)
         if queries.start < queries.stop and keys.start < keys.stop:
-            found.append(ScorePiece(slice(mine.row, mine.row + 1), queries, keys))
-    return found
+            score_pieces.append(ScorePiece(slice(mine.row, mine.row + 1), queries, keys))
+    return score_pieces
 
 
 def own_pieces(own: Sequence[Share]) -> list[ScorePiece]:
@@ -133,14 +133,14 @@ def window_pieces(own: Sequence[Share], theirs: Sequence[Share], window: int) ->
     A query sees `window` tokens before its own. Every piece has a key for each of its queries, and
     of a rank's pieces with its own keys, those that add come last.
     """
-    found = []
+    score_pieces = []
     for mine, other in zip(own, theirs, strict=True):
         queries = ((mine.local, mine.first), (mine.middle, mine.second))
         keys = ((other.local, other.first), (other.middle, other.second))
         for q_local, q_places in queries:
             for k_local, k_places in keys:
                 for piece in _between(q_places, k_places, window):
-                    found.append(
+                    score_pieces.append(
                         piece._replace(
                             rows=slice(mine.row, mine.row + 1),
                             queries=_moved(piece.queries, q_local - q_places.start),
@@ -148,7 +148,7 @@ def window_pieces(own: Sequence[Share], theirs: Sequence[Share], window: int) ->
                             adds=mine is other and q_places != k_places,
                         )
                     )
-    return sorted(found, key=lambda piece: piece.adds)
+    return sorted(score_pieces, key=lambda piece: piece.adds)
 
 
 def _between(queries: range, keys: range, window: int) -> Iterator[ScorePiece]:

@@ -68,14 +68,14 @@ class ShardedModel:
         Each rank adds up those of its rows in FP32 (`ScatteredGrads`).
         """
         for module in self.modules:
-            own = torch_private.fsdp_params(module)
-            if not any(param in params for param in own):
+            module_params = torch_private.fsdp_params(module)
+            if not any(param in params for param in module_params):
                 continue
             sizes = [
                 padded_rows(param.shape[0], self.shards.size) * (param.numel() // param.shape[0])
-                for param in own
+                for param in module_params
             ]
-            grads = ScatteredGrads(sizes, [param in params for param in own], self.shards)
+            grads = ScatteredGrads(sizes, [param in params for param in module_params], self.shards)
             reduce = torch_private.fsdp_reduce_scatter_by(grads.reduce)
             module.set_custom_reduce_scatter(reduce)
 
@@ -156,15 +156,15 @@ def _give_values(module: nn.Module, device: torch.device) -> None:
     """Give the parameters that are not sharded yet their initial values, in FP32."""
     params = [param for param in module.parameters() if not _is_sharded(param)]
     values = dict(zip(params, initial_values(params, device), strict=True))
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    fresh: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, param in list(owner.named_parameters(recurse=False)):
             if param not in values:
                 continue
-            if param.is_meta and param not in made:
-                made[param] = nn.Parameter(values[param])  # no memory can be given to the other
-            if param in made:
-                setattr(owner, name, made[param])
+            if param.is_meta and param not in fresh:
+                fresh[param] = nn.Parameter(values[param])  # no memory can be given to the other
+            if param in fresh:
+                setattr(owner, name, fresh[param])
             else:
                 param.data = values[param]
                 param.initial_master = None  # type: ignore[attr-defined]
@@ -213,8 +213,8 @@ def _gather_by_hooks(
         """Return the weight and what FSDP must keep alive for it; with `out`, fill that instead."""
         if form is None:  # FSDP gathers into the memory of the parameter itself
             return (gathered[0], ()) if out is None else None
-        made = form.receive(gathered[0], num_rows, dtype, out)
-        return made if out is None else None
+        weight = form.receive(gathered[0], num_rows, dtype, out)
+        return weight if out is None else None
 
     local_RI.fsdp_pre_all_gather, local_RI.fsdp_post_all_gather = pre_all_gather, post_all_gather
 
@@ -261,7 +261,7 @@ def _device_mesh(mesh: Mesh, spec: ParallelSpec) -> tuple[DeviceMesh, Axis]:
     inner, _ = dist.new_subgroups_by_enumeration([row for grid in grids for row in grid])
     columns = [list(column) for grid in grids for column in zip(*grid, strict=True)]
     outer, _ = dist.new_subgroups_by_enumeration(columns)
-    (own,) = (grid for grid in grids if any(mesh.world.rank in row for row in grid))
+    (own_grid,) = (grid for grid in grids if any(mesh.world.rank in row for row in grid))
     names = ("replicate", "shard")
-    made = DeviceMesh.from_group([outer, inner], kind, mesh=own, mesh_dim_names=names)
-    return made, Axis("shard", share, data.rank % share, inner, mesh.traffic)
+    device_mesh = DeviceMesh.from_group([outer, inner], kind, mesh=own_grid, mesh_dim_names=names)
+    return device_mesh, Axis("shard", share, data.rank % share, inner, mesh.traffic)

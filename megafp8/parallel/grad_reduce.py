@@ -235,13 +235,13 @@ def buckets_of(
     size = bucket_bytes // flat_grad.element_size()
     buckets: list[Bucket] = []
     begin = end = 0
-    held: list[nn.Parameter] = []
+    members: list[nn.Parameter] = []
     for param in params:
-        held.append(param)
+        members.append(param)
         end += param.numel()
         if end - begin >= size:
-            buckets.append(Bucket(flat_grad[begin:end], frozenset(held)))
-            begin, held = end, []
-    if held:
-        buckets.append(Bucket(flat_grad[begin:end], frozenset(held)))
+            buckets.append(Bucket(flat_grad[begin:end], frozenset(members)))
+            begin, members = end, []
+    if members:
+        buckets.append(Bucket(flat_grad[begin:end], frozenset(members)))
     return buckets

@@ -198,11 +198,11 @@ def _run(
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(num_ranks):
-            own = _environment(rank, num_ranks, store.port, notes)
+            rank_variables = _environment(rank, num_ranks, store.port, notes)
             # Each rank has its own session: Ctrl-C reaches only the launcher, which passes it on.
             ranks.append(
                 subprocess.Popen(
-                    command, env={**os.environ, **own, **counts}, start_new_session=True
+                    command, env={**os.environ, **rank_variables, **counts}, start_new_session=True
                 )
             )
         return _watch(ranks, signals, notes, patience)

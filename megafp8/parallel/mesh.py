@@ -137,11 +137,11 @@ def _mesh(
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
 
     def axis(name: str, groups: list[list[int]]) -> Axis:
-        own = next((group for group in groups if rank in group), [rank])
+        own_ranks = next((group for group in groups if rank in group), [rank])
         key = tuple(map(tuple, groups))
         if len(groups[0]) > 1 and key not in made:
             made[key], _ = dist.new_subgroups_by_enumeration(groups)
-        return Axis(name, len(own), own.index(rank), made.get(key), traffic)
+        return Axis(name, len(own_ranks), own_ranks.index(rank), made.get(key), traffic)
 
     spans: dict[str, tuple[str, ...]] = {name: (name,) for name in AXES}
     spans |= {"data": ("cp", "dp"), "stage": ("tp", "cp", "dp")}
@@ -171,9 +171,9 @@ def simulated_rank(spec: ParallelSpec, rank: int) -> Iterator[Mesh]:
         return
     join_simulated_group(rank, spec.world_size)
     try:
-        made = _mesh_of(spec, device)
+        mesh = _mesh_of(spec, device)
         sharded = nullcontext() if spec.fsdp is None else fsdp_without_values()
         with sharded, device, planning_for(planned):
-            yield made
+            yield mesh
     finally:
         leave()

@@ -95,12 +95,12 @@ def _class(name: str, is_known: Callable[[type], bool]) -> Any:
     module, _, path = name.partition(":")
     if not module.startswith(_PACKAGE):
         raise ValueError("no class of megafp8")
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
     for part in path.split("."):
-        found = vars(found)[part]
-    if not isinstance(found, type) or found.__module__ != module or not is_known(found):
+        target = vars(target)[part]
+    if not isinstance(target, type) or target.__module__ != module or not is_known(target):
         raise ValueError("no class of a message")
-    return found
+    return target
 
 
 def _read(tree: Any) -> Any:
@@ -128,8 +128,8 @@ def _read(tree: Any) -> Any:
             error.__dict__.update(_read(tree["state"]))
             return error
         case "dataclass":
-            made = object.__new__(_class(tree["class"], dataclasses.is_dataclass))
+            message = object.__new__(_class(tree["class"], dataclasses.is_dataclass))
             for name, item in tree["items"].items():
-                object.__setattr__(made, name, _read(item))
-            return made
+                object.__setattr__(message, name, _read(item))
+            return message
     raise ValueError("an unknown kind of message")

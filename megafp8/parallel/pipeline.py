@@ -57,10 +57,10 @@ class Boundary:
         Without this check a shorter message would be received into a longer buffer without an
         error.
         """
-        found = (tuple(x_BSD.shape), x_BSD.dtype)
-        if found != (self.shape, self.dtype):
+        actual = (tuple(x_BSD.shape), x_BSD.dtype)
+        if actual != (self.shape, self.dtype):
             raise RuntimeError(
-                f"between two stages {self.shape} {self.dtype} is agreed on, not {found}"
+                f"between two stages {self.shape} {self.dtype} is agreed on, not {actual}"
             )
 
 
@@ -112,8 +112,8 @@ class PipelinedGPT(nn.Module):
 
     def boundary(self, batch: int, length: int) -> Boundary:
         """Return what crosses between stages for a microbatch of [batch, length] tokens."""
-        own = self.parts.own_sequence(torch.empty(batch, length, device="meta"))
-        shape = (batch, own.shape[1], self.spec.hidden_size)
+        own_tokens_BS = self.parts.own_sequence(torch.empty(batch, length, device="meta"))
+        shape = (batch, own_tokens_BS.shape[1], self.spec.hidden_size)
         return Boundary((batch, length), shape, self.parts.residual_dtype)
 
     def tied_copy(self) -> nn.Parameter | None:

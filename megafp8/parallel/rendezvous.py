@@ -180,11 +180,11 @@ def serve(host: str, port: int) -> Store:
 
 def _address(host: str) -> str:
     """Return the address to listen on for `host`; empty for all addresses."""
-    found = _addresses_here(host)
-    loopback = [address for address in found if ipaddress.ip_address(address).is_loopback]
-    others = [address for address in found if address not in loopback]
-    if others:
-        return others[0]
+    addresses = _addresses_here(host)
+    loopback = [address for address in addresses if ipaddress.ip_address(address).is_loopback]
+    outer = [address for address in addresses if address not in loopback]
+    if outer:
+        return outer[0]
     is_meant = host == "localhost" or host in loopback
     return loopback[0] if loopback and is_meant else ""
 
@@ -192,15 +192,15 @@ def _address(host: str) -> str:
 def _addresses_here(host: str) -> list[str]:
     """Return the addresses of `host` that this machine has."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return []  # `_check_is_here` reports it
-    here = []
-    for family, kind, _, _, address in found:
+    addresses_here = []
+    for family, kind, _, _, address in resolved:
         with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
             probe.bind((str(address[0]), 0))  # refused unless it is an address of this machine
-            here.append(str(address[0]))
-    return here
+            addresses_here.append(str(address[0]))
+    return addresses_here
 
 
 def reach(host: str, port: int, seconds: float, who: str = "this rank") -> Store:
@@ -253,12 +253,12 @@ class _Wait:
         """Return the seconds since the wait began."""
         return time.monotonic() - self._began
 
-    def notice(self, what: str) -> None:
-        """Report `what`, if the wait has taken long and nothing has been reported yet."""
+    def notice(self, reason: str) -> None:
+        """Report `reason`, if the wait has taken long and nothing has been reported yet."""
         if not self._is_noticed and self.waited() > _NOTICE_SECONDS:
             self._is_noticed = True
             text = f"megafp8: waiting: {self._who} waits up to {self.seconds:g} s for rank 0 at"
-            print(f"{text} {self._place}: {what}", file=sys.stderr, flush=True)
+            print(f"{text} {self._place}: {reason}", file=sys.stderr, flush=True)
 
 
 @cache
@@ -293,10 +293,10 @@ def _check_is_store(connection: socket.socket, place: str, wait: _Wait) -> None:
     connection.sendall(question)
     answer = b""
     while len(answer) < len(expected):
-        left = wait.seconds - wait.waited()
-        if left <= 0:
+        seconds_left = wait.seconds - wait.waited()
+        if seconds_left <= 0:
             raise _not_rank_0(place, f"it has not answered within {wait.seconds:g} s")
-        connection.settimeout(min(left, 1.0))
+        connection.settimeout(min(seconds_left, 1.0))
         try:
             received = connection.recv(len(expected) - len(answer))
         except TimeoutError:

@@ -64,9 +64,9 @@ class FlatGrads:
 
         A gradient that lies whole in the range has its parameter's shape; another part is flat.
         """
-        own = self.own_range(rank)
+        range_sums = self.own_range(rank)
         for index, place in self.places.owned_by(rank):
-            grad, sums = self.grads[index], own[place]
+            grad, sums = self.grads[index], range_sums[place]
             if sums.numel() == grad.payload.numel():
                 sums = sums.view(grad.payload.shape)
             yield index, ScaledTensor(sums, grad.dequant_scale, grad.fmt)
@@ -228,9 +228,9 @@ class ExchangedBucket:
                 amaxes = agreeing.wait()
             quant_scales, dequant_scales = scales_for(amaxes, held.fmt)
             held.hold_sums()
-            own = held.own_range(rank)
+            own_sums = held.own_range(rank)
             for index, place in held.places.owned_by(rank):
-                own[place].copy_(cast_stored(total[place], quant_scales[index], held.fmt))
+                own_sums[place].copy_(cast_stored(total[place], quant_scales[index], held.fmt))
             held.scales.copy_(dequant_scales)
         if not self.stays:
             gathered = axis.start_all_gather_in_place(as_sendable(held.flat))
@@ -298,10 +298,10 @@ class Fp8SumBucket(ExchangedBucket):
         exchange = Exchange(held, held.flat, axis)
         yield
         held.hold_sums()
-        own = held.own_range(rank)
+        sums = held.own_range(rank)
         saturated = torch.zeros_like(shared)
         for begin, received in exchange.read(fmt.dtype):
-            self._add_rounded(received, begin + held.places.bounds[rank], own[begin:], saturated)
+            self._add_rounded(received, begin + held.places.bounds[rank], sums[begin:], saturated)
         del exchange, received
         held.free()
         counting = axis.start_all_reduce_sum(saturated)
@@ -319,20 +319,20 @@ class Fp8SumBucket(ExchangedBucket):
             self.factors.copy_(moved.clamp_(0.25 / axis.size, 1.0))
 
     def _add_rounded(
-        self, received: torch.Tensor, begin: int, own: torch.Tensor, saturated: torch.Tensor
+        self, received: torch.Tensor, begin: int, sums: torch.Tensor, saturated: torch.Tensor
     ) -> None:
-        """Write the sums of `received` [ranks, n], from `begin` in the bucket on, into `own`.
+        """Write the sums of `received` [ranks, n], from `begin` in the bucket on, into `sums`.
 
         They are rounded after each rank. `saturated` [gradients] counts the largest numbers.
         """
-        fmt, one = self.held.fmt, torch.ones_like(saturated[0])
+        fmt, unit_scale = self.held.fmt, torch.ones_like(saturated[0])
         for index, place in self.held.places.between(begin, begin + received.shape[1]):
             total = received[0, place]
             for numbers in received[1:]:
-                both = [ScaledTensor(x, one, fmt) for x in (total, numbers[place])]
-                add_up(both, values := torch.empty(total.shape, device=total.device))
-                total = cast_stored(values, one, fmt)
-            own[place].copy_(total)
+                pair = [ScaledTensor(x, unit_scale, fmt) for x in (total, numbers[place])]
+                add_up(pair, values := torch.empty(total.shape, device=total.device))
+                total = cast_stored(values, unit_scale, fmt)
+            sums[place].copy_(total)
             saturated[index] += (_codes(total) == _code_of_max(fmt)).sum()
 
 
@@ -351,16 +351,16 @@ class ScatteredGrads:
         self.row = ScatteredRow.of(sizes, in_fp8)
 
     @torch.no_grad()
-    def reduce(self, output: torch.Tensor, given: torch.Tensor) -> None:
+    def reduce(self, output: torch.Tensor, grads_by_owner: torch.Tensor) -> None:
         """Write the sums of this rank's elements into `output`, both flat FP32.
 
-        `given` [ranks * elements] has this rank's gradients, in the order of who owns them.
+        `grads_by_owner` [ranks * elements] has this rank's gradients, in the order of their owners.
         """
         ranks, row, fmt = self.shards.size, self.row, STORAGE_FORMATS["fp8"]
-        assert given.dtype == output.dtype == torch.float32, given.dtype
-        assert given.numel() == ranks * self.elements, "a parameter has no gradient"
-        grads = given.view(ranks, -1)
-        sent = torch.zeros(ranks, row.num_bytes, dtype=torch.uint8, device=given.device)
+        assert grads_by_owner.dtype == output.dtype == torch.float32, grads_by_owner.dtype
+        assert grads_by_owner.numel() == ranks * self.elements, "a parameter has no gradient"
+        grads = grads_by_owner.view(ranks, -1)
+        sent = torch.zeros(ranks, row.num_bytes, dtype=torch.uint8, device=grads_by_owner.device)
         for place, at in row.plain:
             sent[:, at] = grads[:, place].contiguous().view(torch.uint8)
         scales = []
@@ -372,13 +372,13 @@ class ScatteredGrads:
         parts = [row.num_bytes] * ranks
         received = self.shards.start_all_to_all(sent.view(-1), parts).wait()
         of_ranks = received[:, row.scales].contiguous().view(torch.float32)
-        one, fp32 = torch.ones((), device=given.device), STORAGE_FORMATS["fp32"]
+        unit_scale, fp32 = torch.ones((), device=grads_by_owner.device), STORAGE_FORMATS["fp32"]
         for place, at in row.plain:
             numbers = received[:, at].contiguous().view(torch.float32)
-            add_up([ScaledTensor(x, one, fp32) for x in numbers], output[place])
+            add_up([ScaledTensor(x, unit_scale, fp32) for x in numbers], output[place])
         for index, (place, at) in enumerate(row.in_fp8):
-            both = zip(received[:, at].view(fmt.dtype), of_ranks[:, index], strict=True)
-            add_up([ScaledTensor(x, scale, fmt) for x, scale in both], output[place])
+            parts_and_scales = zip(received[:, at].view(fmt.dtype), of_ranks[:, index], strict=True)
+            add_up([ScaledTensor(x, scale, fmt) for x, scale in parts_and_scales], output[place])
 
 
 def _codes(payload: torch.Tensor) -> torch.Tensor:

@@ -115,9 +115,9 @@ def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
         x_TF = replace(x_TF, block=(x_TF.payload.shape[0] * tp.size, 1))
     elif x_TF.block is not None:
         assert x_TF.shape[0] % x_TF.block[0] == 0, "a block would end in another rank"
-        own = x_TF.scale_matrix().contiguous()
-        bits = own.view(torch.uint8) if x_TF.is_packed else own
-        scales = tp.gather_rows(bits).view(own.dtype)
+        scale_matrix = x_TF.scale_matrix().contiguous()
+        bits = scale_matrix.view(torch.uint8) if x_TF.is_packed else scale_matrix
+        scales = tp.gather_rows(bits).view(scale_matrix.dtype)
         x_TF = x_TF.with_scale_matrix(scales)  # `outer` is equal on all ranks: amaxes agree
     payload_TF = x_TF.payload.view(torch.uint8)
     if payload_TF.is_contiguous():

@@ -65,17 +65,17 @@ def check_ranks(spec: ParallelSpec, environment: Mapping[str, str]) -> None:
     size, local = (environment.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if size != str(spec.world_size):
         key, value = "trainer.devices", spec.devices_per_node
-        found = f"with trainer.num_nodes={spec.num_nodes} the layout has {spec.world_size} rank(s)"
-        found += f", but {size} were started"
+        reason = f"with trainer.num_nodes={spec.num_nodes} the layout has {spec.world_size} rank(s)"
+        reason += f", but {size} were started"
     elif local is not None and local != str(spec.devices_per_node):
         key, value = "trainer.devices", spec.devices_per_node
-        found = f"{local} ranks were started on this node"
+        reason = f"{local} ranks were started on this node"
     else:
         return
     raise ConfigError(
         key,
         value,
-        found,
+        reason,
         "Make trainer.num_nodes and trainer.devices what srun (--nodes, --ntasks-per-node) or "
         "torchrun (--nnodes, --nproc_per_node) starts",
     )

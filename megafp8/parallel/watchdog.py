@@ -60,12 +60,12 @@ class Watchdog:
         if self.timeout_seconds is not None:
             faulthandler.cancel_dump_traceback_later()
 
-    def beat(self, what: str) -> None:
-        """Restart the timeout and note that `what` begins now; our launcher sees it, too."""
+    def beat(self, activity: str) -> None:
+        """Restart the timeout and note that `activity` begins now; our launcher sees it, too."""
         note_progress()
         if self.timeout_seconds is None:
             return
-        self._what, self._last = what, time.monotonic()
+        self._what, self._last = activity, time.monotonic()
         # This is a C thread: it also runs while something holds Python's lock.
         faulthandler.dump_traceback_later(self.timeout_seconds + WITHOUT_GIL_SECONDS, exit=True)
 

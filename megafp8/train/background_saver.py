@@ -42,15 +42,15 @@ class Snapshot:
         """Bytes of host memory that the copies take."""
         return sum(copy.tensor.nbytes for copy in self._copies.values())
 
-    def _allocate(self, own: Sequence[Placement]) -> None:
+    def _allocate(self, written: Sequence[Placement]) -> None:
         starts, size = [], 0
-        for placement in own:
+        for placement in written:
             starts.append(size)
             size += -(-placement.tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         block = torch.ones(size, dtype=torch.uint8)  # the first write to a page takes longest
-        if any(p.tensor.is_cuda for p in own):
+        if any(p.tensor.is_cuda for p in written):
             _lock_pages(block)
-        for p, start in zip(own, starts, strict=True):
+        for p, start in zip(written, starts, strict=True):
             self._copies[p.name, p.offset] = _over(p, block[start : start + p.tensor.nbytes])
 
     def _has_memory_for(self, placement: Placement) -> bool:
@@ -63,18 +63,18 @@ class Snapshot:
         The state may change as soon as this method returns. The copies stay the same until the next
         call.
         """
-        own = [p for p in placements if _is_written(p)]
-        if not own:  # a replica, which writes nothing
+        written = [p for p in placements if _is_written(p)]
+        if not written:  # a replica, which writes nothing
             return []
-        if new := [p for p in own if not self._has_memory_for(p)]:
+        if new := [p for p in written if not self._has_memory_for(p)]:
             self._allocate(new)
-        taken = [self._copies[p.name, p.offset] for p in own]
-        sources = [p.tensor.detach() for p in own]
+        copies = [self._copies[p.name, p.offset] for p in written]
+        sources = [p.tensor.detach() for p in written]
         # One call copies all, since most tensors are rows of FP8 tables of a few bytes each.
-        torch_private.copy_all_([p.tensor for p in taken], sources, non_blocking=True)
+        torch_private.copy_all_([p.tensor for p in copies], sources, non_blocking=True)
         if any(source.is_cuda for source in sources):
             torch.cuda.current_stream().synchronize()
-        return taken
+        return copies
 
 
 def _lock_pages(block: torch.Tensor) -> None:

@@ -52,11 +52,11 @@ class CompileCounter:
     recompilations: int = 0
     breaks: list[str] = field(default_factory=list)  # reasons for breaks, each kind once
 
-    def stay_eager(self, owner: object, method: str, what: str) -> None:
-        """Make a method of `owner` run eagerly, and note `what` as the reason for the break."""
+    def stay_eager(self, owner: object, method: str, reason: str) -> None:
+        """Make a method of `owner` run eagerly, and note the `reason` for the break."""
         setattr(owner, method, torch.compiler.disable(getattr(owner, method)))
-        if what not in self.breaks:
-            self.breaks.append(what)
+        if reason not in self.breaks:
+            self.breaks.append(reason)
 
     def backend(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         """Compile `graph` with Inductor, and count it."""
@@ -70,8 +70,8 @@ def why_not_compilable(device: torch.device) -> str | None:
     """Return why torch cannot compile for `device`, or None if it can."""
     if device.type == "cpu":
         compiler = os.environ.get("CXX", "g++")
-        found = shutil.which(compiler) or shutil.which("clang++")
-        return None if found else f"torch needs a C++ compiler and finds no {compiler}"
+        compiler_path = shutil.which(compiler) or shutil.which("clang++")
+        return None if compiler_path else f"torch needs a C++ compiler and finds no {compiler}"
     reason = triton_launch.unavailable(device)
     return None if reason is None else f"torch needs Triton for GPUs: {reason}"
 

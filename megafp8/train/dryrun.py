@@ -55,8 +55,8 @@ class Layout:
 def ranks_to_show(spec: RunSpec) -> list[int]:
     """Return the first rank of the first, the middle and the last pipeline stage."""
     parallel = spec.parallel
-    each = parallel.world_size // parallel.pp
-    return [stage * each for stage in sorted({0, parallel.pp // 2, parallel.pp - 1})]
+    ranks_per_stage = parallel.world_size // parallel.pp
+    return [stage * ranks_per_stage for stage in sorted({0, parallel.pp // 2, parallel.pp - 1})]
 
 
 @contextmanager
@@ -112,11 +112,11 @@ def start_bytes(spec: RunSpec, rank: int) -> int:
 def whole_layout(spec: RunSpec) -> Layout:
     """Describe a whole job from one rank of each stage; the ranks of a stage have equal parts."""
     parallel = spec.parallel
-    each = parallel.world_size // parallel.pp
+    ranks_per_stage = parallel.world_size // parallel.pp
     num_params, stages, orders = 0, [], None
     num_microbatches = spec.train.num_microbatches(parallel.dp)
     for stage in range(parallel.pp):
-        with simulated(spec, stage * each) as state:
+        with simulated(spec, stage * ranks_per_stage) as state:
             num_params += logical_params(state)
             if spec.precision.fp8 is not None:
                 stages.append(linear_flops(state.backend.planned(state.model)))

@@ -54,31 +54,31 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     with device_kernels(state, spec), alive:
         for gpt in stages_of(state).values():
             forward(gpt, spec, state)  # quantizes the weights, which happens once in a step
-        made = alive.bytes()
+        made_once = alive.bytes()
         scales = alive.bytes_of(state.backend.scaling_tensors(state.model))
         alive.device = None  # what a library makes once, on the CPU, it has made by now
         for index, gpt in stages_of(state).items():
             alive.begin()
             output = forward(gpt, spec, state)
-            kept = alive.bytes() - made
+            kept = alive.bytes() - made_once
             backward(output)
             del output
             if state.pipeline is not None and (take := state.pipeline.stages[0].dw_builder):
                 take()()  # computes the weight gradients that zero bubble defers
-            passes[index] = passes_of(state, gpt, kept, alive.most - made - kept)
-            most = max(most, alive.most - made)
-            with_gradients = max(with_gradients, alive.most_with_watched - made)
+            passes[index] = passes_of(state, gpt, kept, alive.most - made_once - kept)
+            most = max(most, alive.most - made_once)
+            with_gradients = max(with_gradients, alive.most_with_watched - made_once)
         state.sink.end_step()
         alive.begin()
         if state.reducer is not None and not spec.optim.storage.is_plain:
             state.reducer.finish()
-        at_the_end = alive.most - made
-        with_gradients = max(with_gradients, alive.most_with_watched - made)
+        at_the_end = alive.most - made_once
+        with_gradients = max(with_gradients, alive.most_with_watched - made_once)
     copies = state.backend.weight_copies(state.model)
     step = StepBytes.without_fsdp(order_of(state, spec), passes, count)
     step = replace(
         step,
-        weight_copies=made - scales if copies is None else copies,
+        weight_copies=made_once - scales if copies is None else copies,
         arriving_last=step.arriving_last + at_the_end,
         gradients=max(0, with_gradients - max(most, at_the_end)),
     )
@@ -131,12 +131,12 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
     state.masters.collect_grads()
     stages = {
         index: replace(
-            each,
+            stage_passes,
             sums=sums[index],
             first=first[index].first,
-            later=each.later._replace(sums=sums[index]),
+            later=stage_passes.later._replace(sums=sums[index]),
         )
-        for index, each in later.items()
+        for index, stage_passes in later.items()
     }
     count = spec.train.num_microbatches(state.mesh.dp.size)
     step = StepBytes.of_passes(order_of(state, spec), stages, count)
@@ -157,7 +157,7 @@ def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, 
 
     In the result the sums that are made belong to `more`.
     """
-    found, outputs = {}, {}
+    passes_of_stage, outputs = {}, {}
     state.sink.begin_step()
     state.scaling.begin_microbatch(0)
     for index, gpt in stages_of(state).items():
@@ -168,18 +168,18 @@ def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, 
         gathered = alive.watched_at_most - others
         most = PassBytes(alive.most_with_watched - before - others - kept - gathered, gathered, 0)
         passes = passes_of(state, gpt, kept, 0)
-        found[index] = replace(passes, left=left, first=most, later=most)
-    for index in reversed(found):
-        stage = found[index]
+        passes_of_stage[index] = replace(passes, left=left, first=most, later=most)
+    for index in reversed(passes_of_stage):
+        stage = passes_of_stage[index]
         before, others = alive.bytes(), alive.watched() - stage.left
         alive.begin()
         backward(outputs.pop(index))
         gathered = alive.watched_at_most - others
-        own = PassBytes(alive.most_with_watched - before - others - gathered, gathered, 0)
-        most = max(own, stage.later, key=sum)
-        found[index] = replace(stage, first=most, later=most)
+        of_backward = PassBytes(alive.most_with_watched - before - others - gathered, gathered, 0)
+        most = max(of_backward, stage.later, key=sum)
+        passes_of_stage[index] = replace(stage, first=most, later=most)
     state.sink.end_step()
-    return found
+    return passes_of_stage
 
 
 def freed_gradients(state: TrainState) -> list[torch.Tensor]:

@@ -102,9 +102,9 @@ class CudaRecorder:
             ):
                 result = function()
         except RuntimeError as error:
-            what = f"the forward and backward pass could not be captured ({error})"
+            reason = f"the forward and backward pass could not be captured ({error})"
             hint = "Set model.enable_cuda_graph=False; the run continues from its last checkpoint"
-            raise ConfigError("model.enable_cuda_graph", True, what, hint) from error
+            raise ConfigError("model.enable_cuda_graph", True, reason, hint) from error
         return RecordedGraph(graph.replay, result)
 
     def begin_again(self) -> None:
@@ -184,17 +184,17 @@ class MicrobatchGraphs:
         """
         if self._recorder is None:
             self._recorder = make_recorder(self.device)
-        given = {"tokens_BS": batch.tokens_BS, "targets_BS": batch.targets_BS, **batch.documents}
-        if (cu_seqlens_N1 := given.pop("cu_seqlens_N1", None)) is not None:
+        inputs = {"tokens_BS": batch.tokens_BS, "targets_BS": batch.targets_BS, **batch.documents}
+        if (cu_seqlens_N1 := inputs.pop("cu_seqlens_N1", None)) is not None:
             # A recording has fixed shapes, and the host plans no blocks in a replay.
             ids_BS = document_ids(cu_seqlens_N1, batch.tokens_BS.shape[1])
-            given["document_ids_BS"] = ids_BS.to(self.device, non_blocking=True)
-        if self._is_eager or is_first not in self._has_run or not self._fits(given):
+            inputs["document_ids_BS"] = ids_BS.to(self.device, non_blocking=True)
+        if self._is_eager or is_first not in self._has_run or not self._fits(inputs):
             self._has_run.add(is_first)
             self._is_eager = self._is_eager or is_first  # recordings read recorded casts alone
             with self._recorder.beside():
-                return self._forward_backward(given)
-        for name, tensor in given.items():
+                return self._forward_backward(inputs)
+        for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor, non_blocking=True)
         if (recording := self._recordings.get(is_first)) is None:
             recording = self._recordings[is_first] = self._record(self._recorder)
@@ -223,15 +223,15 @@ class MicrobatchGraphs:
     def _now(self) -> dict[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self.lasting()}
 
-    def _fits(self, given: dict[str, torch.Tensor]) -> bool:
+    def _fits(self, inputs: dict[str, torch.Tensor]) -> bool:
         """Whether a microbatch has the shapes of the recordings, which the first one decides."""
         if not self._inputs:
-            self._inputs = {name: torch.empty_like(tensor) for name, tensor in given.items()}
-        same = given.keys() == self._inputs.keys()
-        return same and all(given[name].shape == x.shape for name, x in self._inputs.items())
+            self._inputs = {name: torch.empty_like(tensor) for name, tensor in inputs.items()}
+        same = inputs.keys() == self._inputs.keys()
+        return same and all(inputs[name].shape == x.shape for name, x in self._inputs.items())
 
-    def _forward_backward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**given)
+    def _forward_backward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**inputs)
         backward_of_loss(loss)
         return loss.detach()
 

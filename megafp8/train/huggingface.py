@@ -73,7 +73,7 @@ def _build(
     """Write all of the folder to `build`; return the checkpoint there and the tokenizer's files."""
     refuse_secrets_in_files(model)
     tokenizer = find_tokenizer(model)
-    first = end_of_text(config, model / "config.json")
+    eod_id = end_of_text(config, model / "config.json")
     tree = {
         "encoder_seq_length": spec.max_position_embeddings,  # fine-tuning takes it from here
         **tree_of_spec(spec),
@@ -84,18 +84,18 @@ def _build(
             spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
         ),
     }
-    meta = {"config": {"model": tree}, "eod_id": first, "imported_from": config["model_type"]}
+    meta = {"config": {"model": tree}, "eod_id": eod_id, "imported_from": config["model_type"]}
     checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
     copied = copy_tokenizer(model, build)
     if generation := read_generation(model):
         write_json_atomically(build / GENERATION_CONFIG, generation)
-    own = {
+    settings = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),
         "model": {**tree, "optim": OPTIM},
     }
     with run_errors_reported(build / CONFIG, "writing the settings"):
-        write_atomically(build / CONFIG, yaml.safe_dump(own, sort_keys=False))
+        write_atomically(build / CONFIG, yaml.safe_dump(settings, sort_keys=False))
     return checkpoint, copied
 
 

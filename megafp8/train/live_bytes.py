@@ -80,25 +80,25 @@ class LiveBytes(TorchDispatchMode):
         return sum(self._known[key][1] for key in keys & self._known.keys())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = self._storages((args, kwargs))
-        self._note_growth(given)
-        keys = set(map(storage_key, given))
+        arguments = self._storages((args, kwargs))
+        self._note_growth(arguments)
+        argument_keys = set(map(storage_key, arguments))
         out = func(*args, **(kwargs or {}))
         for storage in self._storages(out):
             key = storage_key(storage)
             if self.device not in (None, storage.device.type):
                 continue
-            if key not in keys and key not in self._known:
+            if key not in argument_keys and key not in self._known:
                 self._known[key] = StorageWeakRef(storage), storage.nbytes()
                 self._at_most += storage.nbytes()
         if is_in_kernel():
             return out
-        more = self.watched()
-        if self._at_most > self.most or self._at_most + more > self.most_with_watched:
-            now = self.bytes()  # is slow; a new peak is possible
-            self.most = max(self.most, now)
-            if now + more > self.most_with_watched:
-                self.most_with_watched, self.watched_at_most = now + more, more
+        watched = self.watched()
+        if self._at_most > self.most or self._at_most + watched > self.most_with_watched:
+            current = self.bytes()  # is slow; a new peak is possible
+            self.most = max(self.most, current)
+            if current + watched > self.most_with_watched:
+                self.most_with_watched, self.watched_at_most = current + watched, watched
         return out
 
     def _note_growth(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -123,7 +123,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
-        for each in tree:
-            yield from _tensors_in(each)
+        for item in tree:
+            yield from _tensors_in(item)
     elif isinstance(tree, dict):
         yield from _tensors_in(list(tree.values()))

@@ -62,19 +62,19 @@ def newest_after_cleanup(root: Path, mesh: Mesh, notify: Notify) -> Path | None:
 
     def find() -> Path | None:
         store.remove_leftovers(root)
-        found = store.newest_valid(root, notify)
-        _set_aside_after(found)
-        return found
+        newest = store.newest_valid(root, notify)
+        _set_aside_after(newest)
+        return newest
 
     return on_main(mesh, find)
 
 
-def _set_aside_after(found: Path | None) -> None:
-    """Rename the checkpoints that are newer than `found`; without a good one, none is renamed."""
-    if found is None:
+def _set_aside_after(newest: Path | None) -> None:
+    """Rename the checkpoints that are newer than `newest`; without a good one, none is renamed."""
+    if newest is None:
         return
-    paths = [found.parent / step_name(step) for step in store.steps(found.parent)]
-    for path in paths[paths.index(found) + 1 :]:
+    paths = [newest.parent / step_name(step) for step in store.steps(newest.parent)]
+    for path in paths[paths.index(newest) + 1 :]:
         with os_errors_reported(path, "setting a damaged checkpoint aside"):
             set_aside(path)
 
@@ -97,13 +97,13 @@ def resume_from(
     """
 
     def find() -> Path:
-        found = find_checkpoint(path, console.warn)
-        _check_settings(found, spec)
-        return found
+        checkpoint = find_checkpoint(path, console.warn)
+        _check_settings(checkpoint, spec)
+        return checkpoint
 
-    found = on_main(state.mesh, find)
-    _load(found, saver, state, data, console)
-    console.event(f"starting from {found}, at step {state.step}")
+    checkpoint = on_main(state.mesh, find)
+    _load(checkpoint, saver, state, data, console)
+    console.event(f"starting from {checkpoint}, at step {state.step}")
 
 
 def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
@@ -204,11 +204,11 @@ def find_checkpoint(path: Path, notify: Notify) -> Path:
     if (path / MANIFEST_NAME).is_file():
         store.verify(path)
         return path
-    found = store.newest_valid(path / CHECKPOINTS_DIR, notify) if path.is_dir() else None
-    if found is None:
+    newest = store.newest_valid(path / CHECKPOINTS_DIR, notify) if path.is_dir() else None
+    if newest is None:
         raise CheckpointError(
             path,
             "has no checkpoint",
             "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote",
         )
-    return found
+    return newest

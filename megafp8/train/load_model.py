@@ -87,37 +87,37 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
     """
     assert spec.restore_from_path is not None
     named = Path(spec.restore_from_path)
-    found = on_main(state.mesh, lambda: find_checkpoint(named, notify))
-    reader = Reader(found)
+    checkpoint = on_main(state.mesh, lambda: find_checkpoint(named, notify))
+    reader = Reader(checkpoint)
     for line in check_fits(spec.model, reader):
         notify(line)
     state_dict.load_weights(reader, state, notify)
     if isinstance(state.scaling, ScalingState):
         state.scaling.forget_staged()  # amaxes of the initial weights, which nothing has read
     state.masters.write_back()
-    notify(f"loaded the weights from {found}")
+    notify(f"loaded the weights from {checkpoint}")
 
 
-def check_fits(asked: GPTSpec, reader: Reader) -> list[str]:
+def check_fits(spec: GPTSpec, reader: Reader) -> list[str]:
     """Return a message for each setting that differs from the stored model's and may differ.
 
     Raises:
         ConfigError: A setting differs that must be the same.
     """
     stored, notes = shape_of(reader), []
-    for key, (now, was) in function_differences(asked, stored).items():
+    for key, (now, was) in function_differences(spec, stored).items():
         if key in MAY_DIFFER:
             notes.append(f"model.{key}={now}: the weights were trained with {was}")
-        elif key != "max_position_embeddings" or asked.position_embedding_type == (
+        elif key != "max_position_embeddings" or spec.position_embedding_type == (
             "learned_absolute"
         ):
             raise _misfit(f"model.{key}", now, reader.path, was)
-    if asked.vocab_size != stored.vocab_size:
+    if spec.vocab_size != stored.vocab_size:
         raise ConfigError(
             "restore_from_path",
             reader.path,
             f"its vocabulary has {stored.vocab_size} rows, padding included, and this run's has "
-            f"{asked.vocab_size}",
+            f"{spec.vocab_size}",
             "Train on data of the model's own tokenizer, with the model's value of "
             "model.make_vocab_size_divisible_by",
         )

@@ -99,11 +99,11 @@ def change_precision(run: Run) -> None:
     if begun is None:
         return
     share = share_of(run.spec, run.state)
-    more = "" if share is None else f"; {share.share:.1%} of the GEMM FLOPs are in FP8 now"
+    note = "" if share is None else f"; {share.share:.1%} of the GEMM FLOPs are in FP8 now"
     if begun.fresh:
-        more += f"; {plural(len(begun.fresh), 'delayed scale')} begin at 1, with an empty history"
+        note += f"; {plural(len(begun.fresh), 'delayed scale')} begin at 1, with an empty history"
     run.console.event(
-        f"precision after step {run.state.step}: {begun.phase.text}{more}", kind="precision"
+        f"precision after step {run.state.step}: {begun.phase.text}{note}", kind="precision"
     )
 
 
@@ -376,14 +376,14 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
     """
     step, policy = run.state.step + 1, run.spec.train.nonfinite_policy
     name = first_nonfinite(run.state, microbatches)
-    what = f"step {step}: loss {result.loss}, grad norm {result.grad_norm}; first bad: {name}"
+    finding = f"step {step}: loss {result.loss}, grad norm {result.grad_norm}; first bad: {name}"
     run.nonfinite_in_a_row += 1
     if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
         raise_on_all(
             NonFiniteError(
-                f"{what}. Nothing of this step was saved. Lower model.optim.lr in a new run, or "
-                "set trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to the "
-                f"last checkpoint); both end the run after {MAX_NONFINITE_IN_A_ROW} in a row"
+                f"{finding}. Nothing of this step was saved. Lower model.optim.lr in a new run, "
+                "or set trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to "
+                f"the last checkpoint); both end the run after {MAX_NONFINITE_IN_A_ROW} in a row"
                 f"{how_to_continue(run)}"
             )
         )
@@ -399,8 +399,8 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
                 window = run.spec.train.log_every_n_steps
                 run.curve = logged_curve(run.metrics.path, run.state.step, window)
             run.health.rewind(run.state.step)
-            run.console.warn(f"{what}; going back to step {run.state.step}")
+            run.console.warn(f"{finding}; going back to step {run.state.step}")
             return True
     run.state.num_skipped += 1
-    run.console.warn(f"{what}; its batch is skipped")
+    run.console.warn(f"{finding}; its batch is skipped")
     return False

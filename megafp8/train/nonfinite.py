@@ -45,13 +45,13 @@ def _first_parameter(state: TrainState, params: Sequence[nn.Parameter]) -> str |
 
 @torch.no_grad()
 def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str | None:
-    found: list[str] = []
+    bad_outputs: list[str] = []
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: object, output: object) -> None:
-            if not found and isinstance(output, torch.Tensor):
+            if not bad_outputs and isinstance(output, torch.Tensor):
                 if not torch.isfinite(output).all():
-                    found.append(f"output of {name or 'the model'}")
+                    bad_outputs.append(f"output of {name or 'the model'}")
 
         return hook
 
@@ -66,7 +66,7 @@ def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str 
         state.model.train()
         for hook in hooks:
             hook.remove()
-    return found[0] if found else None
+    return bad_outputs[0] if bad_outputs else None
 
 
 def _first_gradient(state: TrainState, params: Sequence[nn.Parameter]) -> str | None:

@@ -39,38 +39,38 @@ class Pace:
             step: The number of steps that are done.
             device: The device on which the run computes.
         """
-        left = (spec.train.max_steps - step) * self._seconds
+        seconds_left = (spec.train.max_steps - step) * self._seconds
         limit = spec.train.max_time_seconds
-        if self.num_steps != 2 or device.type != "cpu" or left <= LONG_SECONDS:
+        if self.num_steps != 2 or device.type != "cpu" or seconds_left <= LONG_SECONDS:
             return None
         if limit is not None and limit <= LONG_SECONDS:
             return None  # trainer.max_time ends this process before
         text = f"at {self._seconds:.3g} s a step, the {spec.train.max_steps - step} steps that are "
-        text += f"left take {format_duration(left)} on this CPU, without validation. Faster: "
-        return text + "; ".join(_suggestions(spec, step, self._seconds, device))
+        text += f"left take {format_duration(seconds_left)} on this CPU, without validation. "
+        return text + "Faster: " + "; ".join(_suggestions(spec, step, self._seconds, device))
 
 
 def _suggestions(spec: RunSpec, step: int, seconds: float, device: torch.device) -> list[str]:
-    found = []
+    suggestions = []
     steps = step + int(LONG_SECONDS / seconds)
     if steps > step:
-        found.append(f"trainer.max_steps={steps} (half an hour)")
+        suggestions.append(f"trainer.max_steps={steps} (half an hour)")
     else:
-        found.append("a smaller model: one step alone takes more than half an hour")
+        suggestions.append("a smaller model: one step alone takes more than half an hour")
     smallest = spec.train.micro_batch_size * spec.parallel.dp
     if spec.train.global_batch_size > smallest:
-        found.append(
+        suggestions.append(
             f"a model.global_batch_size below {spec.train.global_batch_size}, with fewer tokens a "
             "step (a new run)"
         )
     ratio = _times_as_long(spec, device)
     if ratio >= SLOWER_BY:
         name = spec.precision.compute.upper()
-        found.append(
+        suggestions.append(
             f"trainer.precision=32 (a new run): a product of {name} matrices took {ratio:.1f} "
             "times as long here as one of FP32 matrices"
         )
-    return found
+    return suggestions
 
 
 def _times_as_long(spec: RunSpec, device: torch.device) -> float:

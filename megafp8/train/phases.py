@@ -64,7 +64,7 @@ def begin_phase(state: TrainState) -> Begun | None:
     if not _is_other(state, phase):
         return None
     of_ranks = gather(state.mesh, [state.step, phase.after, phase.text])
-    if any(own != of_ranks[0] for own in of_ranks):
+    if any(of_rank != of_ranks[0] for of_rank in of_ranks):
         raise_on_all(RunError(f"the ranks do not agree on the precision of a step: {of_ranks}"))
     known = _with_history(state)
     _change(state, phase)
@@ -104,11 +104,11 @@ def return_to(
     values = with_defaults(state.backend.spec.resolved)
     if not values["model.fp8"]:
         return
-    asked = changes_of(values)
-    changes = tuple(_with_kept_steps(asked, had, notify))
+    scheduled = changes_of(values)
+    changes = tuple(_with_kept_steps(scheduled, had, notify))
     try:
         _check_past(changes, had, step, values[SCHEDULE])
-        if changes != asked:
+        if changes != scheduled:
             state.phases = tuple(phases_of(values, changes))
     except SettingError as error:  # every rank finds the same
         raise_on_all(error)
@@ -130,27 +130,27 @@ def _changes_of_checkpoint(meta: Mapping[str, Any]) -> tuple[PrecisionChange, ..
     if not (steps := meta.get(PRECISION_STEPS)):
         return ()
     changes = parse_schedule(flat(meta.get("config") or {}).get(SCHEDULE, []))
-    both = ((change, steps.get(str(number))) for number, change in enumerate(changes, 1))
-    return tuple(replace(change, after=step) for change, step in both if step is not None)
+    pairs = ((change, steps.get(str(number))) for number, change in enumerate(changes, 1))
+    return tuple(replace(change, after=step) for change, step in pairs if step is not None)
 
 
 def _with_kept_steps(
-    asked: Sequence[PrecisionChange],
+    scheduled: Sequence[PrecisionChange],
     had: Sequence[PrecisionChange],
     notify: Callable[[str], None],
 ) -> list[PrecisionChange]:
-    left, found = list(had), []
-    for number, change in enumerate(asked, 1):
-        same = next((old for old in left if written(old) == written(change)), None)
+    unmatched, with_steps = list(had), []
+    for number, change in enumerate(scheduled, 1):
+        same = next((old for old in unmatched if written(old) == written(change)), None)
         if same is not None:
-            left.remove(same)
+            unmatched.remove(same)
             if same.after != change.after:
                 notify(
                     f"{SCHEDULE}: entry {number} ({change.text}) begins after step {same.after}, "
                     f"as when the run began; from: {change.start} would now be {change.after}"
                 )
-        found.append(change if same is None else same)
-    return found
+        with_steps.append(change if same is None else same)
+    return with_steps
 
 
 def _check_past(
@@ -166,8 +166,8 @@ def _check_past(
                 f"step {first.after}, which the run has kept since it began",
                 "Write the entries in the order of their steps",
             )
-    past, own = ([_meaning(c) for c in cs if c.after < step] for cs in (changes, had))
-    if past != own:
+    past, past_of_run = ([_meaning(c) for c in cs if c.after < step] for cs in (changes, had))
+    if past != past_of_run:
         own_text = "; ".join(f"{c.text} after step {c.after}" for c in had if c.after < step)
         raise SettingError(
             SCHEDULE,

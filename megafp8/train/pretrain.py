@@ -322,12 +322,12 @@ def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:
 
 def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console: Console) -> Saver:
     """Fill `state` from the run's own checkpoint, or from one that the settings name."""
-    kept = spec.checkpoint
+    checkpointing = spec.checkpoint
     meta = {"config": spec.resolved, "data_fingerprint": data.fingerprint, LAST_IN_EFFECT: {}}
     if files := load.recipe_files(spec):
         meta[load.RECIPE_FILES] = files
-    best = Best(kept.save_top_k, kept.monitor, kept.mode)
-    saver = Saver(path / CHECKPOINTS_DIR, kept.keep, meta, best)
+    best = Best(checkpointing.save_top_k, checkpointing.monitor, checkpointing.mode)
+    saver = Saver(path / CHECKPOINTS_DIR, checkpointing.keep, meta, best)
     load.load_newest(saver, state, data, console)
     if saver.last_step is None and spec.resume_from_checkpoint is not None:
         named = Path(spec.resume_from_checkpoint)

@@ -123,11 +123,11 @@ class _Rows(NamedTuple):
     def read(self, field: str) -> torch.Tensor:
         """Return a field of the row, with a first dimension of ranks where these differ."""
         name = f"scaling/forward/{field}/{self.linear}.input"
-        found = next((known for known in (name, f"{name}/shards") if known in self.stored), None)
-        if found is None:
+        known_as = next((n for n in (name, f"{name}/shards") if n in self.stored), None)
+        if known_as is None:
             reason = f"has no history of the inputs of {self.linear}"
             raise CheckpointError(self.reader.path, reason, _OTHER_INPUTS)
-        return self.reader.read(found)
+        return self.reader.read(known_as)
 
 
 class ValidationData(NamedTuple):

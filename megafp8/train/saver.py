@@ -131,10 +131,10 @@ def _first_nonfinite(pieces: Iterable[Placement]) -> str | None:
 
 def _commit() -> str | None:
     """Return the git commit of the code that runs, or None outside of a checkout."""
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=5
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5
         )
     except (OSError, subprocess.SubprocessError):
         return None

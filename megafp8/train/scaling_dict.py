@@ -101,15 +101,15 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
     """
     assert isinstance(state.scaling, ScalingState)
     stored = set(reader.names())
-    own = list(scaling_placements(state))
-    if own and not any(name.startswith("scaling/") for name in stored):
+    placements = list(scaling_placements(state))
+    if placements and not any(name.startswith("scaling/") for name in stored):
         notify("the checkpoint was made without FP8: scales and amax histories have initial values")
         state.scaling.forget_staged()  # amaxes of the weights from before the checkpoint was read
         return
     is_same_layout = _saved_layout(reader.meta) == scaling_layout(state)
     same = [
         p
-        for p in own
+        for p in placements
         if p.name in stored
         and reader.global_shape(p.name) == p.global_shape
         and (is_same_layout or not p.name.endswith(_SHARDS))
@@ -117,7 +117,7 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
     reader.load_into(same)
     loaded = {p.name for p in same}
     merged = 0
-    for placement in own:
+    for placement in placements:
         if placement.name in loaded:
             continue
         base = placement.name.removesuffix(_SHARDS)

@@ -132,7 +132,7 @@ def mean_loss(model: GPT, batches: Iterable[Microbatch], device: torch.device) -
     """Return the model's loss in nats per counted token."""
     mesh, total, count = single_rank(device), 0.0, 0
     for batch in batches:
-        own = local_batch(batch, mesh)
-        total += float(model(own.tokens_BS, own.targets_BS, **own.documents))
-        count += int((own.targets_BS >= 0).sum())
+        local = local_batch(batch, mesh)
+        total += float(model(local.tokens_BS, local.targets_BS, **local.documents))
+        count += int((local.targets_BS >= 0).sum())
     return total / count if count else math.nan

@@ -52,12 +52,12 @@ def placements_of(
     among `num_shards` consecutive replicas; replicas after those have copies.
     """
     shape, flat, begin = tuple(segment.param.shape), tensor.detach().view(-1), 0
-    for held in boxes_of_run(shape, segment.begin, segment.end):
-        values = flat[begin : begin + held.volume].view(held.shape)
-        begin += held.volume
+    for box in boxes_of_run(shape, segment.begin, segment.end):
+        values = flat[begin : begin + box.volume].view(box.shape)
+        begin += box.volume
         for piece in pieces_of(segment.param):
             local = piece.local_box
-            if (common := local.overlap(held)) is None:
+            if (common := local.overlap(box)) is None:
                 continue
             inside = zip(piece.offset, common.offset, local.offset, strict=True)
             is_replica = mesh.data.rank >= num_shards
@@ -66,7 +66,7 @@ def placements_of(
                 prefix + piece.name,
                 piece.global_shape,
                 tuple(start + at - first for start, at, first in inside),
-                values[common.slices_within(held)],
+                values[common.slices_within(box)],
                 replica=int(is_replica or piece.replica > 0),
             )
 
@@ -241,7 +241,7 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
     the values of any format. All others are rounded to the format of this run.
     """
     same: list[Placement] = []
-    others: list[tuple[str, Segment, ScaledTensor]] = []
+    to_convert: list[tuple[str, Segment, ScaledTensor]] = []
     prefixes = []
     for prefix, tensors in states:
         prefixes.append(prefix)
@@ -256,21 +256,21 @@ def _load_states(reader: Reader, state: TrainState, states: States) -> Iterator[
                 same += [piece for piece in pieces if not piece.name.startswith(SCALES)]
                 tensor.dequant_scale.copy_(factor)
             else:
-                others.append((prefix, segment, tensor))
+                to_convert.append((prefix, segment, tensor))
     reader.load_into(same)
-    amaxes = _amaxes_of_parts(reader, state, others, prefixes)
+    amaxes = _amaxes_of_parts(reader, state, to_convert, prefixes)
     converted: dict[tuple[str, str, str], float] = {}
-    for prefix, segment, tensor in others:
+    for prefix, segment, tensor in to_convert:
         values, pieces = _read_values(reader, state, prefix, segment, tensor)
         tensor.store(values, amax=amaxes.get((prefix, segment.param)))
         lost = (tensor.values() - values).norm() / values.norm().clamp(min=1e-30)
         was = str(reader.dtype(pieces[0].name)).removeprefix("torch.")
         kind = (prefix.strip("/"), was, tensor.fmt.name)
         converted[kind] = max(converted.get(kind, 0.0), lost.item())
-    for (what, was, now), error in converted.items():
+    for (kind_of_state, was, now), error in converted.items():
         yield (
-            f"{what}: stored in {was} there and in {now} here; converted, with a relative error "
-            f"of at most {error:.1e} in a tensor"
+            f"{kind_of_state}: stored in {was} there and in {now} here; converted, with a relative "
+            f"error of at most {error:.1e} in a tensor"
         )
 
 
@@ -295,7 +295,7 @@ def _read_values(
 def _amaxes_of_parts(
     reader: Reader,
     state: TrainState,
-    others: Sequence[tuple[str, Segment, ScaledTensor]],
+    to_convert: Sequence[tuple[str, Segment, ScaledTensor]],
     prefixes: Sequence[str],
 ) -> dict[tuple[str, nn.Parameter], torch.Tensor]:
     """Return the amaxes of whole tensors that are converted, where ranks have parts of them."""
@@ -307,11 +307,11 @@ def _amaxes_of_parts(
         prefix: dict(zip(masters.row_of, row, strict=True))
         for prefix, row in zip(prefixes, (row.unbind() for row in amaxes.unbind()), strict=True)
     }
-    for prefix, segment, tensor in others:
+    for prefix, segment, tensor in to_convert:
         values, _ = _read_values(reader, state, prefix, segment, tensor)
         rows[prefix][segment.param].copy_(amax_of(values))
     masters.agree(amaxes)
-    return {(prefix, s.param): rows[prefix][s.param] for prefix, s, _ in others}
+    return {(prefix, s.param): rows[prefix][s.param] for prefix, s, _ in to_convert}
 
 
 def _common_factor(
@@ -328,8 +328,8 @@ def _common_factor(
             return None
         factor = reader.factor(piece.name, Box(piece.offset, tuple(piece.tensor.shape)))
         factors.append(torch.ones(1) if factor is None else factor.flatten())
-    found = torch.cat(factors).unique()
-    return found[0] if len(found) == 1 else None
+    distinct = torch.cat(factors).unique()
+    return distinct[0] if len(distinct) == 1 else None
 
 
 def _load_factors(reader: Reader, state: TrainState) -> Iterator[str]:
@@ -337,14 +337,14 @@ def _load_factors(reader: Reader, state: TrainState) -> Iterator[str]:
 
     Where it has several for what is one tensor here, the smallest is taken.
     """
-    own, stored = list(_factor_placements(state)), set(reader.names())
-    same = [p for p in own if p.name in stored and reader.global_shape(p.name) == p.global_shape]
+    here, stored = list(_factor_placements(state)), set(reader.names())
+    same = [p for p in here if p.name in stored and reader.global_shape(p.name) == p.global_shape]
     reader.load_into(same)
     loaded = {placement.name for placement in same}
-    for placement in own:
+    for placement in here:
         if placement.name in stored - loaded:
             placement.tensor.fill_(reader.read(placement.name).min())
     # A parameter has a placement for each of its logical tensors, with the same factor.
-    missing = len({p.tensor.data_ptr() for p in own if p.name not in stored})
+    missing = len({p.tensor.data_ptr() for p in here if p.name not in stored})
     if missing:
         yield f"{missing} gradients summed in FP8 begin with the factor 1/sqrt(ranks)"

@@ -93,7 +93,7 @@ def train_step(
     if optimizer.decides_on_device:  # the update is under way before the host waits
         divisor = totals[1] * grad_scale
         optimizer.update_if_finite(number, mean_loss, mean_norm, divisor=divisor)
-    (loss, norm, num_counted, *rest), raised = reading.wait()
+    (loss, norm, num_counted, *more_numbers), raised = reading.wait()
     count = int(num_counted)
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
@@ -104,7 +104,7 @@ def train_step(
         None if scaler is None else scaler.scale,
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
         raised=raised,
-        more=tuple(rest),
+        more=tuple(more_numbers),
     )
     if optimizer.decides_on_device:
         if not is_finite:
@@ -245,12 +245,12 @@ def local_batch(microbatch: Microbatch, mesh: Mesh) -> Batch:
         whole_BS = torch.from_numpy(array).to(mesh.device, non_blocking=True)
         return own_tokens(whole_BS, mesh.cp, borders=borders)
 
-    more = {}
+    documents = {}
     if borders is not None:
-        more["cu_seqlens_N1"] = torch.from_numpy(borders)
+        documents["cu_seqlens_N1"] = torch.from_numpy(borders)
     if microbatch.position_ids_BS is not None:
-        more["position_ids_BS"] = own(microbatch.position_ids_BS)
+        documents["position_ids_BS"] = own(microbatch.position_ids_BS)
     elif mesh.cp.size > 1:
         shape = microbatch.tokens_BS.shape
-        more["position_ids_BS"] = own_positions(shape, mesh.cp, mesh.device, borders=borders)
-    return Batch(own(microbatch.tokens_BS), own(microbatch.targets_BS), more)
+        documents["position_ids_BS"] = own_positions(shape, mesh.cp, mesh.device, borders=borders)
+    return Batch(own(microbatch.tokens_BS), own(microbatch.targets_BS), documents)

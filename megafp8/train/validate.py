@@ -34,9 +34,9 @@ def evaluate(state: TrainState, batches: Iterable[Microbatch]) -> tuple[float, i
     state.model.eval()
     with state.scaling.evaluation():
         for batch in batches:
-            own = local_batch(batch, state.mesh)
-            totals[0] += state.model(own.tokens_BS, own.targets_BS, **own.documents)
-            totals[1] += (own.targets_BS >= 0).sum()
+            local = local_batch(batch, state.mesh)
+            totals[0] += state.model(local.tokens_BS, local.targets_BS, **local.documents)
+            totals[1] += (local.targets_BS >= 0).sum()
     state.model.train()
     state.mesh.pp.all_reduce_sum(totals[0])  # 0 except on the stage with the head
     state.mesh.data.all_reduce_sum(totals)

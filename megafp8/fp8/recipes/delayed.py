@@ -90,9 +90,9 @@ class Delayed(Recipe):
             with_plain=with_plain,
             with_sums=with_sum,
         )
-        made = make(into)
+        produced = make(into)
         last, first = quantizer.tensors_of_cast(
-            made.payload, made.payload_t, quant_scale, tensor.fmt, need, dequant_scale
+            produced.payload, produced.payload_t, quant_scale, tensor.fmt, need, dequant_scale
         )
         assert last is not None, "the product along the last dim reads the tensor in FP8"
-        return quantizer.Operands(last, last if first is None else first), made
+        return quantizer.Operands(last, last if first is None else first), produced
