@@ -79,15 +79,15 @@ class Muon:
         size, rank = self._shards.size, self._shards.rank
         for first in range(0, len(owned), size):
             group = owned[first : first + size]
-            own: torch.Tensor | None = None
+            own_update: torch.Tensor | None = None
             for index, param in enumerate(group):
                 gathered = self._gathered(param)
                 if index == rank:
-                    own = gathered
-            if own is not None:
-                own = self._orthogonalized(group[rank], own)
+                    own_update = gathered
+            if own_update is not None:
+                own_update = self._orthogonalized(group[rank], own_update)
             for index, param in enumerate(group):
-                result = own if index == rank else None
+                result = own_update if index == rank else None
                 if result is None:
                     result = torch.empty(param.shape, dtype=UPDATE, device=self.masters.device)
                 self._shards.broadcast(result, source=index)
@@ -101,7 +101,7 @@ class Muon:
         """Return U of a parameter, BF16 [rows, columns], of all ranks that have rows of it."""
         num_rows, columns = param.shape
         share = padded_rows(num_rows, self._shards.size)
-        own = torch.zeros(share, columns, dtype=UPDATE, device=self.masters.device)
+        own_rows = torch.zeros(share, columns, dtype=UPDATE, device=self.masters.device)
         if (row := self._rows.get(param)) is not None:
             momentum = self._momenta[param]
             grad = self.masters.grads[row].view_as(momentum)
@@ -109,13 +109,13 @@ class Muon:
             momentum.lerp_(grad, 1 - beta)
             update = grad.lerp(momentum, beta) if self.spec.muon.nesterov else momentum
             update = update.view(-1, columns)
-            own[: len(update)] = update
-        return self._shards.gather_rows(own)[:num_rows]
+            own_rows[: len(update)] = update
+        return self._shards.gather_rows(own_rows)[:num_rows]
 
     def _orthogonalized(self, param: nn.Parameter, gathered: torch.Tensor) -> torch.Tensor:
         """Return the update of this tensor-parallel rank's part of a parameter, BF16."""
         parts, rank, out = [gathered], 0, torch.empty_like(gathered)
-        if self.spec.muon.tp_mode == "duplicated":
+        if self.spec.muon.tp_mode == "duplicated":  # each rank orthogonalizes the whole matrix
             parts, rank = self._tp.all_gather(gathered.contiguous()), self._tp.rank
         for piece in pieces_of(param):
             dim = _sharded_dim(piece) if len(parts) > 1 else None

@@ -73,7 +73,7 @@ class WeightBuffer:
     def start_gathering(self, shards: Axis) -> Pending | None:
         """Fill the buffer with the ranges of all ranks, now or when the result is waited for.
 
-        Ranges that are not padded are broadcast by their owners.
+        Ranges that are not padded differ in size, and are broadcast by their owners one by one.
         """
         sent, bounds = as_sendable(self.flat), self.places.bounds
         if self.places.is_padded:

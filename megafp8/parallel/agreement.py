@@ -55,7 +55,7 @@ def from_main(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) ->
     group = group or mesh.agreement
     content = to_bytes(value) if mesh.is_main else b""
     size = _number(len(content), group, mesh)
-    dist.broadcast(size, src=0, group=group)
+    dist.broadcast(size, src=0, group=group)  # so that the other ranks have memory for the bytes
     sent = _as_tensor(content, int(size), group, mesh)
     dist.broadcast(sent, src=0, group=group)
     return value if mesh.is_main else from_bytes(_as_bytes(sent))

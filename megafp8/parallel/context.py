@@ -262,6 +262,11 @@ def _attend_own(
 
 
 class _Ring(torch.autograd.Function):
+    """Attend over a ring: at turn t a rank has the keys and values of the rank t places before it.
+
+    While it computes with a block, the block of the next turn is under way.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -296,8 +301,8 @@ class _Ring(torch.autograd.Function):
         work = torch.promote_types(q_BHSE.dtype, torch.float32)
         coming = cp.start_shift(torch.stack((k_BGSE, v_BGSE)))
         dq_BHSE = torch.zeros_like(q_BHSE, dtype=work)
-        own_2BGSE = k_BGSE.new_zeros((2, *k_BGSE.shape), dtype=work)
-        sums = None  # the sums of the held block's gradients, from the previous rank
+        own_dkv_2BGSE = k_BGSE.new_zeros((2, *k_BGSE.shape), dtype=work)
+        coming_dkv = None  # what the ranks before have added to the gradients of the held block
         for turn in range(cp.size):
             k_held, v_held = k_BGSE, v_BGSE
             if turn > 0:
@@ -315,15 +320,19 @@ class _Ring(torch.autograd.Function):
                 dq, *dkv = attend_backward(grad, q, k, v, out, lse, block)
                 dq_BHSE[rows, :, queries] += dq
                 dkv_of_pieces.append((rows, keys, torch.stack(dkv)))
+            # The gradients of a block follow it from rank to rank. They are waited for after this
+            # turn's products, during which they have travelled.
             if turn == 0:
-                sums_2BGSE = own_2BGSE
+                block_dkv_2BGSE = own_dkv_2BGSE
             else:
-                sums_2BGSE = torch.zeros_like(own_2BGSE) if sums is None else sums.wait()
+                block_dkv_2BGSE = (
+                    torch.zeros_like(own_dkv_2BGSE) if coming_dkv is None else coming_dkv.wait()
+                )
             for rows, keys, dkv_2BGSE in dkv_of_pieces:
-                sums_2BGSE[:, rows, :, keys] += dkv_2BGSE
+                block_dkv_2BGSE[:, rows, :, keys] += dkv_2BGSE
             if turn > 0:
-                sums = cp.start_shift(sums_2BGSE)
-        if sums is not None:
-            own_2BGSE += sums.wait()
-        dk_BGSE, dv_BGSE = own_2BGSE.to(k_BGSE.dtype)
+                coming_dkv = cp.start_shift(block_dkv_2BGSE)
+        if coming_dkv is not None:  # the last shift has brought the own block's gradients home
+            own_dkv_2BGSE += coming_dkv.wait()
+        dk_BGSE, dv_BGSE = own_dkv_2BGSE.to(k_BGSE.dtype)
         return dq_BHSE.to(q_BHSE.dtype), dk_BGSE, dv_BGSE, None, None, None

@@ -123,10 +123,11 @@ class Exchange:
         self._pending = self._start(0, None)
 
     def _start(self, number: int, memory: torch.Tensor | None) -> Pending:
+        """Start the round `number`, of which the parts arrive in `memory` if that is given."""
         places = self._rounds[number]
         parts = [place.stop - place.start for place in places]
         sent = self._sent
-        if sum(parts) < sent.numel():
+        if sum(parts) < sent.numel():  # with several rounds: a message lies in one piece
             filled = [sent[place] for place, size in zip(places, parts, strict=True) if size]
             sent = filled[0] if len(filled) == 1 else torch.cat(filled)
         return self._axis.start_all_to_all(as_sendable(sent), parts, memory)
@@ -194,6 +195,7 @@ class ExchangedBucket:
         self._under_way = None
 
     def _stages(self, axis: Axis, dtype: torch.dtype) -> Iterator[None]:
+        """Do the steps of the class; yield where the caller may compute while messages travel."""
         held, rank = self.held, axis.rank
         has_scale = held.fmt.max is not None
         fmt = held.fmt if has_scale else _format_of(dtype)
@@ -283,6 +285,7 @@ class Fp8SumBucket(ExchangedBucket):
         self._sizes = torch.tensor(sizes, device=self.held.flat.device)
 
     def _stages(self, axis: Axis, dtype: torch.dtype) -> Iterator[None]:
+        """Do the steps of the class; yield where the caller may compute while messages travel."""
         held, rank = self.held, axis.rank
         fmt = held.fmt
         filled = torch.stack([_codes(grad.payload).any() for grad in held.grads])
@@ -304,6 +307,7 @@ class Fp8SumBucket(ExchangedBucket):
             self._add_rounded(received, begin + held.places.bounds[rank], sums[begin:], saturated)
         del exchange, received
         held.free()
+        # A gradient may lie in the ranges of several ranks, and its factor is the same on all.
         counting = axis.start_all_reduce_sum(saturated)
         gathered = None
         if not self.stays:

@@ -83,10 +83,10 @@ class CudaRecorder:
     def beside(self) -> Iterator[None]:
         """Run on the stream of the captures, so that autograd's nodes belong to it."""
         current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(current)  # the inputs are written there
         with torch.cuda.stream(self._stream):
             yield
-        current.wait_stream(self._stream)
+        current.wait_stream(self._stream)  # the results are read there
 
     def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
         """Capture the function as a CUDA graph.

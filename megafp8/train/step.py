@@ -204,6 +204,7 @@ def start_read_back(mesh: Mesh, numbers: torch.Tensor, flags: Sequence[bool]) ->
     if not flags or mesh.world.size == 1:
         return ReadBack(numbers, 0, flags)
     raised = torch.tensor(flags, dtype=torch.float32).to(mesh.device, non_blocking=True)
+    # Joined to the numbers on the device: a second copy to the host would make it wait twice.
     numbers = torch.cat((numbers, mesh.world.all_reduce_max(raised).double()))
     return ReadBack(numbers, len(flags), ())
 
@@ -222,11 +223,12 @@ def reduce_gradients(state: TrainState) -> None:
         for grad in state.masters.replicated_grads:
             state.mesh.tp.all_reduce_sum(grad)
     elif state.mesh.tp.size > 1 and (grads := state.masters.grads_of_heads):
-        total = torch.cat([grad.flatten() for grad in grads])
+        total = torch.cat([grad.flatten() for grad in grads])  # small ones: one message for all
         state.mesh.tp.all_reduce_sum(total)
         for grad, whole in zip(grads, total.split([g.numel() for g in grads]), strict=True):
             grad.copy_(whole.view_as(grad))
     if isinstance(state.model, PipelinedGPT) and (tied := state.model.tied_copy()) is not None:
+        # The first stage's gradient is that of the lookup, and the last one's that of the head.
         for grad in state.masters.grads_of(tied):
             state.mesh.ends.all_reduce_sum(grad)
 

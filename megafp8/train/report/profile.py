@@ -89,14 +89,15 @@ class StepProfiler:
 
 @contextlib.contextmanager
 def _nvtx_ranges(shapes: bool) -> Iterator[None]:
+    """Let Nsight Systems record what the GPU does inside the context, under operations' names."""
     runtime: Any = torch.cuda.cudart()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize()  # so that no kernel of an earlier step is recorded
     runtime.cudaProfilerStart()
     try:
         with torch.autograd.profiler.emit_nvtx(record_shapes=shapes):
             yield
     finally:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # so that the last kernels are recorded
         runtime.cudaProfilerStop()
 
 
