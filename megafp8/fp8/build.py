@@ -64,6 +64,7 @@ def _tensor_quantizer(
     reduce_max: Callable[[Role], ReduceMax | None],
     reduce_columns: Callable[[Role], ReduceMax | None],
 ) -> TensorQuantizer:
+    """Return what quantizes the tensor `role` of a linear by the recipe `chosen`."""
     settings, traits = state.recipe, chosen.traits
     power_2 = settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default
     over_ranks = reduce_max(role) if traits.agrees else None
@@ -99,6 +100,7 @@ def _check_format(settings: Fp8Recipe, traits: Traits) -> None:
 
 
 def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:
+    """Return the format in which a recipe quantizes the tensor `role`."""
     if traits.is_simulated:
         return SIMULATED
     if traits.numbers == "e2m1":

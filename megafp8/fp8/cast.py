@@ -304,6 +304,7 @@ def _remake(
     has_outer: bool,
     **known: Any,
 ) -> Fp8Tensor:
+    """Return an FP8 tensor of the tensors that autograd has kept; `known` is all the rest of it."""
     assert has_outer == (outer is not None), "the factor of the whole tensor was not kept"
     return Fp8Tensor(payload, dequant_scale, outer=outer, **known)
 

@@ -145,6 +145,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _check_rules(recipe: Fp8Recipe, linears: dict[str, nn.Module]) -> None:
+    """Raise `Fp8Error` for a rule whose pattern matches no linear."""
     for rule in recipe.modules:
         if not any(rule.matches(name) for name in linears):
             raise Fp8Error(
@@ -191,6 +192,7 @@ def _check_modules(
 
 
 def _check_kind(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> None:
+    """Raise `Fp8Error` unless a module computes as `nn.Linear` does, and is not yet converted."""
     if isinstance(module, Converted):
         raise Fp8Error(
             name, "is converted to FP8 already", f"Convert a model once, or use skip={name!r}"

@@ -77,6 +77,7 @@ class HealthProbe:
     def _see(
         self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
     ) -> None:
+        """Add a cast of the tensor `name` to its sums; `last` and `first` are what it gave."""
         x_fp8 = last if last is not None else first
         if x_fp8 is not None and x_fp8.rotation is not None:
             return  # its numbers are not those of the tensor itself
@@ -106,6 +107,7 @@ class HealthProbe:
         overflow: float,
         worst_snr: float,
     ) -> TensorHealth:
+        """Return the health of a tensor that was cast, of its sums as numbers of the host."""
         if self._mode != "full":
             return TensorHealth(amax=amax, quant_scale=quant_scale)
         return TensorHealth(
@@ -236,6 +238,7 @@ def num_nonfinite(state: ScalingState) -> dict[str, int]:
 
 
 def _joined(old: _Sums, new: _Sums) -> _Sums:
+    """Return the counts and extremes of two casts of one tensor together."""
     return _Sums(
         torch.maximum(old.amax, new.amax),
         torch.minimum(old.quant_scale, new.quant_scale),

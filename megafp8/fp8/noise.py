@@ -55,6 +55,7 @@ class NoiseProbe:
     def _see(
         self, name: str, x: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | None
     ) -> None:
+        """Add the squares of a cast tensor and of its rounding errors to the sums of `name`."""
         x_fp8 = last if last is not None else first
         if x_fp8 is None or x_fp8.rotation is not None or name.endswith(".weight"):
             return

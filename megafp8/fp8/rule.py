@@ -210,6 +210,7 @@ class CastRule(Recipe):
     def _result(
         self, x_MK: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]
     ) -> Scaled:
+        """Return what the rule makes of whole blocks; `sizes` are those before padding."""
         rows, inner = x_MK.shape
         asked = self._asked(scales, along, sizes, seen=(rows, inner))
         result = self._run(lambda: self.recipe.cast(x_MK, asked))
@@ -243,6 +244,7 @@ class CastRule(Recipe):
         return Cast(given.role, scales, given.fmt, given.power_2, along, given.reduce_max, draw)
 
     def _check(self, result: Scaled, x_MK: torch.Tensor, scales: Scales) -> None:
+        """Raise `RuleError` unless a cast has the shapes, dtypes and scales that the traits say."""
         payload, dequant_scale, outer = result
         fmt, shape = self.given.fmt, scales.shape(*x_MK.shape)
         gave = f"its cast of {list(x_MK.shape)} gave"

@@ -278,6 +278,7 @@ class ScaleTable:
             setattr(self, field, value)
 
     def _roll_in_one_launch(self, staged: torch.Tensor) -> None:
+        """Update histories and scales from the amaxes `staged`, by one Triton kernel."""
         from megafp8.fp8.kernels.triton_scales import update_scales
 
         fields = {**self.tensors(), "amax": staged}

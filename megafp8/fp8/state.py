@@ -258,6 +258,7 @@ class Fp8State:
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
+        """Let the converted linears run in `phase` inside the context."""
         self._refuse_inside(f"{phase}()")
         self._shared.adopt()  # this state may have been copied together with its model
         self._shared.follow()
@@ -288,6 +289,7 @@ class Fp8State:
             self._stamps[name] = _stamp(linear.weight)
 
     def _check_same_weights(self) -> None:
+        """Raise `Fp8Error` if a weight has changed since the step's first microbatch."""
         if not self._stamps:
             raise Fp8Error(
                 "state.microbatch(first=False)",

@@ -305,6 +305,7 @@ class AttentionCore(nn.Module):
         dropout: float,
         scale: float | None,
     ) -> torch.Tensor:
+        """Return attention [B, H, S, E], by the kernel that can do these documents and dropout."""
         mask = context.mask
         if context.documents is not None:
             documents, has_bias = context.documents, context.slopes_H is not None

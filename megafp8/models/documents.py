@@ -172,6 +172,7 @@ class Documents:
         return {}
 
     def _areas(self) -> Iterator[Area]:
+        """Yield the blocks in the order of their queries."""
         for first, last in _groups(self.borders, self.seq):
             row, start = divmod(self.borders[first], self.seq)
             stop = start + self.borders[last] - self.borders[first]

@@ -216,6 +216,7 @@ class AdamW:
         return Constants(lr, spec.betas, spec.eps, decay, spec.name == "adam", self._num_updates)
 
     def _dithers(self, segment: Segment, step: int) -> Dithers:
+        """Return the random numbers that round a segment: of its weight and its moments."""
         if not self.spec.storage.stochastic_rounding:
             return None, None, None
         piece = segment.piece

@@ -204,6 +204,7 @@ class Axis:
     def _all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, operation: str, is_async: bool
     ) -> Pending:
+        """Start a reduction in place, or end it at once unless `is_async`; count its bytes."""
         if self.size == 1:
             return Pending(tensor)
         self.traffic.add(self.name, operation, tensor)

@@ -236,6 +236,7 @@ def note_checkpoint(path: Path) -> None:
 
 
 def _environment(rank: int, num_ranks: int, port: int, notes: Path) -> Mapping[str, str]:
+    """Return the variables of a rank: torchrun's, and those by which our launcher hears it."""
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     defaults = {
         "OMP_NUM_THREADS": str(threads),

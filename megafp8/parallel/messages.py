@@ -104,6 +104,7 @@ def _class(name: str, is_known: Callable[[type], bool]) -> Any:
 
 
 def _read(tree: Any) -> Any:
+    """Return the object that a tree of JSON values stands for."""
     if isinstance(tree, list):
         return [_read(item) for item in tree]
     if not isinstance(tree, dict):

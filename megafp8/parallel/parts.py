@@ -132,6 +132,7 @@ class NativeParts(Parts):
         std: float,
         comm: LinearComm,
     ) -> Linear:
+        """Return a linear with a weight of `shape` [O, I], in the precision of its name."""
         scaling = self.scaling
         quantizer = new_quantizer = None
         if scaling is not None:

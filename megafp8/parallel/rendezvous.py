@@ -349,6 +349,7 @@ def await_all(store: Store, rank: int, size: int, place: str, seconds: float) ->
 
 
 def _listen(address: str, port: int, place: str) -> socket.socket:
+    """Return a socket that listens on `address`, or on all addresses if it is empty."""
     try:
         if address:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -77,6 +77,7 @@ class Watchdog:
                 self._expire()
 
     def _expire(self) -> None:
+        """End this process after a hang, once one rank has reported what all of them were doing."""
         rank = self.mesh.world.rank
         reports = self._exchange(self._report())
         if rank == min(reports):

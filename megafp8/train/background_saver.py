@@ -43,6 +43,7 @@ class Snapshot:
         return sum(copy.tensor.nbytes for copy in self._copies.values())
 
     def _allocate(self, written: Sequence[Placement]) -> None:
+        """Give the copies one block of memory, page-locked where a GPU copies into it."""
         starts, size = [], 0
         for placement in written:
             starts.append(size)

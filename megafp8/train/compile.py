@@ -142,6 +142,7 @@ def _trace(module: Linear | Dropout) -> None:
 def _compile(
     layer: TransformerLayer, counter: CompileCounter, untraced: str | None, *, has_documents: bool
 ) -> None:
+    """Compile the forward pass of a layer; `untraced` says why its attention is not traced."""
     core = next(module for module in layer.modules() if isinstance(module, AttentionCore))
     has_window = core.window is not None
     is_core_eager = untraced is not None or core.dropout > 0 or has_documents or has_window

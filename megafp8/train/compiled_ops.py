@@ -166,6 +166,7 @@ def _(
 
 
 def _operand(kept: torch.Tensor, scale: torch.Tensor, live: LiveLinear) -> Operand:
+    """Return the input that the forward pass kept, made of what the operation returned."""
     if live.saved.scales is None:
         return kept
     remake, shape = live.remakes[kept.shape]

@@ -107,6 +107,7 @@ def resume_from(
 
 
 def _load(path: Path, saver: Saver, state: TrainState, data: RunData, console: Console) -> None:
+    """Fill the state from a checkpoint, check its data, and report what a continued run changes."""
     meta = state_dict.load_checkpoint(path, state, console.warn)
     if meta["data_fingerprint"] != data.fingerprint:  # on all ranks, as `open_on_all` has checked
         raise_on_all(
@@ -174,6 +175,7 @@ def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
 
 
 def _check_settings(path: Path, spec: RunSpec) -> None:
+    """Raise for each setting in effect that differs from that of the checkpoint."""
     meta = check_structure(path).meta
     check_state(meta, path)
     config = meta["config"]

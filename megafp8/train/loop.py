@@ -53,6 +53,7 @@ def train(run: Run) -> bool:
 
 
 def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
+    """Train until the last step; return False if the run ends before it, by a signal or a limit."""
     loader = open_loader(run)
     run.limit.start()
     try:

@@ -34,6 +34,7 @@ def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> st
 
 
 def _first_parameter(state: TrainState, params: Sequence[nn.Parameter]) -> str | None:
+    """Return the first of this rank's weights that has a value that is not finite, or None."""
     for param in params:
         values = state.masters.rows_of(param)
         if values.itemsize == 1:  # a weight kept in FP8, whose dtypes torch cannot test
@@ -45,6 +46,7 @@ def _first_parameter(state: TrainState, params: Sequence[nn.Parameter]) -> str |
 
 @torch.no_grad()
 def _first_output(state: TrainState, microbatches: Sequence[Microbatch]) -> str | None:
+    """Return the first module whose output is not finite when the microbatches run once more."""
     bad_outputs: list[str] = []
 
     def watch(name: str) -> Any:

@@ -51,6 +51,7 @@ class Pace:
 
 
 def _suggestions(spec: RunSpec, step: int, seconds: float, device: torch.device) -> list[str]:
+    """Return what would make a run faster that takes `seconds` a step."""
     suggestions = []
     steps = step + int(LONG_SECONDS / seconds)
     if steps > step:

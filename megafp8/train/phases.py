@@ -139,6 +139,7 @@ def _with_kept_steps(
     had: Sequence[PrecisionChange],
     notify: Callable[[str], None],
 ) -> list[PrecisionChange]:
+    """Return the changes of a schedule, those of `had` with the steps that they began after."""
     unmatched, with_steps = list(had), []
     for number, change in enumerate(scheduled, 1):
         same = next((old for old in unmatched if written(old) == written(change)), None)

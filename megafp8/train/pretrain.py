@@ -115,6 +115,7 @@ def _pretrain(
     command_line: CommandLine,
     began: float,
 ) -> int:
+    """Do a rank's part of a run from its directory to its summary; return the exit code."""
     finished = on_main(mesh, lambda: finished_run(spec, is_sweep=is_sweep))
     if finished is not None:
         _show_finished(finished, console)

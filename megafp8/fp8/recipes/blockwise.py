@@ -69,6 +69,7 @@ class Blockwise(Recipe):
     def _blocks(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, block: tuple[int, int]
     ) -> Fp8Tensor:
+        """Return the tensor in FP8 with one scale for each block of `block` rows and columns."""
         amax = scales.amax_of_blocks(x_MN, block)
         quant_scale = scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2)
         scaled = cast.times_scale(x_MN.float(), quant_scale, block)
@@ -82,6 +83,7 @@ class Blockwise(Recipe):
         dequant_scale: torch.Tensor,
         block: tuple[int, int],
     ) -> Fp8Tensor:
+        """Return a payload [M, N] with the scales of its blocks."""
         return cast.Fp8Tensor(
             payload,
             dequant_scale,

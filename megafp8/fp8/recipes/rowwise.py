@@ -77,6 +77,7 @@ class Rowwise(Recipe):
         dequant_scale: torch.Tensor,
         dim: int,
     ) -> Fp8Tensor:
+        """Return a payload [M, N] with a scale for each row (`dim` 1) or for each column (0)."""
         rows, cols = payload.shape
         block = (1, cols) if dim == 1 else (rows, 1)
         if is_whole := self._is_whole(tensor, dim):

@@ -142,6 +142,7 @@ class AccuracyCheck:
 def _schedule(
     values: dict[str, Any], step: int, named: Sequence[str], all_fp8: Sequence[str]
 ) -> str:
+    """Return the schedule with the modules `named` in higher precision from `step` on."""
     is_bf16 = values["trainer.precision"] == BF16 or names_bf16(values[SCHEDULE])
     entry = {
         "from": step,
