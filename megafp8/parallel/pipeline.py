@@ -160,7 +160,7 @@ class PipelinedGPT(nn.Module):
             logits_BSV = torch.empty(shape, device=tokens_BS.device)
         if cache is not None:
             cache.length += tokens_BS.shape[1]
-        # The last stage alone has computed them; every rank goes on with the same next token.
+        # The last stage alone has computed them; every rank continues with the same next token.
         return self.pp.broadcast(logits_BSV.contiguous(), self.last_rank)
 
     def _pass(

@@ -64,18 +64,18 @@ def _suggestions(spec: RunSpec, step: int, seconds: float, device: torch.device)
             f"a model.global_batch_size below {spec.train.global_batch_size}, with fewer tokens a "
             "step (a new run)"
         )
-    ratio = _times_as_long(spec, device)
-    if ratio >= SLOWER_BY:
+    slowdown = _slowdown_against_fp32(spec, device)
+    if slowdown >= SLOWER_BY:
         name = spec.precision.compute.upper()
         suggestions.append(
-            f"trainer.precision=32 (a new run): a product of {name} matrices took {ratio:.1f} "
+            f"trainer.precision=32 (a new run): a product of {name} matrices took {slowdown:.1f} "
             "times as long here as one of FP32 matrices"
         )
     return suggestions
 
 
-def _times_as_long(spec: RunSpec, device: torch.device) -> float:
-    """Return the time of a product of the model's shape in its dtype, over the time in FP32."""
+def _slowdown_against_fp32(spec: RunSpec, device: torch.device) -> float:
+    """Return how many times as long as in FP32 a product takes in the dtype of the run."""
     dtype = DTYPES[spec.precision.compute]
     if dtype == torch.float32:
         return 1.0

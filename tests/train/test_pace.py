@@ -76,4 +76,4 @@ def test_fp32_is_named_where_its_products_are_faster(
 
 def test_products_are_really_timed() -> None:
     assert pace._seconds_of(8, 16, 8, torch.bfloat16, CPU) > 0
-    assert pace._times_as_long(run_spec(compute="fp32"), CPU) == 1.0
+    assert pace._slowdown_against_fp32(run_spec(compute="fp32"), CPU) == 1.0
