@@ -1,4 +1,4 @@
-"""Run a layer of our own backend by chains of kernels (`precision.chain`), where they can run.
+"""Run a layer of our own backend by chains of kernels (`fp8.chain`), where they can run.
 
 Under `delayed` on a GPU a norm or an activation writes the FP8 input of the linear after it, and
 the norm before the MLP adds attention's output to the residual stream. The plain layer

@@ -112,10 +112,10 @@ class Masters:
 
     def _divided(self) -> Divided:
         """Return what the partition divides."""
-        few, main = STORAGE_FORMATS[self.storage.main_params], self.storage.main_grads
+        storage_format, main = STORAGE_FORMATS[self.storage.main_params], self.storage.main_grads
         members = []
         for param in self.params:
-            dtype = few.dtype if self._is_own_master(param) else param.dtype
+            dtype = storage_format.dtype if self._is_own_master(param) else param.dtype
             if self._is_fp8(param):
                 dtype = self._fp8.dtype_of(param)
             member = Member(
@@ -140,8 +140,8 @@ class Masters:
 
     def _is_own_master(self, param: nn.Parameter) -> bool:
         """Whether the weight is its own master in low precision."""
-        few = param in self.linears and self.storage.main_params != "fp32"
-        return few and not self._is_fp8(param)
+        is_low_precision = param in self.linears and self.storage.main_params != "fp32"
+        return is_low_precision and not self._is_fp8(param)
 
     def _take(self, param: nn.Parameter, buffer: WeightBuffer | None) -> None:
         """Move a parameter to its place in the buffer; keep the master of this rank's part."""

@@ -69,7 +69,7 @@ class PartsArgs:
 
 
 class NativeParts(Parts):
-    """Makes QKV, projection, FC1 and FC2 of `precision.linear`, and shards over tensor parallelism.
+    """Makes QKV, projection, FC1 and FC2 of `fp8.linear`, and shards over tensor parallelism.
 
     The vocabulary of embedding and head is sharded over the tensor-parallel ranks too. Methods that
     are not described here are described in `Parts`; their shapes are those of this rank.

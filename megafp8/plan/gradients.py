@@ -34,10 +34,10 @@ def passing_gradients(spec: RunSpec, division: Division, rank: int, in_flight: i
     pass. With one, they are the FP32 gradients and two buckets of the linears'; its sums grow while
     the backward pass frees the activations, `in_flight` bytes.
     """
-    few = [places for places in division.grads if places.kind != "fp32"]
+    low_precision = [places for places in division.grads if places.kind != "fp32"]
     sums = 0
     if spec.optim.storage.sums_in_fp32:
-        sums = FP32 * sum(sum(places.sizes) for places in few)
+        sums = FP32 * sum(sum(places.sizes) for places in low_precision)
         if num_microbatches(spec) == 1:
             sums = max(0, sums - in_flight)
     if not frees_gradients(spec):
@@ -47,7 +47,7 @@ def passing_gradients(spec: RunSpec, division: Division, rank: int, in_flight: i
     if num_microbatches(spec) > 1:
         return sums + others
     plain = sum(FP32 * places.elements for places in division.grads if places.kind == "fp32")
-    buckets = [places.elements * ITEM_BYTES[places.kind] for places in few]
+    buckets = [places.elements * ITEM_BYTES[places.kind] for places in low_precision]
     return sums + min(others, plain + 2 * max(buckets, default=0))
 
 
@@ -59,12 +59,12 @@ def arriving_bytes(spec: RunSpec, division: Division) -> tuple[int, int]:
     in_place = spec.optim.storage.is_plain and not spec.optim.owns_whole
     if in_place or shard_ranks(spec) == 1:
         return 0, 0
-    few = [places for places in division.grads if places.kind != "fp32"]
+    low_precision = [places for places in division.grads if places.kind != "fp32"]
     plain = [places for places in division.grads if places.kind == "fp32"]
-    early, last = _most_of_a_bucket(spec, few), 0
+    early, last = _most_of_a_bucket(spec, low_precision), 0
     if spec.optim.shards_states:  # otherwise FP32 gradients are all-reduced in place
         last = _most_of_a_bucket(spec, plain)
-    return (0, max(early, last)) if len(few) == 1 else (early, last)
+    return (0, max(early, last)) if len(low_precision) == 1 else (early, last)
 
 
 def _most_of_a_bucket(spec: RunSpec, buckets: Sequence[Places]) -> int:

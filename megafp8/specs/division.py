@@ -244,10 +244,10 @@ class Divided:
 
 def replicated(divided: Divided) -> Division:
     """Return gradients alone, which all ranks sum whole; sharded ones in FP32 come first."""
-    plain, few = divided.by_grad()
+    plain, low_precision = divided.by_grad()
     plain.sort(key=lambda row: not divided.members[row].is_sharded)
     grads = [divided.equal(plain, "fp32", 1, 1)] if plain else []
-    for group in divided.groups(few):
+    for group in divided.groups(low_precision):
         grads.append(divided.equal(group, divided.members[group[0]].grad, divided.num_ranks, 1))
     return Division(range(len(divided.members)), grads)
 

@@ -1,6 +1,6 @@
 """Casts to FP8 and back: `quantize`, `dequantize` and what goes with them.
 
-The cast itself and the rule for scales are this project's own (`precision.cast`,
+The cast itself and the rule for scales are this project's own (`fp8.cast`,
 `scale_of_amax`), which are Transformer Engine's. Its amax differs for NaN alone: the kernels take
 the larger of two numbers with `fmaxf`, which passes over a NaN.
 """

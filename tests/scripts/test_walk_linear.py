@@ -8,7 +8,7 @@ from megafp8.fp8 import linear, quantizer
 from scripts.walk_linear import NUM_LINEARS, Walk, walk
 from tests.c_kernels import need_kernels
 
-MEASURED = {"delayed": 80.25, "tensorwise": 85.0}
+MEASURED = {"delayed": 74.25, "tensorwise": 75.0}
 """Calls with Python 3.11 and torch 2.13; no comprehension is called in Python 3.12."""
 
 

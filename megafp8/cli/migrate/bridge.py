@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megafp8.cli.migrate import megatron_rules
-from megafp8.cli.migrate.megatron_settings import Given, MegatronSettings
+from megafp8.cli.migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.layers import conf_dir
 from megafp8.config.megatron_flags import megatron_flags
@@ -159,10 +159,10 @@ def _model(leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Mi
     if gated and short == "gelu":
         m.change(both, function, {"model.activation": "fast-geglu"})
     elif function is not None and short in _ACTIVATIONS and bool(gated) is (short == "silu"):
-        settings.given[_ACTIVATIONS[short]] = Given(both, True)
+        settings.given[_ACTIVATIONS[short]] = GivenSetting(both, True)
     elif short == "gelu":
         fused = leaves.pop(("model", "bias_activation_fusion"), None)
-        settings.given["bias_gelu_fusion"] = Given(
+        settings.given["bias_gelu_fusion"] = GivenSetting(
             f"{both} model.bias_activation_fusion", fused is True
         )
     elif function is not None or gated is not None:
@@ -173,20 +173,20 @@ def _model(leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Mi
     if fused is not None:
         m.drop("model.bias_activation_fusion", fused, "it changes times only")
     if isinstance(leaves.get(("model", "num_query_groups")), int):
-        settings.given["group_query_attention"] = Given("model.num_query_groups", True)
+        settings.given["group_query_attention"] = GivenSetting("model.num_query_groups", True)
 
 
 def _data(leaves: dict[tuple[str, str], Any], settings: MegatronSettings, m: Migration) -> None:
     target = str(leaves.pop(("dataset", "_target_"), ""))
     blend = leaves.pop(("dataset", "blend"), None)
     if "Mock" in target:
-        settings.given["mock_data"] = Given("dataset._target_", True)
+        settings.given["mock_data"] = GivenSetting("dataset._target_", True)
     elif isinstance(blend, list) and blend and isinstance(blend[0], list):
         paths, weights = blend[0], blend[1] if len(blend) > 1 and blend[1] else None
         listed = (
             [x for pair in zip(weights, paths, strict=False) for x in pair] if weights else paths
         )
-        settings.add("data_path", Given("dataset.blend", listed), m)
+        settings.add("data_path", GivenSetting("dataset.blend", listed), m)
 
 
 def _weight_decay(
@@ -206,7 +206,7 @@ def _weight_decay(
         reason = "the scheduler's replaces it at each step, as in Bridge"
         m.drop("optimizer.weight_decay", own, reason)
     shown = "scheduler.start_weight_decay scheduler.end_weight_decay"
-    settings.add("weight_decay", Given(shown, end), m)
+    settings.add("weight_decay", GivenSetting(shown, end), m)
 
 
 def _vocabulary(leaves: dict[tuple[str, str], Any], m: Migration) -> None:
@@ -260,7 +260,7 @@ def _field(section: str, name: str, value: Any, settings: MegatronSettings, m: M
                 m.drop(shown, value, f"{old.shown} says it")
                 return
             m.drop(old.shown, old.value, f"{shown} replaces it, as in Bridge")
-        settings.add(theirs, Given(shown, value), m)
+        settings.add(theirs, GivenSetting(shown, value), m)
     elif section in _OF_BRIDGE_ALONE:
         m.drop(shown, value, _OF_BRIDGE_ALONE[section])
     elif any(type(value) is type(off) and value == off for off in _OFF):

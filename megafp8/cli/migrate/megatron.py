@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megafp8.cli.migrate import megatron_rules
-from megafp8.cli.migrate.megatron_settings import Given, MegatronSettings
+from megafp8.cli.migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8.cli.migrate.report import Migration
 from megafp8.cli.migrate.shell import read_script
 from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
@@ -153,7 +153,7 @@ def _add(
         _read(values) if values else means
     ):
         m.drop(flag, settings.given[name].value, "a later one of the same flag replaces it")
-    settings.add(name, Given(flag, _read(values) if values else means, not values), m)
+    settings.add(name, GivenSetting(flag, _read(values) if values else means, not values), m)
 
 
 def _undecided_value(flag: str, values: list[str], key: str, holes: Holes, m: Migration) -> None:

@@ -10,7 +10,7 @@ from megafp8.cli.migrate.report import Migration
 from megafp8.config.megatron_flags import NONE, megatron_flags
 
 
-class Given(NamedTuple):
+class GivenSetting(NamedTuple):
     """Hold a setting as it was given: the flag or key, its value, and whether a value stood there.
 
     A flag without a value stands for True or, as `--no-bias-gelu-fusion`, for False.
@@ -39,12 +39,12 @@ class MegatronSettings:
     """
 
     source: str
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, GivenSetting] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     beside: Callable[[str], str | None] = lambda name: None
 
-    def add(self, name: str, given: Given, m: Migration) -> None:
+    def add(self, name: str, given: GivenSetting, m: Migration) -> None:
         """Add a setting; a value that OmegaConf would read as another must be decided."""
         if "${" in str(given.value) or "???" in str(given.value):
             m.decide(given.shown, given.value, "is not a plain value", "Give the value itself")
