@@ -73,8 +73,8 @@ def _operand(
     count = scales.count(rows, inner)
     if role == "weight":  # the scales of packed ones are bytes
         product: tuple[GemmName, ...] = ("output",)
-        more = traits.weight_bytes(rows, inner, product) - rows * inner
-        count = max(1, more // torch.float32.itemsize)
+        scale_bytes = traits.weight_bytes(rows, inner, product) - rows * inner
+        count = max(1, scale_bytes // torch.float32.itemsize)
     payload = torch.empty(rows, inner, dtype=fmt.dtype, device=x_MK.device)
     return Fp8Tensor(payload, torch.empty(count, device=x_MK.device)[0], fmt)
 

@@ -69,11 +69,11 @@ def version() -> str:
 def why_torchao_cannot(recipe: Fp8Recipe, device: torch.device) -> str | None:
     """Return why torchao cannot run this recipe here, or None where it can."""
     try:
-        found = version()
+        installed = version()
     except importlib.metadata.PackageNotFoundError:
         return f"the package torchao is not installed. {INSTALL}"
-    if tuple(int(n) for n in found.split(".")[:2]) < OLDEST:
-        return f"torchao {found} is older than {'.'.join(map(str, OLDEST))}"
+    if tuple(int(n) for n in installed.split(".")[:2]) < OLDEST:
+        return f"torchao {installed} is older than {'.'.join(map(str, OLDEST))}"
     if "torchao" not in find_recipe(recipe.name).traits.backends:
         known = names_where(lambda traits: "torchao" in traits.backends)
         return f"torchao has no {recipe.name} recipe; it has {', '.join(known)}"
@@ -319,8 +319,8 @@ class TorchaoBackend(NativeBackend):
 
     def planned(self, model: nn.Module) -> Iterator[PlannedGemms]:
         assert self.spec.precision.fp8 is not None
-        kept = "first or last, kept by torchao's default"
-        yield from planned_of(model, self.spec.precision.fp8, unnamed=kept)
+        reason = "first or last, kept by torchao's default"
+        yield from planned_of(model, self.spec.precision.fp8, unnamed=reason)
         for module in model.modules():
             if isinstance(module, TorchaoLinear):
                 yield module.planned()

@@ -49,8 +49,10 @@ class TeBackend(Backend):
         super().__init__(spec, mesh, parts_args)
         names, recipe = te_names.import_te(), spec.precision.fp8
         attention = attention_in_fp8(spec, mesh.device)
-        made = None if recipe is None else te_recipe.make_te_recipe(recipe, names.recipe, attention)
-        self._region = region = TeRegion(names, made, group_of(mesh.amax))
+        te_fp8_recipe = (
+            None if recipe is None else te_recipe.make_te_recipe(recipe, names.recipe, attention)
+        )
+        self._region = region = TeRegion(names, te_fp8_recipe, group_of(mesh.amax))
         self._tables: TeScaling | None = None
         if recipe is not None and find_recipe(recipe.name).traits.has_history:
             self.scaling = self._tables = TeScaling(recipe, region)
@@ -102,8 +104,8 @@ class TeBackend(Backend):
 
     def read_stored(self, model: nn.Module, stored: Mapping[nn.Parameter, ScaledTensor]) -> None:
         for layer in layers_in(model):
-            own = {weight: stored[weight] for weight in layer.weights if weight in stored}
-            layer.stored = StoredWeights(own, layer.dtype)
+            of_layer = {weight: stored[weight] for weight in layer.weights if weight in stored}
+            layer.stored = StoredWeights(of_layer, layer.dtype)
 
     def change_recipe(self, model: nn.Module, recipe: Fp8Recipe) -> None:
         """Open later regions with another recipe; layers out of FP8 switch them off.

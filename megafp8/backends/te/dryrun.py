@@ -32,9 +32,9 @@ def scaling_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
             for quantizers in getattr(module, "quantizers", {}).values():
                 for quantizer in quantizers:
                     for name in ("scale", "amax"):
-                        found = getattr(quantizer, name, None)
-                        if isinstance(found, torch.Tensor):
-                            yield found
+                        tensor = getattr(quantizer, name, None)
+                        if isinstance(tensor, torch.Tensor):
+                            yield tensor
 
 
 @contextmanager
@@ -75,7 +75,7 @@ class CudaIsMeta(TorchFunctionMode):
         caller = asking_frame(sys._getframe(1)) if "device" in kwargs else None
         if caller is not None and any(word in caller.f_code.co_name for word in _ON_CPU):
             kwargs = {**kwargs, "device": "cpu"}
-        elif (asked := kwargs.get("device")) is not None and to_cpu(asked) is not asked:
+        elif (device := kwargs.get("device")) is not None and to_cpu(device) is not device:
             kwargs = {**kwargs, "device": "meta"}
         return func(*args, **kwargs)
 

@@ -70,8 +70,8 @@ class TeLayer(nn.Module):
         """
         context = context or AttentionContext()
         # Settings that lead to either are refused, and generation builds layers of our own.
-        given = (context.mask, context.cache, None if self.packs else context.documents)
-        if any(each is not None for each in given):
+        unsupported = (context.mask, context.cache, None if self.packs else context.documents)
+        if any(value is not None for value in unsupported):
             raise RuntimeError(
                 "Transformer Engine's layers got a mask or a cache, and know neither"
             )

@@ -113,17 +113,19 @@ def casts_gathered_weights_always(layer: nn.Module) -> bool:
 def kinds_of_layers(spec: GPTSpec, recipe: Fp8Recipe | None) -> list[bool]:
     """Return which kinds of layers a model has: in FP8 (True) or not, or both."""
     first = [linear_names([index])[0] for index in range(spec.num_layers)]
-    found = {recipe is not None and not is_high_precision(recipe, name) for name in first}
-    return sorted(found, reverse=True)
+    kinds = {recipe is not None and not is_high_precision(recipe, name) for name in first}
+    return sorted(kinds, reverse=True)
 
 
-def tensors_of_attention(asked: AttentionInFp8, layer: nn.Module, index: int) -> Iterator[TeTensor]:
+def tensors_of_attention(
+    in_fp8: AttentionInFp8, layer: nn.Module, index: int
+) -> Iterator[TeTensor]:
     """Yield the tensors of attention that have scales of their own where it runs in FP8.
 
     Transformer Engine uses columns for them that are named after products, of which attention
     counts as three.
     """
-    for part, path, columns in ATTENTION_TENSORS[asked]:
+    for part, path, columns in ATTENTION_TENSORS[in_fp8]:
         module = layer.get_submodule(path)
         for role, direction, column in columns:
             name = f"layers.{index}.attention.{part}.{role}"
@@ -250,28 +252,28 @@ class TransformerEngineParts(NativeParts):
                 self.te_scaling.register_tensor(tensor, index)
         slopes = self.alibi_slopes
         options = {"in_fp8": in_fp8, "packs": self.packs}
-        made = TeLayer(layer, self, self.region, index, alibi_slopes=slopes, **options)
+        te_layer = TeLayer(layer, self, self.region, index, alibi_slopes=slopes, **options)
         if in_fp8 and self.attention_in_fp8 != "none":
-            made.attention_dtype = "fp8"
-        made.weight_paths = tuple(self._weights(layer))
+            te_layer.attention_dtype = "fp8"
+        te_layer.weight_paths = tuple(self._weights(layer))
         if self.sums_in_products:
-            made.summed_in_products = made.weights
+            te_layer.summed_in_products = te_layer.weights
         if self.gathers_weights and not weights_in_fp8 and casts_gathered_weights_always(layer):
             self.region.cast_always.add(index)
         if weights_in_fp8 and self.gathers_weights:
-            made.gathered = to_be_gathered(self._weights(layer), names, self.dtype)
-        return made
+            te_layer.gathered = to_be_gathered(self._weights(layer), names, self.dtype)
+        return te_layer
 
     def _weights(self, layer: nn.Module) -> dict[str, tuple[Any, int]]:
         """Return the modules of the layer's linears, and their columns in the modules' quantizers.
 
         They go by the paths of the linears' weights.
         """
-        index, found = self.region.names.forward_index, {}
+        index, columns = self.region.names.forward_index, {}
         for path, number, _, weight in GEMM_OF.values():
             column = int(getattr(index, f"GEMM{number}_WEIGHT"))
-            found[f"{path}.{weight}"] = (layer.get_submodule(path), column)
-        return found
+            columns[f"{path}.{weight}"] = (layer.get_submodule(path), column)
+        return columns
 
     def arguments(self, index: int) -> dict[str, Any]:
         """Return what `TransformerLayer` is made with. Its layers count from 1.

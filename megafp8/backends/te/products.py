@@ -45,10 +45,10 @@ class CountedProducts:
 
 def observe_products(extension: Any) -> CountedProducts:
     """Return the observer of this process, put before the extension at the first call."""
-    found = extension.generic_gemm
-    if not isinstance(found, CountedProducts):
-        found = extension.generic_gemm = CountedProducts(found)
-    return found
+    observer = extension.generic_gemm
+    if not isinstance(observer, CountedProducts):
+        observer = extension.generic_gemm = CountedProducts(observer)
+    return observer
 
 
 def _precision(a: Any, b: Any) -> str:

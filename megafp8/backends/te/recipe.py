@@ -34,8 +34,8 @@ WITHOUT_CHOICES = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 
 def why_no_te_recipe(recipe: Fp8Recipe) -> str | None:
     """Return what no version of Transformer Engine can do of this recipe, or None where one can."""
-    found = te_layers.findings(of_recipe(recipe))
-    return "; ".join(finding.reason for finding in found) or None
+    findings = te_layers.findings(of_recipe(recipe))
+    return "; ".join(finding.reason for finding in findings) or None
 
 
 def make_te_recipe(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> Any:
@@ -58,15 +58,15 @@ def make_te_recipe(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "
     missing = sorted(set(wanted) - set(cls.__dataclass_fields__))
     if missing:
         raise ValueError(f"{name} of this version of Transformer Engine has no {missing[0]}")
-    made = cls(**wanted)
+    te_recipe = cls(**wanted)
     for key, value in wanted.items():
-        if getattr(made, key) != value:
+        if getattr(te_recipe, key) != value:
             raise ValueError(f"{name} did not take {key}={value}")
     if not traits.has_history and name not in WITHOUT_CHOICES:
         for quantizer in QUANTIZERS:
             params = module.QParams(power_2_scale=recipe.power_2_scale, amax_epsilon=0.0)
-            setattr(made, quantizer, params)
-    return made
+            setattr(te_recipe, quantizer, params)
+    return te_recipe
 
 
 def _arguments(
@@ -75,10 +75,10 @@ def _arguments(
     """Return every argument that decides about numbers, also those that equal the default."""
     formats = module.Format
     e4m3_alone = recipe.backward_format == "e4m3"
-    found: dict[str, Any] = {"fp8_format": formats.E4M3 if e4m3_alone else formats.HYBRID}
+    arguments: dict[str, Any] = {"fp8_format": formats.E4M3 if e4m3_alone else formats.HYBRID}
     traits = find_recipe(recipe.name).traits
     if traits.has_history:
-        found |= {
+        arguments |= {
             "margin": recipe.margin,
             "amax_history_len": recipe.amax_history_len,
             "amax_compute_algo": recipe.amax_compute_algo,
@@ -87,9 +87,9 @@ def _arguments(
     elif traits.backends["te"] not in WITHOUT_CHOICES:
         for place, key in ACCUMULATION.items():
             is_fast = place in recipe.fast_accumulation
-            found[key] = module.MMParams(use_split_accumulator=not is_fast)
+            arguments[key] = module.MMParams(use_split_accumulator=not is_fast)
     if attention != "none":
-        found |= {"fp8_dpa": True, "fp8_mha": attention == "whole"}
+        arguments |= {"fp8_dpa": True, "fp8_mha": attention == "whole"}
     optional: dict[str, Any] = {
         "fp8_dpa": attention != "none",
         "fp8_mha": attention == "whole",
@@ -106,4 +106,4 @@ def _arguments(
             "row_scaled_activation": False,
             "nvfp4_4over6": "none",
         }
-    return found | {key: value for key, value in optional.items() if key in known}
+    return arguments | {key: value for key, value in optional.items() if key in known}

@@ -323,10 +323,10 @@ class TeScaling(ScalingState):
     def evaluation(self) -> Iterator[None]:
         """Open the region for evaluation, and restore after it the amaxes that it recorded."""
         modules = {id(module): module for _, module, _, _ in self._slots}.values()
-        kept = [module.get_fp8_meta_tensors() for module in modules]
+        tensors_before = [module.get_fp8_meta_tensors() for module in modules]
         try:
             with self.region.evaluation(in_fp8=self.recipe.fp8_in_evaluation):
                 yield
         finally:
-            for module, tensors in zip(modules, kept, strict=True):
+            for module, tensors in zip(modules, tensors_before, strict=True):
                 module.reset_fp8_meta_tensors(tensors)

@@ -84,8 +84,8 @@ class TeFp8Weights:
             return
         if self._group is None:
             self._group = group_of(shards)
-        found = {part.param: part for part in parts}
-        owned = [found.get(param) for param in self.params]
+        part_of = {part.param: part for part in parts}
+        owned = [part_of.get(param) for param in self.params]
         self._names(self.params[0]).cast_masters(
             list(self.params),
             [None if part is None else part.master for part in owned],
