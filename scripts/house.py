@@ -2,7 +2,7 @@
 
     python -m scripts.house                    counts of this tree
     python -m scripts.house --walk             run two small steps; list stations, count imports
-    python -m scripts.house --sample           draw 25 functions, to be read for how clear they are
+    python -m scripts.house --sample [SEED]    draw 25 functions, to be read for how clear they are
     python -m scripts.house --tree FOLDER      the same for another tree, such as a git worktree
 
 A token's path is every file of megafp8 with a function that takes or returns an array or a tensor
@@ -54,10 +54,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--walk", action="store_true")
-    parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--sample", metavar="SEED", type=int, nargs="?", const=SAMPLE_SEED)
     args = parser.parse_args()
-    if args.sample:
-        print(*sample(args.tree), sep="\n")
+    if args.sample is not None:
+        print(*sample(args.tree, args.sample), sep="\n")
     elif args.walk:
         walk(args.tree.resolve())
     else:
@@ -114,10 +114,10 @@ def late_constants(source: str) -> int:
     return found
 
 
-def sample(tree: Path) -> list[str]:
+def sample(tree: Path, seed: int = SAMPLE_SEED) -> list[str]:
     """Return where 25 functions are: one of each package and each module beside them, then others.
 
-    They are drawn by one seed from all functions of at least 8 lines, in the order of the source.
+    They are drawn by `seed` from all functions of at least 8 lines, in the order of the source.
     """
     functions: dict[str, list[str]] = {}
     for path in sorted(tree.glob("megafp8/**/*.py")):
@@ -131,7 +131,7 @@ def sample(tree: Path) -> list[str]:
             f"{path.relative_to(tree)}:{node.lineno} {node.name}"
             for node in sorted(found, key=lambda node: node.lineno)
         )
-    draw = random.Random(SAMPLE_SEED)
+    draw = random.Random(seed)
     drawn = [draw.choice(names) for _, names in sorted(functions.items()) if names]
     rest = [name for names in functions.values() for name in names if name not in drawn]
     return drawn + draw.sample(rest, SAMPLE_SIZE - len(drawn))
