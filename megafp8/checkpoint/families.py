@@ -236,8 +236,8 @@ class Decoder:
         _only(file, c, "attention_bias", self._by_keys or not bias)
         _only(file, c, "mlp_bias", mlp_bias == bias)
         heads = c.whole("num_attention_heads", 1, MAX_HEADS)
-        given = self.defaults.get("num_key_value_heads")
-        groups = c.whole("num_key_value_heads", 1, MAX_HEADS, given) or heads
+        default_groups = self.defaults.get("num_key_value_heads")
+        groups = c.whole("num_key_value_heads", 1, MAX_HEADS, default_groups) or heads
         _divides(c, "num_key_value_heads", groups, "num_attention_heads", heads)
         hidden = c.whole("hidden_size", 1, MAX_WIDTH)
         width = c.whole("head_dim", 1, MAX_WIDTH, self.defaults.get("head_dim"))
@@ -272,12 +272,12 @@ class Decoder:
     def _window_keys(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the keys of windows, in which transformers counts the own token too."""
         windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
-        own = [window + 1 for window in windows if window is not None]
-        size = own[0] if own else None
+        with_own_token = [window + 1 for window in windows if window is not None]
+        size = with_own_token[0] if with_own_token else None
         if self.windows == "none":
             return {}
         if self.windows == "all layers":
-            return {"sliding_window": size if len(own) == len(windows) else None}
+            return {"sliding_window": size if len(with_own_token) == len(windows) else None}
         if size is None:
             return {"use_sliding_window": False, "sliding_window": None}
         return {
@@ -318,10 +318,10 @@ class Decoder:
             _only(file, c, "layer_types", kinds is None)
         if size is None:
             return {}
-        found: dict[str, Any] = {"window_size": (size - 1, 0)}
+        fields: dict[str, Any] = {"window_size": (size - 1, 0)}
         if kinds is not None and _FULL in kinds:
-            found["window_attn_skip_freq"] = tuple(int(kind == _SLIDING) for kind in kinds)
-        return found
+            fields["window_attn_skip_freq"] = tuple(int(kind == _SLIDING) for kind in kinds)
+        return fields
 
 
 def _first_with_window(windows: Sequence[int | None]) -> int:
@@ -371,10 +371,10 @@ def _rope_keys(spec: GPTSpec) -> dict[str, Any]:
     elif spec.yarn_rotary_scaling_factor is not None:
         kind = "yarn"
     values = {theirs: getattr(spec, ours) for theirs, ours in _SCALINGS[kind].items()}
-    given = {key: value for key, value in values.items() if value is not None}
-    if "factor" in given:
-        given["factor"] = float(given["factor"])
-    return {"rope_type": kind, "rope_theta": spec.rotary_base, **given}
+    set_values = {key: value for key, value in values.items() if value is not None}
+    if "factor" in set_values:
+        set_values["factor"] = float(set_values["factor"])
+    return {"rope_type": kind, "rope_theta": spec.rotary_base, **set_values}
 
 
 def _old_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
@@ -396,25 +396,25 @@ def _rope_fields(c: Fields, file: Path) -> dict[str, Any]:
         raise CheckpointError(file, f"rope_type is {shown_value(kind)}", hint)
     names = _SCALINGS[kind]
     theta = rope.number("rope_theta", c.number("rope_theta", 10000.0, above=1), above=1)
-    found: dict[str, Any] = {"rotary_base": theta}
+    fields: dict[str, Any] = {"rotary_base": theta}
     for theirs, ours in names.items():
         if theirs == "original_max_position_embeddings":
-            found[ours] = rope.whole(theirs, 1, MAX_POSITIONS)
+            fields[ours] = rope.whole(theirs, 1, MAX_POSITIONS)
         else:
-            more = (_MAY_LACK[theirs],) if theirs in _MAY_LACK else ()
+            default = (_MAY_LACK[theirs],) if theirs in _MAY_LACK else ()
             bound = {"at_least": 1.0} if theirs == "factor" else {"above": 0.0}
-            found[ours] = rope.number(theirs, *more, **bound)
+            fields[ours] = rope.number(theirs, *default, **bound)
     if kind == "llama3":
-        found["scale_positional_embedding"] = True
+        fields["scale_positional_embedding"] = True
     read = {"rope_type", "type", "rope_theta", *names}
     if kind == "yarn":
         read |= {"truncate", "mscale", "mscale_all_dim"}
         _only(file, rope, "truncate", rope.flag("truncate", True))
-        if found["yarn_attention_factor"] is None:
-            found["yarn_attention_factor"] = _attention_factor(rope)
+        if fields["yarn_attention_factor"] is None:
+            fields["yarn_attention_factor"] = _attention_factor(rope)
     for key in sorted(rope.tree.keys() - read):
         _only(file, rope, key, rope.tree[key] is None)
-    return found
+    return fields
 
 
 def _attention_factor(rope: Fields) -> float | None:

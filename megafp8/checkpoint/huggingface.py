@@ -49,8 +49,8 @@ def architecture(spec: GPTSpec, family: str | None = None) -> str:
     Raises:
         ConversionError: None can; the message names the settings that do not fit.
     """
-    asked = FAMILIES if family is None else {family: FAMILIES[family]}
-    misfits = {name: _misfits(spec, each) for name, each in asked.items()}
+    families = FAMILIES if family is None else {family: FAMILIES[family]}
+    misfits = {name: _misfits(spec, members) for name, members in families.items()}
     for name, wrong in misfits.items():
         if not wrong:
             return name

@@ -100,19 +100,18 @@ def write_folder(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
     ends = {"eos_token_id": eod_id, "bos_token_id": eod_id, "pad_token_id": eod_id}
-    own = {"do_sample": False, **ends, **(generation or {})}
+    generation_config = {"do_sample": False, **ends, **(generation or {})}
     if num_tokens is not None and num_tokens < spec.vocab_size:
-        own["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
+        generation_config["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))
     with os_errors_reported(folder, "exporting a model"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             files = _write_weights(folder, _encoded(spec, read, encode), max_file_bytes)
-            write_json_atomically(folder / GENERATION_CONFIG, own)
+            write_json_atomically(folder / GENERATION_CONFIG, generation_config)
             write_json_atomically(folder / CONFIG, config)
         except BaseException:
-            for (
-                path
-            ) in folder.iterdir():  # the folder was empty, so that all files are of this call
+            # The folder was empty, so that all files are of this call.
+            for path in folder.iterdir():
                 path.unlink(missing_ok=True)
             raise
     return [*files, folder / GENERATION_CONFIG, folder / CONFIG]
@@ -175,11 +174,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: The file is missing or not a JSON object.
     """
     file = folder / CONFIG
-    found = _member(folder, CONFIG)
-    if found is None:
+    path = _member(folder, CONFIG)
+    if path is None:
         raise CheckpointError(file, "is missing", "Give the folder of a downloaded model")
     try:
-        return read_object(found, MAX_CONFIG_BYTES)
+        return read_object(path, MAX_CONFIG_BYTES)
     except (OSError, ForeignFileError) as error:
         raise CheckpointError(file, f"cannot be read: {error}", "Download it again") from error
 
@@ -257,10 +256,10 @@ def _read_part(
         for begin in range(0, shape[0], rows):
             end = min(begin + rows, shape[0])
             of_all = slice(part * shape[0] + begin, part * shape[0] + end)
-            found = stored[:, of_all].t() if entry.transposed else stored[of_all]
-            out[begin:end] = found
-            is_finite = bool(torch.isfinite(found).all())
-            del found  # it is a view of the whole mapped tensor, of which the next one is another
+            values = stored[:, of_all].t() if entry.transposed else stored[of_all]
+            out[begin:end] = values
+            is_finite = bool(torch.isfinite(values).all())
+            del values  # it is a view of the whole mapped tensor, of which the next one is another
             if not is_finite:
                 hint = "Download it again; a model with such weights cannot be trained further"
                 raise CheckpointError(path, f"{theirs} has NaN or infinite values", hint)
@@ -274,14 +273,14 @@ def stored_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
         CheckpointError: The folder has no weights, or a file cannot be read. The function raises it
             too.
     """
-    where = _files_by_tensor(folder)
+    files = _files_by_tensor(folder)
 
     def read(name: str) -> torch.Tensor:
-        if name not in where:
+        if name not in files:
             raise CheckpointError(folder, f"lacks {name}", "Export the model again")
-        with _opened(where[name]) as file:
-            found: torch.Tensor = file.get_tensor(name)
-        return found
+        with _opened(files[name]) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
 
     return read
 
@@ -289,8 +288,8 @@ def stored_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
 def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
     name = entry.theirs.removeprefix(prefix)
     with _opened(path) as file:
-        found = file.get_slice(name)
-        actual, dtype = tuple(found.get_shape()), str(found.get_dtype())
+        stored = file.get_slice(name)
+        actual, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
     if dtype not in DTYPES:
         reason = f"{name} has the dtype {dtype}; weights are read in {', '.join(DTYPES)}"
         raise CheckpointError(path, reason, "Save the model in one of these dtypes")

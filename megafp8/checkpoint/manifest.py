@@ -184,11 +184,11 @@ def why_incomplete(shards: Sequence[ShardEntry]) -> str | None:
 
 def pieces_by_name(shards: Sequence[ShardEntry]) -> Mapping[str, list[tuple[str, PieceEntry]]]:
     """Return the pieces of each logical tensor: {name: [(file name, piece), …]}."""
-    found: dict[str, list[tuple[str, PieceEntry]]] = {}
+    by_name: dict[str, list[tuple[str, PieceEntry]]] = {}
     for shard in shards:
         for piece in shard.pieces:
-            found.setdefault(piece.name, []).append((shard.file_name, piece))
-    return found
+            by_name.setdefault(piece.name, []).append((shard.file_name, piece))
+    return by_name
 
 
 def is_plain_file_name(name: str) -> bool:

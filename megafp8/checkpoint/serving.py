@@ -127,14 +127,14 @@ def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = N
 def partial_blocks(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
     """Return the linears, of the first layer that has such, whose sides are no multiples of 128."""
     for layer in range(spec.num_layers):
-        found = [
+        partial = [
             part.name
             for linear in layer_linears(spec, layer)
             for part in linear.parts
             if linear.name not in kept and (part.out_features % BLOCK or linear.in_features % BLOCK)
         ]
-        if found:
-            return found
+        if partial:
+            return partial
     return []
 
 
@@ -227,16 +227,16 @@ class ServingWeights:
         scale = scale_of(amax)
         weight = encode(tensor, scale, fmt.scales)
         self.errors.append(_error(module, tensor, decode(weight, scale, fmt.scales)))
-        found = {entry.theirs: weight, f"{module}.{fmt.scale_name}": scale}
+        tensors = {entry.theirs: weight, f"{module}.{fmt.scale_name}": scale}
         if fmt.input_scales is not None:
-            found[f"{module}.input_scale"] = torch.tensor([fmt.input_scales[linear.name]])
-        return found
+            tensors[f"{module}.input_scale"] = torch.tensor([fmt.input_scales[linear.name]])
+        return tensors
 
     def _joint_amax(self, linear: LayerLinear) -> torch.Tensor:
         """Return the largest magnitude of all parts of a linear, [1]; it is kept for the next."""
         if self._shared is None or self._shared[0] != linear.name:
-            each = [amax_by(self.read(f"{part.name}.weight"), "tensor") for part in linear.parts]
-            self._shared = linear.name, torch.stack(each).amax(0)
+            amaxes = [amax_by(self.read(f"{part.name}.weight"), "tensor") for part in linear.parts]
+            self._shared = linear.name, torch.stack(amaxes).amax(0)
         return self._shared[1]
 
 

@@ -98,11 +98,11 @@ def remove_leftovers(root: Path) -> list[Path]:
     Raises:
         CheckpointError: A directory cannot be deleted.
     """
-    left = [root / name for name in _names(root) if _LEFTOVER.fullmatch(name)]
-    for path in left:
+    leftovers = [root / name for name in _names(root) if _LEFTOVER.fullmatch(name)]
+    for path in leftovers:
         with os_errors_reported(path, "deleting a leftover"):
             remove_tree(path)
-    return left
+    return leftovers
 
 
 def _names(root: Path) -> list[str]:

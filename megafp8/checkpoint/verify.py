@@ -79,10 +79,10 @@ def check_size(directory: Path, shard: ShardEntry) -> None:
     if path.is_symlink():
         raise CheckpointError(path, "is a symbolic link", USE_ANOTHER)
     with reading_shard(path):
-        found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
+        status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(path, "is no file", USE_ANOTHER)
-    if (actual := found.st_size) != shard.size:
+    if (actual := status.st_size) != shard.size:
         raise CheckpointError(path, f"has {actual} bytes, expected {shard.size}", USE_ANOTHER)
 
 
@@ -116,8 +116,8 @@ def reading_shard(path: Path) -> Iterator[None]:
             raise unreadable from error
         if isinstance(error, RuntimeError):
             raise  # an error of the program, which says nothing about the file
-        what = "is not a safetensors file" if isinstance(error, SafetensorError) else "is no file"
-        raise CheckpointError(path, f"{what} ({error})", USE_ANOTHER) from error
+        reason = "is not a safetensors file" if isinstance(error, SafetensorError) else "is no file"
+        raise CheckpointError(path, f"{reason} ({error})", USE_ANOTHER) from error
 
 
 def _sha256(path: Path) -> str:

@@ -33,9 +33,9 @@ def times_scales(product: torch.Tensor, scales: Scales) -> torch.Tensor:
     They are multiplied with each other first where that is a normal number; otherwise the larger
     one is applied before the smaller one.
     """
-    both = scales[0] * scales[1]
-    is_normal = both.clamp(FP32.tiny, FP32.max) == both
-    first = torch.where(is_normal, both, torch.maximum(*scales))
+    both_scales = scales[0] * scales[1]
+    is_normal = both_scales.clamp(FP32.tiny, FP32.max) == both_scales
+    first = torch.where(is_normal, both_scales, torch.maximum(*scales))
     return (product * first).mul_(torch.where(is_normal, 1.0, torch.minimum(*scales)))
 
 

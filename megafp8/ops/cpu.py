@@ -19,8 +19,8 @@ def cpu_flags(cpuinfo: str) -> frozenset[str] | None:
     A line of x86 begins with `flags`, one of Arm with `Features`.
     """
     pairs = (line.partition(":") for line in cpuinfo.splitlines())
-    found = {words for name, _, words in pairs if name.strip() in ("flags", "Features")}
-    cores = [frozenset(words.split()) for words in found]
+    flags_of_cores = {words for name, _, words in pairs if name.strip() in ("flags", "Features")}
+    cores = [frozenset(words.split()) for words in flags_of_cores]
     return frozenset.intersection(*cores) if cores else None
 
 

@@ -34,23 +34,23 @@ def process_limits(proc: Path = _PROC) -> list[Limit]:
         (resource.RLIMIT_AS, "VmSize", "the limit of the address space, ulimit -v"),
         (resource.RLIMIT_DATA, "VmData", "the limit of the data segment, ulimit -d"),
     )
-    found = []
+    limits = []
     for kind, field, name in kinds:
         limit, _ = resource.getrlimit(kind)
         if limit != resource.RLIM_INFINITY:
-            found.append(Limit(limit, max(0, limit - used.get(field, 0)), name))
-    return found
+            limits.append(Limit(limit, max(0, limit - used.get(field, 0)), name))
+    return limits
 
 
 def machine_limits(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> list[Limit]:
     """Return the limits that all processes of this job on this machine share, with swap space."""
     have = _fields(proc / "meminfo")
     swap = have.get("SwapTotal", 0)
-    found = []
+    limits = []
     if "MemTotal" in have:
         free = have.get("MemAvailable", have["MemTotal"]) + have.get("SwapFree", 0)
-        found.append(Limit(have["MemTotal"] + swap, free, "the memory of this machine"))
-    return [*found, *_group_limits(proc, cgroups, swap)]
+        limits.append(Limit(have["MemTotal"] + swap, free, "the memory of this machine"))
+    return [*limits, *_group_limits(proc, cgroups, swap)]
 
 
 def _group_limits(proc: Path, cgroups: Path, swap: int) -> Iterator[Limit]:
@@ -82,13 +82,13 @@ def _along(root: Path, path: str, names: tuple[str, str, str], swap: int) -> Ite
 
 def _fields(path: Path) -> dict[str, int]:
     """Return the lines `name: number kB` of a file of the kernel, in bytes."""
-    found = {}
+    num_bytes = {}
     for line in _lines(path):
-        name, _, rest = line.partition(":")
-        words = rest.split()
+        name, _, value = line.partition(":")
+        words = value.split()
         if len(words) == 2 and words[0].isdigit() and words[1] == "kB":
-            found[name] = int(words[0]) * 1024
-    return found
+            num_bytes[name] = int(words[0]) * 1024
+    return num_bytes
 
 
 def _number(path: Path) -> int | None:

@@ -163,17 +163,17 @@ def _step(layouts: tuple[Layout, Layout], dtype: torch.dtype) -> int:
     return ALIGNMENT if layouts[0] in ("tensor", "row") else BLOCK
 
 
-def _extended(x: torch.Tensor, more: tuple[int, ...], value: float = 0.0) -> torch.Tensor:
+def _extended(x: torch.Tensor, padding: tuple[int, ...], value: float = 0.0) -> torch.Tensor:
     """Pad `x`, or return it where there is nothing to add: `F.pad` copies even then."""
-    return F.pad(x, more, value=value) if any(more) else x
+    return F.pad(x, padding, value=value) if any(padding) else x
 
 
 def _padded(payload: torch.Tensor, rows: int, inner: int) -> torch.Tensor:
     """Return the payload contiguous and padded with zeros, as bytes: torch pads no FP8 dtypes."""
     if payload.shape == (rows, inner):
         return payload.contiguous()
-    more = (0, inner - payload.shape[1], 0, rows - payload.shape[0])
-    return F.pad(payload.view(torch.uint8), more).view(payload.dtype)
+    padding = (0, inner - payload.shape[1], 0, rows - payload.shape[0])
+    return F.pad(payload.view(torch.uint8), padding).view(payload.dtype)
 
 
 def _scale(scale: torch.Tensor, layout: Layout, rows: int, inner: int) -> torch.Tensor:
@@ -190,6 +190,6 @@ def _scale(scale: torch.Tensor, layout: Layout, rows: int, inner: int) -> torch.
         "block": (rows, inner // BLOCK),
         "square": (rows // BLOCK, inner // BLOCK),
     }[layout]
-    more = (0, size[1] - scale.shape[1], 0, size[0] - scale.shape[0])
-    scale = _extended(scale, more, value=1.0)
+    padding = (0, size[1] - scale.shape[1], 0, size[0] - scale.shape[0])
+    scale = _extended(scale, padding, value=1.0)
     return scale.t().contiguous().t() if layout == "block" else scale.contiguous()

@@ -57,7 +57,7 @@ class AdamW:
         self._num_updates = 0
         self._stored: dict[nn.Parameter, Tensors] = {}
         decaying: list[nn.Parameter] = []
-        others: list[nn.Parameter] = []
+        undecayed: list[nn.Parameter] = []
         rows = zip(
             masters.segments, masters.masters, masters.stored, masters.stored_grads, strict=True
         )
@@ -66,18 +66,18 @@ class AdamW:
                 continue
             names = self._moment_formats(segment.param)
             if {stored.fmt.name, grad.fmt.name, *names} == {"fp32"}:
-                (decaying if spec.decays(segment.param.dim()) else others).append(master)
+                (decaying if spec.decays(segment.param.dim()) else undecayed).append(master)
                 continue
             shape, device = stored.payload.shape, masters.device
             moments = [ScaledTensor.zeros(shape, STORAGE_FORMATS[name], device) for name in names]
             self._stored[master] = Tensors(stored, moments[0], moments[1], grad)
         self._kernel, self.kernel_name = choose_kernel(spec, masters.device)
-        if not (decaying or others):  # with very many ranks, the shard of one may be empty
-            others = [nn.Parameter(torch.zeros(0, device=masters.device))]
-        both = ((decaying, spec.weight_decay), (others, 0.0))
-        groups = [{"params": group, "weight_decay": decay} for group, decay in both if group]
+        if not (decaying or undecayed):  # with very many ranks, the shard of one may be empty
+            undecayed = [nn.Parameter(torch.zeros(0, device=masters.device))]
+        with_decay = ((decaying, spec.weight_decay), (undecayed, 0.0))
+        groups = [{"params": group, "weight_decay": decay} for group, decay in with_decay if group]
         self._torch = self._kernel.make(groups, spec)
-        prepare_state(self._kernel, self._torch, decaying + others)
+        prepare_state(self._kernel, self._torch, decaying + undecayed)
         if not spec.storage.is_plain:
             self.kernel_name = self._name_of_kernels(self.kernel_name)
         if muon is not None:
@@ -247,19 +247,19 @@ class AdamW:
 
     def states(self) -> Iterator[tuple[str, list[tuple[Segment, ScaledTensor]]]]:
         """Yield the name of each kind of state, and what each segment that has one has of it."""
-        one, fp32 = torch.ones((), device=self.masters.device), STORAGE_FORMATS["fp32"]
+        unit_scale, fp32 = torch.ones((), device=self.masters.device), STORAGE_FORMATS["fp32"]
         for name in STATES:
-            found = []
+            of_segments = []
             for segment, master in zip(self.masters.segments, self.masters.masters, strict=True):
                 if (tensors := self._stored.get(master)) is not None:
-                    found.append((segment, getattr(tensors, name)))
+                    of_segments.append((segment, getattr(tensors, name)))
                 elif self._muon is None or not self._muon.updates(segment.param):
                     moment = self._torch.state[master][name]
-                    found.append((segment, ScaledTensor(moment, one, fp32)))
-            yield name, found
+                    of_segments.append((segment, ScaledTensor(moment, unit_scale, fp32)))
+            yield name, of_segments
         if self._muon is not None:
-            both = self._muon.momenta()
-            yield MOMENTUM, [(segment, ScaledTensor(m, one, fp32)) for segment, m in both]
+            momenta = self._muon.momenta()
+            yield MOMENTUM, [(segment, ScaledTensor(m, unit_scale, fp32)) for segment, m in momenta]
 
     def stored_states(self, name: str) -> list[ScaledTensor]:
         """Return the states of one name in the order of the masters that have it."""

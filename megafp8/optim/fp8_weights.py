@@ -93,17 +93,17 @@ class OwnFp8Weights:
         """Agree on all amaxes in one reduction, and quantize this rank's parts."""
         amaxes = torch.zeros(len(self.params), device=self.params[0].device)
         row_of = {param: row for row, param in enumerate(self.params)}  # the same everywhere
-        held: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        rounded_parts: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for part in parts:
             dtype = self._forms[part.param].compute_dtype
             # The weight is first rounded as it would be without FP8: its amax and its FP8 numbers
             # are those of the rounded weight, as where a rank holds the whole weight.
             rounded, at = part.master.to(dtype), row_of[part.param]
             raise_amax(amaxes[at], rounded)
-            held[part.param] = list(rectangles(part, rounded))
+            rounded_parts[part.param] = list(rectangles(part, rounded))
         shards.all_reduce_max(amaxes)
         for param, row in row_of.items():
-            self._forms[param].store_parts(amaxes[row], held.get(param, ()))
+            self._forms[param].store_parts(amaxes[row], rounded_parts.get(param, ()))
 
 
 def move(param: nn.Parameter, place: torch.Tensor) -> None:

@@ -115,11 +115,11 @@ def choose_foreign(
     """
     why = []
     for name, find in finders.items():
-        found = find()
-        if found is None:
+        optimizer_class = find()
+        if optimizer_class is None:
             why.append(f"{name} is not installed")
             continue
-        kernel = Kernel(f"{name}'s fused kernel", _maker(found), counts_in_groups=True)
+        kernel = Kernel(f"{name}'s fused kernel", _maker(optimizer_class), counts_in_groups=True)
         problem = _problem(kernel, spec, device)
         if problem is None:
             return kernel, kernel.name
@@ -145,9 +145,9 @@ def fused_adam(package: str, module: str) -> Any | None:
         return None
 
 
-def _maker(found: Any) -> Callable[[Groups, OptimSpec], Any]:
+def _maker(optimizer_class: Any) -> Callable[[Groups, OptimSpec], Any]:
     def make(groups: Groups, spec: OptimSpec) -> Any:
-        return found(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, adam_w_mode=True)
+        return optimizer_class(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, adam_w_mode=True)
 
     return make
 

@@ -150,8 +150,8 @@ class Muon:
             low, high = max(rows.start, first), min(rows.stop, first + len(master))
             if low < high:
                 scale = scale_of(self.spec.muon, self._shape_of(piece))
-                own = master[low - first : high - first, piece.local[1]]
-                own.add_(result[low:high, piece.local[1]], alpha=-lr * scale)
+                own_rows = master[low - first : high - first, piece.local[1]]
+                own_rows.add_(result[low:high, piece.local[1]], alpha=-lr * scale)
 
 
 def scale_of(muon: MuonSpec, shape: tuple[int, ...]) -> float:
@@ -170,6 +170,6 @@ def scale_of(muon: MuonSpec, shape: tuple[int, ...]) -> float:
 
 def _sharded_dim(piece: Piece) -> int | None:
     """Return the dim in which tensor-parallel ranks have parts of a logical tensor, or None."""
-    found = [d for d, own in enumerate(piece.local_box.shape) if own != piece.global_shape[d]]
-    assert len(found) <= 1, piece
-    return found[0] if found else None
+    sharded = [d for d, size in enumerate(piece.local_box.shape) if size != piece.global_shape[d]]
+    assert len(sharded) <= 1, piece
+    return sharded[0] if sharded else None

@@ -374,8 +374,8 @@ def _update_all_triton(
         if not group or end > backup.numel() or len(group) == LARGEST_GROUP:
             group, begin, end = [], 0, backup_bytes(tensors)
             groups.append(group)
-        kept = _kept_in(backup[begin:end], tensors)
-        group.append(Update(tensors.written, tensors.grad, constants.decay, dithers, kept))
+        old_bytes = _kept_in(backup[begin:end], tensors)
+        group.append(Update(tensors.written, tensors.grad, constants.decay, dithers, old_bytes))
         growing[kind] = group, end
     shared = asked[0][1]
     for group in groups:
@@ -460,7 +460,7 @@ def _same(
     size = 4099 if kernel is update_c else 4112
     start = torch.linspace(-1, 1, size, device=device) ** 3
     dithers: Dithers = (Dither(3), Dither(5), Dither(7)) if stochastic else NO_DITHERS
-    found: list[list[torch.Tensor]] = []
+    results: list[list[torch.Tensor]] = []
     for run in (kernel, reference):
         formats = [STORAGE_FORMATS[name] for name in names]
         written = [ScaledTensor.of(start, formats[0])]
@@ -470,5 +470,5 @@ def _same(
             grad = ScaledTensor.of(values, STORAGE_FORMATS[grad_name])
             tensors = Tensors(written[0], written[1], written[2], grad)
             run(tensors, Constants(0.01, (0.9, 0.98), 1e-8, 0.1, is_l2, number), dithers)
-        found.append([t.values() for t in written])
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        results.append([t.values() for t in written])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))

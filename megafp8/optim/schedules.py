@@ -116,8 +116,8 @@ def _polynomial_after_hold(spec: OptimSpec, s: int) -> float:
 
 
 def _line_to_the_power(spec: OptimSpec, since: int, decay_steps: int, power: float) -> float:
-    left = 1.0 - min(since, decay_steps) / decay_steps
-    return spec.schedule.min_lr + (spec.lr - spec.schedule.min_lr) * math.pow(left, power)
+    fraction_left = 1.0 - min(since, decay_steps) / decay_steps
+    return spec.schedule.min_lr + (spec.lr - spec.schedule.min_lr) * math.pow(fraction_left, power)
 
 
 def _decay_steps(spec: OptimSpec) -> int:
@@ -127,8 +127,8 @@ def _decay_steps(spec: OptimSpec) -> int:
 def _square(spec: OptimSpec, s: int) -> float:
     """Return lr * (1 - progress)^2, at least min_lr; progress begins at the end of the warm-up."""
     decay_steps = _decay_steps(spec)
-    left = 1.0 - (s - spec.schedule.warmup_steps) / decay_steps
-    return max(spec.schedule.min_lr, spec.lr * left**2)
+    fraction_left = 1.0 - (s - spec.schedule.warmup_steps) / decay_steps
+    return max(spec.schedule.min_lr, spec.lr * fraction_left**2)
 
 
 def _square_root(spec: OptimSpec, s: int) -> float:
@@ -181,8 +181,8 @@ def _warmup_stable_decay(spec: OptimSpec, s: int) -> float:
     since = s - (schedule.max_steps - schedule.wsd_decay_steps)
     if since <= 0:
         return spec.lr
-    left = WSD_DECAYS[schedule.wsd_decay_style](since / schedule.wsd_decay_steps)
-    return schedule.min_lr + left * (spec.lr - schedule.min_lr)
+    fraction_left = WSD_DECAYS[schedule.wsd_decay_style](since / schedule.wsd_decay_steps)
+    return schedule.min_lr + fraction_left * (spec.lr - schedule.min_lr)
 
 
 FORMULAS: dict[str, Formula] = {

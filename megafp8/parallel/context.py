@@ -45,9 +45,8 @@ ALL = slice(None)
 # (turn, the piece's number in the turn, queries, keys, the piece) -> its scale and masks; equal in
 # forward and backward
 BlockOf = Callable[[int, int, torch.Tensor, torch.Tensor, ScorePiece], AttentionTile]
-PiecesOf = Callable[
-    [int, int], Sequence[ScorePiece]
-]  # (turn, this rank's tokens of a row) -> pieces
+# (turn, this rank's tokens of a row) -> pieces
+PiecesOf = Callable[[int, int], Sequence[ScorePiece]]
 
 
 def own_tokens(
@@ -167,11 +166,8 @@ class RingAttentionCore(AttentionCore):
     ) -> torch.Tensor:
         assert context.mask is None and context.slopes_H is None, "ALiBi is refused before the run"
         scale = scale or self.head_size**-0.5
-        streams, position = (
-            self.streams,
-            self.streams.position,
-        )  # saved here because backward may run much later
-
+        # The position is taken now, because the backward pass may run much later.
+        streams, position = self.streams, self.streams.position
         documents = context.documents
 
         def block_of(

@@ -88,14 +88,10 @@ class PipelinedGPT(nn.Module):
         )
         self._sent: list[Pending] = []  # of the microbatch before
         first, last = self._gpt(0), self._gpt(self.num_stages - 1)
-        if (
-            first is not None
-            and last is not None
-            and parts.spec.share_embeddings_and_output_weights
-        ):
-            last.head_weight = (
-                first.embedding.word
-            )  # this rank holds both ends, which share one weight
+        # A rank that holds both ends needs no copy of the weight that they share.
+        if first is not None and last is not None:
+            if parts.spec.share_embeddings_and_output_weights:
+                last.head_weight = first.embedding.word
 
     def _gpt(self, index: int) -> GPT | None:
         """Return the stage `index` if this rank holds it, else None."""

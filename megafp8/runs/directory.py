@@ -261,8 +261,8 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
 
 def _changes(old: dict[str, Any], spec: RunSpec) -> str:
     """Return in words which settings differ from those with which the run was trained last."""
-    found = changed_settings(old, spec.resolved)
-    return f"; changed since: {in_words(found)}" if found else ""
+    changed = changed_settings(old, spec.resolved)
+    return f"; changed since: {in_words(changed)}" if changed else ""
 
 
 def in_words(changes: Sequence[Difference]) -> str:

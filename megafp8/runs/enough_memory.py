@@ -111,15 +111,17 @@ class Problem:
 def problems(wanted: tuple[int, int], limits: Sequence[Limit], who: str) -> list[Problem]:
     """Return what is wrong with each limit, for a need of at least and about at most `wanted`."""
     least, most = wanted
-    found = []
+    misfits = []
     for limit in limits:
         if least > limit.num_bytes:
-            there = f"{format_bytes(limit.num_bytes)} are there in all ({limit.name})"
-            found.append(Problem(f"{who} needs at least {format_bytes(least)}, and {there}", True))
+            supply = f"{format_bytes(limit.num_bytes)} are there in all ({limit.name})"
+            misfits.append(
+                Problem(f"{who} needs at least {format_bytes(least)}, and {supply}", True)
+            )
         elif most > limit.free:
-            there = f"{format_bytes(limit.free)} are free ({limit.name})"
-            found.append(Problem(f"{who} needs about {format_bytes(most)}, and {there}", False))
-    return found
+            supply = f"{format_bytes(limit.free)} are free ({limit.name})"
+            misfits.append(Problem(f"{who} needs about {format_bytes(most)}, and {supply}", False))
+    return misfits
 
 
 def decide(spec: RunSpec, found: Sequence[Problem]) -> str | None:

@@ -46,9 +46,8 @@ class Exported:
         """
         if name in self._exported_names:
             return self._read(self._exported_names[name])
-        module, _, last = name.rpartition(
-            "."
-        )  # a scale's name differs from its weight's at the end
+        # The name of a scale begins as that of its weight.
+        module, _, last = name.rpartition(".")
         weight_name = self._exported_names[f"{module}.weight"]
         return self._read(f"{weight_name.removesuffix('weight')}{last}")
 
