@@ -65,18 +65,18 @@ class Instant(NamedTuple):
 
 def passes_of_stage(spec: RunSpec, shape: RankShape, stage: StageBytes) -> StagePasses:
     """Return the bytes of a stage's passes at their worst moments."""
-    fsdp, found = spec.parallel.fsdp, list(_instants(spec, shape, stage))
+    fsdp, instants = spec.parallel.fsdp, list(_instants(spec, shape, stage))
     assert fsdp is not None
-    first = max(found, key=lambda each: each.more + each.gathered + each.sums)
+    first = max(instants, key=lambda each: each.more + each.gathered + each.sums)
     if fsdp.strategy == "hybrid":
         # Until the end of a backward pass FSDP keeps what it sent of shards to other nodes.
-        found = [each._replace(more=each.more + each.reduced) for each in found]
-    later, sums = max(found, key=lambda each: each.more + each.gathered), found[-1].sums
+        instants = [each._replace(more=each.more + each.reduced) for each in instants]
+    later, sums = max(instants, key=lambda each: each.more + each.gathered), instants[-1].sums
     return StagePasses(
         kept=stage.kept,
         received=0 if stage.has_embedding else layer_input_bytes(spec),
         returned=0 if stage.head is not None else layer_input_bytes(spec),
-        left=found[0].gathered,
+        left=instants[0].gathered,
         sums=sums,
         first=PassBytes(first.more, first.gathered, first.sums),
         later=PassBytes(later.more, later.gathered, sums),
@@ -92,13 +92,13 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     if spec.parallel.fsdp is None:
         return 0
     whole = sum(param.elements for param in shape.params)
-    own = _shards(spec, shape.params)
+    own_shards = _shards(spec, shape.params)
     root = sum(param.elements for param in shape.params if not param.in_layer)
-    before = own
+    before = own_shards
     if shape.has_last or len(shape.stages) == 1:
         before -= _shards(spec, (param for param in shape.params if not param.in_layer))
-    one = FP32 * (whole - root) // len(shape.layers)
-    return max(own + FP32 * root, before + one)
+    one_layer = FP32 * (whole - root) // len(shape.layers)
+    return max(own_shards + FP32 * root, before + one_layer)
 
 
 def _instants(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Instant]:

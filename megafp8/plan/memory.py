@@ -280,10 +280,10 @@ def _itemsize_of_moments(spec: RunSpec, param: Parameter) -> int:
 
 def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:
     """Return the replica that owns the most bytes of masters and moments, but for padding."""
-    held = [0] * shard_ranks(spec)
+    owned_bytes = [0] * shard_ranks(spec)
     for param, owner in zip(shape.params, division.owners, strict=False):
-        held[owner] += param.elements * sum(_owned_itemsizes(spec, param, division))
-    return held.index(max(held))
+        owned_bytes[owner] += param.elements * sum(_owned_itemsizes(spec, param, division))
+    return owned_bytes.index(max(owned_bytes))
 
 
 def _kept_bytes(spec: RunSpec, stage: int) -> int:
@@ -448,12 +448,12 @@ def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
 
 def _unlike_layers(spec: RunSpec, layers: range) -> Iterator[tuple[bool, int]]:
     """Yield one of all layers that hold the same bytes, with whether attention's stay."""
-    found = dict[object, tuple[bool, int]]()
+    unlike = dict[object, tuple[bool, int]]()
     for place, layer in enumerate(layers):
         keeps_core = not recomputes(spec, "selective", place)
         linears = linears_of_layer(spec, layer)
-        found[keeps_core, tuple(linear.precision for linear in linears)] = keeps_core, layer
-    yield from found.values()
+        unlike[keeps_core, tuple(linear.precision for linear in linears)] = keeps_core, layer
+    yield from unlike.values()
 
 
 def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:

@@ -108,13 +108,13 @@ def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
     A microbatch is in flight on a stage from its forward pass until the gradients of the stage's
     weights are computed.
     """
-    now = most = 0
+    current = most = 0
     for work in order:
         if work.kind == "F":
-            now += held[work.stage]
+            current += held[work.stage]
         elif work.kind in ("B", "W"):
-            now -= held[work.stage]
-        most = max(most, now)
+            current -= held[work.stage]
+        most = max(most, current)
     return most
 
 
@@ -169,23 +169,23 @@ def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tupl
     stages, what was sent: torch keeps that to the end of a step. Neither has what stages receive,
     for which there are buffers for all microbatches.
     """
-    held, sent, worst, left = 0, 0, (0, PassBytes(0, 0, 0)), set[int]()
+    in_flight, sent, worst, gathered_by = 0, 0, (0, PassBytes(0, 0, 0)), set[int]()
     summed: dict[int, int] = {}
     for work in order:
         stage = stages[work.stage]
         if work.kind == "F":
-            held += stage.kept - stage.received
-            left.add(work.stage)
+            in_flight += stage.kept - stage.received
+            gathered_by.add(work.stage)
         elif work.kind in ("B", "W"):
-            left.discard(work.stage)
-            own = stage.later if work.stage in summed else stage.first
-            summed[work.stage] = own.sums
-            gathered = own.gathered + sum(stages[other].left for other in left)
-            more = own.more + sent - stage.returned
-            found = PassBytes(more, gathered, sum(summed.values()))
-            worst = max(worst, (held, found), key=lambda each: each[0] + sum(each[1]))
+            gathered_by.discard(work.stage)
+            bytes_of_work = stage.later if work.stage in summed else stage.first
+            summed[work.stage] = bytes_of_work.sums
+            gathered = bytes_of_work.gathered + sum(stages[other].left for other in gathered_by)
+            more = bytes_of_work.more + sent - stage.returned
+            pass_bytes = PassBytes(more, gathered, sum(summed.values()))
+            worst = max(worst, (in_flight, pass_bytes), key=lambda each: each[0] + sum(each[1]))
             summed[work.stage] = stage.sums
-            held -= stage.kept - stage.received
+            in_flight -= stage.kept - stage.received
             sent += sent_by(work.stage, stages) if len(stages) > 1 else 0
     return worst
 

@@ -86,7 +86,7 @@ class Message:
 def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
     """Return what a rank of `pipeline_rank` sends in one step, without scalars such as the loss."""
     shape = rank_shape(spec, pipeline_rank)
-    found = [
+    messages = [
         *_tensor_parallel(spec, shape),
         *_context_parallel(spec, shape),
         *_pipeline(spec, shape),
@@ -94,7 +94,7 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
         *_muon(spec, shape),
         *_amaxes(spec, shape),
     ]
-    return [message for message in found if message.handed]
+    return [message for message in messages if message.handed]
 
 
 def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -242,9 +242,9 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     activation = microbatch_tokens(spec) // sequence_shards(spec) * spec.model.hidden_size
     activation *= residual_itemsize(spec)
     last = num_stages(spec) - 1
-    own = set(shape.stages)
-    forward = sum(stage != last and stage + 1 not in own for stage in shape.stages)
-    backward = sum(stage != 0 and stage - 1 not in own for stage in shape.stages)
+    own_stages = set(shape.stages)
+    forward = sum(stage != last and stage + 1 not in own_stages for stage in shape.stages)
+    backward = sum(stage != 0 and stage - 1 not in own_stages for stage in shape.stages)
     for what, times in (("activations", forward), ("gradients of activations", backward)):
         yield Message(
             axis="pp",
@@ -374,11 +374,11 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     sums_in_fp8 = spec.optim.storage.main_grads != "fp32"
     gathered = shard = all_shards = in_fp8 = 0
     for param in shape.params:
-        own, is_in_fp8 = param.shard_elements(ranks), sent_in_fp8(spec, param)
+        own_elements, is_in_fp8 = param.shard_elements(ranks), sent_in_fp8(spec, param)
         times = 2 if param.in_layer and fsdp.strategy != "grad" else 1
-        gathered += times * own * (1 if is_in_fp8 else compute_itemsize(spec))
-        all_shards, in_fp8 = all_shards + own, in_fp8 + is_in_fp8
-        shard += own * (not (param.in_layer and sums_in_fp8))
+        gathered += times * own_elements * (1 if is_in_fp8 else compute_itemsize(spec))
+        all_shards, in_fp8 = all_shards + own_elements, in_fp8 + is_in_fp8
+        shard += own_elements * (not (param.in_layer and sums_in_fp8))
     size = ITEM_BYTES[fsdp.grad_reduce_dtype]
 
     def message(operation: Operation, what: str, handed: int, *, nodes: int = 1) -> Message:
@@ -408,9 +408,9 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
 def _scattered_rows(shape: RankShape, ranks: int) -> Iterator[ScatteredRow]:
     """Return what FSDP sends another rank of each layer's gradients, with linears in FP8."""
     params = [param for param in shape.params if param.in_layer]
-    each = len(params) // len(shape.layers)
-    for begin in range(0, len(params), each):
-        layer = params[begin : begin + each]
+    per_layer = len(params) // len(shape.layers)
+    for begin in range(0, len(params), per_layer):
+        layer = params[begin : begin + per_layer]
         sizes = [param.shard_elements(ranks) for param in layer]
         yield ScatteredRow.of(sizes, [param.is_linear for param in layer])
 
