@@ -14,7 +14,6 @@ from megafp8.plan.shape import (
     compute_itemsize,
     copies_weights,
     features_between,
-    fp8_products,
     linears_of_layer,
     microbatch_tokens,
     residual_itemsize,
@@ -77,7 +76,7 @@ def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int
 def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
     """Whether a linear keeps its input in the compute dtype."""
     traits = BACKENDS[spec.precision.backend]
-    return traits.keeps_inputs or "grad_weight" not in fp8_products(spec, linear)
+    return traits.keeps_inputs or "grad_weight" not in linear.fp8_products
 
 
 def _input_bytes(spec: RunSpec, linear: LinearShape, tokens: int) -> int:
@@ -129,7 +128,7 @@ def forward_work(spec: RunSpec, layer: int) -> int:
     the weight's casts.
     """
     *_, fc1, fc2 = linears_of_layer(spec, layer)
-    tokens, products = microbatch_tokens(spec), fp8_products(spec, fc2)
+    tokens, products = microbatch_tokens(spec), fc2.fp8_products
     work = 0
     for linear, rows in ((fc1, tokens // sequence_shards(spec)), (fc2, tokens)):
         if not _keeps_input_as_it_is(spec, linear):
@@ -212,7 +211,7 @@ def _gradient_bytes(spec: RunSpec, linear: LinearShape) -> int:
     weight = size * linear.weight_elements
     if spec.parallel.fsdp is None and storage.main_grads != "fp32" and not storage.sums_in_fp32:
         weight = FP32 * linear.weight_elements
-    elif spec.parallel.fsdp is None and "grad_weight" in fp8_products(spec, linear):
+    elif spec.parallel.fsdp is None and "grad_weight" in linear.fp8_products:
         weight = 0
     return weight + size * linear.has_bias * linear.out_features
 
@@ -224,7 +223,7 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
     parallelism ranks gather the tokens of the gradient of a linear whose output they sum, and the
     kept input of one whose input they gather, after they have sent off that input's gradient.
     """
-    size, products, traits = compute_itemsize(spec), fp8_products(spec, linear), linear.traits
+    size, products, traits = compute_itemsize(spec), linear.fp8_products, linear.traits
     tokens, out, shards = microbatch_tokens(spec), linear.out_features, sequence_shards(spec)
     is_column, rows = linear.whole.is_column, tokens // shards
     need = FP32 * out * linear.has_bias  # sums of columns

@@ -29,9 +29,8 @@ from megafp8.plan.shape import (
     compute_itemsize,
     copies_weights,
     division_of,
-    fp8_products,
+    kind_of_layer,
     layers_of_stage,
-    linears_of_layer,
     microbatch_tokens,
     num_microbatches,
     num_moments,
@@ -184,10 +183,9 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
         early, late = arriving_bytes(spec, division)
-        step, with_arriving = (
-            StepBytes.without_fsdp(order, _passes(spec, kept, arriving), count)
-            for arriving in (0, early)
-        )
+        step = with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, 0), count)
+        if early:
+            with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, early), count)
         step = replace(
             step,
             weight_copies=copies,
@@ -451,8 +449,7 @@ def _unlike_layers(spec: RunSpec, layers: range) -> Iterator[tuple[bool, int]]:
     unlike = dict[object, tuple[bool, int]]()
     for place, layer in enumerate(layers):
         keeps_core = not recomputes(spec, "selective", place)
-        linears = linears_of_layer(spec, layer)
-        unlike[keeps_core, tuple(linear.precision for linear in linears)] = keeps_core, layer
+        unlike[keeps_core, kind_of_layer(spec, layer)] = keeps_core, layer
     yield from unlike.values()
 
 
@@ -469,9 +466,7 @@ def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
     if not copies_weights(spec):
         return 0
     return sum(
-        linear.traits.weight_bytes(
-            linear.out_features, linear.in_features, fp8_products(spec, linear)
-        )
+        linear.traits.weight_bytes(linear.out_features, linear.in_features, linear.fp8_products)
         for linear in linears
         if linear.traits is not None
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megafp8.specs import GPTSpec, PrecisionSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
@@ -28,8 +28,9 @@ class LinearShape:
     in_features: int
     has_bias: bool  # whether this rank holds a bias, of `out_features`
     precision: ModulePrecision
+    fp8_products: frozenset[GemmName]  # those of its products that run in FP8
 
-    @property
+    @cached_property
     def traits(self) -> Traits | None:
         """Return the traits of its recipe; None in high precision."""
         return traits_of(self.precision)
@@ -110,15 +111,28 @@ def _linears(
     model: GPTSpec, precision: PrecisionSpec, tp: int, layer: int
 ) -> tuple[LinearShape, ...]:
     """Return the linears of a layer; a search asks for those of one layer many times."""
-    return tuple(
-        LinearShape(
-            linear,
-            *linear.local_shape(tp),
-            linear.has_bias,
-            _precision_of(precision, linear.name, model.num_layers),
-        )
-        for linear in layer_linears(model, layer)
-    )
+    recipe, backend, found = precision.fp8, BACKENDS[precision.backend], []
+    for linear in layer_linears(model, layer):
+        name, products, runs_under = linear.name, frozenset[GemmName](), HIGH_PRECISION
+        if recipe is not None:
+            runs_under = backend.precision_of(recipe, name, model.num_layers)
+            products = frozenset(linear.products) - recipe.kept_high(runs_under, name)
+        sizes = linear.local_shape(tp)
+        found.append(LinearShape(linear, *sizes, linear.has_bias, runs_under, products))
+    return tuple(found)
+
+
+def kind_of_layer(spec: RunSpec, layer: int) -> tuple[object, ...]:
+    """Return what is equal for layers of a model whose products are alike."""
+    return tuple((each.precision, each.fp8_products) for each in linears_of_layer(spec, layer))
+
+
+def kind_of_rank(spec: RunSpec, pipeline_rank: int) -> tuple[object, ...]:
+    """Return what is equal for pipeline ranks that compute and send the same in a step."""
+    stages = stages_of_rank(spec, pipeline_rank)
+    layers = (tuple(kind_of_layer(spec, i) for i in layers_of_stage(spec, s)) for s in stages)
+    places = (stage - stages[0] for stage in stages)
+    return 0 in stages, num_stages(spec) - 1 in stages, *places, *layers
 
 
 def features_between(linears: Sequence[LinearShape], *, in_mlp: bool) -> tuple[int, int]:
@@ -130,20 +144,6 @@ def features_between(linears: Sequence[LinearShape], *, in_mlp: bool) -> tuple[i
     chosen = [linear for linear in linears if linear.whole.in_mlp == in_mlp]
     written = sum(linear.out_features for linear in chosen if linear.whole.is_column)
     return written, sum(linear.in_features for linear in chosen if not linear.whole.is_column)
-
-
-def fp8_products(spec: RunSpec, linear: LinearShape) -> frozenset[GemmName]:
-    """Return the products of a linear that run in FP8."""
-    recipe = spec.precision.fp8
-    if recipe is None:
-        return frozenset()
-    return frozenset(linear.whole.products) - recipe.kept_high(linear.precision, linear.whole.name)
-
-
-def _precision_of(precision: PrecisionSpec, linear: str, num_layers: int) -> ModulePrecision:
-    if precision.fp8 is None:
-        return HIGH_PRECISION
-    return BACKENDS[precision.backend].precision_of(precision.fp8, linear, num_layers)
 
 
 def stages_of_rank(spec: RunSpec, pipeline_rank: int) -> list[int]:

@@ -22,7 +22,7 @@ from megafp8.plan.shape import (
     LinearShape,
     Parameter,
     features_between,
-    fp8_products,
+    kind_of_rank,
     layers_with_recomputation,
     linears_of_layer,
     microbatch_tokens,
@@ -109,7 +109,8 @@ class StepTime:
 def step_time(spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None) -> StepTime:
     """Return the predicted time of one step; `spec.model.vocab_size` must be known."""
     rates = achieved or Achieved()
-    ranks = [_rank_time(spec, rank, hardware, rates) for rank in range(spec.parallel.pp)]
+    unlike = {kind_of_rank(spec, rank): rank for rank in reversed(range(spec.parallel.pp))}
+    ranks = [_rank_time(spec, rank, hardware, rates) for rank in sorted(unlike.values())]
     slowest = max(ranks, key=lambda time: time.total)
     return replace(slowest, bubble=_bubble(spec) * _passes_of(slowest))
 
@@ -264,7 +265,7 @@ def _linear_time(
 
     `again` is the fraction of the linears of which recomputation repeats the forward product.
     """
-    in_fp8 = fp8_products(spec, linear)
+    in_fp8 = linear.fp8_products
     times = {gemm: 1 + again * (gemm == "output") for gemm in GEMMS}
     rates = {gemm: fp8 if gemm in in_fp8 else bf16 for gemm in GEMMS}
     flops = 2 * tokens * linear.weight_elements

@@ -19,7 +19,6 @@ from megafp8.plan.shape import (
     RankShape,
     compute_itemsize,
     division_of,
-    fp8_products,
     layers_with_recomputation,
     microbatch_tokens,
     num_microbatches,
@@ -157,7 +156,7 @@ def _part(spec: RunSpec, linear: LinearShape, role: Role, along: Along, tokens: 
     the scales that are not equal on all ranks.
     """
     width, traits = spec.model.hidden_size, linear.traits
-    if traits is None or _READERS[role, along] not in fp8_products(spec, linear):
+    if traits is None or _READERS[role, along] not in linear.fp8_products:
         return tokens * width * compute_itemsize(spec)
     casts = traits.casts[role]
     scales = casts.last if along == "last" else casts.first
@@ -169,7 +168,7 @@ def _part(spec: RunSpec, linear: LinearShape, role: Role, along: Along, tokens: 
 
 def _casts(spec: RunSpec, linear: LinearShape, role: Role) -> int:
     """Return how often a tensor is quantized for the two products that read it."""
-    products = fp8_products(spec, linear)
+    products = linear.fp8_products
     count = sum(_READERS[role, along] in products for along in ("last", "first"))
     traits = linear.traits
     return min(count, 1) if traits is not None and traits.casts[role].serves_both else count
@@ -177,7 +176,7 @@ def _casts(spec: RunSpec, linear: LinearShape, role: Role) -> int:
 
 def _is_sent_once(spec: RunSpec, linear: LinearShape) -> bool:
     """Whether one tensor serves both products that read an output gradient."""
-    in_fp8 = [_READERS["grad_output", a] in fp8_products(spec, linear) for a in ("last", "first")]
+    in_fp8 = [_READERS["grad_output", a] in linear.fp8_products for a in ("last", "first")]
     serves_both = linear.traits is not None and linear.traits.grad_output.serves_both
     return not any(in_fp8) or (all(in_fp8) and serves_both)
 
@@ -445,7 +444,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             times += _casts(spec, linear, "weight")
             times += count * of_input * passes * _casts(spec, linear, "input")
             times += count * of_grad * _casts(spec, linear, "grad_output")
-        is_divided = parallel.sequence_parallel and "grad_weight" in fp8_products(spec, linear)
+        is_divided = parallel.sequence_parallel and "grad_weight" in linear.fp8_products
         if traits is not None and traits.agrees_on_columns and is_divided:
             each = passes if linear.whole.is_column else 1  # of inputs, or of output gradients
             times += count * each * spec.model.hidden_size

@@ -260,6 +260,17 @@ def test_a_weight_has_a_copy_for_each_product_that_reads_it_in_fp8(
     assert plan.step.microbatch == pytest.approx(real.step.microbatch, rel=2e-3)
 
 
+@pytest.mark.parametrize("kept", ["grad_input", "grad_weight"])
+def test_the_worst_layer_counts_wherever_it_is(kept: GemmName) -> None:
+    """Layers of one recipe differ where a rule keeps some products of one in high precision."""
+    plans = []
+    for pattern in ("layers.0.*", "layers.3.*"):
+        rule = ModuleRule(pattern, "blockwise", kept_high=frozenset({kept}))
+        recipe = Fp8Recipe(name="blockwise", modules=(rule,))
+        plans.append(rank_memory(job(fp8=recipe, shape=LLAMA, optim=optim_spec(storage=O1)), 0))
+    assert plans[0] == plans[1]
+
+
 def test_documents_take_no_square_of_the_length() -> None:
     """ALiBi's bias of all scores is gone; four times the length has four times what is kept."""
     alibi = {"position_embedding_type": "alibi"}

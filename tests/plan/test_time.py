@@ -18,11 +18,12 @@ from megafp8.plan import time as plan_time
 from megafp8.plan.hardware import H100, KNOWN, hardware_of
 from megafp8.plan.memory import all_ranks
 from megafp8.plan.search import layouts, search
-from megafp8.plan.shape import rank_shape
+from megafp8.plan.shape import kind_of_rank, rank_shape
 from megafp8.plan.time import (
     FP8_WRITE_BACK_BYTES,
     FUSED_ACTIVATIONS,
     Achieved,
+    StepTime,
     model_flops_utilization,
     muon_flops,
     step_time,
@@ -485,6 +486,31 @@ def test_a_rank_repeats_the_products_of_its_own_layers(rank: int, products: floa
     again = replace(spec, model=replace(spec.model, recompute=recompute))
     times = [plan_time._rank_time(s, rank, H200, NO_HOST).linears for s in (again, spec)]
     assert times[0] / times[1] == pytest.approx(products / 3)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kinds"),
+    [
+        (PipelineSpec(), 3),
+        (PipelineSpec(layout=(1, 3, 2, 2)), 4),
+        (PipelineSpec(schedule="Interleaved1F1B", stages_per_rank=2), 3),
+        (PipelineSpec(schedule="ZBVZeroBubble", stages_per_rank=2), 4),
+    ],
+)
+def test_ranks_of_one_kind_take_the_same_time(pipeline: PipelineSpec, kinds: int) -> None:
+    """The first and the last rank differ, and one whose layers or stages are others."""
+    recompute = RecomputeSpec(granularity="full", method="block", num_layers=1)
+    found: dict[object, StepTime] = {}
+    for kept in ("nothing", "layers.5.*"):
+        recipe = Fp8Recipe(modules=(ModuleRule(kept, "high_precision"),))
+        spec = job(ranks=8, pp=4, tp=2, sequence_parallel=True, pipeline=pipeline)
+        spec = replace(spec, model=replace(spec.model, recompute=recompute))
+        spec = replace(spec, precision=replace(spec.precision, fp8=recipe))
+        found.clear()
+        for rank in range(4):
+            took = plan_time._rank_time(spec, rank, H200, NO_HOST)
+            assert found.setdefault(kind_of_rank(spec, rank), took) == took
+        assert len(found) == min(4, kinds + (kept != "nothing"))
 
 
 def test_hybrid_sharding_gathers_within_a_node() -> None:
