@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,70 @@ class ComputeGrad(Protocol):
     def __call__(self, into: GradSum | None, /) -> torch.Tensor:
         """Return the gradient, in any dtype, or `into.total` if it was added there already."""
         ...
+
+
+@dataclass(slots=True)
+class ScaledSum:
+    """Hold the sum of a weight's gradients in low precision, from the end of a product on.
+
+    Each microbatch reads the sum, adds its gradient in FP32, finds the amax, and writes the sum
+    with a new scale: one rounding a microbatch, and no FP32 sum that stays. With `sums_in_fp32` the
+    sum of a step is `total`, which is quantized once when the step ends.
+
+    A library's products add to `total`, too. While it is not in use it has no memory: it is used
+    from `begin_products` to `add`, or with `sums_in_fp32` to the end of the step.
+    """
+
+    scaled: ScaledTensor
+    total: torch.Tensor | None  # FP32
+    sums_in_fp32: bool
+    is_first: bool = False
+
+    def add(self, compute: ComputeGrad, hold: Callable[[], object]) -> None:
+        """Add a gradient; `hold` is called before the sum is first written in a step."""
+        is_first, self.is_first = self.is_first, False
+        if self.sums_in_fp32:
+            total = self.in_use()
+            grad = compute(GradSum(total, is_first))
+            if grad is not total:
+                accumulate(total, grad, is_first=is_first)
+            return
+        # The product writes FP32 numbers, of this weight alone and for this moment.
+        own = self.total
+        if own is None:
+            own = torch.empty(self.scaled.payload.shape, device=self.scaled.payload.device)
+        grad = compute(GradSum(own, is_first=True))
+        if is_first:
+            hold()
+        self.scaled.add(grad, is_first=is_first)
+        self.forget()
+
+    def end(self, hold: Callable[[], object]) -> None:
+        """End a step, in which the sum has got all its gradients, or none."""
+        if self.is_first or self.sums_in_fp32:
+            hold()
+        if self.is_first:
+            self.scaled.zero_()
+        elif self.sums_in_fp32:
+            self.scaled.add(self.in_use(), is_first=True)
+        self.is_first = False
+        self.forget()
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the FP32 tensor has memory."""
+        return self.total is not None and self.total.untyped_storage().nbytes() > 0
+
+    def in_use(self) -> torch.Tensor:
+        """Return the FP32 tensor, once it has memory."""
+        assert self.total is not None
+        resize_memory(self.total, has_memory=True)
+        return self.total
+
+    def forget(self) -> None:
+        """Free the FP32 tensor."""
+        if self.total is not None:
+            resize_memory(self.total, has_memory=False)
 
 
 class GradSink(Protocol):
@@ -91,9 +156,9 @@ class DotGradSink(AutogradSink):
 
 
 class MainGradSink:
-    """Accumulate gradients over microbatches in FP32, whatever the weights' dtype.
+    """Accumulate gradients over microbatches in FP32, whatever the weights' dtype, or in FP8-LM's.
 
-    `main_grads` holds one FP32 sum per parameter; autograd keeps the gradients of other parameters.
+    `main_grads` holds one sum per parameter; autograd keeps the gradients of other parameters.
     Gradients that autograd delivers through `.grad` (norms) are added to `main_grads`
     too, and `.grad` is freed as soon as it arrives. Between `begin_step` and `end_step` the first
     gradient of a parameter overwrites, so that nothing has to be zeroed before. `hold` is called
@@ -101,8 +166,8 @@ class MainGradSink:
     """
 
     def __init__(self) -> None:
-        self.hold: Callable[[nn.Parameter], None] | None = None
-        self.main_grads: dict[nn.Parameter, GradSum] = {}
+        self.hold: Callable[[nn.Parameter], object] | None = None
+        self.main_grads: dict[nn.Parameter, GradSum | ScaledSum] = {}
 
     def attach(self, main_grads: Iterable[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Start collecting for these parameters; each FP32 tensor has its parameter's shape.
@@ -114,10 +179,31 @@ class MainGradSink:
             self.main_grads[param] = GradSum(main_grad, is_first=False)
             param.register_post_accumulate_grad_hook(self._collect)
 
+    def attach_scaled(
+        self, scaled_grads: Iterable[tuple[nn.Parameter, ScaledTensor]], *, sums_in_fp32: bool
+    ) -> None:
+        """Start collecting in low precision for these parameters, which only linears use."""
+        for param, scaled in scaled_grads:
+            total = without_memory(param) if sums_in_fp32 else None
+            self.main_grads[param] = ScaledSum(scaled, total, sums_in_fp32)
+
+    def collect(self, params: Iterable[nn.Parameter]) -> None:
+        """Take the gradients in low precision that autograd delivers through `.grad`."""
+        for param in params:
+            if isinstance(self.main_grads.get(param), ScaledSum):
+                param.register_post_accumulate_grad_hook(self._collect)
+
+    @property
+    def scaled_sums(self) -> list[ScaledSum]:
+        """Return the sums in low precision."""
+        return [each for each in self.main_grads.values() if isinstance(each, ScaledSum)]
+
     def begin_step(self) -> None:
         """Begin a step: the next gradient of each parameter overwrites."""
         for main_grad in self.main_grads.values():
             main_grad.is_first = True
+            if isinstance(main_grad, ScaledSum):
+                main_grad.forget()  # what an error has left of the step that it ended
 
     def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
         """Let a library's products add the gradients of these parameters to FP32 tensors.
@@ -127,20 +213,32 @@ class MainGradSink:
         the sum that it is given.
         """
         for param in params:
-            param.main_grad = self.main_grads[param].total  # type: ignore[attr-defined]
+            main_grad = self.main_grads[param]
+            if main_grad.total is None:
+                main_grad.total = without_memory(param)
+            param.main_grad = main_grad.total  # type: ignore[attr-defined]
 
     def begin_products(self, params: Iterable[nn.Parameter]) -> None:
         """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
-        fresh = [param for param in params if self.main_grads[param].is_first]
-        totals = [self._held(param, self.main_grads[param]).total for param in fresh]
-        if totals:
-            torch_private.zero_all_(totals)
+        fresh = []
+        for param in params:
+            main_grad = self.main_grads[param]
+            if isinstance(main_grad, ScaledSum):
+                fresh += [] if main_grad.is_used else [main_grad.in_use()]
+            elif main_grad.is_first:
+                self._hold(param)
+                fresh.append(main_grad.total)
+        if fresh:
+            torch_private.zero_all_(fresh)
 
     def end_step(self) -> None:
-        """End a step: zero the gradients of parameters that got none in it."""
+        """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
         for param, main_grad in self.main_grads.items():
-            if main_grad.is_first:
-                self._held(param, main_grad).total.zero_()
+            if isinstance(main_grad, ScaledSum):
+                main_grad.end(partial(self._hold, param))
+            elif main_grad.is_first:
+                self._hold(param)
+                main_grad.total.zero_()
                 main_grad.is_first = False
 
     @property
@@ -155,12 +253,15 @@ class MainGradSink:
             main_grad.is_first = main_grad.is_first and param in untouched
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        """Add the gradient to the FP32 sum of `weight`, or return it if there is no sum."""
+        """Add the gradient to the sum of `weight`, or return it if there is no sum."""
         main_grad = self.main_grads.get(weight)
         if main_grad is None:
             return compute(None).to(weight.dtype)
-        if self.hold is not None:
-            self._held(weight, main_grad)
+        if isinstance(main_grad, ScaledSum):
+            main_grad.add(compute, partial(self._hold, weight))
+            return None
+        if main_grad.is_first and self.hold is not None:
+            self.hold(weight)
         grad, total = compute(main_grad), main_grad.total
         if grad is not total:  # otherwise the product has added it already
             accumulate(total, grad, is_first=main_grad.is_first)
@@ -175,8 +276,10 @@ class MainGradSink:
         if main_grad is None:  # summed in FP32, rounded once
             total_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
             return total_VD.index_add_(0, rows_T, grad_TD.float()).to(weight_VD.dtype)
+        assert isinstance(main_grad, GradSum), "low precision is for linears' weights alone"
         if main_grad.is_first:
-            self._held(weight_VD, main_grad).total.zero_()
+            self._hold(weight_VD)
+            main_grad.total.zero_()
             main_grad.is_first = False
         main_grad.total.index_add_(0, rows_T, grad_TD.float())
         return None
@@ -187,17 +290,25 @@ class MainGradSink:
             return
         assert isinstance(param, nn.Parameter)
         main_grad = self.main_grads[param]
-        if self.hold is not None:
-            self._held(param, main_grad)
-        accumulate(main_grad.total, grad, is_first=main_grad.is_first)
-        main_grad.is_first = False
+        if isinstance(main_grad, ScaledSum):
+            main_grad.add(lambda _: grad, partial(self._hold, param))
+        else:
+            if main_grad.is_first and self.hold is not None:
+                self.hold(param)
+            accumulate(main_grad.total, grad, is_first=main_grad.is_first)
+            main_grad.is_first = False
         param.grad = None
 
-    def _held(self, param: nn.Parameter, main_grad: GradSum) -> GradSum:
-        """Return the parameter's sum, once it has memory for what is written next."""
-        if self.hold is not None and main_grad.is_first:
+    def _hold(self, param: nn.Parameter) -> None:
+        if self.hold is not None:
             self.hold(param)
-        return main_grad
+
+
+def without_memory(param: nn.Parameter) -> torch.Tensor:
+    """Return an FP32 tensor of a parameter's shape that has no memory."""
+    total = torch.empty(param.shape, device=param.device)
+    resize_memory(total, has_memory=False)
+    return total
 
 
 def accumulate(total: torch.Tensor, grad: torch.Tensor, *, is_first: bool) -> None:
@@ -283,128 +394,3 @@ class DeferringSink:
                 assert added is None, "the sink inside keeps gradients itself"
 
         return run
-
-
-class ScaledGradSink(MainGradSink):
-    """Store gradients in low precision from the moment a microbatch's product has ended.
-
-    Each microbatch reads the sum, adds its gradient in FP32, finds the amax, and writes the sum
-    with a new scale: one rounding a microbatch, and no FP32 sum that stays. With `sums_in_fp32`
-    the sums of a step are FP32 tensors, which are quantized once when the step ends, and freed.
-    Parameters that are not attached so go the way of `MainGradSink`.
-
-    A library's products add to an FP32 tensor that has memory from `begin_products` to `add`, or
-    with `sums_in_fp32` to the end of the step. `totals` are these tensors and the sums; those of
-    them that are not in use have no memory.
-    """
-
-    def __init__(self, *, sums_in_fp32: bool = False) -> None:
-        super().__init__()
-        self.scaled_grads: dict[nn.Parameter, ScaledTensor] = {}
-        self._sums_in_fp32 = sums_in_fp32
-        self._fresh: set[nn.Parameter] = set()
-        self.totals: dict[nn.Parameter, torch.Tensor] = {}
-
-    def attach_scaled(self, scaled_grads: Iterable[tuple[nn.Parameter, ScaledTensor]]) -> None:
-        """Start collecting in low precision for these parameters, which only linears use."""
-        self.scaled_grads |= dict(scaled_grads)
-        if self._sums_in_fp32:
-            for param in self.scaled_grads:
-                self._total_of(param)
-
-    def _total_of(self, param: nn.Parameter) -> torch.Tensor:
-        """Return the parameter's FP32 tensor, which is made without memory."""
-        if param not in self.totals:
-            self.totals[param] = total = torch.empty(param.shape, device=param.device)
-            resize_memory(total, has_memory=False)
-        return self.totals[param]
-
-    def sum_in_products(self, params: Iterable[nn.Parameter]) -> None:
-        """Let a library's products add the gradients of these parameters to FP32 tensors."""
-        params = list(params)
-        for param in params:
-            if param in self.scaled_grads:
-                param.main_grad = self._total_of(param)  # type: ignore[attr-defined]
-        super().sum_in_products(param for param in params if param not in self.scaled_grads)
-
-    def begin_products(self, params: Iterable[nn.Parameter]) -> None:
-        """Prepare the FP32 tensors to which products are about to add: zero the new ones."""
-        params = list(params)
-        totals = [self.totals[param] for param in params if param in self.totals]
-        fresh = [each for each in totals if not each.untyped_storage().nbytes()]
-        for each in fresh:
-            resize_memory(each, has_memory=True)
-        if fresh:
-            torch_private.zero_all_(fresh)
-        super().begin_products(param for param in params if param not in self.totals)
-
-    def collect(self, params: Iterable[nn.Parameter]) -> None:
-        """Take the gradients that autograd delivers for these parameters through `.grad`."""
-        for param in params:
-            if param in self.scaled_grads:
-                param.register_post_accumulate_grad_hook(self._collect)
-
-    def _collect(self, param: torch.Tensor) -> None:
-        assert isinstance(param, nn.Parameter)
-        if param not in self.scaled_grads:
-            super()._collect(param)
-        elif (grad := param.grad) is not None:
-            param.grad = None
-            self.add(param, lambda _: grad)
-
-    def begin_step(self) -> None:
-        """Begin a step: the next gradient of each parameter overwrites."""
-        super().begin_step()
-        self._fresh = set(self.scaled_grads)
-        self._forget_sums()
-
-    def _forget_sums(self) -> None:
-        """Free all FP32 tensors; some may be left of a step that an error ended."""
-        for total in self.totals.values():
-            resize_memory(total, has_memory=False)
-
-    def end_step(self) -> None:
-        """End a step: quantize FP32 sums, and zero the gradients of parameters that got none."""
-        super().end_step()
-        for param, total in self.totals.items() if self._sums_in_fp32 else ():
-            if param not in self._fresh:
-                self._hold(param)
-                self.scaled_grads[param].add(total, is_first=True)
-        self._forget_sums()
-        for param in self._fresh:
-            self._hold(param)
-            self.scaled_grads[param].zero_()
-        self._fresh.clear()
-
-    def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        """Add the gradient to the sum of `weight`."""
-        if weight not in self.scaled_grads:
-            return super().add(weight, compute)
-        is_first = weight in self._fresh
-        self._fresh.discard(weight)
-        total = self.totals.get(weight)
-        if self._sums_in_fp32:
-            assert total is not None
-            resize_memory(total, has_memory=True)
-            grad = compute(GradSum(total, is_first))
-            if grad is not total:
-                accumulate(total, grad, is_first=is_first)
-            return None
-        # The product writes FP32 numbers, of this weight alone and for this moment.
-        own = torch.empty(weight.shape, device=weight.device) if total is None else total
-        grad = compute(GradSum(own, is_first=True))
-        if is_first:
-            self._hold(weight)
-        self.scaled_grads[weight].add(grad, is_first=is_first)
-        if total is not None:
-            resize_memory(total, has_memory=False)
-        return None
-
-    def _hold(self, param: nn.Parameter) -> None:
-        if self.hold is not None:
-            self.hold(param)
-
-    def hold_sums(self) -> None:
-        """Allocate the sums of a step, as its first microbatch leaves them (a dry run)."""
-        for total in self.totals.values() if self._sums_in_fp32 else ():
-            resize_memory(total, has_memory=True)

@@ -13,7 +13,7 @@ from megafp8.backends import choose
 from megafp8.backends.protocol import Backend
 from megafp8.fp8.formats import DTYPES
 from megafp8.fp8.gemm import GemmCounter
-from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink, ScaledGradSink
+from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.init import give_values, values_later
@@ -145,10 +145,7 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
 
     `connect_gradients` gives them their buffers later.
     """
-    storage = spec.optim.storage
     main = MainGradSink()
-    if storage.main_grads != "fp32" and spec.parallel.fsdp is None:
-        main = ScaledGradSink(sums_in_fp32=storage.sums_in_fp32)
     outer: GradSink = main
     reducer: GradReducer | None = None
     deferring: DeferringSink | None = None
@@ -238,8 +235,8 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     if masters.partition.frees_grads:
         sinks.main.hold = masters.hold_grad
     sinks.main.attach(masters.plain_grads())
-    if isinstance(sinks.main, ScaledGradSink):
-        sinks.main.attach_scaled(masters.scaled_grads())
+    in_fp32 = spec.optim.storage.sums_in_fp32
+    sinks.main.attach_scaled(masters.scaled_grads(), sums_in_fp32=in_fp32)
     if sinks.reducer is not None:
         sinks.reducer.attach(masters.reducer_buckets())
 

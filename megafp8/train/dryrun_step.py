@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from megafp8.fp8.grad_sink import ScaledGradSink
 from megafp8.models.gpt import GPT
 from megafp8.ops import torch_private
 from megafp8.ops.torch_private import load_dynamo, run_backward
@@ -44,8 +43,9 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     if count > 1:
         for param in state.masters.params:
             state.masters.hold_grad(param)
-        if isinstance(state.sink, ScaledGradSink):
-            state.sink.hold_sums()
+        for each in state.sink.scaled_sums:
+            if each.sums_in_fp32:
+                each.in_use()
     if state.reducer is not None:
         state.reducer.begin_step(1)
     state.scaling.begin_microbatch(0)
@@ -189,7 +189,7 @@ def freed_gradients(state: TrainState) -> list[torch.Tensor]:
     """
     masters = state.masters
     groups = [*masters.plain_groups, *masters.scaled_groups]
-    totals = state.sink.totals.values() if isinstance(state.sink, ScaledGradSink) else ()
+    totals = (each.total for each in state.sink.scaled_sums if each.total is not None)
     flat = [(group.flat, group.sums) for group in groups if group.sums is not None]
     return [*totals, *(tensor for both in flat for tensor in both)]
 

@@ -29,7 +29,7 @@ from torch import nn
 
 from megafp8.errors import ConfigError
 from megafp8.fp8.gemm import Fp8Backend, GemmCounter
-from megafp8.fp8.grad_sink import MainGradSink
+from megafp8.fp8.grad_sink import GradSum, MainGradSink
 from megafp8.fp8.quantizer import Operands
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import CachedFp8, StoredFp8
@@ -208,7 +208,7 @@ class MicrobatchGraphs:
         """Yield the tensors that a recording reads or writes and that outlive it, with names."""
         for name, param in self.model.named_parameters():
             yield name, param
-            if (main_grad := self.sink.main_grads.get(param)) is not None:
+            if isinstance(main_grad := self.sink.main_grads.get(param), GradSum):
                 yield f"{name}, gradient", main_grad.total
         for direction, table in self.scaling.tables.items():
             for name, tensor in table.tensors().items():

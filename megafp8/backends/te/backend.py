@@ -28,7 +28,7 @@ from megafp8.config.te_layers import findings
 from megafp8.config.te_settings import settings_of
 from megafp8.config.values import plain
 from megafp8.fp8.formats import DTYPES
-from megafp8.fp8.grad_sink import MainGradSink, ScaledGradSink
+from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.fp8_weights import Fp8Weights
 from megafp8.parallel.mesh import Mesh, group_of
@@ -125,7 +125,7 @@ class TeBackend(Backend):
             if layer.summed_in_products:
                 sink.sum_in_products(layer.summed_in_products)
                 layer.begin_products = partial(sink.begin_products, layer.summed_in_products)
-            elif isinstance(sink, ScaledGradSink):
+            else:
                 sink.collect(layer.weights)
 
     def after_load(self) -> None:
