@@ -111,15 +111,15 @@ def _linears(
     model: GPTSpec, precision: PrecisionSpec, tp: int, layer: int
 ) -> tuple[LinearShape, ...]:
     """Return the linears of a layer; a search asks for those of one layer many times."""
-    recipe, backend, found = precision.fp8, BACKENDS[precision.backend], []
+    recipe, backend, shapes = precision.fp8, BACKENDS[precision.backend], []
     for linear in layer_linears(model, layer):
         name, products, runs_under = linear.name, frozenset[GemmName](), HIGH_PRECISION
         if recipe is not None:
             runs_under = backend.precision_of(recipe, name, model.num_layers)
             products = frozenset(linear.products) - recipe.kept_high(runs_under, name)
         sizes = linear.local_shape(tp)
-        found.append(LinearShape(linear, *sizes, linear.has_bias, runs_under, products))
-    return tuple(found)
+        shapes.append(LinearShape(linear, *sizes, linear.has_bias, runs_under, products))
+    return tuple(shapes)
 
 
 def kind_of_layer(spec: RunSpec, layer: int) -> tuple[object, ...]:
