@@ -64,16 +64,16 @@ def _interval_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError
 
 
 def _params(sweeper: Any) -> list[ParsedOverride]:
-    """Return the values that a YAML gives to the sweeper, which reports those that are wrong."""
-    found = []
+    """Return the values that a YAML gives to the sweeper; the sweeper reports wrong ones."""
+    overrides = []
     params: Any = sweeper.get("params")
     for key, value in params.items() if isinstance(params, DictConfig) else ():
         text = "=".join((str(key), str(value)))
         with suppress(HydraException, ValueError, RecursionError):
             override = OverridesParser.create().parse_override(text)
             sweep = override if override.is_sweep_override() else None
-            found.append(ParsedOverride(text, (), sweep))
-    return found
+            overrides.append(ParsedOverride(text, (), sweep))
+    return overrides
 
 
 def _number_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:

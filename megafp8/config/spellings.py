@@ -53,11 +53,11 @@ def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], lis
     translated: list[Translated] = []
     for setting in given:
         value = setting.value
-        means = megatron_names.meaning(setting.key, value)
-        if means is not None:
-            found = [Setting(key, item, setting.origin) for key, item in means.items()]
-            result += found
-            translated += [Translated(setting, f"{s.key}={s.value}") for s in found]
+        meaning = megatron_names.meaning(setting.key, value)
+        if meaning is not None:
+            ours = [Setting(key, item, setting.origin) for key, item in meaning.items()]
+            result += ours
+            translated += [Translated(setting, f"{s.key}={s.value}") for s in ours]
             continue
         if (setting.key, value) == ("model.normalization", "layernorm1p"):
             value = "layernorm"

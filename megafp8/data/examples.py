@@ -96,6 +96,7 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _lines(path: Path) -> Iterator[Example]:
+    """Yield the examples of a file with a JSON object in each line, once all lines are right."""
     faults = Faults()
     examples = []
     for number, line in enumerate(_bytes_of(path).split(b"\n"), start=1):

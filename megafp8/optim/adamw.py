@@ -141,10 +141,10 @@ class AdamW:
         """Do what `update` does, unless the loss or the norm is not finite, without the host.
 
         The arguments are 0-d FP64 tensors on the device; `divisor` is what the gradients' sums are
-        divided by, tokens and loss scale. If the step is skipped, masters and
-        moments stay as they are; the masters are written into the weights again, since FP8 scales
-        may have moved. Gradients may be clipped all the same, and the caller takes back the count
-        of updates (`take_back_count`). It is called only with `decides_on_device`.
+        divided by, tokens and loss scale. If the step is skipped, masters and moments stay as they
+        are; the masters are written into the weights again, since FP8 scales may have moved.
+        Gradients may be clipped all the same, and the caller takes back the count of updates
+        (`take_back_count`). It is called only with `decides_on_device`.
         """
         skips = (loss.isfinite() & norm.isfinite()).logical_not().float()
         self._torch.found_inf = skips  # where it is 1, torch's kernel updates nothing

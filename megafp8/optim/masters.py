@@ -249,12 +249,11 @@ class Masters:
             else:
                 buckets.append(ExchangedBucket(group, stays=True))
         for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
-            bucket = ExchangedBucket(group, stays, not storage.sums_in_fp32)
+            starts_early = not storage.sums_in_fp32
+            bucket = ExchangedBucket(group, stays, starts_early)
             if storage.reduction != "fp32":
                 adapts = storage.reduction == "auto"
-                bucket = Fp8SumBucket(
-                    group, stays, not storage.sums_in_fp32, factors=factors, adapts=adapts
-                )
+                bucket = Fp8SumBucket(group, stays, starts_early, factors=factors, adapts=adapts)
             if self.partition.frees_grads:
                 bucket.num_gradients = len(group.params)
             buckets.append(bucket)

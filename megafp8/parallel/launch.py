@@ -178,7 +178,11 @@ def _run(
     signals: Sequence[signal.Signals],
     patience: float,
 ) -> int:
-    """Run all ranks once and return the job's exit code; no process of the job is left then."""
+    """Run all ranks once and return the job's exit code; no process of the job is left then.
+
+    `counts` are the ranks' variables of restarts, `signals` those received so far, and `patience`
+    the seconds without progress after which ranks are ended.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
 
     # The launcher serves the store, so the ranks get a port that is already listening. Each start

@@ -206,12 +206,13 @@ def _gaps(verdict: Verdict | None) -> tuple[str, str, str]:
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
+    """Return the HTML table of several configurations."""
     rows = "".join(
         f"<tr><td>{escape(o.name)}<td>{o.word}"
         f"<td class=number data-value='{_sorted_by(o.verdict)}'>{escape(mean)}"
-        f"<td class=number>{escape(around)}<td class=number>{escape(gaps)}"
+        f"<td class=number>{escape(interval)}<td class=number>{escape(gaps)}"
         for o in outcomes
-        for mean, around, gaps in [_gaps(o.verdict)]
+        for mean, interval, gaps in [_gaps(o.verdict)]
     )
     measured = next((o.verdict.measured for o in outcomes if o.verdict is not None), "loss")
     return (

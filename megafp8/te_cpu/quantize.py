@@ -127,10 +127,10 @@ def fill(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
         payload = cast.quantize(x, scale, fmt, amax=None, grid_dtype=None).payload
     elif kind_of(quantizer) == "Float8Quantizer":
         scale = quantizer.scale.reshape(())
-        found = torch.zeros(())
-        payload = cast.quantize(x, scale, fmt, amax=found, grid_dtype=None).payload
-        found = found if torch.isfinite(found) else amax_of(x)
-        quantizer.amax.copy_(torch.maximum(quantizer.amax, found))
+        amax = torch.zeros(())
+        payload = cast.quantize(x, scale, fmt, amax=amax, grid_dtype=None).payload
+        amax = amax if torch.isfinite(amax) else amax_of(x)
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax))
     else:
         raise missing("quantize", f" with a {kind_of(quantizer)}")
     payload = payload.view(torch.uint8)

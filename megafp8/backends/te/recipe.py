@@ -88,9 +88,9 @@ def _arguments(
         for place, key in ACCUMULATION.items():
             is_fast = place in recipe.fast_accumulation
             arguments[key] = module.MMParams(use_split_accumulator=not is_fast)
-    if attention != "none":
+    if attention != "none":  # required: a version without these fields is refused
         arguments |= {"fp8_dpa": True, "fp8_mha": attention == "whole"}
-    optional: dict[str, Any] = {
+    optional: dict[str, Any] = {  # given where the version has the field
         "fp8_dpa": attention != "none",
         "fp8_mha": attention == "whole",
         "backward_override": None,
