@@ -472,6 +472,13 @@ def test_the_example_of_the_documentation_runs(
     assert (tmp_path / "checkpoint.pt").exists()
 
 
+def test_the_guide_lists_the_stable_names() -> None:
+    guide = (Path(__file__).parents[2] / "docs/guide/own_model.md").read_text("utf-8")
+    _, _, section = guide.partition("## Which names are stable")
+    lists = "\n- ".join(section.partition("\n## ")[0].split("\n- ")[1:]).partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", lists)) == sorted(fp8.__all__)
+
+
 def test_the_front_door_loads_what_it_needs() -> None:
     """Recipes are read where torch is not loaded, and a conversion shows and records nothing."""
     program = """
