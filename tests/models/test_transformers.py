@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -231,6 +232,20 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     back = hf.from_config(hf_files.read_config(tmp_path / "theirs"), tmp_path / "theirs")
     tensors = {t.name: t.read() for t in hf_files.read_tensors(tmp_path / "theirs", back)}
     assert shape_of(back) == shape_of(spec)
+    assert all(torch.equal(tensors[name], own[name]) for name in own)
+
+
+def test_a_model_without_its_head_is_read(tmp_path: Path) -> None:
+    """A `GPT2Model` writes its weights without the first word of a `GPT2LMHeadModel`'s names."""
+    spec = gpt_spec(num_layers=2)
+    own = logical(randomized(spec, torch.float32))
+    hf_files.write_folder(tmp_path / "m", spec, own.__getitem__, dtype=torch.float32, eod_id=3)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    model.base_model.save_pretrained(tmp_path / "base")
+    names = safetensors.torch.load_file(tmp_path / "base" / hf_files.WEIGHTS).keys()
+    assert not any(name.startswith("transformer.") for name in names)
+    tensors = {t.name: t.read() for t in hf_files.read_tensors(tmp_path / "base", spec)}
+    assert tensors.keys() == own.keys()
     assert all(torch.equal(tensors[name], own[name]) for name in own)
 
 
