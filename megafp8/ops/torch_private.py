@@ -208,17 +208,18 @@ def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:
     )
 
 
-def wrap_backward_engine(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Callable[[], None]:
-    """Replace the function that runs every `torch.autograd.backward` by `wrap` of it.
+def wrap_default_device(place: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let `torch.set_default_device` and `with torch.device(...)` choose `place` of a device.
 
-    The result puts the original back.
+    The result undoes it.
     """
-    autograd: Any = torch.autograd
-    original = autograd._engine_run_backward
-    autograd._engine_run_backward = wrap(original)
-    return lambda: setattr(autograd, "_engine_run_backward", original)
+    from torch.utils._device import DeviceContext, _device_constructors
+
+    _device_constructors()  # torch notes once which functions make tensors: its own ones, so far
+    context: Any = DeviceContext
+    original = context.__init__
+    context.__init__ = lambda self, device: original(self, place(device))
+    return lambda: setattr(context, "__init__", original)
 
 
 def wrap_make_wrapper_subclass(

@@ -4,10 +4,14 @@ The patches hold for the whole process. Questions about a GPU (is one there, whi
 with an H100 to Transformer Engine's own code alone: everyone else still learns the truth. Two
 things change for everyone: `device="cuda"` and `.cuda()` mean the CPU, and what waits for a GPU
 (`synchronize`, streams, events) returns at once.
+
+The functions that take a device are replaced one by one. A mode of torch would see all calls of all
+functions, which takes longer than the tiny tensors of a test.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -63,8 +67,7 @@ class Event:
         return 0.0
 
 
-_IS_CUDA, _CUDA, _TO = torch.Tensor.is_cuda, torch.Tensor.cuda, torch.Tensor.to
-_TYPE, _STREAM = torch.Tensor.type, Stream()
+_IS_CUDA, _TYPE, _STREAM = torch.Tensor.is_cuda, torch.Tensor.type, Stream()
 _ASKING = ["transformer_engine"]
 """The packages whose code is answered as if there were a GPU."""
 
@@ -105,10 +108,39 @@ FOR_EVERYONE: dict[str, Any] = {
     "empty_cache": lambda: None,
     "default_generators": (torch.default_generator,),
 }
+# What takes a device, by who has it. The windows of `torch.signal` are made of these.
+TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, (
+        "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty",
+        "empty_like", "empty_permuted", "empty_quantized", "empty_strided", "eye", "from_file",
+        "full", "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace",
+        "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like",
+        "randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor",
+        "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
+        "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+    )),
+    (torch.fft, ("fftfreq", "rfftfreq")),
+    (torch.nested, ("as_nested_tensor", "nested_tensor")),
+    (torch.Tensor, (
+        "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to",
+    )),
+)  # fmt: skip
+
+Place = Callable[[Any, FrameType], Any]
+"""Returns where to make what is asked for on a device; the frame is that of who asks."""
+_places: list[Place] = []
 
 
 def install(undo: ExitStack) -> None:
     """Make the patches. They stay until `undo` is closed, or for as long as the process lives."""
+    undo.callback(_places.clear)
+    _places.append(lambda device, asking: to_cpu(device))
+    undo.callback(torch_private.wrap_default_device(to_cpu))  # before functions are replaced
+    for owner, names in TAKE_A_DEVICE:
+        for name in names:
+            _replace(owner, name, _placed(getattr(owner, name), is_to=name == "to"), undo)
+    for name, value in (("is_cuda", property(_is_cuda)), ("type", _type), ("cuda", _stay)):
+        _replace(torch.Tensor, name, value, undo)
     for name, answer in ANSWERS.items():
         asked = _to_transformer_engine(answer, getattr(torch.cuda, name))
         _replace(torch.cuda, name, asked, undo)
@@ -119,36 +151,69 @@ def install(undo: ExitStack) -> None:
     _patch_cuda_version(undo)
     undo.callback(_patch_wrapper_tensors())
     undo.callback(torch_private.wrap_coalescing_manager(_without_coalescing))
-    mode = CudaIsTheCpu()
-    undo.callback(_patch_backward(mode))
-    undo.enter_context(mode)
 
 
-def _replace(module: ModuleType, name: str, value: Any, undo: ExitStack) -> None:
-    undo.callback(setattr, module, name, getattr(module, name))
-    setattr(module, name, value)
+def _replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:  # a class has inherited it
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
 
 
 def answer_also(packages: Iterable[str]) -> None:
-    """Answer from now on to other packages, such as `megatron`, as to Transformer Engine."""
+    """Answer from now on to other packages, such as `megatron`, as to Transformer Engine.
+
+    They may also name a device by its index alone (`torch.device(0)`), which Transformer Engine
+    does not.
+    """
     _ASKING.extend(packages)
+    IndexIsTheCpu().__enter__()
+
+
+@contextmanager
+def placing(place: Place) -> Iterator[None]:
+    """Let `place` say, inside the context, where tensors are made; a dry run has its own answer."""
+    _places.append(place)
+    try:
+        yield
+    finally:
+        _places.remove(place)
+
+
+def _placed(function: Callable[..., Any], *, is_to: bool) -> Callable[..., Any]:
+    """Return a function that asks `placing` before it makes a tensor; `to` has a position too."""
+
+    @functools.wraps(function)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _places[-1](kwargs["device"], sys._getframe(1))
+        elif is_to and len(args) > 1:
+            args = (args[0], to_cpu(args[1]), *args[2:])
+        return function(*args, **kwargs)
+
+    return placed
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return _asked_by_transformer_engine() or _IS_CUDA.__get__(tensor)  # type: ignore[attr-defined,no-any-return]
+
+
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _TYPE(tensor, *args, **kwargs)
+    if isinstance(found, str) and _asked_by_transformer_engine():
+        return found.replace("torch.", "torch.cuda.", 1)
+    return found
+
+
+def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
 
 
 def _asked_by_transformer_engine() -> bool:
     """Whether the caller's caller is in a file of Transformer Engine, or of `answer_also`."""
-    frame = asking_frame(sys._getframe(2))
-    name: str = "" if frame is None else frame.f_globals.get("__name__", "")
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name.startswith(tuple(_ASKING))
-
-
-def asking_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the frame that has asked torch for something; `frame` is that of who answers.
-
-    Other function modes that are active, as in a dry run, pass a call on; they did not ask.
-    """
-    while frame is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return frame
 
 
 def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any]) -> Any:
@@ -173,7 +238,7 @@ def _patch_cuda_version(undo: ExitStack) -> None:
 
 
 def _patch_wrapper_tensors() -> Callable[[], None]:
-    """Make tensor subclasses on the CPU, below the level that `CudaIsTheCpu` sees.
+    """Make tensor subclasses on the CPU.
 
     In a dry run, where the meta device is the default, they are made there. The result undoes it.
     """
@@ -208,19 +273,6 @@ def _without_coalescing(coalescing: Callable[..., Any]) -> Callable[..., Any]:
     return manager
 
 
-def _patch_backward(mode: CudaIsTheCpu) -> Callable[[], None]:
-    """Let backward passes run in `mode`, which `Tensor.backward` leaves; the result undoes it."""
-
-    def in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-            with mode:
-                return run(*args, **kwargs)
-
-        return run_in_mode
-
-    return torch_private.wrap_backward_engine(in_mode)
-
-
 def to_cpu(device: Any) -> Any:
     """Return the CPU for any name of a CUDA device (an index is one); other devices as they are."""
     is_index = type(device) is int
@@ -229,26 +281,12 @@ def to_cpu(device: Any) -> Any:
     return CPU if is_index or is_name or is_device else device
 
 
-class CudaIsTheCpu(TorchFunctionMode):
-    """Puts what is asked for on a CUDA device onto the CPU.
-
-    `is_cuda` is true to Transformer Engine's code alone.
-    """
+class IndexIsTheCpu(TorchFunctionMode):
+    """Lets `torch.device(0)` be the CPU: nothing else can take the place of that class."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is _IS_CUDA and _asked_by_transformer_engine():
-            return True
-        if func is _TYPE and len(args) == 1 and not kwargs and _asked_by_transformer_engine():
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is _CUDA:
-            return args[0]
         if func is torch.device and type(args[0]) is int:
             return CPU
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": to_cpu(kwargs["device"])}
-        if func is _TO and len(args) > 1:
-            args = (args[0], to_cpu(args[1]), *args[2:])
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))

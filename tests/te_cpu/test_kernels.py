@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextlib import ExitStack
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
 from megafp8.te_cpu import (
     activations,
@@ -393,29 +395,66 @@ def test_a_placeholder_names_itself_when_it_is_used(use: str) -> None:
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), 0, 1, "cpu"])
 def test_what_goes_to_a_cuda_device_stays_on_the_cpu(device: Any) -> None:
     x = torch.ones(2)
-    with cuda.CudaIsTheCpu():
+    with ExitStack() as undo:
+        cuda.install(undo)
         moved = [x.to(device), x.to(device=device), x.to(device, torch.float16), x.cuda()]
-        made = torch.empty(2, device=device)
+        made = [torch.empty(2, device=device), torch.ones_like(x, device=device)]
+        made += [x.new_zeros(2, device=device), nn.Linear(2, 2, device=device).weight]
         assert x.to("meta").device.type == torch.empty(2, device="meta").device.type == "meta"
         assert x.to(torch.float16).dtype == x.to(x.half()).dtype == torch.float16
-    assert [y.device.type for y in (*moved, made)] == ["cpu"] * 5
+    assert [y.device.type for y in (*moved, *made)] == ["cpu"] * 8
     assert moved[2].dtype == torch.float16
 
 
-def test_a_mode_that_passes_a_call_on_did_not_ask() -> None:
-    seen = []
+def test_a_default_cuda_device_is_the_cpu_and_another_stays() -> None:
+    found = []
+    with ExitStack() as undo:
+        cuda.install(undo)
+        for device in ("cuda", "meta"):
+            with torch.device(device):
+                found.append(torch.zeros(2).device.type)
+                found.append(torch.zeros(2, device="cuda").device.type)
+    assert found == ["cpu", "cpu", "meta", "cpu"]
 
-    class Passing(TorchFunctionMode):
-        def __torch_function__(
-            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            seen.append(cuda.asking_frame(sys._getframe()))
-            return func(*args, **(kwargs or {}))
 
-    with Passing(), Passing():
-        torch.ones(2)
-    assert seen == [sys._getframe()] * 2
-    assert cuda.asking_frame(None) is None
+def test_an_index_alone_is_a_device_to_the_packages_of_an_audit() -> None:
+    with cuda.IndexIsTheCpu():
+        assert torch.device(1).type == "cpu" and torch.device("meta").type == "meta"
+
+
+@pytest.mark.parametrize("owner", [torch, torch.fft, torch.nested, torch.Tensor])
+def test_every_function_that_takes_a_device_is_replaced(owner: Any) -> None:
+    """torch says in their documentation which they are; three more have none."""
+    takes = re.compile(r"device=None|device \(:class:`torch.device`|device: ")
+    named = {name for name in vars(owner) if name[0] != "_"}
+    if owner is torch.Tensor:
+        named = {name for name in dir(owner) if name[0] != "_"}
+    found = {
+        name
+        for name in named
+        if callable(function := getattr(owner, name))
+        and not isinstance(function, type | ModuleType)
+        and takes.search(function.__doc__ or "")
+    }
+    (given,) = (names for each, names in cuda.TAKE_A_DEVICE if each is owner)
+    elsewhere = {"cuda", "ipu", "mtia", "xpu"} if owner is torch.Tensor else set()
+    undocumented = {"empty_quantized", "normal", "scalar_tensor"} if owner is torch else set()
+    assert found - elsewhere == set(given) - undocumented
+
+
+def test_a_dry_run_says_where_tensors_are_made_and_sees_who_asks() -> None:
+    asked = []
+
+    def place(device: Any, asking: FrameType) -> Any:
+        asked.append((device, asking.f_code.co_name))
+        return "meta"
+
+    with ExitStack() as undo:
+        cuda.install(undo)
+        with cuda.placing(place):
+            assert torch.zeros(2, device="cuda").is_meta
+        assert not torch.zeros(2, device="cuda").is_meta
+    assert asked[0] == ("cuda", sys._getframe().f_code.co_name)
 
 
 @pytest.mark.parametrize("by_column", [False, True])

@@ -17,7 +17,6 @@ from tests.te_cpu.sources import need_sources
 
 def seen() -> dict[str, Any]:
     """What the import changes in a process."""
-    autograd: Any = torch.autograd
     tensor: Any = torch.Tensor
     return {
         "environment": dict(os.environ),
@@ -28,7 +27,8 @@ def seen() -> dict[str, Any]:
         "cuda": {name: getattr(torch.cuda, name) for name in (*loading.cuda.ANSWERS, "Stream")},
         "range": torch.cuda.nvtx.range,
         "version": type(torch.version),
-        "backward": autograd._engine_run_backward,
+        "functions": (torch.empty, torch.Tensor.to, torch.Tensor.is_cuda, torch.Tensor.type),
+        "default device": torch.utils._device.DeviceContext.__init__,
         "subclasses": tensor._make_wrapper_subclass,
         "script": torch.jit.script,
     }

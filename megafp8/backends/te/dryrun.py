@@ -4,18 +4,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from megafp8.backends.te.layer import layers_in
-from megafp8.te_cpu.cuda import asking_frame, to_cpu
+from megafp8.te_cpu.cuda import placing, to_cpu
 
 _DATA = torch.Tensor.data
 _ON_CPU = ("workspace", "sign_vector", "hadamard_matrix", "rht_matrix")
@@ -50,34 +49,43 @@ def without_values(model: nn.Module, *, on_gpu: bool) -> Iterator[None]:
         cores.append(attention.unfused_attention)
         cores[-1].forward = _one_operation(layer.spec.attention_dropout)
     try:
-        with CudaIsMeta():
+        with cuda_is_meta():
             yield
     finally:
         for core in cores:
             del core.forward
 
 
-class CudaIsMeta(TorchFunctionMode):
-    """Puts what Transformer Engine asks for on a CUDA device onto the meta device.
+@contextmanager
+def cuda_is_meta() -> Iterator[None]:
+    """Let Transformer Engine have on the meta device what it asks for on a CUDA device.
 
-    Its workspace of 32 MiB stays on the CPU, where a dry run does not count it, and so do the signs
-    and the matrix of NVFP4's rotation, since it reads the signs and keeps both for later runs. A
-    tensor without values is freed by giving it the memory of an empty one, which must be on its
+    A tensor without values is freed by giving it the memory of an empty one, which must be on its
     device.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is _DATA and len(args) == 2 and args[0].is_meta:
-            args = (args[0], args[1].to("meta"))
-        caller = asking_frame(sys._getframe(1)) if "device" in kwargs else None
-        if caller is not None and any(word in caller.f_code.co_name for word in _ON_CPU):
-            kwargs = {**kwargs, "device": "cpu"}
-        elif (device := kwargs.get("device")) is not None and to_cpu(device) is not device:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
+    def give(tensor: torch.Tensor, data: torch.Tensor) -> None:
+        _DATA.__set__(tensor, data.to("meta") if tensor.is_meta else data)  # type: ignore[attr-defined]
+
+    tensor: Any = torch.Tensor
+    assert "data" not in vars(tensor), "this context is open already"
+    tensor.data = property(_DATA.__get__, give)  # type: ignore[attr-defined]
+    try:
+        with placing(_on_meta):
+            yield
+    finally:
+        del tensor.data
+
+
+def _on_meta(device: Any, asking: FrameType) -> Any:
+    """Return where a dry run has what is asked for on a device.
+
+    The workspace of 32 MiB stays on the CPU, where a dry run does not count it, and so do the signs
+    and the matrix of NVFP4's rotation, since it reads the signs and keeps both for later runs.
+    """
+    if any(word in asking.f_code.co_name for word in _ON_CPU):
+        return "cpu"
+    return device if to_cpu(device) is device else "meta"
 
 
 def _one_operation(dropout: float) -> Callable[..., torch.Tensor]:

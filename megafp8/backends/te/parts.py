@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.backends.te.dryrun import CudaIsMeta
+from megafp8.backends.te.dryrun import cuda_is_meta
 from megafp8.backends.te.layer import HeadDropout, TeLayer
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling, TeTensor
 from megafp8.backends.te.weights import (
@@ -221,7 +221,7 @@ class TransformerEngineParts(NativeParts):
         In a dry run its scales and amaxes have no values either, as those that its forward pass
         makes later.
         """
-        with CudaIsMeta() if self.device.type == "meta" else nullcontext():
+        with cuda_is_meta() if self.device.type == "meta" else nullcontext():
             return self._own_layer(index)
 
     def _own_layer(self, index: int) -> TeLayer:
