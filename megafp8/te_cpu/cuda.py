@@ -168,7 +168,7 @@ def answer_also(packages: Iterable[str]) -> None:
     does not.
     """
     _ASKING.extend(packages)
-    IndexIsTheCpu().__enter__()
+    ExitStack().enter_context(IndexIsTheCpu())  # for as long as the process lives
 
 
 @contextmanager
@@ -196,7 +196,7 @@ def _placed(function: Callable[..., Any], *, is_to: bool) -> Callable[..., Any]:
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:
-    return _asked_by_transformer_engine() or _IS_CUDA.__get__(tensor)  # type: ignore[attr-defined,no-any-return]
+    return _asked_by_transformer_engine() or _IS_CUDA.__get__(tensor)  # type: ignore[attr-defined]
 
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
