@@ -77,8 +77,8 @@ def _blend(value: object) -> tuple[Weighted, ...] | None:
     if len(value) % 2:
         return None
     pairs = [(_weight(value[i]), value[i + 1]) for i in range(0, len(value), 2)]
-    found = [Weighted(w, p) for w, p in pairs if w is not None and isinstance(p, str) and p]
-    return tuple(found) if len(found) == len(pairs) else None
+    valid = [Weighted(w, p) for w, p in pairs if w is not None and isinstance(p, str) and p]
+    return tuple(valid) if len(valid) == len(pairs) else None
 
 
 def _weight(value: object) -> str | None:

@@ -65,8 +65,8 @@ def asks_for_tanh(
         CORE: without_core,
     }
     own = origins.get(GELU, DEFAULT).strength
-    found = (key for key, does in asks.items() if does and key in layers)
-    key = next((key for key in found if layers[key].strength >= own), None)
+    asking = (key for key, does in asks.items() if does and key in layers)
+    key = next((key for key in asking if layers[key].strength >= own), None)
     if key is None:
         return None
     return Asks(key, True if key == FUSION else read(key), layers[key])

@@ -148,15 +148,15 @@ def choices(defaults: Iterable[Any] | None) -> list[tuple[str, Any]]:
     Args:
         defaults: The items of the list, as Hydra has read them.
     """
-    found = []
+    chosen = []
     for item in defaults or ():
         group = getattr(item, "group", None)
         name = str(group if group is not None else getattr(item, "path", None)).lstrip("/")
         if name == HYDRA or name.startswith(f"{HYDRA}/"):
             package = getattr(item, "package", None)
             key = name if package is None else f"{name}@{package}"
-            found.append((key, item.value if group is not None else None))
-    return found
+            chosen.append((key, item.value if group is not None else None))
+    return chosen
 
 
 def choice_problems(defaults: Iterable[Any] | None, origin: str) -> list[SettingError]:

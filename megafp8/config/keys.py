@@ -209,18 +209,18 @@ def both_needs(first: Need, second: Need) -> Need:
 
 def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
     """Return all keys of a schema dataclass by their dotted paths, in the order of the source."""
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     hints = get_type_hints(section)
     for item in dataclasses.fields(section):
         path, hint = prefix + item.name, hints[item.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            found |= keys_of(hint, path + ".")
+            keys |= keys_of(hint, path + ".")
             continue
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        found[path] = Key(path, _type_text(hint), default, **item.metadata)
-    return found
+        keys[path] = Key(path, _type_text(hint), default, **item.metadata)
+    return keys
 
 
 def at_least(low: float, most: float = _LARGEST) -> Valid:

@@ -130,10 +130,10 @@ def compose_layers(source: ComposedFile, overrides: Sequence[ParsedOverride]) ->
         SettingError: A file is missing, or Hydra cannot read it.
     """
     try:
-        found = _files(source, [override.text for override in overrides if override.is_group])
-        builds_on_default = any(_is_default_job(default, result) for default, result in found)
+        files = _files(source, [override.text for override in overrides if override.is_group])
+        builds_on_default = any(_is_default_job(default, result) for default, result in files)
         layers = []
-        for strength, (default, result) in enumerate(found, start=1):
+        for strength, (default, result) in enumerate(files, start=1):
             origin = _origin(default, result, strength, is_users=builds_on_default)
             section = default.package or ""
             tree = OmegaConf.to_container(result.config, resolve=False)

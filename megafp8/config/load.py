@@ -271,8 +271,8 @@ def _without_idle_ones_of_nemo(
     """
     if nemos_file(origins) is None:
         return []
-    found = (_switched_off(tree, origins, *row) for row in _IDLE_IN_NEMO)
-    return [one for one in found if one is not None]
+    switched_off = (_switched_off(tree, origins, *row) for row in _IDLE_IN_NEMO)
+    return [one for one in switched_off if one is not None]
 
 
 def _switched_off(
@@ -357,8 +357,8 @@ def _environment_problems(values: Mapping[str, Any]) -> list[SettingError]:
     from megafp8.config import te_environment  # other runs need nothing of it
 
     sound = effective(within_ranges(values))
-    found = te_environment.findings(sound, os.environ)
-    return [SettingError(f.key, "te", f.reason, f.hint) for f in found]
+    findings = te_environment.findings(sound, os.environ)
+    return [SettingError(f.key, "te", f.reason, f.hint) for f in findings]
 
 
 def _secret_problems(

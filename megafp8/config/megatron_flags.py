@@ -82,8 +82,8 @@ class Flags:
 
     def group(self, name: str) -> Inert | Refused | None:
         """Return what the table says of a name that no key takes; None if it is not known."""
-        found = (about for pattern, about in self.groups if fnmatchcase(name, pattern))
-        return next(found, None)
+        entries = (about for pattern, about in self.groups if fnmatchcase(name, pattern))
+        return next(entries, None)
 
     def is_known(self, name: str) -> bool:
         """Whether the table has a name."""

@@ -180,13 +180,13 @@ def read_table() -> list[dict[str, Any]]:
 @cache
 def nemo_keys() -> Mapping[str, NemoKey]:
     """Return every key of NeMo that has no effect, by its dotted path, in the table's order."""
-    found = {}
+    keys = {}
     for part in read_table():
         in_file = part["in_megatron_gpt_config"]
         for entry in part["entries"]:
             for path, nemo in entry.pop("keys").items():
-                found[path] = _key(path, nemo, in_file=in_file, **entry)
-    return found
+                keys[path] = _key(path, nemo, in_file=in_file, **entry)
+    return keys
 
 
 def nemos_file(origins: Mapping[str, Origin]) -> Origin | None:
@@ -195,8 +195,8 @@ def nemos_file(origins: Mapping[str, Origin]) -> Origin | None:
     A file that builds on the default job is ours. So is one without any key that only NeMo has,
     such as the settings that a run has recorded.
     """
-    found = [origin for key, origin in origins.items() if origin.is_nemos and key in nemo_keys()]
-    return min(found, key=lambda origin: origin.strength, default=None)
+    layers = [origin for key, origin in origins.items() if origin.is_nemos and key in nemo_keys()]
+    return min(layers, key=lambda origin: origin.strength, default=None)
 
 
 @cache

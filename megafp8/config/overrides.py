@@ -81,9 +81,9 @@ def parse_overrides(
         if isinstance(parsed, SettingError):
             problems.append(parsed)
             continue
-        found = [problem for s in parsed.settings if (problem := setting_problem(s))]
-        problems += found
-        if not found:
+        wrong = [problem for s in parsed.settings if (problem := setting_problem(s))]
+        problems += wrong
+        if not wrong:
             good.append(parsed)
     return good, problems
 

@@ -45,28 +45,28 @@ def load_own_recipes(
             since a YAML file may choose values in `hydra.sweeper.params`. None stands for a single
             run, whose overrides are the command line.
     """
-    found = []
+    problems = []
     for key, name in _named(values):
         origin = origins.get(key, DEFAULT)
         is_typed = origin == COMMAND_LINE and (given is None or name in given)
         if not is_typed and not trusts_files:
             where = "hydra.sweeper" if origin == COMMAND_LINE else origin
-            found.append(_untrusted(key, name, where))
+            problems.append(_untrusted(key, name, where))
             continue
         try:
             load_recipe(name)
         except RecipeError as error:
             reason = str(error).removeprefix(f"{name}: ")
             hint = f"Correct the file, and test it: megafp8 recipe check {name}"
-            found.append(SettingError(key, name, reason, hint, origin=origin))
-    return found
+            problems.append(SettingError(key, name, reason, hint, origin=origin))
+    return problems
 
 
 def names_given(overrides: Sequence[ParsedOverride]) -> frozenset[str]:
     """Return the names of code that the command line of a sweep has."""
     settings = [s for override in overrides for s in (*override.settings, *_each(override))]
-    found = (_named({"model.fp8": True, s.key: s.value}) for s in settings)
-    return frozenset(name for names in found for _, name in names)
+    named = (_named({"model.fp8": True, s.key: s.value}) for s in settings)
+    return frozenset(name for names in named for _, name in names)
 
 
 def _each(override: ParsedOverride) -> list[Setting]:

@@ -62,8 +62,8 @@ class Assigned:
     def by_settings(cls, recipe: Fp8Recipe, num_layers: int) -> Self:
         """Return what the settings beside the schedule ask for."""
         names = linear_names(range(num_layers))
-        found = {name: products_of(recipe, name) for name in names}
-        return cls(recipe.name, found)
+        of_linear = {name: products_of(recipe, name) for name in names}
+        return cls(recipe.name, of_linear)
 
     def after(
         self, changes: Sequence[PrecisionChange], start: Assigned, off: Sequence[str]
@@ -73,25 +73,27 @@ class Assigned:
         `start` is the assignment of the settings, and `off` are the parts that are switched off in
         every recipe.
         """
-        recipe, found = self.recipe, dict(self.of_linear)
+        recipe, of_linear = self.recipe, dict(self.of_linear)
         for change in changes:
             chosen = switched_off(change.precision, off)
             for name in linears_of(change, start):
-                both = zip(GEMMS, found[name], strict=True)
-                found[name] = tuple(chosen if gemm in change.products else p for gemm, p in both)
+                both = zip(GEMMS, of_linear[name], strict=True)
+                of_linear[name] = tuple(
+                    chosen if gemm in change.products else p for gemm, p in both
+                )
             if not change.modules and change.products == GEMMS and chosen != HIGH_PRECISION:
                 recipe = chosen
-        return Assigned(recipe, found)
+        return Assigned(recipe, of_linear)
 
     def in_fp8(self) -> dict[Product, ModulePrecision]:
         """Return how products really run: a recipe may keep some of its own out of FP8."""
-        found = {}
+        of_product = {}
         for name, products in self.of_linear.items():
             for gemm, precision in zip(GEMMS, products, strict=True):
                 traits = traits_of(precision)
                 is_high = traits is None or gemm in traits.high_precision
-                found[name, gemm] = HIGH_PRECISION if is_high else precision
-        return found
+                of_product[name, gemm] = HIGH_PRECISION if is_high else precision
+        return of_product
 
 
 def products_of(recipe: Fp8Recipe, linear: str) -> Products:

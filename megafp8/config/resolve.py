@@ -164,11 +164,11 @@ def _auto(values: Values) -> AutoBackend | None:
     return AutoBackend("; ".join(reasons) or None)
 
 
-def _why_not_te(found: Finding, value: object) -> str:
+def _why_not_te(finding: Finding, value: object) -> str:
     """Return why a setting rules Transformer Engine out, for the line about `auto`."""
-    if found.key == "model.fp8_backend":
-        return found.reason
-    return f"{found.key}={plain(value)}: {found.reason}"
+    if finding.key == "model.fp8_backend":
+        return finding.reason
+    return f"{finding.key}={plain(value)}: {finding.reason}"
 
 
 # --- the specs: fields that keys name with `spec=`, and those that follow from several keys -------

@@ -96,7 +96,7 @@ def setting_differences(
         earlier: What `last_in_effect` returned when the run was continued with `old`.
     """
     before, after = with_defaults(old), with_defaults(new)
-    known, found = all_keys(), []
+    known, differences = all_keys(), []
     for key in [*known, *sorted((before.keys() | after.keys()) - known.keys())]:
         if not _is_fixed(key) or not _has_effect(key, after):
             continue
@@ -110,8 +110,8 @@ def setting_differences(
         if key == "model.fp8_split_accumulator":  # null is what the backend does
             was, now = split_accumulator({**before, key: was}), split_accumulator(after)
         if _meaning(key, was) != _meaning(key, now):
-            found.append(Difference(key, was, now))
-    return found
+            differences.append(Difference(key, was, now))
+    return differences
 
 
 def changed_settings(old: Resolved, new: Resolved) -> list[Difference]:
@@ -138,14 +138,14 @@ def last_in_effect(
     `setting_differences`.
     """
     before, after = with_defaults(old), with_defaults(new)
-    found = {}
+    last_values = {}
     for key in filter(_is_fixed, all_keys()):
         if _has_effect(key, after):
             continue
         last = before if _has_effect(key, before) else earlier or {}
         if key in last:
-            found[key] = last[key]
-    return found
+            last_values[key] = last[key]
+    return last_values
 
 
 def with_defaults(resolved: Resolved) -> dict[str, Any]:
@@ -163,19 +163,19 @@ def _has_effect(key: str, values: Values) -> bool:
 
 def _findable(values: Values) -> dict[str, Any]:
     """Return stand-ins for recipes of old settings whose code is not imported."""
-    found: dict[str, Any] = {}
+    stand_ins: dict[str, Any] = {}
     name, rules = values.get("model.fp8_recipe"), values.get("model.fp8_modules")
     if problem(name) is not None:
-        found["model.fp8_recipe"] = all_keys()["model.fp8_recipe"].default
+        stand_ins["model.fp8_recipe"] = all_keys()["model.fp8_recipe"].default
     if any(
         rule.precision != HIGH_PRECISION and problem(rule.precision) is not None
         for rule in parse_modules(rules) or ()
     ):
-        found["model.fp8_modules"] = []
+        stand_ins["model.fp8_modules"] = []
     named = {change.precision for change in parse_schedule(values.get(SCHEDULE))}
     if any(problem(name) is not None for name in named - {HIGH_PRECISION}):
-        found[SCHEDULE] = []
-    return found
+        stand_ins[SCHEDULE] = []
+    return stand_ins
 
 
 def check_continues(

@@ -213,14 +213,14 @@ def read_values(
 def interpolated_keys(cfg: DictConfig) -> frozenset[str]:
     """Return the keys whose values refer to other keys, as `${model.encoder_seq_length}` does."""
     sections: dict[str, Any] = {"": cfg}
-    found = set()
+    keys = set()
     for path in all_keys():
         section, _, leaf = path.rpartition(".")
         if section not in sections:  # none is an interpolation itself: `put_in` refuses that
             sections[section] = OmegaConf.select(cfg, section)
         if OmegaConf.is_interpolation(sections[section], leaf):
-            found.add(path)
-    return frozenset(found)
+            keys.add(path)
+    return frozenset(keys)
 
 
 def read_value(cfg: DictConfig, path: str) -> Any:

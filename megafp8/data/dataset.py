@@ -75,8 +75,8 @@ def load_sidecar(path: Path) -> Sidecar:
     try:
         fields = Fields(read_object(path, MAX_DESCRIPTION_BYTES))
         if fields.tree.get("version") != FORMAT_VERSION:
-            found = shown_value(fields.tree.get("version"))
-            raise ValueError(f"version {found}; only {FORMAT_VERSION} is known")
+            version = shown_value(fields.tree.get("version"))
+            raise ValueError(f"version {version}; only {FORMAT_VERSION} is known")
         files = fields.tree["files"]
         if not isinstance(files, list) or len(files) != 3:
             raise ValueError("3 files belong into `files`")
@@ -164,14 +164,14 @@ def description_beside(prefix: Path) -> Path | None:
 
 def end_of_document_beside(prefix: Path) -> str | None:
     """Return the token that ends a document if a `dataset.json` beside the dataset names it."""
-    found = _described(prefix, "end_of_document")
-    return found if isinstance(found, str) else None
+    token = _described(prefix, "end_of_document")
+    return token if isinstance(token, str) else None
 
 
 def recorded_vocab_size(prefix: Path) -> int | None:
     """Return the vocabulary size of the dataset's tokenizer if its `dataset.json` records it."""
-    found = _described(prefix, "vocab_size")
-    return found if type(found) is int and 0 < found <= MAX_VOCABULARY else None
+    size = _described(prefix, "vocab_size")
+    return size if type(size) is int and 0 < size <= MAX_VOCABULARY else None
 
 
 def _described(prefix: Path, key: str) -> Any:

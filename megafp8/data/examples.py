@@ -43,8 +43,8 @@ class Faults:
 
     def raise_first(self) -> None:
         """Raise DataError for the first fault of the first kind, if there is any."""
-        for found in self._found.values():
-            (example, field, reason, hint), *others = found
+        for faults in self._found.values():
+            (example, field, reason, hint), *others = faults
             if others:
                 shown = [other for other, *_ in others[:SHOWN_PLACES]]
                 places = [o.place if o.file == example.file else o.where for o in shown]

@@ -259,13 +259,13 @@ def _read(
     name: str, given: InstructionSpec, tokenizer: Tokenizer, longest: int, notify: Notify
 ) -> Tokenized:
     examples: list[Example] = read_examples(name)
-    found = tokenized(given, examples, tokenizer, longest)
-    if found.num_cut:
+    tokens = tokenized(given, examples, tokenizer, longest)
+    if tokens.num_cut:
         notify(
-            f"data: {name}: {found.num_cut} of {len(examples)} examples were too long; their "
+            f"data: {name}: {tokens.num_cut} of {len(examples)} examples were too long; their "
             f"field {given.truncation_field!r} was cut"
         )
-    return found
+    return tokens
 
 
 def _chosen(examples: Tokenized, numbers: NDArray[np.int64]) -> Tokenized:

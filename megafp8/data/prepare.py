@@ -136,9 +136,9 @@ class PreparedData:
         for part in self.final_parts:
             for document in part.documents:
                 tokens = part.opened.dataset.document(int(document))[:num_tokens]
-                found = [int(token) for token in tokens if token != self.tokenizer.eod_id]
-                if found and max(found) < self.vocab_size:
-                    return found
+                prompt = [int(token) for token in tokens if token != self.tokenizer.eod_id]
+                if prompt and max(prompt) < self.vocab_size:
+                    return prompt
         return [self.tokenizer.eod_id]
 
     def document_text(self, opened: OpenedDataset, document: int) -> bytes:
@@ -363,10 +363,10 @@ def document_rules(spec: DataSpec, eod_id: int) -> DocumentRules | None:
 
 def _fingerprint(parts: Sequence[DataPart]) -> str:
     """Return the fingerprint of the only dataset, or a hash of all fingerprints in order."""
-    found = [part.opened.fingerprint for part in parts]
-    if len(set(found)) == 1:
-        return found[0]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()
+    fingerprints = [part.opened.fingerprint for part in parts]
+    if len(set(fingerprints)) == 1:
+        return fingerprints[0]
+    return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
 
 def _index_folder(spec: DataSpec) -> Path | None:

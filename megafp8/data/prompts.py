@@ -64,7 +64,7 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
     """
     names = template_fields(spec.prompt_template)
     assert names is not None, "validated"
-    faults, found = Faults(), []
+    faults, fields = Faults(), []
     for example in examples:
         texts: dict[str, str] = {}
         for name in names:
@@ -97,9 +97,9 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
             elif not prompt:
                 hint = "Leave the example out, or add text to model.data.train_ds.prompt_template"
                 faults.add("prompt", example, "prompt", "is empty", hint)
-        found.append(texts)
+        fields.append(texts)
     faults.raise_first()
-    return found
+    return fields
 
 
 def _is_text(value: str) -> bool:

@@ -126,9 +126,9 @@ class TextSource:
 
     def _values_of_dataset(self, dataset: str) -> Iterator[tuple[str, str, object]]:
         """Yield the values of a dataset by name, from its files where these are JSON or Parquet."""
-        found = files_of_dataset(dataset, self.config, self.split)
-        if found is not None:
-            yield from self._values_of_files(*found)
+        kind_and_files = files_of_dataset(dataset, self.config, self.split)
+        if kind_and_files is not None:
+            yield from self._values_of_files(*kind_and_files)
             return
         stream = load_datasets().load_dataset(
             dataset, self.config, split=self.split, streaming=True
@@ -158,10 +158,10 @@ class TextSource:
 def _files_of(path: Path) -> list[Path]:
     """Return the file itself, or the readable files in a folder, in the order of their paths."""
     if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) is not None)
-        if not found:
+        files = sorted(p for p in path.rglob("*") if p.is_file() and _kind(p) is not None)
+        if not files:
             raise DataError(path, "folder", "has no text, JSONL or Parquet file", "Give another")
-        return found
+        return files
     try:
         with open(path, "rb"):
             return [path]

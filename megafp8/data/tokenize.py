@@ -193,11 +193,11 @@ def check_numbers(text: str) -> None:
     The library would make a table with as many rows, for minutes. A text inside of quotes cannot
     look like such a pair, because its quotes are escaped.
     """
-    for found in _NUMBERED.finditer(text):
-        before = text[max(0, found.start() - 1) : found.start()]
-        if before != "\\" and int(found[1][:20]) > MAX_VOCABULARY:
+    for match in _NUMBERED.finditer(text):
+        before = text[max(0, match.start() - 1) : match.start()]
+        if before != "\\" and int(match[1][:20]) > MAX_VOCABULARY:
             most = f"numbers up to {MAX_VOCABULARY} are read"
-            raise ValueError(f"it has a token of the number {found[1][:20]}; {most}")
+            raise ValueError(f"it has a token of the number {match[1][:20]}; {most}")
 
 
 def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:

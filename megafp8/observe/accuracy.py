@@ -83,7 +83,7 @@ class Streaks:
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
-    def after(self, found: Mapping[str, str]) -> list[str]:
-        """Return the linears of `found` that reach the count with this logged step."""
-        self._counts = {name: self._counts.get(name, 0) + 1 for name in found}
+    def after(self, complaints: Mapping[str, str]) -> list[str]:
+        """Return the linears of `complaints` that reach the count with this logged step."""
+        self._counts = {name: self._counts.get(name, 0) + 1 for name in complaints}
         return [name for name, count in self._counts.items() if count == LOGGED_STEPS]

@@ -46,12 +46,12 @@ def merged(parts: Iterable[Mapping[str, TensorHealth]]) -> dict[str, TensorHealt
     Ranks hold equal numbers of a tensor's values, so that the fraction over all ranks is at most
     the largest of theirs.
     """
-    found: dict[str, TensorHealth] = {}
+    worst_of: dict[str, TensorHealth] = {}
     for part in parts:
         for name, new in part.items():
-            old = found.get(name)
-            found[name] = new if old is None else _worst(old, new)
-    return found
+            old = worst_of.get(name)
+            worst_of[name] = new if old is None else _worst(old, new)
+    return worst_of
 
 
 def _worst(a: TensorHealth, b: TensorHealth) -> TensorHealth:
@@ -78,7 +78,7 @@ def complaints(
     `normally_saturated` returns the fraction of a tensor's values that may saturate by its recipe,
     where that is more than the limit.
     """
-    found: dict[str, str] = {}
+    complaints_of: dict[str, str] = {}
     for name, health in record.tensors.items():
         problems = []
         if not math.isfinite(health.amax):
@@ -92,8 +92,8 @@ def complaints(
             ratio = f"{health.snr_db:.1f} dB"
             problems.append(f"the signal-to-noise ratio of its worst row is {ratio}")
         if problems:
-            found[name] = ", ".join(problems)
-    return found
+            complaints_of[name] = ", ".join(problems)
+    return complaints_of
 
 
 def scalars(record: HealthRecord) -> dict[str, float]:

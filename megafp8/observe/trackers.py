@@ -34,13 +34,13 @@ TAGS: Mapping[str, tuple[str, str]] = {
 
 def tagged(values: Mapping[str, float]) -> dict[str, float]:
     """Return the values under NeMo's and Megatron's names; under our own where they have none."""
-    found = {tag: value for key, value in values.items() for tag in TAGS.get(key, (key,))}
+    by_tag = {tag: value for key, value in values.items() for tag in TAGS.get(key, (key,))}
     if "val_loss" in values:
         try:
-            found["lm loss validation ppl"] = math.exp(values["val_loss"])
+            by_tag["lm loss validation ppl"] = math.exp(values["val_loss"])
         except OverflowError:
-            found["lm loss validation ppl"] = math.inf
-    return found
+            by_tag["lm loss validation ppl"] = math.inf
+    return by_tag
 
 
 @runtime_checkable

@@ -296,8 +296,8 @@ def _cell(snr_db: float | None) -> str:
 
 
 def _averaged(pairs: Sequence[Pair]) -> tuple[list[int], list[float]]:
-    found = averaged_gap(pairs)
-    return [step for step, _ in found], [gap for _, gap in found]
+    gap_of_step = averaged_gap(pairs)
+    return [step for step, _ in gap_of_step], [gap for _, gap in gap_of_step]
 
 
 def _in_percent(curve: tuple[list[int], list[float]]) -> tuple[list[int], list[float]]:

@@ -87,7 +87,7 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, A
     one = len(runs) == 1
     wanted = [c for c in CURVES if one or c.key in SHARED_BY_RUNS]
     most = max(50, MOST_NUMBERS // (2 * len(runs) * (len(wanted) + 1)))
-    found = []
+    plots = []
     for curve in wanted:
         series: list[dict[str, Any]] = []
         for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
@@ -107,10 +107,10 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, A
         if series and not is_dull:
             is_dashed = not one and any(each["points"] for each in series)
             title = curve.title + (" (dashed, dots: validation)" if is_dashed else "")
-            found.append({"title": title, "log": curve.is_log, "series": series})
+            plots.append({"title": title, "log": curve.is_log, "series": series})
             if one and curve.key == "loss" and (phases := phases_of(runs[0])):
-                found[-1]["phases"] = phases
-    return found
+                plots[-1]["phases"] = phases
+    return plots
 
 
 def phases_of(run: RunRecord) -> list[dict[str, Any]]:
@@ -217,15 +217,15 @@ def heat_maps(run: RunRecord) -> dict[str, Any] | None:
 
 def _worst(line: Mapping[str, Any], names: Sequence[str], measure: str) -> float | None:
     _, factor, worse = MEASURES[measure]
-    found = []
+    values = []
     for name in names:
         tensor = line["tensors"].get(name)
         value = tensor.get(measure) if isinstance(tensor, dict) else None
         if isinstance(value, int | float) and math.isfinite(value):
-            found.append(float(value))
-    if not found:
+            values.append(float(value))
+    if not values:
         return None
-    value = worse(found)
+    value = worse(values)
     if factor is None:
         return round(math.log2(value), 1) if value > 0 else None
     return float(f"{value * factor:.3g}")
@@ -239,8 +239,8 @@ def _thinned(lines: Sequence[Line], most: int) -> Sequence[Line]:
 
 
 def _layer(linear: str) -> str:
-    found = re.match(r"layers\.(\d+)\.", linear)
-    return found[1] if found else linear
+    match = re.match(r"layers\.(\d+)\.", linear)
+    return match[1] if match else linear
 
 
 def _natural(text: str) -> list[tuple[int, str]]:

@@ -158,10 +158,10 @@ def _head(name: str, status: str, text: str, lead: Sequence[str]) -> str:
     return f"<h1>{escape(name)}<span class='pill {status}'>{escape(text)}</span></h1>{lines}"
 
 
-def _problems(found: Sequence[tuple[str | None, Sequence[str]]]) -> str:
+def _problems(problems_of_runs: Sequence[tuple[str | None, Sequence[str]]]) -> str:
     lines = [
         escape(f"{name}: {problem}" if name else problem)
-        for name, problems in found
+        for name, problems in problems_of_runs
         for problem in problems
     ]
     if not lines:
@@ -176,11 +176,11 @@ def _problems(found: Sequence[tuple[str | None, Sequence[str]]]) -> str:
 
 def _figures(run: RunRecord) -> list[Figure]:
     """Return what a run came to: name, value and meaning of each figure that it has."""
-    found: list[Figure] = []
+    figures: list[Figure] = []
 
     def add(name: str, value: float | None, text: str, meaning: str = "") -> None:
         if value is not None:
-            found.append((name, text, meaning))
+            figures.append((name, text, meaning))
 
     val, train = run.figure("val_loss"), run.figure("train_loss")
     add("validation loss", val, format_number(val or 0.0), "nats per token")
@@ -215,7 +215,7 @@ def _figures(run: RunRecord) -> list[Figure]:
     skipped = run.figure("num_skipped_steps")
     if skipped:
         add("skipped steps", skipped, f"{skipped:.0f}", "not finite")
-    return found
+    return figures
 
 
 def typical_speed(run: RunRecord) -> float | None:
@@ -365,14 +365,14 @@ def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
     """Return the settings in which runs differ, with the value of each run."""
     known = [run.config for run in runs]
     keys = list(dict.fromkeys(key for config in known for key in config))
-    found = {}
+    differing = {}
     for key in keys:
         values = [config.get(key) for config in known]
         if key not in NOT_A_DIFFERENCE and any(
             value != values[0] for value, config in zip(values, known, strict=True) if config
         ):
-            found[key] = values
-    return found
+            differing[key] = values
+    return differing
 
 
 def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:

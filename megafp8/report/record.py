@@ -101,9 +101,9 @@ class RunRecord:
 
     def figure(self, key: str) -> float | None:
         """Return a figure of the summary, or of the last line that has it."""
-        found = self.summary.get(key)
-        if isinstance(found, int | float) and not isinstance(found, bool):
-            return float(found)
+        figure = self.summary.get(key)
+        if isinstance(figure, int | float) and not isinstance(figure, bool):
+            return float(figure)
         lines = self.validations if key == "val_loss" else self.metrics
         name = {"train_loss": "loss"}.get(key, key)
         for line in reversed(lines):
@@ -203,24 +203,26 @@ def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    dotted: list[tuple[str, Any]] = []
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            found += _dotted(value, f"{prefix}{key}.")
+            dotted += _dotted(value, f"{prefix}{key}.")
         else:
-            found.append((f"{prefix}{key}", value))
-    return found
+            dotted.append((f"{prefix}{key}", value))
+    return dotted
 
 
 def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        found = read_json(path / SUMMARY_NAME)
+        summary = read_json(path / SUMMARY_NAME)
     except FileNotFoundError:
         return {}  # the run has not ended
     except (OSError, ValueError) as error:
         problems.append(f"{SUMMARY_NAME} cannot be read ({error})")
         return {}
-    return {key: _value(value) for key, value in found.items()} if isinstance(found, dict) else {}
+    return (
+        {key: _value(value) for key, value in summary.items()} if isinstance(summary, dict) else {}
+    )
 
 
 def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]:
@@ -259,19 +261,19 @@ def _spread(path: Path, problems: list[str]) -> list[Line]:
 
 
 def _parsed(name: str, raw: Sequence[bytes], problems: list[str]) -> list[Line]:
-    found, bad = [], 0
+    lines, bad = [], 0
     for text in raw:
         try:
             line = parse_json(text)
         except ForeignFileError:
             line = None
         if isinstance(line, dict):
-            found.append({key: _value(value) for key, value in line.items()})
+            lines.append({key: _value(value) for key, value in line.items()})
         else:
             bad += 1
     if bad:
         problems.append(f"{name} is damaged: {bad} of {len(raw)} lines cannot be read")
-    return found
+    return lines
 
 
 def _value(value: Any) -> Any:

@@ -194,12 +194,12 @@ def _num_last(logged: int) -> int:
 def gaps_of(pair: Pair) -> tuple[list[int], list[float]]:
     """Return the steps that both runs logged, and the relative gaps of their training losses."""
     base = {line["step"]: float(line["loss"]) for line in pair.base.metrics}
-    found = [
+    gap_of_step = [
         (int(line["step"]), float(line["loss"]) / base[line["step"]] - 1)
         for line in pair.other.metrics
         if base.get(line["step"])
     ]
-    return [step for step, _ in found], [gap for _, gap in found]
+    return [step for step, _ in gap_of_step], [gap for _, gap in gap_of_step]
 
 
 def averaged_gap(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
@@ -218,8 +218,10 @@ def averaged_gap(pairs: Sequence[Pair]) -> list[tuple[int, float]]:
 
 
 def _first_difference(pairs: Sequence[Pair]) -> int | None:
-    found = [step for pair in pairs for step, gap in zip(*gaps_of(pair), strict=True) if gap != 0.0]
-    return min(found, default=None)
+    different_steps = [
+        step for pair in pairs for step, gap in zip(*gaps_of(pair), strict=True) if gap != 0.0
+    ]
+    return min(different_steps, default=None)
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def all_signals(run: RunRecord) -> list[Signal]:
     """Return what every measured tensor lost, the lowest signal-to-noise ratio first."""
     lines = run.health[-max(1, len(run.health) // 4) :]
     names = {name for line in lines for name in line["tensors"]}
-    found = []
+    signals = []
     for name in names:
         values = [
             [v for line in lines if (v := _measure(line, name, key)) is not None]
@@ -249,8 +251,8 @@ def all_signals(run: RunRecord) -> list[Signal]:
         ]
         if values[0]:
             means = [statistics.fmean(known) if known else 0.0 for known in values]
-            found.append(Signal(name, *means))
-    return sorted(found, key=lambda signal: (signal.snr_db, signal.name))
+            signals.append(Signal(name, *means))
+    return sorted(signals, key=lambda signal: (signal.snr_db, signal.name))
 
 
 def _measure(line: Line, name: str, key: str) -> float | None:

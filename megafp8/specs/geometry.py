@@ -120,12 +120,12 @@ def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
     (first, start), (last, rest) = divmod(begin, columns), divmod(end, columns)
     if first == last:
         return [Box((first, start), (1, end - begin))]
-    found = []
+    boxes = []
     if start:
-        found.append(Box((first, start), (1, columns - start)))
+        boxes.append(Box((first, start), (1, columns - start)))
         first += 1
     if first < last:
-        found.append(Box((first, 0), (last - first, columns)))
+        boxes.append(Box((first, 0), (last - first, columns)))
     if rest:
-        found.append(Box((last, 0), (1, rest)))
-    return found
+        boxes.append(Box((last, 0), (1, rest)))
+    return boxes

@@ -60,10 +60,10 @@ def ways(traits: Traits, capability: Capability) -> tuple[str, ...]:
 
     Without any, the native backend computes the same results in BF16 or FP32 products.
     """
-    found = []
+    runners = []
     if all(why_no_product(capability, layout) is None for layout in traits.layouts):
-        found.append("native")
+        runners.append("native")
     te_class = traits.backends.get("te")
     if te_class is not None and why_not_in_te(capability, te_class) is None:
-        found.append("te")
-    return tuple(found)
+        runners.append("te")
+    return tuple(runners)

@@ -220,7 +220,7 @@ def _running(name: str, imports: Callable[[], ModuleType], path: Path) -> Module
 
 
 def _class_in(name: str, module: ModuleType, wanted: str) -> type[Recipe]:
-    found = {
+    classes = {
         key: value
         for key, value in vars(module).items()
         if isinstance(value, type)
@@ -228,13 +228,13 @@ def _class_in(name: str, module: ModuleType, wanted: str) -> type[Recipe]:
         and value.__module__ == module.__name__
     }
     source = getattr(module, "__file__", module.__name__)
-    if wanted and wanted not in found:
-        listed = ", ".join(found) or "none"
+    if wanted and wanted not in classes:
+        listed = ", ".join(classes) or "none"
         raise RecipeError(f"{name}: {source} has no recipe {wanted}; it has {listed}")
-    if not wanted and len(found) != 1:
-        listed = ", ".join(found) or "none: a recipe is a subclass of megafp8.fp8.Recipe"
+    if not wanted and len(classes) != 1:
+        listed = ", ".join(classes) or "none: a recipe is a subclass of megafp8.fp8.Recipe"
         raise RecipeError(f"{name}: {source} must have one recipe, or name it; it has {listed}")
-    return found[wanted] if wanted else next(iter(found.values()))
+    return classes[wanted] if wanted else next(iter(classes.values()))
 
 
 def _made(name: str, cls: type[Recipe]) -> Recipe:

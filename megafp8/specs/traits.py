@@ -199,8 +199,8 @@ class Traits:
     @property
     def scales(self) -> tuple[Scales, ...]:
         """Return the kinds of scales that occur."""
-        found = (s for casts in self.casts.values() for s in (casts.last, casts.first))
-        return tuple(dict.fromkeys(found))
+        kinds = (s for casts in self.casts.values() for s in (casts.last, casts.first))
+        return tuple(dict.fromkeys(kinds))
 
     @property
     def layouts(self) -> tuple[LayoutName | None, ...]:
@@ -294,66 +294,66 @@ def contradictions(traits: Traits) -> list[str]:
 
 
 def _wrong_values(traits: Traits) -> list[str]:
-    found = []
+    wrong = []
     if not traits.backward_formats or set(traits.backward_formats) - set(get_args(FormatName)):
-        found.append(f"backward_formats={traits.backward_formats} must name e4m3, e5m2 or both")
+        wrong.append(f"backward_formats={traits.backward_formats} must name e4m3, e5m2 or both")
     if traits.power_2 not in get_args(Power2):
-        found.append(f"power_2={traits.power_2!r} must be {', '.join(get_args(Power2))}")
+        wrong.append(f"power_2={traits.power_2!r} must be {', '.join(get_args(Power2))}")
     if unknown := set(traits.high_precision) - set(get_args(GemmName)):
-        found.append(f"high_precision names {sorted(unknown)[0]}, which is no product of a linear")
+        wrong.append(f"high_precision names {sorted(unknown)[0]}, which is no product of a linear")
     if not isinstance(traits.multiple, int) or traits.multiple < 1:
-        found.append(f"multiple={traits.multiple} must be a whole number from 1")
-    return found
+        wrong.append(f"multiple={traits.multiple} must be a whole number from 1")
+    return wrong
 
 
 def _wrong_scales(traits: Traits) -> list[str]:
-    found = []
+    wrong = []
     for role, casts in traits.casts.items():
         for scales in (casts.last, casts.first):
             for size in (scales.across, scales.along):
                 if size is not None and (size < 1 or traits.multiple % size):
-                    found.append(
+                    wrong.append(
                         f"multiple={traits.multiple} is not a multiple of the blocks of {size} "
                         f"that {role} has"
                     )
         if casts.serves_both and casts.last != Scales(
             casts.first.along, casts.first.across, casts.first.has_outer
         ):
-            found.append(f"{role} serves both products with other blocks for each of the two")
-    return list(dict.fromkeys(found))
+            wrong.append(f"{role} serves both products with other blocks for each of the two")
+    return list(dict.fromkeys(wrong))
 
 
 def _wrong_rotations(traits: Traits) -> list[str]:
-    found = []
+    wrong = []
     for role, casts in traits.casts.items():
         if casts.serves_both and casts.rotation:
-            found.append(f"{role} is rotated for one product alone, and so cannot serve both")
+            wrong.append(f"{role} is rotated for one product alone, and so cannot serve both")
     if traits.input.rotation != traits.grad_output.rotation:
-        found.append("input and grad_output are not rotated alike, so that no product cancels it")
+        wrong.append("input and grad_output are not rotated alike, so that no product cancels it")
     if traits.weight.rotation:
-        found.append("weight is rotated, and the product for grad_input has no other such operand")
-    return found
+        wrong.append("weight is rotated, and the product for grad_input has no other such operand")
+    return wrong
 
 
 def _wrong_claims(traits: Traits) -> list[str]:
-    found, has_outer = [], any(scales.has_outer for scales in traits.scales)
+    wrong, has_outer = [], any(scales.has_outer for scales in traits.scales)
     if traits.commutes and has_outer and not traits.agrees:
-        found.append("commutes=True with a factor of the whole tensor needs agrees=True")
+        wrong.append("commutes=True with a factor of the whole tensor needs agrees=True")
     if traits.has_history and not traits.has_one_scale:
-        found.append("has_history=True needs one scale for each tensor (TENSOR)")
+        wrong.append("has_history=True needs one scale for each tensor (TENSOR)")
     casts = traits.casts.values()
     if traits.has_history and not all(cast.serves_both for cast in casts):
-        found.append("has_history=True needs one quantization for both products (serves_both)")
+        wrong.append("has_history=True needs one quantization for both products (serves_both)")
     is_rounded = traits.numbers == "fp8" and not any(cast.is_random for cast in casts)
     if traits.has_history and (traits.is_simulated or not is_rounded):
-        found.append("has_history=True rounds to FP8, without is_simulated, numbers and is_random")
+        wrong.append("has_history=True rounds to FP8, without is_simulated, numbers and is_random")
     if traits.has_history and traits.agrees:
-        found.append("has_history=True and agrees=True exclude each other")
+        wrong.append("has_history=True and agrees=True exclude each other")
     of_tokens = {traits.input, traits.grad_output}
     if traits.agrees_on_columns and (traits.agrees or of_tokens != {alike(ROW)}):
-        found.append("agrees_on_columns=True needs ROW for input and grad_output, without agrees")
+        wrong.append("agrees_on_columns=True needs ROW for input and grad_output, without agrees")
     if traits.shares_weight and not (traits.keeps_weight and traits.weight.last.is_one):
-        found.append("shares_weight=True needs one scale for a weight, for both of its products")
+        wrong.append("shares_weight=True needs one scale for a weight, for both of its products")
     if traits.is_simulated and (traits.backends or traits.numbers != "fp8"):
-        found.append("is_simulated=True excludes backends and numbers")
-    return found
+        wrong.append("is_simulated=True excludes backends and numbers")
+    return wrong

@@ -94,10 +94,10 @@ def _near_worlds(v: Values) -> dict[str, str]:
     in_nodes = nearest_multiples(nodes, size // math.gcd(size, devices))
     if nodes > 1:
         return {"trainer.num_nodes": in_nodes}
-    found = {"trainer.devices": nearest_multiples(devices, size)}
+    nearest = {"trainer.devices": nearest_multiples(devices, size)}
     if devices > 1 and size % devices == 0:
-        found["trainer.num_nodes"] = in_nodes
-    return found
+        nearest["trainer.num_nodes"] = in_nodes
+    return nearest
 
 
 @rule("model.global_batch_size", "model.micro_batch_size", *WORLD, *SIZES)

@@ -71,28 +71,28 @@ def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
 
 def _products_of(v: Values) -> str:
     """Return the subject of a refusal of a size: it names the recipe if others need less."""
-    found = _large(v)
-    if not found:
+    large = _large(v)
+    if not large:
         return "FP8 GEMMs"
-    key = "model.fp8_recipe" if v["model.fp8_recipe"] in found else "model.fp8_modules"
-    if found[0] in {change.precision for change in parse_schedule(v.get(SCHEDULE))}:
+    key = "model.fp8_recipe" if v["model.fp8_recipe"] in large else "model.fp8_modules"
+    if large[0] in {change.precision for change in parse_schedule(v.get(SCHEDULE))}:
         key = SCHEDULE
-    return f"FP8 GEMMs of {found[0]} ({key})"
+    return f"FP8 GEMMs of {large[0]} ({key})"
 
 
 def _large(v: Values) -> tuple[str, ...]:
     """Return the recipes that need larger multiples than tensor cores do, the largest first."""
-    found = recipes_where(recipes_in(v), lambda traits: traits.multiple > TENSOR_CORE_MULTIPLE)
-    return tuple(sorted(found, key=lambda name: -find_recipe(name).traits.multiple))
+    large = recipes_where(recipes_in(v), lambda traits: traits.multiple > TENSOR_CORE_MULTIPLE)
+    return tuple(sorted(large, key=lambda name: -find_recipe(name).traits.multiple))
 
 
 def _other_recipe(v: Values, size: int, ranks: int) -> str:
     """Return the part of a hint that names another recipe, where that accepts the size."""
-    found = _large(v)
-    if not found or size % (TENSOR_CORE_MULTIPLE * ranks):
+    large = _large(v)
+    if not large or size % (TENSOR_CORE_MULTIPLE * ranks):
         return ""
     return (
-        f"; or another recipe than {found[0]}: the others need multiples of {TENSOR_CORE_MULTIPLE}"
+        f"; or another recipe than {large[0]}: the others need multiples of {TENSOR_CORE_MULTIPLE}"
     )
 
 

@@ -54,12 +54,12 @@ def _entries_have_effects(v: Values) -> Iterator[Finding]:
             f"names bf16, and the run computes in trainer.precision={v['trainer.precision']}",
             "Write recipe: high_precision, which stands for trainer.precision",
         )
-    found = _order(changes, v)
+    findings = _order(changes, v)
     recipes = {v["model.fp8_recipe"], *(change.precision for change in changes)}
     is_known = all(problem(name) is None for name in recipes - {HIGH_PRECISION})
     if is_known and v["model.num_layers"] <= LAYERS_NAMED:
-        found = chain(found, _effects(changes, v))
-    yield from islice(found, 1)  # what is wrong with later entries may follow from it
+        findings = chain(findings, _effects(changes, v))
+    yield from islice(findings, 1)  # what is wrong with later entries may follow from it
 
 
 def is_valid(entries: list[Any], values: Values) -> bool:

@@ -136,12 +136,12 @@ def all_keys() -> dict[str, Key]:
 @cache
 def _keys_by_spec() -> dict[str, dict[str, str]]:
     """Return the fields of each spec in the `RunSpec`, by its path, with the keys they are from."""
-    found: dict[str, dict[str, str]] = {}
+    by_spec: dict[str, dict[str, str]] = {}
     for path, described in all_keys().items():
         if described.spec is not None:
             section, _, name = described.spec.rpartition(".")
-            found.setdefault(section, {})[name] = path
-    return found
+            by_spec.setdefault(section, {})[name] = path
+    return by_spec
 
 
 def spec_fields(section: str, values: Values) -> dict[str, Any]:
