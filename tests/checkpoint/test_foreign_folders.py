@@ -14,7 +14,7 @@ import pytest
 from megafp8.checkpoint.step_directories import remove_leftovers
 from megafp8.config.resume import full_identity
 from megafp8.errors import RunError
-from megafp8.runs import directory as rundir
+from megafp8.runs import directory
 from megafp8.runs.directory import is_locked
 from megafp8.specs import RunSpec
 from tests.config.helpers import run_spec as settings_of
@@ -87,12 +87,12 @@ def test_nothing_of_another_program_is_touched(tmp_path: Path, what: str) -> Non
     (tmp_path / "notes.txt").write_text("mine")
     before = contents(tmp_path)
     with pytest.raises(RunError, match="a run would overwrite: ") as raised:
-        rundir.enter(spec_for(tmp_path), is_sweep=False)
+        directory.enter(spec_for(tmp_path), is_sweep=False)
     name = what.split(" ")[0] if what[0] != "a" else what.split(" ")[-1]
     assert name.split("/")[0] in str(raised.value) and "new or an empty folder" in str(raised.value)
     assert contents(tmp_path) == before
     with pytest.raises(RunError, match="a run would overwrite: "):
-        rundir.check_directory(spec_for(tmp_path))
+        directory.check_directory(spec_for(tmp_path))
 
 
 def test_other_names_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_other_names_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / "console.log").write_text("the shell's")
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "checkpoints").mkdir()
-    choice = rundir.enter(spec_for(tmp_path), is_sweep=False)
+    choice = directory.enter(spec_for(tmp_path), is_sweep=False)
     assert is_locked(tmp_path) and (tmp_path / "slurm-1.out").read_text() == "a scheduler's"
     choice.release()
-    again = rundir.enter(spec_for(tmp_path), is_sweep=False)
+    again = directory.enter(spec_for(tmp_path), is_sweep=False)
     assert again.continues
     again.release()
 
@@ -125,11 +125,11 @@ def test_a_run_of_others_writes_through_no_link(tmp_path: Path, name: str, kind:
 
     put()
     with pytest.raises(RunError, match="a run would overwrite: "):  # the folder has no run yet
-        rundir.enter(spec_for(folder), is_sweep=False)
+        directory.enter(spec_for(folder), is_sweep=False)
     (folder / name).unlink()
-    rundir.enter(spec_for(folder), is_sweep=False).release()
+    directory.enter(spec_for(folder), is_sweep=False).release()
     put()
-    for enters in (rundir.check_directory, lambda spec: rundir.enter(spec, is_sweep=False)):
+    for enters in (directory.check_directory, lambda spec: directory.enter(spec, is_sweep=False)):
         with pytest.raises(RunError, match=f"{name} is a link or no ordinary file"):
             enters(spec_for(folder))
     record = json.loads((folder / "run.json").read_text())
@@ -138,7 +138,7 @@ def test_a_run_of_others_writes_through_no_link(tmp_path: Path, name: str, kind:
         (folder / "run.json").write_text(
             json.dumps(record | {"identity": full_identity(unnamed.resolved)})
         )
-        rundir.enter(unnamed, is_sweep=False)
+        directory.enter(unnamed, is_sweep=False)
     assert precious.read_text() == "mine\n"
 
 
@@ -150,16 +150,18 @@ def test_a_run_without_its_record_is_still_a_run(tmp_path: Path) -> None:
     for meta in ({"config": {}}, "no object", None):
         (step_dir / "manifest.json").write_text(json.dumps({"meta": meta}))
         with pytest.raises(RunError, match=r"would overwrite: tokenizer\.json"):
-            rundir.check_directory(spec_for(tmp_path))
+            directory.check_directory(spec_for(tmp_path))
     (step_dir / "manifest.json").write_text(json.dumps({"meta": {"data_fingerprint": "x"}}))
-    rundir.check_directory(spec_for(tmp_path))
+    directory.check_directory(spec_for(tmp_path))
 
 
 def test_a_process_that_died_early_does_not_block_the_folder(tmp_path: Path) -> None:
     for content in ("", '{"host": "h", "pid": 1}\n'):
         (tmp_path / ".lock").write_text(content)
-        choice = rundir.enter(spec_for(tmp_path), is_sweep=False)
+        choice = directory.enter(spec_for(tmp_path), is_sweep=False)
+        assert is_locked(tmp_path)
         choice.release()
+        assert not is_locked(tmp_path)
         for path in tmp_path.iterdir():
             path.unlink()
 
@@ -211,20 +213,20 @@ def test_the_root_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/")
     with pytest.raises(RunError, match=r"explicit_log_dir=~ is the root of the file system"):
-        rundir.check_directory(spec_for(Path("~")))
+        directory.check_directory(spec_for(Path("~")))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     with pytest.raises(RunError, match="Write the path without '~'"):
-        rundir.check_directory(spec_for(Path("~nobody_of_that_name/x")))
-    choice = rundir.enter(spec_for(Path("~/x")), is_sweep=False)
+        directory.check_directory(spec_for(Path("~nobody_of_that_name/x")))
+    choice = directory.enter(spec_for(Path("~/x")), is_sweep=False)
     assert choice.path == tmp_path / "home" / "x" and not (tmp_path / "~").exists()
     choice.release()
     named = settings_of('exp_manager.exp_dir="~/runs"', "exp_manager.name=a")
-    choice = rundir.enter(named, is_sweep=False)
+    choice = directory.enter(named, is_sweep=False)
     assert choice.path == tmp_path / "home" / "runs" / "a"
     choice.release()
-    choice = rundir.enter(settings_of('exp_manager.exp_dir="~/more"'), is_sweep=False)
+    choice = directory.enter(settings_of('exp_manager.exp_dir="~/more"'), is_sweep=False)
     assert choice.path.parent == tmp_path / "home" / "more"
     choice.release()
-    hidden = rundir.enter(spec_for(tmp_path / ".hid"), is_sweep=False)
+    hidden = directory.enter(spec_for(tmp_path / ".hid"), is_sweep=False)
     assert hidden.path == tmp_path / ".hid"
     hidden.release()

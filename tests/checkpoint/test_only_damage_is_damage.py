@@ -21,7 +21,7 @@ from megafp8.checkpoint.manifest import Placement
 from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.files import why_unreadable
 from megafp8.parallel.mesh import single_rank
-from megafp8.runs import directory as rundir
+from megafp8.runs import directory
 from megafp8.runs.directory import choose_run, recorded_settings
 from megafp8.train.load import newest_after_cleanup
 from tests.checkpoint.test_damage import rewrite_manifest
@@ -214,7 +214,7 @@ def test_a_record_that_cannot_be_read_does_not_begin_another_run(
     real = os.open
 
     def fails(path: Path, *flags: int) -> int:
-        if Path(path).name == rundir.RECORD_NAME:
+        if Path(path).name == directory.RECORD_NAME:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return real(path, *flags)
 

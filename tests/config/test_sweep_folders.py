@@ -11,7 +11,7 @@ from megafp8.cli import report
 from megafp8.cli.compare import main as compare
 from megafp8.cli.sweep_results import SweepJob, print_results, result_of
 from megafp8.report.page import PAGE_START
-from tests.config.test_app import shell
+from tests.cli.test_main import shell
 from tests.report.made import make_run
 
 

@@ -30,7 +30,10 @@ def test_right_variables_pass() -> None:
 
 
 def test_a_process_that_is_no_rank_is_not_checked() -> None:
-    check_environment({"LOCAL_RANK": "x", "MASTER_PORT": "x"})
+    wrong = {"LOCAL_RANK": "x", "MASTER_PORT": "x"}
+    check_environment(wrong)
+    with pytest.raises(RunError, match="LOCAL_RANK=x|MASTER_PORT=x"):
+        check_environment(RIGHT | wrong)
 
 
 WRONG = [

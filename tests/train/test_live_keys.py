@@ -160,7 +160,9 @@ EFFECTS: dict[str, Effect] = {
     "model.fp8_modules": Trains('["*.fc2:high_precision"]'),
     "model.precision_schedule": Trains("[{from: 0, recipe: tensorwise}]"),
     "model.use_autocast_during_eval": Runs(False, sees="metrics"),
-    "model.pad_inner_dim": ShownBy("tests/config/test_fp8_rules.py::test_padding_allows_odd_sizes"),
+    "model.pad_inner_dim": ShownBy(
+        "tests/config/test_precision_spec.py::test_padding_allows_odd_sizes"
+    ),
     "model.fp8_health": Runs("off"),
     "model.fp8_health_max_underflow": LIMITS,
     "model.fp8_health_max_overflow": LIMITS,

@@ -103,7 +103,11 @@ def test_out_of_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.gpu
-def test_nvtx_ranges_of_steps(tmp_path: Path) -> None:
+def test_nvtx_ranges_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named, push = list[str](), torch.cuda.nvtx.range_push
+    monkeypatch.setattr(
+        torch.cuda.nvtx, "range_push", lambda name: (named.append(name), push(name))
+    )
     spec = ProfileSpec(enabled=True, start_step=1, end_step=1, gen_shape=True)
     profiler = StepProfiler(spec, tmp_path, 0, torch.device("cuda"), print)
     for step in range(3):
@@ -111,6 +115,7 @@ def test_nvtx_ranges_of_steps(tmp_path: Path) -> None:
         torch.ones(4, device="cuda").add_(1)
         profiler.after_step(step)
     torch.cuda.synchronize()
+    assert named == ["step 2"]
 
 
 @pytest.mark.gpu

@@ -102,6 +102,8 @@ def test_restarts_by_a_launcher_count_too(tmp_path: Path) -> None:
 def test_progress_begins_a_new_count(tmp_path: Path) -> None:
     for count in range(9):
         check_progress(tmp_path, count // 3, restarted(count))
+        starts = json.loads((tmp_path / "restarts.json").read_text())["starts"]
+        assert len(starts) == count % 3 + 1
 
 
 def test_no_restart_no_count(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from megafp8 import files
 from megafp8.errors import ConfigError, ExitCode, RunError
-from megafp8.runs import directory as rundir
+from megafp8.runs import directory
 from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
 from megafp8.specs import RunSpec
 from tests.config.helpers import run_spec as settings_of
@@ -157,7 +157,7 @@ def test_named(tmp_path: Path) -> None:
     first.lock.release()
     again = choose(tmp_path, "mine")
     assert again.continues and "mine" in again.reason
-    rundir.mark(again.path, rundir.FINISHED)
+    directory.mark(again.path, directory.FINISHED)
     again.lock.release()
     other = choose(tmp_path, "mine", "other settings")  # finished: still that one
     assert other.continues
@@ -173,10 +173,10 @@ def test_a_refused_run_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "mine" / "console.log").write_text("the error message")
     choice = choose(tmp_path, "mine")
     (tmp_path / "mine" / "events.jsonl").write_text("")
-    assert not choice.continues and rundir.withdraw(choice)
+    assert not choice.continues and directory.withdraw(choice)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["console.log"]
     again = choose(tmp_path, "new")
-    assert rundir.withdraw(again) and not (tmp_path / "new").exists()
+    assert directory.withdraw(again) and not (tmp_path / "new").exists()
 
 
 def test_named_without_a_record(tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ def test_unnamed_continues_the_newest_unfinished_of_the_same_settings(tmp_path: 
     old, new = begin_and_end(exp_dir, "old"), begin_and_end(exp_dir, "new")
     begin = choose(exp_dir)
     assert begin.path == new and begin.continues and "newest unfinished" in begin.reason
-    rundir.mark(new, rundir.FINISHED)
+    directory.mark(new, directory.FINISHED)
     begin.lock.release()
     assert begin_and_end(exp_dir) == old
-    rundir.mark(old, "stopped by signal")
+    directory.mark(old, "stopped by signal")
     assert begin_and_end(exp_dir) == old
     fresh = choose(exp_dir, identity="b")
     assert not fresh.continues and fresh.path not in (old, new)
@@ -232,7 +232,7 @@ def test_one_that_finished_between_look_and_lock_is_left_alone(
     path, acquire = begin_and_end(tmp_path), RunLock.acquire
 
     def finishes_first(run_dir: Path) -> RunLock:
-        rundir.mark(path, rundir.FINISHED)
+        directory.mark(path, directory.FINISHED)
         return acquire(run_dir)
 
     monkeypatch.setattr(RunLock, "acquire", finishes_first)
@@ -352,7 +352,7 @@ def test_a_disk_that_fails_when_a_directory_is_entered(
     with monkeypatch.context() as patch:
         doing = fail_at(patch, where, number)
         with pytest.raises(RunError) as raised:
-            rundir.enter(spec_of(exp_dir, name), is_sweep=False)
+            directory.enter(spec_of(exp_dir, name), is_sweep=False)
     said = str(raised.value)
     assert said.startswith(str(exp_dir)) and doing in said, said
     assert f"failed with {errno.errorcode[number]} ({os.strerror(number)}). " in said
@@ -362,7 +362,7 @@ def test_a_disk_that_fails_when_a_directory_is_entered(
     assert not open_files(tmp_path), "a lock stays open"
     left = [path for path in exp_dir.rglob("*") if path.is_file() and path.name != ".lock"]
     assert not left and (name is not None or not list(exp_dir.glob("*")))
-    choice = rundir.enter(spec_of(exp_dir, name), is_sweep=False)  # the disk works again
+    choice = directory.enter(spec_of(exp_dir, name), is_sweep=False)  # the disk works again
     assert not choice.continues and is_locked(choice.path)
     choice.release()
 
@@ -374,16 +374,16 @@ def test_a_disk_that_fails_when_a_run_continues(
 ) -> None:
     """A full disk begins no other run in place of the one that would continue."""
     spec = spec_of(tmp_path, name)
-    first = rundir.enter(spec, is_sweep=False)
+    first = directory.enter(spec, is_sweep=False)
     first.release()
     before = sorted(path.name for path in first.path.iterdir())
     with monkeypatch.context() as patch:
         fail_at(patch, where, errno.ENOSPC)
         with pytest.raises(RunError, match=rf"{first.path}/.*failed with ENOSPC"):
-            rundir.enter(spec, is_sweep=False)
+            directory.enter(spec, is_sweep=False)
     assert list(tmp_path.iterdir()) == [first.path] and not open_files(tmp_path)
     assert sorted(path.name for path in first.path.iterdir()) == before
-    again = rundir.enter(spec, is_sweep=False)
+    again = directory.enter(spec, is_sweep=False)
     assert again.continues and again.path == first.path
     again.release()
 
@@ -395,7 +395,7 @@ def test_a_run_that_continues_says_which_settings_have_changed(tmp_path: Path) -
     expected = "; changed since: trainer.max_steps 900 to 7, model.micro_batch_size 4 to 2"
     moved = [f"exp_manager.explicit_log_dir={tmp_path / 'a'}", *longer[2:]]
     for overrides, said in ((place, None), (longer, expected), (longer, ""), (moved, "")):
-        choice = rundir.enter(settings_of(*overrides), is_sweep=False)
+        choice = directory.enter(settings_of(*overrides), is_sweep=False)
         choice.release()
         assert choice.reason == ("new run a" if said is None else f"continues run a{said}")
 
@@ -405,9 +405,9 @@ def test_a_sweep_over_another_ones_jobs_is_told_what_chooses_the_directory(tmp_p
         log_dir = f"exp_manager.explicit_log_dir={tmp_path / 'sweep' / '0'}"
         return settings_of(log_dir, "exp_manager.resume_if_exists=True", *overrides)
 
-    rundir.enter(job(), is_sweep=True).release()
+    directory.enter(job(), is_sweep=True).release()
     with pytest.raises(ConfigError, match=r"or another hydra\.sweep\.dir for a new run"):
-        rundir.enter(job("model.seed=7"), is_sweep=True)
+        directory.enter(job("model.seed=7"), is_sweep=True)
 
 
 def test_another_users_run_is_not_continued(
@@ -416,7 +416,7 @@ def test_another_users_run_is_not_continued(
     old, acquire = begin_and_end(tmp_path), os.open
 
     def refused(path: Any, *args: Any, **kwargs: Any) -> int:
-        if Path(path) == old / rundir.LOCK_NAME:
+        if Path(path) == old / directory.LOCK_NAME:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return acquire(path, *args, **kwargs)
 
