@@ -178,12 +178,12 @@ def _claim(out: Path, compared: Comparison) -> None:
             f"{out}: has runs of other configurations{which}. Give another --out, or delete it"
         )
     require_page(out / REPORT_FILE, "Give another --out")
-    found = {
+    record = {
         "configurations": compared.identity,
         "labels": [c.label for c in compared.configurations],
     }
     with run_errors_reported(file, "writing the configurations"):
-        write_json_atomically(file, found)
+        write_json_atomically(file, record)
 
 
 # ---- the report

@@ -70,14 +70,14 @@ class ComparisonBase:
     @property
     def options(self) -> tuple[str, ...]:
         """Return the options that give a run the same source."""
-        found = []
+        options = []
         if self.config_dir is not None:
-            found.append(f"--config-dir={self.config_dir.absolute()}")
+            options.append(f"--config-dir={self.config_dir.absolute()}")
         if self.config_name != DEFAULT_CONFIG:
-            found.append(f"--config-name={self.config_name}")
+            options.append(f"--config-name={self.config_name}")
         if self.trusts_recipes:
-            found.append(TRUST)
-        return tuple(found)
+            options.append(TRUST)
+        return tuple(options)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ class Configuration:
 
     def recipe_files(self) -> dict[str, str]:
         """Return the SHA-256 of the file of each recipe that is not built in, as it is now."""
-        found = ((name, source_of(name)) for name in sorted(_recipes(self.values)))
-        return {name: source[1] for name, source in found if source is not None}
+        sources = ((name, source_of(name)) for name in sorted(_recipes(self.values)))
+        return {name: source[1] for name, source in sources if source is not None}
 
     def changed_from(self, base: Configuration) -> list[str]:
         """Return lines that say in which settings this configuration is not the baseline."""
@@ -210,7 +210,7 @@ def _choices(given: Sequence[str], source: ComparisonBase) -> list[dict[str, str
             raise SettingError(key, value, "is no list of values", "Write KEY=A,B,C")
     values = [[str(v) for v in sweep.sweep_string_iterator()] for sweep in swept.values()]
     keys = [sweep.get_key_element().lstrip("+") for sweep in swept.values()]
-    return [dict(zip(keys, found, strict=True)) for found in itertools.product(*values)]
+    return [dict(zip(keys, combination, strict=True)) for combination in itertools.product(*values)]
 
 
 def _chosen(given: Sequence[str], choice: Mapping[str, str]) -> tuple[str, ...]:
@@ -226,17 +226,17 @@ def _labels(choices: Sequence[Mapping[str, str]]) -> list[str]:
     """Return a short name for the directories of each configuration's runs."""
     if len(choices) == 1:
         return [GIVEN]
-    found: list[str] = []
+    labels: list[str] = []
     for choice in choices:
         words = "-".join(
             _unescaped(value) if key == SCHEDULE else _short(value) for key, value in choice.items()
         )
         plain_words = re.sub(r"[^A-Za-z0-9_.]+", "-", words).strip("-.")[:60] or GIVEN
         label, number = plain_words, 2
-        while label in (*found, BASELINE):
+        while label in (*labels, BASELINE):
             label, number = f"{plain_words}-{number}", number + 1
-        found.append(label)
-    return found
+        labels.append(label)
+    return labels
 
 
 def _unescaped(value: str) -> str:
@@ -360,7 +360,7 @@ def _baseline(
     # These work without FP8 too, and with them the keys that need states in low precision.
     stored = [] if values["model.fp8"] else [key for key in STORED if key not in changes]
     values |= dict.fromkeys(stored)
-    idle = {found.key for found in unused(values)}
+    idle = {idle_key.key for idle_key in unused(values)}
     kept = [
         "precision=bf16" if text.startswith("precision=fp8") else text
         for text in given

@@ -74,9 +74,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--disk", type=Path, default=Path(), help="the folder to measure (.)")
     options = parser.parse_args(argv)
-    found = list(examine_machine(options.disk))
-    width = max(len(finding.part) for finding in found)
-    for finding in found:
+    findings = list(examine_machine(options.disk))
+    width = max(len(finding.part) for finding in findings)
+    for finding in findings:
         mark = " " if finding.is_there else "-"
         gives = f"; it would give: {finding.gives}" if finding.gives else ""
         print(f"{mark} {finding.part:<{width}}  {finding.text}{gives}", flush=True)

@@ -132,18 +132,18 @@ class Fp8Export:
 
     def report_loss(self, folder: Path) -> str:
         """Compute both losses, add them to the report's file, and return a line about them."""
-        found: dict[str, Any] = {}
+        losses: dict[str, Any] = {}
         try:
-            found = self._losses(folder)
-            apart = found["fp8"] - found["bf16"]
+            losses = self._losses(folder)
+            apart = losses["fp8"] - losses["bf16"]
             line = (
-                f"  loss over {found['num_samples']} samples of the run's validation data: "
-                f"BF16 {found['bf16']:.4f}, FP8 {found['fp8']:.4f} ({apart:+.4f})"
+                f"  loss over {losses['num_samples']} samples of the run's validation data: "
+                f"BF16 {losses['bf16']:.4f}, FP8 {losses['fp8']:.4f} ({apart:+.4f})"
             )
         except UserError as error:
-            found = {"why_not": str(error)}
+            losses = {"why_not": str(error)}
             line = f"note: no loss was computed: {error}"
-        write_json_atomically(folder / REPORT, {**self.record(), "loss": found})
+        write_json_atomically(folder / REPORT, {**self.record(), "loss": losses})
         return line
 
     def _losses(self, folder: Path) -> dict[str, Any]:

@@ -128,9 +128,9 @@ def _found_presets(wanted: Sequence[str]) -> list[str]:
     """Return lines about the presets that have a word in their name, also the refused ones."""
     lines = []
     for group in PRESET_GROUPS:
-        found = [n for n in preset_names(group, [conf_dir()]) if _has(n, wanted)]
-        if found:
-            text = f"{group}={', '.join(found)}"
+        presets = [n for n in preset_names(group, [conf_dir()]) if _has(n, wanted)]
+        if presets:
+            text = f"{group}={', '.join(presets)}"
             lines += [f"Presets of conf/{group}:", *_wrapped(text, HELP_WIDTH, "  ", "      "), ""]
     for name, (reason, hint) in REFUSED_PRESETS.items():
         if _has(name, wanted):
@@ -263,13 +263,13 @@ def _condition(text: str) -> str:
 
 
 def _term(text: str) -> str:
-    found = re.fullmatch(r"([\w.]+)=(\S+(?:(?:, | or )\S+)*)( for .*)?", text)
-    if found is None:  # words, in which settings stand
+    match = re.fullmatch(r"([\w.]+)=(\S+(?:(?:, | or )\S+)*)( for .*)?", text)
+    if match is None:  # words, in which settings stand
         return re.sub(r"\b[a-z_]+(?:\.\w+)+(?:=\w+)?", lambda setting: f"`{setting[0]}`", text)
-    first, *others = re.split(r"(, | or )", found[2])
+    first, *others = re.split(r"(, | or )", match[2])
     pairs = zip(others[::2], others[1::2], strict=True)
     listed = "".join(f"{joint}`{other}`" for joint, other in pairs)
-    return f"`{found[1]}={first}`{listed}{found[3] or ''}"
+    return f"`{match[1]}={first}`{listed}{match[3] or ''}"
 
 
 def _nemo() -> Iterator[str]:

@@ -221,13 +221,13 @@ def record(loaded: Loaded) -> dict[str, object]:
 def changed(loaded: Loaded) -> list[Changed]:
     """Return the settings that are not the default job's, in the schema's order."""
     job = default_tree()
-    found = []
+    changes = []
     for path in all_keys():
         value, usual = read_value(loaded.cfg, path), read_value(job, path)
         if value != usual:
             origin = loaded.origins.get(path, _origin_of_default(loaded.cfg, path))
-            found.append(Changed(path, value, origin, usual))
-    return found
+            changes.append(Changed(path, value, origin, usual))
+    return changes
 
 
 def _origin_of_default(cfg: DictConfig, path: str) -> str:
@@ -275,18 +275,18 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--resolve", action="store_true")
     parser.add_argument("--version", action="store_true")
     parser.add_argument(TRUST, action="store_true", dest="trusts_recipes")
-    found = parser.parse_intermixed_args(list(argv))
-    refuse_repeated(found.overrides)
+    parsed = parser.parse_intermixed_args(list(argv))
+    refuse_repeated(parsed.overrides)
     return Options(
-        overrides=tuple(found.overrides),
-        config_dir=found.config_dir,
-        config_name=found.config_name,
-        multirun=found.multirun,
-        show_help=found.help,
-        show_config=found.cfg is not None,
-        resolve=found.resolve,
-        show_version=found.version,
-        trusts_recipes=found.trusts_recipes,
+        overrides=tuple(parsed.overrides),
+        config_dir=parsed.config_dir,
+        config_name=parsed.config_name,
+        multirun=parsed.multirun,
+        show_help=parsed.help,
+        show_config=parsed.cfg is not None,
+        resolve=parsed.resolve,
+        show_version=parsed.version,
+        trusts_recipes=parsed.trusts_recipes,
     )
 
 

@@ -51,15 +51,15 @@ def gpu_available() -> bool:
 
     available = torch.cuda.is_available()
     if not available and (given := given_gpus(os.environ)):
-        found = f"PyTorch {torch.__version__} finds none"
+        finding = f"PyTorch {torch.__version__} finds none"
         hint = "Use a CUDA build of PyTorch, and a container that sees the driver (check with "
         hint += "nvidia-smi)"
         if (why := why_no_gpu()) is not None:
-            found, hint = why
+            finding, hint = why
         raise SettingError(
             "trainer.accelerator",
             None,
-            f"Slurm gave GPU(s) {given} to this job, and {found}",
+            f"Slurm gave GPU(s) {given} to this job, and {finding}",
             f"{hint}, or set trainer.accelerator=cpu",
         )
     if not available and not is_rank() and (driver := driver_version()) is not None:

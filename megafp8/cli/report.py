@@ -48,7 +48,7 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
         if not is_run(path) and below and len(named) == 1:
             folder = path
         try:
-            runs += [read_run(found) for found in below or [path]]
+            runs += [read_run(run_path) for run_path in below or [path]]
         except RunError as error:
             problems.append(str(error))
     if not runs:

@@ -180,12 +180,12 @@ class Sweep:
             cfg = self._load(job).cfg
             cfg.exp_manager.explicit_log_dir = str(job.directory)
             spec = resolve(cfg, self.options.gpu_available or (lambda: False))
-            found = finished_run(spec, is_sweep=True)
+            finished = finished_run(spec, is_sweep=True)
         except UserError:
             return None  # the job is refused, or reports the error itself
-        if found is None:
+        if finished is None:
             return None
-        print(f"[sweep] job {job.num}: finished before, in {job.directory}: {found.note}")
+        print(f"[sweep] job {job.num}: finished before, in {job.directory}: {finished.note}")
         sys.stdout.flush()
         return result_of(job, int(ExitCode.FINISHED))
 
@@ -298,10 +298,10 @@ def _directory(settings: Any) -> Path:
 def _settings_written(job: SweepJob) -> tuple[int, int] | None:
     """Return which file has the settings of the run in a job's directory; None without a run."""
     try:
-        found = (job.directory / CONFIG_NAME).stat()
+        status = (job.directory / CONFIG_NAME).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns
+    return status.st_ino, status.st_mtime_ns
 
 
 def _returned(job: SweepJob, objective: float) -> JobReturn:

@@ -66,13 +66,13 @@ class CheckedLoader(ConfigLoaderImpl):  # type: ignore[misc,unused-ignore]
 
     def _load_single_config(self, default: Any, repo: Any) -> Any:
         self._num_checked += 1
-        found = repo.load_config(config_path=default.config_path)
-        is_users = found.path.startswith("file://") and found.path != f"file://{conf_dir()}"
-        if is_users and OmegaConf.is_config(found.config):
-            tree = OmegaConf.to_container(found.config, resolve=False)
+        config = repo.load_config(config_path=default.config_path)
+        is_users = config.path.startswith("file://") and config.path != f"file://{conf_dir()}"
+        if is_users and OmegaConf.is_config(config.config):
+            tree = OmegaConf.to_container(config.config, resolve=False)
             name = f"{PurePath(default.config_path).name}.yaml"
             problems = file_problems(default.package or "", tree, name)
-            raise_if_any([*problems, *choice_problems(found.defaults_list, name)])
+            raise_if_any([*problems, *choice_problems(config.defaults_list, name)])
         return super()._load_single_config(default, repo)
 
 

@@ -309,8 +309,8 @@ def sweep_page(
     Its runs may have been continued since, so their own files say how they ended. `problems` are
     messages about runs that cannot be read.
     """
-    found = _page_and_runs(results, directory, were_continued=True, problems=problems)
-    return None if found is None else found[0]
+    page_and_runs = _page_and_runs(results, directory, were_continued=True, problems=problems)
+    return None if page_and_runs is None else page_and_runs[0]
 
 
 def _page_and_runs(
@@ -359,10 +359,10 @@ def _write_page(results: Sequence[Result], directory: Path) -> None:
     """Write the page of all jobs; a page that cannot be written costs a line, not the sweep."""
     runs: list[RunRecord] = []
     try:
-        found = _page_and_runs(results, directory) if directory.is_dir() else None
-        if found is None:
+        page_and_runs = _page_and_runs(results, directory) if directory.is_dir() else None
+        if page_and_runs is None:
             return
-        page, runs = found
+        page, runs = page_and_runs
         write_atomically(directory / REPORT_FILE, page)
         print(f"report: {directory / REPORT_FILE}")
     except Exception as error:  # whatever is wrong with a job's files, the sweep has its results

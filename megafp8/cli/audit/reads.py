@@ -78,15 +78,15 @@ class Code:
             names: Attributes, keys and texts that stand for the setting.
             in_files: A text that a file must have to be searched.
         """
-        found: dict[str, Reading] = {}
+        by_place: dict[str, Reading] = {}
         for file in self._files.values():
             if in_files in file.text and any(name in file.text for name in names):
                 for node in _reading_nodes(file.tree, frozenset(names)):
                     place = f"{file.shown}:{node.lineno}"
-                    if place not in found:
+                    if place not in by_place:
                         variables = sorted(set(self._deciding(file, node)))
-                        found[place] = Reading(place, tuple(variables))
-        return list(found.values())
+                        by_place[place] = Reading(place, tuple(variables))
+        return list(by_place.values())
 
     # --- variables of the environment -------------------------------------------------------------
 

@@ -137,17 +137,17 @@ def digest(value: torch.Tensor) -> str:
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
     """Return a model's parameters, buffers, gradients, and all that its layers keep of FP8."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = _tensor(parameter)
+        state[f"parameter {name}"] = _tensor(parameter)
         for kind in ("grad", "main_grad"):
             if isinstance(gradient := getattr(parameter, kind, None), torch.Tensor):
-                found[f"gradient {name} {kind}"] = _tensor(gradient)
+                state[f"gradient {name} {kind}"] = _tensor(gradient)
     for name, buffer in model.named_buffers():
-        found[f"buffer {name}"] = _tensor(buffer)
+        state[f"buffer {name}"] = _tensor(buffer)
     for name, module in model.named_modules():
-        found[f"layer {name}"] = type(module).__name__
+        state[f"layer {name}"] = type(module).__name__
         for kind in ("fp8_meta", "quantizers", "fp8", "fp8_parameters", "fp8_initialized"):
             if kind in vars(module):
-                found[f"{kind} {name}"] = described(vars(module)[kind])
-    return found
+                state[f"{kind} {name}"] = described(vars(module)[kind])
+    return state

@@ -170,14 +170,14 @@ def _told(command: ShellCommand, holes: Holes) -> dict[str, str]:
 
 def _groups(command: ShellCommand) -> list[tuple[str, list[str]]]:
     """Return the flags of a command, each with its values; `--a=b` is the flag with one value."""
-    found: list[tuple[str, list[str]]] = []
+    groups: list[tuple[str, list[str]]] = []
     for word in command.words[megatron.place_of_program(command.words) or 0 :]:
         if megatron.FLAG.fullmatch(word):
             flag, equals, value = word.partition("=")
-            found.append((flag, [value] if equals else []))
-        elif found:
-            found[-1][1].append(word)
-    return found
+            groups.append((flag, [value] if equals else []))
+        elif groups:
+            groups[-1][1].append(word)
+    return groups
 
 
 def _of_bridge(tree: Mapping[str, Any], env: Mapping[str, str]) -> Request:

@@ -61,23 +61,23 @@ def audit(request: Request, code: Code, te_version: str) -> tuple[Request, list[
         RunError: The framework's code cannot be imported.
     """
     flags = [flag for flag in request.flags if not flag.why_not]
-    found = _results(request, code, te_version, flags, ())
-    if not verdict.is_steady(request, found) and (calmer := without_overlap(request)) != request:
+    results = _results(request, code, te_version, flags, ())
+    if not verdict.is_steady(request, results) and (calmer := without_overlap(request)) != request:
         request = calmer
-        found = _results(request, code, te_version, flags, ())
+        results = _results(request, code, te_version, flags, ())
     refused: dict[Flag, str] = {}
-    while guilty := verdict.refusing(request, found):
-        why = next(found.problem(BASE, x)[1] for x in request.layouts
-                   if found.problem(BASE, x)[0] == "refused")  # fmt: skip
+    while guilty := verdict.refusing(request, results):
+        why = next(results.problem(BASE, x)[1] for x in request.layouts
+                   if results.problem(BASE, x)[0] == "refused")  # fmt: skip
         together = " together with " + ", ".join(f.shown for f in guilty[1:]) if guilty[1:] else ""
         refused[guilty[0]] = f"{why}{together}"
         flags.remove(guilty[0])
-        found = _results(request, code, te_version, flags, refused)
+        results = _results(request, code, te_version, flags, refused)
         request = _without(request, guilty[0])
-    pairs = list(verdict.pairs(flags, request, found))
+    pairs = list(verdict.pairs(flags, request, results))
     if pairs:
         more = {verdict.both(*pair): pair for pair in pairs}
-        found = Runs({**found.found, **_run(request, code, te_version, flags, more).found})
+        results = Runs({**results.found, **_run(request, code, te_version, flags, more).found})
     verdicts = []
     for flag in (*request.flags, *refused):
         readings = readings_of(flag, request.framework, code)
@@ -85,7 +85,7 @@ def audit(request: Request, code: Code, te_version: str) -> tuple[Request, list[
             places = tuple(reading.place for reading in readings)
             verdicts.append(FlagVerdict(flag, REFUSED, places, refused[flag]))
         else:
-            verdicts.append(verdict.decide(flag, request, found, readings))
+            verdicts.append(verdict.decide(flag, request, results, readings))
     return request, verdicts
 
 
@@ -133,14 +133,14 @@ def _run(
         "framework": request.framework, "te_version": te_version, "packages": list(code.packages),
         "sources": [str(folder) for folder in code.folders], "fields": sorted(fields), "runs": runs,
     }  # fmt: skip
-    found = {}
+    ranks_of_run = {}
     for result in _host(work, _environment(request, code)):
         if "failed" in result:
             raise RunError(f"{request.framework}: its code cannot be imported here "
                            f"({result['failed']}, at {result['where'] or 'an unknown place'}). "
                            "Give another version with --source, or of --te")  # fmt: skip
-        found[result["name"], result["layout"]] = result["ranks"]
-    return Runs(found)
+        ranks_of_run[result["name"], result["layout"]] = result["ranks"]
+    return Runs(ranks_of_run)
 
 
 def without_overlap(request: Request) -> Request:

@@ -89,10 +89,10 @@ def _unpacked(distribution: str, wheel: Path, unpacked: Path) -> Iterator[Path]:
 
 def _installed(distribution: str) -> list[Path]:
     try:
-        found = importlib.util.find_spec(distribution.partition("-")[0])
+        module_spec = importlib.util.find_spec(distribution.partition("-")[0])
     except (ImportError, ValueError):
         return []
-    places = [] if found is None else list(found.submodule_search_locations or ())
+    places = [] if module_spec is None else list(module_spec.submodule_search_locations or ())
     return [Path(place).parent for place in places]
 
 
@@ -101,8 +101,8 @@ def _version(distribution: str, folder: Path) -> str:
     start = distribution.replace("-", "_")
     for metadata in folder.glob("*.dist-info/METADATA"):
         if metadata.parent.name.lower().startswith(start + "-"):
-            found = re.search(r"(?m)^Version: (\S+)", metadata.read_text(errors="replace"))
-            return found[1] if found else ""
+            match = re.search(r"(?m)^Version: (\S+)", metadata.read_text(errors="replace"))
+            return match[1] if match else ""
     package = "megatron/core/package_info.py" if distribution == "megatron-core" else ""
     if package and (folder / package).is_file():
         text = (folder / package).read_text(errors="replace")

@@ -95,8 +95,8 @@ def _beside(flag: Flag, request: Request, runs: Runs) -> str:
         for layout in request.layouts:
             name = both(flag, other)
             if (name, layout) in runs.found:
-                found = _differences(runs, name, layout, with_step=steady, base=other.shown)
-                if seen := next(found, ""):
+                differences = _differences(runs, name, layout, with_step=steady, base=other.shown)
+                if seen := next(differences, ""):
                     return f"{seen} (both without {other.shown}, with which it is needed)"
     return ""
 

@@ -68,7 +68,7 @@ def trace_reads(job: Mapping[str, Any]) -> dict[str, list[str]]:
     """Note where Megatron's code reads the audited fields of its configuration."""
     from megafp8.cli.audit.host import shown
 
-    found: dict[str, list[str]] = {}
+    places_of: dict[str, list[str]] = {}
     cls: Any = importlib.import_module("megatron.core.transformer").TransformerConfig
     names = frozenset(job["fields"])
     plain = cls.__getattribute__
@@ -77,13 +77,13 @@ def trace_reads(job: Mapping[str, Any]) -> dict[str, list[str]]:
         if name in names:
             frame = sys._getframe(1)
             place = shown(frame.f_code.co_filename, frame.f_lineno, dict(job))
-            places = found.setdefault(name, [])
+            places = places_of.setdefault(name, [])
             if place and place not in places:
                 places.append(place)
         return plain(self, name)
 
     cls.__getattribute__ = traced
-    return found
+    return places_of
 
 
 def describe_recipe(config: Any, names: Sequence[str], record: dict[str, Any]) -> None:

@@ -86,10 +86,12 @@ def _rules(s: MegatronSettings, name: str) -> list[str]:
 
 def _matchers(tree: Any) -> list[tuple[str, str]]:
     """Return the pattern and the configuration's name of each enabled matcher, in order."""
-    found = tree.get("matchers") if isinstance(tree, Mapping) else None
-    if not isinstance(found, Mapping) or not all(isinstance(v, Mapping) for v in found.values()):
+    matchers = tree.get("matchers") if isinstance(tree, Mapping) else None
+    if not isinstance(matchers, Mapping) or not all(
+        isinstance(v, Mapping) for v in matchers.values()
+    ):
         raise ValueError("has no matchers")
-    enabled = [matcher for matcher in found.values() if matcher.get("enabled", False)]
+    enabled = [matcher for matcher in matchers.values() if matcher.get("enabled", False)]
     for matcher in enabled:
         if matcher.get("type") != "glob" or not isinstance(matcher.get("pattern"), str):
             raise ValueError(f"has a matcher of the type {matcher.get('type')}")

@@ -111,7 +111,7 @@ def _value(whole: Any, path: str) -> Any:
 
 
 def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[SettingError]:
-    found = []
+    problems = []
     for path, key in nemo_keys().items():
         if path not in given:
             continue
@@ -119,11 +119,11 @@ def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[
             value = read_value(whole, path)
         except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            found.append(SettingError(path, None, reason, key.hint))
+            problems.append(SettingError(path, None, reason, key.hint))
             continue
         if not key.passes(value, values):
-            found.append(key.problem(value, ""))
-    return found
+            problems.append(key.problem(value, ""))
+    return problems
 
 
 def _with_number(setting: Setting, m: Migration) -> Setting:

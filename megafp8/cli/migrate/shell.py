@@ -114,14 +114,14 @@ class _Reader(Assignments):
         if not root.has_error:
             return
         waiting: list[Node] = [root]
-        found: list[int] = []
-        while waiting and len(found) < 5:
+        lines: list[int] = []
+        while waiting and len(lines) < 5:
             node = waiting.pop()
             if node.is_error or node.is_missing:
-                found.append(node.start_point[0] + 1)
+                lines.append(node.start_point[0] + 1)
             else:
                 waiting += [child for child in node.children if child.has_error or child.is_missing]
-        self.script.unread += [self.line(line) for line in sorted(set(found))]
+        self.script.unread += [self.line(line) for line in sorted(set(lines))]
 
     # --- statements -------------------------------------------------------------------------------
 
@@ -268,9 +268,9 @@ class _Reader(Assignments):
                 continue
         self.condition, self.values = old, before
         for name in {name for values in after for name in values}:
-            found = [values.get(name) for values in (before, *after)]
-            if any(value != found[0] for value in found):
-                merged = self.merged(found, said)
+            alternatives = [values.get(name) for values in (before, *after)]
+            if any(value != alternatives[0] for value in alternatives):
+                merged = self.merged(alternatives, said)
                 self.values[name] = [merged] if name == "@" and isinstance(merged, str) else merged
 
     def _apart(self, inside: Sequence[Node] | str, depth: int) -> None:

@@ -73,25 +73,25 @@ class Assignments(Words):
     def declare(self, node: Node) -> None:
         text = text_of(node)
         for child in node.named_children:
-            found = NAME.match(text_of(child))
-            if found is None or child.type not in ("variable_assignment", "variable_name"):
+            match = NAME.match(text_of(child))
+            if match is None or child.type not in ("variable_assignment", "variable_name"):
                 continue
             if self.locals and _LOCAL.match(text):
-                self.locals[-1].setdefault(found[0], self.values.get(found[0]))
+                self.locals[-1].setdefault(match[0], self.values.get(match[0]))
             if child.type == "variable_assignment":
                 self.assign(child)
             elif self.locals and _LOCAL.match(text):
-                self.values[found[0]] = ""
+                self.values[match[0]] = ""
             if _TYPED.match(text):
-                self.values[found[0]] = self.script.holes.new(f"{found[0]}, which is declared")
+                self.values[match[0]] = self.script.holes.new(f"{match[0]}, which is declared")
         if text.startswith("export"):
             self.export(node.named_children)
 
-    def merged(self, found: list[Any], said: str) -> Any:
+    def merged(self, alternatives: list[Any], said: str) -> Any:
         """Return an array that keeps its common start, or a hole."""
         hole = self.script.holes.new(said)
-        lists = [value for value in found if isinstance(value, list)]
-        if len(lists) < len(found):
+        lists = [value for value in alternatives if isinstance(value, list)]
+        if len(lists) < len(alternatives):
             return hole
         common = 0
         while all(len(v) > common and v[common] == lists[0][common] for v in lists):
@@ -106,8 +106,8 @@ class Assignments(Words):
                 self.exported.add(name[0])
 
     def environment(self) -> dict[str, str]:
-        found = {name: self.values.get(name) for name in sorted(self.exported)}
-        return {name: value for name, value in found.items() if isinstance(value, str)}
+        exported = {name: self.values.get(name) for name in sorted(self.exported)}
+        return {name: value for name, value in exported.items() if isinstance(value, str)}
 
     def shift(self, words: list[str]) -> None:
         count = int(words[0]) if words and words[0].isdecimal() and len(words[0]) < 5 else 1
@@ -138,9 +138,9 @@ def assigned_in(node: Node) -> Iterator[str]:
         current = waiting.pop()
         if current.type == "variable_assignment":
             target = current.child_by_field_name("name")
-            found = NAME.match(text_of(target)) if target is not None else None
-            if found is not None:
-                yield found[0]
+            match = NAME.match(text_of(target)) if target is not None else None
+            if match is not None:
+                yield match[0]
         elif current.type == "command" and text_of(current).startswith(("shift", "set ")):
             yield "@"
         elif current.type in ("postfix_expression", "unary_expression"):

@@ -126,8 +126,8 @@ def compared(first: str, test: str, second: str) -> bool | None:
 
 def fits(text: str, pattern: str) -> bool | None:
     """Return whether a known text fits a pattern of `case` or `[[`; None if that is not decided."""
-    found = _glob(pattern)
-    return None if found is None else re.fullmatch(found, text, re.DOTALL) is not None
+    expression = _glob(pattern)
+    return None if expression is None else re.fullmatch(expression, text, re.DOTALL) is not None
 
 
 def _glob(pattern: str) -> str | None:
@@ -148,10 +148,10 @@ def cut(text: str, operation: str) -> str | None:
         text: The value of the variable.
         operation: What follows the name, as `%.sh`.
     """
-    found = re.fullmatch(r"(%%?|##?)(.*)", operation, re.DOTALL)
-    if found is None:
+    match = re.fullmatch(r"(%%?|##?)(.*)", operation, re.DOTALL)
+    if match is None:
         return None
-    sign, rest = found.groups()
+    sign, rest = match.groups()
     glob = _glob(rest)
     if glob is None or len(text) > _LONGEST_CUT:
         return None

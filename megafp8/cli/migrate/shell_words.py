@@ -99,16 +99,16 @@ class Words:
         start, end = node.start_byte, node.end_byte
         place = start + (raw.index(b'"') + 1 if is_string and b'"' in raw else 0)
         last = end - 1 if is_string and raw.endswith(b'"') else end
-        found: list[WordPart] = []
+        parts: list[WordPart] = []
         for child in node.named_children:
-            found.append(WordPart(_unescaped(raw[place - start : child.start_byte - start]), True))
+            parts.append(WordPart(_unescaped(raw[place - start : child.start_byte - start]), True))
             if child.type in ("string_content", "heredoc_content"):
-                found.append(WordPart(_unescaped(child.text or b""), True))
+                parts.append(WordPart(_unescaped(child.text or b""), True))
             else:
-                found += self.pieces(child, quoted=quoted)
+                parts += self.pieces(child, quoted=quoted)
             place = child.end_byte
-        found.append(WordPart(_unescaped(raw[place - start : max(place, last) - start]), True))
-        return found
+        parts.append(WordPart(_unescaped(raw[place - start : max(place, last) - start]), True))
+        return parts
 
     def _hole(self, source: str) -> str:
         return self.script.holes.new(source)
@@ -156,8 +156,8 @@ class Words:
 
     def forget(self, pattern: str, text: str, where: str) -> None:
         """Forget the values of variables that a text sets in a way that is not followed."""
-        for found in re.finditer(pattern, text):
-            name = next(filter(None, found.groups()))
+        for match in re.finditer(pattern, text):
+            name = next(filter(None, match.groups()))
             self.values[name] = self._hole(f"{where}, which sets {name}")
 
     def element(self, listed: list[str], place: int) -> str | None:
@@ -176,15 +176,15 @@ class Words:
 
     def _expansion(self, node: Node, *, quoted: bool) -> list[WordPart]:
         text = text_of(node)
-        found = _EXPANSION.match(text)
-        if found is None:
+        match = _EXPANSION.match(text)
+        if match is None:
             return [WordPart(self._hole(text), quoted)]
-        counts, name, index, operator = found.groups()
-        ends = text[found.end() :] == "}"
+        counts, name, index, operator = match.groups()
+        ends = text[match.end() :] == "}"
         if counts or (operator is None and not ends):
             result = self._counted(name, index) if counts and ends else None
             if not counts:
-                result = self._cut(name, index or "", text[found.end() : -1], quoted=quoted)
+                result = self._cut(name, index or "", text[match.end() : -1], quoted=quoted)
             return result or [WordPart(self._hole(text), quoted)]
         if operator is None:
             return self._variable(name, index or "", quoted=quoted)
