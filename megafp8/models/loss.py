@@ -19,10 +19,7 @@ from torch import nn
 
 from megafp8.ops import addmm, bf16, torch_private
 from megafp8.specs.data import IGNORE
-
-CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
-CHUNK_BYTES = 256 << 20  # limit of a chunk's FP32 logits; a large vocabulary lowers its tokens
-GPU_FACTOR = 8  # a GPU's chunks are larger: reading and writing the weight's gradient takes longer
+from megafp8.specs.model import head_chunk
 
 # (weight, its FP32 gradient) -> the gradient that autograd adds to `.grad`, or None
 AddGradWeight = Callable[[nn.Parameter, torch.Tensor], torch.Tensor | None]
@@ -197,9 +194,8 @@ class _ChunkedCrossEntropy(torch_private.DirectFunction):
     ) -> torch.Tensor:
         with_grads = is_grad_enabled and any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
-        factor = 1 if bf16.device_kind(hidden_TD.device) == "cpu" else GPU_FACTOR
         # Logits of one chunk at a time: those of a whole microbatch would be the largest tensor.
-        chunk = max(1, min(factor * CHUNK_TOKENS, factor * CHUNK_BYTES // (4 * vocab)))
+        chunk = head_chunk(vocab, on_gpu=bf16.device_kind(hidden_TD.device) != "cpu")
         work = _sum_dtype(hidden_TD)
         loss = torch.zeros((), dtype=work, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None

@@ -43,13 +43,9 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.division import Division
-from megafp8.specs.model import BLOCK_QUERIES
+from megafp8.specs.model import BLOCK_QUERIES, head_chunk
 from megafp8.specs.optim import ITEM_BYTES
 
-HEAD_CHUNK_TOKENS = 8192
-HEAD_CHUNK_BYTES = 2 << 30
-"""On a GPU the head works on chunks of at most so many tokens, and bytes of FP32 logits
-(`models/loss.py`)."""
 SCALE_TABLE_BYTES = 20
 """Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
 
@@ -327,8 +323,7 @@ def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
 def _head_chunk(spec: RunSpec) -> int:
     """Return the tokens of one chunk of the head."""
     vocab = spec.model.vocab_size // spec.parallel.tp
-    limit = max(1, HEAD_CHUNK_BYTES // (FP32 * vocab))
-    return min(microbatch_tokens(spec), HEAD_CHUNK_TOKENS, limit)
+    return min(microbatch_tokens(spec), head_chunk(vocab, on_gpu=True))
 
 
 def _head_gradient_bytes(spec: RunSpec) -> int:

@@ -16,6 +16,9 @@ GATED: tuple[Activation, ...] = ("geglu", "geglu-tanh", "swiglu", "reglu")
 BLOCK_QUERIES = 128
 """The queries of a block of attention whose scores need a tensor of their own: those of documents
 with biases or dropout, and those of windows."""
+CHUNK_TOKENS = 1024  # smaller chunks mean smaller GEMMs and more weight gradient sums
+CHUNK_BYTES = 256 << 20  # limit of a chunk's FP32 logits; a large vocabulary lowers its tokens
+GPU_FACTOR = 8  # a GPU's chunks are larger: reading and writing the weight's gradient takes longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +140,12 @@ def twice_seen(length: int, window: int | None = None) -> int:
     if window is None or window >= length - 1:
         return length**2
     return window**2 + (length - window) * (2 * window + 1)
+
+
+def head_chunk(vocab_size: int, *, on_gpu: bool) -> int:
+    """Return the most tokens of which the head has logits at once, for a rank's vocabulary."""
+    factor = GPU_FACTOR if on_gpu else 1
+    return max(1, min(factor * CHUNK_TOKENS, factor * CHUNK_BYTES // (4 * vocab_size)))
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:

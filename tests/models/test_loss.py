@@ -10,7 +10,7 @@ from torch import nn
 from megafp8.models import loss as loss_module
 from megafp8.models.loss import HeadLoss
 from megafp8.ops import bf16
-from megafp8.plan import memory
+from megafp8.specs import model as model_spec
 from megafp8.specs.data import IGNORE
 
 TOKENS, WIDTH, VOCAB = 37, 24, 101
@@ -18,11 +18,11 @@ chunk_rows = pytest.mark.parametrize("rows", [1, 5, 36, 37, 1000])
 
 
 def chunks_of(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", rows * 4 * VOCAB)
+    monkeypatch.setattr(model_spec, "CHUNK_BYTES", rows * 4 * VOCAB)
 
 
 def test_chunks_are_limited_in_tokens_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 10)
+    monkeypatch.setattr(model_spec, "CHUNK_TOKENS", 10)
     sizes = []
 
     def matmul(a: torch.Tensor, b: torch.Tensor, **kwargs: object) -> torch.Tensor:
@@ -36,16 +36,9 @@ def test_chunks_are_limited_in_tokens_too(monkeypatch: pytest.MonkeyPatch) -> No
     sizes.clear()
     with torch.no_grad(), bf16.planning_for("cuda"):
         on_gpu = (hidden.to("meta"), nn.Parameter(weight.to("meta")), targets.to("meta"))
-        monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 4)
+        monkeypatch.setattr(model_spec, "CHUNK_TOKENS", 4)
         HeadLoss(matmul)(*on_gpu)
     assert sizes == [32, 5], "a GPU's chunks are larger"
-
-
-def test_the_plan_knows_the_chunks() -> None:
-    """The plan is for GPUs, whose chunks are `GPU_FACTOR` times a CPU's."""
-    factor = loss_module.GPU_FACTOR
-    ours = (factor * loss_module.CHUNK_TOKENS, factor * loss_module.CHUNK_BYTES)
-    assert ours == (memory.HEAD_CHUNK_TOKENS, memory.HEAD_CHUNK_BYTES)
 
 
 def inputs(
