@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
 )
 NEEDED_BY_TE_CPU = {
     *("errors", "files", "specs.te_versions", "specs.traits", "specs.recipe"),
-    *("ops.bf16", "ops.swizzle", "ops.torch_private", "fp8.block_casts", "fp8.cast", "fp8.formats"),
+    *("ops.meta", "ops.swizzle", "ops.torch_private", "fp8.block_casts", "fp8.cast", "fp8.formats"),
     *("fp8.gemm", "fp8.philox", "fp8.recipes.mxfp8", "fp8.recipes.nvfp4", "fp8.scales"),
 }
 BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import megafp8

@@ -28,6 +28,7 @@ from megafp8.fp8.grad_sink import GradSum
 from megafp8.fp8.kernels import triton_launch
 from megafp8.ops import bf16, cpu
 from megafp8.ops.addmm import Scales, factor, mm_into, scaled_addmm, times_scales
+from megafp8.ops.meta import device_kind
 from megafp8.ops.scaled_mm import ALIGNMENT, scaled_mm
 
 Fp8Backend = Literal["tensor cores", "emulated"]
@@ -215,7 +216,7 @@ def _scaled_product(
     a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return a @ b times both scales (+ bias); on a CPU they enter before the one rounding."""
-    if not a.is_cpu and bf16.device_kind(a.device) != "cpu":
+    if not a.is_cpu and device_kind(a.device) != "cpu":
         product = times_scales(torch.mm(a, b).float(), scales)
         return product if bias is None else product + bias
     if bias is None:

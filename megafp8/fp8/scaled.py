@@ -22,7 +22,7 @@ from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scales import power_2_below
-from megafp8.ops.bf16 import device_kind
+from megafp8.ops.meta import device_kind
 from megafp8.specs.optim import StorageName
 
 LARGEST_SCALE = 2.0**126

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.ops import addmm, bf16, torch_private
+from megafp8.ops.meta import device_kind
 from megafp8.specs.data import IGNORE
 from megafp8.specs.model import head_chunk
 
@@ -195,7 +196,7 @@ class _ChunkedCrossEntropy(torch_private.DirectFunction):
         with_grads = is_grad_enabled and any(ctx.needs_input_grad)
         num_tokens, vocab = hidden_TD.shape[0], weight_VD.shape[0]
         # Logits of one chunk at a time: those of a whole microbatch would be the largest tensor.
-        chunk = head_chunk(vocab, on_gpu=bf16.device_kind(hidden_TD.device) != "cpu")
+        chunk = head_chunk(vocab, on_gpu=device_kind(hidden_TD.device) != "cpu")
         work = _sum_dtype(hidden_TD)
         loss = torch.zeros((), dtype=work, device=hidden_TD.device)
         grad_hidden_TD = torch.empty_like(hidden_TD) if with_grads else None

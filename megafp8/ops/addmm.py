@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from megafp8.ops import bf16, cpu
+from megafp8.ops.meta import device_kind
 
 Scales = tuple[torch.Tensor, torch.Tensor]  # each 0-d FP32, positive
 FP32 = torch.finfo(torch.float32)
@@ -81,7 +82,7 @@ def mm_into(
     """
     if a_MK.dtype == torch.bfloat16 and not cpu.FAST_AT_BF16 and bf16.is_widened(a_MK):
         a_MK, b_KN = a_MK.float(), b_KN.float()
-    on_cpu = a_MK.is_cpu or bf16.device_kind(a_MK.device) == "cpu"
+    on_cpu = a_MK.is_cpu or device_kind(a_MK.device) == "cpu"
     if on_cpu and a_MK.dtype == torch.float32:
         beta = 0 if is_first else 1
         if scales is None:

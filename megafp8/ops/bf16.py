@@ -7,53 +7,18 @@ stays BF16: operands are widened for a product and again for those of its backwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from megafp8.ops import cpu
-
-_planned_type = ContextVar("the type of the device that meta tensors stand for", default="cpu")
-_in_kernel = ContextVar("whether what runs stands for one kernel of a GPU", default=False)
-
-
-@contextmanager
-def planning_for(device_type: str) -> Iterator[None]:
-    """Let meta tensors stand for tensors of this type of device, inside the context."""
-    token = _planned_type.set(device_type)
-    try:
-        yield
-    finally:
-        _planned_type.reset(token)
-
-
-@contextmanager
-def as_one_kernel() -> Iterator[None]:
-    """Let what runs inside stand for one kernel of a GPU where meta tensors are on one."""
-    token = _in_kernel.set(_planned_type.get() != "cpu")
-    try:
-        yield
-    finally:
-        _in_kernel.reset(token)
-
-
-def is_in_kernel() -> bool:
-    """Whether what runs stands for one kernel of a GPU, which makes its results and no more."""
-    return _in_kernel.get()
+from megafp8.ops.meta import device_kind
 
 
 def fp32_products(device: torch.device) -> bool:
     """Whether BF16 products on this device run as FP32 ones."""
     return device_kind(device) == "cpu" and not cpu.FAST_AT_BF16
-
-
-def device_kind(device: torch.device) -> str:
-    """Return the type of a device; for meta, that of the device which its tensors stand for."""
-    return _planned_type.get() if device.type == "meta" else device.type
 
 
 def is_widened(x: torch.Tensor) -> bool:

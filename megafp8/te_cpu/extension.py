@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megafp8.ops.bf16 import as_one_kernel
+from megafp8.ops.meta import as_one_kernel
 from megafp8.te_cpu import activations, attention, gemm, masters, norms, quantize, updates
 from megafp8.te_cpu.enums import enumerations
 from megafp8.te_cpu.missing import Missing

@@ -19,7 +19,7 @@ from megafp8.fp8.quantizer import Role
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.fp8.scaling import ScalingState
-from megafp8.ops.bf16 import planning_for
+from megafp8.ops.meta import planning_for
 from megafp8.specs.recipe import Cast, Scaled
 from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES

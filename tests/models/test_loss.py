@@ -9,7 +9,7 @@ from torch import nn
 
 from megafp8.models import loss as loss_module
 from megafp8.models.loss import HeadLoss
-from megafp8.ops import bf16
+from megafp8.ops.meta import planning_for
 from megafp8.specs import model as model_spec
 from megafp8.specs.data import IGNORE
 
@@ -34,7 +34,7 @@ def test_chunks_are_limited_in_tokens_too(monkeypatch: pytest.MonkeyPatch) -> No
         HeadLoss(matmul)(hidden, weight, targets)
     assert sizes == [10, 10, 10, 7]
     sizes.clear()
-    with torch.no_grad(), bf16.planning_for("cuda"):
+    with torch.no_grad(), planning_for("cuda"):
         on_gpu = (hidden.to("meta"), nn.Parameter(weight.to("meta")), targets.to("meta"))
         monkeypatch.setattr(model_spec, "CHUNK_TOKENS", 4)
         HeadLoss(matmul)(*on_gpu)

@@ -28,7 +28,7 @@ import torch
 
 from megafp8.files import cache_folder, check_own_file, own_folder, put
 from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.ops.bf16 import device_kind
+from megafp8.ops.meta import device_kind
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")
 INCLUDED = sorted(Path(__file__).parent.glob("*.h"))

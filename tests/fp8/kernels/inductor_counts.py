@@ -22,7 +22,8 @@ from torch._inductor.virtualized import V
 
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
-from megafp8.ops import bf16, torch_private
+from megafp8.ops import torch_private
+from megafp8.ops.meta import planning_for
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.build import build
 
@@ -47,7 +48,7 @@ def fused_by_inductor(settings: tuple[str, ...]) -> tuple[int, float]:
         return make_boxed_func(graph.forward)
 
     changes = config.patch(fx_graph_cache=False, cpu_backend="triton")
-    with pytest.MonkeyPatch.context() as patch, bf16.planning_for("cuda"), changes:
+    with pytest.MonkeyPatch.context() as patch, planning_for("cuda"), changes:
         inductor = partial(compile_fx.compile_fx, inner_compile=count)
         patch.setattr(torch_private, "inductor", inductor)
         spec = resolve(load([

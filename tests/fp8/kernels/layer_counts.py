@@ -28,7 +28,8 @@ from megafp8.config.resolve import resolve
 from megafp8.fp8 import scaling
 from megafp8.fp8.engine import LAYOUTS, Engine
 from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import bf16, torch_private
+from megafp8.ops import torch_private
+from megafp8.ops.meta import planning_for
 from megafp8.parallel import parts
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
@@ -163,7 +164,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(torch, "rms_norm", fused_rms_norm(tally))
     for module in (native, parts):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
-    with bf16.planning_for("cuda"):
+    with planning_for("cuda"):
         yield tally
 
 
