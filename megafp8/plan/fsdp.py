@@ -174,14 +174,12 @@ def _params_of_stage(
     shape: RankShape, stage: StageBytes
 ) -> tuple[list[list[Parameter]], list[Parameter]]:
     """Return the parameters of each of a stage's layers, and its others: embedding and head."""
-    of_layers = [param for param in shape.params if param.in_layer]
+    begin = shape.layers.index(stage.layers[0])
     before = next(place for place, param in enumerate(shape.params) if param.in_layer)
-    each, begin = len(of_layers) // len(shape.layers), shape.layers.index(stage.layers[0])
-    layers = [of_layers[each * i : each * (i + 1)] for i in range(begin, begin + len(stage.layers))]
-    outside = shape.params[:before] if stage.has_embedding else ()
-    if stage.head is not None:
-        outside += shape.params[before + len(of_layers) :]
-    return layers, list(outside)
+    others = [param for param in shape.params if not param.in_layer]
+    outside = others[:before] if stage.has_embedding else []
+    outside += others[before:] if stage.head is not None else []
+    return shape.params_of_layers[begin : begin + len(stage.layers)], outside
 
 
 def _backward(

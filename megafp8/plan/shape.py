@@ -90,6 +90,13 @@ class RankShape:
     linears: tuple[LinearShape, ...]
     params: tuple[Parameter, ...]
 
+    @property
+    def params_of_layers(self) -> list[list[Parameter]]:
+        """Return the parameters of each of its layers."""
+        inside = [param for param in self.params if param.in_layer]
+        each = len(inside) // len(self.layers)
+        return [inside[begin : begin + each] for begin in range(0, len(inside), each)]
+
 
 def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     """Return the part of the model that the ranks of `pipeline_rank` have."""

@@ -406,10 +406,7 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
 
 def _scattered_rows(shape: RankShape, ranks: int) -> Iterator[ScatteredRow]:
     """Return what FSDP sends another rank of each layer's gradients, with linears in FP8."""
-    params = [param for param in shape.params if param.in_layer]
-    per_layer = len(params) // len(shape.layers)
-    for begin in range(0, len(params), per_layer):
-        layer = params[begin : begin + per_layer]
+    for layer in shape.params_of_layers:
         sizes = [param.shard_elements(ranks) for param in layer]
         yield ScatteredRow.of(sizes, [param.is_linear for param in layer])
 
