@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import compiled
+
 ROOT = Path(__file__).parents[1]
 
 # Linux's names of the instructions that a level adds (psABI, table 3.1).
@@ -48,8 +50,7 @@ def compiler_for(level: str, folder: Path, compiler: str = "cc") -> Path:
 
     The version that it prints names the level, because compiled libraries are cached by version.
     """
-    found = shutil.which(compiler)
-    assert found is not None, compiler
+    found = compiled.compiler(compiler, folder)
     path = folder / f"{compiler}-{level}"
     path.write_text(
         f'#!/bin/sh\n[ "$1" != --version ] || echo {level}\nexec {found} "$@" -march={level}\n'

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+from megafp8.config.load import load
+from megafp8.config.resolve import resolve
+from megafp8.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,95 +63,77 @@ def test_tiny_steps(tmp_path: Path) -> None:
     assert row["tflops_full"] > row["tflops_causal"] > 0 and row["last_loss"] > 0
 
 
-def test_products_of_grouped_queries_and_gates_are_in_the_floor() -> None:
+of_steps = pytest.mark.parametrize("benchmark", ["gpu_step"], indirect=True)
+ONE_MICROBATCH = argparse.Namespace(accumulation=1)
+
+
+@of_steps
+def test_products_of_grouped_queries_and_gates_are_in_the_floor(benchmark: ModuleType) -> None:
     """Llama-3-8B has Q and projection 4096 x 4096, K and V 1024 x 4096, three of 14336."""
-    script = (
-        "import sys; sys.path.insert(0, 'benchmarks');"
-        "import argparse, gpu_step as g;"
-        "spec = g.spec_of('llama-8b-shape', 'bf16', argparse.Namespace(accumulation=1));"
-        "print(g.linear_flops_per_token(spec))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    spec = benchmark.spec_of("llama-8b-shape", "bf16", ONE_MICROBATCH)
     weights = 8 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 14336)
-    assert float(done.stdout) == 6 * weights, done.stderr
+    assert benchmark.linear_flops_per_token(spec) == 6 * weights
 
 
-def in_benchmarks(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", "import sys; sys.path.insert(0, 'benchmarks');" + script],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-
-
-def test_a_variant_that_dies_keeps_the_others_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("benchmark", ["gpu_layer"], indirect=True)
+def test_a_variant_that_dies_keeps_the_others_rows(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any error of a variant is recorded, not only a user's error such as a missing package."""
-    script = f"""
-import gpu_layer
-from megafp8.errors import ConfigError
-plain = gpu_layer.measure
-def measure(args, device, name, settings):
-    if "model.fp8_recipe=tensorwise" in settings:
-        raise ModuleNotFoundError("No module named 'a_backend'")
-    if "model.fp8_backend=te" in settings:
-        raise ConfigError("model.fp8_backend", "te", "it cannot run here", "use another")
-    return plain(args, device, name, settings)
-gpu_layer.measure = measure
-sys.argv[1:] = ["--tiny", "--results", {str(tmp_path)!r}, "--variants", "bf16",
-                "te bf16", "fp8 tensorwise", "fp8 delayed"]
-gpu_layer.main()
-"""
-    done = in_benchmarks(script)
-    assert done.returncode == 1, done.stderr
+    plain = benchmark.measure
+
+    def measure(args: Any, device: Any, name: str, settings: tuple[str, ...]) -> Any:
+        if "model.fp8_recipe=tensorwise" in settings:
+            raise ModuleNotFoundError("No module named 'a_backend'")
+        if "model.fp8_backend=te" in settings:
+            raise ConfigError("model.fp8_backend", "te", "it cannot run here", "use another")
+        return plain(args, device, name, settings)
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    keys = ["bf16", "te bf16", "fp8 tensorwise", "fp8 delayed"]
+    assert exit_code(benchmark, "--tiny", "--results", str(tmp_path), "--variants", *keys) == 1
     (path,) = tmp_path.glob("*_layer-128-128.json")
     found = json.loads(path.read_text())
     assert list(found["rows"]) == ["bf16", "fp8 delayed"]
     assert "a_backend" in found["failed"]["fp8 tensorwise"]
     assert "model.fp8_backend=te" in found["skipped"]["te bf16"]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    keys = [line["key"] for line in lines]
-    assert keys == ["bf16", "te bf16", "fp8 tensorwise", "fp8 delayed"], "as they come"
+    assert [line["key"] for line in lines] == keys, "as they come"
 
 
-def test_each_variant_of_a_step_names_its_backend() -> None:
+@of_steps
+def test_each_variant_of_a_step_names_its_backend(benchmark: ModuleType) -> None:
     """The setting `auto` might use Transformer Engine in the rows of our own engine."""
-    script = """
-import argparse, gpu_step as g
-from megafp8.config.load import load
-from megafp8.config.resolve import resolve
-args = argparse.Namespace(accumulation=1)
-for variant in ("bf16", "fp8", "te bf16", "te fp8"):
-    spec = resolve(load([*g.settings_of("1.3b", variant, args), "trainer.accelerator=gpu"]),
-                   lambda: True)
-    print(spec.precision.backend, spec.precision.auto)
-"""
-    done = in_benchmarks(script)
-    assert done.stdout.split("\n")[:4] == 2 * ["native None"] + 2 * ["te None"], done.stderr
+    for variant in ("bf16", "fp8", "te bf16", "te fp8"):
+        given = benchmark.settings_of("1.3b", variant, ONE_MICROBATCH)
+        spec = resolve(load([*given, "trainer.accelerator=gpu"]), lambda: True)
+        assert spec.precision.backend == ("te" if "te" in variant else "native")
+        assert spec.precision.auto is None
 
 
-def test_transformer_engine_can_run_what_it_is_compared_on() -> None:
+@of_steps
+def test_transformer_engine_can_run_what_it_is_compared_on(benchmark: ModuleType) -> None:
     """Transformer Engine has only the tanh form of GELU."""
-    script = """
-import argparse, gpu_step as g
-args = argparse.Namespace(accumulation=1)
-print(*{g.spec_of(p, v, args).activation for p in ("125m", "1.3b", "5b") for v in g.VARIANTS
-        if not v.startswith(("te", "torchao"))})
-"""
-    done = in_benchmarks(script)
-    assert done.stdout.split() == ["gelu-tanh"], done.stderr
+    variants = [name for name in benchmark.VARIANTS if not name.startswith(("te", "torchao"))]
+    for preset in ("125m", "1.3b", "5b"):
+        for variant in variants:
+            spec = benchmark.spec_of(preset, variant, ONE_MICROBATCH)
+            assert spec.activation == "gelu-tanh"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("program", ["gpu_layer.py", "gpu_step.py"])
-def test_without_a_gpu_nothing_is_measured(program: str, tmp_path: Path) -> None:
-    done = run(program, "--results", str(tmp_path))
-    assert done.returncode == 2 and "no CUDA device" in done.stderr
+@pytest.mark.parametrize("benchmark", ["gpu_gemm", "gpu_layer", "gpu_step"], indirect=True)
+def test_without_a_gpu_nothing_is_measured(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(benchmark, "--results", str(tmp_path)) == 2
+    assert "no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def exit_code(benchmark: ModuleType, *arguments: str) -> Any:
+    """Run a benchmark's command line in this process."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
+        patch.setattr(sys, "argv", [benchmark.__name__, *arguments])
+        benchmark.main()
+    return left.value.code

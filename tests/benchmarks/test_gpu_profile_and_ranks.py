@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from collections import Counter
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tests.benchmarks.test_gpu_check import loaded
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
-    """Return a benchmark, which finds the others beside it."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    name = request.param
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("benchmark", ["gpu_profile"], indirect=True)

@@ -22,7 +22,7 @@ from megafp8.fp8.kernels import compile as compile_kernels
 from megafp8.fp8.kernels.compile import Library, library
 from megafp8.specs import Fp8Recipe
 from megafp8.train import compile as compile_train
-from tests import c_kernels
+from tests import c_kernels, compiled
 from tests.c_kernels import need_kernels
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -32,24 +32,10 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 
 @pytest.fixture(scope="module")
 def cc(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """`cc`, but that the kernels, which take it most time, are compiled once with the same flags.
-
-    The object file of the first time is what each later call with these flags writes.
-    """
-    path = tmp_path_factory.mktemp("compiler") / "cc"
-    path.write_text(
-        """#!/bin/sh
-        case " $* " in *" -c "*/fp8_cpu.c*) ;; *) exec cc "$@";; esac
-        for word; do
-            if [ "$before" = -o ]; then object=$word; else words="$words $word"; fi
-            before=$word
-        done
-        made=$0-$(echo "$words" | cksum | cut -d " " -f 1).o
-        if [ -f "$made" ]; then cp "$made" "$object"; else cc "$@" && cp "$object" "$made"; fi
-        """
-    )
-    path.chmod(0o755)
-    return str(path)
+    """`cc`, which compiles the kernels, its longest work, once with the same flags."""
+    if shutil.which("cc") is None:
+        return "cc"
+    return str(compiled.compiler("cc", tmp_path_factory.mktemp("compiler")))
 
 
 @pytest.fixture(autouse=True)
@@ -122,10 +108,10 @@ def test_failing_compiler_leaves_torch(
 
 @needs_compiler
 def test_compiler_that_breaks_the_rounding_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """-ffast-math folds (y + M) - M to y. (Not when linking: that would flush subnormals here.)"""
-    script = 'case " $* " in *" -c "*) exec cc "$@" -ffast-math;; *) exec cc "$@";; esac'
+    script = f'case " $* " in *" -c "*) exec {cc} "$@" -ffast-math;; *) exec cc "$@";; esac'
     use_compiler(monkeypatch, tmp_path, script)
     assert_torch_path("rounds differently")
 
@@ -159,6 +145,52 @@ def test_compiled_once_and_found_again(
     assert second.lib is not None and second.note == first.note
     assert log.read_text().split() == ["--version"], "nothing was compiled again"
     assert built[0].stat().st_mtime_ns == stamp
+
+
+@needs_compiler
+def test_what_tests_compile_once_is_compiled_again_where_anything_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a test would see the code of other sources, flags or compilers."""
+    source, log = tmp_path / "fp8_cpu.c", tmp_path / "log"
+    real = tmp_path / "real"
+    for name, value in (("SOURCE", source), ("INCLUDED", [])):
+        monkeypatch.setattr(compiled, name, value)
+
+    def compile_it(flag: str) -> str:
+        made = tmp_path / "made"
+        made.unlink(missing_ok=True)
+        folder = tmp_path / "folder"
+        folder.mkdir(exist_ok=True)
+        once = compiled.compiler(str(real), folder, tmp_path / "kept")
+        command = [once, flag, "-c", "-o", str(made), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return f"{made.read_text()}{done.stderr}"
+
+    def compilations() -> int:
+        return len(log.read_text().splitlines())
+
+    def write(version: str, text: str) -> None:
+        source.write_text(text)
+        real.write_text(
+            f"""#!/bin/sh
+            if [ "$1" = --version ]; then echo {version}; exit; fi
+            [ "$1" != -fails ] || exit 1
+            echo "$@" >> {log}; cat {source} > "$4"; echo "note $1" >&2
+            """
+        )
+        real.chmod(0o755)
+
+    write("1", "one")
+    assert compile_it("-O1") == compile_it("-O1") == "onenote -O1\n" and compilations() == 1
+    assert compile_it("-O2") == "onenote -O2\n" and compilations() == 2
+    write("1", "two")
+    assert compile_it("-O1") == "twonote -O1\n" and compilations() == 3
+    write("22", "two")
+    assert compile_it("-O1") == "twonote -O1\n" and compilations() == 4
+    for _ in range(2):
+        with pytest.raises(subprocess.CalledProcessError):
+            compile_it("-fails")
 
 
 @needs_compiler
@@ -225,10 +257,10 @@ def test_tests_of_kernels_that_cannot_be_used_fail(
 
 @needs_compiler
 def test_compiler_without_optional_flags_still_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse = 'for a in "$@"; do case "$a" in -fopenmp|-mprefer*) exit 1;; esac; done; exec cc "$@"'
-    use_compiler(monkeypatch, tmp_path, refuse)
+    refuse = 'for a in "$@"; do case "$a" in -fopenmp|-mprefer*) exit 1;; esac; done'
+    use_compiler(monkeypatch, tmp_path, f'{refuse}; exec {cc} "$@"')
     assert library().lib is not None, library().note
     assert_casts_follow_specification()
 

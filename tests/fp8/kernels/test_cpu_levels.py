@@ -21,6 +21,7 @@ from megafp8.fp8.grad_sink import accumulate
 from megafp8.fp8.kernels.compile import COMPILE_FLAGS, SOURCE, library
 from megafp8.fp8.scaled import ScaledTensor, add_up
 from megafp8.optim import scaled_adam
+from tests import compiled
 from tests.cpu_levels import LEVELS, compiler_for, missing
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -189,7 +190,8 @@ def assembly(compiler: str, level: str, folder: Path, *flags: str) -> tuple[str,
     """Compiled as the library is, and what the compiler says of it."""
     out = folder / "kernels.s"
     known = [flag for flag in COMPILE_FLAGS if flag != "-c"]
-    command = [compiler, *known, f"-march={level}", *flags, "-S", "-o", str(out), str(SOURCE)]
+    once = compiled.compiler(compiler, folder)
+    command = [str(once), *known, f"-march={level}", *flags, "-S", "-o", str(out), str(SOURCE)]
     built = subprocess.run(command, capture_output=True, text=True, check=True)
     return out.read_text(), built.stderr
 
