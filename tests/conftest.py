@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Without a GPU, Triton's kernels run in its interpreter. Triton reads this variable at its first
 # import, which torchao may do. The second file is there on Linux inside of Windows.
@@ -20,6 +22,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.asked import asked_for
+
+if TYPE_CHECKING:
+    from tests.train.runs import Driver
 
 # There is no deadline, since a shared machine may pause. CI uses the same examples every time.
 settings.register_profile(
@@ -80,3 +85,13 @@ def pytest_runtest_setup() -> None:
 def pytest_unconfigure() -> None:
     """Let Python free what it left out: libraries report what is still there at the end."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Driver]:
+    """Return a process that has imported torch, whose forks run jobs and other programs."""
+    from tests.train.runs import Driver
+
+    driver = Driver()
+    yield driver
+    driver.close()

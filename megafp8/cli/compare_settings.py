@@ -22,7 +22,7 @@ from megafp8.config.own_recipes import MODULES, RECIPE, TRUST
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_value
+from megafp8.config.settings import read_value, read_values
 from megafp8.config.values import parse_modules, plain
 from megafp8.errors import RunError, UserError
 from megafp8.files import to_json
@@ -334,7 +334,7 @@ def _in_words(key: str, value: str, values: Mapping[str, object]) -> str:
 
 
 def _values(loaded: Loaded) -> dict[str, object]:
-    return {key: read_value(loaded.cfg, key) for key in all_keys()}
+    return dict(read_values(loaded.cfg)[0])
 
 
 def _recipes(values: Mapping[str, object]) -> set[str]:

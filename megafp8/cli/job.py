@@ -21,11 +21,11 @@ from megafp8.cli import is_first_rank
 from megafp8.config.base_model import EXP_DIR, LOG_DIR
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
-from megafp8.config.load import Loaded, default_tree
+from megafp8.config.load import Loaded, default_values
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import TRUST
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_value, similar_keys
+from megafp8.config.settings import read_values, similar_keys
 from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
@@ -220,10 +220,10 @@ def record(loaded: Loaded) -> dict[str, object]:
 
 def changed(loaded: Loaded) -> list[Changed]:
     """Return the settings that are not the default job's, in the schema's order."""
-    job = default_tree()
+    values, of_the_job = read_values(loaded.cfg)[0], default_values()
     changes = []
     for path in all_keys():
-        value, usual = read_value(loaded.cfg, path), read_value(job, path)
+        value, usual = values[path], of_the_job[path]
         if value != usual:
             origin = loaded.origins.get(path, _origin_of_default(loaded.cfg, path))
             changes.append(Changed(path, value, origin, usual))
@@ -319,6 +319,9 @@ def refuse_repeated(overrides: Sequence[str]) -> None:
     Raises:
         SettingError: A key is given twice.
     """
+    keys = [text.lstrip("+").partition("=")[0].strip() for text in overrides]
+    if len(set(keys)) == len(keys) and not any("{" in text for text in overrides):
+        return  # only a mapping sets more than its own key
     seen: dict[str, str] = {}
     for key, value in (given for text in overrides for given in given_settings(text)):
         if seen.setdefault(key, value) != value:

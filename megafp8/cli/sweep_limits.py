@@ -8,13 +8,12 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from megafp8.config.errors import COMMAND_LINE, SettingError
-from megafp8.config.overrides import ParsedOverride
+from megafp8.config.overrides import ParsedOverride, hydras_parser
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 MAX_JOBS = 10_000
@@ -70,7 +69,7 @@ def _params(sweeper: Any) -> list[ParsedOverride]:
     for key, value in params.items() if isinstance(params, DictConfig) else ():
         text = "=".join((str(key), str(value)))
         with suppress(HydraException, ValueError, RecursionError):
-            override = OverridesParser.create().parse_override(text)
+            override = hydras_parser().parse_override(text)
             sweep = override if override.is_sweep_override() else None
             overrides.append(ParsedOverride(text, (), sweep))
     return overrides

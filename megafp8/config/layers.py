@@ -24,14 +24,13 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
 from megafp8.config.hydra_section import HYDRA, choices
-from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride
+from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride, hydras_parser
 from megafp8.config.settings import Setting, flatten
 from megafp8.foreign import ForeignFileError, read_yaml_text
 from megafp8.secrets import HIDDEN, hide_values
@@ -237,7 +236,7 @@ def _files(source: ComposedFile, groups: Sequence[str]) -> list[tuple[ResultDefa
     defaults = create_defaults_list(
         repo=files,
         config_name=ROOT_CONFIG,
-        overrides_list=OverridesParser.create().parse_overrides(list(groups)),
+        overrides_list=hydras_parser().parse_overrides(list(groups)),
         prepend_hydra=not is_ours,
         skip_missing=False,
     ).defaults

@@ -32,7 +32,7 @@ from megafp8.config.nemo import nemo_keys, nemos_file
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import load_own_recipes
 from megafp8.config.rules import Unused, effective, unused
-from megafp8.config.schema import all_keys, schema_tree
+from megafp8.config.schema import all_keys, all_sections, schema_tree
 from megafp8.config.settings import (
     UNDECIDED,
     Setting,
@@ -311,6 +311,12 @@ def _with_gelu_of_nemo(tree: DictConfig, origins: dict[str, Origin]) -> list[Tra
 
 
 @cache
+def default_values() -> Mapping[str, Any]:
+    """Return the values of the default job by their keys."""
+    return read_values(default_tree())[0]
+
+
+@cache
 def default_tree() -> DictConfig:
     """Return the default job's tree: the schema with the values of `conf/pretrain_gpt.yaml`.
 
@@ -438,9 +444,12 @@ def _nemo_settings(
 
 def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     """Return the tree without NeMo's keys, closed to new keys; `values` are its keys' values."""
-    sections: dict[str, Any] = {"": tree}
-    for path in nemo_keys():
-        _delete(sections, path)
+    for section, names in _names_of_nemo_alone().items():
+        node: Any = OmegaConf.select(tree, section) if section else tree
+        with open_dict(node):
+            for name in names:
+                if name in node.keys():  # `in node` is False for an interpolation without a value
+                    del node[name]  # unlike pop(), del does not resolve an interpolation
     interpolated = interpolated_keys(tree)
     for path in all_keys():  # an interpolation of a key that was removed becomes that key's value
         if not (path in interpolated or isinstance(values[path], (list, dict))):
@@ -455,19 +464,12 @@ def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
     return tree
 
 
-def _delete(sections: dict[str, Any], path: str) -> None:
-    """Delete a key, and the sections that are empty without it.
-
-    `sections` has those of the tree that were looked up before, and the tree itself as "".
-    """
-    names = path.split(".")
-    for end in range(len(names) - 1, -1, -1):
-        section = ".".join(names[:end])
-        if section not in sections:
-            sections[section] = OmegaConf.select(sections[""], section)
-        node = sections[section]
-        if not isinstance(node, DictConfig):
-            return
-        if names[end] in node.keys() and (end == len(names) - 1 or not node._get_node(names[end])):
-            with open_dict(node):
-                del node[names[end]]  # unlike pop(), del does not resolve an interpolation
+@cache
+def _names_of_nemo_alone() -> Mapping[str, Sequence[str]]:
+    """Return, by the sections of the schema, what only NeMo has in them: keys and sections."""
+    found: dict[str, dict[str, None]] = {}
+    for path in nemo_keys():
+        names = path.split(".")
+        depth = next(d for d in range(len(names)) if ".".join(names[: d + 1]) not in all_sections())
+        found.setdefault(".".join(names[:depth]), {})[names[depth]] = None
+    return {section: tuple(names) for section, names in found.items()}

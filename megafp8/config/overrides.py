@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,18 @@ def quoted(text: str) -> str:
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
+@cache
+def hydras_parser() -> OverridesParser:
+    """Return Hydra's parser of overrides, which keeps nothing of what it reads."""
+    return OverridesParser.create()
+
+
 def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOverride | SettingError:
     if text.startswith("="):
         hint = "Write KEY=VALUE without blanks around the equals sign"
         return SettingError(text, None, "has no key", hint, origin=COMMAND_LINE)
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = hydras_parser().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:
         return _grammar_problem(text, error)
     key = override.key_or_group

@@ -12,13 +12,13 @@ from megafp8.config.architecture import gpt_spec
 from megafp8.config.base_model import STARTS, folder_of_model
 from megafp8.config.checks import rule_findings
 from megafp8.config.data_values import file_list, parse_data_prefix, unescaped
-from megafp8.config.errors import SettingError
+from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.precision_spec import precision_spec
 from megafp8.config.rules import Finding, effective
 from megafp8.config.schema import all_keys, spec_fields
-from megafp8.config.settings import read_value
+from megafp8.config.settings import read_values
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     PRECISIONS,
@@ -130,7 +130,9 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
 
 
 def _values_of(cfg: DictConfig) -> dict[str, Any]:
-    return {path: read_value(cfg, path) for path in all_keys()}
+    values, problems = read_values(cfg)
+    raise_if_any(problems)
+    return values
 
 
 def _accelerator(asked: str, available: Callable[[], bool]) -> str:

@@ -189,10 +189,10 @@ def read_values(
     """
     values: dict[str, Any] = {}
     problems: list[SettingError] = []
-    interpolated = interpolated_keys(cfg)
-    for path, key in all_keys().items():
+    for key, section, leaf in _leaves(cfg):
+        path, is_interpolated = key.path, OmegaConf.is_interpolation(section, leaf)
         try:
-            value = read_value(cfg, path)
+            value = read_value(cfg, path) if is_interpolated else _plain(section[leaf])
         except MissingMandatoryValue:
             problems.append(_missing(key, origins))
             continue
@@ -201,7 +201,7 @@ def read_values(
             continue
         # The value of an interpolation has the other key's type, which may be the wrong one here.
         problem = None
-        if path in interpolated:
+        if is_interpolated:
             problem = setting_problem(Setting(path, value, _origin(path, origins)))
         if problem is None:
             values[path] = value
@@ -212,15 +212,22 @@ def read_values(
 
 def interpolated_keys(cfg: DictConfig) -> frozenset[str]:
     """Return the keys whose values refer to other keys, as `${model.encoder_seq_length}` does."""
+    return frozenset(
+        key.path for key, section, leaf in _leaves(cfg) if OmegaConf.is_interpolation(section, leaf)
+    )
+
+
+def _leaves(cfg: DictConfig) -> Iterator[tuple[Key, Any, str]]:
+    """Yield each key with its section in a tree and its name there.
+
+    A section is looked up once: for all keys, looking up whole paths takes four times as long.
+    """
     sections: dict[str, Any] = {"": cfg}
-    keys = set()
-    for path in all_keys():
-        section, _, leaf = path.rpartition(".")
-        if section not in sections:  # none is an interpolation itself: `put_in` refuses that
-            sections[section] = OmegaConf.select(cfg, section)
-        if OmegaConf.is_interpolation(sections[section], leaf):
-            keys.add(path)
-    return frozenset(keys)
+    for path, key in all_keys().items():
+        name, _, leaf = path.rpartition(".")
+        if name not in sections:  # none is an interpolation itself: `put_in` refuses that
+            sections[name] = OmegaConf.select(cfg, name)
+        yield key, sections[name], leaf
 
 
 def read_value(cfg: DictConfig, path: str) -> Any:
@@ -229,7 +236,10 @@ def read_value(cfg: DictConfig, path: str) -> Any:
     Raises:
         OmegaConfBaseException: The key is missing, or an interpolation cannot be resolved.
     """
-    value = OmegaConf.select(cfg, path, throw_on_missing=True)
+    return _plain(OmegaConf.select(cfg, path, throw_on_missing=True))
+
+
+def _plain(value: Any) -> Any:
     return OmegaConf.to_container(value, resolve=True) if _is_node(value) else value
 
 

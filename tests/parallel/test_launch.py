@@ -2,6 +2,8 @@
 After a signal ranks have time to save as long as they make progress.
 
 The ranks run a few lines of Python and train nothing; tests/train/test_restarts.py has real runs.
+One test starts real processes. In the others the launcher and its ranks are forks of a process that
+has imported torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from megafp8.parallel.launch import launch
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.watchdog import Watchdog
 from megafp8.train import saver, validate
-from tests.train.runs import ROOT, wait_until
+from tests.train.runs import ROOT, Driver, wait_until
 
 RANK = """\
 import os, pathlib, signal, sys
@@ -44,22 +45,27 @@ JOB = "import sys; from megafp8.parallel.launch import launch; sys.exit(launch([
 sys.argv[3:], 2, max_restarts=int(sys.argv[2])))"
 
 
-def starts(folder: Path, max_restarts: int, deaths: int, how: str) -> tuple[int, str, list[str]]:
+def starts(
+    driver: Driver | None, folder: Path, max_restarts: int, deaths: int, how: str
+) -> tuple[int, str, list[str]]:
     """Run a job of two ranks whose rank 0 ends early in the first `deaths` starts.
 
-    Return the exit code, stderr, and the starts that each rank has noted: restart, world size.
+    Without a driver the processes are real ones. Return the exit code, stderr, and the starts that
+    each rank has noted: restart, world size.
     """
     script = folder / "rank.py"
     script.write_text(RANK)
-    words = [str(script), str(max_restarts), str(folder), str(deaths), how]
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, *words], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    words = ["-c", JOB, str(script), str(max_restarts), str(folder), str(deaths), how]
+    if driver is None:
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    else:
+        done = driver.run_python(*words, cwd=ROOT, folder=folder)
     return done.returncode, done.stderr, (folder / "0").read_text().split()
 
 
 def test_a_rank_that_dies_is_started_again(tmp_path: Path) -> None:
-    code, errors, noted = starts(tmp_path, 2, 1, "killed")
+    code, errors, noted = starts(None, tmp_path, 2, 1, "killed")
     assert code == 0 and noted == ["02", "12"]
     assert "rank 0 died (signal SIGKILL)" in errors
     assert "starting all ranks again: restart 1 of 2" in errors
@@ -93,18 +99,12 @@ os.kill(os.getpid(), signal.SIGKILL)
     ],
 )
 def test_what_the_same_command_will_do(
-    checkpoint: str, how: str, said: str, tmp_path: Path
+    driver: Driver, checkpoint: str, how: str, said: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "rank.py"
     script.write_text(NOTING)
-    done = subprocess.run(
-        [sys.executable, "-c", JOB, str(script), "0", checkpoint, how],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    words = ["-c", JOB, str(script), "0", checkpoint, how]
+    done = driver.run_python(*words, cwd=ROOT, folder=tmp_path)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and f"; the other ranks were ended. {said}" in last, last
     assert ("ValueError: the cause" in last) == (how == "error")
@@ -118,33 +118,27 @@ time.sleep(60)
 """
 
 
-def test_ranks_that_leave_before_training_have_not_died(tmp_path: Path) -> None:
+def test_ranks_that_leave_before_training_have_not_died(driver: Driver, tmp_path: Path) -> None:
     """A rank that Ctrl-C reaches during its imports ends with 130."""
     script = tmp_path / "rank.py"
     script.write_text(EARLY)
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, str(script), "0", str(tmp_path)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "ranks")
-        job.send_signal(signal.SIGINT)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert (job.returncode, errors) == (130, "megafp8: SIGINT: left before training began\n")
+    words = ["-c", JOB, str(script), "0", str(tmp_path)]
+    job = driver.start_python(*words, cwd=ROOT, folder=tmp_path)
+    wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2 or job.has_ended(), "ranks")
+    os.kill(job.pid, signal.SIGINT)
+    done = job.wait(60)
+    said = "megafp8: SIGINT: left before training began\n"
+    assert (done.returncode, done.stderr) == (130, said)
 
 
-def test_not_more_often_than_asked(tmp_path: Path) -> None:
-    code, _, noted = starts(tmp_path, 1, 9, "killed")
+def test_not_more_often_than_asked(driver: Driver, tmp_path: Path) -> None:
+    code, _, noted = starts(driver, tmp_path, 1, 9, "killed")
     assert code not in (0, 2) and noted == ["02", "12"]
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_an_error_to_correct_is_not_tried_again(code: int, tmp_path: Path) -> None:
-    found, _, noted = starts(tmp_path, 2, 9, str(code))
+def test_an_error_to_correct_is_not_tried_again(driver: Driver, code: int, tmp_path: Path) -> None:
+    found, _, noted = starts(driver, tmp_path, 2, 9, str(code))
     assert found == code and noted == ["02"]
 
 
@@ -154,87 +148,97 @@ import torch
 from megafp8.checkpoint import store
 from megafp8.checkpoint.manifest import Placement
 
-folder, rank, slow_rank, pause = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), *map(
-    float, sys.argv[2:]
-)
+folder, rank, how, pause = pathlib.Path(sys.argv[1]), int(os.environ["RANK"]), sys.argv[2], 2.0
 told = []
 signal.signal(signal.SIGTERM, lambda *_: told.append(True))
 (folder / f"{rank}.ready").touch()
 while not told:
     time.sleep(0.01)
-if rank == slow_rank:
+
+def seconds_pass(seconds):
+    "Move the launcher's clock on, and wait until it has seen the time and any progress before."
+    (folder / "new").write_text(str(float((folder / "clock").read_text()) + seconds))
+    (folder / "new").rename(folder / "clock")
+    looked = (folder / "looked").stat().st_size
+    while (folder / "looked").stat().st_size < looked + 4:
+        time.sleep(0.01)
+
+def hang():
+    while not (folder / "checkpoints0/step_00000001").exists():
+        time.sleep(0.01)
+    for _ in range(10):
+        seconds_pass(pause)
+    time.sleep(1000)
+
+if rank == 1 and how:
     write = os.write
-    os.write = lambda *given: (time.sleep(pause), write(*given))[1]
+    before = {"slow": lambda: seconds_pass(pause), "hang": hang}[how]
+    os.write = lambda *given: (before(), write(*given))[1]
 tensors = [Placement(f"weight{n}", (8,), (0,), torch.ones(8)) for n in range(6)]
 root = folder / f"checkpoints{rank}"
 staging = store.begin(root, 1)
 store.commit(staging, root, 1, [store.write_shard(staging, "a.safetensors", tensors)], {})
 sys.exit(75)
 """
-PATIENCE = 3.0
+CLOCK = """\
+import pathlib, sys, time
+from types import SimpleNamespace
+from megafp8.parallel import launch
+def now(folder=pathlib.Path(sys.argv[3])):
+    with (folder / "looked").open("a") as file:
+        file.write(".")
+    return float((folder / "clock").read_text())
+launch.time = SimpleNamespace(monotonic=now, sleep=time.sleep)
+"""
+PATIENCE = 12.0
 
 
 def told_to_leave(
-    folder: Path,
-    slow_rank: int,
-    pause: float,
-    *,
-    is_cleaned: bool = False,
-    patience: float = PATIENCE,
+    driver: Driver, folder: Path, how: str = "", *, is_cleaned: bool = False
 ) -> tuple[int, str, list[list[int]]]:
-    """Tell a job of two ranks to leave, one of which pauses before each write of its checkpoint.
+    """Tell a job of two ranks to leave; before each write of rank 1, two seconds of the launcher's
+    clock pass if it is `slow`, or ten times two if it is to `hang`.
 
     With `is_cleaned` the launcher's temporary folder is deleted before. Return the exit code,
     stderr, and the steps that each rank has saved.
     """
     script = folder / "rank.py"
     script.write_text(SAVING)
-    words = [str(script), "0", str(folder), str(slow_rank), str(pause)]
-    job = subprocess.Popen(
-        [sys.executable, "-c", JOB, *words],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "MEGAFP8_SHUTDOWN_SECONDS": str(patience),
-            "PYTHONPATH": str(ROOT),
-            "TMPDIR": str(folder),
-        },  # fmt: skip
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_until(
-            lambda: len(list(folder.glob("*.ready"))) == 2 or job.poll() is not None, "ranks"
-        )
-        if is_cleaned:
-            (temporary,) = folder.glob("megafp8-*")
-            shutil.rmtree(temporary)
-        job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    return job.returncode, errors, [steps(folder / f"checkpoints{rank}") for rank in (0, 1)]
+    (folder / "clock").write_text("0")
+    words = ["-c", CLOCK + JOB, str(script), "0", str(folder), how]
+    environment = {"MEGAFP8_SHUTDOWN_SECONDS": str(PATIENCE), "TMPDIR": str(folder)}
+    job = driver.start_python(*words, cwd=ROOT, folder=folder, env=environment)
+    wait_until(lambda: len(list(folder.glob("*.ready"))) == 2 or job.has_ended(), "ranks")
+    if is_cleaned:
+        (temporary,) = folder.glob("megafp8-*")
+        shutil.rmtree(temporary)
+    os.kill(job.pid, signal.SIGTERM)
+    done = job.wait(120)
+    saved = [steps(folder / f"checkpoints{rank}") for rank in (0, 1)]
+    return done.returncode, done.stderr, saved
 
 
-def test_a_rank_that_saves_is_waited_for(tmp_path: Path) -> None:
+def test_a_rank_that_saves_is_waited_for(driver: Driver, tmp_path: Path) -> None:
     """The 7 writes of rank 1 take longer than a rank may show no progress; each one is shorter."""
-    began = time.monotonic()
-    patience, pause = 12.0, 2.0  # a busy machine may need seconds between two writes
-    code, errors, saved = told_to_leave(tmp_path, 1, pause, patience=patience)
+    code, errors, saved = told_to_leave(driver, tmp_path, "slow")
     assert (code, saved) == (75, [[1], [1]]), errors
-    assert time.monotonic() - began > 7 * pause > patience
+    assert float((tmp_path / "clock").read_text()) >= 7 * 2 > PATIENCE
     assert "SIGTERM: all ranks have left" in errors
 
 
-def test_ranks_save_though_the_folder_of_temporary_files_was_emptied(tmp_path: Path) -> None:
-    code, errors, saved = told_to_leave(tmp_path, 1, 0.0, is_cleaned=True, patience=60.0)
+def test_ranks_save_though_the_folder_of_temporary_files_was_emptied(
+    driver: Driver, tmp_path: Path
+) -> None:
+    code, errors, saved = told_to_leave(driver, tmp_path, is_cleaned=True)
     assert (code, saved) == (75, [[1], [1]]), errors
 
 
-def test_a_rank_that_hangs_while_it_saves_is_killed(tmp_path: Path) -> None:
-    code, errors, saved = told_to_leave(tmp_path, 1, 1000.0)
+def test_a_rank_that_hangs_while_it_saves_is_killed(driver: Driver, tmp_path: Path) -> None:
+    code, errors, saved = told_to_leave(driver, tmp_path, "hang")
     assert (code, saved) == (1, [[1], []]), errors
-    assert "rank 1 has not left after the signal, and no rank has made progress for 3 s" in errors
+    assert "rank 1 has not left after the signal, and no rank has made progress for 12 s" in errors
+    # Whether rank 0's last progress was seen at 0 s or at 2 s is left open.
+    assert PATIENCE < float((tmp_path / "clock").read_text()) <= PATIENCE + 4
 
 
 @pytest.mark.parametrize("wrong", ["soon", "-1", "nan", ""])

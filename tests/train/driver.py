@@ -4,9 +4,11 @@ If the job is a launcher, its ranks are forks too. Requests come from stdin, one
 and each is answered by a line:
 
     {"argv": […], "cwd": …, "log": …, "fault": [name, arguments…] or null}  ->  process id
+    {"python": [words after `python`], "cwd": …, "stdout": …, "stderr": …, "env": …}  ->  process id
     {"wait": process id, "seconds": …}  ->  exit code (negative: a signal), or null if it runs
 
-Torch has started no thread in this process, so that children may start some.
+Torch has started no thread in this process, so that children may start some. The default job's
+settings are composed once before, by which Hydra's parsers and plugins are there in each child.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import runpy
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -25,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 import megafp8.parallel.pipeline_runner  # noqa: E402, F401  # which imports FSDP too
 import megafp8.train.pretrain  # noqa: E402, F401
 from megafp8.cli import pretrain  # noqa: E402
+from megafp8.cli.job import app_info, parse_options  # noqa: E402
 from megafp8.cli.main import run_app  # noqa: E402
+from megafp8.config.load import load_all  # noqa: E402
 from tests.train import faults, forked_ranks  # noqa: E402
 
 
@@ -35,11 +41,18 @@ def start(request: dict) -> int:
         return child
     code = 1
     try:
-        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(source, target)
+        os.dup2(nothing, 0)
+        for target, name in ((1, "stdout"), (2, "stderr")):
+            path = request.get("log") or request[name]
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), target)
         os.chdir(request["cwd"])
+        if "python" in request:
+            os.environ.update(request["env"])
+            code = run_python(request["python"])
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
         name, *arguments = request["fault"] or [None]
         if name in (None, "in_rank"):  # other faults happen in this process, not in its ranks
             forked_ranks.install()
@@ -51,6 +64,28 @@ def start(request: dict) -> int:
         traceback.print_exc()
     sys.stdout.flush()
     os._exit(code)
+
+
+def run_python(words: list[str]) -> int:
+    """Do what `python WORDS…` does, and return its exit code; ranks that it launches are forks."""
+    forked_ranks.install()
+    tempfile.tempdir = None  # read from the environment again
+    kind, *arguments = words
+    sys.argv = [kind, *arguments]
+    try:
+        if kind == "-c":
+            sys.argv = ["-c", *arguments[1:]]
+            exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+        elif kind == "-m":
+            sys.argv = arguments
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        return int(leaving.code or 0) if not isinstance(leaving.code, str) else 1
+    return 0
 
 
 def wait(child: int, seconds: float) -> int | None:
@@ -67,6 +102,9 @@ def wait(child: int, seconds: float) -> int | None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    options = parse_options(["model.fp8=True"])
+    app_info(load_all(options.overrides), options)
+    gc.collect()
     gc.freeze()  # jobs look for garbage among their own objects, and share the memory of these
     print("ready", file=answers, flush=True)
     for line in sys.stdin:

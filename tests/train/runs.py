@@ -6,8 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,11 +93,54 @@ class Driver:
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 
+    def start_python(
+        self, *words: str, cwd: Path, folder: Path, env: Mapping[str, str] | None = None
+    ) -> Program:
+        """Start what `python WORDS…` runs, without importing torch; its output is in `folder`."""
+        made = tempfile.mkdtemp(prefix="program-", dir=folder)
+        program = Program(self, Path(made, "stdout"), Path(made, "stderr"))
+        paths = {"stdout": str(program.stdout_file), "stderr": str(program.stderr_file)}
+        program.pid = self.ask({"python": words, "cwd": str(cwd), "env": dict(env or {}), **paths})
+        return program
+
+    def run_python(
+        self, *words: str, cwd: Path, folder: Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Do what `subprocess.run(["python", WORDS…])` does; see `start_python`."""
+        return self.start_python(*words, cwd=cwd, folder=folder, env=env).wait()
+
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
+
+
+@dataclass
+class Program:
+    """Hold a program in Python that a `Driver` has started."""
+
+    driver: Driver
+    stdout_file: Path
+    stderr_file: Path
+    pid: int = 0
+    code: int | None = None
+
+    def has_ended(self) -> bool:
+        """Whether it has ended; the caller need not wait for it then."""
+        return self._code(0.0) is not None
+
+    def wait(self, seconds: float = 280.0) -> subprocess.CompletedProcess[str]:
+        """Return how it ended."""
+        code = self._code(seconds)
+        assert code is not None, f"still running after {seconds} s: {self.stderr_file.read_text()}"
+        out, err = self.stdout_file.read_text(), self.stderr_file.read_text()
+        return subprocess.CompletedProcess([], code, out, err)
+
+    def _code(self, seconds: float) -> int | None:
+        if self.code is None:
+            self.code = self.driver.ask({"wait": self.pid, "seconds": seconds})
+        return self.code
 
 
 @dataclass
