@@ -22,10 +22,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.asked import asked_for
+from tests.disks import forget_fsync
 
 if TYPE_CHECKING:
     from tests.train.runs import Driver
 
+forget_fsync()
 # There is no deadline, since a shared machine may pause. CI uses the same examples every time.
 settings.register_profile(
     "local", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True

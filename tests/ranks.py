@@ -28,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from tests.disks import forget_fsync
+
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
     "megafp8.train.pretrain",
@@ -138,6 +140,7 @@ def main(folder: str, environment: Mapping[str, str]) -> None:
         os.dup2(nothing.fileno(), 1)
     sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # pytest's may be in its place
     gc.freeze()
+    forget_fsync()
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     given, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
     faulthandler.dump_traceback_later(timeout, exit=True)  # shows where a rank hangs

@@ -15,7 +15,7 @@ from megafp8.cli.dryrun import main
 from megafp8.te_cpu import DEFAULT_VERSION
 from tests.config.test_presets import PARAMETERS
 from tests.te_cpu.sources import need_sources
-from tests.train.runs import ROOT, make_dataset
+from tests.train.runs import ROOT, Driver, make_dataset
 
 SMALL = [
     "trainer.accelerator=cpu",
@@ -188,39 +188,29 @@ def test_a_run_of_that_name_is_looked_at_and_left_alone(
     assert "model.num_layers=4" in capsys.readouterr().err
 
 
-def test_transformer_engine_s_layers_on_a_gpu() -> None:
+def test_transformer_engine_s_layers_on_a_gpu(driver: Driver, tmp_path: Path) -> None:
     """Its own Python loads here; a GPU's attention keeps no scores. The native engine keeps more:
     it keeps what its norms and activations return, which Transformer Engine's fused ones cast."""
     need_sources(DEFAULT_VERSION)
     given = [*SMALL[1:], "trainer.accelerator=gpu", "trainer.devices=4", "--vocab-size=300"]
     given += ["model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"]
     given += ["model.sequence_parallel=True", "model.fp8_params=True", "model.fp8_backend=te"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megafp8", "dryrun", *given, "--shapes"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    words = ("-m", "megafp8", "dryrun", *given, "--shapes")
+    done = driver.run_python(*words, cwd=ROOT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "FP8: 100.0% of the GEMM FLOPs" in done.stdout or "in higher precision" in done.stdout
     assert "attention.query.weight [64, 64] -> [32, 64] fp8" in done.stdout
     assert re.search(r"scales, histories +[1-9]", done.stdout)
 
 
-def test_transformer_engine_s_layers_in_shards() -> None:
+def test_transformer_engine_s_layers_in_shards(driver: Driver, tmp_path: Path) -> None:
     """Its default version keeps FP8 copies of weights that FSDP gathers: they are a row of these
     bytes, in two orientations of the 4 x (4 x 64^2 + 2 x 64 x 128) elements of the linears."""
     need_sources(DEFAULT_VERSION)
     given = [*SMALL[1:], "trainer.accelerator=gpu", "trainer.devices=2", "--vocab-size=300"]
     given += ["model.fsdp=True", "model.fp8_backend=te"]
-    done = subprocess.run(
-        [sys.executable, "-m", "megafp8", "dryrun", *given],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    words = ("-m", "megafp8", "dryrun", *given)
+    done = driver.run_python(*words, cwd=ROOT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     for row in ("FP32 master weights", "weights gathered by FSDP", "at the start"):
         assert re.search(rf"^{row} +[\d.]+ KiB$", done.stdout, re.M), row
@@ -271,10 +261,10 @@ def test_a_setting_of_gpus_is_refused_on_a_cpu_as_in_the_run(
         assert f"{setting} (command line): has no effect with" in said
 
 
-def test_nvfp4_in_a_process_of_its_own_is_called_fp4() -> None:
+def test_nvfp4_in_a_process_of_its_own_is_called_fp4(driver: Driver, tmp_path: Path) -> None:
     """The compiled kernels load there among tensors without memory, whose bytes nothing reads."""
     given = ["precision=nvfp4", "model.num_layers=2", "--vocab-size=300"]
-    command = [sys.executable, "-m", "megafp8", "dryrun", *given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    words = ("-m", "megafp8", "dryrun", *given)
+    done = driver.run_python(*words, cwd=ROOT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^FP4: \d", done.stdout, re.MULTILINE)

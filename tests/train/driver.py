@@ -32,6 +32,7 @@ from megafp8.cli import pretrain  # noqa: E402
 from megafp8.cli.job import app_info, parse_options  # noqa: E402
 from megafp8.cli.main import run_app  # noqa: E402
 from megafp8.config.load import load_all  # noqa: E402
+from tests.disks import forget_fsync  # noqa: E402
 from tests.train import faults, forked_ranks  # noqa: E402
 
 
@@ -102,6 +103,7 @@ def wait(child: int, seconds: float) -> int | None:
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    forget_fsync()
     options = parse_options(["model.fp8=True"])
     app_info(load_all(options.overrides), options)
     gc.collect()

@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ import torch
 from megafp8 import files
 from megafp8.checkpoint import manifest, step_directories, store
 from megafp8.models.init import pieces_of
+from megafp8.parallel import watchdog
 from megafp8.report.record import read_run
 from megafp8.runs import same_data, tokenizer
 from megafp8.runs.lock import is_locked
@@ -308,9 +311,46 @@ def slow(seconds: float) -> None:
     _after_backward(range(10**6), lambda state: time.sleep(seconds))
 
 
-def hang(at_step: int) -> None:
-    """Make this process hang in a step."""
-    _after_backward([at_step], lambda state: time.sleep(10**6))
+def steps_of_seconds(seconds: float) -> None:
+    """Let the loop's clock show that each step took so long, and that nothing else took time."""
+    passed = time.monotonic()
+
+    def advance(state: Any) -> None:
+        nonlocal passed
+        passed += seconds
+
+    _after_backward(range(10**6), advance)
+    loop.time = SimpleNamespace(  # type: ignore[assignment]
+        monotonic=lambda: passed, perf_counter=time.perf_counter
+    )
+
+
+def hang(rank: int, at_step: int, note: str) -> None:
+    """Make one rank hang in a step; then the other ranks' watchdogs find that much time has passed
+    as soon as their ranks wait, and its own one after them. All ranks must have this fault.
+
+    The ranks agree by the files `note` and `note`.waits.
+    """
+    hangs, waits = Path(note), Path(f"{note}.waits")
+    is_mine, main = rank == int(os.environ["RANK"]), threading.get_ident()
+
+    def monotonic() -> float:
+        is_over = waits.exists() if is_mine else hangs.exists()
+        if is_over and not is_mine:
+            is_over = watchdog.is_waiting(sys._current_frames().get(main))
+            if is_over:
+                waits.touch()
+        return time.monotonic() + is_over * 10**6
+
+    def act(state: Any) -> None:
+        hangs.touch()
+        time.sleep(10**6)
+
+    watchdog.time = SimpleNamespace(  # type: ignore[assignment]
+        monotonic=monotonic, sleep=time.sleep
+    )
+    if is_mine:
+        _after_backward([at_step], act)
 
 
 def fail(at_step: int, note: str | None = None) -> None:
@@ -381,8 +421,8 @@ def reads_other_data(prefix: str) -> None:
     same_data.open_data = lambda spec, notify: open_data(replace(spec, prefix=prefix), notify)
 
 
-def in_rank(rank: int, *fault: Any) -> None:
-    """Let the launcher start ranks, in one of which `fault` happens."""
+def in_rank(rank: int | None, *fault: Any) -> None:
+    """Let the launcher start ranks, in one of which `fault` happens; in all of them with None."""
     from megafp8.cli import pretrain
 
     launch = pretrain.launch

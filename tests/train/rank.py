@@ -1,4 +1,4 @@
-"""Run `pretrain_gpt.py` as a rank with a fault, given as [rank, fault, arguments…]."""
+"""Run `pretrain_gpt.py` as a rank with a fault, given as [rank or null, fault, arguments…]."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from megafp8.parallel.launch import run_process  # noqa: E402
 from tests.train import faults  # noqa: E402
 
 rank, name, *arguments = json.loads(os.environ["TEST_FAULT"])
-if rank == int(os.environ["RANK"]):
+if rank in (None, int(os.environ["RANK"])):
     getattr(faults, name)(*arguments)
 run_process(lambda: run_app(sys.argv[1:], pretrain.task))

@@ -1,9 +1,10 @@
 """Run a framework's own code over Transformer Engine's Python on two ranks of the CPU.
 
-    python -P -m megafp8.cli.audit.host < JOB
+    python -P -m megafp8.cli.audit.host < JOB_AND_RUNS
 
-The process imports the framework once. It then forks two ranks for each run, so that no run finds
-what another has left, and prints one line of JSON for each. Nothing is pickled.
+The first line is the job, and each further one a run, in JSON. The process imports the framework
+once. It then forks two ranks for each run, so that no run finds what another has left, and answers
+each with one line of JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -29,16 +30,17 @@ RUNNERS = {"megatron": "with_megatron", "bridge": "with_bridge", "accelerate": "
 
 
 def main() -> int:
-    """Read a job from standard input, and print its results; return 1 if the import failed."""
+    """Read a job and its runs, and print their results; return 1 if the import failed."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what the framework prints is no result
-    job = json.load(sys.stdin)
+    job = json.loads(sys.stdin.readline())
     try:
         train = _prepare(job)
     except Exception as error:  # an import of others' code may raise anything
         print(json.dumps({"failed": _said(error), "where": _place(error, job)}), file=out)
         return 1
-    for run in job["runs"]:
+    for line in sys.stdin:
+        run = json.loads(line)
         result = _run(train, job, run)
         print(json.dumps({"name": run["name"], "layout": run["layout"], **result}), file=out)
         out.flush()

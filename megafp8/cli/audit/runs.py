@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import yaml
 
@@ -60,11 +61,16 @@ def audit(request: Request, code: Code, te_version: str) -> tuple[Request, list[
     Raises:
         RunError: The framework's code cannot be imported.
     """
+    with Host(request, code, te_version) as host:
+        return _audit(request, code, host)
+
+
+def _audit(request: Request, code: Code, host: Host) -> tuple[Request, list[FlagVerdict]]:
     flags = [flag for flag in request.flags if not flag.why_not]
-    results = _results(request, code, te_version, flags, ())
+    results = _results(host, request, flags, ())
     if not verdict.is_steady(request, results) and (calmer := without_overlap(request)) != request:
         request = calmer
-        results = _results(request, code, te_version, flags, ())
+        results = _results(host, request, flags, ())
     refused: dict[Flag, str] = {}
     while guilty := verdict.refusing(request, results):
         why = next(results.problem(BASE, x)[1] for x in request.layouts
@@ -72,12 +78,12 @@ def audit(request: Request, code: Code, te_version: str) -> tuple[Request, list[
         together = " together with " + ", ".join(f.shown for f in guilty[1:]) if guilty[1:] else ""
         refused[guilty[0]] = f"{why}{together}"
         flags.remove(guilty[0])
-        results = _results(request, code, te_version, flags, refused)
+        results = _results(host, request, flags, refused)
         request = _without(request, guilty[0])
     pairs = list(verdict.pairs(flags, request, results))
     if pairs:
         more = {verdict.both(*pair): pair for pair in pairs}
-        results = Runs({**results.found, **_run(request, code, te_version, flags, more).found})
+        results = Runs({**results.found, **_run(host, request, flags, more).found})
     verdicts = []
     for flag in (*request.flags, *refused):
         readings = readings_of(flag, request.framework, code)
@@ -103,24 +109,23 @@ def readings_of(flag: Flag, framework: str, code: Code) -> list[Reading]:
 
 
 def _results(
-    request: Request,
-    code: Code,
-    te_version: str,
-    flags: Sequence[Flag],
-    left_out: Collection[Flag],
+    host: Host, request: Request, flags: Sequence[Flag], left_out: Collection[Flag]
 ) -> Runs:
-    """Run with all flags, twice, and without each; `left_out` are those that are refused."""
+    """Run with all flags, twice, and without each; `left_out` are those that are refused.
+
+    If their parser does not know a flag, the runs with all flags say which one: there are no others
+    then.
+    """
     kept = [flag for flag in request.flags if flag not in left_out and not flag.why_not]
-    less = {BASE: (), AGAIN: (), **{flag.shown: (flag,) for flag in flags}}
-    return _run(request, code, te_version, kept, less)
+    base = _run(host, request, kept, {BASE: (), AGAIN: ()})
+    if verdict.unrecognized(request, base):
+        return base
+    others = _run(host, request, kept, {flag.shown: (flag,) for flag in flags})
+    return Runs({**base.found, **others.found})
 
 
 def _run(
-    request: Request,
-    code: Code,
-    te_version: str,
-    kept: Sequence[Flag],
-    less: Mapping[str, Collection[Flag]],
+    host: Host, request: Request, kept: Sequence[Flag], less: Mapping[str, Collection[Flag]]
 ) -> Runs:
     """Run with the flags `kept`, without those that `less` has for the name of a run."""
     runs = []
@@ -128,19 +133,7 @@ def _run(
         for name, gone in less.items():
             others = [flag for flag in kept if flag not in gone]
             runs.append(_described(request, others, layout, name))
-    fields = {name for flag in request.flags for name in (flag.name, *_ALIASES.get(flag.name, ()))}
-    work = {
-        "framework": request.framework, "te_version": te_version, "packages": list(code.packages),
-        "sources": [str(folder) for folder in code.folders], "fields": sorted(fields), "runs": runs,
-    }  # fmt: skip
-    ranks_of_run = {}
-    for result in _host(work, _environment(request, code)):
-        if "failed" in result:
-            raise RunError(f"{request.framework}: its code cannot be imported here "
-                           f"({result['failed']}, at {result['where'] or 'an unknown place'}). "
-                           "Give another version with --source, or of --te")  # fmt: skip
-        ranks_of_run[result["name"], result["layout"]] = result["ranks"]
-    return Runs(ranks_of_run)
+    return Runs({(r["name"], r["layout"]): r["ranks"] for r in host.results(runs)})
 
 
 def without_overlap(request: Request) -> Request:
@@ -199,29 +192,63 @@ def _environment(request: Request, code: Code) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _host(work: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the results of the process that runs the framework.
+class Host:
+    """Hold the process that imports a framework once, and asks it for one run after the other."""
 
-    Raises:
-        RunError: The process ended before its work.
-    """
-    command = [sys.executable, "-P", "-m", "megafp8.cli.audit.host"]
-    with tempfile.TemporaryFile() as messages, subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=messages, text=True,
-        env=dict(environment), cwd=tempfile.gettempdir(),
-    ) as process:  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(work))
-        process.stdin.close()
-        number = 0
-        for line in process.stdout:
-            number += 1
-            _progress(number, len(work["runs"]))
-            yield json.loads(line)
-        process.wait()
-        if number < len(work["runs"]) and process.returncode != 1:
-            raise RunError(f"the process that runs {work['framework']} ended after {number} of "
-                           f"{len(work['runs'])} runs: {_last_line(messages)}")  # fmt: skip
+    def __init__(self, request: Request, code: Code, te_version: str) -> None:
+        flags = request.flags
+        fields = {name for flag in flags for name in (flag.name, *_ALIASES.get(flag.name, ()))}
+        self._job = {
+            "framework": request.framework, "te_version": te_version,
+            "packages": list(code.packages), "sources": [str(folder) for folder in code.folders],
+            "fields": sorted(fields),
+        }  # fmt: skip
+        self._environment = _environment(request, code)
+
+    def __enter__(self) -> Self:
+        """Start the process."""
+        self._messages = tempfile.TemporaryFile()  # noqa: SIM115  # closed in __exit__
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "megafp8.cli.audit.host"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, text=True,
+            env=self._environment, cwd=tempfile.gettempdir(),
+        )  # fmt: skip
+        self._write(self._job)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process: without a further run it has nothing to do."""
+        with suppress(BrokenPipeError), self._process:
+            pass
+        self._messages.close()
+
+    def results(self, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the result of each run.
+
+        Raises:
+            RunError: The framework cannot be imported, or the process has ended.
+        """
+        name = self._job["framework"]
+        for number, run in enumerate(runs, start=1):
+            self._write(run)
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+            if not line:
+                raise RunError(f"the process that runs {name} ended before run {number} of "
+                               f"{len(runs)}: {_last_line(self._messages)}")  # fmt: skip
+            result = json.loads(line)
+            if "failed" in result:
+                raise RunError(f"{name}: its code cannot be imported here "
+                               f"({result['failed']}, at {result['where'] or 'an unknown place'})"
+                               ". Give another version with --source, or of --te")  # fmt: skip
+            _progress(number, len(runs))
+            yield result
+
+    def _write(self, what: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, as the missing answer tells
+            self._process.stdin.write(json.dumps(what) + "\n")
+            self._process.stdin.flush()
 
 
 def _progress(number: int, total: int) -> None:

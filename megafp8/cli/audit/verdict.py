@@ -53,18 +53,23 @@ def refusing(request: Request, runs: Runs) -> list[Flag]:
 
     The flag that switches FP8 on is not among them: nothing could be said of the others without it.
     """
-    problems = {layout: runs.problem(BASE, layout) for layout in request.layouts}
-    layouts = [layout for layout, (kind, _) in problems.items() if kind == "refused"]
+    layouts = [x for x in request.layouts if runs.problem(BASE, x)[0] == "refused"]
     if not layouts:
         return []
-    named = problems[layouts[0]][1].partition("unrecognized arguments: ")[2].split()
-    unknown = [flag for flag in request.flags if flag.words[0] in named]
-    return unknown[:1] or [
+    return unrecognized(request, runs)[:1] or [
         flag
         for flag in request.flags
         if flag.name not in SWITCHES
         and all(runs.problem(flag.shown, layout)[0] != "refused" for layout in layouts)
     ]
+
+
+def unrecognized(request: Request, runs: Runs) -> list[Flag]:
+    """Return the flags that the framework's parser does not know, by the run with all flags."""
+    problems = (runs.problem(BASE, layout) for layout in request.layouts)
+    said = next((text for kind, text in problems if kind == "refused"), "")
+    named = said.partition("unrecognized arguments: ")[2].split()
+    return [flag for flag in request.flags if flag.words[0] in named]
 
 
 def is_steady(request: Request, runs: Runs) -> bool:
