@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,10 +91,20 @@ class Reader:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a whole logical tensor, on the CPU."""
-        shape = self.global_shape(name)
-        tensor = torch.empty(shape, dtype=self.dtype(name))
-        self.load_into([Placement(name, shape, (0,) * len(shape), tensor)])
-        return tensor
+        return self.read_all([name])[name]
+
+    def read_all(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return whole logical tensors by their names, on the CPU; each file is opened once."""
+        tensors = {
+            name: torch.empty(self.global_shape(name), dtype=self.dtype(name)) for name in names
+        }
+        self.load_into(
+            [
+                Placement(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+                for name, tensor in tensors.items()
+            ]
+        )
+        return tensors
 
     def read_values(self, name: str) -> torch.Tensor:
         """Return the values of a logical tensor in FP32 on the CPU, however it is stored."""

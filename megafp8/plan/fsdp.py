@@ -24,7 +24,7 @@ from megafp8.plan.shape import (
     Parameter,
     RankShape,
     compute_itemsize,
-    kind_of_layer,
+    kinds_of_layers,
     microbatch_tokens,
     recomputes,
     sent_in_fp8,
@@ -191,7 +191,7 @@ def _backward(
     """
     layer, keeps_core = stage.layers[place], not recomputes(spec, "selective", place)
     held = held if place == len(stage.layers) - 1 else 0
-    alike = kind_of_layer(spec, layer), keeps_core, held
+    alike = kinds_of_layers(spec)[layer], keeps_core, held
     if alike not in known:
         moments = list(
             backward_instants(spec, layer, keeps_core=keeps_core, scores=stage.scores, held=held)

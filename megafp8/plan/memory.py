@@ -29,7 +29,7 @@ from megafp8.plan.shape import (
     compute_itemsize,
     copies_weights,
     division_of,
-    kind_of_layer,
+    kinds_of_layers,
     layers_of_stage,
     microbatch_tokens,
     num_microbatches,
@@ -313,11 +313,16 @@ def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
     recompute = spec.model.recompute
     is_uniform = recompute is not None and recompute.method == "uniform"
     group = recompute.num_layers if recompute is not None and is_uniform else 1
+    kinds, known = kinds_of_layers(spec), dict[tuple[int, bool], int]()
     for place, layer in enumerate(layers):
         if recomputes(spec, "full", place):
             yield 0 if place % group else layer_input_bytes(spec)
-        else:
-            yield layer_bytes(spec, layer, keeps_core=not recomputes(spec, "selective", place))
+            continue
+        keeps_core = not recomputes(spec, "selective", place)
+        kind = kinds[layer], keeps_core
+        if kind not in known:
+            known[kind] = layer_bytes(spec, layer, keeps_core=keeps_core)
+        yield known[kind]
 
 
 def _head_chunk(spec: RunSpec) -> int:
@@ -441,10 +446,10 @@ def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
 
 def _unlike_layers(spec: RunSpec, layers: range) -> Iterator[tuple[bool, int]]:
     """Yield one of all layers that hold the same bytes, with whether attention's stay."""
-    unlike = dict[object, tuple[bool, int]]()
+    kinds, unlike = kinds_of_layers(spec), dict[object, tuple[bool, int]]()
     for place, layer in enumerate(layers):
         keeps_core = not recomputes(spec, "selective", place)
-        unlike[keeps_core, kind_of_layer(spec, layer)] = keeps_core, layer
+        unlike[keeps_core, kinds[layer]] = keeps_core, layer
     yield from unlike.values()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -39,13 +40,16 @@ def largest_phase(spec: RunSpec) -> RunSpec:
     return max(phases, key=bytes_of_largest_rank)
 
 
-def bytes_of_largest_rank(spec: RunSpec) -> int:
+def bytes_of_largest_rank(spec: RunSpec, usable: float = math.inf) -> int:
     """Return the bytes of the rank that needs most; its first and its last stage are compared.
 
-    The first rank of a pipeline keeps the most microbatches, the last one has the head.
+    The first rank of a pipeline keeps the most microbatches, the last one has the head. If the
+    first one needs more than `usable` bytes, the last one is left out.
     """
-    ends = {0, spec.parallel.pp - 1}
-    return max(rank_memory(spec, rank).total for rank in ends)
+    first = rank_memory(spec, 0).total
+    if spec.parallel.pp == 1 or first > usable:
+        return first
+    return max(first, rank_memory(spec, spec.parallel.pp - 1).total)
 
 
 def mean_step_seconds(spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None) -> float:

@@ -92,10 +92,10 @@ def search(
     `usable` of the memory, in the phase that needs most where the precision changes within the run;
     its speed is that of the whole run.
     """
-    found = []
+    found, usable_bytes = [], usable * hardware.memory_bytes
     for layout in layouts(spec):
-        num_bytes = bytes_of_largest_rank(largest_phase(layout))
-        if num_bytes <= usable * hardware.memory_bytes:
+        num_bytes = bytes_of_largest_rank(largest_phase(layout), usable_bytes)
+        if num_bytes <= usable_bytes:
             seconds = mean_step_seconds(layout, hardware, achieved)
             found.append(Found(spec, layout, seconds, num_bytes))
     return sorted(found, key=lambda layout: (layout.step_seconds, layout.num_bytes))

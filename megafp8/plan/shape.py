@@ -35,12 +35,12 @@ class LinearShape:
         """Return the traits of its recipe; None in high precision."""
         return traits_of(self.precision)
 
-    @property
+    @cached_property
     def has_history(self) -> bool:
         """Whether its scales are known before its tensors."""
         return self.traits is not None and self.traits.has_history
 
-    @property
+    @cached_property
     def in_fp8(self) -> bool:
         """Whether its products run in FP8."""
         return self.precision != HIGH_PRECISION
@@ -102,7 +102,8 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     """Return the part of the model that the ranks of `pipeline_rank` have."""
     stages = stages_of_rank(spec, pipeline_rank)
     layers = tuple(layer for stage in stages for layer in layers_of_stage(spec, stage))
-    linears = tuple(linear for layer in layers for linear in linears_of_layer(spec, layer))
+    of_layers = linears_of_layers(spec)
+    linears = tuple(linear for layer in layers for linear in of_layers[layer])
     has_first, has_last = 0 in stages, num_stages(spec) - 1 in stages
     params = tuple(_parameters(spec, linears, has_first, has_last))
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
@@ -110,34 +111,54 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
 
 def linears_of_layer(spec: RunSpec, layer: int) -> tuple[LinearShape, ...]:
     """Return the linears of one layer, as one rank holds them."""
-    return _linears(spec.model, spec.precision, spec.parallel.tp, layer)
+    return linears_of_layers(spec)[layer]
 
 
-@lru_cache(maxsize=1024)
+def linears_of_layers(spec: RunSpec) -> tuple[tuple[LinearShape, ...], ...]:
+    """Return the linears of each layer of the whole model, as one rank holds them."""
+    return _linears(spec.model, spec.precision, spec.parallel.tp)
+
+
+@lru_cache(maxsize=16)
 def _linears(
-    model: GPTSpec, precision: PrecisionSpec, tp: int, layer: int
-) -> tuple[LinearShape, ...]:
-    """Return the linears of a layer; a search asks for those of one layer many times."""
-    recipe, backend, shapes = precision.fp8, BACKENDS[precision.backend], []
-    for linear in layer_linears(model, layer):
-        name, products, runs_under = linear.name, frozenset[GemmName](), HIGH_PRECISION
-        if recipe is not None:
-            runs_under = backend.precision_of(recipe, name, model.num_layers)
-            products = frozenset(linear.products) - recipe.kept_high(runs_under, name)
-        sizes = linear.local_shape(tp)
-        shapes.append(LinearShape(linear, *sizes, linear.has_bias, runs_under, products))
-    return tuple(shapes)
+    model: GPTSpec, precision: PrecisionSpec, tp: int
+) -> tuple[tuple[LinearShape, ...], ...]:
+    """Return the linears of each layer; a search asks for those of one model many times."""
+    return tuple(
+        tuple(_shape_of(linear, precision, tp, model) for linear in layer_linears(model, layer))
+        for layer in range(model.num_layers)
+    )
 
 
-def kind_of_layer(spec: RunSpec, layer: int) -> tuple[object, ...]:
-    """Return what is equal for layers of a model whose products are alike."""
-    return tuple((each.precision, each.fp8_products) for each in linears_of_layer(spec, layer))
+def _shape_of(
+    linear: LayerLinear, precision: PrecisionSpec, tp: int, model: GPTSpec
+) -> LinearShape:
+    recipe, products, runs_under = precision.fp8, frozenset[GemmName](), HIGH_PRECISION
+    if recipe is not None:
+        backend = BACKENDS[precision.backend]
+        runs_under = backend.precision_of(recipe, linear.name, model.num_layers)
+        products = frozenset(linear.products) - recipe.kept_high(runs_under, linear.name)
+    return LinearShape(linear, *linear.local_shape(tp), linear.has_bias, runs_under, products)
+
+
+def kinds_of_layers(spec: RunSpec) -> tuple[int, ...]:
+    """Return, for each layer of a model, the first layer whose products are those of this one."""
+    return _kinds(spec.model, spec.precision, spec.parallel.tp)
+
+
+@lru_cache(maxsize=16)
+def _kinds(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[int, ...]:
+    first: dict[object, int] = {}
+    return tuple(
+        first.setdefault(tuple((each.precision, each.fp8_products) for each in linears), layer)
+        for layer, linears in enumerate(_linears(model, precision, tp))
+    )
 
 
 def kind_of_rank(spec: RunSpec, pipeline_rank: int) -> tuple[object, ...]:
     """Return what is equal for pipeline ranks that compute and send the same in a step."""
-    stages = stages_of_rank(spec, pipeline_rank)
-    layers = (tuple(kind_of_layer(spec, i) for i in layers_of_stage(spec, s)) for s in stages)
+    stages, kinds = stages_of_rank(spec, pipeline_rank), kinds_of_layers(spec)
+    layers = (tuple(kinds[layer] for layer in layers_of_stage(spec, s)) for s in stages)
     places = (stage - stages[0] for stage in stages)
     return 0 in stages, num_stages(spec) - 1 in stages, *places, *layers
 

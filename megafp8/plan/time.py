@@ -23,8 +23,9 @@ from megafp8.plan.shape import (
     Parameter,
     features_between,
     kind_of_rank,
+    kinds_of_layers,
     layers_with_recomputation,
-    linears_of_layer,
+    linears_of_layers,
     microbatch_tokens,
     num_microbatches,
     rank_shape,
@@ -32,7 +33,7 @@ from megafp8.plan.shape import (
     sequence_shards,
     shard_ranks,
 )
-from megafp8.plan.traffic import AxisName, Message, rank_traffic
+from megafp8.plan.traffic import AxisName, Message, traffic_of
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
@@ -163,19 +164,25 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     bf16 = hardware.bf16_tflops * 1e12 * achieved.bf16
     fp8 = hardware.fp8_tflops * 1e12 * achieved.fp8
     memory = hardware.memory_gb_s * 1e9 * achieved.memory
-    linears = sum(_linear_time(spec, linear, tokens, bf16, fp8, again) for linear in shape.linears)
+    of_layers, every = linears_of_layers(spec), kinds_of_layers(spec)
+    kinds = [every[layer] for layer in shape.layers]
+    times = {
+        kind: [_linear_time(spec, linear, tokens, bf16, fp8, again) for linear in of_layers[kind]]
+        for kind in set(kinds)
+    }
+    linears = sum(time for kind in kinds for time in times[kind])
     core = 4 * tokens * spec.data.seq_length / 2 * model.query_size / parallel.tp
     repeats = 3.5 + again + again_core  # backward has 5 products where forward has 2
     attention = count * core * len(shape.layers) * repeats
     attention /= hardware.bf16_tflops * 1e12 * achieved.attention
     head = 6 * tokens * model.hidden_size * model.vocab_size / parallel.tp * shape.has_last
     width = tokens * model.hidden_size
-    layers = [linears_of_layer(spec, layer) for layer in shape.layers]
-    bytes_of_layers = sum(_pass_bytes(spec, layer) for layer in layers)
+    bytes_of_layer = {kind: _pass_bytes(spec, of_layers[kind]) for kind in set(kinds)}
+    bytes_of_layers = sum(bytes_of_layer[kind] for kind in kinds)
     passes = width * bytes_of_layers * (1 + again / 3) / memory
     weights = _weight_bytes(spec, shape.linears) / memory
     seconds: dict[tuple[AxisName, bool], float] = defaultdict(float)
-    for message in rank_traffic(spec, rank):
+    for message in traffic_of(spec, shape):
         took = _seconds(message, parallel.devices_per_node, hardware, achieved)
         seconds[message.axis, message.after_update] += took
     update: float = sum(
@@ -187,7 +194,8 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         update /= shard_ranks(spec)
         orthogonal /= shard_ranks(spec)
     gpu = count * (linears + passes) + attention
-    launches = count * sum(_launches(spec, layer) for layer in layers) * (1 + again / 3)
+    launches_of_layer = {kind: _launches(spec, of_layers[kind]) for kind in set(kinds)}
+    launches = count * sum(launches_of_layer[kind] for kind in kinds) * (1 + again / 3)
     host = launches * achieved.launch_microseconds * 1e-6
     if spec.train.cuda_graph:
         host = 0.0  # a graph starts all kernels of a microbatch at once

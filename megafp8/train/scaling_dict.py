@@ -116,7 +116,7 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
     ]
     reader.load_into(same)
     loaded = {p.name for p in same}
-    merged = 0
+    others = []
     for placement in placements:
         if placement.name in loaded:
             continue
@@ -126,9 +126,12 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
             raise CheckpointError(
                 reader.path, f"lacks {base}", "Continue with the FP8 settings of the checkpoint"
             )
-        value = reader.read(source)
+        others.append((placement, source))
+    merged, values = 0, reader.read_all({source for _, source in others})
+    for placement, source in others:
+        value = values[source]
         if source.endswith(_SHARDS):
-            field = base.split("/")[2]
+            field = source.split("/")[2]
             value = value.amin(0) if field == "quant_scale" else value.amax(0)
             merged += 1
         placement.tensor.copy_(value.view_as(placement.tensor))

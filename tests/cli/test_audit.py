@@ -77,7 +77,7 @@ def test_a_flag_behind_a_variable_is_not_called_dead(audit: Audit, tmp_path: Pat
     found = audit(*source, str(script))
     assert found["--fp8-interval 4"].startswith("reaches TE: the recipe: margin 5, without it 1")
     assert found["--fp8-dot-product-attention"].startswith("reaches TE")
-    found = audit(*source, "--line", line, "--env", "STAND_IN_HIDDEN=0")
+    found = audit(*source, "--line", f"{JOB} --fp8-interval 4", "--env", "STAND_IN_HIDDEN=0")
     assert found["--fp8-interval 4"].startswith("no effect")
 
 

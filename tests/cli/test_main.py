@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megafp8.cli.main import AppInfo, run_app
 from megafp8.config.schema import all_keys
 from megafp8.errors import ExitCode, NonFiniteError, RunError
 from tests.report.made import make_run
+from tests.train.runs import Driver
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """\
@@ -41,14 +43,36 @@ sys.exit(run_app(sys.argv[1:], task))
 """
 
 
-def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    script = tmp_path / "app.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    command = [sys.executable, str(script), *args]
-    return subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-    )
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def shell(driver: Driver, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """Return what runs the script in the test's folder, as a fork of a process with all imports."""
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "app.py"
+        script.write_text(SCRIPT)
+        output = tmp_path_factory.mktemp("output")
+        return driver.run_python(str(script), *args, cwd=tmp_path, folder=output)
+
+    return run
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Shell:
+    """Return what runs the script in a process of its own, which looks for plugins again."""
+
+    def run(*args: str) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "app.py"
+        script.write_text(SCRIPT)
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+        command = [sys.executable, str(script), *args]
+        return subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+        )
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -77,9 +101,9 @@ def shell(tmp_path: Path, *args: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_user_errors_end_with_2_and_no_traceback(
-    tmp_path: Path, args: list[str], words: str
+    shell: Shell, tmp_path: Path, args: list[str], words: str
 ) -> None:
-    done = shell(tmp_path, *args)
+    done = shell(*args)
     assert done.returncode == ExitCode.USER_ERROR
     assert words in done.stderr
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
@@ -87,8 +111,8 @@ def test_user_errors_end_with_2_and_no_traceback(
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]
 
 
-def test_one_run(tmp_path: Path) -> None:
-    done = shell(tmp_path, "model.fp8=True")
+def test_one_run(process: Shell, tmp_path: Path) -> None:
+    done = process("model.fp8=True")
     assert done.stderr == "" and done.returncode == 0
     assert done.stdout == "fp8=True job=None dir=None log_dir=None sweep=False\n"
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]  # Hydra leaves nothing behind
@@ -105,8 +129,8 @@ def test_inert_settings_reach_the_task() -> None:
     assert len(seen[0].inert) == 1 and seen[0].inert[0].startswith("inert: model.cpu_offloading")
 
 
-def test_sweep(tmp_path: Path) -> None:
-    done = shell(tmp_path, "-m", "model.fp8=True,False", "+model.seed=1,2")
+def test_sweep(shell: Shell, tmp_path: Path) -> None:
+    done = shell("-m", "model.fp8=True,False", "+model.seed=1,2")
     assert done.stderr == "" and done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if line.startswith("fp8=")]
     assert [line.split()[0] for line in lines] == ["fp8=True"] * 2 + ["fp8=False"] * 2
@@ -118,23 +142,23 @@ def test_sweep(tmp_path: Path) -> None:
         assert line.endswith(f"job={number} dir={folder} log_dir={folder} sweep=True")
 
 
-def test_sweep_over_presets(tmp_path: Path) -> None:
-    done = shell(tmp_path, "-m", "precision=bf16,fp8_delayed_hybrid", "model=gpt3_125m")
+def test_sweep_over_presets(shell: Shell) -> None:
+    done = shell("-m", "precision=bf16,fp8_delayed_hybrid", "model=gpt3_125m")
     assert done.stderr == "" and done.returncode == 0
     lines = [line for line in done.stdout.splitlines() if line.startswith("fp8=")]
     assert [line.split()[0] for line in lines] == ["fp8=False", "fp8=True"]
-    done = shell(tmp_path, "-m", "precision=bf16,nope")
+    done = shell("-m", "precision=bf16,nope")
     assert done.returncode == 2 and "fp8_delayed_e4m3" in done.stderr
 
 
-def test_sweep_over_own_yaml(tmp_path: Path) -> None:
+def test_sweep_over_own_yaml(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "mine" / "size").mkdir(parents=True)
     start = "defaults: [pretrain_gpt, _self_]\nhydra: {sweep: {dir: there}}\nmodel: {fp8: true}\n"
     (tmp_path / "mine" / "my.yaml").write_text(start)
     for name, layers in (("one", 1), ("two", 2)):
         yaml = f"# @package _global_\nmodel: {{num_layers: {layers}}}\n"
         (tmp_path / "mine" / "size" / f"{name}.yaml").write_text(yaml)
-    done = shell(tmp_path, "-cd", "mine", "-cn", "my", "+size=one,two", "-m")
+    done = shell("-cd", "mine", "-cn", "my", "+size=one,two", "-m")
     assert done.returncode == 3 and done.stderr == ""
     assert "job=1 dir=there/1" in done.stdout and done.stdout.count("fp8=True") == 2
 
@@ -151,11 +175,11 @@ AS_TOLD = [("not finite", 3), ("crashed", 1), ("refused", 2), ("finished", 0)]
     "launcher", ["basic", "joblib", pytest.param("submitit_local", marks=pytest.mark.slow)]
 )
 def test_a_sweep_continues_after_refused_and_failed_jobs_and_reports_them(
-    tmp_path: Path, launcher: str
+    process: Shell, tmp_path: Path, launcher: str
 ) -> None:
     if launcher != "basic":
         pytest.importorskip(f"hydra_plugins.hydra_{launcher.partition('_')[0]}_launcher")
-    done = shell(tmp_path, "-m", *FAILING, f"hydra/launcher={launcher}")
+    done = process("-m", *FAILING, f"hydra/launcher={launcher}")
     assert done.returncode == 3  # of the first job that failed
     assert outcomes(tmp_path / "here") == AS_TOLD
     table = done.stdout[done.stdout.index("[sweep] 4 jobs in here") :].splitlines()
@@ -171,11 +195,11 @@ def test_a_sweep_continues_after_refused_and_failed_jobs_and_reports_them(
     assert not (tmp_path / "here" / "2").exists()  # nothing of a refused job
 
 
-def test_a_refused_job_does_not_show_the_run_of_another_one(tmp_path: Path) -> None:
+def test_a_refused_job_does_not_show_the_run_of_another_one(shell: Shell, tmp_path: Path) -> None:
     """Its directory has a run of an earlier sweep; a run that began there is the job's own."""
     for number in range(3):
         make_run(tmp_path / "here" / str(number))
-    done = shell(tmp_path, "-m", "model.num_layers=x,96,97", "hydra.sweep.dir=here")
+    done = shell("-m", "model.num_layers=x,96,97", "hydra.sweep.dir=here")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     results = json.loads((tmp_path / "here" / "sweep.json").read_text())
     assert [(r["code"], r["began"]) for r in results] == [(2, False), (2, False), (2, True)]
@@ -187,30 +211,32 @@ def test_a_refused_job_does_not_show_the_run_of_another_one(tmp_path: Path) -> N
     assert "a run of other settings" in page and "no disk" in page
 
 
-def test_a_job_of_several_ranks_that_is_refused_does_not_either(tmp_path: Path) -> None:
+def test_a_job_of_several_ranks_that_is_refused_does_not_either(
+    shell: Shell, tmp_path: Path
+) -> None:
     """Its ranks report the error themselves, and the task returns their exit code."""
     make_run(tmp_path / "here" / "0")
-    done = shell(tmp_path, "-m", "model.num_layers=95", "hydra.sweep.dir=here")
+    done = shell("-m", "model.num_layers=95", "hydra.sweep.dir=here")
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     results = json.loads((tmp_path / "here" / "sweep.json").read_text())
     assert [(r["code"], r["began"]) for r in results] == [(2, False)]
 
 
-def test_a_sweep_needs_a_folder_that_it_can_write(tmp_path: Path) -> None:
+def test_a_sweep_needs_a_folder_that_it_can_write(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = shell(tmp_path, "-m", "model.fp8_margin=0,1", "model.fp8=True", "hydra.sweep.dir=file/x")
+    done = shell("-m", "model.fp8_margin=0,1", "model.fp8=True", "hydra.sweep.dir=file/x")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "making the folder hydra.sweep.dir failed with ENOTDIR" in done.stderr
     assert "[sweep]" not in done.stdout
 
 
-def test_what_all_jobs_share_is_said_once(tmp_path: Path) -> None:
+def test_what_all_jobs_share_is_said_once(shell: Shell) -> None:
     given = [
         "model.fp8=True",
         "model.fp8_margin=0,1",
         "model.fp8_amax_compute_algo=max,most_recent",
     ]
-    done = shell(tmp_path, "-m", *given)
+    done = shell("-m", *given)
     assert done.returncode == 0, done.stderr
     table = done.stdout[done.stdout.index("[sweep] 4 jobs in multirun") :].splitlines()
     assert table[1] == "all jobs have model.fp8=True"
@@ -245,11 +271,13 @@ ConfigStore.instance().store(group="hydra/sweeper", name="halving", node=node)
 """
 
 
-def test_another_sweeper_chooses_jobs_by_what_came_of_others(tmp_path: Path) -> None:
+def test_another_sweeper_chooses_jobs_by_what_came_of_others(
+    process: Shell, tmp_path: Path
+) -> None:
     (tmp_path / "hydra_plugins").mkdir()
     (tmp_path / "hydra_plugins" / "halving.py").write_text(SWEEPER)
     given = ["hydra/sweeper=halving", "model.fp8=True", "hydra.sweep.dir=here"]
-    done = shell(tmp_path, "-m", *given)
+    done = process("-m", *given)
     assert done.returncode == 1, done.stderr
     assert outcomes(tmp_path / "here") == [
         ("finished", 0), ("crashed", 1), ("refused", 2), ("finished", 0),
@@ -257,27 +285,27 @@ def test_another_sweeper_chooses_jobs_by_what_came_of_others(tmp_path: Path) -> 
     assert "job 3: model.fp8=True model.seed=1 model.num_layers=1 -> here/3" in done.stdout
 
 
-def test_sweep_of_refused_jobs_starts_nothing(tmp_path: Path) -> None:
-    done = shell(tmp_path, "-m", "model.fp8=yep,maybe")
+def test_sweep_of_refused_jobs_starts_nothing(shell: Shell, tmp_path: Path) -> None:
+    done = shell("-m", "model.fp8=yep,maybe")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.count("is not True or False") == 2 and "fp8=" not in done.stdout[:8]
     assert [path.name for path in tmp_path.iterdir()] == ["app.py"]
 
 
-def test_sweep_ends_when_a_job_was_saved_on_a_signal(tmp_path: Path) -> None:
-    done = shell(tmp_path, "-m", "model.num_layers=3,1", "hydra.sweep.dir=here")
+def test_sweep_ends_when_a_job_was_saved_on_a_signal(shell: Shell, tmp_path: Path) -> None:
+    done = shell("-m", "model.num_layers=3,1", "hydra.sweep.dir=here")
     assert done.returncode == 75 and done.stdout.count("fp8=") == 1
     assert outcomes(tmp_path / "here") == [("saved on a signal", 75), ("not started", 1)]
     assert "left no result" not in done.stdout
 
 
-def test_directories_of_jobs_by_their_overrides(tmp_path: Path) -> None:
+def test_directories_of_jobs_by_their_overrides(shell: Shell, tmp_path: Path) -> None:
     subdir = "hydra.sweep.subdir=${hydra.job.num}-${hydra.job.override_dirname}"
-    done = shell(tmp_path, "-m", "model.seed=1,2", "model.fp8=True", subdir, "hydra.sweep.dir=here")
+    done = shell("-m", "model.seed=1,2", "model.fp8=True", subdir, "hydra.sweep.dir=here")
     assert done.returncode == 0, done.stderr
     there = {path.name for path in (tmp_path / "here").iterdir() if path.is_dir()}
     assert there == {f"{n}-model.fp8=True,model.seed={n + 1}" for n in (0, 1)}
-    done = shell(tmp_path, "-m", "model.seed=1,2", "hydra.sweep.subdir=../x")
+    done = shell("-m", "model.seed=1,2", "hydra.sweep.subdir=../x")
     assert done.returncode == 2 and "inside the sweep" in done.stderr
 
 

@@ -20,6 +20,7 @@ from megafp8.data.examples import read_examples
 from megafp8.te_cpu import DEFAULT_VERSION
 from tests.data.helpers import tiny_corpus, tiny_documents
 from tests.te_cpu.sources import need_sources
+from tests.train.runs import Driver
 
 ROOT = Path(__file__).parents[2]
 Table = Callable[[str], list[list[str]]]
@@ -60,12 +61,17 @@ def on_tiny_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"model.data.data_prefix={folder / PREFIX}"]
 
 
-def test_transformer_engine_runs_on_a_laptop() -> None:
-    """The example runs in a process of its own, since loading Transformer Engine changes torch."""
+def forked(driver: Driver, folder: Path, script: str) -> list[str]:
+    """Run an example outside of the repository, as a fork of a process that has imported torch."""
+    done = driver.run_python(str(ROOT / "examples" / script), cwd=folder, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_transformer_engine_runs_on_a_laptop(driver: Driver, tmp_path: Path) -> None:
+    """The example does not run in this process, since loading Transformer Engine changes torch."""
     need_sources(DEFAULT_VERSION)
-    first, *lines = run(
-        [sys.executable, str(ROOT / "examples/07_transformer_engine_on_a_laptop.py")]
-    ).splitlines()
+    first, *lines = forked(driver, tmp_path, "07_transformer_engine_on_a_laptop.py")
     assert first.endswith("its own Python; kernels emulated on the CPU")
     rows = [line.split() for line in lines if line.split()[0] in "123"]
     assert [float(row[1]) > 1 for row in rows] == [False, True, True]
@@ -115,10 +121,9 @@ def test_the_readme_shows_the_rule_of_the_example() -> None:
     assert not set(shown.splitlines()) - set(source.splitlines())
 
 
-def test_the_trainer_of_transformers_trains_in_fp8() -> None:
+def test_the_trainer_of_transformers_trains_in_fp8(driver: Driver, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
-    program = str(ROOT / "examples" / "10_transformers_trainer.py")
-    losses, share, moved = run([sys.executable, program]).splitlines()[-3:]
+    losses, share, moved = forked(driver, tmp_path, "10_transformers_trainer.py")[-3:]
     values = [float(word) for word in losses.split()[2:]]
     assert len(values) == 4 and values == sorted(values, reverse=True) and values[-1] < 2
     assert share.endswith("100%") and moved.startswith("160 microbatches")

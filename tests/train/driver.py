@@ -81,6 +81,7 @@ def run_python(words: list[str]) -> int:
             sys.argv = arguments
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         else:
+            sys.path.insert(0, str(Path(kind).resolve().parent))
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as leaving:
         if isinstance(leaving.code, str):
