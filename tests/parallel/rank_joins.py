@@ -40,29 +40,55 @@ def join_again(rank: Rank, times: int) -> list[float]:
 
 
 def wait_for_files(rank: Rank, folder: str, timeout: float) -> list[str]:
-    """Save, find and load a checkpoint, each longer on one rank than training's collectives may
-    take; return what was slow on this rank."""
+    """Save, find and load a checkpoint, in each of which one rank works while the other one waits.
+
+    Return what this rank did while the other one waited in `Mesh.agreement`. One time lasts longer
+    than collectives of training may take.
+    """
     dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=timeout))
-    noted: list[str] = []
+    waits, noted = Path(folder, f"rank {1 - rank.index} waits"), list[str]()
+    own = Path(folder, f"rank {rank.index} waits")
 
     def slow(module: Any, name: str, slow_rank: int) -> None:
         function: Callable[..., Any] = getattr(module, name)
 
         def slowed(*args: Any) -> Any:
             if rank.index == slow_rank:
+                seen = 0
+                while seen < 5:  # in a wrong group the other rank ends after `timeout` seconds
+                    seen = seen + 1 if waits.exists() else 0
+                    time.sleep(0.02)
+                if name == "write_shard":
+                    time.sleep(timeout + 1)
                 noted.append(name)
-                time.sleep(timeout + 1)
             return function(*args)
 
         setattr(module, name, slowed)
+
+    def noting(name: str) -> None:
+        """Let a collective show that this rank waits in `Mesh.agreement`."""
+        function: Callable[..., Any] = getattr(dist, name)
+
+        def collective(*args: Any, **more: Any) -> Any:
+            if more.get("group") is not mesh.agreement:
+                return function(*args, **more)
+            own.touch()
+            try:
+                return function(*args, **more)
+            finally:
+                own.unlink()
+
+        setattr(dist, name, collective)
 
     slow(store, "write_shard", 1)
     slow(store, "verify", 0)
     slow(store, "why_damaged", 0)
     slow(state_dict, "_load_states", 1)
     mesh = join(ParallelSpec(devices_per_node=rank.size))
+    for name in ("broadcast", "all_gather"):  # by which agreement.py sends objects
+        noting(name)
     state = Case(parallel=ParallelSpec(devices_per_node=rank.size)).build(mesh)
-    root = Path(folder)
+    root = Path(folder, "checkpoints")
     Saver(root, 1, {"config": {}, "data_fingerprint": ""}).save(state)
     newest = newest_after_cleanup(root, mesh, print)
     assert newest == root / step_name(0)

@@ -15,7 +15,10 @@ from tests.ranks import run_ranks
 
 
 def test_saves_and_loads_may_take_longer_than_collectives(tmp_path: Path) -> None:
-    """NCCL's collectives may take 10 minutes, and those of this job 2 seconds."""
+    """NCCL's collectives may take 10 minutes, and those of this job 2 seconds.
+
+    One time a rank works longer; other times the other rank is seen to wait in the same group.
+    """
     slow = run_ranks(
         rank_joins.wait_for_files,
         2,
