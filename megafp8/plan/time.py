@@ -33,7 +33,7 @@ from megafp8.plan.shape import (
     sequence_shards,
     shard_ranks,
 )
-from megafp8.plan.traffic import AxisName, Message, traffic_of
+from megafp8.plan.traffic import AxisName, Message, rank_traffic
 from megafp8.specs import RunSpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
@@ -182,7 +182,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     passes = width * bytes_of_layers * (1 + again / 3) / memory
     weights = _weight_bytes(spec, shape.linears) / memory
     seconds: dict[tuple[AxisName, bool], float] = defaultdict(float)
-    for message in traffic_of(spec, shape):
+    for message in rank_traffic(spec, rank):
         took = _seconds(message, parallel.devices_per_node, hardware, achieved)
         seconds[message.axis, message.after_update] += took
     update: float = sum(

@@ -84,11 +84,7 @@ class Message:
 
 def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
     """Return what a rank of `pipeline_rank` sends in one step, without scalars such as the loss."""
-    return traffic_of(spec, rank_shape(spec, pipeline_rank))
-
-
-def traffic_of(spec: RunSpec, shape: RankShape) -> list[Message]:
-    """Return what `rank_traffic` does for the rank of a shape."""
+    shape = rank_shape(spec, pipeline_rank)
     messages = [
         *_tensor_parallel(spec, shape),
         *_context_parallel(spec, shape),
