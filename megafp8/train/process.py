@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -23,6 +24,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 _IN_HUGE_PAGES = 1 << 30
 """The bytes of the heap, from its end when a run begins, that may have huge pages. They take
 address space at once, and memory where they are written."""
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: the kernel counts address space as memory
 
 
 class StopRequest:
@@ -150,7 +152,8 @@ def _ask_for_huge_pages(libc: ctypes.CDLL) -> None:
     heap grows by a block that is freed again before anything is written there; since freed memory
     is kept, tensors will lie in it.
     """
-    if process_limits():  # of the address space, which the block would take from the run
+    is_counted = _OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2"
+    if is_counted or process_limits():  # the block would take address space from the run
         return
     libc.malloc.restype = ctypes.c_void_p
     block = libc.malloc(ctypes.c_size_t(_IN_HUGE_PAGES))
