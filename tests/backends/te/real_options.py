@@ -7,6 +7,7 @@ choice that it has, is asked for with `model.fp8_backend=te`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import zlib
 
@@ -26,10 +27,11 @@ from megafp8.train.step import forward_backward
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.real import need_head_norms, spec_of
 from tests.backends.te.real_nemo import assert_near, logical
-from tests.config.helpers import run_spec
+from tests.config import helpers
 from tests.models.test_model_options import BASE, MARKED, OTHER, VOCAB
 from tests.tiny import microbatch
 
+run_spec = functools.cache(helpers.run_spec)  # loading settings takes most of the time here
 TE, SIZES = "model.fp8_backend=te", [*BASE[1:], "model.init_method_std=0.1"]
 CHOICES = ("activation", "normalization", "position_embedding_type", "transformer_block_type")
 """The options whose values are names."""
