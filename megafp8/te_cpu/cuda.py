@@ -71,12 +71,6 @@ _IS_CUDA, _TYPE, _STREAM = torch.Tensor.is_cuda, torch.Tensor.type, Stream()
 _ASKING = ["transformer_engine"]
 """The packages whose code is answered as if there were a GPU."""
 
-
-@contextmanager
-def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
 # Answered so to Transformer Engine's code; the originals answer everyone else.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "_lazy_init": lambda: None,
@@ -94,19 +88,6 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "manual_seed": lambda seed: torch.manual_seed(seed),
     "memory_allocated": lambda device=None: 0,
     "max_memory_allocated": lambda device=None: 0,
-}
-# For everyone: they do nothing on a CPU, and fail without these.
-FOR_EVERYONE: dict[str, Any] = {
-    "Stream": Stream,
-    "Event": Event,
-    "current_stream": lambda device=None: _STREAM,
-    "default_stream": lambda device=None: _STREAM,
-    "stream": _nothing,
-    "device": _nothing,
-    "synchronize": lambda device=None: None,
-    "is_current_stream_capturing": lambda: False,
-    "empty_cache": lambda: None,
-    "default_generators": (torch.default_generator,),
 }
 # What takes a device, by who has it. The windows of `torch.signal` are made of these.
 TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -129,6 +110,26 @@ TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
 Place = Callable[[Any, FrameType], Any]
 """Returns where to make what is asked for on a device; the frame is that of who asks."""
 _places: list[Place] = []
+
+
+@contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+# For everyone: they do nothing on a CPU, and fail without these.
+FOR_EVERYONE: dict[str, Any] = {
+    "Stream": Stream,
+    "Event": Event,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "stream": _nothing,
+    "device": _nothing,
+    "synchronize": lambda device=None: None,
+    "is_current_stream_capturing": lambda: False,
+    "empty_cache": lambda: None,
+    "default_generators": (torch.default_generator,),
+}
 
 
 def install(undo: ExitStack) -> None:
