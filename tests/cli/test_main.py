@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,64 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.config.schema import all_keys
 from megafp8.errors import ExitCode, NonFiniteError, RunError
+from tests.cli.app import Shell
 from tests.report.made import make_run
-from tests.train.runs import Driver
-
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """\
-import sys
-from megafp8.cli.main import run_app
-from megafp8.config.resolve import resolve
-from megafp8.errors import RunError
-
-def task(cfg, info):
-    spec = resolve(cfg, lambda: False)
-    job = f"job={info.job_num} dir={info.directory} log_dir={spec.observe.explicit_log_dir}"
-    print(f"fp8={spec.precision.fp8 is not None} {job} sweep={info.is_sweep}")
-    assert spec.model.num_layers != 99, "a bug"
-    if spec.model.num_layers == 95:
-        return 2
-    if spec.model.num_layers in (96, 97):
-        if spec.model.num_layers == 97:
-            (info.directory / "config.yaml.new").write_text("model: {num_layers: 97}")
-            (info.directory / "config.yaml.new").replace(info.directory / "config.yaml")
-        raise RunError("no disk" if spec.model.num_layers == 97 else "a run of other settings")
-    return {1: 0, 2: 3, 3: 75}.get(spec.model.num_layers, 0)
-
-sys.exit(run_app(sys.argv[1:], task))
-"""
-
-
-Shell = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def shell(driver: Driver, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Shell:
-    """Return what runs the script in the test's folder, as a fork of a process with all imports."""
-
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "app.py"
-        script.write_text(SCRIPT)
-        output = tmp_path_factory.mktemp("output")
-        return driver.run_python(str(script), *args, cwd=tmp_path, folder=output)
-
-    return run
-
-
-@pytest.fixture
-def process(tmp_path: Path) -> Shell:
-    """Return what runs the script in a process of its own, which looks for plugins again."""
-
-    def run(*args: str) -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "app.py"
-        script.write_text(SCRIPT)
-        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-        command = [sys.executable, str(script), *args]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-        )
-
-    return run
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 
 from tests.asked import asked_for
-from tests.train.conftest import dataset, driver, place, undisturbed
+from tests.train.conftest import dataset, place, undisturbed
 from tests.train.runs import ROOT
 
-__all__ = ["dataset", "driver", "place", "undisturbed"]  # fixtures that are used here too
+__all__ = ["dataset", "place", "undisturbed"]  # fixtures that are used here too
 
 NETWORK = [str(ROOT / "scripts/test_network.sh")]
 WHERE = ["mfp8br1", "10.89.0", "mfp8-host", "2"]

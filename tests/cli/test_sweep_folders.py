@@ -11,30 +11,32 @@ from megafp8.cli import report
 from megafp8.cli.compare import main as compare
 from megafp8.cli.sweep_results import SweepJob, print_results, result_of
 from megafp8.report.page import PAGE_START
-from tests.cli.test_main import shell
+from tests.cli.app import Shell
 from tests.report.made import make_run
 
 
 @pytest.mark.parametrize(("name", "text"), [("report.html", "<p>mine"), ("multirun.yaml", "a: 1")])
-def test_a_folder_with_such_a_file_is_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_a_folder_with_such_a_file_is_refused(
+    shell: Shell, tmp_path: Path, name: str, text: str
+) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / name).write_text(text)
-    done = shell(tmp_path, "-m", "model.fp8=True,False", "hydra.sweep.dir=here")
+    done = shell("-m", "model.fp8=True,False", "hydra.sweep.dir=here")
     assert done.returncode == 2 and f"a sweep would overwrite {name}" in done.stderr, done.stderr
     assert [path.name for path in (tmp_path / "here").iterdir()] == [name]
     assert (tmp_path / "here" / name).read_text() == text
 
 
-def test_a_job_does_not_overwrite_another_programs_result(tmp_path: Path) -> None:
+def test_a_job_does_not_overwrite_another_programs_result(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "here" / "0").mkdir(parents=True)
     mine = tmp_path / "here" / "0" / "job.json"
     mine.write_text('{"mine": 1}')
-    done = shell(tmp_path, "-m", "model.fp8=True,False", "hydra.sweep.dir=here")
+    done = shell("-m", "model.fp8=True,False", "hydra.sweep.dir=here")
     assert done.returncode == 2 and "no sweep of megafp8 has written this file" in done.stdout
     assert mine.read_text() == '{"mine": 1}'
     rows = json.loads((tmp_path / "here" / "sweep.json").read_text())
     assert [row["outcome"] for row in rows] == ["refused", "finished"]
-    again = shell(tmp_path, "-m", "model.fp8=True,False", "hydra.sweep.dir=here")
+    again = shell("-m", "model.fp8=True,False", "hydra.sweep.dir=here")
     assert again.returncode == 2 and mine.read_text() == '{"mine": 1}'
 
 
