@@ -2,7 +2,8 @@
 
 The C kernels take seconds for each of their flags, and tests ask for a dozen. What decides them are
 the sources, the words of the command, the compiler's version, size and date, and this CPU's
-instructions (`-march=native`). Of the kernels for GPUs, facts about binaries are kept.
+instructions (`-march=native`). Of the kernels for GPUs, facts about binaries are kept. ccache would
+do the first, but is a package of the system, which a fresh clone does not have.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class MainGradSink:
         if isinstance(main_grad, ScaledSum):
             main_grad.add(compute, partial(self._hold, weight))
             return None
-        if main_grad.is_first and self.hold is not None:
+        if main_grad.is_first and self.hold is not None:  # `_hold` would be a call for each weight
             self.hold(weight)
         grad, total = compute(main_grad), main_grad.total
         if grad is not total:  # otherwise the product has added it already

@@ -133,8 +133,9 @@ def _linears(
 def _shape_of(
     linear: LayerLinear, precision: PrecisionSpec, tp: int, model: GPTSpec
 ) -> LinearShape:
-    recipe, products, runs_under = precision.fp8, frozenset[GemmName](), HIGH_PRECISION
-    if recipe is not None:
+    runs_under: ModulePrecision = HIGH_PRECISION
+    products = frozenset[GemmName]()
+    if (recipe := precision.fp8) is not None:
         backend = BACKENDS[precision.backend]
         runs_under = backend.precision_of(recipe, linear.name, model.num_layers)
         products = frozenset(linear.products) - recipe.kept_high(runs_under, linear.name)
