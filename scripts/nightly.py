@@ -62,7 +62,8 @@ class Suite:
         """Return why this machine cannot run the suite, or an empty string if it can."""
         missing = [name for name in self.programs if not shutil.which(name)]
         if missing:
-            return f"{', '.join(missing)} not found; Debian: apt-get install {self.packages}"
+            hint = f"; Debian: apt-get install {self.packages}" if self.packages else ""
+            return f"{', '.join(missing)} not found{hint}"
         if self.root and os.geteuid() != 0:
             return "needs root"
         if self.name == "gpu" and not _has_gpu():
@@ -91,6 +92,14 @@ SUITES = (
     Suite(
         "fast", "`make test`",
         _pytest("-m", NOT_FAST, "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
+    ),
+    Suite(
+        "torch-2.11", "fast tests on Python 3.12 with torch 2.11",
+        (
+            "make", "--no-print-directory", "test",
+            "VENV=build/torch-2.11", "PYTHON=python3.12", "TORCH_PIN=2.11.0",
+        ),
+        ("python3.12",),
     ),
     Suite(
         "slow", "tests that take minutes each",
@@ -236,7 +245,7 @@ def row_of(suite: Suite, result: Result) -> tuple[str, ...]:
     numbers = tuple("–" if number is None else str(number) for number in counts)
     minutes = "–" if result.seconds is None else f"{result.seconds / 60:.1f}"
     date = datetime.now(UTC).strftime("%Y-%m-%d")
-    note = (result.reason or _machine()).replace("|", "/")
+    note = (result.reason or _machine(suite)).replace("|", "/")
     what = suite.what.replace("|", "/")
     return (f"`{suite.name}`: {what}", *numbers, minutes, date, _commit(), note)
 
@@ -274,8 +283,9 @@ def _commit() -> str:
     )
 
 
-def _machine() -> str:
-    version = ".".join(map(str, sys.version_info[:2]))
+def _machine(suite: Suite) -> str:
+    named = [word for word in suite.command if word.startswith("PYTHON=python")]
+    version = named[0].removeprefix("PYTHON=python") if named else "{}.{}".format(*sys.version_info)
     return f"Python {version}, {os.cpu_count()} cores"
 
 

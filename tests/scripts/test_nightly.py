@@ -69,6 +69,15 @@ def test_a_suite_that_cannot_run_is_a_row_and_by_name_a_failure(
     assert "apt-get install a-package" in capsys.readouterr().out
 
 
+def test_a_row_names_the_python_of_its_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "table.md"
+    suites(monkeypatch, Suite("old", "succeeds", ("true", "PYTHON=python3.12")))
+    assert main(["--table", str(table), "--logs", str(tmp_path / "logs")]) == 0
+    assert read_table(table)["old"][-1].startswith("Python 3.12, ")
+
+
 def test_a_result_of_another_machine_is_not_replaced_by_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
