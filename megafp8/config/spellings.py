@@ -20,6 +20,7 @@ from megafp8.specs.data import MOCK_DATA
 
 SAMPLES = "model.data.seq_length"
 SEQUENCE = "model.encoder_seq_length"
+VALIDATES, VALIDATES_ON = "trainer.val_check_interval", "trainer.limit_val_batches"
 POSITIONS = "model.max_position_embeddings"
 IMPL, PREFIX = "model.data.data_impl", "model.data.data_prefix"
 DISTRIBUTED = "mcore_distributed_optim"
@@ -45,10 +46,12 @@ class Translated:
 def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], list[Translated]]:
     """Return one layer's settings in the schema's spelling, and those that were translated.
 
-    `${training.model.seed}` is `${model.seed}`: NeMo's launcher puts a file below `training`.
+    `${training.model.seed}` is `${model.seed}`: NeMo's launcher puts a file below `training`. A
+    file that validates on no batches may leave the steps between two validations open.
     """
     given = [Setting(s.key, _without_root(s.value), s.origin) for s in settings]
     by_megatron = any(s.key == "model.optim.name" and s.value == DISTRIBUTED for s in given)
+    never_validates = any(s.key == VALIDATES_ON and s.value == 0 for s in given)
     result: list[Setting] = []
     translated: list[Translated] = []
     for setting in given:
@@ -66,6 +69,8 @@ def translate_spellings(settings: Iterable[Setting]) -> tuple[list[Setting], lis
             value = _VALUES.get(setting.key, {}).get(value, value)
         if setting.key == "model.optim.dtype" and by_megatron:
             value = "fp32"  # Megatron's optimizer ignores this key and has FP32 states
+        if (setting.key, value) == (VALIDATES, None) and never_validates:
+            value = 1
         if value is not setting.value and value != setting.value:
             translated.append(Translated(setting, value))
             setting = Setting(setting.key, value, setting.origin)

@@ -99,6 +99,18 @@ def test_a_migrated_file_keeps_the_form_of_gelu(
     assert theirs.activation == ("gelu" if fusion is False else "gelu-tanh")
 
 
+def test_mock_data_become_random_tokens(tmp_path: Path) -> None:
+    """A migrated file has the data that a run of NeMo's file as it is has."""
+    for prefix in (["/a"], [], None):
+        nemo_yaml(tmp_path, **{"model.data.data_impl": "mock", "model.data.data_prefix": prefix})
+        m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
+        assert "model.data.data_impl: mock -> model.data.data_prefix=mock" in m.changes
+        assert m.out["model"]["data"]["data_prefix"] == "mock"
+        assert not [line for line in m.undecided if line.startswith("model.data")]
+        dropped = [line for line in m.inert if line.startswith("model.data.data_prefix:")]
+        assert dropped or prefix is None, "nemo_yaml leaves out a key without a value"
+
+
 def test_what_refers_to_an_inert_key_keeps_it(tmp_path: Path) -> None:
     m = migrate(
         "defaults: [pretrain_gpt, _self_]\nname: mine\nexp_manager: {name: '${name}'}\n", "x.yaml"

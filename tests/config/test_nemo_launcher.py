@@ -191,7 +191,6 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "mixtral": {"model.num_moe_experts": 8},
-    "mixtral's router": {"model.moe_router_topk": 2},
     "falcon": {"model.name": "megatron_falcon_gpt"},
     "qwen2's vocabulary": {"model.override_vocab_size": 151936},
     "chatglm": {"model.rotary_interleaved": True},
@@ -218,6 +217,10 @@ def test_values_of_other_families_that_ask_for_nothing_pass(tmp_path: Path) -> N
             "model.mcore_customization_config": {"parallel_attention": True},
             "model.data.fim": {"rate": 0.5},
             "model.data.add_fim": False,
+            "model.moe_grouped_gemm": True,
+            "model.moe_router_topk": 2,
+            "model.moe_token_dispatcher_type": "alltoall",
+            "model.distributed_adam_bucket_merge_size": 4,
             "s3_checkpointing": {"chunk_size_MB": 64},
             "env_vars": {"NVTE_FUSED_ATTN": 1},
         },
@@ -305,6 +308,14 @@ def test_mock_data_are_random_tokens(tmp_path: Path) -> None:
     assert spec_of(mine).data.prefix == "mock"
     alone = load_all(["model.data.data_impl=mock"])
     assert spec_of(alone).data.prefix == "mock"
+
+
+def test_a_file_that_never_validates_may_leave_the_steps_open(tmp_path: Path) -> None:
+    never = {"trainer.val_check_interval": None, "trainer.limit_val_batches": 0.0}
+    never["exp_manager.create_checkpoint_callback"] = False
+    assert spec_of(load_launcher(tmp_path, **never)).train.limit_val_batches == 0
+    problem = the_problem(*PATHS, **launcher_yaml(tmp_path, **{"trainer.val_check_interval": None}))
+    assert problem.key == "trainer.val_check_interval"
 
 
 def test_data_named_beside_mock_data_are_a_mistake(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import Setting, flatten, put_in, read_value, read_values
 from megafp8.config.values import plain
+from megafp8.specs.data import MOCK_DATA
 
 _KEPT_AS_THEY_ARE = ("defaults", "hydra")
 _ACT_IF_FALSE = {
@@ -44,7 +45,11 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     contradicting = spellings.contradictions(given_there)
     spelled, translated = spellings.translate_spellings(given_there)
     settings = [_with_number(setting, m) for setting in spelled]
-    new_names = {t.setting.key: t for t in translated}
+    new_names = {t.setting.key: t.setting for t in translated}
+    mock = next((s for s in settings if (s.key, s.value) == (spellings.IMPL, MOCK_DATA)), None)
+    if mock is not None:
+        settings = _with_mock_data(settings, mock, m)
+        new_names[spellings.PREFIX] = mock
     whole = tree_with_nemo_keys()
     wrong = {problem.key: problem for problem in contradicting}
     for setting in settings:
@@ -90,8 +95,8 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
         else:
             set_in(m.out, setting.key, setting.value)
             if setting.key in new_names:
-                m.change(setting.key, new_names[setting.key].setting.value,
-                         {setting.key: setting.value})  # fmt: skip
+                old = new_names[setting.key]
+                m.change(old.key, old.value, {setting.key: setting.value})
             elif note := note_of(setting.key, setting.value):
                 m.change(setting.key, setting.value, {setting.key: setting.value}, note)
             else:
@@ -100,6 +105,15 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
         for path, key in all_keys().items():
             if key.required and path not in given:
                 m.decide(path, "???", "must be given", f"Give {key.valid_text}")
+
+
+def _with_mock_data(settings: list[Setting], mock: Setting, m: Migration) -> list[Setting]:
+    """Return the settings with random tokens as their data; NeMo then reads no other."""
+    for setting in settings:
+        if setting.key == spellings.PREFIX:
+            m.drop(setting.key, setting.value, f"no data are read with {mock.key}={MOCK_DATA}")
+    others = [s for s in settings if s.key not in (spellings.IMPL, spellings.PREFIX)]
+    return [*others, Setting(spellings.PREFIX, MOCK_DATA, mock.origin)]
 
 
 def _value(whole: Any, path: str) -> Any:

@@ -36,8 +36,16 @@ def _stands_for_several(word: str) -> bool:
     return is_path or any("," in inside or ".." in inside for inside in braces)
 
 
-def _unescaped(raw: bytes) -> str:
-    text = re.sub(r"\\\r?\n", "", raw.decode("utf-8", "replace"))
+def _without_blanks(node: Node) -> tuple[str, str]:
+    """Return the blanks with which the parser begins an expansion in a string, and the rest."""
+    text = text_of(node)
+    rest = text.lstrip(" \t\r\n\\")
+    return text[: len(text) - len(rest)], rest
+
+
+def _unescaped(raw: bytes | str) -> str:
+    raw = raw if isinstance(raw, str) else raw.decode("utf-8", "replace")
+    text = re.sub(r"\\\r?\n", "", raw)
     return re.sub(r'\\([\\"$`])', r"\1", text)
 
 
@@ -74,14 +82,10 @@ class Words:
         if kind in ("string", "translated_string", "concatenation", "heredoc_body"):
             inner = quoted or kind != "concatenation"
             return self._with_gaps(node, quoted=inner)
-        if kind == "simple_expansion":
-            return self._variable(text_of(node)[1:], "", quoted=quoted)
-        if kind == "expansion":
-            return self._expansion(node, quoted=quoted)
-        if kind == "arithmetic_expansion":
-            return [WordPart(self._arithmetic(text_of(node)), quoted)]
-        if kind in ("command_substitution", "process_substitution"):
-            return [WordPart(self._hole(text_of(node)), quoted)]
+        if "expansion" in kind or "substitution" in kind:
+            blanks, text = _without_blanks(node)
+            before = [WordPart(_unescaped(blanks), quoted)] if blanks else []
+            return before + self._expanded(node, text, quoted=quoted)
         text = text_of(node)
         if kind in ("word", "command_name"):
             text = re.sub(r"\\\r?\n", "", text)
@@ -92,6 +96,16 @@ class Words:
             text = self._hole(text)
         return [WordPart(text, True)]  # the parser has split the words of the script itself
 
+    def _expanded(self, node: Node, text: str, *, quoted: bool) -> list[WordPart]:
+        """Return what an expansion stands for, whose text has no blanks before it."""
+        if node.type == "simple_expansion":
+            return self._variable(text[1:], "", quoted=quoted)
+        if node.type == "expansion":
+            return self._expansion(node, text, quoted=quoted)
+        if node.type == "arithmetic_expansion":
+            return [WordPart(self._arithmetic(text), quoted)]
+        return [WordPart(self._hole(text), quoted)]
+
     def _with_gaps(self, node: Node, *, quoted: bool) -> list[WordPart]:
         """Return the pieces of a string's parts, and of the text between them."""
         is_string = node.type in ("string", "translated_string")
@@ -101,7 +115,8 @@ class Words:
         last = end - 1 if is_string and raw.endswith(b'"') else end
         parts: list[WordPart] = []
         for child in node.named_children:
-            parts.append(WordPart(_unescaped(raw[place - start : child.start_byte - start]), True))
+            gap = _unescaped(raw[place - start : child.start_byte - start])
+            parts.append(WordPart(gap, quoted or not gap.isspace()))
             if child.type in ("string_content", "heredoc_content"):
                 parts.append(WordPart(_unescaped(child.text or b""), True))
             else:
@@ -174,8 +189,7 @@ class Words:
         known = {name: value for name, value in names.items() if isinstance(value, str)}
         return shell_values.arithmetic(f"$(({inner}))", known)
 
-    def _expansion(self, node: Node, *, quoted: bool) -> list[WordPart]:
-        text = text_of(node)
+    def _expansion(self, node: Node, text: str, *, quoted: bool) -> list[WordPart]:
         match = _EXPANSION.match(text)
         if match is None:
             return [WordPart(self._hole(text), quoted)]
