@@ -195,7 +195,9 @@ def load_all(
     known = {
         text for layer in layers for s in layer.settings for text in named_secrets(s.value, s.key)
     }
-    problems += unreadable + _secret_problems(values, origins, known)
+    refused_already = {problem.key for problem in problems}
+    problems += [problem for problem in unreadable if problem.key not in refused_already]
+    problems += _secret_problems(values, origins, known)
     problems += load_own_recipes(values, origins, trusts_files=trusts_recipes, given=recipes_given)
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
