@@ -6,6 +6,8 @@
   const palette = () => dark.matches
     ? ["#6cb0ff", "#ffa657", "#7ee787", "#ff7b9c", "#c8a6ff", "#5fd7d7", "#f2d160", "#b5bfc9"]
     : ["#1f6fd1", "#d9680b", "#1f8a3d", "#cf2f62", "#7d4bc9", "#0f8f8f", "#a98500", "#5c6773"];
+  // The curves of each further round of the palette have another dash.
+  const dashes = [undefined, [2, 2], [9, 3], [9, 3, 2, 3]];
   const short = (v) => v == null ? "–" : Math.abs(v) >= 1e5 || (v !== 0 && Math.abs(v) < 1e-3)
     ? v.toExponential(2) : String(+v.toPrecision(5));
 
@@ -21,7 +23,8 @@
     const many = chart.series.filter((s) => !s.points).length > 24;
     const series = [{ label: "step" }].concat(chart.series.map((s) => ({
       label: s.label, stroke: colors[s.color % colors.length], width: s.points ? 2 : 1.4,
-      dash: s.points ? [5, 4] : s.color >= colors.length ? [2, 2] : undefined, spanGaps: true,
+      dash: s.points ? [5, 4] : dashes[Math.floor(s.color / colors.length) % dashes.length],
+      spanGaps: true,
       points: { show: s.points || s.x.length < 2, size: 6 },
       value: (u, v) => short(v),
     })));
@@ -45,6 +48,15 @@
       series, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
       hooks: { drawClear: [bands] },
     }, joined, box.querySelector(".plot"));
+    // The legend shows the dash of a curve as well as its color.
+    [...plot.root.querySelectorAll(".u-marker")].slice(1).forEach((marker, i) => {
+      const { dash = [24], stroke } = series[i + 1];
+      let end = 0;
+      const stops = dash.map((length, k) =>
+        `${k % 2 ? "transparent" : stroke} ${end}px ${end += length}px`);
+      marker.style.cssText =
+        `width: 24px; height: 3px; background: repeating-linear-gradient(90deg, ${stops})`;
+    });
     // Of several runs, validation has the color of its run, which the legend names once.
     if (several && !many)
       chart.series.forEach((s, i) => {

@@ -260,14 +260,8 @@ def test_the_phases_of_a_schedule_are_bands_under_the_loss(tmp_path: Path) -> No
     assert "phases" not in data_of(run_page(read_run(make_run(tmp_path / "plain"))))["charts"][0]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-@pytest.mark.parametrize("kind", ["one", "several", "phases", "planted"])
-def test_in_a_browser(tmp_path: Path, kind: str) -> None:
-    """The scripts run without an error, and the page then has plots and the known figures."""
-    runs = [read_run(make_run(tmp_path / name)) for name in ("first", "second")]
-    page = {"one": run_page(runs[0]), "several": runs_page("two", runs), "planted": PLANTED}.get(
-        kind, run_page(read_run(with_changes(tmp_path / "changed")))
-    )
+def dom_of(page: str, tmp_path: Path) -> tuple[str, list[str]]:
+    """Return a page as a browser shows it, and what its console says."""
     file = tmp_path / "page.html"
     file.write_text(page)
     assert CHROMIUM is not None
@@ -277,12 +271,22 @@ def test_in_a_browser(tmp_path: Path, kind: str) -> None:
          "--virtual-time-budget=2000", "--dump-dom", f"file://{file}"],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    said = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+@pytest.mark.parametrize("kind", ["one", "several", "phases", "planted"])
+def test_in_a_browser(tmp_path: Path, kind: str) -> None:
+    """The scripts run without an error, and the page then has plots and the known figures."""
+    runs = [read_run(make_run(tmp_path / name)) for name in ("first", "second")]
+    page = {"one": run_page(runs[0]), "several": runs_page("two", runs), "planted": PLANTED}.get(
+        kind, run_page(read_run(with_changes(tmp_path / "changed")))
+    )
+    dom, said = dom_of(page, tmp_path)
     if kind == "planted":
-        assert len(said) == 1 and "nothing is not defined" in said[0], done.stderr
+        assert len(said) == 1 and "nothing is not defined" in said[0], said
         return
     assert not said, said
-    dom = done.stdout
     num_plots = len(data_of(page)["charts"])
     assert dom.count('class="u-wrap"') == num_plots >= 5
     assert "2.2345" in dom and "4.32k" in dom
@@ -292,6 +296,19 @@ def test_in_a_browser(tmp_path: Path, kind: str) -> None:
         assert len(NAMES) == 12
     else:
         assert "second, validation" in dom
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_no_two_runs_look_alike_in_a_legend(tmp_path: Path) -> None:
+    """A legend of 24 runs, the most that one has, tells them apart by color and dash."""
+    runs = [read_run(make_run(tmp_path / f"r{number}")) for number in range(24)]
+    dom = dom_of(runs_page("many", runs), tmp_path)[0]
+    first = dom.split('class="u-legend')[1]
+    looks = {}
+    for marker, label in re.findall(r'u-marker" style="([^"]*)".*?u-label">([^<]*)', first):
+        if not label.endswith("validation"):
+            looks[label] = marker
+    assert len(looks) == 24 and len(set(looks.values())) == 24, looks
 
 
 def test_charts_of_no_lines(tmp_path: Path) -> None:
