@@ -239,17 +239,16 @@ def comparison_page(
     if len(outcomes) == 1:
         (only,) = outcomes
         gaps = [(f"seed {pair.seed}", *_in_percent(gaps_of(pair))) for pair in only.pairs]
-        title, more = f"{only.name} against {base_name}", _section(only, 2)
+        title, more, details = f"{only.name} against {base_name}", _section(only, 2), ""
         chart = gap_chart(f"training loss of {only.name} over {base_name}, %", gaps)
     else:
         gaps = [(o.name, *_in_percent(_averaged(o.pairs))) for o in outcomes if o.pairs]
         title = f"{len(outcomes)} configurations against {base_name}"
-        more = _table(outcomes) + "".join(
-            f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes
-        )
+        more = _table(outcomes)
+        details = "".join(f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes)
         chart = gap_chart(f"training loss over {base_name}, mean of the seeds, %", gaps)
     charts = [chart] if gaps else []
-    return runs_page(title, runs, labels=labels, more=more, more_charts=charts)
+    return runs_page(title, runs, labels=labels, more=more, more_charts=charts, details=details)
 
 
 def _section(outcome: Outcome, level: int) -> str:

@@ -84,6 +84,7 @@ def runs_page(
     more: str = "",
     more_charts: Sequence[Mapping[str, Any]] = (),
     problems: Sequence[str] = (),
+    details: str = "",
 ) -> str:
     """Return a page of several runs: what differs, what came out, and their curves.
 
@@ -96,6 +97,7 @@ def runs_page(
         more: HTML that follows the title, such as a verdict.
         more_charts: Plots before those of the runs.
         problems: What could not be read besides what the runs themselves say.
+        details: HTML that follows the plots.
     """
     names = list(labels) if labels is not None else _names(runs)
     plots = [*(dict(chart) for chart in more_charts), *charts(runs, names)] if runs else []
@@ -111,6 +113,7 @@ def runs_page(
         _table(runs, names, notes, is_judged=bool(more)),
         _failures(runs, names, notes),
         _charts(plots),
+        details,
         _same_settings(runs),
     ]
     return _document(title, body, plots, None)

@@ -434,6 +434,7 @@ def test_several_recipes_have_one_baseline_and_one_table(
     assert "<td>simulated One (lab.py)<td>worse" in page and "BF16, seed 2" in page
     assert "training loss over BF16, mean of the seeds, %" in page
     assert "3 configurations against BF16" in page
+    assert page.index("<h2>Curves") < page.index("<h2>FP8 delayed"), "details follow the plots"
 
 
 def test_the_word_on_several_is_the_worst() -> None:
