@@ -45,7 +45,7 @@ from megafp8.files import (
 )
 from megafp8.report.comparison import Outcome, comparison_page, comparison_table, outcome, worst
 from megafp8.report.record import RunRecord, read_run
-from megafp8.report.verdict import Pair
+from megafp8.report.verdict import TOLERANCE, Pair
 from megafp8.report.writer import REPORT_FILE, require_page
 from megafp8.runs.find import is_run
 from megafp8.runs.lock import RunLock
@@ -76,7 +76,10 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--seeds", type=int, nargs="+", help="values of model.seed (the usual one)")
     parser.add_argument(
-        "--tolerance", type=float, default=0.5, help="largest gap that counts as same, in %% (0.5)"
+        "--tolerance",
+        type=float,
+        default=100 * TOLERANCE,
+        help="largest gap that counts as same, in %% (%(default)s)",
     )
     parser.add_argument("--out", type=Path, help="the directory (compare/ and a short hash)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")

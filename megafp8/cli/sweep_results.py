@@ -19,6 +19,7 @@ from megafp8.foreign import read_json, read_object
 from megafp8.observe.units import format_count, format_duration
 from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord, read_run
+from megafp8.report.verdict import TOLERANCE
 from megafp8.report.writer import REPORT_FILE, is_page
 from megafp8.secrets import shown
 
@@ -174,7 +175,8 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
             print(f"\n[sweep] results of an earlier sweep are kept in {_set_aside(directory)}")
         is_repeated = not _write_if_changed(directory / SUMMARY_NAME, results)
     own, shared = _own_overrides(results)
-    best = _best(results)
+    ranked = _ranked(results)
+    best = ranked[0][1] if ranked else None
     rows: list[tuple[str, ...]] = [
         ("job", "overrides", "outcome", "val loss", "train loss", "tokens/s", "time")
     ]
@@ -202,6 +204,12 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
         )
     if best is not None:
         print(f"* best: job {best} ({own[best]})")
+        close = [job for loss, job in ranked[1:] if loss <= ranked[0][0] * (1 + TOLERANCE)]
+        if close:
+            print(
+                f"  within {TOLERANCE:.1%} of it: job {', '.join(map(str, sorted(close)))}; "
+                "megafp8 compare, with several seeds, tells such a gap from chance"
+            )
     for result in results:
         if result.problem is not None:
             lines = result.problem.splitlines()
@@ -250,8 +258,8 @@ def _own_overrides(results: Sequence[Result]) -> tuple[dict[int, str], list[str]
     return own, shared
 
 
-def _best(results: Sequence[Result]) -> int | None:
-    """Return the job with the least validation loss, else training loss, of at least two jobs."""
+def _ranked(results: Sequence[Result]) -> list[tuple[float, int]]:
+    """Return the validation losses, else training losses, of at least two jobs, the least first."""
     for name in ("val_loss", "train_loss"):
         known = [
             (value, result.job)
@@ -259,8 +267,8 @@ def _best(results: Sequence[Result]) -> int | None:
             if (value := getattr(result, name)) is not None and math.isfinite(value)
         ]
         if len(known) > 1:
-            return min(known)[1]
-    return None
+            return sorted(known)
+    return []
 
 
 def _has_another_sweep(directory: Path, results: Sequence[Result]) -> bool:

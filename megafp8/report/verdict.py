@@ -19,6 +19,7 @@ from megafp8.report.record import Line, RunRecord
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 WINDOW = 0.05  # of the logged steps over which a curve of gaps is averaged
 LAST = 0.1  # of the logged steps whose mean is a run's training loss, where nothing was validated
+TOLERANCE = 0.005  # the relative gap that counts as the same loss, unless a user gives another one
 WORST_TENSORS = 10
 
 

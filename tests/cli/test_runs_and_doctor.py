@@ -366,9 +366,14 @@ def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     results = [result(0, "1e-3", 2.5), result(1, "1e-2", 2.25), result(2, "7", None, "too high")]
     assert print_results(results, tmp_path) == 2
     lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "from chance" in line]
     assert "all jobs have trainer.max_steps=4" in lines
     assert "1 *  model.optim.lr=1e-2  finished  2.2500    3.0000      10.0k     1:00" in lines
     assert "* best: job 1 (model.optim.lr=1e-2)" in lines and "job 2: too high" in lines
     page = (tmp_path / "report.html").read_text()
     assert "1: lr=1e-2" in page and "too high" in page and "<td class=finished>" in page
+    others = [result(3, "2e-2", 2.25 * 1.004), result(4, "3e-2", 2.25 * 1.006)]
+    print_results([*results, *others], tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("  within 0.5% of it: job 3; megafp8 comp")]
     assert os.path.getsize(tmp_path / "sweep.json") > 100

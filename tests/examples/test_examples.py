@@ -17,6 +17,7 @@ import torch
 from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
 from megafp8.data.examples import read_examples
+from megafp8.specs.recipes import RECIPES
 from megafp8.te_cpu import DEFAULT_VERSION
 from tests.data.helpers import tiny_corpus, tiny_documents
 from tests.te_cpu.sources import need_sources
@@ -175,14 +176,17 @@ def test_every_job_of_the_sweeps_is_accepted(name: str) -> None:
     """Each combination of the values in a sweep's commands loads; nothing is trained."""
     script = (ROOT / "examples" / "sweeps" / f"{name}.sh").read_text().replace("\\\n", " ")
     sweeps = [line.split(" -m ")[1] for line in script.splitlines() if " -m " in line]
-    num_jobs = 0
+    num_jobs, recipes = 0, set[str]()
     for sweep in sweeps:
         words = [word for word in sweep.split() if "=" in word]
         choices = [(word.partition("=")[0], word.partition("=")[2].split(",")) for word in words]
         for values in itertools.product(*(options for _, options in choices)):
-            load([f"{key}={value}" for (key, _), value in zip(choices, values, strict=True)])
+            cfg = load([f"{k}={v}" for (k, _), v in zip(choices, values, strict=True)])
+            recipes |= {cfg.model.fp8_recipe} if cfg.model.fp8 else set()
             num_jobs += 1
-    assert num_jobs == {"recipes": 7, "scaling": 12, "optimizer_levels": 4}[name]
+    if name == "recipes":
+        assert recipes == set(RECIPES), "the sweep has every recipe"
+    assert num_jobs == {"recipes": 9, "scaling": 12, "optimizer_levels": 4}[name]
 
 
 @pytest.mark.slow

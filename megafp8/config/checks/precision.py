@@ -23,7 +23,7 @@ from megafp8.config.values import (
 )
 from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import GEMMS
-from megafp8.specs.recipes import find_recipe, names_where, recipes_where
+from megafp8.specs.recipes import RECIPES, find_recipe, names_where, recipes_where
 from megafp8.specs.traits import Traits
 
 rule = Rules()
@@ -91,9 +91,8 @@ def _other_recipe(v: Values, size: int, ranks: int) -> str:
     large = _large(v)
     if not large or size % (TENSOR_CORE_MULTIPLE * ranks):
         return ""
-    return (
-        f"; or another recipe than {large[0]}: the others need multiples of {TENSOR_CORE_MULTIPLE}"
-    )
+    small = recipes_where(RECIPES, lambda traits: traits.multiple <= TENSOR_CORE_MULTIPLE)
+    return f"; or a recipe of multiples of {TENSOR_CORE_MULTIPLE}: {', '.join(small)}"
 
 
 @rule(
