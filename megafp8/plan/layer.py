@@ -16,6 +16,7 @@ from megafp8.plan.shape import (
     features_between,
     linears_of_layer,
     microbatch_tokens,
+    num_microbatches,
     residual_itemsize,
     sequence_shards,
 )
@@ -204,16 +205,18 @@ def _ring_bytes(spec: RunSpec) -> int:
 def _gradient_bytes(spec: RunSpec, linear: LinearShape) -> int:
     """Return the bytes of the gradients that a linear's backward pass makes of weight and bias.
 
-    Without FSDP a product in FP8 adds to an FP32 sum of gradients. FP8-LM's levels without such
-    sums have an FP32 gradient of one weight at a time.
+    With FSDP they are in the compute dtype. Otherwise there are FP32 sums over microbatches: the
+    first product of a step writes into the sum, and a later one makes an FP32 tensor, which is then
+    added. FP8-LM's levels without such sums have such a tensor in each microbatch.
     """
     storage, size = spec.optim.storage, compute_itemsize(spec)
-    weight = size * linear.weight_elements
-    if spec.parallel.fsdp is None and storage.main_grads != "fp32" and not storage.sums_in_fp32:
-        weight = FP32 * linear.weight_elements
-    elif spec.parallel.fsdp is None and "grad_weight" in linear.fp8_products:
-        weight = 0
-    return weight + size * linear.has_bias * linear.out_features
+    itemsize = size
+    if spec.parallel.fsdp is None:
+        has_sums = storage.main_grads == "fp32" or storage.sums_in_fp32
+        is_written = has_sums and num_microbatches(spec) == 1
+        made = BACKENDS[spec.precision.backend].weight_gradients
+        itemsize = {"fp32": 0 if is_written else FP32, "added": 0, "work": size}[made]
+    return itemsize * linear.weight_elements + size * linear.has_bias * linear.out_features
 
 
 def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.precision import BackendName, Fp8Recipe, ModulePrecision
@@ -35,6 +36,9 @@ class BackendTraits:
             rule names them.
         draws_at_once: Whether its layers have values from the moment when they are built, except
             with FSDP, for which all layers are built without memory (`models.init.values_later`).
+        weight_gradients: What a product makes of a weight's gradient where FP32 sums of gradients
+            are kept: `added` to the sum by the product, `fp32`, which only the first product of a
+            step writes into the sum itself, or in the compute dtype (`work`), for autograd.
         is_counted: Whether the plan counts its weights and scales exactly; otherwise it may keep
             them in another form.
     """
@@ -46,6 +50,7 @@ class BackendTraits:
     transposes_gathered: bool = False
     keeps_ends_high: bool = False
     draws_at_once: bool = False
+    weight_gradients: Literal["added", "fp32", "work"] = "fp32"
     is_counted: bool = False
 
     @property
@@ -84,6 +89,7 @@ BACKENDS: Mapping[BackendName, BackendTraits] = {
         casts_gathered_from="2.16",
         transposes_gathered=True,
         draws_at_once=True,
+        weight_gradients="added",
     ),
     "torchao": BackendTraits(
         note="Backend torchao: its linears keep their inputs in the compute dtype and no FP8 "
@@ -91,5 +97,6 @@ BACKENDS: Mapping[BackendName, BackendTraits] = {
         keeps_inputs=True,
         copies_weights=False,
         keeps_ends_high=True,
+        weight_gradients="work",
     ),
 }

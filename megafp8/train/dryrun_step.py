@@ -46,6 +46,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
         for each in state.sink.scaled_sums:
             if each.sums_in_fp32:
                 each.in_use()
+        state.sink.leave_untouched(())  # gradients are added to sums: where that takes memory, too
     if state.reducer is not None:
         state.reducer.begin_step(1)
     state.scaling.begin_microbatch(0)

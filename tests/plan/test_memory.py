@@ -231,6 +231,36 @@ def test_a_level_has_an_fp32_gradient_of_one_weight_at_a_time(fp8: Fp8Recipe) ->
     assert plan.workspace == pytest.approx(real.workspace, abs=1024)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {},
+        {"compute": "fp32"},
+        {"fp8": DELAYED},
+        {"fp8": Fp8Recipe(name="blockwise")},
+        {"fp8": replace(DELAYED, high_precision_gemms=frozenset({"grad_weight"}))},
+    ],
+    ids=["bf16", "fp32", "delayed", "blockwise", "gradients of weights in bf16"],
+)
+def test_only_the_first_product_of_a_step_writes_into_the_sum(
+    precision: dict[str, Any], activation: str
+) -> None:
+    """A later one makes an FP32 gradient of its weight, the largest tensor of this wide model."""
+    wide = {"hidden_size": 1024, "ffn_hidden_size": 4096, "num_layers": 1, "activation": activation}
+    spec = job(shape=wide | {"bias": False}, **precision)
+    plans, reals = [], []
+    for count in (1, 2, 4):
+        size = count * spec.train.micro_batch_size
+        each = replace(spec, train=replace(spec.train, global_batch_size=size))
+        plans.append(rank_memory(each, 0).step.workspace)
+        reals.append(rank_share(each, 0).step.workspace)
+    assert plans == pytest.approx(reals, abs=64)
+    assert plans[1] == plans[2]
+    largest = 4 * 1024 * 4096 * (2 if activation == "swiglu" else 1)
+    assert 0 < plans[1] - plans[0] <= largest
+
+
 @pytest.mark.parametrize(
     ("name", "high", "bits"),
     [

@@ -80,7 +80,10 @@ def cast_fp4(
     with_rows: bool = True,
     with_columns: bool = False,
 ) -> tuple[BlockCast, torch.Tensor]:
-    """Cast a matrix whose sizes are multiples of 16, and return also the factors, FP32 [2].
+    """Cast a matrix and return also the factors, FP32 [2].
+
+    Columns are a multiple of 16. So are rows, but where blocks are lines and `columns` are not
+    wanted or not packed: the last block along a column may then end early.
 
     `amaxes` and `signs` are those of `amaxes_fp4`. `square` has blocks of 16 x 16, whose plain form
     serves both directions as rows. `counters` ask for stochastic rounding, with bytes for rows and
@@ -299,7 +302,7 @@ def _store_lines(
     scale = code if PACKED else _e4m3_value(code)
     along = start // BLOCK + tl.arange(0, BLOCKS)
     store_scales(
-        to_scale, scale, across, along, num_across, num_along // BLOCK,
+        to_scale, scale, across, along, num_across, (num_along + BLOCK - 1) // BLOCK,
         scale_across, scale_along, PACKED,
     )  # fmt: skip
 

@@ -101,11 +101,16 @@ class Nvfp4(Recipe):
         packed: bool,
         with_sum: bool,
     ) -> Made | None:
-        """Quantize for both products after one read for amaxes; None where blocks are not whole."""
+        """Quantize for both products after one read for amaxes; None where blocks are not whole.
+
+        Rows that are not whole blocks are taken where no block goes across them, and also where the
+        last one may end early: neither a rotation nor two numbers in a byte can be cut off.
+        """
         from megafp8.fp8.kernels import triton_fp4
 
         casts = self.traits.casts[asked[0].role]
-        if x_MN.shape[0] % BLOCK or x_MN.shape[1] % BLOCK:
+        is_cut = packed or casts.rotation is not None or casts.last == _SQUARE
+        if x_MN.shape[1] % BLOCK or (x_MN.shape[0] % BLOCK and need.first and is_cut):
             return None
         counters = None
         if casts.is_random:

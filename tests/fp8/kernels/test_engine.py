@@ -24,6 +24,8 @@ from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import Operands, Role, WantsFp8
+from megafp8.fp8.recipes import nvfp4
+from megafp8.fp8.rule import RuleError
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8, StoredFp8
 from megafp8.parallel.mesh import Mesh
@@ -244,6 +246,68 @@ def test_engines_without_fp32_results_for_rows_write_bf16() -> None:
     sink.attach([(linear.weight, torch.zeros(32, 16))])
     linear(noise(48, 16, seed=1)).backward(noise(48, 32, seed=2))
     assert cores.wrote == [(torch.bfloat16, False)] * 2
+
+
+ODD_TOKENS = pytest.mark.parametrize("tokens", [1, 33, 130])
+SQUARES: tuple[RecipeName, ...] = ("nvfp4", "nvfp4-no_sr-no_rht-no_2d")
+HOPPER_ITSELF = Engine(uses_triton=True)  # it has no product of FP4
+
+
+@ODD_TOKENS
+@pytest.mark.parametrize("name", SQUARES)
+def test_fp4_evaluates_any_number_of_tokens_by_kernels(name: RecipeName, tokens: int) -> None:
+    """As another engine would: no cast and no product goes another way."""
+    x, weight = noise(tokens, 48, seed=1), noise(32, 48, seed=2)
+    results = []
+    for engine in (EMULATED, hopper()):
+        linear, state = make(recipe_of(name), engine, weight)
+        with torch.no_grad(), state.evaluation():
+            results.append(linear(x))
+        assert linear.quantizer is not None
+        state.engine = dataclasses.replace(engine, layouts=frozenset())
+        for role in ("input", "grad_output"):
+            results.append(quantized(linear.quantizer, role, x, WantsFp8(True, False))[0][0])
+        backend = "emulated" if engine is EMULATED else "tensor cores"
+        assert linear.counter.fp8_backends == {backend: 2 * tokens * 48 * 32}
+    assert_close(results[3], results[0], x, weight.t(), "output")
+    for ours, theirs in zip(results[4:], results[1:3], strict=True):
+        assert_same_bytes(ours, theirs)
+
+
+@ODD_TOKENS
+def test_fp4_without_rotation_trains_with_any_number_of_tokens(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Triton kernel casts: neither the C kernel nor the rule in torch operations does."""
+    recipe, x = recipe_of("nvfp4-no_rht"), noise(tokens, 48, seed=1)
+    found = []
+    for engine in (EMULATED, HOPPER_ITSELF):
+        linear, state = make(recipe, engine, noise(48, 48, seed=2))
+        assert linear.quantizer is not None
+        if engine is HOPPER_ITSELF:
+            monkeypatch.setattr(nvfp4.Nvfp4, "cast", None)
+            monkeypatch.setattr(nvfp4.Nvfp4, "in_c", lambda *_: None)
+        for role in ("input", "grad_output"):
+            operands, sums = quantized(linear.quantizer, role, x, with_sum=True)
+            assert sums is not None
+            found.append((*operands, sums.sum(0)))
+    for ours, theirs in zip(found[2:], found[:2], strict=True):
+        for one, other in zip(ours[:2], theirs[:2], strict=True):
+            assert isinstance(one, Fp8Tensor) and isinstance(other, Fp8Tensor)
+            assert_same_bytes(one, other)
+        torch.testing.assert_close(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("nvfp4", EMULATED), ("nvfp4", HOPPER_ITSELF), ("nvfp4-no_rht", "blackwell")],
+)
+def test_fp4_says_which_numbers_of_tokens_it_trains_with(name: RecipeName, engine: Any) -> None:
+    linear, _ = make(
+        recipe_of(name), hopper() if engine == "blackwell" else engine, noise(32, 48, seed=2)
+    )
+    with pytest.raises(RuleError, match=r"linear.input: \[48, 33\] .*a multiple of 16 tokens"):
+        linear(noise(33, 48, seed=1))
 
 
 @recipes
