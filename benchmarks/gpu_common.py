@@ -1,35 +1,122 @@
-"""Provide what the GPU benchmarks share: hardware peaks, timing by events, result files."""
+"""Provide what the GPU benchmarks share: peaks, timing by events, the card's state, result files.
+
+A result says on which card it was measured: its name, driver, power limit and highest clocks once,
+and with each row the most power that was drawn meanwhile and the clocks at that moment.
+"""
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import itertools
 import json
+import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megafp8.ops.torch_private import pause_gpu
+from megafp8.plan.hardware import KNOWN, Hardware
+from megafp8.plan.utilization import peak_of_gpu
 
-PEAK_FLOPS = {"bf16": 989e12, "fp8": 1979e12}  # dense, NVIDIA's data sheet for H100 and H200 SXM
 RESULTS = Path(__file__).parent / "results"
 PAUSE_CYCLES = 20_000_000  # about 10 ms, in which the host queues the first runs
 LINES = "results.jsonl"  # in the folder of the results: one line for each row
+COMMIT = "MEGAFP8_COMMIT"  # the environment variable of the commit, where there is no repository
+CARD = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
+SENSORS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+"""Fields of `nvidia-smi`: what a card is, and what it does at a moment."""
+EVERY_MS = 100
+
+
+def hardware_of(name: str) -> Hardware:
+    """Return the data sheet of the GPU that CUDA calls `name`; an H200's for one without.
+
+    Results name the sheet whose peaks their floors and shares are of.
+    """
+    peak = peak_of_gpu(name)
+    found = (sheet for sheet in KNOWN.values() if peak is not None and sheet.name == peak.device)
+    return next(found, KNOWN["h200"])
+
+
+def peak_flops(name: str, precision: str) -> float:
+    """Return the dense FLOPs a second of a device in `bf16` or `fp8`, by its data sheet."""
+    sheet = hardware_of(name)
+    return 1e12 * {"bf16": sheet.bf16_tflops, "fp8": sheet.fp8_tflops}[precision]
 
 
 def bytes_per_second(name: str) -> float:
-    """Return the memory bandwidth of a device by its data sheet.
+    """Return the memory bandwidth of a device by its data sheet."""
+    return 1e9 * hardware_of(name).memory_gb_s
 
-    It is that of an H200 for any device but an H100.
-    """
-    return 3.35e12 if "H100" in name else 4.8e12
+
+def smi(*options: str) -> list[str] | None:
+    """Return the command that asks `nvidia-smi` about the first CUDA device, if there is one."""
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--format=csv,noheader,nounits", *options]
+    if torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        return command
+    return [*command, f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"]
+
+
+@cache
+def card() -> dict[str, str]:
+    """Return what `nvidia-smi` says of the card: MiB, watts, MHz; nothing without it."""
+    command = smi(f"--query-gpu={','.join(CARD)}")
+    if command is None:
+        return {}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return {"error": "nvidia-smi said nothing for 20 seconds"}
+    values = [value.strip() for value in done.stdout.strip().split(",")]
+    if done.returncode != 0 or len(values) != len(CARD):
+        return {"error": (done.stderr or done.stdout).strip()[:200]}
+    return dict(zip(CARD, values, strict=True))
+
+
+class Sensors:
+    """Read power, clocks and temperature of the card ten times a second, in the background."""
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        asked = (f"--query-gpu={','.join(SENSORS)}", f"--loop-ms={EVERY_MS}")
+        command = smi(*asked) if command is None else command
+        self._found: list[tuple[float, ...]] = []
+        if command is None:
+            return
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        atexit.register(process.kill)
+
+    def _read(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            try:
+                self._found.append(tuple(float(value) for value in line.split(",")))
+            except ValueError:  # a field that this card or driver does not have
+                continue
+
+    def since_last(self) -> dict[str, float]:
+        """Return the moment of most power since the last call, or nothing if none was read."""
+        found, self._found = self._found, []
+        if not found:
+            return {}
+        sm, memory, watts, celsius = max(found, key=lambda each: each[2])
+        named = {"watts": watts, "sm_mhz": sm, "memory_mhz": memory, "celsius": celsius}
+        return named | {"readings": len(found)}
 
 
 def device_and_name() -> tuple[torch.device, str]:
@@ -75,7 +162,9 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def git_commit() -> str:
-    """Return the commit of this checkout, or "unknown"."""
+    """Return the commit of this checkout, or what the environment says where it has none."""
+    if given := os.environ.get(COMMIT):
+        return given
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
@@ -100,6 +189,8 @@ def write_result(
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         },
+        "card": card(),
+        "data_sheet": hardware_of(name).name,
         **content,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,9 +211,12 @@ class Results:
         self.skipped: dict[str, str] = {}  # rows that cannot be measured here, with reasons
         self.failed: dict[str, str] = {}  # rows that failed, with errors
         self.content = content
+        self.sensors = Sensors()
 
     def add(self, key: str, row: dict[str, Any]) -> None:
-        """Write a row that was measured."""
+        """Write a row that was measured, with the card's state since the row before."""
+        if found := self.sensors.since_last():
+            row["card"] = found
         self.rows[key] = row
         self._write(key, {"row": row})
 

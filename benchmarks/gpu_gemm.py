@@ -3,7 +3,7 @@
 Operands are random normal numbers, since zeros and small integers need less power and run faster;
 FP8 operands are quantized before. Times are medians of CUDA events. FP8 runs with and without fast
 accumulation, through this project's own function. The floor is the larger of operations over peak
-and bytes over bandwidth of the SXM card.
+and bytes over bandwidth by the card's data sheet.
 
     python benchmarks/gpu_gemm.py --size 8192
     python benchmarks/gpu_gemm.py --tiny            # check on a CPU that it runs
@@ -18,11 +18,11 @@ from pathlib import Path
 
 import torch
 from gpu_common import (
-    PEAK_FLOPS,
     RESULTS,
     Results,
     bytes_per_second,
     device_and_name,
+    peak_flops,
     spread,
     timed,
 )
@@ -35,7 +35,7 @@ def floor_seconds(size: int, precision: str, name: str) -> float:
     """Return the floor of a product of two square matrices with a result in BF16, in seconds."""
     operand_bytes = {"bf16": 2, "fp8": 1}[precision]
     num_bytes = size * size * (2 * operand_bytes + 2)
-    return max(2 * size**3 / PEAK_FLOPS[precision], num_bytes / bytes_per_second(name))
+    return max(2 * size**3 / peak_flops(name, precision), num_bytes / bytes_per_second(name))
 
 
 def variants(size: int, device: torch.device) -> dict[str, Callable[[], torch.Tensor]]:
@@ -86,8 +86,8 @@ def main() -> None:
         row = {
             **times,
             "flops_per_second": flops,
-            "share_of_bf16_peak": flops / PEAK_FLOPS["bf16"],
-            "share_of_fp8_peak": flops / PEAK_FLOPS["fp8"],
+            "share_of_bf16_peak": flops / peak_flops(name, "bf16"),
+            "share_of_fp8_peak": flops / peak_flops(name, "fp8"),
             "floor_seconds": floor_seconds(args.size, precision, name),
         }
         results.add(what, row)

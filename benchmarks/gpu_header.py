@@ -10,7 +10,7 @@ import platform
 from typing import Any
 
 import torch
-from gpu_common import device_and_name
+from gpu_common import card, device_and_name
 
 from megafp8.backends.te.names import why_te_cannot
 from megafp8.fp8.engine import unsupported
@@ -34,7 +34,8 @@ def header() -> dict[str, Any]:
     return {
         "device": name,
         "gpus": torch.cuda.device_count(),
-        "driver": driver_version(),
+        "driver": driver_version() or card().get("driver_version"),
+        "card": card(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from gpu_common import (
-    PEAK_FLOPS,
     RESULTS,
     Results,
     bytes_per_second,
     device_and_name,
+    peak_flops,
     spread,
     timed,
 )
@@ -124,8 +124,8 @@ def floor_seconds(args: argparse.Namespace, name: str, in_fp8: bool) -> float:
     for outs, ins in linear_shapes(args.hidden):
         for m, n, k in [(tokens, outs, ins), (tokens, ins, outs), (outs, ins, tokens)]:
             num_bytes = size * k * (m + n) + 2 * m * n
-            total += max(2 * m * n * k / PEAK_FLOPS[precision], num_bytes / bandwidth)
-    return total + causal_attention_flops(args) / PEAK_FLOPS["bf16"]
+            total += max(2 * m * n * k / peak_flops(name, precision), num_bytes / bandwidth)
+    return total + causal_attention_flops(args) / peak_flops(name, "bf16")
 
 
 def causal_attention_flops(args: argparse.Namespace) -> int:
@@ -155,7 +155,7 @@ def measure(
         "tokens_per_second": args.batch * args.seq / median,
         "flops_per_second_full": full / median,
         "flops_per_second_causal": causal / median,
-        "share_of_bf16_peak_causal": causal / median / PEAK_FLOPS["bf16"],
+        "share_of_bf16_peak_causal": causal / median / peak_flops(name, "bf16"),
         "floor_seconds": floor_seconds(args, name, "model.fp8=True" in settings),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
         "fp8_ran_by": sorted(ran),

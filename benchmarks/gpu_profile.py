@@ -111,7 +111,9 @@ def works_of(recorded: profile, device: torch.device) -> list[Work]:
     return [
         Work(event.name, event.time_range.start, event.time_range.end)
         for event in recorded.events() or []
-        if event.device_type == wanted and (on_gpu or event.cpu_parent is None)
+        if event.device_type == wanted
+        # An annotation on a GPU is a span around other works.
+        and (not event.is_user_annotation if on_gpu else event.cpu_parent is None)
     ]
 
 

@@ -2,7 +2,10 @@
 
 Each row is a run of its own with real data, loss, clipping and optimizer. Its figures are medians
 of the steps after the warm-up, from the run's own metrics. Activations are not recomputed. The
-floor is that of the products: FLOPs over peak, with causal attention.
+vocabulary is padded to GPT-2's 50304, so that the head is as large as published ones. The floor is
+that of the products: FLOPs over peak, with causal attention. A row also has the most memory that
+was allocated beside what the plan says of the same settings; a job that needs more than the device
+has is skipped with both numbers.
 
     python benchmarks/gpu_step.py --presets 1.3b 5b
     python benchmarks/gpu_step.py --tiny             # check on a CPU that it runs
@@ -11,6 +14,7 @@ floor is that of the products: FLOPs over peak, with causal attention.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -19,14 +23,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gpu_common import PEAK_FLOPS, RESULTS, Results, device_and_name
+import torch
+from gpu_common import RESULTS, Results, device_and_name, peak_flops
 
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.errors import ExitCode
+from megafp8.fp8.engine import unsupported
 from megafp8.observe.metrics import read_metrics
+from megafp8.plan.memory import rank_memory
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import layer_linears
+from megafp8.specs.recipes import find_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA_8B = (  # 8 of its 32 layers, so that it fits
@@ -44,10 +52,17 @@ LLAMA_8B = (  # 8 of its 32 layers, so that it fits
     "model.max_position_embeddings=8192",
     "model.optim.lr=3e-4",
 )
+VOCABULARY = 50304
+ONE = argparse.Namespace(accumulation=1)
 PRESETS: dict[str, tuple[str, ...]] = {
     "125m": ("model=gpt3_125m", "model.micro_batch_size=16"),
-    "1.3b": ("model=gpt3_1.3b", "model.micro_batch_size=8"),
+    "1.3b": ("model=gpt3_1.3b", "model.micro_batch_size=4"),  # with graphs it fits 80 GB too
     "5b": ("model=gpt3_5b", "model.micro_batch_size=4"),
+    "5b-half": (  # 12 of its 24 layers, which fit 80 GB
+        "model=gpt3_5b",
+        "model.num_layers=12",
+        "model.micro_batch_size=4",
+    ),
     "llama-8b-shape": (*LLAMA_8B, "model.micro_batch_size=1"),
     "tiny": (
         "model.num_layers=1",
@@ -94,6 +109,8 @@ def settings_of(preset: str, variant: str, args: argparse.Namespace) -> list[str
         chosen.append("model.openai_gelu=True")  # Transformer Engine's GELU: all compute the same
     if not any(setting.startswith("model.fp8_backend=") for setting in chosen):
         chosen.append("model.fp8_backend=native")  # `auto` may take Transformer Engine on a GPU
+    if preset != "tiny":
+        chosen.append(f"model.make_vocab_size_divisible_by={VOCABULARY}")
     micro = next(int(s.split("=")[1]) for s in chosen if s.startswith("model.micro_batch_size"))
     return [*chosen, f"model.global_batch_size={micro * args.accumulation}"]
 
@@ -124,7 +141,38 @@ def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> di
     lines = lines[args.warm_up :]
     assert len(lines) >= args.steps, "a run logs every step"
     summary = json.loads((folder / "summary.json").read_text())
-    return row_of(lines, summary, spec_of(preset, variant, args))
+    row = row_of(lines, summary, spec_of(preset, variant, args))
+    planned = planned_bytes(preset, variant, args)
+    return row | {"planned_bytes": planned, "memory_over_plan": row["peak_memory_bytes"] / planned}
+
+
+def planned_bytes(preset: str, variant: str, args: argparse.Namespace) -> int:
+    """Return the bytes that a run on a GPU needs by the plan."""
+    settings = [*settings_of(preset, variant, args), "trainer.accelerator=gpu"]
+    spec = resolve(load(settings), lambda: True)
+    vocab_size = 512 if preset == "tiny" else VOCABULARY
+    spec = dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=vocab_size))
+    return rank_memory(spec, 0).total
+
+
+def why_too_large(preset: str, variant: str, args: argparse.Namespace, memory: int) -> str | None:
+    """Return why a device with so many bytes cannot run a job, or None if it can."""
+    planned = planned_bytes(preset, variant, args)
+    if planned <= memory:
+        return None
+    has = f"the device has {memory / 2**30:.1f} GiB"
+    return f"it needs {planned / 2**30:.1f} GiB by the plan, and {has}"
+
+
+def why_emulated(variant: str, device: torch.device) -> str | None:
+    """Return why a variant's speed would say nothing of FP8 on this device, or None."""
+    recipe = resolve(load(settings_of("tiny", variant, ONE)), lambda: True).precision.fp8
+    if recipe is None:
+        return None
+    layouts = find_recipe(recipe.name).traits.layouts
+    reasons = (unsupported(device, layout or "other") for layout in layouts)
+    why = next((reason for reason in reasons if reason is not None), None)
+    return None if why is None else f"its products are emulated here ({why})"
 
 
 def spec_of(preset: str, variant: str, args: argparse.Namespace) -> GPTSpec:
@@ -150,14 +198,17 @@ def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) 
     tokens_per_second = tokens / seconds
     in_fp8 = summary["precision"].startswith("FP8")
     linear = linear_flops_per_token(spec)
-    floor = linear / PEAK_FLOPS["fp8" if in_fp8 else "bf16"]
-    floor += (per_token["causal"] - linear) / PEAK_FLOPS["bf16"]
+    name = device_and_name()[1]
+    floor = linear / peak_flops(name, "fp8" if in_fp8 else "bf16")
+    floor += (per_token["causal"] - linear) / peak_flops(name, "bf16")
     return {
         "step_seconds": seconds,
         "tokens_per_second": tokens_per_second,
         "tflops_causal": tokens_per_second * per_token["causal"] / 1e12,
         "tflops_full": tokens_per_second * per_token["full"] / 1e12,
-        "share_of_bf16_peak_causal": tokens_per_second * per_token["causal"] / PEAK_FLOPS["bf16"],
+        "share_of_bf16_peak_causal": tokens_per_second
+        * per_token["causal"]
+        / peak_flops(name, "bf16"),
         "floor_tokens_per_second": 1 / floor,
         "peak_memory_bytes": summary["peak_memory_bytes"],
         "last_loss": lines[-1]["loss"],
@@ -215,6 +266,13 @@ def main() -> None:
 def measure(preset: str, variant: str, args: argparse.Namespace, results: Results) -> None:
     """Run one job and add its row, or the reason why there is none; other jobs still run."""
     key = f"{preset} {variant}"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", 0)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        reason = why_too_large(preset, variant, args, memory) or why_emulated(variant, device)
+        if reason is not None:
+            results.skip(key, reason)
+            return
     with tempfile.TemporaryDirectory() as folder:
         try:
             row = run(preset, variant, args, Path(folder) / "run")
@@ -233,7 +291,8 @@ def measure(preset: str, variant: str, args: argparse.Namespace, results: Result
         f"{preset:>14} {variant:<14} {row['tokens_per_second']:9.0f} tokens/s  "
         f"{row['tflops_full']:6.1f} TFLOP/s full {row['tflops_causal']:6.1f} causal  "
         f"{row['share_of_bf16_peak_causal']:.1%} of BF16's peak  "
-        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  {ratio}",
+        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  "
+        f"{row['memory_over_plan']:.2f} x planned  {ratio}",
         flush=True,
     )
 

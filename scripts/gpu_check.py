@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check on a GPU machine what megafp8 claims about GPUs, in stages of ten minutes at most.
 
-    first   the default, about eight minutes: what a new machine tells soonest, most telling part
+    first   the default, nine minutes at most: what a new machine tells soonest, most telling part
             first: device, products, a layer of each recipe, tests, the README's command, steps in
             each precision, where the time goes, and the same run twice
     runs    do operations work: versions, products in each layout, casts, attention, one layer
@@ -18,11 +18,24 @@
     python scripts/gpu_check.py ranks --out DIR       # or each other stage
     python scripts/gpu_check.py --out DIR --tiny      # on a CPU: check that this program runs
 
+Half an hour on a GPU, in three commands of ten minutes at most, tells most in this order. Between
+them the machine is not needed: read the table, and mend on a CPU what failed. `--seconds` leaves
+a minute and a half for the start of each machine, and `--only` names the parts to run.
+
+    1  first --seconds 540                               what runs, is right, and takes how long
+    2  first --only FAILED PARTS, or right --seconds 480    the mended parts, or all tests
+    3  fast --seconds 480                                the figures of docs/evidence/performance.md
+
+A third command is worth its start with four minutes left, for `fast --only products "layer 16384
+tokens"`. A single GPU of 80 GB is enough: what needs more is skipped, with both numbers of bytes.
+
 A stage has parts, each with a deadline, and the failure of one part does not stop the others. Each
 row and the end of each part are written to DIR/results.jsonl at once, and then DIR/table.txt, which
-a command prints when it ends; the output of a part is in DIR/logs. The exit code is 1 if a part
-failed. This file needs no package: dependencies of megafp8 that the machine's PyTorch image lacks
-come as wheels (`--wheels`, by default the project's folder .wheels).
+a command prints when it ends; the output of a part is in DIR/logs. `--archive FILE` also keeps all
+of DIR in one file, after each part. The exit code is 1 if a part failed. This file needs no
+package: dependencies of megafp8 that the machine's PyTorch image lacks come as wheels (`--wheels`,
+by default the project's folder .wheels). Where the tree has no repository, `--commit` says of which
+commit it is.
 """
 
 from __future__ import annotations
@@ -36,6 +49,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import tomllib
@@ -68,6 +82,7 @@ LAYOUTS = (
 )
 """The parts of `ranks`, which benchmarks/gpu_ranks.py describes."""
 FIRST_STEPS = ("bf16", "fp8", "fp8 graphs", "fp8 O2", "te fp8", "fp8 mxfp8", "fp4 nvfp4")
+COMMIT = "MEGAFP8_COMMIT"  # benchmarks/gpu_common.py reads it
 STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
 ALL_SECONDS = 1750.0  # and all of them thirty
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
@@ -77,6 +92,11 @@ GPU_TESTS = (
     "tests/data/test_loader.py", "tests/optim/test_scaled_adam.py", "tests/models/test_windows.py",
 )  # fmt: skip
 FIRST_TESTS = ("tests/gpu", "tests/optim/test_scaled_adam.py")
+FAST_LAYERS = (
+    "bf16", "fp8 delayed", "te bf16", "te fp8 delayed", "fp8 tensorwise", "fp8 rowwise",
+    "fp8 blockwise", "fp8 params", "bf16 compiled", "fp8 delayed compiled",
+    "torchao fp8 tensorwise",
+)  # fmt: skip
 TE_VARIANTS = ("bf16", "fp8 delayed", "te bf16", "te fp8 delayed")
 
 
@@ -114,19 +134,27 @@ def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
         ]
     if stage == "right":
         return right_parts(args)
-    few = ("--variants", "bf16", "fp8 delayed") if args.tiny else ()  # no compiled variant
     if stage == "fast":
+        variants = FAST_LAYERS[:2] if args.tiny else FAST_LAYERS  # no compiled variant
         layers = [
             Part(
                 f"layer {2048 * batch} tokens",
-                110,
-                benchmark("gpu_layer", "--batch", str(batch), "--runs", "20", *few, *results),
+                100,
+                benchmark("gpu_layer", "--batch", str(batch), "--runs", "20", "--variants",
+                          *variants, *results),
             )
-            for batch in ((4,) if args.tiny else (4, 1, 8))
+            for batch in ((4,) if args.tiny else (8, 4))
+        ]  # fmt: skip
+        steps = [
+            Part(
+                f"steps of {preset}",
+                seconds,
+                benchmark("gpu_step", "--presets", preset, "--steps", "20", *results),
+            )
+            for preset, seconds in {"1.3b": 90, "5b-half": 110, "5b": 120}.items()
         ]
-        steps = ("--presets", "1.3b", "--variants", "bf16", "fp8", "--steps", "30", *results)
         gemm = Part("products", 40, benchmark("gpu_gemm", *results))
-        return [gemm, *layers, Part("steps", 180, benchmark("gpu_step", *steps))]
+        return [gemm, layers[0], *steps[: 1 if args.tiny else 3], *layers[1:]]
     if stage == "trains":
         names = {"losses": 300, "continues": 120, "repeats": 120}
         return [
@@ -156,7 +184,8 @@ def first_parts(args: argparse.Namespace) -> list[Part]:
     """
     results = results_of(args)
     variants = FIRST_STEPS[:4] if args.tiny else FIRST_STEPS
-    steps = ("--variants", *variants, "--warm-up", "15", "--steps", "10", "--seconds", "45")
+    steps = ("--variants", *variants, "--warm-up", "10", "--steps", "10", "--seconds", "45")
+    steps += ("--accumulation", "2")  # the second microbatch adds to the gradients of the first
     tests = GPU_TESTS[4:5] if args.tiny else FIRST_TESTS
     runs = {"device": 40, "products": 40, "layers": 75}
     return [
@@ -197,8 +226,11 @@ def tests_part(name: str, seconds: float, paths: tuple[str, ...], args: argparse
 class Check:
     """Run parts, and record their outcomes."""
 
-    def __init__(self, out: Path, environment: dict[str, str], is_tiny: bool) -> None:
+    def __init__(
+        self, out: Path, environment: dict[str, str], is_tiny: bool, archive: Path | None = None
+    ) -> None:
         self.out, self.environment, self.is_tiny = out, environment, is_tiny
+        self.archive = archive
         self.failed: list[str] = []
 
     def note(self, **line: object) -> None:
@@ -239,6 +271,9 @@ class Check:
             self.failed.append(f"{stage}: {part.name}")
         self.note(stage=stage, part=part.name, outcome=outcome, seconds=round(seconds, 1), **counts)
         (self.out / "table.txt").write_text(table(self.out / "results.jsonl"))
+        if self.archive is not None:
+            with tarfile.open(self.archive, "w:gz") as archive:
+                archive.add(self.out, self.out.name)
         details = "".join(f", {count} {what}" for what, count in counts.items())
         print(f"== {stage}: {part.name}: {outcome}, {seconds:.0f} s{details}", flush=True)
 
@@ -276,11 +311,16 @@ def figures_of(row: dict[str, object]) -> str:
         "step_seconds": "{:.4f} s a step",
         "flops_per_second": "{:.3g} FLOP/s",
         "idle_share": "idle {:.1%}",
+        "memory_over_plan": "{:.3f} x planned memory",
         "losses_apart": "losses {:.1e} apart",
         "bound": "of {:.1e} allowed",
     }
     given = {key: form for key, form in forms.items() if isinstance(row.get(key), float)}
-    return ", ".join(form.format(row[key]) for key, form in given.items())
+    found = [form.format(row[key]) for key, form in given.items()]
+    card = row.get("card")
+    if found and isinstance(card, dict):
+        found.append(f"{card['watts']:.0f} W at {card['sm_mhz']:.0f} MHz")
+    return ", ".join(found)
 
 
 def call(
@@ -403,6 +443,8 @@ def header_text(found: dict[str, Any]) -> str:
         return f"the device cannot be asked: {found['error']}"
     lines = [f"{max(1, found['gpus'])} x {found['device']}, driver {found['driver']}"]
     lines[0] += f", PyTorch {found['torch']}, CUDA {found['cuda']}, Python {found['python']}"
+    if card := found.get("card"):
+        lines.append("; ".join(f"{field} {value}" for field, value in card.items()))
     by_reason: dict[str, list[str]] = {}
     for recipe, why in found["emulated"].items():
         by_reason.setdefault(why, []).append(recipe)
@@ -434,6 +476,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stage", nargs="+", default=[], choices=known)
     parser.add_argument("--config", type=Path, help="the YAML file of the stage `own`")
     parser.add_argument("--out", type=Path, required=True, help="a folder for all results")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run, and no other")
+    parser.add_argument("--archive", type=Path, help="a .tar.gz file that keeps all of --out")
+    parser.add_argument("--commit", help="the commit of a tree without a repository, for results")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
     parser.add_argument("--workers", type=int, default=min(12, os.cpu_count() or 1))
     parser.add_argument("--seconds", type=float, help="time limit of the whole command")
@@ -447,6 +492,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     if (args.config is None) == ("own" in args.stages):
         parser.error("--config names the file of the stage `own`, which needs it")
     args.out = args.out.absolute()
+    asked = [stage for name in args.stages for stage in (ALL_STAGES if name == "all" else [name])]
+    known_parts = [part.name for stage in asked for part in parts_of(stage, args)]
+    if unknown := sorted(set(args.only or ()) - {*known_parts}):
+        parser.error(f"no part is called {', '.join(unknown)}: use {', '.join(known_parts)}")
     return args
 
 
@@ -474,7 +523,8 @@ def main(argv: list[str]) -> int:
     end = time.monotonic() + (args.seconds or default)
     with tempfile.TemporaryDirectory(prefix="megafp8-check-") as site:
         brought = unpacked(args.wheels, Path(site))
-        check = Check(args.out, environment_with(Path(site)), args.tiny)
+        environment = environment_with(Path(site)) | ({COMMIT: args.commit} if args.commit else {})
+        check = Check(args.out, environment, args.tiny, args.archive)
         check.note(began=time.strftime("%Y-%m-%dT%H:%M:%S%z"), stages=args.stages, wheels=brought)
         if lacking := missing(check.environment):
             check.note(missing=lacking)
@@ -485,7 +535,9 @@ def main(argv: list[str]) -> int:
         print(header_text(found), flush=True)
         for stage in stages_of(args.stages, found):
             deadline = min(end, time.monotonic() + stage_seconds)
-            check.stage(stage, parts_of(stage, args), deadline)
+            parts = parts_of(stage, args)
+            wanted = [part for part in parts if args.only is None or part.name in args.only]
+            check.stage(stage, wanted, deadline)
     check.note(failed=check.failed)
     print((args.out / "table.txt").read_text())
     print("failed: " + "; ".join(check.failed) if check.failed else "all parts passed")

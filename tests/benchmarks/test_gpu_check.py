@@ -14,6 +14,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -255,7 +256,9 @@ def test_the_header_says_what_is_emulated_and_what_is_not_there() -> None:
     found = {"device": "NVIDIA H200", "gpus": 8, "driver": "580.65", "torch": "2.13.0+cu130"}
     found |= {"cuda": "13.0", "python": "3.12.3", "no_transformer_engine": None}
     found["emulated"] = {"mxfp8": "no tiles", "nvfp4": "no tiles", "mine": "no rows"}
-    first, *others = gpu_check.header_text(found).splitlines()
+    found["card"] = {"power.limit": "700.00", "clocks.max.sm": "1980"}
+    first, of_card, *others = gpu_check.header_text(found).splitlines()
+    assert of_card == "power.limit 700.00; clocks.max.sm 1980"
     assert first == (
         "8 x NVIDIA H200, driver 580.65, PyTorch 2.13.0+cu130, CUDA 13.0, Python 3.12.3"
     )
@@ -302,6 +305,29 @@ def test_the_table_is_there_after_each_part(tmp_path: Path) -> None:
     assert (tmp_path / "table.txt").read_text().startswith("first: device")
 
 
+def test_a_row_says_in_which_state_the_card_was() -> None:
+    card = {"watts": 698.1, "sm_mhz": 1755.0, "memory_mhz": 2619.0, "celsius": 55.0}
+    row = {"tokens_per_second": 1234.5, "memory_over_plan": 0.98, "card": card}
+    assert loaded().figures_of(row) == ("1234 tokens/s, 0.980 x planned memory, 698 W at 1755 MHz")
+    assert loaded().figures_of({"card": card, "relative_error": 0.1}) == ""
+
+
+def test_parts_are_chosen_by_name_and_kept_in_one_file(tmp_path: Path) -> None:
+    """A session on a GPU may bring back few files, and repeats what was mended alone."""
+    done = check("first", "--only", "device", "prodcts", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and "no part is called prodcts: use device, products" in done.stderr
+    kept, given = tmp_path / "all.tar.gz", ("--commit", "0123abc", "--out", str(tmp_path / "out"))
+    done = check("first", "--tiny", "--only", "device", "--archive", str(kept), *given)
+    assert done.returncode == 0, done.stdout
+    assert outcomes(tmp_path / "out") == {"device": "passed"}
+    with tarfile.open(kept) as archive:
+        names = archive.getnames()
+        (result,) = [name for name in names if name.endswith("_runs-device.json")]
+        file = archive.extractfile(result)
+        assert file is not None and json.load(file)["commit"] == "0123abc"
+    assert {"out/results.jsonl", "out/table.txt", "out/logs/first-device.txt"} < set(names)
+
+
 def test_a_job_of_ones_own_needs_its_file(tmp_path: Path) -> None:
     for words in (["own"], ["first", "--config", "job.yaml"]):
         done = check(*words, "--out", str(tmp_path))
@@ -324,7 +350,7 @@ SLOW = pytest.mark.slow
         pytest.param("ranks", ["reference", *loaded().LAYOUTS], marks=SLOW),
         pytest.param("runs", ["device", "products", "casts", "sdpa", "layers"], marks=SLOW),
         ("right", ["tests"]),
-        pytest.param("fast", ["products", "layer 8192 tokens", "steps"], marks=SLOW),
+        pytest.param("fast", ["products", "layer 8192 tokens", "steps of 1.3b"], marks=SLOW),
         pytest.param("trains", ["losses", "continues", "repeats"], marks=SLOW),
     ],
 )

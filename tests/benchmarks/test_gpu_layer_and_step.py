@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -109,6 +110,43 @@ def test_each_variant_of_a_step_names_its_backend(benchmark: ModuleType) -> None
         spec = resolve(load([*given, "trainer.accelerator=gpu"]), lambda: True)
         assert spec.precision.backend == ("te" if "te" in variant else "native")
         assert spec.precision.auto is None
+
+
+@of_steps
+def test_what_fits_no_memory_or_is_emulated_is_a_row(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card of 79.1 GiB: the 5B model with FP32 masters and moments takes 16.75 bytes a
+    parameter, and 12 of its layers fit. No job is started for a row that is left out."""
+    memory = int(79.1 * 2**30)
+    reason = benchmark.why_too_large("5b", "bf16", ONE_MICROBATCH, memory)
+    assert "GiB by the plan, and the device has 79.1 GiB" in reason
+    assert float(reason.split()[2]) > 16.75 * 5.05e9 / 2**30
+    fitting = {"1.3b": ("bf16", "fp8", "fp8 graphs", "fp8 O2"), "5b-half": ("bf16", "fp8")}
+    for preset, variants in fitting.items():
+        for variant in variants:
+            planned = benchmark.planned_bytes(preset, variant, ONE_MICROBATCH)
+            assert planned < 0.9 * memory, (preset, variant)
+    assert benchmark.why_too_large("1.3b", "bf16", ONE_MICROBATCH, memory) is None
+    cpu = torch.device("cpu")
+    assert benchmark.why_emulated("bf16", cpu) is None
+    assert "emulated here" in benchmark.why_emulated("fp8 mxfp8", cpu)
+    found = types.SimpleNamespace(total_memory=memory)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(benchmark, "run", None)
+    results = types.SimpleNamespace(skip=lambda *row: skipped.append(row))
+    skipped: list[tuple[str, str]] = []
+    benchmark.measure("5b", "bf16", ONE_MICROBATCH, results)
+    benchmark.measure("1.3b", "fp4 nvfp4", ONE_MICROBATCH, results)
+    assert skipped[0] == ("5b bf16", reason) and "emulated here" in skipped[1][1]
+
+
+@of_steps
+def test_heads_are_as_large_as_published_ones(benchmark: ModuleType) -> None:
+    """The tokenizer of the default job has 4096 tokens."""
+    settings = benchmark.settings_of("1.3b", "fp8", ONE_MICROBATCH)
+    assert resolve(load(settings), lambda: False).vocab_divisible_by == 50304
 
 
 @of_steps
