@@ -355,4 +355,5 @@ def test_the_plan_counts_a_second_read_where_scales_need_one(name: str) -> None:
     traits = find_recipe(name).traits
     scales = [some for casts in traits.casts.values() for some in (casts.last, casts.first)]
     of_more = any(some.along is None or some.has_outer for some in scales)
-    assert traits.cost.reads_twice == (of_more and not traits.has_history)
+    reads_twice = of_more and not traits.has_history
+    assert traits.cost.reads_twice == reads_twice, f"its traits need Cost({reads_twice=})"

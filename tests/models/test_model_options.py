@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.backends.te.parts import PARAMETERS
 from megafp8.checkpoint.huggingface import ConversionError, architecture, from_config, to_config
 from megafp8.config.architecture import (
     function_differences,
@@ -34,6 +35,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.plan.shape import rank_shape
 from megafp8.specs import GPTSpec
 from megafp8.train.load_model import MAY_DIFFER, check_fits
 from tests.config.helpers import run_spec
@@ -134,6 +136,34 @@ def test_the_mark_says_what_the_model_computes(name: str) -> None:
         assert difference < 1e-12 or difference > 1e-6
         differs = difference > 1e-6
     assert differs == (name in MARKED)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_the_plan_counts_its_parameters(name: str) -> None:
+    value, more = OTHER[name]
+    spec = run_spec(*BASE, *more, f"model.{name}={value}")
+    model = dataclasses.replace(spec.model, vocab_size=VOCAB)
+    counted = rank_shape(dataclasses.replace(spec, model=model), 0).params
+    weights = weights_of(GPT(Parts(model, torch.float64, 7, RandomStreams(7))))
+    assert sum(param.elements for param in counted) == sum(w.numel() for w in weights.values())
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_transformer_engine_has_its_parameters_or_refuses_it(name: str) -> None:
+    """A new parameter needs a name in its layers, or a row of `config/te_layers.py`."""
+    value, more = OTHER[name]
+    given = ["trainer.precision=bf16", "model.fp8=True", *BASE[1:], *more, f"model.{name}={value}"]
+    try:
+        spec = run_spec(*given, "model.fp8_backend=te").model
+    except ConfigError as error:
+        keys = [name, *(each.partition("=")[0] for each in more)]
+        assert any(key in str(error) for key in keys)
+        return
+    spec = dataclasses.replace(spec, vocab_size=VOCAB)
+    model = GPT(Parts(spec, torch.float64, 7, RandomStreams(7)))
+    names = [pieces_of(param)[0].name for param in model.parameters()]
+    of_layers = {name.split(".", 2)[2] for name in names if name.startswith("layers.")}
+    assert len(of_layers) >= 6 and of_layers <= PARAMETERS.keys()
 
 
 @pytest.mark.parametrize("name", OTHER)
