@@ -112,6 +112,8 @@ def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
                 f"megafp8 does not know what it means for {family.name}. Remove it from a copy of "
                 "config.json if the model computes the same without it"
             )
+            if key == "quantization_config":
+                hint = "Quantized weights are not read. Give the model as it was before"
             raise CheckpointError(file, f"{key} is {shown_value(c.tree[key])}", hint)
     return spec
 

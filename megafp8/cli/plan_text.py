@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from megafp8.observe.units import format_bytes, format_count
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.memory import RankMemory
+from megafp8.plan.memory import RankMemory, received_bytes
 from megafp8.plan.phases import PhaseTime
 from megafp8.plan.search import Found
 from megafp8.plan.shape import rank_shape
@@ -31,6 +31,8 @@ from megafp8.specs.te_versions import DEFAULT_VERSION
 USABLE = 0.9
 """The fraction of a device's memory that a job may fill; the rest is the CUDA context's, the
 allocator's and the communication library's."""
+MANY_MESSAGES = 0.1
+"""The fraction of a rank's memory from which messages between stages are named as its cause."""
 UNCERTAINTY = 1.23
 """The largest factor by which a predicted ratio of FP8's speed to BF16's and a published one
 differ: `python -m benchmarks.plan_published` compares six pairs of runs
@@ -293,13 +295,23 @@ def memory_table(plan: Plan) -> Table:
 
 def whether_it_fits(plan: Plan) -> str:
     """Return a sentence about the largest rank and the device's memory."""
-    memory = plan.hardware.memory_bytes
+    memory, needed = plan.hardware.memory_bytes, plan.largest.total
     word = "fits" if plan.fits else "DOES NOT FIT"
-    return (
-        f"{word}: the largest rank needs {format_bytes(plan.largest.total)}, "
-        f"{plan.largest.total / memory:.0%} of {format_bytes(memory)}; up to {USABLE:.0%} is usable"
-        + ("" if plan.fits else "; --search lists layouts that fit")
+    said = (
+        f"{word}: the largest rank needs {format_bytes(needed)}, "
+        f"{needed / memory:.0%} of {format_bytes(memory)}; up to {USABLE:.0%} is usable"
     )
+    if plan.fits:
+        return said
+    stages = rank_shape(plan.spec, plan.largest.pipeline_rank).stages
+    received = received_bytes(plan.spec, stages)
+    if received > MANY_MESSAGES * needed:
+        receive = "stage receives" if len(stages) == 1 else f"{len(stages)} stages receive"
+        said += (
+            f". In a step its {receive} {format_bytes(received)} of that, which torch's pipelines "
+            "keep: fewer stages a rank or a smaller global batch takes less"
+        )
+    return said + "; --search lists layouts that fit"
 
 
 def traffic_table(plan: Plan) -> Table | None:

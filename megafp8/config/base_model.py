@@ -88,12 +88,8 @@ def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Laye
         return None
     folder = folder_of_model(given)
     if folder is None:
-        raise SettingError(
-            key,
-            given[key],
-            "has no checkpoint that describes its model",
-            "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote",
-        )
+        reason, hint = why_no_checkpoint(given[key])
+        raise SettingError(key, given[key], reason, hint)
     config = _recorded(Path(folder).expanduser())
     model = config["model"] if config is not None else {}
     # What the model makes useless in a file is named and not refused, whoever wrote the file.
@@ -102,6 +98,15 @@ def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Laye
         f"model.{name}": model[name] for name in (*function_keys(), *_LENGTHS) if name in model
     }
     return Layer(origin, tuple(Setting(key, value, origin) for key, value in taken.items()))
+
+
+def why_no_checkpoint(folder: str | Path) -> tuple[str, str]:
+    """Return what a folder without a checkpoint that describes its model is, and a hint."""
+    if (Path(folder).expanduser() / "config.json").is_file():
+        hint = f"Import it, and give the new folder: megafp8 import {folder} imported"
+        return "is a model of transformers that has not been imported", hint
+    hint = "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote"
+    return "has no checkpoint that describes its model", hint
 
 
 def _is_path(value: object) -> bool:

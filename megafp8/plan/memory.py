@@ -338,17 +338,28 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
     return tokens * hidden * size + vocab * hidden * FP32
 
 
+def received_bytes(spec: RunSpec, stages: Sequence[int]) -> int:
+    """Return what a rank receives from other stages in a step; torch keeps it to the step's end."""
+    return num_microbatches(spec) * sum(sum(_crossing(spec, stage)) for stage in stages)
+
+
+def _crossing(spec: RunSpec, stage: int) -> tuple[int, int]:
+    """Return what a stage receives of a microbatch: from the one before, and from the one after."""
+    crossing = layer_input_bytes(spec)
+    return crossing * (stage > 0), crossing * (stage < num_stages(spec) - 1)
+
+
 def _passes(spec: RunSpec, kept: Mapping[int, int], arriving: int) -> dict[int, StagePasses]:
     """Return the passes of a rank's stages without FSDP, while `arriving` bytes arrive."""
-    last, crossing = num_stages(spec) - 1, layer_input_bytes(spec)
+    crossing = {stage: _crossing(spec, stage) for stage in kept}
     return {
         stage: StagePasses.alike(
             kept=kept[stage],
-            received=crossing * (stage > 0),
-            returned=crossing * (stage < last),
+            received=received,
+            returned=returned,
             more=_workspace_bytes(spec, stage, arriving),
         )
-        for stage in kept
+        for stage, (received, returned) in crossing.items()
     }
 
 

@@ -10,6 +10,7 @@ from megafp8.checkpoint.best import METRICS
 from megafp8.checkpoint.manifest import check_state
 from megafp8.checkpoint.step_directories import MANIFEST_NAME, set_aside, step_name
 from megafp8.checkpoint.verify import check_structure
+from megafp8.config.base_model import why_no_checkpoint
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.resolve import optim_of
 from megafp8.config.resume import (
@@ -208,9 +209,5 @@ def find_checkpoint(path: Path, notify: Notify) -> Path:
         return path
     newest = store.newest_valid(path / CHECKPOINTS_DIR, notify) if path.is_dir() else None
     if newest is None:
-        raise CheckpointError(
-            path,
-            "has no checkpoint",
-            "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote",
-        )
+        raise CheckpointError(path, *why_no_checkpoint(path))
     return newest

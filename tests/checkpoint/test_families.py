@@ -140,6 +140,8 @@ def test_what_no_model_here_has_is_refused_by_name(family: str, key: str, value:
     with pytest.raises(UserError, match=wanted):
         spec_of(of(family, **{key: value}))
     assert spec_of(of(family)).num_layers == 2
+    with pytest.raises(UserError, match="Give the model as it was before"):
+        spec_of(of(family, quantization_config={"quant_method": "fp8"}))
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"

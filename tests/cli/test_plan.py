@@ -147,7 +147,22 @@ def test_a_job_that_does_not_fit_says_so_in_its_exit_code(
 ) -> None:
     words = ["model=gpt3_175b", "trainer.devices=8", "hardware=h100"]
     assert main(words) == 1
-    assert "DOES NOT FIT: the largest rank needs" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT: the largest rank needs" in out and "pipelines keep" not in out
+
+
+def test_what_pipelines_receive_is_named_where_it_fills_the_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each of 512 microbatches comes from both sides to each of 12 stages, in BF16."""
+    words = ["model=gpt3_175b", "trainer.num_nodes=8", "trainer.devices=8", "hardware=h100",
+             "model.global_batch_size=512", "model.micro_batch_size=1",
+             "model.tensor_model_parallel_size=8", "model.pipeline_model_parallel_size=8",
+             "model.virtual_pipeline_model_parallel_size=12"]  # fmt: skip
+    assert main(words) == 1
+    received = 512 * 12 * 2 * 2048 * 12288 * 2 / 2**30
+    said = f"its 12 stages receive {received:.1f} GiB of that, which torch's pipelines keep"
+    assert said in capsys.readouterr().out
 
 
 def test_a_job_that_does_not_fit_gets_no_time_and_no_verdict(

@@ -201,6 +201,16 @@ def test_a_tree_keeps_it_and_fine_tuning_takes_it(name: str, tmp_path: Path) -> 
     assert taken[f"model.{name}"] == tree[name] != tree_of_spec(plain)[name]
 
 
+def test_a_model_of_transformers_is_to_be_imported_first(tmp_path: Path) -> None:
+    for made, said in (("", "has no checkpoint"), ("config.json", "megafp8 import")):
+        if made:
+            (tmp_path / made).write_text("{}")
+        given = {FILES: "mine.jsonl", "restore_from_path": str(tmp_path)}
+        asked = [Setting(key, value, COMMAND_LINE) for key, value in given.items()]
+        with pytest.raises(ConfigError, match=said):
+            with_base([Layer(DEFAULT, ()), Layer(COMMAND_LINE, tuple(asked))], lambda path: None)
+
+
 @pytest.mark.parametrize("name", sorted(MARKED))
 def test_an_export_keeps_it_or_is_refused(name: str) -> None:
     for spec in specs_of(name):
