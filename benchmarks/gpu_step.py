@@ -143,7 +143,9 @@ def run(preset: str, variant: str, args: argparse.Namespace, folder: Path) -> di
     summary = json.loads((folder / "summary.json").read_text())
     row = row_of(lines, summary, spec_of(preset, variant, args))
     planned = planned_bytes(preset, variant, args)
-    return row | {"planned_bytes": planned, "memory_over_plan": row["peak_memory_bytes"] / planned}
+    # On a CPU the most memory is the process's.
+    share = row["peak_memory_bytes"] / planned if torch.cuda.is_available() else None
+    return row | {"planned_bytes": planned, "memory_over_plan": share}
 
 
 def planned_bytes(preset: str, variant: str, args: argparse.Namespace) -> int:
@@ -287,12 +289,13 @@ def measure(preset: str, variant: str, args: argparse.Namespace, results: Result
     row |= beside_bf16(row, row if variant == "bf16" else results.rows.get(f"{preset} bf16"))
     results.add(key, row)
     ratio = "" if row["times_bf16"] is None else f"{row['times_bf16']:.2f} x bf16"
+    if row["memory_over_plan"] is not None:
+        ratio += f"  {row['memory_over_plan']:.3f} x planned memory"
     print(
         f"{preset:>14} {variant:<14} {row['tokens_per_second']:9.0f} tokens/s  "
         f"{row['tflops_full']:6.1f} TFLOP/s full {row['tflops_causal']:6.1f} causal  "
         f"{row['share_of_bf16_peak_causal']:.1%} of BF16's peak  "
-        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  "
-        f"{row['memory_over_plan']:.2f} x planned  {ratio}",
+        f"{row['peak_memory_bytes'] / 2**30:6.1f} GiB  {ratio}",
         flush=True,
     )
 

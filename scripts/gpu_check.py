@@ -310,6 +310,8 @@ def figures_of(row: dict[str, object]) -> str:
         "times_bf16": "{:.2f} x bf16",
         "step_seconds": "{:.4f} s a step",
         "flops_per_second": "{:.3g} FLOP/s",
+        "bytes_per_second": "{:.3g} bytes/s",
+        "relative_difference_to_bf16": "{:.1%} from bf16",
         "idle_share": "idle {:.1%}",
         "memory_over_plan": "{:.3f} x planned memory",
         "losses_apart": "losses {:.1e} apart",

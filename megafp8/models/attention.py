@@ -311,7 +311,8 @@ class AttentionCore(nn.Module):
             documents, has_bias = context.documents, context.slopes_H is not None
             scale, device = scale or self.head_size**-0.5, q_BHSE.device
             traits = (device, q_BHSE.dtype, self.head_size)
-            if uses_varlen(*traits, dropout=dropout, has_bias=has_bias):
+            has_groups = self.queries_per_group > 1
+            if uses_varlen(*traits, dropout=dropout, has_bias=has_bias, has_groups=has_groups):
                 return attend_varlen(q_BHSE, k_BGSE, v_BGSE, documents, scale)
             block_of = self._block_of(context, documents, dropout, scale, q_BHSE)
             return attend_blocks(q_BHSE, k_BGSE, v_BGSE, documents, block_of)

@@ -28,27 +28,44 @@ BlockOf = Callable[[int, Area], AttentionTile]
 def varlen_kernel() -> Callable[..., torch.Tensor] | None:
     """Return torch's attention for sequences of many lengths, or None if this torch has none.
 
-    Its first versions had neither `scale` nor groups of heads, which it must have here.
+    Its first versions had no `scale`, which it must have here.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    needed = {"scale", "window_size", "enable_gqa"}
     kernel: Any = varlen_attn
-    return kernel if needed <= inspect.signature(kernel).parameters.keys() else None
+    return kernel if {"scale", "window_size"} <= _arguments(kernel) else None
+
+
+def _arguments(kernel: Callable[..., torch.Tensor]) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
+
+
+@cache
+def takes_groups(kernel: Callable[..., torch.Tensor]) -> bool:
+    """Whether query heads may share keys and values: that of torch 2.11 has no argument for it."""
+    return "enable_gqa" in _arguments(kernel)
 
 
 def uses_varlen(
-    device: torch.device, dtype: torch.dtype, head_size: int, *, dropout: float, has_bias: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    dropout: float,
+    has_bias: bool,
+    has_groups: bool,
 ) -> bool:
     """Whether torch's kernel for sequences of many lengths computes attention of documents.
 
-    It is flash attention, for GPUs alone.
+    It is flash attention, for GPUs alone. `has_groups`: several query heads share keys and values.
     """
     is_half = dtype in (torch.bfloat16, torch.float16)
     takes = is_half and head_size in range(8, 257, 8) and dropout == 0 and not has_bias
-    return device.type == "cuda" and takes and varlen_kernel() is not None
+    if device.type != "cuda" or not takes or (kernel := varlen_kernel()) is None:
+        return False
+    return takes_groups(kernel) or not has_groups
 
 
 def attend_varlen(
@@ -66,6 +83,8 @@ def attend_varlen(
     assert kernel is not None, "uses_varlen() says so"
     q_THE, k_TGE, v_TGE = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHSE, k_BGSE, v_BGSE))
     longest = max(documents.lengths)
+    has_groups = q_THE.shape[1] != k_TGE.shape[1]
+    groups = {"enable_gqa": True} if has_groups else {}
     out_THE = kernel(
         q_THE,
         k_TGE,
@@ -76,7 +95,7 @@ def attend_varlen(
         longest,
         scale=scale,
         window_size=(-1 if documents.window is None else documents.window, 0),  # causal
-        enable_gqa=q_THE.shape[1] != k_TGE.shape[1],
+        **groups,
     )
     return out_THE.view(q_BHSE.shape[0], -1, *out_THE.shape[1:]).transpose(1, 2)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megafp8.errors import RunError
 from megafp8.models.attention import KVCache
@@ -126,7 +128,23 @@ def generate(
     generator = torch.Generator().manual_seed(sampling.seed)
     cache, tokens = KVCache(), prompt
     for _ in range(num_tokens):
-        logits_SV = model.logits(torch.tensor([tokens], device=device), cache)[0]
+        with kernels_of_any_length(device):
+            logits_SV = model.logits(torch.tensor([tokens], device=device), cache)[0]
         token = sampling.choose(logits_SV[-1, :vocab_size].cpu(), generator)
         yield token
         tokens = [token]
+
+
+@contextmanager
+def kernels_of_any_length(device: torch.device) -> Iterator[None]:
+    """Let attention take no kernel that is made anew for each number of keys.
+
+    On Hopper and Blackwell torch takes cuDNN's first, which plans each shape on the host; text that
+    grows by a token has another shape each time.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(others):
+        yield

@@ -344,7 +344,7 @@ def by_contract(
     *,
     scale: float,
     window_size: tuple[int, int],
-    enable_gqa: bool,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """What torch's documentation says of `varlen_attn`, for causal attention in a window."""
     assert cu_seq_q.dtype == torch.int32 and cu_seq_k is cu_seq_q
@@ -393,10 +393,39 @@ def test_torchs_kernel_takes_the_call() -> None:
     kernel: Callable[..., torch.Tensor] | None = packed.varlen_kernel()
     if kernel is None:
         pytest.skip("this version of torch has no attention for sequences of many lengths")
-    q, k, v = (torch.empty(2, heads, 8, SIZE, dtype=torch.bfloat16, device="meta")
-               for heads in (4, 2, 2))  # fmt: skip
-    documents = Documents(borders_of([[3, 5], [8]]), 8, torch.device("meta"))
-    assert packed.attend_varlen(q, k, v, documents, 0.3).shape == q.shape
+    for groups in (4, 2) if packed.takes_groups(kernel) else (4,):
+        q, k, v = (torch.empty(2, heads, 8, SIZE, dtype=torch.bfloat16, device="meta")
+                   for heads in (4, groups, groups))  # fmt: skip
+        documents = Documents(borders_of([[3, 5], [8]]), 8, torch.device("meta"))
+        assert packed.attend_varlen(q, k, v, documents, 0.3).shape == q.shape
+
+
+def test_a_kernel_without_groups_has_models_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.11 has no `enable_gqa`: it is used where each query head has its own keys."""
+
+    def kernel(query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int,
+               max_k: int, *, scale: float | None = None,
+               window_size: tuple[int, int] = (-1, -1)) -> Any:  # fmt: skip
+        assert scale is not None
+        return by_contract(
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            scale=scale,
+            window_size=window_size,
+        )
+
+    monkeypatch.setattr(packed, "varlen_kernel", lambda: kernel)
+    traits = (torch.device("cuda"), torch.bfloat16, 64)
+    for has_groups in (False, True):
+        used = packed.uses_varlen(*traits, dropout=0.0, has_bias=False, has_groups=has_groups)
+        assert used != has_groups
+    monkeypatch.setattr("megafp8.models.attention.uses_varlen", lambda *_, **__: True)
+    check(LENGTHS["hundreds"], groups=4)
 
 
 @pytest.mark.parametrize(
@@ -417,6 +446,7 @@ def test_which_kernel_computes_it(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(packed, "varlen_kernel", lambda: by_contract)
     traits = (torch.device(device), dtype, size)
-    assert packed.uses_varlen(*traits, dropout=dropout, has_bias=has_bias) == expected
+    asked: dict[str, Any] = {"dropout": dropout, "has_bias": has_bias, "has_groups": True}
+    assert packed.uses_varlen(*traits, **asked) == expected
     monkeypatch.setattr(packed, "varlen_kernel", lambda: None)
-    assert not packed.uses_varlen(*traits, dropout=dropout, has_bias=has_bias)
+    assert not packed.uses_varlen(*traits, **asked)

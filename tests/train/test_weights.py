@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.train import generate as generating
 from megafp8.train.generate import Sampling, beyond_training
 from megafp8.train.generate import generate as draw
 from megafp8.train.huggingface import divisor
@@ -282,3 +285,27 @@ def test_a_text_beyond_the_trained_length_is_warned_of(positions: str) -> None:
         assert warning is None  # refused
     else:
         assert warning is not None and "are 17; the model was trained on texts of 16" in warning
+
+
+def test_attention_on_a_gpu_is_not_planned_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's kernels, which torch prefers on Hopper, take tens of milliseconds for each new
+    number of keys. The context is entered for each token, and left before the caller gets it."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    for name, is_changed in (("cuda", True), ("cpu", False)):
+        with generating.kernels_of_any_length(torch.device(name)):
+            assert enabled() != is_changed and torch.backends.cuda.flash_sdp_enabled()
+        assert enabled()
+    seen = []
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[None]:
+        seen.append(device.type)
+        with generating_on_a_gpu(torch.device("cuda")):
+            yield
+
+    generating_on_a_gpu = generating.kernels_of_any_length
+    monkeypatch.setattr(generating, "kernels_of_any_length", watched)
+    model = GPT(Parts(gpt_spec(), torch.float32, 3, RandomStreams(3)))
+    for _ in draw(model, [1, 2], 3, Sampling(), vocab_size=VOCAB):
+        assert enabled()
+    assert seen == ["cpu"] * 3

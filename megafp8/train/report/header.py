@@ -103,11 +103,13 @@ def documents_of(spec: RunSpec, state: TrainState) -> list[str]:
     model, line = spec.model, "documents: attention within each one, "
     traits = (state.mesh.device, DTYPES[spec.precision.compute], model.head_size)
     has_bias = model.position_embedding_type == "alibi"
+    has_groups = model.num_kv_heads < model.num_attention_heads
     if state.graphs is not None:
         return [line + "by a mask of all scores, as CUDA graphs have fixed shapes"]
     if how := state.backend.documents():
         return [line + how]
-    if uses_varlen(*traits, dropout=model.attention_dropout, has_bias=has_bias):
+    dropout = model.attention_dropout
+    if uses_varlen(*traits, dropout=dropout, has_bias=has_bias, has_groups=has_groups):
         return [line + "by torch's varlen_attn; unproven: no GPU has run this yet"]
     return [line + "in blocks of the scores that are seen"]
 
