@@ -92,6 +92,7 @@ GPU_TESTS = (
     "tests/data/test_loader.py", "tests/optim/test_scaled_adam.py", "tests/models/test_windows.py",
 )  # fmt: skip
 FIRST_TESTS = ("tests/gpu", "tests/optim/test_scaled_adam.py")
+UNCOMPILED = ("-k", "not block-")  # layers by `torch.compile` take most of the time of these tests
 FAST_LAYERS = (
     "bf16", "fp8 delayed", "te bf16", "te fp8 delayed", "fp8 tensorwise", "fp8 rowwise",
     "fp8 blockwise", "fp8 params", "bf16 compiled", "fp8 delayed compiled",
@@ -190,7 +191,7 @@ def first_parts(args: argparse.Namespace) -> list[Part]:
     runs = {"device": 40, "products": 40, "layers": 75}
     return [
         *(Part(name, limit, benchmark("gpu_runs", name, *results)) for name, limit in runs.items()),
-        tests_part("tests", 110, tests, args),
+        tests_part("tests", 110, tests, args, chosen=UNCOMPILED),
         Part("command", 60, benchmark("gpu_trains", "command", *results)),
         Part("steps", 160, benchmark("gpu_step", *steps, *results)),
         Part("profile", 40, benchmark("gpu_profile", *results)),
@@ -211,8 +212,15 @@ def right_parts(args: argparse.Namespace) -> list[Part]:
     return parts
 
 
-def tests_part(name: str, seconds: float, paths: tuple[str, ...], args: argparse.Namespace) -> Part:
-    """Return a part that runs the tests marked `gpu` in `paths`."""
+def tests_part(
+    name: str,
+    seconds: float,
+    paths: tuple[str, ...],
+    args: argparse.Namespace,
+    *,
+    chosen: tuple[str, ...] = (),
+) -> Part:
+    """Return a part that runs the tests marked `gpu` in `paths`, or those `chosen` of them."""
     junit = args.out / f"{name}-{Path(paths[0]).stem}.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short"]
     if not args.tiny:  # a trial without a GPU skips the tests that need one; asked for, they fail
@@ -220,7 +228,7 @@ def tests_part(name: str, seconds: float, paths: tuple[str, ...], args: argparse
     command += ["--junitxml", str(junit), "-p", "no:cacheprovider"]
     if args.workers and importlib.util.find_spec("xdist"):
         command += ["-n", str(args.workers)]
-    return Part(name, seconds, (*command, *paths), junit)
+    return Part(name, seconds, (*command, *chosen, *paths), junit)
 
 
 class Check:

@@ -84,6 +84,21 @@ def test_deterministic_refuses_what_is_not() -> None:
     torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
 
 
+def test_products_on_a_gpu_are_added_up_in_fp32() -> None:
+    """cuBLAS divides long sums among its blocks, and torch lets it add up their results in BF16."""
+    found: Any = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+    before = [getattr(found, name) for name in names]
+    try:
+        prepare_process(CPU, fp32=False)
+        assert [getattr(found, name) for name in names] == before
+        prepare_process(torch.device("cuda"), fp32=False)
+        assert [getattr(found, name) for name in names] == [False, False]
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(found, name, value)
+
+
 def test_out_of_memory_leaves_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replaced recorder stands for CUDA's, since there is no GPU."""
     calls: list[object] = []
