@@ -137,9 +137,9 @@ def generate(
 
 @contextmanager
 def kernels_of_any_length(device: torch.device) -> Iterator[None]:
-    """Let attention take no kernel that is made anew for each number of keys.
+    """Let attention take no kernel that is planned again for each number of keys.
 
-    On Hopper and Blackwell torch takes cuDNN's first, which plans each shape on the host; text that
+    On Hopper and Blackwell torch takes cuDNN's first, which the host plans for each shape; text that
     grows by a token has another shape each time.
     """
     if device.type != "cuda":
