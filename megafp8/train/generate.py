@@ -139,8 +139,8 @@ def generate(
 def kernels_of_any_length(device: torch.device) -> Iterator[None]:
     """Let attention take no kernel that is planned again for each number of keys.
 
-    On Hopper and Blackwell torch takes cuDNN's first, which the host plans for each shape; text that
-    grows by a token has another shape each time.
+    On Hopper and Blackwell torch takes cuDNN's first, which the host plans for each shape. A text
+    that grows by a token has another shape each time.
     """
     if device.type != "cuda":
         yield
