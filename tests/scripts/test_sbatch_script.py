@@ -63,6 +63,23 @@ def test_ranks_start(cuda: str, arguments: list[str], gpus: str, tmp_path: Path)
     assert code == 0 and "srun --kill-on-bad-exit=1" in output, output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["model.fp8=True"], True),
+        (["exp_manager.name=mine"], False),
+        (["--config-dir", "there", "--config-name=mine"], False),
+        (["-cn", "mine"], False),
+    ],
+)
+def test_the_jobs_number_replaces_no_name_of_a_file(
+    arguments: list[str], named: bool, tmp_path: Path
+) -> None:
+    """Jobs of one file continue one run, whichever number each of them has."""
+    code, output = submit(tmp_path, "None", *arguments)
+    assert code == 0 and ("exp_manager.name=slurm-1" in output) == named, output
+
+
 def test_a_folder_gets_the_drivers_libraries_of_the_host(tmp_path: Path) -> None:
     """An image has none, and without them PyTorch finds no GPU."""
     library = tmp_path / "libcuda.so.580.1"
