@@ -53,17 +53,19 @@ def device_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callabl
     yield "versions", versions
     runs, size = (2, 64) if tiny else (20, 8192)
     a = torch.randn(size, size, device=device).bfloat16()
-    b = torch.empty_like(a)
+    num_bytes = a.nbytes if tiny else 2**31  # 40 times an H100's second-level cache
 
     def copy() -> Row:
-        times = spread(timed(lambda: b.copy_(a), device, 2, runs))
-        return {**times, "bytes_per_second": 2 * a.nbytes / times["median_seconds"]}
+        source = torch.ones(num_bytes, device=device, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        times = spread(timed(lambda: target.copy_(source), device, 2, runs))
+        return {**times, "bytes_per_second": 2 * num_bytes / times["median_seconds"]}
 
     def product() -> Row:
         times = spread(timed(lambda: a @ a, device, 2, runs))
         return {**times, "flops_per_second": 2 * size**3 / times["median_seconds"]}
 
-    yield f"copy of {a.nbytes} bytes", copy
+    yield f"copy of {num_bytes} bytes", copy
     yield f"BF16 product, {size} cubed", product
 
 
@@ -173,7 +175,7 @@ def packed_row(
 
 def cast_rows(device: torch.device, tiny: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Yield the checks of each recipe's casts of each operand."""
-    shape = (64, 128) if tiny else (8192, 4096)
+    shape = (64, 128) if tiny else (32768, 4096)  # 256 MB: several times a second-level cache
     roles: tuple[Role, ...] = get_args(Role)
     for recipe, role in itertools.product(RECIPES, roles):
         yield f"{recipe} {role}", lambda n=recipe, r=role: cast_row(device, n, r, shape, tiny)

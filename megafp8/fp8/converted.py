@@ -8,6 +8,7 @@ changes, to a subclass of what it was, so `isinstance(module, nn.Linear)` still 
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -18,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megafp8.errors import UserError
+from megafp8.fp8.engine import slow_parts
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ComputeGrad
 from megafp8.fp8.kernels.triton_launch import on_device_of
@@ -91,6 +93,9 @@ class Shared:
             self.device = first[1]
             self.scaling.to(self.device)
             self.scaling.weights_version += 1
+            recipe = self.scaling.recipe
+            for text in slow_parts(self.device, map(recipe.precision_of, self.linears)):
+                warnings.warn(f"FP8 on {self.device}: {text}", stacklevel=2)
 
     def forward_pass(self, bound: Bound) -> AbstractContextManager[None]:
         """Return the context in which one linear casts and multiplies.

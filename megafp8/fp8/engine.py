@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,6 +13,8 @@ from megafp8.fp8.kernels import triton_launch
 from megafp8.ops import torch_private
 from megafp8.ops.scaled_mm import Layout, ScaledMatmul, writes_fp32
 from megafp8.specs.gpus import why_no_product
+from megafp8.specs.precision import ModulePrecision
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
 
 LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square", "mx", "nv")
 PACKED_FROM = (12, 8)
@@ -71,6 +74,24 @@ def unsupported(device: torch.device, layout: Layout = "tensor") -> str | None:
     if known in ("mx", "nv") and cuda < PACKED_FROM:
         return f"torch {torch.__version__}: scales in tiles need CUDA 12.8"
     return why_no_product(torch.cuda.get_device_capability(device), known)
+
+
+def slow_parts(device: torch.device, recipes: Iterable[ModulePrecision]) -> list[str]:
+    """Return what of these recipes a GPU computes without its FP8 hardware, and why.
+
+    The numbers are the same. On a CPU that is so for all recipes, and nothing is returned.
+    """
+    if device.type != "cuda":
+        return []
+    found = []
+    for name in dict.fromkeys(recipes):
+        layouts = () if name == HIGH_PRECISION else find_recipe(name).traits.layouts
+        reasons = (unsupported(device, layout or "other") for layout in layouts)
+        if (why := next((reason for reason in reasons if reason is not None), None)) is not None:
+            found.append(f"{name}: products are emulated, no faster than high precision ({why})")
+    if (why := triton_launch.unavailable(device)) is not None:
+        found.append(f"casts to FP8 run as separate torch operations ({why})")
+    return found
 
 
 @cache

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megafp8 import fp8
+from megafp8.fp8 import converted as modules_of_others
+from megafp8.fp8 import engine
 from megafp8.fp8.converted import Converted
 from megafp8.fp8.formats import E4M3
 from megafp8.specs.run import HealthSpec
@@ -521,3 +523,35 @@ def test_all_sizes_that_do_not_fit_are_named_at_once() -> None:
     assert len(fp8.convert(model(), recipe="blockwise", skip=patterns).linears) == 6
     with pytest.raises(fp8.Fp8Error, match="Use another recipe, or other sizes"):
         fp8.convert(nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64)), recipe="blockwise")
+
+
+def test_a_gpu_says_what_it_computes_without_fp8_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights come to a device; tensor cores of Hopper have no products of MXFP8 and FP4."""
+    hopper = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(engine.triton_launch, "unavailable", lambda device: None)
+    assert engine.slow_parts(hopper, ["delayed", "blockwise", "high_precision"]) == []
+    (said,) = engine.slow_parts(hopper, ["delayed", "mxfp8", "mxfp8"])
+    assert said.startswith("mxfp8: products are emulated") and "begin at 10.0" in said
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "delayed: products are emulated" in engine.slow_parts(hopper, ["delayed"])[0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(engine.triton_launch, "unavailable", lambda device: "it is not installed")
+    (said,) = engine.slow_parts(hopper, ["delayed"])
+    assert "torch operations (it is not installed)" in said
+    assert engine.slow_parts(torch.device("cpu"), ["mxfp8"]) == []
+    model = mlp()
+    state = fp8.convert(model, "mxfp8")
+    state._shared.device = hopper  # as if they had been there before
+    asked: list[Any] = []
+
+    def slow_parts(device: torch.device, recipes: Any) -> list[str]:
+        asked.append([*recipes])
+        return ["slow"]
+
+    monkeypatch.setattr(modules_of_others, "slow_parts", slow_parts)
+    with pytest.warns(UserWarning, match="FP8 on cpu: slow"), state.evaluation(), torch.no_grad():
+        model(noise(16, 32, seed=0))
+    assert set(asked[0]) == {"mxfp8"}
