@@ -83,6 +83,8 @@ LAYOUTS = (
 """The parts of `ranks`, which benchmarks/gpu_ranks.py describes."""
 FIRST_STEPS = ("bf16", "fp8", "fp8 graphs", "fp8 O2", "te fp8", "fp8 mxfp8", "fp4 nvfp4")
 COMMIT = "MEGAFP8_COMMIT"  # benchmarks/gpu_common.py reads it
+COUNTS = ("passed", "failures", "errors", "skipped")  # of a part that runs tests
+MOST_NAMES = 40  # of failed tests in a table
 STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
 ALL_SECONDS = 1750.0  # and all of them thirty
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
@@ -265,15 +267,17 @@ class Check:
         outcome = "passed" if code == 0 else f"failed: exit code {code}"
         if is_late:
             outcome = f"failed: stopped after {seconds:.0f} s"
-        counts = {} if part.junit is None else counts_of(part.junit)
+        counts: dict[str, Any] = {} if part.junit is None else counts_of(part.junit)
         if part.junit is not None and outcome == "passed":
             if not counts.get("passed") and not self.is_tiny:
                 outcome = "failed: no test ran"
+        if part.junit is not None and (names := failed_tests(part.junit)):
+            counts["failed_tests"] = names
         self.end(stage, part, outcome, time.monotonic() - began, **counts)
         if outcome != "passed":
             print(log.read_text(errors="replace")[-2000:], flush=True)
 
-    def end(self, stage: str, part: Part, outcome: str, seconds: float, **counts: int) -> None:
+    def end(self, stage: str, part: Part, outcome: str, seconds: float, **counts: Any) -> None:
         """Record and print the outcome of a part."""
         if outcome != "passed":
             self.failed.append(f"{stage}: {part.name}")
@@ -282,7 +286,7 @@ class Check:
         if self.archive is not None:
             with tarfile.open(self.archive, "w:gz") as archive:
                 archive.add(self.out, self.out.name)
-        details = "".join(f", {count} {what}" for what, count in counts.items())
+        details = "".join(f", {counts[what]} {what}" for what in COUNTS if what in counts)
         print(f"== {stage}: {part.name}: {outcome}, {seconds:.0f} s{details}", flush=True)
 
 
@@ -300,7 +304,9 @@ def table(lines: Path) -> str:
             text, rows, right = [], [], 0
         elif "part" in line:
             name = f"{line['stage']}: {line['part']}"
-            text.append(f"{name:<44} {line['seconds']:6.0f} s  {line['outcome']}")
+            counts = "".join(f", {line[what]} {what}" for what in COUNTS if line.get(what))
+            text.append(f"{name:<44} {line['seconds']:6.0f} s  {line['outcome']}{counts}")
+            text += [f"    {test}" for test in line.get("failed_tests", ())]
             text += [*rows, *([f"    {right} more rows are right"] if right else [])]
             rows, right = [], 0
         elif "key" in line:
@@ -366,6 +372,18 @@ def call(
         except ProcessLookupError:
             pass
         process.wait()
+
+
+def failed_tests(junit: Path) -> list[str]:
+    """Return the first tests that failed, each with the end of its error's first line."""
+    if not junit.exists():
+        return []
+    found = []
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        for error in (*case.iter("failure"), *case.iter("error")):
+            reason = (error.get("message") or "").strip().partition("\n")[0]
+            found.append(f"{case.get('classname')}::{case.get('name')}: {reason[:160]}")
+    return found[:MOST_NAMES]
 
 
 def counts_of(junit: Path) -> dict[str, int]:

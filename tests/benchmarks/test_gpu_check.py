@@ -202,6 +202,27 @@ def test_no_test_that_ran_is_a_failure(tmp_path: Path) -> None:
     assert line["outcome"] == "failed: no test ran" and line["skipped"] == 3
 
 
+def test_the_table_names_the_tests_that_failed(tmp_path: Path) -> None:
+    """The end of a command's output may be all that comes back from a machine."""
+    gpu_check = loaded()
+    (tmp_path / "logs").mkdir()
+    test, junit = tmp_path / "test_some.py", tmp_path / "found.xml"
+    test.write_text(
+        "import pytest\n"
+        "def test_right(): pass\n"
+        "@pytest.mark.parametrize('name', ['delayed'])\n"
+        "def test_wrong(name): assert name == 'other', 'of a cast'\n"
+    )
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml")
+    part = gpu_check.Part(
+        "tests", 240, (*command, str(junit), "--rootdir", str(tmp_path), str(test)), junit
+    )
+    gpu_check.Check(tmp_path, dict(os.environ), False).stage("right", [part], float("inf"))
+    first, second = (tmp_path / "table.txt").read_text().splitlines()
+    assert first.endswith("failed: exit code 1, 1 passed, 1 failures")
+    assert "test_some::test_wrong[delayed]: AssertionError: of a cast" in second
+
+
 def test_unknown_stages_are_refused(tmp_path: Path) -> None:
     done = check("runs", "rihgt", "--out", str(tmp_path))
     assert done.returncode == 2 and "unknown stage rihgt" in done.stderr
