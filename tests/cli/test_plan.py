@@ -18,8 +18,11 @@ from megafp8.cli.plan_text import UNCERTAINTY
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
 from megafp8.plan.hardware import H100
+from megafp8.plan.memory import received_bytes
 from megafp8.plan.search import search
+from megafp8.plan.shape import rank_shape
 from megafp8.specs.te_versions import DEFAULT_VERSION
+from tests.config.helpers import run_spec
 from tests.config.test_presets import PARAMETERS
 
 PUBLISHED = Path(__file__).parents[2] / "docs" / "evidence" / "published.md"
@@ -160,9 +163,12 @@ def test_what_pipelines_receive_is_named_where_it_fills_the_memory(
              "model.tensor_model_parallel_size=8", "model.pipeline_model_parallel_size=8",
              "model.virtual_pipeline_model_parallel_size=12"]  # fmt: skip
     assert main(words) == 1
-    received = 512 * 12 * 2 * 2048 * 12288 * 2 / 2**30
-    said = f"its 12 stages receive {received:.1f} GiB of that, which torch's pipelines keep"
+    one = 512 * 2048 * 12288 * 2
+    said = f"its 12 stages receive {24 * one / 2**30:.1f} GiB of that, which torch's pipelines keep"
     assert said in capsys.readouterr().out
+    spec = run_spec(*[word for word in words if word != "hardware=h100"], gpu=True)
+    for rank, num_sides in ((0, 23), (1, 24), (6, 24), (7, 23)):
+        assert received_bytes(spec, rank_shape(spec, rank).stages) == num_sides * one
 
 
 def test_a_job_that_does_not_fit_gets_no_time_and_no_verdict(
