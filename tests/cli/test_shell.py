@@ -111,6 +111,7 @@ KNOWN = [
     ("[[ $1 == *.sh && $1 != a* ]] && run yes\nrun ${1%.sh}", ["b.sh"]),
     ("A=x; A+=y; A+=' z'\nrun $A \"$A\"", []),
     ("eval 'A=5; B=(1 2)'\nrun $A ${B[1]}", []),
+    ("A=2\nrun $(( ($A > 1) ? 7 : 0 )) $((A == 3 ? 1 : A * 4)) $((A >= 2)) $((A != 2))", []),
     ("A='--a 1'; B=b\nX=\"${A} ${B}\"\nrun $X \"$A $B $((1 + 2))\"", []),
     ("A='--a 1'; B=b\nX=\"go\n ${A} ${B} \\\n  $B\t${B} \\$B\"\neval run $X", []),
     ("A='--a 1'; B=b\nrun ${C:-$A ${B}} \"${C:-$A ${B}}\"", []),
@@ -123,6 +124,9 @@ KNOWN = [
 ]  # fmt: skip
 """Odd scripts of which everything is known."""
 OPEN = [
+    ("A=2\nrun $((A > 1 ? A > 5 ? 1 : 2 : 3)) $((1 < A < 3)) $((A = 5)) $A $((!A))", []),
+    ("A=2\nrun $((B ? A : 3)) $((A<<2)) $((A ? B : 1)) $(((A ? 1 : 0) + 1))", []),
+    ("A=2\nrun $((3 > 2 == 1)) $((1 + (A ? 1 : 0))) $((A ? 1 : (0) + 1))", []),
     ("A=abc\nrun ${A/b/c} ${A//a/e} ${A:1} ${A:1:2} ${A^^} ${A,,}", []),
     ("set -- 1 2 3\nrun ${@:2}", []),
     ("A[0]=x\nA[1]='y z'\nrun \"${A[@]}\"", []),
@@ -226,8 +230,12 @@ def test_nothing_is_run(tmp_path: Path) -> None:
         ("run $1", "$1"),
         ("run $HOME", "$HOME"),
         ("A=$(hostname)\nrun $A", "$(hostname)"),
-        ("if [ -f x ]; then A=1; fi\nrun $A", "the condition of line 1"),
-        ("[ -f x ] && A=1\nrun $A", "the condition of line 1"),
+        ("if [ -f x ]; then A=1; fi\nrun $A", "the condition [ -f x ] of line 1"),
+        ("[ -f x ] && A=1\nrun $A", "the condition [ -f x ] of line 1"),
+        (
+            f"if [[ -z $B || {'-n $C || ' * 9} -f x ]]; then A=1; fi\nrun $A",
+            "the condition of line 1",
+        ),
         ("case $X in a) A=1;; b) A=2;; esac\nrun $A", "the condition of line 1"),
         ("for A in 1 2; do run $A; done", "the loop of line 1"),
         ("A=1\nwhile read x; do A=2; done\nrun $A", "the condition of line 2"),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tree_sitter import Node
 
 MAX_DEPTH = 60
+_LONGEST_TEST = 80
+"""The longest condition that a line of the report shows."""
 _BLOCKS = frozenset({
     "program", "compound_statement", "do_group", "redirected_statement", "else_clause",
     "elif_clause", "negated_command", "variable_assignments", "ERROR",
@@ -256,7 +258,9 @@ class _Reader(Assignments):
 
     def _undecided(self, branches: Sequence[Node | list[Node]], why: Node, depth: int) -> None:
         """Follow branches of which nothing says which runs; what they set is not known after."""
-        said = f"the condition of {self.line(why)}"
+        test = text_of(why) if why.type == "test_command" else ""
+        shown = f"{test} " if 0 < len(test) <= _LONGEST_TEST and "\n" not in test else ""
+        said = f"the condition {shown}of {self.line(why)}"
         before, old, after = dict(self.values), self.condition, []
         self.condition = old or said
         for branch in branches:

@@ -22,6 +22,10 @@ _COMPARES: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
     "-gt": operator.gt, "-ge": operator.ge,
 }  # fmt: skip
+_ORDERS: dict[type[ast.cmpop], Callable[[int, int], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le,
+    ast.Gt: operator.gt, ast.GtE: operator.ge,
+}  # fmt: skip
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
 }  # fmt: skip
@@ -167,11 +171,16 @@ def cut(text: str, operation: str) -> str | None:
 
 
 def arithmetic(text: str, known: Mapping[str, str]) -> int | None:
-    """Return the value of `$((...))` with whole numbers and known variables, or None."""
+    """Return the value of `$((...))` with whole numbers and known variables, or None.
+
+    A choice `A ? B : C` is read where it is the whole.
+    """
     inner = text.removeprefix("$((").removesuffix("))")
     inner = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda found: found[1] or found[2], inner)
-    if len(inner) > 200 or not re.fullmatch(r"[\w\s+*/%()-]*", inner, re.ASCII):
+    if len(inner) > 200 or not re.fullmatch(r"[\w\s+*/%()<>=!?:-]*", inner, re.ASCII):
         return None
+    if choice := re.fullmatch(r"([^?:]*)\?([^?:]*):([^?:]*)", inner):
+        inner = f"({choice[2]}) if ({choice[1]}) else ({choice[3]})"
     try:
         return _evaluated(ast.parse(inner.strip().replace("/", "//"), mode="eval").body, known)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -187,6 +196,14 @@ def _evaluated(node: ast.expr, known: Mapping[str, str]) -> int | None:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _evaluated(node.operand, known)
         return None if inner is None else -inner
+    if isinstance(node, ast.IfExp):
+        test = _evaluated(node.test, known)
+        return None if test is None else _evaluated(node.body if test else node.orelse, known)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _ORDERS:
+        first, second = (_evaluated(side, known) for side in (node.left, node.comparators[0]))
+        if first is None or second is None:
+            return None
+        return int(_ORDERS[type(node.ops[0])](first, second))
     if not isinstance(node, ast.BinOp):
         return None
     left, right = _evaluated(node.left, known), _evaluated(node.right, known)
