@@ -118,6 +118,18 @@ def command_parser(name: str, about: str | None, **more: Any) -> argparse.Argume
     )
 
 
+def new_file(text: str) -> Path:
+    """Return the path of a file that a command is to write, as the type of an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: The text does not end with a name, as "" and ".." do not.
+    """
+    path = Path(text)
+    if path.name in ("", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end with the name of a file")
+    return path
+
+
 def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Make a command print the error that a user can correct, and return its exit code.
 

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from megafp8.cli.job import command_parser
+    from megafp8.cli.job import command_parser, new_file
 
     parser = command_parser("preprocess", __doc__)
     add = parser.add_argument
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--text-key", metavar="NAME", help="name of the column that holds the text (text)")
     add("--document", choices=("file", "paragraph", "line"),
         help="which part of a plain text file is a document (file)")  # fmt: skip
-    add("--output", type=Path, required=True, metavar="PREFIX",
+    add("--output", type=new_file, required=True, metavar="PREFIX",
         help="path of the dataset, without .bin and .idx")  # fmt: skip
     add("--tokenizer", required=True, help=CHOICES)
     add("--vocab-size", type=int, metavar="N", help="vocabulary of bpe (32768)")

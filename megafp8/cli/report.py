@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.job import command_parser, new_file, reports_errors
 from megafp8.cli.sweep_results import read_sweep, sweep_page
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
@@ -28,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Write the page and print its path; return 0, or 2 after printing an error."""
     parser = command_parser("report", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run, or a folder")
-    parser.add_argument("--output", "-o", type=Path, help="the page's file (default: report.html)")
+    parser.add_argument(
+        "--output", "-o", type=new_file, help="the page's file (default: report.html)"
+    )
     options = parser.parse_args(argv)
     say(str(write_report(options.runs, options.output)))
     return ExitCode.FINISHED

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.cli.audit import main
+from megafp8.cli.audit import main, request, runs
+from megafp8.cli.audit.reads import Code
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.te_cpu.sources import need_sources
 
@@ -79,6 +80,20 @@ def test_a_flag_behind_a_variable_is_not_called_dead(audit: Audit, tmp_path: Pat
     assert found["--fp8-dot-product-attention"].startswith("reaches TE")
     found = audit(*source, "--line", f"{JOB} --fp8-interval 4", "--env", "STAND_IN_HIDDEN=0")
     assert found["--fp8-interval 4"].startswith("no effect")
+
+
+def test_a_script_chooses_no_program_that_the_audit_runs(tmp_path: Path) -> None:
+    """Its compiler would compile our kernels, and with it a stranger's program would run."""
+    (tmp_path / "megatron").mkdir()
+    text = "# NCCL\nimport os\nos.getenv('READ_THERE')\nos.environ['CC']\nos.getenv('TMPDIR')\n"
+    (tmp_path / "megatron/a.py").write_text(text)
+    code = Code([tmp_path], ["megatron"])
+    script = tmp_path / "train.sh"
+    names = ("CC", "CL", "TMPDIR", "CUDA_HOME", "LD_PRELOAD", "READ_THERE", "NVTE_DEBUG", "READ")
+    script.write_text("".join(f"export {name}=/evil\n" for name in names) + f"python {JOB}\n")
+    asked = request.read(script.read_text(), "train.sh", [], {}, tmp_path)
+    assert set(asked.environment) == set(names)
+    assert set(runs.passed_on(asked.environment, code)) == {"READ_THERE", "NVTE_DEBUG"}
 
 
 def test_what_cannot_be_compared_is_not_decided(audit: Audit, tmp_path: Path) -> None:

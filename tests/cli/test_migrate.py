@@ -333,10 +333,12 @@ def test_a_level_that_ms_amp_does_not_have_must_be_decided() -> None:
 def test_torchao_is_a_backend(tmp_path: Path) -> None:
     start = "use_cpu: true\nmixed_precision: fp8\nfp8_config:\n  backend: AO\n"
     m = migrate(start + "  pad_inner_dim: true\n  margin: 1\n", "x")
-    assert not m.undecided and keys_of(m.inert) == {"fp8_config.margin"}
+    assert not m.undecided
+    assert keys_of(m.inert) == {"fp8_config.margin", "fp8_config.pad_inner_dim"}
+    assert "give model.pad_inner_dim=True to a model that has such sizes" in " ".join(m.inert)
     spec = run_spec(**write(tmp_path, m))
     assert spec.precision.backend == "torchao" and spec.precision.fp8 is not None
-    assert spec.precision.fp8.name == "tensorwise" and spec.precision.fp8.pad_inner_dim
+    assert spec.precision.fp8.name == "tensorwise"
     sharded = migrate(start + "  enable_fsdp_float8_all_gather: true\nnum_processes: 2\n", "x")
     assert not sharded.undecided
     fsdp = run_spec(**write(tmp_path, sharded)).parallel.fsdp

@@ -171,6 +171,14 @@ def test_details_of_delayed_scaling_belong_to_it(recipe_name: str, detail: str) 
         (["model.num_layers=2", 'model.fp8_modules=["layers.2.*:rowwise"]'], "model.fp8_modules"),
         (["model.override_linear_precision=[true]"], "model.override_linear_precision"),
         (["model.pad_inner_dim=True"], "model.pad_inner_dim"),
+        (
+            [
+                "model.fp8_backend=torchao",
+                "model.fp8_recipe=tensorwise",
+                "model.pad_inner_dim=True",
+            ],
+            "model.pad_inner_dim",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_by_name(overrides: list[str], key: str) -> None:
@@ -208,8 +216,9 @@ def test_a_size_refused_for_blocks_names_the_recipe_and_that_others_would_take_i
 
 def test_padding_allows_odd_sizes() -> None:
     odd = ("model.hidden_size=36", "model.ffn_hidden_size=100")
-    with pytest.raises(ConfigError, match="multiples of 16"):
+    with pytest.raises(ConfigError, match="multiples of 16") as refused:
         recipe(*odd)
+    assert "or model.pad_inner_dim=True" in str(refused.value)
     assert recipe(*odd, "model.pad_inner_dim=True").pad_inner_dim
 
 

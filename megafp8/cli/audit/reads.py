@@ -8,6 +8,7 @@ variable: directly, through a name that is set from one, or through a function o
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -68,8 +69,9 @@ class Code:
                     self._files.setdefault(shown, _File(path, shown, text))
 
     def mentions(self, word: str) -> bool:
-        """Whether any file has a word, such as the name of an environment variable."""
-        return any(word in file.text for file in self._files.values())
+        """Whether any file has a text that is this word, as the name of an environment variable."""
+        quoted = re.compile(f"[\"']{re.escape(word)}[\"']")
+        return any(quoted.search(file.text) for file in self._files.values())
 
     def readings(self, *names: str, in_files: str = "") -> list[Reading]:
         """Return each line that reads a setting by one of its names.

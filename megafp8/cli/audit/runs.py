@@ -40,9 +40,10 @@ _FIELDS = {
 _THEIRS = ("NVTE_", "ACCELERATE_", "MEGATRON_", "NVIDIA_", "CUDA_DEVICE_MAX_")
 """Beginnings of variables that change what is computed; a user's own do not reach the runs."""
 _NEVER = ("PYTHON", "LD_", "MEGAFP8_", "PATH", "HOME", "XDG_", "RANK", "WORLD_SIZE", "LOCAL_",
-          "MASTER_", "OMP_", "TORCHDYNAMO_")  # fmt: skip
-"""Beginnings of variables that a script cannot set for the runs: they could make code run, or are
-the audit's own."""
+          "MASTER_", "OMP_", "TORCHDYNAMO_", "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDNN_", "GIT_",
+          "NCCL_", "TMP", "TEMP", "TORCH_EXTENSIONS_", "TORCHINDUCTOR_", "TRITON_")  # fmt: skip
+"""Beginnings of variables that a script cannot set for the runs: they could make code run, as a
+compiler or a folder of libraries does, or are the audit's own."""
 _ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "fp8",
     "num_processes": 1, "num_machines": 1, "machine_rank": 0, "use_cpu": False, "debug": False,
@@ -61,6 +62,7 @@ def audit(request: Request, code: Code, te_version: str) -> tuple[Request, list[
     Raises:
         RunError: The framework's code cannot be imported.
     """
+    request = replace(request, environment=passed_on(request.environment, code))
     with Host(request, code, te_version) as host:
         return _audit(request, code, host)
 
@@ -177,13 +179,19 @@ def _less(
     return {name: value for name, value in fields.items() if (section, str(name)) not in dropped}
 
 
-def _environment(request: Request, code: Code) -> dict[str, str]:
+def passed_on(given: Mapping[str, str], code: Code) -> dict[str, str]:
+    """Return the variables of a script that its runs get: those that the framework may read."""
+    return {
+        name: value
+        for name, value in given.items()
+        if (name.startswith(_THEIRS) or code.mentions(name)) and not name.startswith(_NEVER)
+    }
+
+
+def _environment(request: Request) -> dict[str, str]:
     """Return this process's environment without settings of frameworks, and the script's."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_THEIRS)}
-    for name, value in request.environment.items():
-        known = name.startswith(_THEIRS) or code.mentions(name)
-        if known and not name.startswith(_NEVER):
-            environment[name] = value
+    environment |= request.environment
     package = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     return environment | {
@@ -203,7 +211,7 @@ class Host:
             "packages": list(code.packages), "sources": [str(folder) for folder in code.folders],
             "fields": sorted(fields),
         }  # fmt: skip
-        self._environment = _environment(request, code)
+        self._environment = _environment(request)
 
     def __enter__(self) -> Self:
         """Start the process."""

@@ -178,6 +178,12 @@ def _with_one_spelling(block: dict[str, Any], m: Migration) -> dict[str, tuple[s
     return given
 
 
+_PADS = (
+    "it pads sizes that are no multiples of 16, and a model of other sizes is refused with it; give "
+    "model.pad_inner_dim=True to a model that has such sizes"
+)
+
+
 def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: bool) -> None:
     """Translate the keys of the backend AO; torchao's default recipe is `tensorwise`."""
     for name, (path, value) in given.items():
@@ -185,7 +191,7 @@ def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: b
             chosen = {"model.fp8_backend": "torchao", "model.fp8_recipe": "tensorwise"}
             m.change(path, value, chosen)
         elif name == "pad_inner_dim":
-            m.change(path, value, {"model.pad_inner_dim": bool(value)})
+            m.drop(path, value, _PADS if value else "sizes are not padded by default")
         elif name == "enable_fsdp_float8_all_gather" and value and shards:
             m.change(path, value, {"model.fsdp": True, "model.enable_fsdp_float8_all_gather": True})
         elif name == "enable_fsdp_float8_all_gather":

@@ -65,7 +65,8 @@ def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
             key,
             f"{_products_of(v)} need multiples of {multiple} on each rank; {v[key]}{shared} is not "
             "one",
-            f"Nearest values: {nearest_multiples(v[key], step)}{wider}; or model.fp8=False",
+            f"Nearest values: {nearest_multiples(v[key], step)}{wider}{_padded(v)}; or "
+            "model.fp8=False",
         )
 
 
@@ -93,6 +94,12 @@ def _other_recipe(v: Values, size: int, ranks: int) -> str:
         return ""
     small = recipes_where(RECIPES, lambda traits: traits.multiple <= TENSOR_CORE_MULTIPLE)
     return f"; or a recipe of multiples of {TENSOR_CORE_MULTIPLE}: {', '.join(small)}"
+
+
+def _padded(v: Values) -> str:
+    """Return the part of a hint that names padding, where backend and recipes can pad."""
+    cannot = v.get(BACKEND) == "te" or recipes_where(recipes_in(v), lambda traits: not traits.pads)
+    return "" if cannot else "; or model.pad_inner_dim=True"
 
 
 @rule(
@@ -241,7 +248,7 @@ def _layers_stay_in_fp8(v: Values) -> Iterator[Finding]:
     "model.tensor_model_parallel_size",
 )
 def _padding_pads(v: Values) -> Iterator[Finding]:
-    if v["model.fp8_backend"] not in ("auto", "native"):  # torchao gets the flag unchanged
+    if v[BACKEND] == "te":  # whose layers do not pad
         return
     if not v["model.pad_inner_dim"] or recipes_where(recipes_in(v), lambda traits: not traits.pads):
         return
