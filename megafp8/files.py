@@ -47,6 +47,12 @@ _HINTS_FOR_READING = {
     errno.ENFILE: "Too many files are open on this machine: close some, or raise fs.file-max",
     errno.ENOMEM: "Free some memory, or raise the limit (ulimit -v)",
 }
+_HINTS_FOR_PATHS = {
+    errno.EACCES: "Give this user permission to look there (chmod, chown), or name another path",
+    errno.EPERM: "Give this user permission to look there (chmod, chown), or name another path",
+    errno.ENAMETOOLONG: "Give a shorter path",
+    errno.ELOOP: "Its links lead in a circle: name another path",
+}
 _OTHERWISE_FOR_READING = "The disk or network file system is failing: repair it, or copy the run"
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 _NUMBER_OF_ERROR = re.compile(r"\(os error (\d{1,3})\)|unable to \w+ .*\((\d{1,3})\)", re.DOTALL)
@@ -70,6 +76,34 @@ def run_errors_reported(path: Path, doing: str) -> Iterator[None]:
     except OSError as error:
         reason, hint = _reason_and_hint(error, doing)
         raise RunError(f"{path}: {reason}. {hint}") from error
+
+
+@contextmanager
+def paths_reported() -> Iterator[None]:
+    """Turn the error that a path of the user's causes inside the block into a `RunError`.
+
+    `pathlib` raises such errors where a program only asks whether a file is there.
+    """
+    try:
+        yield
+    except OSError as error:
+        hint = _HINTS_FOR_PATHS.get(error.errno or 0)
+        if hint is None or error.filename is None:
+            raise
+        reason = f"{os.fsdecode(error.filename)}: {os.strerror(error.errno or 0)}"
+        raise RunError(f"{reason}. {hint}") from error
+
+
+def expanded(path: str | Path) -> Path:
+    """Return a path of the user's, where `~` stands for the user's home folder.
+
+    Raises:
+        RunError: There is no such user, or the user has no home folder.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise RunError(f"{path}: {str(error).rstrip('.')}. Write the path without '~'") from error
 
 
 def why_unreadable(path: Path, error: Exception) -> UnreadableError | None:

@@ -21,9 +21,11 @@ _WORDS = (
 )
 _NAME = re.compile(rf"(?:^|[^a-z0-9]){_WORDS}(?:$|[^a-z0-9])", re.IGNORECASE)
 # Matches `api_key=VALUE` and `'api_key': 'VALUE'`; VALUE ends at a blank, comma or brace that is
-# not in quotes. A name that is a part of a path, as in `/etc/passwd: missing`, is none.
+# not in quotes. A name that is a part of a path, as in `/etc/passwd: missing`, is none. What
+# stands before the word ends at the next `+`, `~` or `@`, after which another match may begin: long
+# texts of these characters would take hours otherwise.
 _SETTING = re.compile(
-    rf"((?<![\w./\-])(?:[\w.+~@\-]*[^A-Za-z0-9/\s'\"=:])?{_WORDS}(?![A-Za-z0-9])[\w.\-]*['\"]?"
+    rf"((?<![\w./\-])(?:[\w.\-]*[^A-Za-z0-9/\s'\"=:])?{_WORDS}(?![A-Za-z0-9])[\w.\-]*['\"]?"
     r"\s*[=:]\s*)"
     r"(\\?\"(?:[^\"\\]|\\.)*\"|\\?'(?:[^'\\]|\\.)*'|[^\s,}]+)",
     re.IGNORECASE,

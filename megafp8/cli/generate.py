@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.export import DTYPES, dtype_named, home_of
 from megafp8.cli.job import command_parser, reports_errors
+from megafp8.config.errors import SettingError
 from megafp8.data.tokenize import continuation
 from megafp8.errors import CheckpointError, ExitCode, RunError
 from megafp8.runs.tokenizer import find_tokenizer
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         type=_probability,
         help="draw from the most likely tokens whose probabilities add up to this number",
     )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (1234)")
+    parser.add_argument("--seed", type=_seed, help="seed of the draws (1234)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the computation (the run's, without FP8)"
     )
@@ -72,7 +73,17 @@ def generate_text(options: argparse.Namespace) -> None:
     from megafp8.train.load import find_checkpoint
     from megafp8.train.load_model import load_model
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    draws = {name: getattr(options, name) for name in ("top_k", "top_p", "seed")}
+    given = {name: value for name, value in draws.items() if value is not None}
+    if given and options.temperature == 0:
+        name, value = next(iter(given.items()))
+        raise SettingError(
+            "--" + name.replace("_", "-"),
+            value,
+            "has no effect with --temperature 0, which draws nothing",
+            "Leave it out, or give a temperature above 0",
+        )
+    sampling = Sampling(options.temperature, **given)
     checkpoint = find_checkpoint(options.run, _note)
     home = home_of(checkpoint)
     tokenizer = find_tokenizer(home)
@@ -139,7 +150,7 @@ def _device(name: str | None) -> torch.device:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(f"--device {name}: {reason}. Use --device cpu") from error
@@ -150,6 +161,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not allowed: give 1 or more")
+    return number
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed: give from 0 to 2**63 - 1")
     return number
 
 

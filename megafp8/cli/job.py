@@ -28,6 +28,7 @@ from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values, similar_keys
 from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.files import paths_reported
 from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
 
 STARTED_AS = "MEGAFP8_STARTED_AS"
@@ -140,8 +141,9 @@ def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[s
     def run(argv: Sequence[str]) -> int:
         open_streams()
         try:
-            refuse_secrets_in_command(argv)
-            code = main(argv)
+            with paths_reported():
+                refuse_secrets_in_command(argv)
+                code = main(argv)
             return code or show("")
         except UserError as error:
             return report_error(error)

@@ -27,6 +27,7 @@ from megafp8.config.errors import SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import load_all
 from megafp8.errors import UserError
+from megafp8.files import paths_reported
 from megafp8.secrets import printable
 
 __all__ = ["AppInfo", "Task", "report_error", "run_app"]
@@ -75,13 +76,14 @@ def _run(options: Options, task: Task) -> int:
         from megafp8.cli.sweep import run_sweep
 
         return run_sweep(options, task)
-    loaded = load_all(
-        options.overrides,
-        options.config_dir,
-        options.config_name,
-        options.gpu_available,
-        trusts_recipes=options.trusts_recipes,
-    )
+    with paths_reported():
+        loaded = load_all(
+            options.overrides,
+            options.config_dir,
+            options.config_name,
+            options.gpu_available,
+            trusts_recipes=options.trusts_recipes,
+        )
     if options.show_config:
         comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
         text = printable("".join(f"# {line}\n" for line in comments))

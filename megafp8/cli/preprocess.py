@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,14 @@ from megafp8.data.text_sources import TextSource, first_texts, paths_of
 from megafp8.data.tokenize import (
     END_OF_DOCUMENT,
     JSON_FILE,
+    MAX_VOCABULARY,
     Tokenizer,
     byte_tokenizer,
     load_json,
     train_tokenizer,
 )
-from megafp8.errors import DataError, ExitCode, UserError
+from megafp8.errors import DataError, ExitCode
+from megafp8.files import expanded
 from megafp8.runs.tokenizer import (
     TOKENIZER_CONFIG,
     beside_data,
@@ -59,13 +61,15 @@ def main(argv: Sequence[str]) -> int:
         from megafp8.cli.main import run_app
 
         return run_app(argv[1:], _index, prog="megafp8 preprocess index")
+    from megafp8.cli.job import reports_errors
+
+    return reports_errors(_main)(argv)
+
+
+def _main(argv: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(argv)
         sidecar = _preprocess(options)
-    except UserError as error:
-        from megafp8.cli.job import report_error
-
-        return report_error(error)
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return int(ExitCode.SAVED_ON_SIGNAL)
@@ -109,6 +113,7 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
         text_key=options.text_key or "text",
         document=options.document or "file",
     )
+    _check_kinds(options, source.kinds())
     vocab_size = options.vocab_size or 32768
     megabytes = options.train_megabytes or 256
     trained = options.tokenizer == "bpe"
@@ -121,7 +126,7 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
     name = f"{options.tokenizer} {options.end_of_document}"
     if trained:
         name += f" {vocab_size} {megabytes}"
-    model, output = model_folder(options.tokenizer), options.output.expanduser()
+    model, output = model_folder(options.tokenizer), expanded(options.output)
     if model is not None:
         refuse_secrets_in_files(model)
     with _Bar(source.num_bytes()) as bar:
@@ -158,6 +163,9 @@ def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:
     return first_texts(source.texts(), megabytes * 1_000_000)
 
 
+_RANGES = (("workers", 0, 1024), ("vocab_size", 257, MAX_VOCABULARY), ("train_megabytes", 1, 10**6))
+
+
 def _check(options: argparse.Namespace) -> None:
     """Raise `DataError` for options that contradict each other or have no effect."""
     if bool(options.files) == bool(options.dataset):
@@ -178,11 +186,21 @@ def _check(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None and not has_meaning:
             option = "--" + name.replace("_", "-")
             raise DataError("preprocess", option, "has no effect here", "Leave it out")
-    for name, least in (("workers", 0), ("vocab_size", 257), ("train_megabytes", 1)):
+    for name, least, most in _RANGES:
         value = getattr(options, name)
-        if value is not None and value < least:
-            option = "--" + name.replace("_", "-")
-            raise DataError("preprocess", option, f"is {value}", f"Give at least {least}")
+        if value is not None and not least <= value <= most:
+            option, hint = "--" + name.replace("_", "-"), f"Give from {least} to {most}"
+            raise DataError("preprocess", option, f"is {value}", hint)
+
+
+def _check_kinds(options: argparse.Namespace, kinds: Collection[str]) -> None:
+    """Raise `DataError` for an option that no file of these kinds reads."""
+    plain, columns = "plain text files", "JSONL and Parquet files"
+    for name, reads, what in (("document", "text" in kinds, plain),
+                              ("text_key", bool({*kinds} - {"text"}), columns)):  # fmt: skip
+        if getattr(options, name) is not None and options.files and not reads:
+            option, reason = "--" + name.replace("_", "-"), f"has no effect: it is about {what}"
+            raise DataError("preprocess", option, reason, "Leave it out")
 
 
 def _print_result(sidecar: Sidecar, prefix: Path) -> None:

@@ -22,6 +22,7 @@ from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import TRUST, load_recipes_of
 from megafp8.config.resolve import data_spec, observe_spec, resolve
 from megafp8.errors import UserError
+from megafp8.files import paths_reported
 from megafp8.ops.torch_build import driver_version, why_no_gpu
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
@@ -90,8 +91,9 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     """
     adopt_step(os.environ)  # also here, since a sweep's job on Slurm does not run `main`
     if not is_rank():
-        check_data(data_spec(cfg))
-        check_place(observe_spec(cfg))
+        with paths_reported():
+            check_data(data_spec(cfg))
+            check_place(observe_spec(cfg))
     load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
     if not is_rank() and sys.stdout.isatty():  # the import takes seconds, or many from a slow disk
         say(f"megafp8 {__version__}: loading PyTorch …")

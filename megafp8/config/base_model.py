@@ -12,6 +12,7 @@ from megafp8.config.layers import Layer
 from megafp8.config.resume import flat
 from megafp8.config.settings import Setting
 from megafp8.config.values import DEFAULT_EXP_DIR
+from megafp8.files import expanded
 from megafp8.foreign import read_json
 
 FILES = "model.data.train_ds.file_names"
@@ -63,15 +64,15 @@ def folder_of_model(values: Mapping[str, Any]) -> str | None:
     start = next((values[key] for key in STARTS if values.get(key)), None)
     if not isinstance(start, str) or not _is_path(start):
         return None
-    if _recorded(Path(start).expanduser()) is not None:
+    if _recorded(expanded(start)) is not None:
         return start
     own = values.get(LOG_DIR)
     parent = values.get(EXP_DIR) or DEFAULT_EXP_DIR
     if own is None and values.get(NAME) and _is_path(parent):
         own = str(Path(parent) / str(values[NAME]))
     if own is not None:
-        return own if _is_path(own) and _recorded(Path(own).expanduser()) is not None else None
-    runs = sorted(Path(parent).expanduser().glob("*"), reverse=True) if _is_path(parent) else []
+        return own if _is_path(own) and _recorded(expanded(own)) is not None else None
+    runs = sorted(expanded(parent).glob("*"), reverse=True) if _is_path(parent) else []
     return next((str(run) for run in runs if _is_unnamed_from(start, run)), None)
 
 
@@ -90,7 +91,7 @@ def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Laye
     if folder is None:
         reason, hint = why_no_checkpoint(given[key])
         raise SettingError(key, given[key], reason, hint)
-    config = _recorded(Path(folder).expanduser())
+    config = _recorded(expanded(folder))
     model = config["model"] if config is not None else {}
     # What the model makes useless in a file is named and not refused, whoever wrote the file.
     origin = Origin(f"the model in {folder}", COMMAND_LINE.strength - 1)

@@ -32,6 +32,7 @@ from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, Setting
 from megafp8.config.hydra_section import HYDRA, choices
 from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride, hydras_parser
 from megafp8.config.settings import Setting, flatten
+from megafp8.files import paths_reported
 from megafp8.foreign import ForeignFileError, read_yaml_text
 from megafp8.secrets import HIDDEN, hide_values
 
@@ -105,6 +106,11 @@ def find_source(config_dir: Path | None, config_name: str) -> ComposedFile:
     Raises:
         SettingError: There is no such file; the hint lists the files that exist.
     """
+    with paths_reported():
+        return _found(config_dir, config_name)
+
+
+def _found(config_dir: Path | None, config_name: str) -> ComposedFile:
     ours = conf_dir()
     if config_dir is not None and not config_dir.is_dir():
         hint = "Give an existing directory"

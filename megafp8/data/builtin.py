@@ -27,7 +27,7 @@ from megafp8.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_pa
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import END_OF_DOCUMENT, train_tokenizer
 from megafp8.errors import DataError
-from megafp8.files import built_beside, move_away, sync
+from megafp8.files import built_beside, expanded, move_away, sync
 from megafp8.files import cache_folder as user_cache
 
 # Installed packages are not Python's own; the rest are tests, demos, bundled and generated files.
@@ -244,7 +244,7 @@ def prepared_folder(cache_dir: str | None) -> Path:
         DataError: The user has no home folder and no folder is configured.
     """
     if cache_dir is not None:
-        return Path(cache_dir).expanduser()
+        return expanded(cache_dir)
     try:
         return user_cache()
     except RuntimeError as error:

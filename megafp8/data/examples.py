@@ -10,6 +10,7 @@ from pathlib import Path
 from megafp8.data.records import json_records, not_an_object
 from megafp8.data.text_sources import files_of_dataset, load_datasets, reading_errors_reported
 from megafp8.errors import DataError
+from megafp8.files import expanded
 
 OF_DATASETS = "hf:"
 """Begins the name of a dataset that the `datasets` library loads: `hf:NAME` or `hf:NAME:SPLIT`."""
@@ -63,7 +64,7 @@ def read_examples(name: str) -> list[Example]:
     if name.startswith(OF_DATASETS):
         examples = list(_rows_of_dataset(name))
     else:
-        path = Path(name).expanduser()
+        path = expanded(name)
         if path.is_dir() or path.suffix == ".parquet":
             examples = list(_rows_of_table(path))
         elif path.suffix == ".json":

@@ -29,6 +29,7 @@ from megafp8.data.samples import (
 )
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
+from megafp8.files import expanded
 from megafp8.specs import DataSpec
 from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits, Weighted
 
@@ -226,7 +227,7 @@ class _Opener:
             vocab_size, cache = spec.tokenizer.vocab_size, prepared_folder(spec.cache_dir)
             opened = open_builtin(self._corpus, vocab_size, cache, self._notify)
         else:
-            opened = open_prefix(Path(prefix).expanduser(), self._notify, self._given)
+            opened = open_prefix(expanded(prefix), self._notify, self._given)
         if self._opened and opened.tokenizer.digest != self.tokenizer.digest:
             raise DataError(
                 opened.dataset.prefix,

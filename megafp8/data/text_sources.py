@@ -21,6 +21,7 @@ from megafp8.data.records import (
     plain_texts,
 )
 from megafp8.errors import DataError
+from megafp8.files import expanded
 
 DocumentUnit = Literal["file", "paragraph", "line"]
 
@@ -77,6 +78,10 @@ class TextSource:
             "text_key": self.text_key,
             "document": self.document,
         }
+
+    def kinds(self) -> set[str]:
+        """Return the kinds of the files: `text`, `json` and `parquet`; none for a dataset."""
+        return {kind for kind, _ in self._groups()}
 
     def num_bytes(self) -> int | None:
         """Return the bytes of the files, about those of the texts; None if files are compressed."""
@@ -163,6 +168,8 @@ def _files_of(path: Path) -> list[Path]:
             raise DataError(path, "folder", "has no text, JSONL or Parquet file", "Give another")
         return files
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no ordinary file")
         with open(path, "rb"):
             return [path]
     except OSError as error:
@@ -284,4 +291,4 @@ def first_texts(texts: Iterator[str], characters: int) -> Iterator[str]:
 
 def paths_of(names: Sequence[str]) -> tuple[Path, ...]:
     """Return the paths that `names` name."""
-    return tuple(Path(name).expanduser() for name in names)
+    return tuple(expanded(name) for name in names)

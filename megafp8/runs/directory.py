@@ -26,6 +26,7 @@ from megafp8.config.resume import (
 )
 from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.files import (
+    expanded,
     read_json_object,
     run_errors_reported,
     write_atomically,
@@ -35,7 +36,7 @@ from megafp8.foreign import read_yaml
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING, age
 from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
 from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign, refuse_links
-from megafp8.runs.place import checked_name, expanded, named_directory
+from megafp8.runs.place import checked_name, named_directory
 from megafp8.specs import RunSpec
 
 _CHANGES_SHOWN = 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megafp8.config.values import why_no_name
 from megafp8.errors import RunError
-from megafp8.files import run_errors_reported
+from megafp8.files import expanded, paths_reported, run_errors_reported
 from megafp8.runs.ownership import refuse_foreign
 from megafp8.specs import ObserveSpec
 
@@ -23,9 +23,11 @@ def check_place(observe: ObserveSpec) -> None:
             program that a run would overwrite.
     """
     path = named_directory(observe)
-    if path is not None and path.is_dir():
-        with run_errors_reported(path, "looking into the run's directory"):
-            refuse_foreign(path, os.listdir(path))
+    with paths_reported():
+        if path is None or not path.is_dir():
+            return
+    with run_errors_reported(path, "looking into the run's directory"):
+        refuse_foreign(path, os.listdir(path))
 
 
 def named_directory(observe: ObserveSpec) -> Path | None:
@@ -53,11 +55,3 @@ def checked_name(name: str) -> str:
     if wrong := why_no_name(name):
         raise RunError(f"exp_manager.name={name[:80]!r} {wrong}. Use a plain directory name")
     return name
-
-
-def expanded(folder: str) -> Path:
-    """Return a folder of the settings as a path, where `~` stands for the user's home folder."""
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:
-        raise RunError(f"{folder}: {error}. Write the path without '~'") from error

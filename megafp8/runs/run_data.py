@@ -19,6 +19,7 @@ from megafp8.data.prepare import prepare
 from megafp8.data.samples import FiniteSource, SampleSource
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
+from megafp8.files import expanded
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.specs import DataSpec
@@ -111,7 +112,7 @@ def check_data(spec: DataSpec) -> None:
         return
     for prefix in prefixes_of(spec):
         if prefix not in (BUILTIN_CORPUS, MOCK_DATA):
-            require_files(Path(prefix).expanduser())
+            require_files(expanded(prefix))
 
 
 def prefixes_of(spec: DataSpec) -> list[str]:
@@ -147,7 +148,7 @@ def open_data(spec: DataSpec, notify: Callable[[str], None]) -> RunData:
 def _state_of(file: str) -> tuple[int, int] | None:
     """Return the time of a file's last change and its size; None if there is no such file."""
     try:
-        found = Path(file).expanduser().stat()
+        found = expanded(file).stat()
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size
@@ -170,7 +171,7 @@ def _instructions(
 
 def _of_model(path: Path) -> Tokenizer:
     """Return the tokenizer of a run, of one of its checkpoints, or of an imported model."""
-    path = path.expanduser().absolute()
+    path = expanded(path).absolute()
     home = path.parents[1] if path.parent.name == CHECKPOINTS_DIR else path
     for folder in dict.fromkeys((path, home)):
         if folder.is_dir() and (found := find_tokenizer(folder)) is not None:

@@ -15,6 +15,7 @@ from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, 
 from megafp8.errors import DataError
 from megafp8.files import (
     draft_of,
+    expanded,
     move_away,
     put,
     read_json_object,
@@ -210,7 +211,7 @@ def keep_files_of_data(prefixes: Sequence[str], run: Path) -> None:
     """
     if (run / KEPT).is_dir():
         return
-    folders = (beside_data(Path(prefix).expanduser()) for prefix in prefixes)
+    folders = (beside_data(expanded(prefix)) for prefix in prefixes)
     found = next((folder for folder in folders if folder.is_dir()), None)
     if found is not None:
         keep_files(found, run / KEPT)

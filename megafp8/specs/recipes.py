@@ -189,8 +189,12 @@ def _imported(name: str, target: str) -> ModuleType:
 
 
 def _from_file(name: str, target: str) -> ModuleType:
-    path = Path(target).expanduser().resolve()
-    if not path.is_file():
+    try:
+        path = Path(target).expanduser().resolve()
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # no permission, links in a circle, no such user
+        raise RecipeError(f"{name}: {error}") from error
+    if not is_file:
         raise RecipeError(f"{name}: there is no file {path}")
     key = hashlib.sha256(bytes(path)).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"megafp8_recipe_{path.stem}_{key}", path)

@@ -22,7 +22,7 @@ from megafp8.config.resume import (
     with_defaults,
 )
 from megafp8.errors import CheckpointError
-from megafp8.files import os_errors_reported
+from megafp8.files import expanded, os_errors_reported, paths_reported
 from megafp8.observe.console import Console
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.agreement import on_main, raise_on_all
@@ -203,11 +203,13 @@ def find_checkpoint(path: Path, notify: Notify) -> Path:
     Raises:
         CheckpointError: There is no checkpoint, or it is damaged.
     """
-    path = find_run(path, with_checkpoint=True)
-    if (path / MANIFEST_NAME).is_file():
+    with paths_reported():
+        path = find_run(expanded(path), with_checkpoint=True)
+        is_checkpoint, is_folder = (path / MANIFEST_NAME).is_file(), path.is_dir()
+    if is_checkpoint:
         store.verify(path)
         return path
-    newest = store.newest_valid(path / CHECKPOINTS_DIR, notify) if path.is_dir() else None
+    newest = store.newest_valid(path / CHECKPOINTS_DIR, notify) if is_folder else None
     if newest is None:
         raise CheckpointError(path, *why_no_checkpoint(path))
     return newest

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.cli.migrate import main, migrate
+from megafp8.cli.migrate.megatron import looks_like_script
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.errors import SettingError
 from megafp8.config.gelu import FUSION, GELU
@@ -22,6 +23,7 @@ from tests.backends.te.recipe_signatures import VERSIONS, recipe_classes
 from tests.config.helpers import load_problems, run_spec, the_problem
 from tests.config.test_nemo import CANNOT_BE_HONOURED, NEMO, nemo_yaml
 from tests.config.test_nemo_launcher import launcher_yaml
+from tests.foreign.fuzz import limited
 
 TE_BLOCK = """\
 mixed_precision: fp8
@@ -439,3 +441,24 @@ def test_any_tree_ends_in_a_file_or_a_user_error(tree: dict[str, Any]) -> None:
     except UserError:
         return
     assert isinstance(yaml.safe_load(m.text("x.yaml")), dict)
+
+
+@pytest.mark.parametrize("letters", ["x", "x.py ", "(", "\\\n", "--", " "])
+def test_a_long_line_is_told_from_a_script_in_one_pass(letters: str) -> None:
+    with limited():
+        assert not looks_like_script(f"name: {letters * (300_000 // len(letters))}\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python pretrain_gpt.py --num-layers 2\n",
+        "torchrun train.py $A \\\n  --num-layers 2\n",
+        "ARGS=(\n  --num-layers 2\n)\n",
+        "x=1 # a note\nARGS=( --num-layers 2)\n",
+        "\n#!/bin/sh\n",
+    ],
+)
+def test_what_a_script_looks_like(text: str) -> None:
+    assert looks_like_script(text)
+    assert not looks_like_script("\n".join(f"# {line}" for line in text.splitlines()))

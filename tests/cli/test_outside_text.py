@@ -76,12 +76,14 @@ def test_the_list_of_runs(tmp_path: Path, printed: pytest.CaptureFixture[str]) -
 
 
 def test_preprocessed_data(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / f"in{ESCAPE}{TOKEN}"
+    folder = tmp_path / f"in{ESCAPE}"
     folder.mkdir()
     lines = [json.dumps({"text": f"text {n} of some words"}) for n in range(50)]
-    (folder / "t.jsonl").write_text("\n".join(lines))
+    (folder / f"t{TOKEN}.jsonl").write_text("\n".join(lines))
     words = ["--tokenizer", "bytes", "--workers", "0", "--output", str(tmp_path / f"d{ESCAPE}")]
-    assert preprocess.main([str(folder / "t.jsonl"), *words]) == 0
+    assert preprocess.main([str(folder / f"t{TOKEN}.jsonl"), *words]) == 2
+    assert "holds the value of the environment variable" in printed.readouterr().err
+    assert preprocess.main([str(folder), *words]) == 0
     out, err = printed.readouterr()
     assert is_safe(out) and is_safe(err), out + err
     for file in tmp_path.glob("d*"):

@@ -19,6 +19,7 @@ from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.secrets import hide, hide_values, is_secret_name, redacted, variable_in
 from tests.config.helpers import load_problems, the_problem
+from tests.foreign.fuzz import limited
 
 PLANTED = "hf_pLaNtEd0123456789"
 
@@ -309,3 +310,12 @@ def test_settings_read_the_environment_a_few_times(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(secrets, "_is_secret", count)
     load_module.load(["model.fp8=True"])
     assert 1 <= looked["PATH"] <= 10
+
+
+@pytest.mark.parametrize("letters", ["@", "+a", "~_", "token=", "://a:", "a_"])
+def test_a_long_text_is_searched_in_one_pass(letters: str) -> None:
+    """A value of a stranger's file is in an error's message, and must not keep it for hours."""
+    text = letters * (100_000 // len(letters))
+    with limited():
+        assert len(hide(text)) <= len(text)
+    assert hide("@" * 99 + "api_key=planted-0123") == "@" * 99 + "api_key=***"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megafp8.cli.migrate import accelerate, bridge, megatron, texts_in
+from megafp8.cli.migrate import accelerate, bridge, megatron, refuse_for_yaml, texts_in
 from megafp8.cli.migrate.shell import read_script
 from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
 from megafp8.config.errors import SettingError
@@ -109,6 +109,7 @@ def read(
     if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
         request = _of_script(read_script(text, arguments, env, texts_in(folder)), env)
     else:
+        refuse_for_yaml(source, arguments)
         try:
             tree = parse_yaml(text)
         except ForeignFileError as error:

@@ -40,8 +40,9 @@ _FIELDS = {
 _THEIRS = ("NVTE_", "ACCELERATE_", "MEGATRON_", "NVIDIA_", "CUDA_DEVICE_MAX_")
 """Beginnings of variables that change what is computed; a user's own do not reach the runs."""
 _NEVER = ("PYTHON", "LD_", "MEGAFP8_", "PATH", "HOME", "XDG_", "RANK", "WORLD_SIZE", "LOCAL_",
-          "MASTER_", "OMP_", "TORCHDYNAMO_", "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDNN_", "GIT_",
-          "NCCL_", "TMP", "TEMP", "TORCH_EXTENSIONS_", "TORCHINDUCTOR_", "TRITON_")  # fmt: skip
+          "MASTER_", "OMP_", "TORCHDYNAMO_", "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDNN_",
+          "GIT_", "NCCL_", "TMP", "TEMP", "TORCH_EXTENSIONS_", "TORCHINDUCTOR_",
+          "TRITON_")  # fmt: skip
 """Beginnings of variables that a script cannot set for the runs: they could make code run, as a
 compiler or a folder of libraries does, or are the audit's own."""
 _ACCELERATE = {

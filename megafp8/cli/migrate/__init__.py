@@ -96,6 +96,7 @@ def migrate(
         beside = texts_in(folder)
         megatron.translate_script(text, migration, arguments, environment or {}, beside)
         return migration
+    refuse_for_yaml(source, arguments, environment or {})
     try:
         tree = parse_yaml(text)
     except ForeignFileError as error:
@@ -110,6 +111,23 @@ def migrate(
     else:
         nemo.translate_nemo(tree, migration)
     return migration
+
+
+def refuse_for_yaml(
+    source: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> None:
+    """Raise `SettingError` for what a script would read, since the file is a YAML.
+
+    Raises:
+        SettingError: There are arguments, or variables of an environment.
+    """
+    hint = "Leave it out, or name a script"
+    if arguments:
+        reason = f"has no effect: {source} is a YAML, which takes no arguments"
+        raise SettingError("argument", arguments[0], reason, hint)
+    for name, value in (environment or {}).items():
+        reason = f"has no effect: {source} is a YAML, which reads no environment"
+        raise SettingError("--env", f"{name}={value}", reason, hint)
 
 
 def environment_of(given: Sequence[str]) -> dict[str, str]:

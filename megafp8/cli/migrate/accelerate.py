@@ -179,7 +179,7 @@ def _with_one_spelling(block: dict[str, Any], m: Migration) -> dict[str, tuple[s
 
 
 _PADS = (
-    "it pads sizes that are no multiples of 16, and a model of other sizes is refused with it; give "
+    "it pads sizes that are no multiples of 16, and is refused where there are none; give "
     "model.pad_inner_dim=True to a model that has such sizes"
 )
 

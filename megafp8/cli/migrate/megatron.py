@@ -42,11 +42,18 @@ _LAUNCHERS = {
 
 def looks_like_script(text: str) -> bool:
     """Whether a text is a shell script or a command rather than YAML."""
-    lines = [line.strip() for line in text.splitlines()]
-    first = next((line for line in lines if line), "")
-    return first.startswith("#!") or bool(
-        re.search(r"(?m)^[^#\n]*(?:\S+\.py\b.*\s|\\\n\s*|\(\s*)--[a-z]", text)
-    )
+    lines = text.split("\n")
+    first = next((line.strip() for line in lines if line.strip()), "")
+    if first.startswith("#!") or any(_names_program(line) for line in lines):
+        return True
+    said = "\n".join(line.partition("#")[0] for line in lines)  # without comments
+    return re.search(r"(?:\\\n|\()\s*--[a-z]", said) is not None
+
+
+def _names_program(line: str) -> bool:
+    """Whether a line has the name of a Python file, and a flag after it."""
+    program = re.search(r"\S\.py\b", line.partition("#")[0])
+    return program is not None and re.search(r"\s--[a-z]", line[program.end() :]) is not None
 
 
 def translate_script(

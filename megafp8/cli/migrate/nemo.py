@@ -69,7 +69,8 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
         if problem.key in given:
             wrong.setdefault(problem.key, problem)
     idle = {found.key: found.setting for found in unused(values) if found.key not in wrong}
-    ours_is_below = DEFAULT_CONFIG in (tree.get("defaults") or ())
+    named = tree.get("defaults")
+    ours_is_below = isinstance(named, list) and DEFAULT_CONFIG in named
     is_nemos = bool(given & nemo_keys().keys()) and not ours_is_below
     fused = asks_for_tanh(partial(_value, whole), origins, Origin("file") if is_nemos else None)
     if fused is not None:
