@@ -311,6 +311,24 @@ def test_no_two_runs_look_alike_in_a_legend(tmp_path: Path) -> None:
     assert len(looks) == 24 and len(set(looks.values())) == 24, looks
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_name_breaks_between_its_settings_on_a_wide_screen(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / name)) for name in ("first", "second")]
+    labels = [f"{number}: fp8_margin=0 fp8_amax_history_len={16 + number}" for number in (0, 1)]
+    measured = """<script>
+        const [cell] = document.querySelectorAll("tbody td"), tops = [];
+        for (const node of cell.childNodes) {
+          const range = document.createRange();
+          range.selectNodeContents(node);
+          tops.push([...range.getClientRects()].map((box) => box.top));
+        }
+        document.body.dataset.lines = new Set(tops.flat()).size;
+    </script></body>"""
+    page = runs_page("two", runs, labels=labels).replace("</body>", measured)
+    dom, said = dom_of(page, tmp_path)
+    assert not said and re.findall(r'data-lines="(\d)"', dom) == ["2"]
+
+
 def test_charts_of_no_lines(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     (path / "metrics.jsonl").write_text("")
