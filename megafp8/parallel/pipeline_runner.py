@@ -135,6 +135,8 @@ class _Stage(NoMessagesToItself, PipelineStage):
         assert isinstance(gpt, GPT)
         x_BSD = torch.empty(boundary.shape, dtype=boundary.dtype, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
+        for tensor in (x_BSD, loss):  # torch 2.11 keeps them, and dry runs count what has memory
+            tensor.untyped_storage().resize_(0)
         self.work, self.place, self.boundary = _Work(gpt), place, boundary
         self.scaling, self.streams, self.pp = scaling, streams, model.pp
         super().__init__(

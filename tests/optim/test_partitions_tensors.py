@@ -111,19 +111,26 @@ def test_a_rank_holds_its_own_gradients_and_those_on_their_way() -> None:
         **both("one microbatch", case("O1", num_microbatches=2, **ALONE)),
         **both("two microbatches", case("O1", num_microbatches=4, **ALONE)),
     }
+    half = LINEARS // 2
+    limits = {
+        "one microbatch": (2 * LINEARS, LINEARS),
+        "one microbatch, ZeRO-2": (half + 3 * LARGEST, half),
+        "two microbatches": (2 * LINEARS, LINEARS),
+        "two microbatches, ZeRO-2": (LINEARS + 2 * LARGEST, half),
+    }
     ranks: list[dict[str, Memory]] = run_ranks(
-        zero_work.memory_of_gradients, 2, {"cases": cases, "steps": 3}
+        zero_work.memory_of_gradients, 2, {"cases": cases, "steps": 3, "limits": limits}
     )
     for rank in ranks:
         for name in ("one microbatch", "two microbatches"):
             first, second = rank[name], rank[f"{name}, ZeRO-2"]
             assert first.losses == second.losses
             assert first.started == [0, 16, 16] and second.started == [16, 16, 16]
-            assert first.after == [LINEARS] * 3 and second.after == [LINEARS // 2] * 3
+            assert first.after == [LINEARS] * 3 and second.after == [half] * 3
             assert all(min(step) >= LINEARS for step in first.at_gradients)
         alone, summed = rank["one microbatch, ZeRO-2"], rank["two microbatches, ZeRO-2"]
         for step in alone.at_gradients:  # the first step too
-            assert max(step) <= LINEARS // 2 + 3 * LARGEST < LINEARS
+            assert max(step) <= half + 3 * LARGEST < LINEARS
         for step in summed.at_gradients[1:]:  # the sums of the first step are there before
             assert LINEARS <= max(step) <= LINEARS + 2 * LARGEST and min(step) < LINEARS // 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -37,8 +38,24 @@ def live_fp8_bytes() -> int:
     return sum(found.values())
 
 
-def memory_of_gradients(rank: Rank, cases: dict[str, Case], steps: int) -> dict[str, Memory]:
-    """The cases have no FP8 numbers but gradients: no products, moments or weights in FP8."""
+def live_fp8_bytes_below(limit: int, seconds: float = 60.0) -> int:
+    """All FP8 bytes, as soon as they are `limit` at most, or after this time.
+
+    A thread of gloo lets go of what it has sent a moment after the send is complete.
+    """
+    deadline = time.monotonic() + seconds
+    while (live := live_fp8_bytes()) > limit and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return live
+
+
+def memory_of_gradients(
+    rank: Rank, cases: dict[str, Case], steps: int, limits: dict[str, tuple[int, int]]
+) -> dict[str, Memory]:
+    """The cases have no FP8 numbers but gradients: no products, moments or weights in FP8.
+
+    `limits` has the most bytes that a case may have at a gradient and after a step.
+    """
     torch.set_num_threads(1)
     found = {}
     mesh = join(on_ranks(next(iter(cases.values())).parallel, rank))
@@ -50,8 +67,12 @@ def memory_of_gradients(rank: Rank, cases: dict[str, Case], steps: int) -> dict[
         assert reducer is not None and state.optimizer.spec.storage.main_grads == "fp8"
         note: Callable[[nn.Parameter], None] = reducer.note
 
-        def measured(param: nn.Parameter, note=note, memory=memory, before=before) -> None:  # type: ignore[no-untyped-def]
-            memory.at_gradients[-1].append(live_fp8_bytes() - before)
+        at_gradient, after_step = (before + most for most in limits[name])
+
+        def measured(  # type: ignore[no-untyped-def]
+            param: nn.Parameter, note=note, memory=memory, before=before, limit=at_gradient
+        ) -> None:
+            memory.at_gradients[-1].append(live_fp8_bytes_below(limit) - before)
             note(param)
 
         finish: Callable[[], None] = reducer.finish
@@ -66,6 +87,6 @@ def memory_of_gradients(rank: Rank, cases: dict[str, Case], steps: int) -> dict[
             memory.at_gradients.append([])
             memory.losses.append(train_step(state, case.microbatches(state.step, mesh)).loss)
             state.step += 1
-            memory.after.append(live_fp8_bytes() - before)
+            memory.after.append(live_fp8_bytes_below(after_step) - before)
         found[name] = memory
     return found
