@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values, within_ranges
+from megafp8.config.checks.precision import HYBRID, why_not_hybrid
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
 from megafp8.config.gelu import GELU, TANH_GELU, asks_for_tanh
 from megafp8.config.hydra_section import HYDRA, is_hydras
@@ -225,6 +226,8 @@ def load_all(
         if origins.get(t.setting.key) == t.setting.origin  # no stronger layer replaced it
     )
     said, lines = (*translated, *fused), (*about, *schedule_notes(values))
+    if (reason := why_not_hybrid(values)) is not None:
+        lines += (f"no effect: {HYBRID}=True ({origins.get(HYBRID, DEFAULT)}): {reason}",)
     inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert]
     return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), said, lines)
 

@@ -113,6 +113,14 @@ def test_mock_data_become_random_tokens(tmp_path: Path) -> None:
         assert dropped or prefix is None, "nemo_yaml leaves out a key without a value"
 
 
+def test_the_format_that_nemo_does_not_take_is_dropped(tmp_path: Path) -> None:
+    both = {"model.fp8": True, "model.fp8_e4m3": True, "model.fp8_hybrid": True}
+    nemo_yaml(tmp_path, **both)
+    m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
+    assert [line for line in m.inert if line.startswith("model.fp8_hybrid: True: model.fp8_e4m3")]
+    assert "fp8_hybrid" not in m.out["model"] and m.out["model"]["fp8_e4m3"] is True
+
+
 def test_what_refers_to_an_inert_key_keeps_it(tmp_path: Path) -> None:
     m = migrate(
         "defaults: [pretrain_gpt, _self_]\nname: mine\nexp_manager: {name: '${name}'}\n", "x.yaml"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.config.load import load
+from megafp8.config.load import load, load_all
 from megafp8.config.rules import nearest_divisors, nearest_multiples
 from tests.config.helpers import check_tree, load_problems, run_spec, the_problem
 
@@ -320,6 +320,8 @@ def test_fp8_recipe_of_a_yaml_may_be_switched_off(tmp_path: Path) -> None:
     (tmp_path / "off.yaml").write_text(start + recipe + "  fp8: false\n")
     on = run_spec(config_dir=tmp_path, config_name="on")
     assert on.precision.fp8 is not None and on.precision.fp8.backward_format == "e4m3"
+    notes = load_all([], tmp_path, "on").notes
+    assert [n for n in notes if "model.fp8_hybrid=True (on.yaml): model.fp8_e4m3=True" in n]
     off = run_spec("model.fp8=False", config_dir=tmp_path, config_name="on")
     assert off.resolved == run_spec().resolved
     found = load_problems(config_dir=tmp_path, config_name="off")

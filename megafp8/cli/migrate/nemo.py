@@ -15,6 +15,7 @@ from megafp8.cli.migrate.ignored import note_of
 from megafp8.cli.migrate.report import Migration, set_in
 from megafp8.config import spellings
 from megafp8.config.checks import check_values
+from megafp8.config.checks.precision import HYBRID, why_not_hybrid
 from megafp8.config.errors import Origin, SettingError
 from megafp8.config.gelu import FUSION, GELU, asks_for_tanh
 from megafp8.config.launcher_paths import LAUNCHER_GIVES, launcher_paths_once
@@ -68,7 +69,13 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
             m.decide(problem.key, "???", problem.reason, problem.hint)
         if problem.key in given:
             wrong.setdefault(problem.key, problem)
-    idle = {found.key: found.setting for found in unused(values) if found.key not in wrong}
+    idle = {
+        found.key: f"it has no effect with {found.setting}"
+        for found in unused(values)
+        if found.key not in wrong
+    }
+    if (reason := why_not_hybrid(values)) is not None:
+        idle[HYBRID] = reason
     named = tree.get("defaults")
     ours_is_below = isinstance(named, list) and DEFAULT_CONFIG in named
     is_nemos = bool(given & nemo_keys().keys()) and not ours_is_below
@@ -92,7 +99,7 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
             else:
                 m.drop(setting.key, setting.value, nemo_keys()[setting.key].note)
         elif setting.key in idle:
-            m.drop(setting.key, setting.value, f"it has no effect with {idle[setting.key]}")
+            m.drop(setting.key, setting.value, idle[setting.key])
         else:
             set_in(m.out, setting.key, setting.value)
             if setting.key in new_names:

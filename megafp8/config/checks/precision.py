@@ -330,6 +330,19 @@ def _has_hybrid(traits: Traits) -> bool:
     return not traits.is_e4m3
 
 
+HYBRID = "model.fp8_hybrid"
+
+
+def why_not_hybrid(v: Values) -> str | None:
+    """Return why `fp8_hybrid=True` has no effect; None if it has one, or is not given.
+
+    Files of NeMo have both formats at times, and NeMo takes E4M3, too.
+    """
+    if v.get("model.fp8") and v.get(HYBRID) and v.get("model.fp8_e4m3"):
+        return "model.fp8_e4m3=True comes before it, as in NeMo: output gradients are in E4M3 too"
+    return None
+
+
 def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
     """Yield `fp8_hybrid` if the recipe rules it out, or a key beside it on the command line."""
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
