@@ -31,6 +31,7 @@ from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import paths_reported
 from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
 
+FINETUNE_JOB = "finetune_gpt"
 STARTED_AS = "MEGAFP8_STARTED_AS"
 """The variable with the words by which a user started training, such as `megafp8 pretrain`. A
 process has it if these words are not Python and a script; its ranks inherit it."""

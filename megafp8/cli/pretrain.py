@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8 import __version__
-from megafp8.cli.job import STARTED_AS, training_program
+from megafp8.cli.job import FINETUNE_JOB, STARTED_AS, training_program
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
@@ -83,6 +83,17 @@ def _typed_command() -> list[str]:
     return typed if is_plain else usual
 
 
+def typed_words() -> list[str]:
+    """Return the words of the user's command.
+
+    `megafp8 finetune` gives the ranks that it starts its job as an option, which nobody typed.
+    """
+    command, words = _typed_command(), sys.argv[1:]
+    if has_launcher() and command[-1] == "finetune":
+        words = [word for word in words if word != f"--config-name={FINETUNE_JOB}"]
+    return [*command, *words]
+
+
 def task(cfg: DictConfig, info: AppInfo) -> int:
     """Run one job, in this process or on ranks that it starts and watches; return the exit code.
 
@@ -106,7 +117,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         argv.insert(0, f"--config-dir={info.config_dir}")
     if info.trusts_recipes:
         argv.insert(0, TRUST)
-    command = [*_typed_command(), *sys.argv[1:]]
+    command = typed_words()
     if info.directory is not None:  # a sweep's job works in the sweep's own folder
         argv.append(f"exp_manager.explicit_log_dir={quoted(str(info.directory))}")
         command = [*_typed_command(), *argv]

@@ -15,7 +15,9 @@ import pytest
 from megafp8 import __version__
 from megafp8.cli.commands import COMMANDS, main
 from megafp8.cli.completion import WITH_SETTINGS
+from megafp8.cli.pretrain import typed_words
 from megafp8.config.schema import all_keys
+from megafp8.parallel.launch import LAUNCHER
 from tests.test_layers import ROOT
 
 
@@ -129,6 +131,21 @@ def test_training_sees_its_settings_and_the_words_that_started_it(
     monkeypatch.setattr("megafp8.cli.finetune.main", lambda argv: len(argv))
     main(["finetune", "a=1", "b=2"])
     assert seen == [2, ["a=1", "b=2"], "megafp8 finetune"]
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [("finetune_gpt", ["a=1"]), ("mine", ["--config-name=mine", "a=1"])],
+)
+def test_a_rank_shows_the_words_that_its_user_typed(
+    job: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher gives ranks of `megafp8 finetune` the name of its job, which nobody typed."""
+    monkeypatch.setenv("MEGAFP8_STARTED_AS", "megafp8 finetune")
+    for name in ("RANK", "WORLD_SIZE", LAUNCHER):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(sys, "argv", ["megafp8", f"--config-name={job}", "a=1"])
+    assert typed_words() == ["megafp8", "finetune", *words]
 
 
 @pytest.mark.parametrize("command", [["pretrain_gpt.py"], ["-m", "megafp8", "pretrain"]])
