@@ -86,7 +86,7 @@ def _typed_command() -> list[str]:
 def typed_words() -> list[str]:
     """Return the words of the user's command.
 
-    `megafp8 finetune` gives the ranks that it starts its job as an option, which nobody typed.
+    The ranks of `megafp8 finetune` get its job as an option, which the user did not type.
     """
     command, words = _typed_command(), sys.argv[1:]
     if has_launcher() and command[-1] == "finetune":

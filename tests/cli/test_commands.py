@@ -140,7 +140,7 @@ def test_training_sees_its_settings_and_the_words_that_started_it(
 def test_a_rank_shows_the_words_that_its_user_typed(
     job: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A launcher gives ranks of `megafp8 finetune` the name of its job, which nobody typed."""
+    """The ranks of `megafp8 finetune` get the name of its job as an option."""
     monkeypatch.setenv("MEGAFP8_STARTED_AS", "megafp8 finetune")
     for name in ("RANK", "WORLD_SIZE", LAUNCHER):
         monkeypatch.setenv(name, "1")
