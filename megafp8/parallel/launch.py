@@ -59,6 +59,15 @@ def has_launcher() -> bool:
     return is_rank() and LAUNCHER in os.environ
 
 
+def signals_are_passed_on() -> bool:
+    """Return whether the launcher of this rank, ours or torchrun, passes its signals on.
+
+    What ends a whole job, such as systemd, signals the launcher and its ranks, so that each rank
+    gets the signal twice.
+    """
+    return is_rank() and not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+
+
 def prepare_allocator(environment: MutableMapping[str, str]) -> None:
     """Set PYTORCH_ALLOC_CONF=expandable_segments:True unless the user has set the variable.
 

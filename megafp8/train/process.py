@@ -17,6 +17,7 @@ from types import FrameType
 import torch
 
 from megafp8.ops.memory import process_limits
+from megafp8.parallel.launch import signals_are_passed_on
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -30,12 +31,15 @@ _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")  # 2: the kernel counts add
 class StopRequest:
     """Remember the first signal, so that training can save and stop after the current step.
 
-    Use it as a context around training. A second signal ends the process at once. `answer` is
-    called with the first one inside its handler, so that the user sees at once what follows.
+    Use it as a context around training. A second signal ends the process at once, unless a launcher
+    passes signals on: then it may be the first one again, and the launcher ends its ranks at its
+    own second one. `answer` is called with the first one inside its handler, so that the user sees
+    at once what follows.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._leaves_at_second = not signals_are_passed_on()
         self.answer: Callable[[signal.Signals], None] = lambda number: None
         self._previous: dict[signal.Signals, object] = {}
 
@@ -50,7 +54,9 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            os._exit(128 + number)  # the exit code that a shell reports after a signal
+            if self._leaves_at_second:
+                os._exit(128 + number)  # the exit code that a shell reports after a signal
+            return
         self.signal = signal.Signals(number)
         self.answer(self.signal)
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megafp8.parallel.launch import LAUNCHER
+from megafp8.train.process import StopRequest
 from tests.train.runs import STEPS, TWO_RANKS, Child, Done, Driver, Place, assert_same, wait_until
 
 
@@ -129,6 +131,36 @@ def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: st
     for file in names:
         mine, theirs = (p.checkpoint(STEPS) / file for p in (place, two_undisturbed))
         assert mine.read_bytes() == theirs.read_bytes()
+
+
+def test_a_signal_to_all_processes_of_a_job(place: Place) -> None:
+    """As systemd sends it, so that the ranks get the launcher's signal and their own."""
+    launcher = fork_until_step(place, 3)
+    ranks = list(ranks_of(launcher.pid).values())
+    for pid in (launcher.pid, *(rank.pid for rank in ranks)):
+        os.kill(pid, signal.SIGTERM)
+    done = launcher.wait(60)
+    assert done is not None and done.code == 75, launcher.output
+    assert "megafp8: SIGTERM: all ranks have left" in done.output
+    assert place.summary()["status"] == "saved on SIGTERM"
+    assert place.steps()[-1] == place.summary()["step"]
+
+
+@pytest.mark.parametrize("variable", [LAUNCHER, "TORCHELASTIC_RUN_ID", None])
+def test_only_a_process_without_a_launcher_leaves_at_a_second_signal(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (LAUNCHER, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("RANK", "WORLD_SIZE", *([variable] if variable else [])):
+        monkeypatch.setenv(name, "1")
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with StopRequest() as stop:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGUSR1)
+        assert stop.signal == signal.SIGUSR1
+    assert left == ([] if variable else [128 + signal.SIGUSR1])
 
 
 @pytest.mark.slow
