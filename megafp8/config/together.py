@@ -437,7 +437,7 @@ TOGETHER = (
         "Leave one of the two out",
     ),
     Row(
-        {f"{SAVES}.save_top_k": given(), f"{SAVES}.monitor": "val_loss"},
+        {f"{SAVES}.save_top_k": is_above(0), f"{SAVES}.monitor": "val_loss"},
         {"trainer.limit_val_batches": 0},
         f"{{{SAVES}.save_top_k}} ranks checkpoints by the validation loss, and there would be none",
         f"Set {SAVES}.monitor=reduced_train_loss or save_top_k=0, or validate on 1 batch or more",

@@ -19,6 +19,8 @@ def check_environment(environment: Mapping[str, str]) -> None:
         RunError: A variable is no number or out of its range; the message names it and its value.
     """
     join_seconds(environment)
+    for name in ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT"):
+        _whole(environment, name)
     if not {"RANK", "WORLD_SIZE"} <= environment.keys():
         return  # this process is no rank
     _check_port(environment)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, MutableMapping
 from megafp8.errors import ConfigError, RunError
 from megafp8.specs import ParallelSpec
 
+_MOST_TASKS = 10**7
 _FIRST_PORT, _NUM_PORTS = 15000, 10000  # below the range of ports that Linux gives to clients
 _WAY_OUT = "Start the tasks with srun, or unset the SLURM_STEP variables"
 
@@ -99,7 +100,7 @@ def given_gpus(environment: Mapping[str, str]) -> str | None:
 def restart_count(environment: Mapping[str, str]) -> int:
     """Return how often Slurm has restarted this job; 0 outside Slurm."""
     count = environment.get("SLURM_RESTART_COUNT", "0")
-    return int(count) if count.isdigit() else 0
+    return int(count) if count.isascii() and count.isdigit() else 0
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -109,7 +110,10 @@ def tasks_per_node(text: str) -> list[int]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
         if match is None:
             raise RunError(f"SLURM_STEP_TASKS_PER_NODE={text}: cannot be read. {_WAY_OUT}")
-        counts += [int(match[1])] * int(match[2] or 1)
+        tasks, nodes = int(match[1]), int(match[2] or 1)
+        if tasks * nodes > _MOST_TASKS:
+            raise RunError(f"SLURM_STEP_TASKS_PER_NODE={text}: are too many. {_WAY_OUT}")
+        counts += [tasks] * nodes
     return counts
 
 

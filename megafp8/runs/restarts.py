@@ -6,6 +6,7 @@ the run's directory counts restarts. A start by a user begins a new count.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -66,12 +67,13 @@ def starter(environment: Mapping[str, str]) -> tuple[str | None, int]:
     if "SLURM_JOB_ID" in environment:
         names.append(environment["SLURM_JOB_ID"])
         count += restart_count(environment)
-    if (
-        environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if environment.get("TORCHELASTIC_MAX_RESTARTS", "0") not in (
+        "",
+        "0",
     ):  # set by torchrun or by megafp8's launcher
         own = environment.get(LAUNCHER) or environment.get("TORCHELASTIC_RUN_ID", "")
         names.append(f"launcher {own}")
-        count += int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        count += int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
     return " ".join(names) or None, count
 
 
@@ -80,7 +82,8 @@ def _last_logged(run_dir: Path) -> int:
         lines = read_metrics(run_dir / "metrics.jsonl")
     except (OSError, ValueError):
         return 0
-    return max((int(line.get("step", 0)) for line in lines), default=0)
+    steps = (line.get("step", 0) for line in lines)
+    return max((int(step) for step in steps if math.isfinite(step)), default=0)
 
 
 def _record(run_dir: Path) -> dict[str, Any]:

@@ -73,6 +73,7 @@ VALUES: dict[str, Any] = {
 }
 """A value for each key that needs another, where twice the default or its opposite is none."""
 OFF = {
+    "exp_manager.checkpoint_callback_params.save_top_k": -1,
     "trainer.gradient_clip_val": 0,
     "exp_manager.explicit_log_dir": "here",
     "exp_manager.create_checkpoint_callback": False,
@@ -372,3 +373,14 @@ def test_a_stronger_layer_may_switch_off_what_a_weaker_one_details(tmp_path: Pat
     assert found.setting == "model.position_embedding_type=none"
     problem = the_problem("model.position_embedding_type=none", "model.rotary_base=7e5", **where)
     assert problem.key == "model.rotary_base"
+
+
+@pytest.mark.parametrize("setting", ["monitor=reduced_train_loss", "mode=max", "keep=1"])
+def test_where_all_checkpoints_are_kept_none_is_chosen(setting: str) -> None:
+    callback = "exp_manager.checkpoint_callback_params"
+    given = f"{callback}.{setting}"
+    load([given, f"{callback}.save_top_k=1"])
+    found = the_problem(given, f"{callback}.save_top_k=-1")
+    assert found.key == given.partition("=")[0]
+    assert "has no effect with exp_manager.checkpoint_callback_params.save_top_k=-1" in str(found)
+    load([f"{callback}.save_top_k=-1", "trainer.limit_val_batches=0"])

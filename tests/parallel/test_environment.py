@@ -48,6 +48,8 @@ WRONG = [
     ("LOCAL_RANK", "1.0", "is not a whole number"),
     ("LOCAL_RANK", "2", "with LOCAL_WORLD_SIZE=2 the ranks are 0 to 1"),
     ("LOCAL_WORLD_SIZE", "x", "is not a whole number"),
+    ("TORCHELASTIC_MAX_RESTARTS", "abc", "is not a whole number"),
+    ("TORCHELASTIC_RESTART_COUNT", "²", "is not a whole number"),
     ("MEGAFP8_JOIN_SECONDS", "1m", "is not a number of seconds above 0"),
     ("MEGAFP8_JOIN_SECONDS", "nan", "is not a number of seconds above 0"),
     ("MEGAFP8_JOIN_SECONDS", "0", "is not a number of seconds above 0"),

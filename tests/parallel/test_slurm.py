@@ -140,3 +140,9 @@ def test_as_many_ranks_as_the_layout_has(world: str, local: str | None, said: st
         return
     with pytest.raises(ConfigError, match=said):
         check_ranks(spec, environment)
+
+
+def test_absurd_texts_of_slurm() -> None:
+    with pytest.raises(RunError, match="are too many"):
+        tasks_per_node("2(x99999999999)")
+    assert restart_count({"SLURM_RESTART_COUNT": "²"}) == 0

@@ -129,3 +129,12 @@ def test_a_run_that_gets_nowhere_is_stopped(place: Place, monkeypatch: pytest.Mo
     done = place.run(fault=["environment", environment])
     assert done.code == 2, done.output
     assert "3 restarts have begun at step 0" in done.output and not place.steps()
+
+
+def test_a_damaged_line_of_metrics_counts_as_no_step(tmp_path: Path) -> None:
+    lines = ('{"step": "Infinity"}', '{"step": "NaN"}', '{"step": 9}')
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for count in (0, 1):
+        check_progress(tmp_path, 8, restarted(count))
+    record = json.loads((tmp_path / "restarts.json").read_text())
+    assert record["starts"][0]["reached"] == 9

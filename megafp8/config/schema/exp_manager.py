@@ -10,7 +10,10 @@ from megafp8.config.values import is_interval, parse_interval_seconds, spell_exp
 
 _BEST = "exp_manager.checkpoint_callback_params.save_top_k"
 CHECKPOINTS = needs("exp_manager.create_checkpoint_callback", True)
-KEEPS_BEST = Need(_BEST, f"{_BEST} other than 0", lambda v: v[_BEST] != 0)
+KEEPS_BEST = Need(_BEST, f"{_BEST} above 0", lambda v: v[_BEST] > 0)
+KEEPS_NOT_ALL = Need(
+    _BEST, f"{_BEST} other than -1", lambda v: v[_BEST] != -1, "Leave one of the two out"
+)
 WANDB = needs("exp_manager.create_wandb_logger", True)
 PROFILES = needs("model.nsys_profile.enabled", True)
 
@@ -123,6 +126,7 @@ class CheckpointCallback:
         group="checkpoints",
         spec="checkpoint.keep",
         valid=at_least(1),
+        needs=KEEPS_NOT_ALL,
     )
     save_top_k: int = key(
         0,
