@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from megafp8.cli import is_first_rank
-from megafp8.config.base_model import EXP_DIR, LOG_DIR
+from megafp8.config.base_model import EXP_DIR, LOG_DIR, NAME
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Loaded, default_values
@@ -350,7 +350,7 @@ def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list
         SettingError(key, value, reason, hint, origin=COMMAND_LINE)
         for text in overrides
         for key, value in given_settings(text)
-        if key in (EXP_DIR, LOG_DIR)
+        if key in (EXP_DIR, NAME, LOG_DIR)
     ]
 
 

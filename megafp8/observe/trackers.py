@@ -9,16 +9,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from megafp8.errors import ConfigError
-from megafp8.files import Warn, strict, warn_on_stderr
+from megafp8.files import Warn, strict, warn_on_stderr, write_atomically
+from megafp8.foreign import read_bytes
 from megafp8.specs import ObserveSpec
 
 WANDB_FOLDER = "wandb"  # wandb itself makes this folder in the run's directory
 WANDB_ID_FILE = "wandb_run_id.txt"
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 TAGS: Mapping[str, tuple[str, str]] = {
     "loss": ("reduced_train_loss", "lm loss"),
@@ -112,13 +115,15 @@ class WandbTracker:
         directory: str | Path,
         spec: ObserveSpec,
         config: Mapping[str, object] | None = None,
+        *,
+        warn: Warn = warn_on_stderr,
     ) -> None:
         require_wandb()
         import wandb
 
         directory = Path(directory)
         id_file = directory / WANDB_ID_FILE
-        run_id = id_file.read_text().strip() if id_file.exists() else None
+        run_id = _id_in(id_file, warn)
         try:
             self._run: Any = wandb.init(
                 project=spec.wandb_project,
@@ -141,7 +146,10 @@ class WandbTracker:
                 "Run `wandb login`, set WANDB_API_KEY, or set exp_manager.wandb_logger_kwargs.mode"
                 "=offline",
             ) from error
-        id_file.write_text(f"{self._run.id}\n")
+        try:
+            write_atomically(id_file, f"{self._run.id}\n")
+        except OSError as error:
+            warn(f"{id_file}: cannot be written ({error}); a run that continues begins a new one")
         self._run.define_metric(self.STEP_KEY)
         self._run.define_metric("*", step_metric=self.STEP_KEY)
 
@@ -156,6 +164,25 @@ class WandbTracker:
         last lines from the screen, so no version is asked for it.
         """
         self._run.finish()
+
+
+def _id_in(file: Path, warn: Warn) -> str | None:
+    """Return the id of the Weights & Biases run that a file has; None if it has none.
+
+    A damaged file costs the old curve, and not the run.
+    """
+    if not os.path.lexists(file):
+        return None
+    try:
+        text = read_bytes(file, 1024).decode().strip()
+    except (OSError, ValueError) as error:
+        text, reason = "", str(error)
+    else:
+        reason = "it has no id of Weights & Biases"
+    if _ID.fullmatch(text):
+        return text
+    warn(f"{file}: cannot be used ({reason}); Weights & Biases begins a new run")
+    return None
 
 
 class CompositeTracker:
@@ -224,5 +251,5 @@ def open_trackers(
             where = os.fspath(log_dir)
             warn(f"TensorBoard cannot write to {where}: {error}; training continues without it")
     if spec.create_wandb_logger:
-        trackers.append(WandbTracker(log_dir, spec, config))
+        trackers.append(WandbTracker(log_dir, spec, config, warn=warn))
     return CompositeTracker(trackers, warn=warn)

@@ -260,7 +260,11 @@ def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[
     assert "Settings stand before --seeds, not after it" in capsys.readouterr().err
     assert compare.main(["model.fp8=True", "model.hidden_size=101"]) == 2
     assert "model.hidden_size=101" in capsys.readouterr().err
-    for of_one_run in ("exp_manager.exp_dir=x", "+exp_manager.explicit_log_dir=x"):
+    for of_one_run in (
+        "exp_manager.exp_dir=x",
+        "exp_manager.name=x",
+        "+exp_manager.explicit_log_dir=x",
+    ):
         assert compare.main(["model.fp8=True", of_one_run]) == 2
         assert "Set the comparison's with --out DIR" in capsys.readouterr().err
     for of_a_seed in (["model.seed=3"], ["++model.seed=3"], ["--base", "model.seed=3"]):

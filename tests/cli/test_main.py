@@ -34,6 +34,7 @@ from tests.report.made import make_run
         (["-m", "+hydra.job.env_set.HF_TOKEN=planted"], "in the environment"),
         (["-m", "hydra/launcher=nope"], "hydra/launcher/nope"),
         (["-m", "exp_manager.exp_dir=x", "model.seed=1,2"], "hydra.sweep.dir"),
+        (["-m", "exp_manager.name=x", "model.seed=1,2"], "hydra.sweep.dir"),
         (["hydra/launcher=joblib"], "in a sweep (-m) only. Add -m"),
         (["hydra.run.dir=here"], "exp_manager.explicit_log_dir=DIR sets the run"),
         (["hydra.verbose=True", "hydra/job_logging=stdout"], "trainer.log_every_n_steps"),

@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "model.optim.sched.wsd_decay_ratio": 0.5,
     "model.optim.sched.wsd_decay_style": "linear",
     "exp_manager.exp_dir": "elsewhere",
+    "exp_manager.name": "elsewhere",
     "exp_manager.checkpoint_callback_params.train_time_interval": 90,
     "exp_manager.checkpoint_callback_params.monitor": "reduced_train_loss",
     "exp_manager.checkpoint_callback_params.mode": "max",
@@ -384,3 +385,8 @@ def test_where_all_checkpoints_are_kept_none_is_chosen(setting: str) -> None:
     assert found.key == given.partition("=")[0]
     assert "has no effect with exp_manager.checkpoint_callback_params.save_top_k=-1" in str(found)
     load([f"{callback}.save_top_k=-1", "trainer.limit_val_batches=0"])
+
+
+def test_a_name_beside_the_directory_itself_is_refused() -> None:
+    found = the_problem("exp_manager.name=a", "exp_manager.explicit_log_dir=b")
+    assert found.key == "exp_manager.name" and "Leave one of the two out" in str(found)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import ConfigError
+from megafp8.observe import trackers
 from megafp8.observe.trackers import CompositeTracker, TensorBoardTracker, Tracker, open_trackers
 from megafp8.specs import ObserveSpec
 from tests.config.helpers import run_spec
@@ -244,3 +245,20 @@ def test_wandb_that_cannot_begin_is_one_message(
     with pytest.raises(ConfigError, match=r"create_wandb_logger=True.*wandb login") as caught:
         open_trackers(observe_spec(wandb=True), tmp_path)
     assert str(error) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"../../elsewhere", b"", b"x" * 5000, None])
+def test_a_damaged_id_costs_the_curve_and_not_the_run(
+    content: bytes | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "wandb_run_id.txt"
+    warnings: list[str] = []
+    assert trackers._id_in(file, warnings.append) is None and not warnings
+    file.mkdir() if content is None else file.write_bytes(content)
+    assert trackers._id_in(file, warnings.append) is None
+    assert len(warnings) == 1 and "Weights & Biases begins a new run" in warnings[0]
+
+
+def test_an_id_is_read_back(tmp_path: Path) -> None:
+    (tmp_path / "wandb_run_id.txt").write_text("ab12-cd_3\n")
+    assert trackers._id_in(tmp_path / "wandb_run_id.txt", pytest.fail) == "ab12-cd_3"

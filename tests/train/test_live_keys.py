@@ -253,7 +253,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.memory_snapshot_on_oom": Refused(True),
     "exp_manager.exp_dir": Runs("elsewhere"),
     "exp_manager.name": Runs("other"),
-    "exp_manager.explicit_log_dir": Runs("here"),
+    "exp_manager.explicit_log_dir": Runs("here", ("exp_manager.name=null",)),
     "exp_manager.resume_if_exists": ShownBy(
         "tests/train/test_continuing.py::test_resume_if_exists_off"
     ),

@@ -193,6 +193,7 @@ class ExpManager:
             lambda name: _why_no_name(name) is None,
             why=_why_no_name,
         ),
+        needs=needs("exp_manager.explicit_log_dir", None, hint="Leave one of the two out"),
     )
     explicit_log_dir: str | None = key(
         None,
