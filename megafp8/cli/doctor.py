@@ -25,6 +25,7 @@ from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.units import format_bytes, format_duration
+from megafp8.secrets import say
 
 DISK_BYTES = 64 << 20  # that are written to measure the speed of the disk
 PACKAGES = (
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     for finding in findings:
         mark = " " if finding.is_there else "-"
         gives = f"; it would give: {finding.gives}" if finding.gives else ""
-        print(f"{mark} {finding.part:<{width}}  {finding.text}{gives}", flush=True)
+        say(f"{mark} {finding.part:<{width}}  {finding.text}{gives}")
     if not options.self_test:
         print("A short training run: megafp8 doctor --self-test")
         return int(ExitCode.FINISHED)

@@ -86,3 +86,10 @@ def test_a_yaml_has_no_arguments(
 def test_defaults_of_a_yaml_that_are_no_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", "number.yaml", "-o", "new.yaml"]) == 2
     assert "defaults" in capsys.readouterr().out
+
+
+def test_a_folder_of_the_doctor_is_shown_without_control_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor", "--disk", "\x1b[31mred"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
