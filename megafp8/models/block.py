@@ -35,9 +35,9 @@ class TransformerLayer(nn.Module):
         # The optimizer's flat buffers have the parameters in the order in which they are used.
         if self.is_post:
             self.attention = Attention(parts, index)
-            self.attention_norm = parts.norm(f"{name}.attention_norm")
+            self.attention_norm = parts.norm(f"{name}.attention_norm", is_stream=True)
             self.mlp = MLP(parts, index)
-            self.mlp_norm = parts.norm(f"{name}.mlp_norm")
+            self.mlp_norm = parts.norm(f"{name}.mlp_norm", is_stream=True)
         else:
             self.attention_norm = parts.norm(f"{name}.attention_norm")
             self.attention = Attention(parts, index)

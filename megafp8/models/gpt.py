@@ -12,7 +12,7 @@ from torch import nn
 
 from megafp8.models.attention import AttentionContext, KVCache, attention_context
 from megafp8.models.block import layer_of
-from megafp8.models.parts import Parts
+from megafp8.models.parts import Parts, Rounded
 
 
 class GPT(nn.Module):
@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(layer_of(parts, index) for index in layers)
         if has_head:
             is_post = parts.spec.transformer_block_type == "post_ln"
-            self.final_norm = nn.Identity() if is_post else parts.norm("final_norm")
+            self.final_norm = Rounded(parts.dtype) if is_post else parts.norm("final_norm")
             if not parts.spec.share_embeddings_and_output_weights:
                 self.head_weight = parts.head_weight()
             elif not has_embedding:

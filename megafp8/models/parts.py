@@ -89,9 +89,12 @@ class Parts:
         """Return the rows of `weight_VD` that `tokens_BS` name: [B, S] -> [B, S, D]."""
         return F.embedding(tokens_BS, weight_VD)
 
-    def norm(self, name: str) -> nn.Module:
-        """Return the norm `name`: [B, S, D] in `residual_dtype` -> [B, S, D] in `dtype`."""
-        return Norm(self, name)
+    def norm(self, name: str, *, is_stream: bool = False) -> nn.Module:
+        """Return the norm `name`: [B, S, D] in `residual_dtype` -> [B, S, D] in `dtype`.
+
+        Where the result `is_stream`, the residual stream itself, it keeps `residual_dtype`.
+        """
+        return Norm(self, name, is_stream=is_stream)
 
     def head_norm(self, name: str) -> nn.Module:
         """Return the norm `name` of each head's features: [..., E] -> [..., E] in `dtype`."""
@@ -233,12 +236,17 @@ class Embedding(nn.Module):
 class Norm(nn.Module):
     """Applies LayerNorm or RMSNorm over the last dim; the output has the linears' dtype.
 
+    Where the output `is_stream`, the residual stream itself, it has the stream's dtype.
+
     The last dim is the model width, or the features of a head where the norm `is_of_heads`.
     """
 
-    def __init__(self, parts: Parts, name: str, *, is_of_heads: bool = False) -> None:
+    def __init__(
+        self, parts: Parts, name: str, *, is_of_heads: bool = False, is_stream: bool = False
+    ) -> None:
         super().__init__()
-        self.epsilon, self.dtype = parts.spec.layernorm_epsilon, parts.dtype
+        self.epsilon = parts.spec.layernorm_epsilon
+        self.dtype = parts.residual_dtype if is_stream else parts.dtype
         shape = (parts.spec.head_size if is_of_heads else parts.spec.hidden_size,)
         self.zero_centered = parts.spec.layernorm_zero_centered_gamma
         first = constant(0.0 if self.zero_centered else 1.0)
@@ -256,7 +264,7 @@ class Norm(nn.Module):
         return self.weight + 1 if self.zero_centered else self.weight
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        """Return the normalized `x_BSD` in the dtype of the linears: [B, S, D] -> [B, S, D]."""
+        """Return the normalized `x_BSD` in `dtype`: [B, S, D] -> [B, S, D]."""
         weight, bias = self.gain(), self.bias
         x_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, weight.dtype))
         dtype = x_BSD.dtype
@@ -266,6 +274,18 @@ class Norm(nn.Module):
         else:
             out_BSD = torch.layer_norm(x_BSD, weight.shape, weight, bias.to(dtype), self.epsilon)
         return out_BSD.to(self.dtype)
+
+
+class Rounded(nn.Module):
+    """Rounds the residual stream to the linears' dtype, where the head has no norm before it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Return `x_BSD` in `dtype`."""
+        return x_BSD.to(self.dtype)
 
 
 class PlainLinear(nn.Module):

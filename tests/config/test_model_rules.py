@@ -52,11 +52,6 @@ LAYERS = "model.activations_checkpoint_num_layers"
             "model.openai_gelu",
             "Set model.activation=gelu",
         ),
-        (
-            ["model.fp32_residual_connection=True", "model.transformer_block_type=post_ln"],
-            "model.fp32_residual_connection",
-            "pre_ln",
-        ),
         ([f"{METHOD}=uniform"], METHOD, "granularity=selective or full"),
         ([f"{LAYERS}=1"], LAYERS, "granularity=selective or full"),
         ([f"{GRANULARITY}=full"], METHOD, "Give uniform"),

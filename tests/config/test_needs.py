@@ -82,7 +82,7 @@ OFF = {
     "model.activation": "swiglu",
     "trainer.precision": 32,
     "model.position_embedding_type": "alibi",
-    "model.transformer_block_type": "post_ln",
+    "model.megatron_amp_O2": False,
     "model.optim.sched.name": "WarmupHoldPolicy",
     "model.data.train_ds.file_names": ["mine.jsonl"],
     "trainer.accelerator": "cpu",

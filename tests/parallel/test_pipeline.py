@@ -41,6 +41,10 @@ OPTIONS = {  # what a run may have besides, on stages
     ),
     "weights in fp8": replace(SHORT, fp8=replace(FP8, params_in_fp8=True)),
     "documents": replace(SHORT, documents=True),
+    "post-norm in fp32": replace(
+        SHORT,
+        model=replace(UNTIED, transformer_block_type="post_ln", fp32_residual_connection=True),
+    ),
 }
 SCHEDULES = {
     "GPipe": PipelineSpec(schedule="GPipe"),
@@ -165,10 +169,10 @@ def test_options_on_stages_equal_one_process_bit_for_bit(
     ranks: Runs, one: dict[str, Outcome], schedule: str, option: str
 ) -> None:
     """Layers computed again while other microbatches are in flight, FP16 with a first overflow,
-    weights kept in FP8, documents in a sample."""
+    weights kept in FP8, documents in a sample, a stream that norms write in FP32."""
     case, expected = ranks[f"{schedule} {option}"], one[option]
     plain = one["bf16 fp8 untied"].losses[: len(expected.losses)]
-    if option in ("fp16", "documents"):
+    if option in ("fp16", "documents", "post-norm in fp32"):
         assert expected.losses != plain, "the option does something"
     else:  # payloads are those that weights kept in BF16 would be cast to
         assert expected.losses == plain

@@ -32,12 +32,13 @@ def without_o2(compute: str, **choices: Any) -> TrainState:
     return build(replace(spec, precision=precision), single_rank())
 
 
+@pytest.mark.parametrize("form", ["pre_ln", "post_ln"])
 @pytest.mark.parametrize("compute", DTYPES)
-def test_loss_and_gradients_are_autocasts(compute: str) -> None:
+def test_loss_and_gradients_are_autocasts(compute: str, form: Any) -> None:
     """Gradients differ by a few roundings; with O2, norms and residual stream would differ more."""
-    batch = microbatch(3)
+    batch, model = microbatch(3), gpt_spec(transformer_block_type=form)
     tokens, targets = torch.from_numpy(batch.tokens_BS), torch.from_numpy(batch.targets_BS)
-    plain = GPT(Parts(gpt_spec(), torch.float32, 1234, RandomStreams(1234)))
+    plain = GPT(Parts(model, torch.float32, 1234, RandomStreams(1234)))
     with torch.autocast("cpu", DTYPES[compute]):
         hidden = plain.hidden(tokens)
         logits = hidden @ plain.embedding.word.t()
@@ -46,7 +47,7 @@ def test_loss_and_gradients_are_autocasts(compute: str) -> None:
     )
     (loss * 16).backward()  # FP16 gradients must not vanish
 
-    state = without_o2(compute)
+    state = without_o2(compute, model=model)
     state.model.head_loss.grad_scale = 16.0
     ours, _ = forward_backward(state, [batch])
     assert ours.item() == pytest.approx(loss.item(), rel=1e-6)

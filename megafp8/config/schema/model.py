@@ -17,7 +17,6 @@ from megafp8.config.keys import (
     Valid,
     above,
     at_least,
-    both_needs,
     from_to_below,
     key,
     needs,
@@ -435,9 +434,7 @@ class Architecture:
         nemo=False,
         group="model",
         spec="model.fp32_residual_connection",
-        needs=both_needs(
-            needs("model.transformer_block_type", "pre_ln"), needs("model.megatron_amp_O2", True)
-        ),
+        needs=needs("model.megatron_amp_O2", True),
     )
     make_vocab_size_divisible_by: int = key(
         128,
