@@ -28,14 +28,16 @@ EVALUATION = -1
 
 @dataclass(frozen=True)
 class Tokens:
-    """Say which tokens a microbatch has on this rank: the same positions of each sample.
+    """Say which tokens a microbatch has on this rank, equally many of each sample.
 
-    `samples` are their numbers among those of the step. `positions` None stands for as many
-    positions as there are rows for each sample, from 0 on.
+    `samples` are their numbers among those of the step. `positions` are those of every sample, or
+    `by_sample` has those of each; None in both stands for as many positions as there are rows for
+    each sample, from 0 on.
     """
 
     samples: tuple[int, ...] = (0,)
     positions: tuple[range, ...] | None = None
+    by_sample: tuple[tuple[range, ...], ...] | None = None
 
 
 ONE_SAMPLE = Tokens()
@@ -224,16 +226,18 @@ def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.dev
     samples_B = torch.tensor(tokens.samples, dtype=torch.int64)
     rows_per_sample, rest = divmod(number, len(samples_B))
     assert not rest, f"{number} rows are not the tokens of {len(samples_B)} samples"
-    if tokens.positions is None:
-        positions_S = torch.arange(rows_per_sample)
+    if tokens.by_sample is not None:
+        positions_BS = torch.tensor([list(chain(*spans)) for spans in tokens.by_sample])
+    elif tokens.positions is not None:
+        positions_BS = torch.tensor(list(chain(*tokens.positions))).expand(len(samples_B), -1)
     else:
-        positions_S = torch.tensor(list(chain(*tokens.positions)), dtype=torch.int64)
-    chunks = positions_S.chunk(order.size)
+        positions_BS = torch.arange(rows_per_sample).expand(len(samples_B), -1)
+    chunks = positions_BS.chunk(order.size, 1)
     chunks = (chunks[order.rank],) if order.kind == "own" else chunks
-    chunks = (positions_S,) if order.kind == "whole" else chunks
+    chunks = (positions_BS,) if order.kind == "whole" else chunks
     rows = Rows(
-        torch.cat([samples_B.repeat_interleave(len(chunk)) for chunk in chunks]),
-        torch.cat([chunk.repeat(len(samples_B)) for chunk in chunks]),
+        torch.cat([samples_B.repeat_interleave(chunk.shape[1]) for chunk in chunks]),
+        torch.cat([chunk.flatten() for chunk in chunks]),
     )
     assert len(rows.samples) == number, f"{number} rows are not these {len(rows.samples)} tokens"
     return Rows(rows.samples.to(device), rows.positions.to(device))

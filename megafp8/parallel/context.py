@@ -79,15 +79,27 @@ def own_positions(
     return own_tokens(positions_BS, cp, borders=borders)
 
 
-def tokens_of(shape: tuple[int, ...], index: int, cp: Axis) -> Tokens:
+def tokens_of(
+    shape: tuple[int, ...],
+    index: int,
+    cp: Axis,
+    *,
+    borders: Sequence[int] | NDArray[np.int32] | None = None,
+) -> Tokens:
     """Return which tokens this rank has of a microbatch of whole sequences, of `shape` [B, S].
 
-    `index` is the number of the microbatch among those of all replicas in the step.
+    `index` is the number of the microbatch among those of all replicas in the step. `borders` as in
+    `own_tokens`.
     """
     batch, seq = shape
     samples = tuple(range(index * batch, (index + 1) * batch))
     if cp.size == 1:
         return Tokens(samples, (range(seq),))
+    if borders is not None:
+        spans: list[list[range]] = [[] for _ in samples]
+        for share in shares(tuple(map(int, borders)), seq, cp.size)[cp.rank]:
+            spans[share.row] += (share.first, share.second)
+        return Tokens(samples, by_sample=tuple(map(tuple, spans)))
     chunk = seq // (2 * cp.size)
     first, last = cp.rank * chunk, seq - (cp.rank + 1) * chunk
     return Tokens(samples, (range(first, first + chunk), range(last, last + chunk)))

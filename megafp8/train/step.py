@@ -128,8 +128,8 @@ def forward_backward(
     num_tokens = torch.zeros((), dtype=torch.float64, device=device)
     global_indices = [index * dp.size + dp.rank for index in range(len(microbatches))]
     tokens = [
-        tokens_of(microbatch.tokens_BS.shape, index, state.mesh.cp)
-        for index, microbatch in zip(global_indices, microbatches, strict=True)
+        tokens_of(batch.tokens_BS.shape, index, state.mesh.cp, borders=batch.cu_seqlens_N1)
+        for index, batch in zip(global_indices, microbatches, strict=True)
     ]
     state.sink.begin_step()
     state.masters.begin_step()

@@ -14,6 +14,8 @@ import torch
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import Draw, Tokens
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.cut import places_of
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.parts import linears_of
 from megafp8.specs import ParallelSpec
@@ -58,11 +60,15 @@ class Watched:
     given: dict[str, Cast]  # by linear
 
 
-def tokens_at(place: Place, linear: str, batch: int) -> torch.Tensor:
+def tokens_at(
+    place: Place, linear: str, batch: int, borders: tuple[int, ...] | None = None
+) -> torch.Tensor:
     """The rows of the whole gradient [B S, O] that a rank casts, in its order."""
     whole_BS = torch.arange(batch * SEQ).view(batch, SEQ)
     cp, tp = place.parallel.cp, place.parallel.tp
-    if cp > 1:  # the first and the last of what is left, for each rank in turn
+    if borders is not None:
+        whole_BS = whole_BS.gather(1, places_of(borders, SEQ, Axis("cp", cp, place.cp)))
+    elif cp > 1:  # the first and the last of what is left, for each rank in turn
         chunks = whole_BS.chunk(2 * cp, 1)
         whole_BS = torch.cat([chunks[place.cp], chunks[2 * cp - 1 - place.cp]], 1)
     if not place.parallel.sequence_parallel:
