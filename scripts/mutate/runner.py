@@ -63,8 +63,8 @@ def copy_tree(root: Path, folder: Path) -> None:
     for name in filter(None, names):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (root / name).is_file():
-            shutil.copy2(root / name, target)
+        if (root / name).is_file() or (root / name).is_symlink():  # a link may be to a folder
+            shutil.copy2(root / name, target, follow_symlinks=False)
     compiler = _programs(folder) / "cc"
     compiler.parent.mkdir(exist_ok=True)
     compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -O1\n')

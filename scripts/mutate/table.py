@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
+BY_HAND = Path(__file__).with_name("by_hand.json")
 PARTS = {
     "C sources": "*.[ch]",
     "fp8": "megafp8/fp8/",
@@ -27,6 +29,12 @@ skipped without it. [results.jsonl](../../scripts/mutate/results.jsonl) has ever
 that changes no result that anything reads is equivalent: it is justified in
 [equivalent.json](../../scripts/mutate/equivalent.json), and neither tried from then on nor counted.
 Triton's kernels are not mutated."""
+PLANTED = """\
+Mistakes that a person would make, also in files that the command does not mutate, each planted
+alone beside the fast tests of its part. [by_hand.json](../../scripts/mutate/by_hand.json) has all
+of them, with the first test that noticed each. Those below had survived: a test was then written
+that notices them, which is named, or they change no result that anything reads, or nothing notices
+them yet."""
 SIDE_BY_SIDE = """\
 Files were tried side by side (`--files`), so the decided ones are not the first of the seed's
 order. They were among its first 200 when they were tried."""
@@ -90,7 +98,18 @@ def page(rows: Sequence[Row], seed: int, wanted: int) -> str:
     ):
         lines += ["", f"## {title}", ""]
         lines += [_line(row) for row in sorted(chosen, key=lambda r: (r.file, r.line))] or ["None."]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_by_hand()]) + "\n"
+
+
+def _by_hand() -> Iterator[str]:
+    """Yield the lines about mistakes that were planted by hand."""
+    planted = json.loads(BY_HAND.read_text())
+    verdicts = Counter(one["verdict"] for one in planted)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+    yield from ("", "## Planted by hand", "", PLANTED, "", f"Of {len(planted)}: {counts}.", "")
+    for one in planted:
+        if one["verdict"] != "killed":
+            yield f"- `{one['file']}`: `{one['before']}` → `{one['after']}` ({one['why']})"
 
 
 def _line(row: Row) -> str:

@@ -187,6 +187,34 @@ def test_an_evaluation_leaves_the_draws_of_training_alone_and_repeats_its_own() 
     assert len({*found, *evaluated}) == 4
 
 
+def test_a_recomputation_draws_again_what_its_pass_drew() -> None:
+    """Also while another microbatch is the present one, whose own draws go on undisturbed."""
+    state = ScalingState(Fp8Recipe(name="nvfp4"))
+    linear = linear_quantizer(state, "a")
+    assert linear is not None
+    x = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+
+    def code() -> bytes:
+        return codes(quantized(linear, "grad_output", x)[0].along_last)
+
+    undisturbed = []
+    for sample in (5, 6):
+        state.begin_microbatch(0, 1, Tokens((sample,)))
+        undisturbed.append([code() for _ in range(3)])
+    state.begin_microbatch(0, 2)
+    code()
+    state.begin_microbatch(0, 1, Tokens((5,)))
+    code()
+    again = state.recomputation()
+    code()
+    state.begin_microbatch(1, 1, Tokens((6,)))
+    found = [code()]
+    with again:
+        repeated = [code(), code()]
+    found += [code(), code()]
+    assert repeated == undisturbed[0][1:] and found == undisturbed[1]
+
+
 def casts_of(
     layer_of: torch.Tensor, microbatches: Sequence[tuple[slice, Sequence[int] | None]]
 ) -> list[bytes]:
@@ -223,5 +251,8 @@ def test_samples_of_a_converted_model_draw_alike_in_each_division() -> None:
     assert casts_of(x, [(slice(2, 4), (2, 3))]) == two[1:]  # the second of two replicas
     counted = casts_of(x, [(slice(2), None), (slice(2, 4), None)])
     assert counted != two and counted == casts_of(x, [(slice(2), None), (slice(2, 4), None)])
+    single = [slice(0, 1), slice(1, 2)]
+    numbered = casts_of(x, [(single[0], (0,)), (single[1], (1,))])
+    assert casts_of(x, [(each, None) for each in single]) == numbered
     with pytest.raises(fp8.Fp8Error, match="64 rows, which are not the tokens of 3 samples"):
         casts_of(x, [(slice(4), range(3))])

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from megafp8.models import documents, packed
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore, attention_context
-from megafp8.models.documents import SHORT, Documents, document_ids
+from megafp8.models.documents import SHORT, Area, Documents, document_ids
 from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
 from megafp8.ops import cpu
+from megafp8.ops.attention import AttentionTile
 from megafp8.specs.model import BLOCK_QUERIES as QUERIES
 from megafp8.specs.model import twice_seen
 from megafp8.train.live_bytes import LiveBytes
@@ -94,6 +95,29 @@ def test_bf16(widens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "FAST_AT_BF16", not widens)
     check(WHOLE, 31, torch.bfloat16, groups=2)
     check(PACKED, 31, torch.bfloat16)
+
+
+def test_gradients_of_shared_keys_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight blocks add to the gradients of the first values, in FP32 where products are.
+
+    Then they are the correctly rounded ones, but for sums that FP32's error, up to 1024 * 2^-24 of
+    their terms, moves over the middle of two BF16 numbers. Rounded after each block, half of them
+    are others.
+    """
+    monkeypatch.setattr(cpu, "FAST_AT_BF16", False)
+    seq = 8 * QUERIES
+    qkv, grad = inputs(1, seq, 4, torch.bfloat16)
+    blocks = Documents(borders_of([[seq]]), seq, CPU, cuts_queries=True)
+
+    def block_of(number: int, area: Area) -> AttentionTile:
+        return AttentionTile(SIZE**-0.5, mask=blocks.seen(area))
+
+    out = packed.attend_blocks(*qkv, blocks, block_of)
+    out.transpose(1, 2).flatten(2).backward(grad)
+    exact = formula(qkv, grad, torch.zeros(1, seq)).results.value
+    assert qkv.value.grad is not None
+    same = (qkv.value.grad == exact.bfloat16())[:, :, :QUERIES]
+    assert same.double().mean() > 0.95
 
 
 @pytest.mark.parametrize("lengths", [WHOLE, PACKED], ids=["whole", "packed"])

@@ -285,6 +285,16 @@ def test_stochastic_rounding_repeats_and_depends_on_seed_and_step() -> None:
     assert len({dither for each in keys for dither in each}) == 18
 
 
+def test_each_gradient_has_its_own_norm_in_either_format() -> None:
+    """Tensor-parallel ranks add up those of some parameters, and take the mean of the others'."""
+    state = at_level("O2")
+    train_step(state, [microbatch(0)])
+    grads = state.masters.stored_grads
+    assert len({grad.fmt.name for grad in grads}) == 2
+    expected = torch.stack([grad.values().double().square().sum() for grad in grads])
+    torch.testing.assert_close(state.masters.squared_norms(), expected, rtol=1e-6, atol=0)
+
+
 def test_masters_in_fp16_move_where_bf16_ones_stand_still() -> None:
     """Why the paper's masters have 11 significant bits (#2a), and not BF16's 8 (#2b)."""
     moved = {}

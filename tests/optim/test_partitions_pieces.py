@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megafp8.optim.masters import Masters
-from megafp8.optim.partitions import Partition, WeightBuffer
+from megafp8.optim.partitions import Partition, Segment, WeightBuffer
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
@@ -56,6 +56,27 @@ def test_sums_in_fp8_begin_with_the_factor_of_their_kind(reduction: str, factor:
         whole.params, storage, Partition("replicated", Axis("data", 16)), linears=whole.linears
     )
     assert found.factors.numel() > 2 and set(found.factors.tolist()) == {factor}
+
+
+def test_parts_of_a_tensor_round_by_numbers_of_their_own() -> None:
+    """Those of tensor-parallel ranks, which begin elsewhere in the tensor, and of ZeRO's ranks.
+
+    Dither counts from the first element of a part, so that equal keys would be equal numbers.
+    """
+    storage = {"stochastic_rounding": True}
+    optimizer = case("O2", storage=storage).build(single_rank()).optimizer
+    masters = optimizer.masters
+    (first, *_) = (s for s in masters.segments if s.param in masters.linears)
+    piece, elements = first.piece, first.param.numel()
+    other = nn.Parameter(first.param.detach())
+    other.pieces = (replace(piece, offset=(piece.global_shape[0] // 2, 0)),)  # type: ignore[attr-defined]
+    parts = [
+        Segment(param, begin, elements)
+        for param in (first.param, other)
+        for begin in (0, elements // 2, elements // 2 + 1)
+    ]
+    keys = {dither.key for part in parts for dither in optimizer._dithers(part, 3) if dither}
+    assert len(keys) == 3 * len(parts)
 
 
 def test_masters_keep_no_gradient_that_was_attached() -> None:

@@ -51,7 +51,8 @@ def test_a_document_of_a_whole_row_is_cut_as_the_row() -> None:
 @given(st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=20), min_size=1, max_size=3),
        st.integers(2, 5))  # fmt: skip
 def test_every_token_and_score_has_its_rank(rows: list[list[int]], size: int) -> None:
-    """All ranks have as many tokens, and each score within a document is computed exactly once."""
+    """All ranks have as many tokens, chunks of a document differ by one token at most, and each
+    score within a document is computed exactly once."""
     seq = max(map(sum, rows))
     seq += -seq % (2 * size)
     rows = [[*row, seq - sum(row)] if sum(row) < seq else row for row in rows]
@@ -64,6 +65,9 @@ def test_every_token_and_score_has_its_rank(rows: list[list[int]], size: int) ->
     assert torch.equal(everything, torch.arange(seq).expand(len(rows), seq))
     counts = torch.zeros(len(rows), seq, seq, dtype=torch.int8)
     cut = shares(borders, seq, size)
+    for of_ranks in zip(*cut, strict=True):  # of one document, whose chunks are as equal as can be
+        chunks = {len(part) for share in of_ranks for part in (share.first, share.second)}
+        assert max(chunks) - min(chunks) <= 1
     for rank in range(size):
         for turn in range(size):
             other = (rank - turn) % size

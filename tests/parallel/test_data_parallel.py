@@ -11,7 +11,7 @@ from torch import nn
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaling import Pending
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.grad_reduce import GradReducer, NotingSink, buckets_of
+from megafp8.parallel.grad_reduce import Bucket, GradReducer, NotingSink, buckets_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from tests.parallel import rank_work
@@ -40,6 +40,10 @@ class Doubling(Axis):
     def start_all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         self.events.append(f"reduce {tensor.numel()} {tensor.dtype}".removesuffix("torch.float32"))
         return Pending(tensor.mul_(2))
+
+    def start_reduce_scatter_in_place(self, tensor: torch.Tensor) -> Pending:
+        self.events.append(f"scatter {tensor.numel()} {tensor.dtype}")
+        return Pending(self.own_part(tensor).mul_(2))
 
 
 class Three:
@@ -91,6 +95,16 @@ def test_only_the_last_microbatch_starts_a_reduction() -> None:
     assert three.flat.tolist() == [8, 8, 8, 4, 4, 4, 4, 4, 4]
     assert three.step(1)[-1] == "reduce 4 ", "another number of microbatches is learned anew"
     assert three.step(1)[2] == "reduce 4 "
+
+
+def test_a_rank_keeps_its_range_of_a_sum_that_was_sent_in_bf16() -> None:
+    """With ZeRO-1 rank 1 of two owns the second half of the bucket, and the first one stays."""
+    bucket = Bucket(torch.arange(8.0), frozenset(), is_scattered=True)
+    axis = Doubling("dp", rank=1)
+    bucket.start(axis, torch.bfloat16)
+    bucket.finish(axis)
+    assert bucket.gradient.tolist() == [0, 1, 2, 3, 8, 10, 12, 14]
+    assert axis.events == ["scatter 8 torch.bfloat16"]
 
 
 def test_a_weight_without_gradient_is_zero_and_reduced_at_the_end() -> None:

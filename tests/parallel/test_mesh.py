@@ -62,22 +62,22 @@ def test_layers_of_stages() -> None:
     assert uneven.layers(7, 2) == [range(1), range(1, 4), range(4, 6), range(6, 7)]
 
 
-@pytest.fixture(scope="module")
-def joined() -> list[dict[str, tuple[int, int, list[int]]]]:
-    spec = ParallelSpec(devices_per_node=4, tp=1, pp=2)
-    return run_ranks(rank_work.members, 4, {"spec": spec})
-
-
-def test_the_groups_are_made_of_these_ranks(
-    joined: list[dict[str, tuple[int, int, list[int]]]],
-) -> None:
-    """Each rank's own number is summed over each axis: dp=2, pp=2."""
-    sizes = {"tp": 1, "cp": 1, "dp": 2, "pp": 2}
+@pytest.mark.parametrize(
+    ("spec", "of_amaxes"),
+    [
+        (ParallelSpec(devices_per_node=4, pp=2), {"tp", "cp", "dp"}),
+        (ParallelSpec(devices_per_node=4, cp=2, tp_only_amax_red=True), {"tp", "cp"}),
+    ],
+    ids=["pp 2", "cp 2, own amaxes of replicas"],
+)
+def test_the_groups_are_made_of_these_ranks(spec: ParallelSpec, of_amaxes: set[str]) -> None:
+    """Each rank's own number is summed over each axis; two replicas."""
+    sizes = {"tp": 1, "cp": spec.cp, "dp": 2, "pp": spec.pp}
     spans = {axis: {axis} for axis in AXES}
-    spans |= {"data": {"cp", "dp"}, "stage": {"tp", "cp", "dp"}, "amax": {"tp", "cp", "dp"}}
-    for rank, found in enumerate(joined):
+    spans |= {"data": {"cp", "dp"}, "stage": {"tp", "cp", "dp"}, "amax": of_amaxes}
+    for rank, found in enumerate(run_ranks(rank_work.members, 4, {"spec": spec})):
         for name, span in spans.items():
             group = next(g for g in groups_along(sizes, span) if rank in g)
             assert found[name] == (len(group), group.index(rank), group), name
-        assert found["ends"] == found["pp"], "two stages: both are ends"
+        assert found["ends"] == found["pp"], "two stages or one: all are ends"
         assert found["world"] == (4, rank, [0, 1, 2, 3])

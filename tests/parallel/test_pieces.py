@@ -10,7 +10,12 @@ import torch
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
+from megafp8.fp8.gemm import GemmCounter
+from megafp8.fp8.grad_sink import AutogradSink
+from megafp8.models.random import RandomStreams
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import join, single_rank
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.parallel.sequence import (
     SequenceColumnParallel,
     SequenceRowParallel,
@@ -18,6 +23,7 @@ from megafp8.parallel.sequence import (
 )
 from megafp8.specs import ParallelSpec
 from megafp8.specs.layer import LayerLinear, SubLinear
+from tests.tiny import gpt_spec
 
 QKV = LayerLinear(
     "qkv", 6, (SubLinear("query", 8), SubLinear("key", 8), SubLinear("value", 4)), True
@@ -40,6 +46,22 @@ def test_fused_columns_by_hand() -> None:
         ("value.bias", (4,), (2,), (slice(8, 10),)),
     ]
     assert all(piece.is_sharded for piece in (*weights, *biases))
+
+
+def test_ranks_that_divide_a_sequence_drop_elements_of_their_own() -> None:
+    """The residual stream is whole on every rank without sequence parallelism, and drops alike."""
+    for divided in (False, True):
+        masks = []
+        for rank in range(2):
+            parts = NativeParts(
+                PartsArgs(
+                    spec=gpt_spec(), dtype=torch.float32, seed=1, streams=RandomStreams(1, rank),
+                    tp=Axis("tp", 2, rank), sink=AutogradSink(), counter=GemmCounter(),
+                    sequence_parallel=divided,
+                )
+            )  # fmt: skip
+            masks.append(parts.dropout(0.5, "site")(torch.ones(64)))
+        assert torch.equal(*masks) != divided
 
 
 def test_rows_by_hand() -> None:

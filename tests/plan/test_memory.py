@@ -131,6 +131,9 @@ JOBS: dict[str, RunSpec] = {
     "a window, tp 2 x cp 2": job(ranks=4, tp=2, cp=2, shape=LLAMA | WINDOW),
     "documents, tp 2 x cp 2": with_documents({}, ranks=4, tp=2, cp=2),
     "post-norm": job(shape={"transformer_block_type": "post_ln"}),
+    "post-norm, FP32 residual": job(
+        shape={"transformer_block_type": "post_ln", "fp32_residual_connection": True}
+    ),
     "tp 2": job(ranks=2, tp=2, fp8=DELAYED),
     "tp 2, sequence": job(ranks=2, tp=2, sequence_parallel=True, fp8=DELAYED),
     "tp 2, sequence, bf16": job(ranks=2, tp=2, sequence_parallel=True),

@@ -173,6 +173,15 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
         and ": 198 are left" in page
         and page.count("(Unused.)") == 2
     )
+    planted = tmp_path / "by_hand.json"
+    one = {"file": "a.py", "before": "x", "after": "y", "verdict": "killed", "by": "tests/x.py"}
+    planted.write_text(
+        json.dumps([one, {**one, "after": "z", "verdict": "not noticed", "why": "W"}])
+    )
+    monkeypatch.setattr(table, "BY_HAND", planted)
+    page = table.page(rows, 7, 200)
+    assert "Of 2: 1 killed, 1 not noticed." in page and "- `a.py`: `x` → `z` (W)" in page
+    assert "`y`" not in page
     known.write_text("[]")  # without its reason, one that was not tried is not decided
     assert "| fp8 | 3 | 1 | 2 | 1 |" in table.page(rows, 7, 200)
 

@@ -58,6 +58,17 @@ def test_gradients_are_unscaled_and_survive_only_with_a_scale() -> None:
     assert error(true_gradients(fp16_run(2.0**-16, min_scale=2.0**-16)), exact) > 0.1
 
 
+def test_the_scale_is_that_of_the_mean_over_all_replicas() -> None:
+    """Otherwise the same scale would overflow earlier, the more replicas there are."""
+    state, factors = fp16_run(2.0**12), []
+    for size in (1, 2):  # the reductions are those of one rank
+        state.mesh = replace(state.mesh, dp=replace(state.mesh.dp, size=size))
+        train_step(state, [microbatch(1), microbatch(2)])
+        factors.append(state.model.head_loss.grad_scale)
+    targets = 2 * microbatch(1).targets_BS.size
+    assert factors == [2.0**12 / targets, 2.0**12 / (2 * targets)]
+
+
 @pytest.mark.parametrize("fp8", [None, Fp8Recipe(amax_history_len=4)], ids=["fp16", "fp16 fp8"])
 def test_overflows_are_skipped_until_the_scale_fits(fp8: Fp8Recipe | None) -> None:
     state = fp16_run(2.0**32, fp8=fp8, growth_interval=5)

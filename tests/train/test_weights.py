@@ -237,6 +237,7 @@ def test_cached_generation_is_the_uncached_one() -> None:
         dict(position_embedding_type="rope", num_query_groups=2, rotary_percentage=0.5),
         dict(position_embedding_type="alibi", transformer_block_type="post_ln"),
         dict(position_embedding_type="none", num_query_groups=1),
+        dict(position_embedding_type="alibi", window_size=(3, 0)),  # older keys are forgotten
     ):
         model = GPT(Parts(gpt_spec(**changes), torch.float64, 3, RandomStreams(3))).eval()
         with torch.no_grad():
