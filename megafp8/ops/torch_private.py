@@ -323,6 +323,56 @@ class NoMessagesToItself:
     _recv_meta = _send_meta = _shape_inference = _refuse_pickles
 
 
+class ReceivesWhenDue:
+    """Let a pipeline stage hold a message only until the pass that needs it is over; a mix-in.
+
+    torch makes a buffer for each message of a step when the first step begins, and keeps all of
+    them: a rank would hold all microbatches of a step, whatever its schedule.
+    """
+
+    device: torch.device
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_forward_infra(*args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._on_meta():
+            return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_recv_ops(self, recv_infos: Sequence[Any]) -> Any:
+        _move_buffers(recv_infos, self.device)
+        return super()._get_recv_ops(recv_infos)  # type: ignore[misc]
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[misc]
+        received = self.args_recv_info[fwd_chunk_id]  # type: ignore[attr-defined]
+        _move_buffers(received, torch.device("meta"))
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)  # type: ignore[misc]
+        received = self.grad_recv_info[bwd_chunk_id]  # type: ignore[attr-defined]
+        _move_buffers(received, torch.device("meta"))
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+
+def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
+    """Give what a stage receives memory on `device`; on meta it has none."""
+    for info in infos:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None:
+            new = torch.empty_like(buffer, device=device)
+            info.buffer = new.requires_grad_(buffer.requires_grad)
+
+
 def join_simulated_group(rank: int, world_size: int) -> None:
     """Initialize torch.distributed with its fake backend, which sends nothing and always succeeds.
 

@@ -25,7 +25,7 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.loss import beginning_of_backward
 from megafp8.models.random import RandomStreams
-from megafp8.ops.torch_private import NoMessagesToItself
+from megafp8.ops.torch_private import NoMessagesToItself, ReceivesWhenDue
 from megafp8.parallel.pipeline import Batch, Boundary, PipelinedGPT
 from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 
@@ -118,7 +118,7 @@ class _Work(nn.Module):
         return output.contiguous()  # it is sent, and Transformer Engine's layers keep another order
 
 
-class _Stage(NoMessagesToItself, PipelineStage):
+class _Stage(NoMessagesToItself, ReceivesWhenDue, PipelineStage):
     """Runs one stage with declared shapes, events for each microbatch, and counted messages."""
 
     def __init__(

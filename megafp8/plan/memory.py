@@ -16,6 +16,7 @@ from megafp8.plan.layer import backward_instants, layer_bytes, layer_input_bytes
 from megafp8.plan.pipeline import (
     StagePasses,
     Work,
+    kept_by,
     most_held,
     sent_by,
     short_order,
@@ -98,14 +99,11 @@ class StepBytes:
     ) -> StepBytes:
         """Return what a rank holds while it runs the passes of its stages in order.
 
-        torch's pipelines have a buffer of each microbatch for all that a stage receives. A shorter
-        order than that of so many microbatches sends less, as much in each of them.
+        A shorter order than that of so many microbatches sends less, as much in each of them.
         """
-        crossing = sum(each.received + each.returned for each in stages.values())
         missing = num_microbatches - len({work.microbatch for work in order})
-        in_flight = most_held(order, {i: each.kept - each.received for i, each in stages.items()})
+        in_flight = most_held(order, {index: kept_by(index, stages) for index in stages})
         held, (more, gathered, sums) = worst_pass(order, stages)
-        more += num_microbatches * crossing
         sent = sum(sent_by(index, stages) for index in stages)
         more += sent * missing if len(stages) > 1 else 0
         late = in_flight - held + sum(each.sums for each in stages.values()) - sums
@@ -122,18 +120,9 @@ class StepBytes:
     def without_fsdp(
         cls, order: Sequence[Work], stages: Mapping[int, StagePasses], num_microbatches: int
     ) -> StepBytes:
-        """Return what `of_passes` does, with what is in flight at the worst moment alone.
-
-        The buffers of what stages receive stay to the end of a step, when gradients arrive.
-        """
+        """Return what `of_passes` does, with what is in flight at the worst moment alone."""
         step = cls.of_passes(order, stages, num_microbatches)
-        crossing = sum(each.received + each.returned for each in stages.values())
-        return replace(
-            step,
-            in_flight=step.in_flight - step.late,
-            late=0,
-            arriving_last=num_microbatches * crossing,
-        )
+        return replace(step, in_flight=step.in_flight - step.late, late=0)
 
 
 @dataclass(frozen=True, kw_only=True)

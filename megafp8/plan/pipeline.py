@@ -7,14 +7,15 @@ weights'), and messages take none.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, PipelineSpec
 
-Kind = Literal["F", "B", "I", "W"]
+Kind = Literal["F", "B", "I", "W", "R", "G"]
 SECONDS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
 """The units of time that each kind of work takes; B is I and W together."""
 
@@ -23,6 +24,8 @@ class Work(NamedTuple):
     """Name one forward pass (F) or backward pass (B) of a microbatch on a stage.
 
     A backward pass may be divided into the inputs' gradients (I) and the weights' gradients (W).
+    R and G are the moments at which a stage begins to receive its input, and the gradient of its
+    output, where these are earlier than the pass that needs the message.
     """
 
     kind: Kind
@@ -83,7 +86,7 @@ def run_times(orders: Sequence[Sequence[Work]], num_stages: int) -> Times:
                 place[rank] += 1
                 left -= 1
         if left == before:
-            raise ValueError(f"the orders wait for each other; {left} pieces of work cannot begin")
+            raise _waiting(left)
     total = max(clock)
     busy = [sum(SECONDS[work.kind] for work in order) for order in orders]
     return Times(total, tuple(1 - b / total for b in busy))
@@ -100,6 +103,42 @@ def _ready(work: Work, done: Mapping[Work, int], num_stages: int) -> int | None:
         return done.get(Work("F", stage, microbatch))
     whole = done.get(Work("B", stage + 1, microbatch))
     return done.get(Work("I", stage + 1, microbatch)) if whole is None else whole
+
+
+def with_receipts(orders: Sequence[Sequence[Work]]) -> list[list[Work]]:
+    """Return the orders of all ranks with the moments at which their stages receive messages.
+
+    torch's schedules of several stages have memory for a message once its sender has got that far,
+    if in each round each rank does its next piece of work that can begin. Stages of one rank hand
+    each other the tensors themselves; a gradient then waits as a received one does.
+
+    Raises:
+        ValueError: The orders wait for each other.
+    """
+    owner = {work.stage: rank for rank, order in enumerate(orders) for work in order}
+    made: list[list[Work]] = [[] for _ in orders]
+    done: dict[Work, int] = {}
+    rest = [deque(order) for order in orders]
+    while any(rest):
+        before = len(done)
+        for rank, order in enumerate(rest):
+            if not order or _ready(order[0], done, len(owner)) is None:
+                continue
+            work = order.popleft()
+            done[work] = 0
+            made[rank].append(work)
+            kind, stage, microbatch = work
+            if kind == "F" and owner.get(stage + 1, rank) != rank:
+                made[owner[stage + 1]].append(Work("R", stage + 1, microbatch))
+            elif kind in ("B", "I") and stage > 0:
+                made[owner[stage - 1]].append(Work("G", stage - 1, microbatch))
+        if len(done) == before:
+            raise _waiting(sum(map(len, rest)))
+    return made
+
+
+def _waiting(num_left: int) -> ValueError:
+    return ValueError(f"the orders wait for each other; {num_left} pieces of work cannot begin")
 
 
 def most_held(order: Sequence[Work], held: Mapping[int, int]) -> int:
@@ -162,31 +201,47 @@ def sent_by(index: int, stages: Mapping[int, StagePasses]) -> int:
     return stage.received * back + stage.returned * on
 
 
+def kept_by(index: int, stages: Mapping[int, StagePasses]) -> int:
+    """Return what a microbatch in flight keeps on a stage.
+
+    An input that comes from a stage of the same rank is that stage's output, which it keeps.
+    """
+    return stages[index].kept - stages[index].received * (index - 1 in stages)
+
+
 def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tuple[int, PassBytes]:
     """Return what microbatches in flight keep during the worst pass of an order, and its bytes.
 
-    These have the weights that other stages have gathered, the sums of all stages and, with several
-    stages, what was sent: torch keeps that to the end of a step. Neither has what stages receive,
-    for which there are buffers for all microbatches.
+    These have the weights that other stages have gathered, the sums of all stages, the messages
+    that wait for their pass and, with several stages, what was sent: torch keeps that to the end of
+    a step.
     """
-    in_flight, sent, worst, gathered_by = 0, 0, (0, PassBytes(0, 0, 0)), set[int]()
-    summed: dict[int, int] = {}
+    in_flight, sent, waiting, worst = 0, 0, 0, (0, PassBytes(0, 0, 0))
+    gathered_by, received, summed = set[int](), set[Work](), dict[int, int]()
     for work in order:
-        stage = stages[work.stage]
-        if work.kind == "F":
-            in_flight += stage.kept - stage.received
-            gathered_by.add(work.stage)
-        elif work.kind in ("B", "W"):
-            gathered_by.discard(work.stage)
-            bytes_of_work = stage.later if work.stage in summed else stage.first
-            summed[work.stage] = bytes_of_work.sums
+        kind, index, microbatch = work
+        stage = stages[index]
+        if kind in ("R", "G"):
+            received.add(work)
+            waiting += stage.received if kind == "R" else stage.returned
+        elif kind == "F":
+            waiting -= stage.received * (Work("R", index, microbatch) in received)
+            in_flight += kept_by(index, stages)
+            gathered_by.add(index)
+        elif (gradient := Work("G", index, microbatch)) in received:
+            waiting -= stage.returned
+            received.remove(gradient)
+        if kind in ("B", "W"):
+            gathered_by.discard(index)
+            bytes_of_work = stage.later if index in summed else stage.first
+            summed[index] = bytes_of_work.sums
             gathered = bytes_of_work.gathered + sum(stages[other].left for other in gathered_by)
-            more = bytes_of_work.more + sent - stage.returned
+            more = bytes_of_work.more + sent + waiting
             pass_bytes = PassBytes(more, gathered, sum(summed.values()))
             worst = max(worst, (in_flight, pass_bytes), key=lambda each: each[0] + sum(each[1]))
-            summed[work.stage] = stage.sums
-            in_flight -= stage.kept - stage.received
-            sent += sent_by(work.stage, stages) if len(stages) > 1 else 0
+            summed[index] = stage.sums
+            in_flight -= kept_by(index, stages)
+            sent += sent_by(index, stages) if len(stages) > 1 else 0
     return worst
 
 
@@ -203,28 +258,36 @@ def short_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: in
         return [Work(kind, 0, index) for index in range(enough) for kind in ("F", "B")]
     if name == "GPipe" or name == "1F1B":
         return one_stage_order(name, rank, pp, num_microbatches if name == "GPipe" else enough)
-    return planned_order(pipeline, pp, rank, enough)
+    return list(_planned_orders(pipeline, pp, enough)[rank])
+
+
+@cache
+def _planned_orders(pipeline: PipelineSpec, pp: int, num_microbatches: int) -> list[list[Work]]:
+    orders = [planned_order(pipeline, pp, rank, num_microbatches) for rank in range(pp)]
+    return with_receipts(orders)
 
 
 def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
     """Return the passes of one of `pp` pipeline ranks in order, under a schedule of several stages.
 
     These schedules are torch's own plans; here, each begins as many forward passes as torch's plan
-    does and then continues as that does. A zero-bubble schedule holds a microbatch until its weight
-    gradients are computed, which counts as its backward pass.
+    does and then continues as that does. Its rounds are equal, with `pp` microbatches or a few more.
+    A zero-bubble schedule holds a microbatch until its weight gradients are computed, which counts
+    as its backward pass.
     """
     name, stages = pipeline.schedule, pipeline.stages_of(rank, pp)
     assert name not in ONE_STAGE_SCHEDULES
     if name == "ZBVZeroBubble":
         return _v_order(stages[0], stages[1], pp, rank, num_microbatches)
-    forwards = _in_rounds("F", stages, pp, num_microbatches)
+    size = num_microbatches // max(1, num_microbatches // pp)
+    forwards = _in_rounds("F", stages, size, num_microbatches)
     behind = pp - 1 - rank
     if name == "Interleaved1F1B":
-        num_warm_up = 2 * behind + (len(stages) - 1) * pp + 1
+        num_warm_up = 2 * behind + (len(stages) - 1) * size + 1
     else:
-        num_warm_up = len(stages) * pp
+        num_warm_up = len(stages) * size
     order, rest = forwards[:num_warm_up], iter(forwards[num_warm_up:])
-    for backward in _in_rounds("B", stages[::-1], pp, num_microbatches):
+    for backward in _in_rounds("B", stages[::-1], size, num_microbatches):
         order.append(backward)
         order.extend([forward] if (forward := next(rest, None)) else [])
     return order
@@ -245,11 +308,11 @@ def _v_order(first: int, second: int, pp: int, rank: int, num_microbatches: int)
     return order
 
 
-def _in_rounds(kind: Kind, stages: Sequence[int], pp: int, num_microbatches: int) -> list[Work]:
-    """Return all passes of one kind, `pp` microbatches on each stage in turn."""
+def _in_rounds(kind: Kind, stages: Sequence[int], size: int, num_microbatches: int) -> list[Work]:
+    """Return all passes of one kind, rounds of `size` microbatches on each stage in turn."""
     return [
         Work(kind, stage, microbatch)
-        for begin in range(0, num_microbatches, pp)
+        for begin in range(0, num_microbatches, size)
         for stage in stages
-        for microbatch in range(begin, min(begin + pp, num_microbatches))
+        for microbatch in range(begin, min(begin + size, num_microbatches))
     ]

@@ -17,7 +17,13 @@ from megafp8.ops import torch_private
 from megafp8.ops.torch_private import load_dynamo, run_backward
 from megafp8.parallel.fsdp import grads_of
 from megafp8.plan.memory import StepBytes
-from megafp8.plan.pipeline import PassBytes, StagePasses, Work, one_stage_order
+from megafp8.plan.pipeline import (
+    PassBytes,
+    StagePasses,
+    Work,
+    one_stage_order,
+    with_receipts,
+)
 from megafp8.specs import RunSpec
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
@@ -149,7 +155,9 @@ def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
     """Return the order of this rank's work in a step."""
     pp, count = state.mesh.pp, spec.train.num_microbatches(state.mesh.dp.size)
     if pp.size > 1:
-        return orders_of(state, pp.size, count)[pp.rank]
+        orders = orders_of(state, pp.size, count)
+        several = spec.parallel.pipeline.stages_per_rank > 1
+        return (with_receipts(orders) if several else orders)[pp.rank]
     return [Work(kind, 0, index) for index in range(count) for kind in ("F", "B")]
 
 

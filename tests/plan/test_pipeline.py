@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megafp8.plan.memory import StepBytes
@@ -19,11 +19,19 @@ from megafp8.plan.pipeline import (
     run_times,
     sent_by,
     short_order,
+    with_receipts,
     worst_pass,
 )
 from megafp8.specs import PipelineSpec
 
 RANKS = st.integers(1, 9)
+
+
+def has_equal_rounds(ranks: int, microbatches: int) -> bool:
+    """Whether torch has an interleaved schedule for so many microbatches."""
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
 SCHEDULES = st.sampled_from(["GPipe", "1F1B"])
 
 
@@ -61,6 +69,7 @@ def test_a_few_rounds_hold_as_much_as_all(
     schedule: tuple[Any, int], ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
     pipeline = PipelineSpec(schedule=schedule[0], stages_per_rank=schedule[1])
+    assume(has_equal_rounds(ranks, microbatches))
     for rank in range(ranks):
         held = {stage: data.draw(st.integers(0, 99)) for stage in pipeline.stages_of(rank, ranks)}
         whole = most_held(planned_order(pipeline, ranks, rank, microbatches), held)
@@ -94,11 +103,13 @@ def test_a_few_rounds_have_the_worst_pass_of_all(
     pipeline = PipelineSpec(
         schedule="Interleaved1F1B" if stages > 1 else "1F1B", stages_per_rank=stages
     )
+    assume(stages == 1 or has_equal_rounds(ranks, microbatches))
     for rank in range(ranks):
         own = {stage: data.draw(passes()) for stage in pipeline.stages_of(rank, ranks)}
         whole = one_stage_order("1F1B", rank, ranks, microbatches)
         if stages > 1:
-            whole = planned_order(pipeline, ranks, rank, microbatches)
+            orders = [planned_order(pipeline, ranks, each, microbatches) for each in range(ranks)]
+            whole = with_receipts(orders)[rank]
         short = short_order(pipeline, ranks, rank, microbatches)
         steps = [StepBytes.of_passes(order, own, microbatches) for order in (short, whole)]
         assert steps[0].peak == steps[1].peak
@@ -125,15 +136,19 @@ def test_the_worst_pass_has_what_other_stages_have_gathered_and_summed() -> None
         later=PassBytes(1, 9, 7),
     )
     stages = {0: first, 2: second}
-    own = [Work("F", 0, 0), Work("B", 0, 0)]  # the output's gradient lies in a buffer
-    assert worst_pass(own, stages) == (10, PassBytes(1 - 2, 5, 20))
+    own = [Work("F", 0, 0), Work("B", 0, 0)]
+    assert worst_pass(own, stages) == (10, PassBytes(1, 5, 20))
     both = [Work("F", 0, 0), Work("F", 2, 0)]
-    assert worst_pass([*both, Work("B", 2, 0)], stages) == (110, PassBytes(8, 9 + 3, 0))
+    assert worst_pass([*both, Work("B", 2, 0)], stages) == (114, PassBytes(8, 9 + 3, 0))
     back = [Work("B", 2, 0), Work("B", 0, 0)]
-    assert worst_pass([*both, *back], stages) == (110, PassBytes(8, 12, 0))
+    assert worst_pass([*both, *back], stages) == (114, PassBytes(8, 12, 0))
     again = [*both, *back, Work("F", 2, 1), Work("B", 2, 1)]  # stage 0 has sums and no weights now
     sent = 4 + 2  # by both stages
-    assert worst_pass(again, stages) == (100, PassBytes(1 + sent, 9, 47))
+    assert worst_pass(again, stages) == (104, PassBytes(1 + sent, 9, 47))
+    early = [*both, Work("G", 0, 0), Work("R", 2, 1)]  # both wait until their passes begin
+    assert worst_pass([*early, Work("B", 2, 0)], stages) == (114, PassBytes(8 + 4 + 2, 12, 0))
+    due = [Work("B", 0, 0), Work("F", 2, 1), Work("B", 2, 0)]
+    assert worst_pass([*early, *due], stages) == (208, PassBytes(8 + 2, 9, 40))
     neighbors = {0: first, 1: second}  # what they get of each other crosses no ranks
     assert [sent_by(index, neighbors) for index in neighbors] == [0, 0]
 
