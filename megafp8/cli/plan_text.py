@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from megafp8.observe.units import format_bytes, format_count
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.memory import RankMemory, received_bytes
+from megafp8.plan.memory import RankMemory, sent_bytes
 from megafp8.plan.phases import PhaseTime
 from megafp8.plan.search import Found
 from megafp8.plan.shape import rank_shape
@@ -304,12 +304,11 @@ def whether_it_fits(plan: Plan) -> str:
     if plan.fits:
         return said
     stages = rank_shape(plan.spec, plan.largest.pipeline_rank).stages
-    received = received_bytes(plan.spec, stages)
-    if received > MANY_MESSAGES * needed:
-        receive = "stage receives" if len(stages) == 1 else f"{len(stages)} stages receive"
+    sent = sent_bytes(plan.spec, stages)
+    if sent > MANY_MESSAGES * needed:
         said += (
-            f". In a step its {receive} {format_bytes(received)} of that, which torch's pipelines "
-            "keep: fewer stages a rank or a smaller global batch takes less"
+            f". In a step its {len(stages)} stages send {format_bytes(sent)} of that, which "
+            "torch's pipelines keep: fewer stages a rank or a smaller global batch takes less"
         )
     return said + "; --search lists layouts that fit"
 

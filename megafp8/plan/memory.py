@@ -327,9 +327,12 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
     return tokens * hidden * size + vocab * hidden * FP32
 
 
-def received_bytes(spec: RunSpec, stages: Sequence[int]) -> int:
-    """Return what a rank receives from other stages in a step; torch keeps it to the step's end."""
-    return num_microbatches(spec) * sum(sum(_crossing(spec, stage)) for stage in stages)
+def sent_bytes(spec: RunSpec, stages: Sequence[int]) -> int:
+    """Return what a rank with several stages sends in a step; torch keeps it to the step's end."""
+    if len(stages) == 1:
+        return 0
+    passes = _passes(spec, dict.fromkeys(stages, 0), 0)
+    return num_microbatches(spec) * sum(sent_by(stage, passes) for stage in stages)
 
 
 def _crossing(spec: RunSpec, stage: int) -> tuple[int, int]:

@@ -271,7 +271,7 @@ def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: 
     """Return the passes of one of `pp` pipeline ranks in order, under a schedule of several stages.
 
     These schedules are torch's own plans; here, each begins as many forward passes as torch's plan
-    does and then continues as that does. Its rounds are equal, with `pp` microbatches or a few more.
+    does and then continues as that does. Rounds are equal, of `pp` microbatches or a few more.
     A zero-bubble schedule holds a microbatch until its weight gradients are computed, which counts
     as its backward pass.
     """
