@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from megafp8.observe.units import format_bytes, format_count
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.memory import RankMemory, sent_bytes
+from megafp8.plan.memory import RankMemory
 from megafp8.plan.phases import PhaseTime
 from megafp8.plan.search import Found
 from megafp8.plan.shape import rank_shape
@@ -31,8 +31,6 @@ from megafp8.specs.te_versions import DEFAULT_VERSION
 USABLE = 0.9
 """The fraction of a device's memory that a job may fill; the rest is the CUDA context's, the
 allocator's and the communication library's."""
-MANY_MESSAGES = 0.1
-"""The fraction of a rank's memory from which messages between stages are named as its cause."""
 UNCERTAINTY = 1.23
 """The largest factor by which a predicted ratio of FP8's speed to BF16's and a published one
 differ: `python -m benchmarks.plan_published` compares six pairs of runs
@@ -303,13 +301,6 @@ def whether_it_fits(plan: Plan) -> str:
     )
     if plan.fits:
         return said
-    stages = rank_shape(plan.spec, plan.largest.pipeline_rank).stages
-    sent = sent_bytes(plan.spec, stages)
-    if sent > MANY_MESSAGES * needed:
-        said += (
-            f". In a step its {len(stages)} stages send {format_bytes(sent)} of that, which "
-            "torch's pipelines keep: fewer stages a rank or a smaller global batch takes less"
-        )
     return said + "; --search lists layouts that fit"
 
 

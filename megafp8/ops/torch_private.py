@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 import struct
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -371,6 +372,38 @@ def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
         if buffer is not None:
             new = torch.empty_like(buffer, device=device)
             info.buffer = new.requires_grad_(buffer.requires_grad)
+
+
+class FewSends:
+    """Let a schedule of several stages keep its last sends only; torch keeps all of a step.
+
+    At most `kept` messages are on their way: before another one is sent, the oldest must have
+    arrived. No rank waits for ever, since torch makes the lists of all ranks in one order, in which
+    a receiver does nothing between the send of a message and its receipt.
+    """
+
+    def __init__(self, schedule: Any, kept: int) -> None:
+        self._kept = kept
+        self._sends: deque[list[Any]] = deque()
+        actions = importlib.import_module("torch.distributed.pipelining.schedules")
+        self._batch_p2p, self._wait = actions._batch_p2p, actions._wait_batch_p2p
+        self._stages = {stage.stage_index: stage for stage in schedule._stages}
+        functions = schedule._comp_type_to_function_map
+        functions[actions.SEND_F] = self._send("get_fwd_send_ops")
+        functions[actions.SEND_B] = self._send("get_bwd_send_ops")
+
+    def _send(self, ops_of: str) -> Callable[[Any, Any], None]:
+        def send(action: Any, context: Any) -> None:
+            self.finish(self._kept - 1)
+            ops = getattr(self._stages[action.stage_index], ops_of)(action.microbatch_index)
+            self._sends.append(self._batch_p2p(ops))
+
+        return send
+
+    def finish(self, kept: int = 0) -> None:
+        """Wait for all sends but the last `kept`."""
+        while len(self._sends) > kept:
+            self._wait(self._sends.popleft())
 
 
 def join_simulated_group(rank: int, world_size: int) -> None:

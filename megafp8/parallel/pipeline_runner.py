@@ -25,9 +25,9 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.loss import beginning_of_backward
 from megafp8.models.random import RandomStreams
-from megafp8.ops.torch_private import NoMessagesToItself, ReceivesWhenDue
+from megafp8.ops.torch_private import FewSends, NoMessagesToItself, ReceivesWhenDue
 from megafp8.parallel.pipeline import Batch, Boundary, PipelinedGPT
-from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ZERO_BUBBLE_SCHEDULES
+from megafp8.specs.parallel import KEPT_SENDS, ONE_STAGE_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 
 
 class PipelineRunner:
@@ -54,6 +54,7 @@ class PipelineRunner:
             for place in range(len(model.indices))
         ]
         self._schedules: dict[int, PipelineScheduleSingle | PipelineScheduleMulti] = {}
+        self._sends: dict[int, FewSends] = {}
 
     def forward_backward(
         self,
@@ -74,6 +75,8 @@ class PipelineRunner:
         losses: list[torch.Tensor] = []
         # The stages have the batches already; the schedule only needs the microbatches' numbers.
         self._schedule(count).step(target=torch.arange(count), losses=losses, return_outputs=False)
+        if count in self._sends:
+            self._sends[count].finish()
         total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens_BS.device)
         for loss in losses:
             total += loss.detach()
@@ -93,12 +96,14 @@ class PipelineRunner:
         if count not in self._schedules:
             kind = get_schedule_class(self.name)
             stages = self.stages[0] if self.name in ONE_STAGE_SCHEDULES else self.stages
-            self._schedules[count] = kind(
+            schedule = self._schedules[count] = kind(
                 stages,
                 count,
                 loss_fn=lambda loss, microbatch: beginning_of_backward(loss),
                 scale_grads=False,
             )
+            if isinstance(schedule, PipelineScheduleMulti):
+                self._sends[count] = FewSends(schedule, KEPT_SENDS)
         return self._schedules[count]
 
 

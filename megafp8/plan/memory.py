@@ -18,7 +18,6 @@ from megafp8.plan.pipeline import (
     Work,
     kept_by,
     most_held,
-    sent_by,
     short_order,
     worst_pass,
 )
@@ -94,18 +93,10 @@ class StepBytes:
         return max(0, held + self.gathered + self.gradients - self.late) + self.graphs
 
     @classmethod
-    def of_passes(
-        cls, order: Sequence[Work], stages: Mapping[int, StagePasses], num_microbatches: int
-    ) -> StepBytes:
-        """Return what a rank holds while it runs the passes of its stages in order.
-
-        A shorter order than that of so many microbatches sends less, as much in each of them.
-        """
-        missing = num_microbatches - len({work.microbatch for work in order})
+    def of_passes(cls, order: Sequence[Work], stages: Mapping[int, StagePasses]) -> StepBytes:
+        """Return what a rank holds while it runs the passes of its stages in order."""
         in_flight = most_held(order, {index: kept_by(index, stages) for index in stages})
         held, (more, gathered, sums) = worst_pass(order, stages)
-        sent = sum(sent_by(index, stages) for index in stages)
-        more += sent * missing if len(stages) > 1 else 0
         late = in_flight - held + sum(each.sums for each in stages.values()) - sums
         return cls(
             microbatch=max(each.kept for each in stages.values()),
@@ -117,11 +108,9 @@ class StepBytes:
         )
 
     @classmethod
-    def without_fsdp(
-        cls, order: Sequence[Work], stages: Mapping[int, StagePasses], num_microbatches: int
-    ) -> StepBytes:
+    def without_fsdp(cls, order: Sequence[Work], stages: Mapping[int, StagePasses]) -> StepBytes:
         """Return what `of_passes` does, with what is in flight at the worst moment alone."""
-        step = cls.of_passes(order, stages, num_microbatches)
+        step = cls.of_passes(order, stages)
         return replace(step, in_flight=step.in_flight - step.late, late=0)
 
 
@@ -162,15 +151,15 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     if spec.parallel.fsdp is not None:
         stages = {index: _stage_bytes(spec, index, kept[index]) for index in shape.stages}
         passes = {index: passes_of_stage(spec, shape, stage) for index, stage in stages.items()}
-        step = StepBytes.of_passes(order, passes, count)
+        step = StepBytes.of_passes(order, passes)
         step = replace(step, weight_copies=copies)
     else:
         division = division_of(spec, shape.params)
         replica = _fullest(spec, shape, division) if replica is None else replica
         early, late = arriving_bytes(spec, division)
-        step = with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, 0), count)
+        step = with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, 0))
         if early:
-            with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, early), count)
+            with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, early))
         step = replace(
             step,
             weight_copies=copies,
@@ -325,14 +314,6 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
     tokens, vocab = microbatch_tokens(spec), spec.model.vocab_size // spec.parallel.tp
     size, hidden = compute_itemsize(spec), spec.model.hidden_size
     return tokens * hidden * size + vocab * hidden * FP32
-
-
-def sent_bytes(spec: RunSpec, stages: Sequence[int]) -> int:
-    """Return what a rank with several stages sends in a step; torch keeps it to the step's end."""
-    if len(stages) == 1:
-        return 0
-    passes = _passes(spec, dict.fromkeys(stages, 0), 0)
-    return num_microbatches(spec) * sum(sent_by(stage, passes) for stage in stages)
 
 
 def _crossing(spec: RunSpec, stage: int) -> tuple[int, int]:

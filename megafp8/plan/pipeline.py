@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, NamedTuple
 
-from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, PipelineSpec
+from megafp8.specs.parallel import (
+    KEPT_SENDS,
+    ONE_STAGE_SCHEDULES,
+    ROUND_SCHEDULES,
+    PipelineSpec,
+)
 
 Kind = Literal["F", "B", "I", "W", "R", "G"]
 SECONDS: dict[Kind, int] = {"F": 1, "B": 2, "I": 1, "W": 1}
@@ -191,16 +196,6 @@ class StagePasses:
         return cls(kept=kept, **crossing, left=0, sums=0, first=most, later=most)
 
 
-def sent_by(index: int, stages: Mapping[int, StagePasses]) -> int:
-    """Return what a stage sends of a microbatch to other ranks, whose stages these are not.
-
-    It is as much as it gets of them: an output for an output's gradient, and the reverse.
-    """
-    stage = stages[index]
-    back, on = index - 1 not in stages, index + 1 not in stages
-    return stage.received * back + stage.returned * on
-
-
 def kept_by(index: int, stages: Mapping[int, StagePasses]) -> int:
     """Return what a microbatch in flight keeps on a stage.
 
@@ -213,10 +208,11 @@ def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tupl
     """Return what microbatches in flight keep during the worst pass of an order, and its bytes.
 
     These have the weights that other stages have gathered, the sums of all stages, the messages
-    that wait for their pass and, with several stages, what was sent: torch keeps that to the end of
-    a step.
+    that wait for their pass and, with several stages, the gradients among the last that were sent.
+    What a forward pass sends is a part of what it keeps.
     """
-    in_flight, sent, waiting, worst = 0, 0, 0, (0, PassBytes(0, 0, 0))
+    in_flight, waiting, worst = 0, 0, (0, PassBytes(0, 0, 0))
+    sent = deque[int](maxlen=KEPT_SENDS if len(stages) > 1 else 0)
     gathered_by, received, summed = set[int](), set[Work](), dict[int, int]()
     for work in order:
         kind, index, microbatch = work
@@ -228,6 +224,8 @@ def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tupl
             waiting -= stage.received * (Work("R", index, microbatch) in received)
             in_flight += kept_by(index, stages)
             gathered_by.add(index)
+            if stage.returned and index + 1 not in stages:
+                sent.append(0)
         elif (gradient := Work("G", index, microbatch)) in received:
             waiting -= stage.returned
             received.remove(gradient)
@@ -236,24 +234,26 @@ def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tupl
             bytes_of_work = stage.later if index in summed else stage.first
             summed[index] = bytes_of_work.sums
             gathered = bytes_of_work.gathered + sum(stages[other].left for other in gathered_by)
-            more = bytes_of_work.more + sent + waiting
+            more = bytes_of_work.more + sum(sent) + waiting
             pass_bytes = PassBytes(more, gathered, sum(summed.values()))
             worst = max(worst, (in_flight, pass_bytes), key=lambda each: each[0] + sum(each[1]))
             summed[index] = stage.sums
             in_flight -= kept_by(index, stages)
-            sent += sent_by(index, stages) if len(stages) > 1 else 0
+        if kind in ("B", "I") and stage.received and index - 1 not in stages:
+            sent.append(stage.received)
     return worst
 
 
 def short_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
     """Return an order in which a rank holds as much as in that of so many microbatches.
 
-    In its middle an order repeats itself every `pp` microbatches, a round. Forward passes are less
-    than two rounds ahead of backward passes, so that three rounds have all of the middle; with the
-    microbatches that make no whole round they hold as much as all.
+    In its middle an order repeats itself with each round, of `pp` microbatches or a few more.
+    Forward passes are less than two rounds ahead of backward passes, so that three rounds have all
+    of the middle; with the microbatches that make no whole round they hold as much as all.
     """
-    enough = min(num_microbatches, 3 * pp + num_microbatches % pp)
     name = pipeline.schedule
+    size = _round_size(pp, num_microbatches) if name in ROUND_SCHEDULES else pp
+    enough = min(num_microbatches, 3 * size + num_microbatches % size)
     if pp == 1:
         return [Work(kind, 0, index) for index in range(enough) for kind in ("F", "B")]
     if name == "GPipe" or name == "1F1B":
@@ -279,7 +279,7 @@ def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: 
     assert name not in ONE_STAGE_SCHEDULES
     if name == "ZBVZeroBubble":
         return _v_order(stages[0], stages[1], pp, rank, num_microbatches)
-    size = num_microbatches // max(1, num_microbatches // pp)
+    size = _round_size(pp, num_microbatches)
     forwards = _in_rounds("F", stages, size, num_microbatches)
     behind = pp - 1 - rank
     if name == "Interleaved1F1B":
@@ -306,6 +306,11 @@ def _v_order(first: int, second: int, pp: int, rank: int, num_microbatches: int)
             order.append(Work(kind, stage, done[kind, stage]))
             done[kind, stage] += 1
     return order
+
+
+def _round_size(pp: int, num_microbatches: int) -> int:
+    """Return the microbatches of each of the equal rounds of torch's interleaved schedules."""
+    return num_microbatches // max(1, num_microbatches // pp)
 
 
 def _in_rounds(kind: Kind, stages: Sequence[int], size: int, num_microbatches: int) -> list[Work]:

@@ -21,6 +21,9 @@ ZERO_BUBBLE_SCHEDULES: tuple[ScheduleName, ...] = ("InterleavedZeroBubble", "ZBV
 ROUND_SCHEDULES: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
 """The schedules that run microbatches in equal rounds, each of at least as many as ranks."""
 
+KEPT_SENDS = 2
+"""The messages that a rank with several stages has on their way to other ranks at a time."""
+
 MIB = 1 << 20
 
 LARGEST_IMBALANCE = 0.1

@@ -82,7 +82,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
         at_the_end = alive.most - made_once
         with_gradients = max(with_gradients, alive.most_with_watched - made_once)
     copies = state.backend.weight_copies(state.model)
-    step = StepBytes.without_fsdp(order_of(state, spec), passes, count)
+    step = StepBytes.without_fsdp(order_of(state, spec), passes)
     step = replace(
         step,
         weight_copies=made_once - scales if copies is None else copies,
@@ -145,8 +145,7 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
         )
         for index, stage_passes in later.items()
     }
-    count = spec.train.num_microbatches(state.mesh.dp.size)
-    step = StepBytes.of_passes(order_of(state, spec), stages, count)
+    step = StepBytes.of_passes(order_of(state, spec), stages)
     step = replace(step, weight_copies=copies)
     return step, {index: stage.kept for index, stage in stages.items()}
 

@@ -552,13 +552,21 @@ def assert_counted_in(names: Iterable[str]) -> None:
             assert rank_share(spec, rank).in_step == pytest.approx(real, rel=0.01), (name, rank)
 
 
-def test_a_pipeline_receives_all_microbatches_of_a_step() -> None:
-    """torch has a buffer for each that crosses ranks, and keeps what stages of a rank have sent."""
+def test_a_pipeline_of_many_microbatches_holds_few_messages() -> None:
+    """A rank holds those that wait for their pass, and the last that it sent."""
     assert_counted_in(["interleaved"])
 
 
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "GPipe"])
+def test_more_microbatches_take_no_more_memory(name: str) -> None:
+    spec = of_a_schedule(name)
+    train = replace(spec.train, global_batch_size=4 * spec.train.global_batch_size)
+    for rank in range(2):
+        assert rank_memory(replace(spec, train=train), rank) == rank_memory(spec, rank)
+
+
 @pytest.mark.slow
-def test_a_pipeline_receives_all_microbatches_in_other_schedules() -> None:
+def test_a_pipeline_of_many_microbatches_holds_few_messages_in_other_schedules() -> None:
     assert_counted_in(name for name in SCHEDULES if name != "interleaved")
 
 
