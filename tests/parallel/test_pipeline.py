@@ -184,6 +184,24 @@ def test_options_on_stages_equal_one_process_bit_for_bit(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_eight_stages_on_four_ranks_equal_one_process_bit_for_bit() -> None:
+    """Ranks in the middle send and receive in both directions, with several on their way."""
+    case = replace(SHORT, model=replace(UNTIED, num_layers=8), num_microbatches=8, steps=2)
+    cases = {
+        name: replace(case, parallel=ParallelSpec(pp=4, pipeline=pipeline))
+        for name, pipeline in SCHEDULES.items()
+        if pipeline.stages_per_rank > 1
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = run_case(case, single_rank())
+    torch.set_num_threads(threads)
+    for rank in run_ranks(rank_work.run_layouts, 4, {"cases": cases}, timeout=300):
+        assert {name: each.losses for name, each in rank.items()} == dict.fromkeys(
+            cases, expected.losses
+        )
+
+
 def test_each_rank_holds_its_layers(ranks: Runs) -> None:
     def layers(case: str) -> list[set[str]]:
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from megafp8.plan.pipeline import (
     worst_pass,
 )
 from megafp8.specs import PipelineSpec
+from megafp8.specs.parallel import KEPT_SENDS
 
 RANKS = st.integers(1, 9)
 
@@ -167,8 +169,8 @@ def test_weights_gradients_fill_the_bubble_and_keep_what_they_need() -> None:
     assert most_held(orders[1], {1: 1}) == 2
 
 
-def torch_plan(pipeline: PipelineSpec, ranks: int, microbatches: int) -> dict[int, list[Work]]:
-    """Torch's own lists, with receipts and without sends; bubbles are left out."""
+def torch_lists(pipeline: PipelineSpec, ranks: int, microbatches: int) -> dict[int, list[Any]]:
+    """What torch's schedule does on each rank."""
     stages = [
         SimpleNamespace(
             group_size=ranks, group_rank=0, stage_index=index, has_backward=True, submod=None,
@@ -178,6 +180,12 @@ def torch_plan(pipeline: PipelineSpec, ranks: int, microbatches: int) -> dict[in
         for index in pipeline.stages_of(0, ranks)
     ]  # fmt: skip
     schedule = get_schedule_class(pipeline.schedule)(stages, microbatches, loss_fn=print)
+    lists: dict[int, list[Any]] = schedule.pipeline_order_with_comms
+    return lists
+
+
+def torch_plan(pipeline: PipelineSpec, ranks: int, microbatches: int) -> dict[int, list[Work]]:
+    """Torch's own lists, with receipts and without sends."""
     kinds: dict[str, Any] = {"F": "F", "B": "B", "I": "B", "RECV_F": "R", "RECV_B": "G"}
     return {
         rank: [
@@ -185,7 +193,7 @@ def torch_plan(pipeline: PipelineSpec, ranks: int, microbatches: int) -> dict[in
             for each in actions
             if each.computation_type.value in kinds
         ]
-        for rank, actions in schedule.pipeline_order_with_comms.items()
+        for rank, actions in torch_lists(pipeline, ranks, microbatches).items()
     }
 
 
@@ -217,6 +225,52 @@ def test_orders_are_torchs_own(name: Any, stages: int, ranks: int, microbatches:
             assert {*ours} == {*theirs[rank]}
             assert abs(most_waiting(ours) - most_waiting(theirs[rank])) <= 1
             assert most_waiting(ours) <= 1 + _round_size(ranks, microbatches)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [("Interleaved1F1B", 2), ("Interleaved1F1B", 3), ("InterleavedZeroBubble", 2),
+     ("ZBVZeroBubble", 2)],
+)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 8), (4, 4), (4, 10), (8, 27)])
+@pytest.mark.parametrize("kept", [1, KEPT_SENDS])
+def test_ranks_that_keep_few_sends_never_wait_for_ever(
+    name: Any, stages: int, ranks: int, microbatches: int, kept: int
+) -> None:
+    """By hand over torch's lists: a send is complete once its receiver has come to the receipt, and
+    with `kept` on their way a rank waits. Passes wait for their messages."""
+    pipeline = PipelineSpec(schedule=name, stages_per_rank=stages)
+    rest = {rank: deque(each) for rank, each in torch_lists(pipeline, ranks, microbatches).items()}
+    owner = {each.stage_index: rank for rank in rest for each in rest[rank]}
+    sent, posted = set[tuple[str, int, int]](), set[tuple[str, int, int]]()
+    on_the_way: dict[int, list[tuple[str, int, int]]] = {rank: [] for rank in rest}
+
+    def can(rank: int, action: Any) -> bool:
+        kind, stage = action.computation_type.value, action.stage_index
+        place = action.microbatch_index
+        if kind in ("SEND_F", "SEND_B"):
+            to = stage + 1 if kind == "SEND_F" else stage - 1
+            earlier = on_the_way[rank][: 1 - kept or None]
+            if not posted.issuperset(earlier):
+                return False
+            message = (kind[-1], to, place)
+            on_the_way[rank].append(message)
+            sent.add(message)
+        elif kind in ("RECV_F", "RECV_B"):
+            posted.add((kind[-1], stage, place))
+        elif kind == "F":
+            return stage == 0 or owner[stage - 1] == rank or ("F", stage, place) in sent
+        elif kind in ("B", "I"):
+            return stage + 1 not in owner or owner[stage + 1] == rank or ("B", stage, place) in sent
+        return True
+
+    while any(rest.values()):
+        moved = False
+        for rank, actions in rest.items():
+            while actions and can(rank, actions[0]):
+                actions.popleft()
+                moved = True
+        assert moved, "all ranks wait"
 
 
 def test_orders_that_wait_for_each_other_are_reported() -> None:
