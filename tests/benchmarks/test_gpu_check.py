@@ -335,8 +335,8 @@ def test_a_row_says_in_which_state_the_card_was() -> None:
 
 def test_parts_are_chosen_by_name_and_kept_in_one_file(tmp_path: Path) -> None:
     """A session on a GPU may bring back few files, and repeats what was mended alone."""
-    done = check("first", "--only", "device", "prodcts", "--out", str(tmp_path / "out"))
-    assert done.returncode == 2 and "no part is called prodcts: use device, products" in done.stderr
+    done = check("first", "--only", "device", "product", "--out", str(tmp_path / "out"))
+    assert done.returncode == 2 and "no part is called product: use device, products" in done.stderr
     kept, given = tmp_path / "all.tar.gz", ("--commit", "0123abc", "--out", str(tmp_path / "out"))
     done = check("first", "--tiny", "--only", "device", "--archive", str(kept), *given)
     assert done.returncode == 0, done.stdout
