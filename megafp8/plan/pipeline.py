@@ -208,11 +208,12 @@ def worst_pass(order: Sequence[Work], stages: Mapping[int, StagePasses]) -> tupl
     """Return what microbatches in flight keep during the worst pass of an order, and its bytes.
 
     These have the weights that other stages have gathered, the sums of all stages, the messages
-    that wait for their pass and, with several stages, the gradients among the last that were sent.
-    What a forward pass sends is a part of what it keeps.
+    that wait for their pass and, in an order with receipts, the gradients among the last messages
+    that were sent. What a forward pass sends is a part of what it keeps.
     """
     in_flight, waiting, worst = 0, 0, (0, PassBytes(0, 0, 0))
-    sent = deque[int](maxlen=KEPT_SENDS if len(stages) > 1 else 0)
+    has_receipts = any(work.kind in ("R", "G") for work in order)
+    sent = deque[int](maxlen=KEPT_SENDS if has_receipts else 0)
     gathered_by, received, summed = set[int](), set[Work](), dict[int, int]()
     for work in order:
         kind, index, microbatch = work

@@ -22,7 +22,7 @@ ROUND_SCHEDULES: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZero
 """The schedules that run microbatches in equal rounds, each of at least as many as ranks."""
 
 KEPT_SENDS = 2
-"""The messages that a rank with several stages has on their way to other ranks at a time."""
+"""The messages that a rank has on their way at a time, but under `ONE_STAGE_SCHEDULES`: one."""
 
 MIB = 1 << 20
 

@@ -25,6 +25,7 @@ from megafp8.plan.pipeline import (
     with_receipts,
 )
 from megafp8.specs import RunSpec
+from megafp8.specs.parallel import ONE_STAGE_SCHEDULES
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 
@@ -155,8 +156,8 @@ def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
     pp, count = state.mesh.pp, spec.train.num_microbatches(state.mesh.dp.size)
     if pp.size > 1:
         orders = orders_of(state, pp.size, count)
-        several = spec.parallel.pipeline.stages_per_rank > 1
-        return (with_receipts(orders) if several else orders)[pp.rank]
+        has_one = spec.parallel.pipeline.schedule in ONE_STAGE_SCHEDULES
+        return (orders if has_one else with_receipts(orders))[pp.rank]
     return [Work(kind, 0, index) for index in range(count) for kind in ("F", "B")]
 
 

@@ -532,6 +532,8 @@ SCHEDULES = {
     "1F1B": PipelineSpec(),
     "GPipe": PipelineSpec(schedule="GPipe"),
     "interleaved": INTERLEAVED,
+    "zero bubble": PipelineSpec(schedule="InterleavedZeroBubble"),
+    "zero bubble, 2 stages": PipelineSpec(schedule="InterleavedZeroBubble", stages_per_rank=2),
     "ZBV": ZBV,
 }
 
