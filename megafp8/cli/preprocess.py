@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # every worker imports this module, so it must not import the
     from megafp8.cli.job import AppInfo
 
 SECONDS_BETWEEN_LINES = 10.0
+_RANGES = (("workers", 0, 1024), ("vocab_size", 257, MAX_VOCABULARY), ("train_megabytes", 1, 10**6))
 CHOICES = (
     "bpe (trained on the text itself), bytes, a tokenizer.json, hf:NAME_OR_FOLDER, "
     "sentencepiece:FILE, tiktoken:NAME_OR_FILE"
@@ -161,9 +162,6 @@ def model_folder(tokenizer: str) -> Path | None:
 def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:
     say(f"the tokenizer is trained on at most {megabytes} MB of the text")
     return first_texts(source.texts(), megabytes * 1_000_000)
-
-
-_RANGES = (("workers", 0, 1024), ("vocab_size", 257, MAX_VOCABULARY), ("train_megabytes", 1, 10**6))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.loss import beginning_of_backward
 from megafp8.models.random import RandomStreams
-from megafp8.ops.torch_private import FewSends, NoMessagesToItself, ReceivesWhenDue
+from megafp8.ops.torch_pipelining import FewSends, NoMessagesToItself, ReceivesWhenDue
 from megafp8.parallel.pipeline import Batch, Boundary, PipelinedGPT
 from megafp8.specs.parallel import KEPT_SENDS, ONE_STAGE_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 

@@ -52,6 +52,10 @@ _UNREAD_LEVEL = (
     "`accelerate config` writes this name, but Accelerate 1.15's launcher does not read it and "
     "uses O2"
 )
+_PADS = (
+    "it pads sizes that are no multiples of 16, and is refused where there are none; give "
+    "model.pad_inner_dim=True to a model that has such sizes"
+)
 _SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
 
 
@@ -176,12 +180,6 @@ def _with_one_spelling(block: dict[str, Any], m: Migration) -> dict[str, tuple[s
             other, _ = given[name]
             m.decide(path, value, f"contradicts {other}", "Keep one of the two")
     return given
-
-
-_PADS = (
-    "it pads sizes that are no multiples of 16, and is refused where there are none; give "
-    "model.pad_inner_dim=True to a model that has such sizes"
-)
 
 
 def _torchao_block(given: dict[str, tuple[str, Any]], m: Migration, *, shards: bool) -> None:

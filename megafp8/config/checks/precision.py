@@ -29,6 +29,7 @@ from megafp8.specs.traits import Traits
 rule = Rules()
 
 BACKEND = "model.fp8_backend"
+HYBRID = "model.fp8_hybrid"
 
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
@@ -328,9 +329,6 @@ def _rules_can_be_captured(v: Values) -> Iterator[Finding]:
 
 def _has_hybrid(traits: Traits) -> bool:
     return not traits.is_e4m3
-
-
-HYBRID = "model.fp8_hybrid"
 
 
 def why_not_hybrid(v: Values) -> str | None:
