@@ -350,7 +350,7 @@ def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list
         SettingError(key, value, reason, hint, origin=COMMAND_LINE)
         for text in overrides
         for key, value in given_settings(text)
-        if key in (EXP_DIR, NAME, LOG_DIR)
+        if key in (EXP_DIR, LOG_DIR) or (key == NAME and value != "null")
     ]
 
 
