@@ -293,15 +293,13 @@ def memory_table(plan: Plan) -> Table:
 
 def whether_it_fits(plan: Plan) -> str:
     """Return a sentence about the largest rank and the device's memory."""
-    memory, needed = plan.hardware.memory_bytes, plan.largest.total
+    memory = plan.hardware.memory_bytes
     word = "fits" if plan.fits else "DOES NOT FIT"
-    said = (
-        f"{word}: the largest rank needs {format_bytes(needed)}, "
-        f"{needed / memory:.0%} of {format_bytes(memory)}; up to {USABLE:.0%} is usable"
+    return (
+        f"{word}: the largest rank needs {format_bytes(plan.largest.total)}, "
+        f"{plan.largest.total / memory:.0%} of {format_bytes(memory)}; up to {USABLE:.0%} is usable"
+        + ("" if plan.fits else "; --search lists layouts that fit")
     )
-    if plan.fits:
-        return said
-    return said + "; --search lists layouts that fit"
 
 
 def traffic_table(plan: Plan) -> Table | None:

@@ -75,10 +75,9 @@ class CastRule(Recipe):
                 self._asked(casts.first, FIRST, (cols, rows)),
             )
             packed = self._packs(tensor)
-            if packed and need.first and self.given.fmt is E2M1:
-                self._check_whole(
-                    (cols, rows), (1, casts.first.along or 1), "two numbers in a byte"
-                )
+            along = casts.first.along or 1
+            if packed and need.first and rows % along and self.given.fmt is E2M1:
+                raise self._not_whole((cols, rows), (1, along), "two numbers in a byte")
             made = self.recipe.in_triton(
                 x_MN.contiguous(), need, asked, packed=packed, with_sum=with_sum
             )
@@ -165,8 +164,8 @@ class CastRule(Recipe):
         # the other ranks wait for, and need not know what the amax of nothing is.
         missing = (0, _missing(inner, block[1]), 0, _missing(rows, block[0]))
         rotation = self._casts.rotation if along == "first" else None
-        if rotation is not None and x_MK.numel():
-            self._check_whole((rows, inner), block, "a rotated tensor")
+        if rotation is not None and any(missing) and x_MK.numel():  # it cannot be cut off
+            raise self._not_whole((rows, inner), block, "a rotated tensor")
         whole_MK = F.pad(x_MK, missing) if any(missing) else x_MK
         result = self._result(whole_MK, scales, along, (rows, inner))
         self._check(result, whole_MK, scales)
@@ -278,14 +277,13 @@ class CastRule(Recipe):
     def _run(self, rule: Callable[[], Result]) -> Result:
         return _run(rule, self.given.state, self._where)
 
-    def _check_whole(self, sizes: tuple[int, int], block: tuple[int, int], what: str) -> None:
-        """Raise unless an operand [M, K] is whole blocks, of which `what` lets none end early."""
-        if any(_missing(size, step) for size, step in zip(sizes, block, strict=True)):
-            raise self._wrong(
-                f"{list(sizes)} is not a multiple of its blocks of {list(block)}, and {what} needs "
-                f"whole blocks. Give a microbatch a multiple of {block[1]} tokens, or use another "
-                "recipe"
-            )
+    def _not_whole(self, sizes: tuple[int, int], block: tuple[int, int], what: str) -> RuleError:
+        """Return the error for an operand [M, K] whose last blocks `what` would let end early."""
+        return self._wrong(
+            f"{list(sizes)} is not a multiple of its blocks of {list(block)}, and {what} needs "
+            f"whole blocks. Give a microbatch a multiple of {block[1]} tokens, or use another "
+            "recipe"
+        )
 
     def _wrong(self, reason: str, trait: str = "runs") -> RuleError:
         return RuleError(f"{self._where}: {reason}", trait)

@@ -271,35 +271,41 @@ def _planned_orders(pipeline: PipelineSpec, pp: int, num_microbatches: int) -> l
 def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
     """Return the passes of one of `pp` pipeline ranks in order, under a schedule of several stages.
 
-    These schedules are torch's own plans; here, each begins as many forward passes as torch's plan
-    does and then continues as that does. Rounds are equal, of `pp` microbatches or a few more.
-    A zero-bubble schedule holds a microbatch until its weight gradients are computed, which counts
-    as its backward pass.
+    These orders are torch's own. A rank begins some forward passes and then runs backward and
+    forward passes in turn, both in equal rounds of at least `pp` microbatches. With zero bubble the
+    weights' gradients come `rank` backward passes later (ZB-H1, Qi et al. 2024, arXiv 2401.10241).
     """
     name, stages = pipeline.schedule, pipeline.stages_of(rank, pp)
     assert name not in ONE_STAGE_SCHEDULES
     if name == "ZBVZeroBubble":
         return _v_order(stages[0], stages[1], pp, rank, num_microbatches)
     size = _round_size(pp, num_microbatches)
+    is_whole = name == "Interleaved1F1B"
     forwards = _in_rounds("F", stages, size, num_microbatches)
-    behind = pp - 1 - rank
-    if name == "Interleaved1F1B":
-        num_warm_up = 2 * behind + (len(stages) - 1) * size + 1
-    else:
-        num_warm_up = len(stages) * size
+    num_warm_up = (2 if is_whole else 1) * (pp - 1 - rank) + (len(stages) - 1) * size + 1
     order, rest = forwards[:num_warm_up], iter(forwards[num_warm_up:])
-    for backward in _in_rounds("B", stages[::-1], size, num_microbatches):
+    of_weights = deque[Work]()
+    for backward in _in_rounds("B" if is_whole else "I", stages[::-1], size, num_microbatches):
         order.append(backward)
+        if not is_whole:
+            of_weights.append(backward._replace(kind="W"))
+        if len(of_weights) > rank:
+            order.append(of_weights.popleft())
         order.extend([forward] if (forward := next(rest, None)) else [])
-    return order
+    return [*order, *of_weights]
 
 
 def _v_order(first: int, second: int, pp: int, rank: int, num_microbatches: int) -> list[Work]:
-    """Return the order of a rank with two stages of a V (Qi et al. 2024, arXiv 2405.15362)."""
-    turns: list[tuple[Kind, int]] = [("F", first)] * (2 * (pp - rank) - 1)
-    turns += [("F", second), ("F", first)] * rank
-    turns += [("F", second), ("B", second)] * (pp - rank)
-    turns += [("F", first), ("B", first), ("F", second), ("B", second)] * num_microbatches
+    """Return the order of a rank with two stages of a V (Qi et al. 2024, arXiv 2405.15362).
+
+    It is a part of the order of at least `2 * pp - 1` microbatches.
+    """
+    count, behind = max(2 * pp - 1, num_microbatches), pp - rank
+    one: tuple[tuple[Kind, int], ...] = (("F", first), ("I", first), ("W", first))
+    other: tuple[tuple[Kind, int], ...] = (("F", second), ("I", second), ("W", second))
+    turns = [*one[:1] * (2 * behind - 1), *(other[0], one[0]) * rank, *other * behind]
+    turns += (*one, *other) * (count - pp)
+    turns += [*(one[1], other[1]) * rank, *one[1:] * behind, *other[2:] * rank, *one[2:] * rank]
     done: Counter[tuple[Kind, int]] = Counter()
     order = []
     for kind, stage in turns:

@@ -62,7 +62,7 @@ def test_killed_at_random(
                 assert done.code == 0, done.output
                 break
             after.append((max(place.steps(), default=0), place.last_step()))
-        assert_same(place, reference, unpruned=RANDOM_KILLS)
+        assert_same(place, reference, unpruned=max(len(after), 1))
         if len(after) >= RANDOM_KILLS:
             break
     print(f"seed {SEED + number}: {len(after)} kills after (checkpoint, logged step) {after}")
