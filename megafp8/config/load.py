@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.config.base_model import with_base
 from megafp8.config.checks import check_values, within_ranges
-from megafp8.config.checks.precision import HYBRID, why_not_hybrid
+from megafp8.config.checks.precision import format_notes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
 from megafp8.config.gelu import GELU, TANH_GELU, asks_for_tanh
 from megafp8.config.hydra_section import HYDRA, is_hydras
@@ -219,17 +219,16 @@ def load_all(
         for found in unused(good)
         if found.key in origins
     ]
-    translated = tuple(
-        t
-        for _, of_layer in translations
-        for t in of_layer
-        if origins.get(t.setting.key) == t.setting.origin  # no stronger layer replaced it
-    )
-    said, lines = (*translated, *fused), (*about, *schedule_notes(values))
-    if (reason := why_not_hybrid(values)) is not None:
-        lines += (f"no effect: {HYBRID}=True ({origins.get(HYBRID, DEFAULT)}): {reason}",)
+    translated = [t for _, of_layer in translations for t in of_layer if _counts(t, origins)]
+    said = (*translated, *fused)
+    lines = (*about, *schedule_notes(values), *format_notes(values, origins))
     inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert]
     return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), said, lines)
+
+
+def _counts(translated: Translated, origins: Mapping[str, Origin]) -> bool:
+    """Whether no stronger layer replaced the setting that was translated."""
+    return origins.get(translated.setting.key) == translated.setting.origin
 
 
 def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[SettingError]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from megafp8.config.checks.model import hidden_step
-from megafp8.config.errors import COMMAND_LINE
+from megafp8.config.errors import COMMAND_LINE, DEFAULT
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rows import NATIVE
@@ -339,6 +339,12 @@ def why_not_hybrid(v: Values) -> str | None:
     if v.get("model.fp8") and v.get(HYBRID) and v.get("model.fp8_e4m3"):
         return "model.fp8_e4m3=True comes before it, as in NeMo: output gradients are in E4M3 too"
     return None
+
+
+def format_notes(v: Values, origins: Origins) -> Iterator[str]:
+    """Yield a line about a format that has no effect, where another one is given, too."""
+    if (reason := why_not_hybrid(v)) is not None:
+        yield f"no effect: {HYBRID}=True ({origins.get(HYBRID, DEFAULT)}): {reason}"
 
 
 def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
