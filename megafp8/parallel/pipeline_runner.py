@@ -82,15 +82,6 @@ class PipelineRunner:
             total += loss.detach()
         return total
 
-    def planned(self, count: int) -> Mapping[int, Sequence[Any]]:
-        """Return torch's order of work of every rank, for schedules with several stages per
-        rank.
-        """
-        schedule = self._schedule(count)
-        assert isinstance(schedule, PipelineScheduleMulti)
-        order: Mapping[int, Sequence[Any]] = schedule.pipeline_order
-        return order
-
     def _schedule(self, count: int) -> PipelineScheduleSingle | PipelineScheduleMulti:
         """Return the schedule for `count` microbatches; all schedules share the same stages."""
         if count not in self._schedules:

@@ -252,31 +252,37 @@ def short_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: in
     Forward passes are less than two rounds ahead of backward passes, so that three rounds have all
     of the middle; with the microbatches that make no whole round they hold as much as all.
     """
-    name = pipeline.schedule
-    size = _round_size(pp, num_microbatches) if name in ROUND_SCHEDULES else pp
-    enough = min(num_microbatches, 3 * size + num_microbatches % size)
-    if pp == 1:
-        return [Work(kind, 0, index) for index in range(enough) for kind in ("F", "B")]
-    if name == "GPipe" or name == "1F1B":
-        return one_stage_order(name, rank, pp, num_microbatches if name == "GPipe" else enough)
-    return list(_planned_orders(pipeline, pp, enough)[rank])
+    name, enough = pipeline.schedule, num_microbatches
+    if name != "GPipe":
+        size = _round_size(pp, num_microbatches) if name in ROUND_SCHEDULES else pp
+        enough = min(num_microbatches, 3 * size + num_microbatches % size)
+    if name in ONE_STAGE_SCHEDULES or pp == 1:
+        return planned_order(pipeline, pp, rank, enough)
+    return list(_with_receipts(pipeline, pp, enough)[rank])
 
 
 @cache
-def _planned_orders(pipeline: PipelineSpec, pp: int, num_microbatches: int) -> list[list[Work]]:
-    orders = [planned_order(pipeline, pp, rank, num_microbatches) for rank in range(pp)]
-    return with_receipts(orders)
+def _with_receipts(pipeline: PipelineSpec, pp: int, num_microbatches: int) -> list[list[Work]]:
+    return with_receipts(planned_orders(pipeline, pp, num_microbatches))
+
+
+def planned_orders(pipeline: PipelineSpec, pp: int, num_microbatches: int) -> list[list[Work]]:
+    """Return the order of each of `pp` pipeline ranks' passes."""
+    return [planned_order(pipeline, pp, rank, num_microbatches) for rank in range(pp)]
 
 
 def planned_order(pipeline: PipelineSpec, pp: int, rank: int, num_microbatches: int) -> list[Work]:
-    """Return the passes of one of `pp` pipeline ranks in order, under a schedule of several stages.
+    """Return the passes of one of `pp` pipeline ranks in order; these orders are torch's own.
 
-    These orders are torch's own. A rank begins some forward passes and then runs backward and
-    forward passes in turn, both in equal rounds of at least `pp` microbatches. With zero bubble the
-    weights' gradients come `rank` backward passes later (ZB-H1, Qi et al. 2024, arXiv 2401.10241).
+    A rank with several stages begins some forward passes and then runs backward and forward passes
+    in turn, both in equal rounds of at least `pp` microbatches. With zero bubble the weights'
+    gradients come `rank` backward passes later (ZB-H1, Qi et al. 2024, arXiv 2401.10241).
     """
     name, stages = pipeline.schedule, pipeline.stages_of(rank, pp)
-    assert name not in ONE_STAGE_SCHEDULES
+    if pp == 1:
+        return [Work(kind, 0, index) for index in range(num_microbatches) for kind in ("F", "B")]
+    if name == "GPipe" or name == "1F1B":
+        return one_stage_order(name, rank, pp, num_microbatches)
     if name == "ZBVZeroBubble":
         return _v_order(stages[0], stages[1], pp, rank, num_microbatches)
     size = _round_size(pp, num_microbatches)

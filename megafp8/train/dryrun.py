@@ -19,11 +19,11 @@ from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory
-from megafp8.plan.pipeline import Times, run_times
+from megafp8.plan.pipeline import Times, planned_orders, run_times
 from megafp8.specs import RunSpec
 from megafp8.specs.division import padded_rows
 from megafp8.train.build import build, start_only
-from megafp8.train.dryrun_step import fsdp_step_bytes, orders_of, step_bytes
+from megafp8.train.dryrun_step import fsdp_step_bytes, step_bytes
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
@@ -113,21 +113,22 @@ def whole_layout(spec: RunSpec) -> Layout:
     """Describe a whole job from one rank of each stage; the ranks of a stage have equal parts."""
     parallel = spec.parallel
     ranks_per_stage = parallel.world_size // parallel.pp
-    num_params, stages, orders = 0, [], None
+    num_params, stages = 0, []
     num_microbatches = spec.train.num_microbatches(parallel.dp)
     for stage in range(parallel.pp):
         with simulated(spec, stage * ranks_per_stage) as state:
             num_params += logical_params(state)
             if spec.precision.fp8 is not None:
                 stages.append(linear_flops(state.backend.planned(state.model)))
-            if orders is None and parallel.pp > 1:
-                orders = orders_of(state, parallel.pp, num_microbatches)
-    num_stages = parallel.pp * parallel.pipeline.stages_per_rank
+    times = None
+    if parallel.pp > 1:
+        orders = planned_orders(parallel.pipeline, parallel.pp, num_microbatches)
+        times = run_times(orders, parallel.pp * parallel.pipeline.stages_per_rank)
     return Layout(
         num_params=num_params,
         stages=tuple(stages),
         num_microbatches=num_microbatches,
-        times=None if orders is None else run_times(orders, num_stages),
+        times=times,
     )
 
 

@@ -21,7 +21,7 @@ from megafp8.plan.pipeline import (
     PassBytes,
     StagePasses,
     Work,
-    one_stage_order,
+    planned_orders,
     with_receipts,
 )
 from megafp8.specs import RunSpec
@@ -153,12 +153,10 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
 
 def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
     """Return the order of this rank's work in a step."""
-    pp, count = state.mesh.pp, spec.train.num_microbatches(state.mesh.dp.size)
-    if pp.size > 1:
-        orders = orders_of(state, pp.size, count)
-        has_one = spec.parallel.pipeline.schedule in ONE_STAGE_SCHEDULES
-        return (orders if has_one else with_receipts(orders))[pp.rank]
-    return [Work(kind, 0, index) for index in range(count) for kind in ("F", "B")]
+    pipeline, pp = spec.parallel.pipeline, state.mesh.pp
+    orders = planned_orders(pipeline, pp.size, spec.train.num_microbatches(state.mesh.dp.size))
+    has_receipts = pp.size > 1 and pipeline.schedule not in ONE_STAGE_SCHEDULES
+    return (with_receipts(orders) if has_receipts else orders)[pp.rank]
 
 
 def run_stages(state: TrainState, spec: RunSpec, alive: LiveBytes) -> dict[int, StagePasses]:
@@ -246,28 +244,6 @@ def backward(output: torch.Tensor) -> None:
     """
     gradient = torch.empty_like(output).detach()
     run_backward(output, gradient)
-
-
-def orders_of(state: TrainState, num_ranks: int, num_microbatches: int) -> list[list[Work]]:
-    """Return the order of each pipeline rank's work in a step.
-
-    It is torch's own plan if a rank has several stages.
-    """
-    assert state.pipeline is not None
-    name = state.pipeline.name
-    if name == "GPipe" or name == "1F1B":
-        return [
-            one_stage_order(name, rank, num_ranks, num_microbatches) for rank in range(num_ranks)
-        ]
-    planned = state.pipeline.planned(num_microbatches)
-    return [
-        [
-            Work(action.computation_type.value, action.stage_index, action.microbatch_index)
-            for action in planned[rank]
-            if action is not None
-        ]
-        for rank in range(num_ranks)
-    ]
 
 
 class _FusedRmsNorm(torch.autograd.Function):

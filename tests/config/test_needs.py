@@ -17,9 +17,8 @@ from megafp8.config.rules import effective, unmet_need
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values
 from megafp8.plan.memory import all_ranks
-from megafp8.plan.pipeline import Work, one_stage_order, planned_order
+from megafp8.plan.pipeline import planned_orders
 from megafp8.plan.traffic import rank_traffic
-from megafp8.specs import ParallelSpec
 from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
 VALUES: dict[str, Any] = {
@@ -252,17 +251,9 @@ def planned(given: Sequence[str]) -> object:
     return (
         [rank_traffic(spec, rank) for rank in ranks],
         all_ranks(spec),
-        [order(parallel, rank, count) for rank in ranks],
+        planned_orders(parallel.pipeline, parallel.pp, count),
         -(-gradients // parallel.grad_bucket_bytes) if replicas > 1 and fsdp is None else 0,
     )
-
-
-def order(parallel: ParallelSpec, rank: int, num_microbatches: int) -> list[Work]:
-    """Return the order of a pipeline rank's passes."""
-    schedule = parallel.pipeline.schedule
-    if schedule in ("GPipe", "1F1B"):
-        return one_stage_order(schedule, rank, parallel.pp, num_microbatches)
-    return planned_order(parallel.pipeline, parallel.pp, rank, num_microbatches)
 
 
 def refused(given: Sequence[str], path: str) -> bool:

@@ -21,6 +21,7 @@ from megafp8.plan.pipeline import (
     most_held,
     one_stage_order,
     planned_order,
+    planned_orders,
     run_times,
     short_order,
     with_receipts,
@@ -111,10 +112,8 @@ def test_a_few_rounds_have_the_worst_pass_of_all(
     assume(stages == 1 or has_equal_rounds(ranks, microbatches))
     for rank in range(ranks):
         own = {stage: data.draw(passes()) for stage in pipeline.stages_of(rank, ranks)}
-        whole = one_stage_order("1F1B", rank, ranks, microbatches)
-        if stages > 1:
-            orders = [planned_order(pipeline, ranks, each, microbatches) for each in range(ranks)]
-            whole = with_receipts(orders)[rank]
+        orders = planned_orders(pipeline, ranks, microbatches)
+        whole = (with_receipts(orders) if stages > 1 else orders)[rank]
         short = short_order(pipeline, ranks, rank, microbatches)
         steps = [StepBytes.of_passes(order, own) for order in (short, whole)]
         assert steps[0].peak == steps[1].peak
@@ -219,7 +218,7 @@ def test_orders_are_torchs_own(name: Any, stages: int, ranks: int, microbatches:
     """The passes are the same; a message may come one earlier or later, since bubbles are torch's
     alone. Messages that wait are few, however many microbatches a step has."""
     pipeline = PipelineSpec(schedule=name, stages_per_rank=stages)
-    orders = [planned_order(pipeline, ranks, rank, microbatches) for rank in range(ranks)]
+    orders = planned_orders(pipeline, ranks, microbatches)
     theirs = torch_plan(pipeline, ranks, microbatches)
     for rank, ours in enumerate(with_receipts(orders)):
         assert orders[rank] == [work for work in theirs[rank] if work.kind not in ("R", "G")]
