@@ -165,7 +165,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
             weight_copies=copies,
             gradients=passing_gradients(spec, division, replica, step.in_flight),
             arriving=with_arriving.computing - step.computing,
-            arriving_last=step.arriving_last + late,
+            arriving_last=late,
             # One pool has all of a microbatch, its casts of weights too. Steps without graphs and
             # validations allocate all of it beside the pool.
             graphs=spec.train.cuda_graph * (step.in_flight + copies + step.workspace),
@@ -316,23 +316,17 @@ def _head_gradient_bytes(spec: RunSpec) -> int:
     return tokens * hidden * size + vocab * hidden * FP32
 
 
-def _crossing(spec: RunSpec, stage: int) -> tuple[int, int]:
-    """Return what a stage receives of a microbatch: from the one before, and from the one after."""
-    crossing = layer_input_bytes(spec)
-    return crossing * (stage > 0), crossing * (stage < num_stages(spec) - 1)
-
-
 def _passes(spec: RunSpec, kept: Mapping[int, int], arriving: int) -> dict[int, StagePasses]:
     """Return the passes of a rank's stages without FSDP, while `arriving` bytes arrive."""
-    crossing = {stage: _crossing(spec, stage) for stage in kept}
+    last, crossing = num_stages(spec) - 1, layer_input_bytes(spec)
     return {
         stage: StagePasses.alike(
             kept=kept[stage],
-            received=received,
-            returned=returned,
+            received=crossing * (stage > 0),
+            returned=crossing * (stage < last),
             more=_workspace_bytes(spec, stage, arriving),
         )
-        for stage, (received, returned) in crossing.items()
+        for stage in kept
     }
 
 

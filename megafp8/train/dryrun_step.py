@@ -87,7 +87,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     step = replace(
         step,
         weight_copies=made_once - scales if copies is None else copies,
-        arriving_last=step.arriving_last + at_the_end,
+        arriving_last=at_the_end,
         gradients=max(0, with_gradients - max(most, at_the_end)),
     )
     # Steps that run without graphs need as much beside them.
