@@ -24,6 +24,7 @@ from megafp8.config.resolve import data_spec, observe_spec, resolve
 from megafp8.errors import UserError
 from megafp8.files import paths_reported
 from megafp8.ops.torch_build import driver_version, why_no_gpu
+from megafp8.ops.waiting import prepare_threads
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
     has_launcher,
@@ -31,7 +32,6 @@ from megafp8.parallel.launch import (
     launch,
     prepare_allocator,
     prepare_connections,
-    prepare_threads,
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
 from megafp8.runs.place import check_place
@@ -158,9 +158,9 @@ def main(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> int:
     After Ctrl-C before training there is nothing to save.
     """
     prepare_allocator(os.environ)  # torch has not been imported yet
-    prepare_threads(os.environ)
     try:
         adopt_step(os.environ)
+        prepare_threads(os.environ, is_foreign_rank=is_rank() and not has_launcher())
         check_environment(os.environ)
         prog = os.environ.get(STARTED_AS, f"python {Path(sys.argv[0]).name}")
         return run_app(argv, task, prog=prog, config_name=config_name, gpu_available=gpu_available)

@@ -1,13 +1,21 @@
-"""Read from its flags what this machine's CPU can multiply; needs no torch."""
+"""Read what this machine's CPU can multiply, and what oneDNN may use of it; needs no torch."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 
-BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+X86_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+BF16_FLAGS = X86_BF16_FLAGS | {"bf16", "svebf16"}
 """Linux' names of BF16 dot products: AVX512-BF16 and AMX on x86, plain and SVE on Arm."""
+
+ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+WITHOUT_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+"""oneDNN's names of the instruction sets that have no BF16 dot products."""
 
 IMITATED = "MEGAFP8_CPU_FLAGS"
 """The environment variable with flags that replace the CPU's own, so that tests imitate another."""
@@ -38,11 +46,38 @@ def read_flags() -> frozenset[str] | None:
         return None
 
 
-FLAGS = read_flags()
-FAST_AT_BF16 = FLAGS is not None and bool(FLAGS & BF16_FLAGS)
-"""Whether this CPU has BF16 dot products.
+def onednn_limit(environment: Mapping[str, str]) -> str | None:
+    """Return the variable and value that keep oneDNN from BF16 instructions, or None.
 
-Without them torch multiplies BF16 matrices 5 to 90 times slower than FP32 ones. Tests replace this
+    torch gives BF16 products to oneDNN on x86. As oneDNN does, this function takes the first of the
+    two variables that is not empty, and ignores case and values that oneDNN does not know. (The
+    page of oneDNN is "CPU Dispatcher Control"; `ATEN_CPU_CAPABILITY` and MKL's variables do not
+    change products of BF16 matrices.) On an imitated CPU its flags decide alone.
+    """
+    if IMITATED in environment:
+        return None
+    given = ((name, environment.get(name, "")) for name in ONEDNN_LIMITS)
+    name, value = next((pair for pair in given if pair[1]), ("", ""))
+    return f"{name}={value}" if value.upper() in WITHOUT_BF16 else None
+
+
+FLAGS = read_flags()
+LIMIT = onednn_limit(os.environ)
+
+
+def is_fast_at_bf16(flags: frozenset[str] | None, limit: str | None) -> bool:
+    """Return whether a CPU with these flags multiplies BF16 by instructions of its own.
+
+    `limit` is what `onednn_limit` returns; oneDNN's names are those of x86.
+    """
+    found = (flags or frozenset()) & BF16_FLAGS
+    return bool(found - X86_BF16_FLAGS if limit else found)
+
+
+FAST_AT_BF16 = is_fast_at_bf16(FLAGS, LIMIT)
+"""Whether BF16 products use BF16 dot products of this CPU.
+
+Without them torch multiplies BF16 matrices 5 to 170 times slower than with them. Tests replace this
 value, so everything that depends on it reads it from this module."""
 
 
@@ -50,4 +85,6 @@ def why_slow_at_bf16() -> str:
     """Return why `FAST_AT_BF16` is false, for a run's header."""
     if FLAGS is None:
         return f"which instructions this CPU has cannot be read on {platform.system()}"
+    if LIMIT is not None and FLAGS & X86_BF16_FLAGS:
+        return f"{LIMIT} keeps oneDNN from this CPU's BF16 instructions"
     return "this CPU has no BF16 instructions"

@@ -38,8 +38,6 @@ Progress is a step that begins, a validated batch, or a part of a checkpoint tha
 flushed or read. At most 1 GiB is flushed at once, so that 9 MB/s for each rank are fast enough.
 """
 GRACE_SECONDS = 5.0  # time for ranks that see another rank's error to report their own
-SPINS = 1000
-"""How often a waiting thread of OpenMP looks before it sleeps: some tens of microseconds."""
 LAUNCHER = "MEGAFP8LAUNCHER_PID"
 _HERE = "127.0.0.1"  # all ranks of our launcher are on this machine
 _SHUTDOWN = "MEGAFP8_SHUTDOWN_SECONDS"
@@ -76,19 +74,6 @@ def prepare_allocator(environment: MutableMapping[str, str]) -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environment.keys():
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def prepare_threads(environment: MutableMapping[str, str]) -> None:
-    """Let a waiting thread of OpenMP sleep soon, unless the user has set how it waits.
-
-    By default a thread of GNU's OpenMP spins for milliseconds at the end of each parallel loop. If
-    another process runs on one of the cores, the spinning thread keeps the one that it waits for
-    from running: steps of the default job then took 3 to 30 times as long, and with this setting 2
-    times (`docs/reference/troubleshooting.md`). The library reads the variable when torch is
-    imported, so this function must be called before.
-    """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
-        environment["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def prepare_connections(parallel: ParallelSpec, environment: MutableMapping[str, str]) -> None:

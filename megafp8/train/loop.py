@@ -155,8 +155,10 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     elif run.console.wants_progress:
         run.console.progress(report_of(run, result, samples, seconds, waited))
     slow = run.pace.slow(spec, step, run.state.mesh.device) if run.state.mesh.is_main else None
-    if slow is not None:
-        run.console.warn(slow)
+    late = None if run.waiting is None else run.waiting.after_step(step, seconds)
+    for warning in (slow, late):
+        if warning is not None:
+            run.console.warn(warning)
     is_last = step == spec.train.max_steps
     validates = spec.train.limit_val_batches > 0 and not is_last
     validates = validates and step % spec.train.val_check_interval == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shlex
 import signal
 import socket
@@ -25,6 +26,7 @@ from megafp8.observe.memory import PeakMemory
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.summary import write_summary
 from megafp8.observe.trackers import CompositeTracker, open_trackers
+from megafp8.ops.waiting import Waiting
 from megafp8.parallel.agreement import from_main, on_main
 from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
@@ -264,6 +266,8 @@ def open_run(
     # is seeded so that equal runs write equal files.
     torch.manual_seed(spec.train.seed)
     memory = PeakMemory(spec.parallel.accelerator)  # a sweep trains several runs in a process
+    on_cpu = mesh.device.type == "cpu"
+    waiting = Waiting(torch.get_num_threads(), os.environ) if on_cpu else None
     data = open_on_all(spec.data, mesh, console.event)
     spec = with_validation_batches(with_vocabulary(spec, data), data)
     require_memory(spec, mesh, console.warn)
@@ -294,8 +298,9 @@ def open_run(
         curve=logged_curve(path / METRICS_NAME, state.step, spec.train.log_every_n_steps),
         peak=peak_of_ranks(spec, mesh),
         memory=memory,
+        waiting=waiting,
     )
-    console.header(describe_run(spec, state, data, share, run.peak))
+    console.header([*describe_run(spec, state, data, share, run.peak), *_threads_of(run)])
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     console.follow(lambda: state.step)
@@ -313,6 +318,14 @@ def open_run(
         run.background = _background_saver(saver, state)
     console.start(spec.train.max_steps, state.step)
     return run
+
+
+def _threads_of(run: Run) -> list[str]:
+    """Return a line about the threads of a rank on a CPU, after a look at what others use."""
+    if run.waiting is None:
+        return []
+    run.waiting.look()
+    return [run.waiting.describe()]
 
 
 def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:

@@ -10,6 +10,7 @@ from megafp8.observe.curve import LossCurve
 from megafp8.observe.memory import PeakMemory
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
+from megafp8.ops.waiting import Waiting
 from megafp8.plan.utilization import Peak
 from megafp8.report.writer import Reporter
 from megafp8.runs.run_data import RunData
@@ -42,6 +43,7 @@ class Run:
     curve: LossCurve  # of the training loss; complete on the main rank only
     peak: Peak  # of one rank
     memory: PeakMemory  # of this rank
+    waiting: Waiting | None = None  # how OpenMP's threads wait; None on a GPU
     background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
     pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None
@@ -57,4 +59,6 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.health.close()
+        if self.waiting is not None:
+            self.waiting.close()
         self.trackers.close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megafp8.errors import RunError
 from megafp8.parallel import launch
-from megafp8.parallel.launch import prepare_allocator, prepare_connections, prepare_threads
+from megafp8.parallel.launch import prepare_allocator, prepare_connections
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs.parallel import FsdpSpec, ParallelSpec
 from megafp8.train import pretrain
@@ -99,28 +99,6 @@ def test_the_allocator_grows_segments_unless_the_user_has_chosen() -> None:
     environment = {}
     prepare_allocator(environment)
     assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-
-
-def test_waiting_threads_sleep_soon_unless_the_user_has_chosen() -> None:
-    for chosen in ({"GOMP_SPINCOUNT": "7"}, {"OMP_WAIT_POLICY": "active"}):
-        environment = dict(chosen)
-        prepare_threads(environment)
-        assert environment == chosen
-    program = """if True:
-        import os
-        from megafp8.parallel.launch import prepare_threads
-        prepare_threads(os.environ)
-        import torch
-    """
-    environment = {k: v for k, v in os.environ.items() if k not in {"GOMP_SPINCOUNT"}}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"OMP_DISPLAY_ENV": "verbose"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "GOMP_SPINCOUNT = '1000'" in done.stderr, "torch's OpenMP has read it"
 
 
 @pytest.mark.parametrize("is_rank", [True, False])
