@@ -195,6 +195,46 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
     )
 
 
+@dataclass
+class Sums:
+    """One rank's gradients of a step, and the operation and dtype of each message of its sums."""
+
+    whole: list[Piece]
+    rounds: list[list[Piece]]  # of each microbatch of a replica alone; of two for two stages
+    of_axes: set[tuple[str, str, str]]  # while the passes run, by axis
+    at_the_end: set[tuple[str, str, str]]
+
+
+def sums_of(case: Case, mesh: Mesh) -> Sums:
+    """Add up gradients once for all microbatches, and once for each, or as few as stages take."""
+    state, batches = case.build(mesh), case.microbatches(0, mesh)
+    messages = [set(mesh.traffic.num_calls)]
+
+    def gradients(some: list[Any]) -> list[Piece]:
+        mesh.traffic.num_calls.clear()
+        forward_backward(state, some)
+        messages.append(set(mesh.traffic.num_calls))
+        mesh.traffic.num_calls.clear()
+        reduce_gradients(state)
+        messages.append(set(mesh.traffic.num_calls))
+        return pieces(state, [grad.values() for grad in state.masters.stored_grads])
+
+    whole = gradients(batches)
+    _, of_axes, at_the_end = messages
+    fewest = case.parallel.pp
+    rounds = [batches[first : first + fewest] for first in range(0, len(batches), fewest)]
+    return Sums(whole, [gradients(some) for some in rounds], of_axes, at_the_end)
+
+
+def sums(rank: Rank, cases: dict[str, Case]) -> dict[str, Sums]:
+    """Every case on the mesh that it names."""
+    parallel = {name: replace(c.parallel, devices_per_node=rank.size) for name, c in cases.items()}
+    return {
+        name: sums_of(replace(case, parallel=parallel[name]), join(parallel[name]))
+        for name, case in cases.items()
+    }
+
+
 def watch(table: ScaleTable, updates: list[dict[str, torch.Tensor]]) -> None:
     """Note the amaxes staged before each update and the table after it."""
     update = table.update
