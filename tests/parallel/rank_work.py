@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,13 +227,22 @@ def sums_of(case: Case, mesh: Mesh) -> Sums:
     return Sums(whole, [gradients(some) for some in rounds], of_axes, at_the_end)
 
 
-def sums(rank: Rank, cases: dict[str, Case]) -> dict[str, Sums]:
-    """Every case on the mesh that it names."""
+def each_case(
+    rank: Rank, work: Callable[[Case, Mesh], Any], cases: dict[str, Case]
+) -> dict[str, Any]:
+    """Do `work` with every case, on the mesh that it names."""
     parallel = {name: replace(c.parallel, devices_per_node=rank.size) for name, c in cases.items()}
     return {
-        name: sums_of(replace(case, parallel=parallel[name]), join(parallel[name]))
+        name: work(replace(case, parallel=parallel[name]), join(parallel[name]))
         for name, case in cases.items()
     }
+
+
+def first_update(case: Case, mesh: Mesh) -> tuple[float, list[Piece]]:
+    """The norm of the first step, and the gradients that its update was given, clipped."""
+    state = case.build(mesh)
+    norm = train_step(state, case.microbatches(0, mesh)).grad_norm
+    return norm, pieces(state, [grad.values() for grad in state.masters.stored_grads])
 
 
 def watch(table: ScaleTable, updates: list[dict[str, torch.Tensor]]) -> None:

@@ -77,7 +77,7 @@ SENT["sequence, FP8"] = SENT["sequence"]
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Sums]]:
-    results = run_ranks(rank_work.sums, 2, {"cases": CASES})
+    results = run_ranks(rank_work.each_case, 2, {"work": sums_of, "cases": CASES})
     return {name: [rank[name] for rank in results] for name in CASES}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 from dataclasses import replace
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe, LossScaleSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.parallel.rank_work import Case, each_case, first_update
+from tests.parallel.test_tensor_parallel import assembled
+from tests.ranks import run_ranks
 from tests.tiny import build_run, microbatch, optim_spec, run_spec
 from tests.train.runs import TWO_RANKS, Place, assert_same
 
@@ -103,6 +107,60 @@ def test_at_the_smallest_scale_it_is_not_the_scalers_any_more() -> None:
     results = [train_step(state, [microbatch(1)]) for _ in range(2)]
     assert [result.scale_falls for result in results] == [True, False]
     assert not any(result.is_finite for result in results)
+
+
+LAYOUTS = {
+    "replicas": ParallelSpec(),
+    "ZeRO-1": ParallelSpec(),
+    "FSDP": ParallelSpec(fsdp=FsdpSpec()),
+    "tensor": ParallelSpec(tp=2),
+    "sequence": ParallelSpec(tp=2, sequence_parallel=True),
+    "context": ParallelSpec(cp=2),
+    "stages": ParallelSpec(pp=2),
+}
+
+
+def clipped_case(limit: tuple[str, float], scale: float | None, layout: str = "") -> Case:
+    name = "distributed_fused_adam" if layout == "ZeRO-1" else "adamw"
+    optim = optim_spec(name=name, clip_algorithm=limit[0], clip_grad_norm=limit[1])
+    loss_scale = None if scale is None else LossScaleSpec(init_scale=scale)
+    return Case(
+        "fp32" if scale is None else "fp16",
+        num_microbatches=4,
+        optim=optim,
+        loss_scale=loss_scale,
+        parallel=LAYOUTS.get(layout, ParallelSpec()),
+    )
+
+
+def test_gradients_are_clipped_as_without_a_scale() -> None:
+    """Scales below and above the 128 tokens of a step, on which the factor of the summed loss
+    depends. The norm, and gradients clipped by norm or by value, are those of FP32 within a few of
+    FP16's roundings of 2^-11, in one process and on two ranks."""
+    limits, scales = (("norm", 0.5), ("value", 0.02)), (8.0, 128.0, 2.0**12)
+    cases = {
+        f"{limit}, {scale}, {layout}": clipped_case(limit, scale, layout)
+        for limit, scale, layout in itertools.product(limits, scales, LAYOUTS)
+        if scale == 8.0 or layout == "replicas"
+    }
+    ranks = run_ranks(each_case, 2, {"work": first_update, "cases": cases})
+    for limit in limits:
+        norm, exact = first_update(clipped_case(limit, None), single_rank())
+        wanted = assembled([exact])
+        whole = torch.cat([x.flatten() for x in wanted.values()])
+        size = whole.norm() if limit[0] == "norm" else whole.abs().max()
+        assert size.item() == pytest.approx(limit[1], rel=1e-4) and norm > 2 * limit[1]
+        found = {name: [rank[name] for rank in ranks] for name in cases if str(limit) in name}
+        for scale in scales:
+            alone = first_update(clipped_case(limit, scale), single_rank())
+            found[f"{limit}, {scale}, one process"] = [alone]
+        for name, results in found.items():
+            ours = assembled([grads for _, grads in results])
+            own = torch.cat([ours[key].flatten() for key in wanted])
+            assert error(own, whole) < 2.0**-7, name
+            assert [each for each, _ in results] == pytest.approx(
+                [norm] * len(results), rel=2.0**-7
+            ), name
 
 
 # ---- whole runs
