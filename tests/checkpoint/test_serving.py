@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -35,6 +36,8 @@ SIZES = {
     "max_position_embeddings": 64, "vocab_size": 96,
 }  # fmt: skip
 ODD = {"hidden_size": 96, "intermediate_size": 200, "num_key_value_heads": 1}
+SQUARE = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
+"""All but keys and values are 256 x 256: scales of blocks have one shape in either order."""
 INPUT_SCALE = 2.0**-6
 Names = dict[str, torch.Tensor]
 
@@ -156,7 +159,7 @@ def modules_of(spec: GPTSpec) -> dict[str, str]:
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("llama", {}), ("qwen2", ODD), ("qwen3", {"tie_word_embeddings": True}), ("mistral", ODD)],
+    [("llama", SQUARE), ("qwen2", ODD), ("qwen3", {"tie_word_embeddings": True}), ("mistral", ODD)],
 )
 def test_bytes_times_scales_are_the_masters(
     scales: Scales, family: str, more: dict[str, Any], tmp_path: Path
@@ -194,28 +197,40 @@ def damage_order(stored: Names, module: str) -> None:
     stored[name] = stored[name].flip(0).contiguous()
 
 
+def damage_turn(stored: Names, module: str) -> None:
+    name = next(n for n in stored if n.startswith(f"{module}.weight_scale"))
+    stored[name] = stored[name].t().reshape(stored[name].shape).contiguous()
+
+
 def damage_inverse(stored: Names, module: str) -> None:
     name = next(n for n in stored if n.startswith(f"{module}.weight_scale"))
     stored[name] = 1 / stored[name]
 
 
-@pytest.mark.parametrize("damage", [damage_scale, damage_order, damage_inverse])
-@pytest.mark.parametrize("scales", ["channel", "block"])
+@pytest.mark.parametrize(
+    ("damage", "scales"),
+    [
+        *itertools.product((damage_scale, damage_order, damage_inverse), ("channel", "block")),
+        (damage_turn, "block"),
+    ],
+)
 def test_wrong_scales_are_found(
     scales: Scales, damage: Callable[[Names, str], None], tmp_path: Path
 ) -> None:
-    spec = spec_of("llama")
+    spec = spec_of("llama", **SQUARE)
     own = masters_of(spec)
     stored, _ = write(tmp_path, spec, own, ServingFormat(scales))
-    module = "model.layers.1.mlp.gate_proj"
-    master = own["layers.1.mlp.gate.weight"].double().numpy()
+    module = "model.layers.0.mlp.gate_proj"
+    master = own["layers.0.mlp.gate.weight"].double().numpy()
     check_weight(stored, module, master)
     damage(stored, module)
     with pytest.raises(AssertionError):
         check_weight(stored, module, master)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (128, 128), (130, 260), (3, 513)])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (127, 129), (128, 128), (130, 260), (3, 513), (256, 256)]
+)
 @pytest.mark.parametrize("scales", SCALES)
 def test_shapes_zero_rows_and_tiny_numbers(shape: tuple[int, int], scales: Scales) -> None:
     drawn = torch.Generator().manual_seed(shape[1])
@@ -309,7 +324,7 @@ def test_compressed_tensors_makes_the_same_bytes(scales: Scales, tmp_path: Path)
 @pytest.mark.parametrize("form", ["tensor", "channel", "block", "static"])
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}),
+    [("llama", {"attention_bias": True, "mlp_bias": True, **SQUARE}), ("qwen2", {}),
      ("qwen3", {"tie_word_embeddings": True}), ("mistral", {})],
 )  # fmt: skip
 def test_transformers_reads_the_same_weights(
@@ -329,7 +344,7 @@ def test_transformers_reads_the_same_weights(
     ).eval()
     assert model.config.model_type == family
     if form == "static":
-        assert model.model.layers[1].mlp.down_proj.input_scale == INPUT_SCALE
+        assert model.model.layers[0].mlp.down_proj.input_scale == INPUT_SCALE
     for module in model.modules():  # the package would round the inputs, in its own order
         module.quantization_enabled = False
     tokens = torch.arange(40).reshape(2, 20)
@@ -356,10 +371,15 @@ def relative(x: torch.Tensor, expected: torch.Tensor) -> float:
     return float((x.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("form", ["tensor", "channel", "block", "static"])
-def test_a_served_linear_is_the_product_of_the_definition(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "sizes"),
+    [*itertools.product(("tensor", "channel", "block", "static"), (ODD,)), ("block", SQUARE)],
+)
+def test_a_served_linear_is_the_product_of_the_definition(
+    form: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
     """In float64: bytes times scales, times the input in E4M3 times its scales, plus biases."""
-    spec = spec_of("qwen2", **ODD)
+    spec = spec_of("qwen2", **sizes)
     own = masters_of(spec)
     fmt = formats(spec)[form]
     stored, _ = write(tmp_path, spec, own, fmt)
