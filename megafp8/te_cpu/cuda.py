@@ -107,6 +107,14 @@ TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
     )),
 )  # fmt: skip
 
+SENT_TOGETHER = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast",
+    "reduce_scatter", "reduce_scatter_tensor",
+)  # fmt: skip
+"""The collectives that others put into one message with torch's coalescing manager."""
+_together: list[bool] = []
+"""Has an element for each such manager that is open."""
+
 Place = Callable[[Any, FrameType], Any]
 """Returns where to make what is asked for on a device; the frame is that of who asks."""
 _places: list[Place] = []
@@ -152,6 +160,8 @@ def install(undo: ExitStack) -> None:
     _patch_cuda_version(undo)
     undo.callback(_patch_wrapper_tensors())
     undo.callback(torch_private.wrap_coalescing_manager(_without_coalescing))
+    for name in SENT_TOGETHER:
+        _replace(torch.distributed, name, _arrived(getattr(torch.distributed, name)), undo)
 
 
 def _replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
@@ -202,7 +212,9 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     found = _TYPE(tensor, *args, **kwargs)
-    if isinstance(found, str) and _asked_by_transformer_engine():
+    # A tensor of Transformer Engine's asks once more, from a file of Transformer Engine.
+    is_named = isinstance(found, str) and not found.startswith("torch.cuda.")
+    if is_named and _asked_by_transformer_engine():
         return found.replace("torch.", "torch.cuda.", 1)
     return found
 
@@ -261,17 +273,35 @@ def _without_coalescing(coalescing: Callable[..., Any]) -> Callable[..., Any]:
     """Return a context manager for messages, in place of torch's `coalescing`.
 
     Inside it Transformer Engine's messages are sent one by one, since gloo cannot send several
-    together. The manager's result is what the caller waits for; here nothing is left to wait for.
+    together. The manager's result is what the caller waits for; here nothing is left to wait for,
+    since `_arrived` has waited for each message, also for one that is to be sent in the background.
     """
 
     @contextmanager
     def one_by_one() -> Iterator[Stream]:
-        yield Stream()
+        _together.append(True)
+        try:
+            yield Stream()
+        finally:
+            _together.pop()
 
     def manager(*args: Any, **kwargs: Any) -> Any:
         return one_by_one() if _asked_by_transformer_engine() else coalescing(*args, **kwargs)
 
     return manager
+
+
+def _arrived(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective that ends with its messages where torch would send several together."""
+
+    @functools.wraps(send)
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        work = send(*args, **kwargs)
+        if _together and work is not None:
+            work.wait()
+        return work
+
+    return sent
 
 
 def to_cpu(device: Any) -> Any:

@@ -422,6 +422,63 @@ def test_an_index_alone_is_a_device_to_the_packages_of_an_audit() -> None:
         assert torch.device(1).type == "cpu" and torch.device("meta").type == "meta"
 
 
+OF_TRANSFORMER_ENGINE = """
+import torch
+
+class Quantized(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+def type_of(x):
+    return x.type()
+
+def together(x):
+    with torch.distributed._coalescing_manager(None, async_ops=True) as manager:
+        torch.distributed.all_reduce(x, async_op=True)
+    manager.wait()
+
+def alone(x):
+    return torch.distributed.all_reduce(x, async_op=True)
+"""
+"""Code that asks as Transformer Engine's does."""
+
+
+def _as_transformer_engine() -> Any:
+    module = ModuleType("transformer_engine.pytorch.asking")
+    exec(OF_TRANSFORMER_ENGINE, module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.uint8])
+def test_the_type_of_a_tensor_has_the_name_of_cuda_once(dtype: torch.dtype) -> None:
+    """A subclass asks again, from Transformer Engine's own file; others learn the truth."""
+    name = torch.empty(1, dtype=dtype).type().removeprefix("torch.")
+    asking = _as_transformer_engine()
+    with ExitStack() as undo:
+        cuda.install(undo)
+        x = torch.empty(1, dtype=dtype)
+        for tensor in (x, x.as_subclass(asking.Quantized), nn.Parameter(x, requires_grad=False)):
+            assert asking.type_of(tensor) == f"torch.cuda.{name}"
+        assert x.type() == f"torch.{name}"
+
+
+def test_messages_that_are_sent_together_have_arrived_when_the_manager_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron sends them in the background; one that is sent alone is waited for by its sender."""
+    waits: list[str] = []
+    work = SimpleNamespace(wait=lambda: waits.append("waited"))
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda x, async_op: work)
+    asking = _as_transformer_engine()
+    with ExitStack() as undo:
+        cuda.install(undo)
+        asking.together(torch.ones(1))
+        assert waits == ["waited"]
+        assert asking.alone(torch.ones(1)) is work and waits == ["waited"]
+
+
 @pytest.mark.parametrize("owner", [torch, torch.fft, torch.nested, torch.Tensor])
 def test_every_function_that_takes_a_device_is_replaced(owner: Any) -> None:
     """torch says in their documentation which they are; three more have none."""
