@@ -26,7 +26,7 @@ from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.rule import RuleError
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipe import Recipe
-from megafp8.specs.recipes import find_recipe, label_of
+from megafp8.specs.recipes import find_recipe, is_interrupt, label_of, raised
 from megafp8.specs.traits import ROLES, Casts, Traits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -178,9 +178,10 @@ def _try(claim: _Claim, probes: list[Probe]) -> _Tried:
     for probe in tried:
         try:
             reason = next(claim.refuter(probe), None)
-        except Exception as error:
-            kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            text = f"{kind}{error}".partition("\n")[0]
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            text = (str(error) if isinstance(error, UserError) else raised(error)).split("\n")[0]
             trait = error.trait if isinstance(error, RuleError) else "runs"
             return _Tried(claim.name, Refutation(trait, probe.where, text), False)
         if reason is not None:

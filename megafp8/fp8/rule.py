@@ -28,6 +28,7 @@ from megafp8.fp8.quantizer import (
     operands_of,
 )
 from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
+from megafp8.specs.recipes import is_interrupt, raised
 from megafp8.specs.traits import Casts, Scales
 
 if TYPE_CHECKING:
@@ -323,8 +324,10 @@ def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
         return rule()
     except UserError:
         raise
-    except Exception as error:  # a rule of somebody else can raise anything
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    except BaseException as error:  # a rule of somebody else can raise anything, also SystemExit
+        if is_interrupt(error):
+            raise
+        reason = raised(error).partition("\n")[0]
         raise RuleError(f"{where}: {_place_of(error)}: {reason}") from error
     finally:
         state.rule_seconds += time.perf_counter() - began
@@ -353,7 +356,7 @@ def _described(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _place_of(error: Exception) -> str:
+def _place_of(error: BaseException) -> str:
     """Return the last line outside of libraries that an exception passed through."""
     lines = traceback.extract_tb(error.__traceback__)
     outside = [line for line in lines if "site-packages" not in line.filename]

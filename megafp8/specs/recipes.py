@@ -8,6 +8,7 @@ called where a user has named them; `find_recipe` never does.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import importlib
 import importlib.util
@@ -213,14 +214,33 @@ def _running(name: str, imports: Callable[[], ModuleType], path: Path) -> Module
     """Run another's code, which can raise anything; name the line of it that failed."""
     try:
         return imports()
-    except Exception as error:
+    except BaseException as error:  # `sys.exit()` too, which would end the run as if it were done
+        if is_interrupt(error):
+            raise
         lines = traceback.extract_tb(error.__traceback__)
         own = [line for line in lines if Path(line.filename).name == path.name]
         place = f", line {own[-1].lineno} of {path}" if own else ""
         if isinstance(error, SyntaxError):
             place = f", line {error.lineno} of {error.filename}"
-        reason = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"{name}: cannot be imported ({reason}{place})") from error
+        raise RecipeError(f"{name}: cannot be imported ({raised(error)}{place})") from error
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an exception is Ctrl-C, and not a `raise KeyboardInterrupt` of the code that ran.
+
+    Python raises a signal's exception between two instructions, and never at that of `raise`.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if not isinstance(error, KeyboardInterrupt) or trace is None:
+        return isinstance(error, KeyboardInterrupt)
+    return trace.tb_frame.f_code.co_code[trace.tb_lasti] != dis.opmap["RAISE_VARARGS"]
+
+
+def raised(error: BaseException) -> str:
+    """Return the class of an exception, and its text if it has one."""
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def _class_in(name: str, module: ModuleType, wanted: str) -> type[Recipe]:
@@ -252,9 +272,10 @@ def _made(name: str, cls: type[Recipe]) -> Recipe:
     _check_rule(name, cls, traits)
     try:
         made = cls()
-    except Exception as error:  # another's code can raise anything
-        reason = f"{type(error).__name__}: {error}"
-        raise RecipeError(f"{name}: {cls.__name__}() cannot be made ({reason})") from error
+    except BaseException as error:  # another's code can raise anything
+        if is_interrupt(error):
+            raise
+        raise RecipeError(f"{name}: {cls.__name__}() cannot be made ({raised(error)})") from error
     made.name = name
     return made
 

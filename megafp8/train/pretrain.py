@@ -8,7 +8,9 @@ import shlex
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,7 +19,7 @@ from megafp8 import __version__
 from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
 from megafp8.config.resume import LAST_IN_EFFECT
-from megafp8.errors import ExitCode, UserError
+from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.observe.console import Console
 from megafp8.observe.curve import logged_curve
 from megafp8.observe.journal import JournaledConsole
@@ -42,6 +44,7 @@ from megafp8.runs.same_data import open_on_all
 from megafp8.runs.tokenizer import keep_files_of_data, save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
+from megafp8.specs.recipes import raised
 from megafp8.train import load, state_dict
 from megafp8.train.background_saver import BackgroundSaver
 from megafp8.train.build import build, settle_backend
@@ -130,9 +133,10 @@ def _pretrain(
         console = JournaledConsole(console, choice.path)
         reporter = Reporter(choice.path, console.warn)
     try:
-        run = _start_run(choice, spec, mesh, console, stop, command_line, began)
-        run.reporter = reporter
-        return _run_to_the_end(run, choice.path, command_line, began)
+        with _exits_reported():
+            run = _start_run(choice, spec, mesh, console, stop, command_line, began)
+            run.reporter = reporter
+            return _run_to_the_end(run, choice.path, command_line, began)
     except BaseException as error:
         fails_alone = mesh.world.size > 1 and not getattr(error, "is_shared", False)
         if not isinstance(error, Exception):
@@ -150,6 +154,22 @@ def _pretrain(
             console.close()  # the journal; the console that shows everything stays open
         if not fails_alone:  # otherwise ranks may still write; the process's end unlocks it
             choice.release()
+
+
+@contextmanager
+def _exits_reported() -> Iterator[None]:
+    """Raise `RunError` in place of a SystemExit, whose code 0 would say that the run is finished.
+
+    The code of others that a run calls, such as the kernels of a recipe's file, can raise it.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise RunError(
+            f"{frame.filename}, line {frame.lineno}: asked Python to exit ({raised(error)}) before "
+            "the run was finished. Let this code raise an error instead"
+        ) from error
 
 
 def _show_finished(finished: FinishedRun, console: Console) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -240,6 +241,39 @@ def test_a_bad_recipe_is_named_with_its_file(tmp_path: Path, words: str) -> None
     assert words in message and "model.fp8_recipe=" in message and name in message
     if names_code(name):
         assert f"megafp8 recipe check {name}" in message
+
+
+LEAVES = {
+    "SystemExit": "import sys\nsys.exit()",
+    "SystemExit: 0": "raise SystemExit(0)",
+    "KeyboardInterrupt": "def leave():\n    raise KeyboardInterrupt\nleave()",
+    "GeneratorExit": "raise GeneratorExit",
+    "Own: no": "class Own(BaseException): pass\nraise Own('no')",
+    "SystemExit: 3": "class Early:\n    raise SystemExit(3)",
+    "One() cannot be made (SystemExit: 5)": SIMPLE + "    def __init__(self): raise SystemExit(5)",
+    "One() cannot be made (KeyboardInterrupt)": (
+        SIMPLE + "    def __init__(self): raise KeyboardInterrupt"
+    ),
+}
+
+
+@pytest.mark.parametrize("words", LEAVES)
+def test_a_recipe_that_leaves_is_an_error_that_names_its_file(tmp_path: Path, words: str) -> None:
+    """`sys.exit()` in a file ended a run with code 0, before anything was trained."""
+    file = tmp_path / "lab.py"
+    file.write_text(LEAVES[words], "utf-8")
+    with pytest.raises(SettingError) as found:
+        load(["model.fp8=True", f"model.fp8_recipe={file}"])
+    assert f"{file} (command line)" in str(found.value) and words in str(found.value)
+    if "made" not in words:
+        assert re.search(rf", line \d of {file}", str(found.value))
+
+
+def test_ctrl_c_during_the_import_of_a_recipe_is_no_fault_of_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "lab.py"
+    file.write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n" + SIMPLE, "utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        load(["model.fp8=True", f"model.fp8_recipe={file}"])
 
 
 def test_a_recipe_of_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

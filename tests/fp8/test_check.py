@@ -23,6 +23,7 @@ from megafp8.fp8.probe import Probe, same_scales
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.gpus import ways
 from megafp8.specs.recipes import RECIPES, find_recipe
+from tests.c_kernels import need_kernels
 from tests.own_recipes.four_bits import FourBits, rotated
 
 ROOT = Path(__file__).parents[2]
@@ -408,6 +409,15 @@ def test_the_command_checks_a_file(capsys: pytest.CaptureFixture[str], tmp_path:
     wrong.write_text(source.replace("(numbers.flatten(1).to(", "(numbers.abs().flatten(1).to("))
     assert main(["check", str(wrong)]) == 2
     assert "refuted: values close (input, float32)" in capsys.readouterr().out
+
+
+def test_a_rule_that_leaves_is_refuted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    need_kernels()
+    source = (OWN / "simulated_int8.py").read_text("utf-8")
+    file = tmp_path / "leaving.py"
+    file.write_text(f"{source}\n    def in_c(self, x_MN, block, cast): raise SystemExit(0)\n")
+    assert main(["check", str(file)]) == 2
+    assert "refuted: runs" in (out := capsys.readouterr().out) and "SystemExit: 0" in out
 
 
 def test_the_page_has_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:

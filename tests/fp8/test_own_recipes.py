@@ -233,9 +233,27 @@ class Nothing(Recipe):
         """Forget the result."""
 
 
+class Leaves(Nothing):
+    """Ask Python to exit."""
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Leave as if all were done."""
+        raise SystemExit(0)
+
+
+class Interrupts(Nothing):
+    """Raise what Ctrl-C raises."""
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        """Interrupt."""
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
+        (Leaves, ["test_own_recipes.py, line ", "in cast", "SystemExit: 0"]),
+        (Interrupts, ["in cast", "KeyboardInterrupt"]),
         (cast_to((4,)), ["scales of [4]", "[4, 1] in FP32"]),
         (cast_to((4, 1), torch.float16), ["a payload of [4, 16] in torch.float16"]),
         (Raises, ["test_own_recipes.py, line ", "in cast", "ZeroDivisionError"]),

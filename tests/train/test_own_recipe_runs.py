@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.specs.recipes import RECIPES
+from tests.c_kernels import need_kernels
 from tests.train.runs import TWO_RANKS, Driver, Place, assert_same, wait_until
 
 OWN = Path(__file__).parents[1] / "own_recipes"
@@ -64,6 +65,18 @@ def test_a_resume_with_another_rule_says_so(place: Place, tmp_path: Path) -> Non
     file.write_text(file.read_text("utf-8").replace("clamp(-100, 100)", "clamp(-99, 99)"), "utf-8")
     done = place.run(*settings_of(file))
     assert done.code == 0 and f"the recipe {file} has changed since" in done.output, done.output
+
+
+def test_a_run_does_not_finish_because_its_recipe_leaves(place: Place, tmp_path: Path) -> None:
+    """The C kernels of a recipe run outside of its rule, whose exceptions are caught there."""
+    need_kernels()
+    file = copied("blocks_of_32", tmp_path)
+    leaves = "\n    def in_c(self, x_MN, block, cast):\n        raise SystemExit(0)\n"
+    file.write_text(file.read_text("utf-8") + leaves, "utf-8")
+    done = place.run(*settings_of(file))
+    assert done.code == 2 and f"{file}, line " in done.output, done.output
+    assert "asked Python to exit (SystemExit: 0)" in done.output, done.output
+    assert not place.dir().exists()  # no step was trained
 
 
 def test_a_planted_wrong_rule_changes_the_loss(place: Place, tmp_path: Path) -> None:
