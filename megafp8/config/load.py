@@ -31,7 +31,7 @@ from megafp8.config.layers import (
 from megafp8.config.learning_rate import schedule_notes, without_own_rate
 from megafp8.config.nemo import nemo_keys, nemos_file
 from megafp8.config.overrides import parse_overrides
-from megafp8.config.own_recipes import load_own_recipes
+from megafp8.config.own_recipes import load_own_recipes, names_given
 from megafp8.config.rules import Unused, effective, unused
 from megafp8.config.schema import all_keys, all_sections, schema_tree
 from megafp8.config.settings import (
@@ -163,7 +163,7 @@ def load_all(
     GPU; it is called only if a given key has an effect on one of the two devices alone. Without it,
     what holds on one of the devices is accepted. `trusts_recipes` says that recipes which YAML
     files name as code may be imported. `recipes_given` has the names that a sweep's command line
-    gives to its jobs; None stands for a single run.
+    gives to its jobs; None stands for a single run, whose `overrides` were all typed.
     """
     source = find_source(config_dir, config_name)
     parsed, problems = parse_overrides(overrides, source.directories)
@@ -199,7 +199,8 @@ def load_all(
     refused_already = {problem.key for problem in problems}
     problems += [problem for problem in unreadable if problem.key not in refused_already]
     problems += _secret_problems(values, origins, known)
-    problems += load_own_recipes(values, origins, trusts_files=trusts_recipes, given=recipes_given)
+    given = names_given(parsed) if recipes_given is None else recipes_given
+    problems += load_own_recipes(values, origins, trusts_files=trusts_recipes, given=given)
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
     good = _on_this_machine(good, gpu_available)

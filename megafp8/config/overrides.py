@@ -21,7 +21,7 @@ from hydra.grammar.gen.OverrideLexer import OverrideLexer
 from hydra.grammar.gen.OverrideParser import OverrideParser
 
 from megafp8.config.errors import COMMAND_LINE, SettingError
-from megafp8.config.hydra_section import GROUPS, ON_THE_COMMAND_LINE, is_hydras
+from megafp8.config.hydra_section import GROUPS, IN_A_FILE, ON_THE_COMMAND_LINE, is_hydras
 from megafp8.config.megatron_names import REFUSED_PRESETS
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
@@ -41,6 +41,9 @@ PRESET_GROUPS = ("model", "precision")
 
 _LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
+
+_OF_THE_JOB = re.compile(r"\$\{(?!(oc\.env|now):)")
+"""An interpolation of other settings, not of the environment or the time."""
 
 _CLOSING = {"[": "]", "{": "}"}
 
@@ -191,6 +194,9 @@ def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverr
     elif "callbacks" in key or "_target_" in text:
         reason = "settings must not name code to run"
         hint = "Leave it out; hydra/launcher=NAME chooses among the installed launchers"
+    elif key not in IN_A_FILE and _OF_THE_JOB.search(value):
+        reason = "takes what a YAML file may say, which must not give Hydra this setting"
+        hint = "Write the value itself, without ${…}"
     elif is_secret_name(text):
         reason = "Hydra would write a secret into the sweep's multirun.yaml"
         hint = "Set it in the environment, which jobs inherit"

@@ -41,16 +41,17 @@ def load_own_recipes(
         values: Settings by their dotted paths.
         origins: The layers that set them.
         trusts_files: Whether the command line trusts the recipes that YAML files name.
-        given: The names that the user has typed. The overrides of a sweep's job are not all typed,
-            since a YAML file may choose values in `hydra.sweeper.params`. None stands for a single
-            run, whose overrides are the command line.
+        given: The names that the user has typed. A value of the command line need not be one: it
+            may be an interpolation, as `${name}`, of what a YAML file says, and the overrides of a
+            sweep's job may be those of `hydra.sweeper.params`. None stands for names that another
+            process has checked.
     """
     problems = []
     for key, name in _named(values):
         origin = origins.get(key, DEFAULT)
         is_typed = origin == COMMAND_LINE and (given is None or name in given)
         if not is_typed and not trusts_files:
-            where = "hydra.sweeper" if origin == COMMAND_LINE else origin
+            where = "an interpolation or hydra.sweeper" if origin == COMMAND_LINE else origin
             problems.append(_untrusted(key, name, where))
             continue
         try:
@@ -63,7 +64,7 @@ def load_own_recipes(
 
 
 def names_given(overrides: Sequence[ParsedOverride]) -> frozenset[str]:
-    """Return the names of code that the command line of a sweep has."""
+    """Return the names of code that a command line has, as they were typed."""
     settings = [s for override in overrides for s in (*override.settings, *_each(override))]
     named = (_named({"model.fp8": True, s.key: s.value}) for s in settings)
     return frozenset(name for names in named for _, name in names)

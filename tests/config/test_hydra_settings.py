@@ -20,6 +20,7 @@ from megafp8.config.errors import SettingError
 from megafp8.config.hydra_section import IN_A_FILE, TARGETS, file_problems
 from megafp8.config.layers import find_source
 from megafp8.config.load import load
+from megafp8.config.overrides import parse_overrides
 
 FOLDERS = {"hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir"}
 """The settings that may hold a path: folders that a sweep makes, as `exp_manager.exp_dir` is."""
@@ -242,6 +243,23 @@ def test_a_key_of_a_sweeps_jobs_is_one_word(key: str) -> None:
     params = {"sweeper": {"params": {key: "1,2"}}}
     (problem,) = file_problems("hydra", params, "x.yaml")
     assert problem.key == "hydra.sweeper.params"
+
+
+@pytest.mark.parametrize(
+    ("word", "is_good"),
+    [
+        ("hydra.launcher.setup=['${name}']", False),
+        ("hydra.job.env_set.X='${oc.env:${name}}'", False),
+        ("hydra.job.env_set.X=${oc.env:HOME}", True),
+        ("hydra.sweep.dir=multirun/${name}", True),
+    ],
+)
+def test_what_only_the_command_line_may_say_is_no_interpolation_of_a_file(
+    word: str, is_good: bool
+) -> None:
+    good, problems = parse_overrides([word], (), multirun=True)
+    assert bool(good) is is_good and bool(problems) is not is_good
+    assert is_good or "what a YAML file may say" in str(problems[0])
 
 
 @pytest.mark.parametrize("word", ["+hydra.job.env_set.X=1", "hydra/job_logging=default"])

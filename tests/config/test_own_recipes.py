@@ -99,6 +99,48 @@ def test_the_command_line_names_code(marked: Path) -> None:
     assert label_of(f"{marked}:One") == "One (lab.py)"
 
 
+BY_INTERPOLATION = [
+    "model.fp8_recipe=${name}",
+    "model.fp8_recipe=${oc.select:name}",
+    "model.fp8_recipe='${exp_manager.exp_dir}/lab.py'",
+    "model.fp8_recipe=${oc.env:A_RECIPE}",
+    "model.fp8_modules=['*.fc2:${name}']",
+    "model.fp8_modules=${exp_manager.wandb_logger_kwargs.tags}",
+    "model.precision_schedule=[{from: 3, recipe: '${name}'}]",
+]
+
+
+@pytest.mark.parametrize("given", BY_INTERPOLATION)
+@pytest.mark.parametrize("more", [[], ["-m", "model.seed=1,2"]], ids=["run", "sweep"])
+def test_an_interpolation_is_not_a_typed_name(
+    marked: Path,
+    given: str,
+    more: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a YAML file of others says would be code that the command line never named."""
+    monkeypatch.chdir(marked.parent)
+    monkeypatch.setenv("A_RECIPE", str(marked))
+    tags = f"wandb_logger_kwargs: {{project: lab, tags: ['*.fc2:{marked}']}}"
+    text = f"exp_manager: {{exp_dir: {marked.parent}, create_wandb_logger: true, {tags}}}\n"
+    yaml_with(marked.parent, f"{text}name: {marked}\nmodel: {{fp8: true}}\n")
+    command = [f"--config-dir={marked.parent}", "--config-name=job", given, *more]
+    assert run_app(command, lambda cfg, info: 0) == 2
+    assert not (marked.parent / "ran").exists()
+    assert "interpolation or hydra.sweeper): names code to run" in capsys.readouterr().err
+
+
+def test_a_sweep_over_interpolations_names_no_code(
+    marked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(marked.parent)
+    yaml_with(marked.parent, f"name: {marked}\nmodel: {{fp8: true}}\n")
+    command = [f"--config-dir={marked.parent}", "--config-name=job", "-m"]
+    assert run_app([*command, "model.fp8_recipe=${name},delayed"], lambda cfg, info: 0) == 2
+    assert not (marked.parent / "ran").exists()
+
+
 PARAMS = {
     "path": "{{model.fp8_recipe: '{file}\\:One,delayed'}}",
     "module": "{{model.fp8_recipe: 'lab\\:One,delayed'}}",
