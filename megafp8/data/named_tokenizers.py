@@ -76,12 +76,16 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
     if name.endswith(".json"):
         return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
     transformers = needed("transformers", name)
-    try:  # trust_remote_code stays off: no code runs
+    try:
         is_here = Path(name).is_dir()
         if is_here:
             check_members(Path(name))
         only_files = is_here or not hub_answers()
-        loaded = transformers.AutoTokenizer.from_pretrained(name, local_files_only=only_files)
+        # Without the last argument transformers asks on the terminal whether the folder's own code
+        # may run, and runs it after a "y" on the standard input.
+        loaded = transformers.AutoTokenizer.from_pretrained(
+            name, local_files_only=only_files, trust_remote_code=False
+        )
     except Exception as error:  # files, JSON and the network raise different classes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(

@@ -34,7 +34,8 @@ def test_the_hub_is_asked_once(answers: bool, monkeypatch: pytest.MonkeyPatch) -
         server.server_close()
     asked = []
 
-    def from_pretrained(name: str, *, local_files_only: bool) -> None:
+    def from_pretrained(name: str, *, local_files_only: bool, trust_remote_code: bool) -> None:
+        assert not trust_remote_code
         asked.append((name, local_files_only))
         raise OSError("no such files")
 

@@ -7,16 +7,24 @@ byte-level BPE, and the SentencePiece BPE with byte fallback of Llama 2 and Mist
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import shutil
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megafp8.cli import export, import_hf, preprocess
+from megafp8.cli import export, generate, import_hf, preprocess
+from megafp8.config.load import load
+from megafp8.config.resolve import data_spec
 from megafp8.data.indexed import IndexedDataset
+from megafp8.errors import DataError
+from megafp8.runs.run_data import check_data, open_data
 from megafp8.runs.tokenizer import (
     beside_data,
     find_tokenizer,
@@ -261,3 +269,66 @@ def test_files_of_another_tokenizer_are_not_exported(tmp_path: Path) -> None:
     assert with_all_files(run, None) == run / "tokenizer"
     assert with_all_files(run, str(tmp_path / "qwen")) == tmp_path / "qwen"
     assert with_all_files(run, str(tmp_path / "llama3")) == run / "tokenizer"
+
+
+EVIL = "import pathlib\npathlib.Path({!r}).touch()\nclass T: pass\nclass C: pass\n"
+OF_FOLDER = ("model.tokenizer.library=huggingface", "model.tokenizer.type={theirs}")
+TUNE = ("restore_from_path={ours}", "model.data.train_ds.file_names={data}.jsonl")
+
+
+def opened(words: tuple[str, ...], job: str, folders: dict[str, Path]) -> None:
+    """Open the data of a job, as its command does before it starts."""
+    cfg = load([word.format(**folders) for word in words], config_name=job)
+    check_data(data_spec(cfg))
+    open_data(data_spec(cfg), print)
+
+
+DOORS: dict[str, Callable[[dict[str, Path]], object]] = {
+    "preprocess": lambda f: prepared(f["theirs"], f["new"]),
+    "finetune": lambda f: opened((*TUNE, *OF_FOLDER), "finetune_gpt", f),
+    "pretrain": lambda f: opened(
+        ("model.data.data_prefix={data}", *OF_FOLDER), "pretrain_gpt", f),
+    "generate": lambda f: generate.main([str(f["ours"]), "--prompt", "def ", "--tokens", "1"]),
+    "import": lambda f: import_hf.main([str(f["theirs"]), str(f["new"])]),
+    "export": lambda f: export.main([str(f["ours"]), str(f["new"])]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def imported_chat(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a model's folder, its imported form, and data that were prepared with it."""
+    home = tmp_path_factory.mktemp("chat")
+    published(home / "theirs", "llama3")
+    prepared(home / "theirs", home / "data")
+    assert import_hf.main([str(home / "theirs"), str(home / "ours")]) == 0
+    return {name: home / name for name in ("theirs", "data", "ours", "new")}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("has_config", [False, True])
+def test_code_of_a_tokenizers_folder_never_runs(
+    door: str,
+    has_config: bool,
+    imported_chat: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No door asks on the terminal either: a "y" waits on the standard input, and stays there."""
+    folders = {**imported_chat, "new": tmp_path / "new"}
+    marker = tmp_path / "it_ran"
+    for name in ("theirs", "ours"):
+        folders[name] = Path(shutil.copytree(imported_chat[name], tmp_path / name))
+        config = json.loads((folders[name] / "tokenizer_config.json").read_text())
+        config |= {"auto_map": {"AutoTokenizer": ["evil.T", "evil.T"]}, "tokenizer_class": "T"}
+        (folders[name] / "tokenizer_config.json").write_text(json.dumps(config))
+        (folders[name] / "evil.py").write_text(EVIL.format(str(marker)))
+    file = folders["theirs"] / "config.json"
+    of_model = json.loads(file.read_text()) | {"auto_map": {"AutoConfig": "evil.C"}}
+    file.write_text(json.dumps(of_model))
+    if not has_config and door != "import":
+        file.unlink()
+    answer = io.StringIO("y\n" * 9)
+    monkeypatch.setattr(sys, "stdin", answer)
+    with suppress(DataError, AssertionError):  # such a folder may be refused
+        DOORS[door](folders)
+    assert not marker.exists() and answer.tell() == 0
