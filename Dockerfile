@@ -37,4 +37,4 @@ RUN useradd --create-home --uid 10001 --shell /bin/bash megafp8 \
     && install --directory --owner=megafp8 --group=megafp8 runs outputs multirun
 USER 10001
 
-ENTRYPOINT ["python3", "/workspace/megafp8/pretrain_gpt.py"]
+ENTRYPOINT ["/workspace/megafp8/scripts/container/entrypoint.sh"]

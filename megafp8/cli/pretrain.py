@@ -25,6 +25,7 @@ from megafp8.errors import UserError
 from megafp8.files import paths_reported
 from megafp8.ops.torch_build import driver_version, why_no_gpu
 from megafp8.ops.waiting import prepare_threads
+from megafp8.parallel.ends import MAX_RESTARTS, REQUEUES
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
     has_launcher,
@@ -124,12 +125,15 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     restarts = spec.train.max_restarts
     if is_rank():
         check_ranks(spec.parallel, os.environ)
-        if restarts and not has_launcher():
+        if restarts and REQUEUES in os.environ:
+            os.environ[MAX_RESTARTS] = str(restarts)  # a rank that crashes or hangs says it
+        elif restarts and not has_launcher():
             raise SettingError(
                 "trainer.max_restarts",
                 restarts,
                 "torchrun or srun started these ranks, and only that launcher can start them again",
-                "Leave it out, and use torchrun's --max-restarts or let Slurm requeue the job",
+                "Leave it out, and use torchrun's --max-restarts; on Slurm, "
+                "examples/slurm/pretrain.sbatch starts the job again as it says",
             )
     elif spec.parallel.num_nodes > 1:
         raise SettingError(

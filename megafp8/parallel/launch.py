@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import PROGRESS
+from megafp8.parallel.ends import lost_connection, tell_end
 from megafp8.specs import ParallelSpec
 
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
@@ -105,24 +106,31 @@ def run_process(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end this process with the exit code that it returns.
 
     If `main` raises, the traceback is printed and the process ends without running destructors:
-    those of process groups can wait for ranks that will never answer.
+    those of process groups can wait for ranks that will never answer. Of a broken connection one
+    line is printed, since each rank of a large job has it and the rank that was lost explains it.
     """
     try:
-        code = main()
-    except Exception:
+        code, lost = main(), None
+    except Exception as error:
         if not is_rank():
             raise
-        traceback.print_exc()
+        lost = lost_connection(error)
+        if lost is None:
+            traceback.print_exc()
+        else:
+            _tell(f"rank {os.environ['RANK']}: the connection to another rank broke ({lost})")
         code = int(ExitCode.CRASHED)
-    leave_process(code)
+    leave_process(code, is_lost=lost is not None)
 
 
-def leave_process(code: int) -> NoReturn:
+def leave_process(code: int, *, is_lost: bool = False) -> NoReturn:
     """End this process with `code`; a rank ends without running destructors.
 
     gloo's threads sometimes abort in destructors, and the job would then count as crashed.
+    `is_lost` says that the connection to another rank broke.
     """
     if is_rank():
+        tell_end(code, is_lost=is_lost)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -302,7 +310,7 @@ def _watch(
             noted, last_progress = newest, time.monotonic()
         if first_failed is None:
             failed = [i for i, rank in enumerate(ranks) if _is_failure(rank.poll())]
-            first_failed = min(failed, key=lambda i: _precedence(_code(ranks[i])), default=None)
+            first_failed = min(failed, key=lambda i: precedence(_code(ranks[i])), default=None)
             if first_failed is not None:
                 was_killed = _code(ranks[first_failed]) < 0
                 deadline = time.monotonic() + (0 if was_killed else GRACE_SECONDS)
@@ -323,7 +331,7 @@ def _code_of_job(
     codes = [rank.poll() for rank in ranks]
     if first_failed is None:
         failed = [i for i, code in enumerate(codes) if _is_failure(code)]
-        first_failed = min(failed, key=lambda i: _precedence(_code(ranks[i])), default=None)
+        first_failed = min(failed, key=lambda i: precedence(_code(ranks[i])), default=None)
     if first_failed is not None:
         code = _code(ranks[first_failed])
         if asked is not None and code in (-asked, 128 + asked):
@@ -388,7 +396,7 @@ def _is_failure(code: int | None) -> bool:
     return code not in (None, int(ExitCode.FINISHED), int(ExitCode.SAVED_ON_SIGNAL))
 
 
-def _precedence(code: int) -> tuple[bool, bool, int]:
+def precedence(code: int) -> tuple[bool, bool, int]:
     """Return a sort key by which the exit code that explains the others comes first.
 
     A rank that was killed comes first, then one that ended with a code of ours, such as that of a

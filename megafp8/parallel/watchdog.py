@@ -19,76 +19,162 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+from torch.distributed import DistError
+
 from megafp8.errors import ExitCode
 from megafp8.files import note_progress
+from megafp8.parallel.ends import tell_end
 from megafp8.parallel.mesh import Mesh
 
 REPORT_SECONDS = 3.0  # time for the other ranks to notice and report
 LINGER_SECONDS = 1.0  # rank 0 may serve the store that other ranks still read
 WITHOUT_GIL_SECONDS = 6.0  # then a rank that cannot run Python is ended
+LEAST_SECONDS = 600.0  # that an automatic limit leaves: torch's own for gloo and NCCL is no less
+TIMES_LONGEST = 20.0
+FREE_STEPS = 2
 _WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py")
 _READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "validate", "process"))
 # Here a rank reads a result that a GPU still computes.
 _READING += ("torch/cuda/", "megafp8/fp8/health.py")
 
 
+class Limit:
+    """Say after how many seconds without progress a rank is taken to hang.
+
+    Args:
+        given: `trainer.step_timeout`: seconds, 0 for no limit, or None for the usual.
+        is_unwatched: Whether no user may be watching, as in a Slurm job. Then the usual is a limit; it
+            follows from the run's own steps: `TIMES_LONGEST` of the longest, at least
+            `LEAST_SECONDS`. The first `FREE_STEPS` steps, which compile, have none, and neither has
+            what comes after a step: validation, and a save.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        given: float | None,
+        *,
+        is_unwatched: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.given = given or None
+        self.is_automatic = given is None and is_unwatched
+        self._clock = clock
+        self._last = clock()
+        self._num_steps, self._longest = 0, 0.0
+        self._in_step = True
+
+    @property
+    def seconds(self) -> float | None:
+        """How long the rank may show no progress now; None if there is no limit now."""
+        if not self.is_automatic:
+            return self.given
+        if not self._in_step or self._num_steps < FREE_STEPS:
+            return None
+        return max(LEAST_SECONDS, TIMES_LONGEST * self._longest)
+
+    def beat(self) -> None:
+        """Take note of progress: a step begins."""
+        self._last, self._in_step = self._clock(), True
+
+    def after_step(self) -> None:
+        """Take note that a step is over, before what is due after it."""
+        self._num_steps += 1
+        if self._num_steps > FREE_STEPS:
+            self._longest = max(self._longest, self._clock() - self._last)
+        self._in_step = False
+
+    def is_over(self) -> bool:
+        """Return whether the rank has shown no progress for too long."""
+        seconds = self.seconds
+        return seconds is not None and self._clock() - self._last > seconds
+
+    def describe(self) -> str:
+        """Return the limit in words."""
+        if not self.is_automatic:
+            return f"trainer.step_timeout={self.given} s"
+        return (
+            f"{self.seconds or LEAST_SECONDS:.0f} s in a step, which is {TIMES_LONGEST:g} times "
+            f"the longest one and at least {LEAST_SECONDS / 60:g} minutes"
+        )
+
+
 class Watchdog:
     """Watches this rank while its context is active.
 
-    The rank must call `beat` at every sign of progress. With `timeout_seconds` None nothing is
-    watched here.
+    The rank must call `beat` at every sign of progress. Without a limit nothing is watched here.
     """
 
-    def __init__(self, mesh: Mesh, timeout_seconds: float | None) -> None:
-        self.mesh, self.timeout_seconds = mesh, timeout_seconds
+    def __init__(self, mesh: Mesh, limit: Limit) -> None:
+        self.mesh, self.limit = mesh, limit
+        self._is_watched = limit.is_automatic or limit.given is not None
         self._main = threading.get_ident()
-        self._last = time.monotonic()
         self._what = "the start"
         self._done = threading.Event()
 
     def __enter__(self) -> Self:
-        if self.timeout_seconds is not None:
+        if self._is_watched:
             self.beat("the start")
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        if self.timeout_seconds is not None:
+        if self._is_watched:
             faulthandler.cancel_dump_traceback_later()
 
     def beat(self, activity: str) -> None:
-        """Restart the timeout and note that `activity` begins now; our launcher sees it, too."""
+        """Restart the limit and note that `activity` begins now; our launcher sees it, too."""
         note_progress()
-        if self.timeout_seconds is None:
+        if not self._is_watched:
             return
-        self._what, self._last = activity, time.monotonic()
-        # This is a C thread: it also runs while something holds Python's lock.
-        faulthandler.dump_traceback_later(self.timeout_seconds + WITHOUT_GIL_SECONDS, exit=True)
+        self._what = activity
+        self.limit.beat()
+        self._watch_without_python()
+
+    def after_step(self) -> None:
+        """Take note that a step is over, before what is due after it."""
+        if self.limit.is_automatic:
+            self.limit.after_step()
+            self._watch_without_python()
+
+    def _watch_without_python(self) -> None:
+        """Let a C thread watch, too: it also runs while something holds Python's lock."""
+        seconds = self.limit.seconds
+        if seconds is None:
+            faulthandler.cancel_dump_traceback_later()
+        else:
+            faulthandler.dump_traceback_later(seconds + WITHOUT_GIL_SECONDS, exit=True)
 
     def _watch(self) -> None:
-        assert self.timeout_seconds is not None
-        pause = min(0.2, self.timeout_seconds / 10)
+        pause = min(0.2, (self.limit.given or LEAST_SECONDS) / 10)
         while not self._done.wait(pause):
-            if time.monotonic() - self._last > self.timeout_seconds:
+            if self.limit.is_over():
                 self._expire()
 
     def _expire(self) -> None:
         """End this process after a hang, once one rank has reported what all of them were doing."""
         rank = self.mesh.world.rank
-        reports = self._exchange(self._report())
-        if rank == min(reports):
+        try:
+            reports = self._exchange(self._report())
+        except (DistError, RuntimeError):  # rank 0 has left, after a report: this rank was late
+            reports = {}
+        if not reports:
+            pass
+        elif rank == min(reports):
             print(
-                describe_hang(reports, self.mesh.world.size, self.timeout_seconds), file=sys.stderr
+                describe_hang(reports, self.mesh.world.size, self.limit.describe()), file=sys.stderr
             )
             sys.stderr.flush()
         else:  # the reporting rank would fail on a lost connection before it has reported
             time.sleep(LINGER_SECONDS)
         if rank == 0:
             time.sleep(LINGER_SECONDS)
+        tell_end(int(ExitCode.HUNG))
         os._exit(int(ExitCode.HUNG))
 
     def _report(self) -> dict[str, Any]:
@@ -119,11 +205,9 @@ class Watchdog:
         return reports
 
 
-def describe_hang(
-    reports: dict[int, dict[str, Any]], world_size: int, timeout_seconds: float | None
-) -> str:
+def describe_hang(reports: dict[int, dict[str, Any]], world_size: int, limit: str) -> str:
     """Return a text that names the ranks that hang, with the stacks of one of them."""
-    lines = [f"megafp8: no progress for trainer.step_timeout={timeout_seconds} s"]
+    lines = [f"megafp8: no progress for {limit}"]
     for rank in sorted(set(range(world_size)) - reports.keys()):
         lines.append(f"megafp8: rank {rank} hangs: it does not even answer; the others wait for it")
     busy = _hanging(reports, world_size)

@@ -91,7 +91,7 @@ class ParallelSpec:
     grad_bucket_bytes: int = 125 * MIB  # bytes of FP32 gradients in one reduction
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     fsdp: FsdpSpec | None = None  # None means that every replica has whole parameters
-    step_timeout_seconds: float | None = None  # a rank may be silent so long; None: no limit
+    step_timeout_seconds: float | None = None  # a rank may be silent so long; 0: no limit
 
     @property
     def world_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 
 from megafp8.checkpoint.best import METRICS
@@ -13,7 +14,7 @@ from megafp8.observe.console import StepReport
 from megafp8.observe.curve import logged_curve
 from megafp8.observe.units import plural
 from megafp8.parallel.agreement import agree, raise_on_all
-from megafp8.parallel.watchdog import Watchdog
+from megafp8.parallel.watchdog import Limit, Watchdog
 from megafp8.plan.flops import flops_per_token
 from megafp8.plan.utilization import utilization
 from megafp8.specs import RunSpec
@@ -38,10 +39,9 @@ def train(run: Run) -> bool:
 
     False says that a signal or `max_time` ended training early; the state is saved then.
     """
-    timeout = run.spec.parallel.step_timeout_seconds
     with (
         Garbage(run.spec.train.gc_interval) as garbage,
-        Watchdog(run.state.mesh, timeout) as watchdog,
+        Watchdog(run.state.mesh, limit_of_hangs(run.spec)) as watchdog,
     ):
         try:
             finished = _train(run, garbage, watchdog)
@@ -50,6 +50,11 @@ def train(run: Run) -> bool:
         except BaseException as error:
             finish_background_save_after(run, error)
             raise
+
+
+def limit_of_hangs(spec: RunSpec) -> Limit:
+    """Return how long a rank may show no progress; a job of Slurm runs without its user."""
+    return Limit(spec.parallel.step_timeout_seconds, is_unwatched="SLURM_JOB_ID" in os.environ)
 
 
 def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
@@ -67,6 +72,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             health = run.health.begin() if is_logged else None
             run.profiler.before_step(run.state.step)
             result = train_step(run.state, microbatches, lambda: flags_of(run), health)
+            watchdog.after_step()
             run.has_trained |= result.is_finite
             run.profiler.after_step(run.state.step)
             if result.scale_falls:

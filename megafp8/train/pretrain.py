@@ -49,7 +49,7 @@ from megafp8.train import load, state_dict
 from megafp8.train.background_saver import BackgroundSaver
 from megafp8.train.build import build, settle_backend
 from megafp8.train.load_model import start_from
-from megafp8.train.loop import save, train
+from megafp8.train.loop import limit_of_hangs, save, train
 from megafp8.train.process import StopRequest, TimeLimit, prepare_process
 from megafp8.train.report.fp8 import HealthLog, share_of
 from megafp8.train.report.header import describe_run, peak_of_ranks
@@ -320,7 +320,16 @@ def open_run(
         memory=memory,
         waiting=waiting,
     )
-    console.header([*describe_run(spec, state, data, share, run.peak), *_threads_of(run)])
+    limit = limit_of_hangs(spec)
+    hang = (
+        [
+            f"hang: a rank without progress for {limit.describe()}, ends the job; "
+            "trainer.step_timeout=0 turns this off"
+        ]
+        if limit.is_automatic
+        else []
+    )
+    console.header([*describe_run(spec, state, data, share, run.peak), *_threads_of(run), *hang])
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     console.follow(lambda: state.step)

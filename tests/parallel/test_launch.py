@@ -26,7 +26,7 @@ from megafp8.checkpoint.step_directories import steps
 from megafp8.errors import RunError
 from megafp8.parallel.launch import launch
 from megafp8.parallel.mesh import single_rank
-from megafp8.parallel.watchdog import Watchdog
+from megafp8.parallel.watchdog import Limit, Watchdog
 from megafp8.train import saver, validate
 from tests.train.runs import ROOT, Driver, wait_until
 
@@ -272,7 +272,7 @@ def test_what_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert flushes >= 3 and num_shown() == 11 + flushes + 1
     assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest() == verify._sha256(path)
     assert num_shown() == -(-size // 100)
-    Watchdog(single_rank(), None).beat("step 1")
+    Watchdog(single_rank(), Limit(None)).beat("step 1")
     assert num_shown() == 1
     whole = [Placement(f"model/{name}", (2,), (0,), torch.ones(2)) for name in "abc"]
     assert saver._first_nonfinite(whole) is None and num_shown() == 3

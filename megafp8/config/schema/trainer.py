@@ -9,7 +9,6 @@ from omegaconf import MISSING
 from megafp8.config.keys import (
     MAX_RANKS,
     Valid,
-    above,
     at_least,
     key,
     needs,
@@ -128,10 +127,11 @@ class Trainer:
     step_timeout: float | None = key(
         None,
         "Seconds without progress of a rank after which the run prints stack traces and ends. Set "
-        "more than the longest step, validation or save takes. `null`: no limit.",
+        "more than the longest step, validation or save takes. `null`: no limit, but in a Slurm "
+        "job 20 times the longest step, and 10 minutes at least. 0: no limit.",
         group="failures",
         spec="parallel.step_timeout_seconds",
-        valid=or_null(above(0, 10**9)),
+        valid=or_null(at_least(0, 10**9)),
     )
     gradient_clip_algorithm: str = key(
         "norm",

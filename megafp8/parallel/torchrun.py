@@ -1,0 +1,47 @@
+"""Run torchrun for a batch script: `python -m megafp8.parallel.torchrun --nnodes=2 … FILE …`.
+
+torchrun ends with 1 whatever its ranks ended with, prints some hundred lines about it, and dies of
+a signal that its ranks have to handle. This program takes the same arguments, and ends with the
+code of the rank that explains the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+from megafp8.errors import ExitCode
+from megafp8.parallel.launch import precedence
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the ranks of this node, and return the exit code of the node."""
+    logging.disable(logging.CRITICAL)  # of this process alone; the ranks speak for themselves
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    # Slurm signals every process of the step, so that each rank gets the signal by itself.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    try:
+        torchrun(list(argv))
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        # torchrun itself ends the ranks that are left by SIGTERM.
+        codes = {k: v for k, v in codes.items() if v != -signal.SIGTERM} or codes
+        rank = min(codes, key=lambda rank: precedence(codes[rank]))
+        if codes[rank] >= 0:
+            return codes[rank]
+        name = signal.Signals(-codes[rank]).name
+        print(f"megafp8: torchrun: rank {rank} has ended by signal {name}", file=sys.stderr)
+        return 128 - codes[rank]
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return int(ExitCode.FINISHED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
