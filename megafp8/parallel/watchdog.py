@@ -47,10 +47,10 @@ class Limit:
 
     Args:
         given: `trainer.step_timeout`: seconds, 0 for no limit, or None for the usual.
-        is_unwatched: Whether no user may be watching, as in a Slurm job. Then the usual is a limit; it
-            follows from the run's own steps: `TIMES_LONGEST` of the longest, at least
-            `LEAST_SECONDS`. The first `FREE_STEPS` steps, which compile, have none, and neither has
-            what comes after a step: validation, and a save.
+        is_unwatched: Whether no user may be watching, as in a Slurm job. Then the usual is a limit:
+            `TIMES_LONGEST` of the run's longest step, and `LEAST_SECONDS` at least. The first
+            `FREE_STEPS` steps, which compile, have none, and neither has what comes after a step:
+            validation, and a save.
         clock: Returns seconds.
     """
 
