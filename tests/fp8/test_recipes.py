@@ -88,7 +88,7 @@ def assert_specified(ours: Fp8Tensor, specified: current.Scaled) -> None:
 @recipes
 @roles
 @dtypes
-@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (0, 4), (4, 0)])
+@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (256, 256), (0, 4), (4, 0)])
 def test_casts_are_the_specification(
     name: RecipeName, role: Role, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -153,7 +153,7 @@ def make(recipe: Fp8Recipe, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 @pytest.mark.parametrize("work", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("power_2", [True, False])
 @pytest.mark.parametrize("name", CURRENT)
-@pytest.mark.parametrize("shape", [(48, 80, 33), (1, 5, 7), (130, 256, 129)])
+@pytest.mark.parametrize("shape", [(48, 80, 33), (1, 5, 7), (130, 256, 129), (9, 256, 256)])
 @pytest.mark.parametrize("has_bf16", [True, False], ids=["BF16 products", "FP32 products"])
 def test_linear_is_the_specification(
     name: RecipeName,

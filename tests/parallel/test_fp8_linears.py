@@ -18,6 +18,8 @@ from tests.tiny import gpt_spec, optim_spec
 
 MODEL = gpt_spec(num_layers=1)
 WIDE = gpt_spec(num_layers=1, hidden_size=64)
+SQUARES = gpt_spec(num_layers=1, hidden_size=256, ffn_hidden_size=512)
+"""A model whose weights are several blocks of 128 x 128 each way on each of two ranks."""
 RECIPES: dict[str, Fp8Recipe] = {
     "delayed": recipe_of("delayed", amax_history_len=4),
     "tensorwise": recipe_of("tensorwise"),
@@ -66,6 +68,10 @@ def cases() -> dict[str, Case]:
                     continue
                 stored = replace(recipe, params_in_fp8=True, fp8_in_evaluation=False)
                 found[f"{layout} {name} fp8_params {compute}"] = case_of(layout, stored, compute)
+    for layout in ("tp", "sp"):
+        recipe = replace(RECIPES["blockwise"], power_2_scale=False)  # each block has another scale
+        case = replace(case_of(layout, recipe, "bf16"), model=SQUARES, batch=16)
+        found[f"{layout} blockwise squares bf16"] = case
     return found
 
 

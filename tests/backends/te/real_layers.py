@@ -18,6 +18,7 @@ from megafp8 import te_cpu
 from megafp8.errors import ConfigError
 from megafp8.te_cpu.missing import MissingKernelError
 from tests.backends.te.real import VERSION, autocast, recipes, te
+from tests.spec import current, formats
 
 WIDTH, FFN, HEADS, SIZE = 32, 64, 4, 8
 ACTIVATIONS: dict[str, Any] = {
@@ -172,6 +173,41 @@ def test_a_layer_in_fp8_is_near_the_exact_one(kind: str) -> None:
     error = (out.detach().float() - plain).norm() / part
     assert 1e-3 < error < 0.11
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_a_linear_in_square_blocks_is_the_specification() -> None:
+    """Weights of two blocks of 128 each way, whose scales have one shape in either order: products
+    of the specified operands within K * 2**-24 of their magnitudes, and a few roundings more."""
+    if not hasattr(recipes, "Float8BlockScaling"):
+        pytest.skip(f"Transformer Engine {VERSION} has no Float8BlockScaling")
+    torch.manual_seed(0)
+    linear = te.Linear(256, 256, bias=False, params_dtype=torch.float32)
+    of_blocks = 2.0 ** torch.tensor([[0.0, 7.0], [3.0, -5.0]])
+    with torch.no_grad():
+        linear.weight.mul_(of_blocks.repeat_interleave(128, 0).repeat_interleave(128, 1))
+    x = torch.randn(256, 256) * torch.logspace(-2, 2, 256)
+    grad = torch.randn(256, 256) * torch.logspace(-1, 3, 256)[:, None]
+    x.requires_grad_()
+    with autocast(recipes.Float8BlockScaling()):
+        out = linear(x)
+    out.backward(grad)
+
+    def values(tensor: torch.Tensor, *groups: tuple[int, int]) -> list[torch.Tensor]:
+        array, e4m3 = tensor.detach().numpy(), formats.FORMATS["e4m3"]
+        made = (current.quantize_groups(array, group, e4m3, "te", True) for group in groups)
+        return [torch.from_numpy(each.values) for each in made]
+
+    (weight,) = values(linear.weight, (128, 128))
+    (x_rows, x_columns), (grad_rows, grad_columns) = (
+        values(each, (1, 128), (128, 1)) for each in (x, grad)
+    )
+    for found, left, right in (
+        (out, x_rows, weight.t()),
+        (x.grad, grad_rows, weight),
+        (linear.weight.grad, grad_columns.t(), x_columns),
+    ):
+        bound = (256 + 8) * 2.0**-24 * (left.abs() @ right.abs())
+        assert ((found.double() - left @ right).abs() <= bound).all()
 
 
 def test_everyone_else_still_learns_the_truth_about_this_machine() -> None:
