@@ -31,7 +31,16 @@ from tests.spec.draws import key_of
 from tests.spec.formats import E4M3, Floats32
 
 KINDS = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "midpoints", "largest")
-SPECIAL = ("inf", "nan", "-nan", "all nan", "largest in fp32", "around 448", "least scale")
+SPECIAL = (
+    "inf",
+    "nan",
+    "-nan",
+    "all nan",
+    "largest in fp32",
+    "around 448",
+    "least scale",
+    "square",
+)
 SHAPES = ((32, 64), (9, 33), (1, 1), (65, 3), (0, 64), (64, 0))
 kinds = pytest.mark.parametrize("kind", [*KINDS, *SPECIAL])
 roles = pytest.mark.parametrize("role", ROLES)
@@ -67,6 +76,8 @@ def made(kind: str, shape: tuple[int, int] = (32, 64)) -> Floats32:
         x = data("zeros", shape) * np.float32(0)
         x[:, 0] = 448 * 2.0**-127 * (1 + (np.arange(len(x)) - len(x) // 2) * 2.0**-7)
         return x
+    if kind == "square":  # scales of squares have one shape in either order
+        return data("wide", (64, 64))
     return data(kind, shape)
 
 
@@ -162,7 +173,7 @@ def rotated(x: Floats32) -> Floats32:
     return torch.from_numpy(turned).bfloat16().float().numpy()
 
 
-FINITE = [*KINDS, "largest in fp32", "around 448"]
+FINITE = [*KINDS, "largest in fp32", "around 448", "square"]
 
 
 @pytest.mark.parametrize("kind", [*FINITE, "inf"])

@@ -103,6 +103,8 @@ def test_a_quantizer_makes_the_specification_s_bytes(form: str, kind: str) -> No
         assert made._rowwise_data.shape == (32, 32) and made._columnwise_data.shape == (64, 16)
         assert made._rowwise_scale_inv.shape == made._columnwise_scale_inv.shape == (128, 4)
         assert not made._rowwise_scale_inv[32:].any()
+        square = torch.from_numpy(data(kind, (64, 64))).to(dtype)  # several squares each way
+        assert_specified(made_by(square), square, made_by)
 
 
 def reference_of_this_version() -> SimpleNamespace:
