@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 MANIFEST_HASH_NAME = "manifest.sha256"
 USE_ANOTHER = "Use an older checkpoint, or replace this one by an undamaged copy"
 COUNTS = ("consumed_samples", "num_updates", "num_skipped")
+SKIPPED_IN_A_ROW = "num_skipped_in_a_row"  # checkpoints of earlier versions have no such count
 KEYS_OF_STATE = ("config", "data_fingerprint", *COUNTS)
 """The keys of `meta` that every state of training has."""
 _SECTIONS_OF_META = (
@@ -277,7 +278,7 @@ def _check_meta(meta: Mapping[str, Any]) -> None:
         ForeignFileError: A value is not what the key holds.
     """
     fields = Fields(meta)
-    for key in COUNTS:
+    for key in (*COUNTS, SKIPPED_IN_A_ROW):
         fields.whole(key, 0, _MOST, None)
     fields.text("data_fingerprint", None)
     fields.whole("eod_id", 0, _MOST, None)

@@ -15,6 +15,7 @@ from megafp8.cli.job import training_program
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode
 from megafp8.report.record import read_run
+from megafp8.runs.find import ENDED, FINISHED
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,10 @@ def run_all(
 
 def _run(job: ComparedJob, *, quiet: bool) -> int:
     name = f"{job.label}, seed {job.seed}"
-    if job.directory.is_dir() and read_run(job.directory).status == "finished":
-        print(f"{name}: finished before, in {job.directory}", flush=True)
-        return int(ExitCode.FINISHED)
+    status = read_run(job.directory).status if job.directory.is_dir() else ""
+    if status in ENDED:
+        print(f"{name}: {status} before, in {job.directory}", flush=True)
+        return int(ExitCode.FINISHED if status == FINISHED else ExitCode.NONFINITE)
     print(f"{name}: {job.directory}", flush=True)
     given = {text.partition("=")[0] for text in job.overrides}
     usual = {"exp_manager.checkpoint_callback_params.keep": "1"}

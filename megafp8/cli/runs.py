@@ -25,7 +25,7 @@ from megafp8.secrets import printable, shown
 
 NEWEST = 20
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
-COLORS = {"finished": "green", "failed": "red", "running": "cyan"}
+COLORS = {"finished": "green", "failed": "red", "diverged": "red", "running": "cyan"}
 
 
 @reports_errors

@@ -187,7 +187,7 @@ class Sweep:
             return None
         print(f"[sweep] job {job.num}: finished before, in {job.directory}: {finished.note}")
         sys.stdout.flush()
-        return result_of(job, int(ExitCode.FINISHED))
+        return result_of(job, int(finished.code))
 
     def _load(self, job: SweepJob) -> Loaded:
         options = self.options

@@ -21,7 +21,7 @@ Values = Mapping[str, Any]
 NOT_IN_NEMO = object()
 """Marks a key that NeMo's `megatron_gpt_config.yaml` does not have."""
 
-_LARGEST = 2**53  # a float cannot hold every whole number above
+LARGEST = 2**53  # a float cannot hold every whole number above
 
 # The largest sizes that are accepted. They are far above those of any model; what is larger could
 # only be a mistake, and rules, plans and tables that go through all layers or heads would not end.
@@ -223,15 +223,15 @@ def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
     return keys
 
 
-def at_least(low: float, most: float = _LARGEST) -> Valid:
+def at_least(low: float, most: float = LARGEST) -> Valid:
     """Return the condition that a number is `low` or larger, and at most `most`."""
-    text = f"at least {low}" + (f" and at most {most}" if most != _LARGEST else "")
+    text = f"at least {low}" + (f" and at most {most}" if most != LARGEST else "")
     return Valid(text, lambda v: low <= v <= most)
 
 
-def above(low: float, most: float = _LARGEST) -> Valid:
+def above(low: float, most: float = LARGEST) -> Valid:
     """Return the condition that a number is larger than `low`, and at most `most`."""
-    text = f"above {low}" + (f" and at most {most}" if most != _LARGEST else "")
+    text = f"above {low}" + (f" and at most {most}" if most != LARGEST else "")
     return Valid(text, lambda v: low < v <= most)
 
 

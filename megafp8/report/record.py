@@ -28,7 +28,7 @@ from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.runs.find import (
     CHECKPOINTS_DIR,
     CONFIG_NAME,
-    FINISHED,
+    ENDED,
     METRICS_NAME,
     RECORD_NAME,
     SUMMARY_NAME,
@@ -51,7 +51,7 @@ class RunRecord:
 
     Attributes:
         path: The run's directory.
-        status: One word: finished, running, failed, stopped or unfinished.
+        status: One word: finished, diverged, running, failed, stopped or unfinished.
         problems: What could not be read, each as a sentence with the file's name.
         config: The resolved configuration, as dotted keys.
         config_text: The same as it is written in config.yaml.
@@ -185,8 +185,8 @@ def _status(path: Path, events: Sequence[Line], problems: list[str]) -> str:
     except (OSError, ValueError):
         problems.append(f"{RECORD_NAME} is missing or damaged")
         record = {}
-    if isinstance(record, dict) and record.get("status") == FINISHED:
-        return FINISHED
+    if isinstance(record, dict) and record.get("status") in ENDED:
+        return str(record["status"])
     last = next((e for e in reversed(events) if e.get("kind") in ("start", "end", "failed")), {})
     return {"failed": "failed", "end": "stopped"}.get(str(last.get("kind")), "unfinished")
 

@@ -33,7 +33,7 @@ from megafp8.files import (
     write_json_atomically,
 )
 from megafp8.foreign import read_yaml
-from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, FINISHED, RECORD_NAME, RUNNING, age
+from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED, RECORD_NAME, RUNNING, age
 from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
 from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign, refuse_links
 from megafp8.runs.place import checked_name, named_directory
@@ -91,7 +91,7 @@ def choose_run(
 
 
 def mark(run_dir: Path, status: str) -> None:
-    """Record the status of a run, such as `FINISHED`; any other status counts as unfinished."""
+    """Record the status of a run, `FINISHED` or `DIVERGED`; any other counts as unfinished."""
     record = read_json_object(run_dir / RECORD_NAME)
     if record.get("status") != status:
         write_json_atomically(run_dir / RECORD_NAME, {**record, "status": status})
@@ -169,7 +169,7 @@ def _is_of_system(error: RunError) -> bool:
 def _is_candidate(path: Path, identity: str, is_sweep: bool) -> bool:
     record = read_json_object(path / RECORD_NAME)
     matches = record.get("identity") == identity and record.get("sweep") == is_sweep
-    return matches and record.get("status") != FINISHED
+    return matches and record.get("status") not in ENDED
 
 
 def _make_unnamed(exp_dir: Path) -> tuple[Path, RunLock]:

@@ -15,6 +15,8 @@ REPORT_NAME = "report.html"
 CHECKPOINTS_DIR = "checkpoints"
 RUNNING = "running"
 FINISHED = "finished"
+DIVERGED = "diverged"  # at its last step, with a model whose outputs are not finite
+ENDED = (FINISHED, DIVERGED)  # what the same command does not continue
 LATEST = "latest"
 USUAL_FOLDER = Path("runs")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megafp8.checkpoint.step_directories import steps
 from megafp8.config.resume import changed_settings, check_continues
-from megafp8.errors import RunError
+from megafp8.errors import ExitCode, RunError
 from megafp8.files import read_json_object
 from megafp8.observe.summary import RunSummary
 from megafp8.runs.directory import in_words, recorded_settings
-from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, RECORD_NAME, SUMMARY_NAME
+from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, ENDED, RECORD_NAME, SUMMARY_NAME
 from megafp8.runs.lock import is_locked
 from megafp8.runs.place import named_directory
 from megafp8.specs import RunSpec
@@ -33,6 +33,12 @@ class FinishedRun:
     summary: RunSummary
     note: str
 
+    @property
+    def code(self) -> ExitCode:
+        """Return the exit code with which the run ended."""
+        is_diverged = self.summary.status == DIVERGED
+        return ExitCode.NONFINITE if is_diverged else ExitCode.FINISHED
+
 
 def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None:
     """Return the run that `spec` names if it is finished and has no step left, else None.
@@ -48,9 +54,9 @@ def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None
     if path is None or not spec.observe.resume_if_exists or is_locked(path):
         return None
     summary = recorded_summary(path)
-    if summary is None or summary.status != FINISHED or summary.step < spec.train.max_steps:
+    if summary is None or summary.status not in ENDED or summary.step < spec.train.max_steps:
         return None
-    if _status(path) != FINISHED or _newest_step(path) > summary.step:
+    if _status(path) not in ENDED or _newest_step(path) > summary.step:
         return None  # the run went on after this summary
     old = recorded_settings(path)
     if old is None:

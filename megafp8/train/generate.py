@@ -32,7 +32,8 @@ def sample(
 ) -> list[int]:
     """Return `num_tokens` tokens that continue `prompt`, drawn at `temperature`.
 
-    The model computes them as in training, in FP8 if it trains so; scales do not move.
+    The model computes them as in training, in FP8 if it trains so; scales do not move. There are
+    fewer tokens if its outputs are not finite.
     """
     generator = torch.Generator().manual_seed(seed)
     limit = state.model.spec.max_position_embeddings
@@ -54,6 +55,8 @@ def sample(
             batch = torch.tensor([padded] * copies, device=state.mesh.device)
             logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)
+            if not torch.isfinite(probs_V).all():  # nor are the logits
+                break
             tokens.append(int(torch.multinomial(probs_V, 1, generator=generator)))
     state.model.train()
     return tokens[len(prompt) :]
@@ -113,7 +116,8 @@ def generate(
     Tokens from `vocab_size` on are padding and never chosen.
 
     Raises:
-        RunError: The text would be longer than the model's learned positions.
+        RunError: The text would be longer than the model's learned positions, or the model's
+            outputs are not finite.
     """
     spec, total = model.spec, len(prompt) + num_tokens
     limit = spec.max_position_embeddings
@@ -130,7 +134,13 @@ def generate(
     for _ in range(num_tokens):
         with kernels_of_any_length(device):
             logits_SV = model.logits(torch.tensor([tokens], device=device), cache)[0]
-        token = sampling.choose(logits_SV[-1, :vocab_size].cpu(), generator)
+        logits_V = logits_SV[-1, :vocab_size].cpu()
+        if not torch.isfinite(logits_V).all():
+            raise RunError(
+                f"the model's outputs are not finite after {len(tokens)} tokens. Name an earlier "
+                "checkpoint, or another run"
+            )
+        token = sampling.choose(logits_V, generator)
         yield token
         tokens = [token]
 

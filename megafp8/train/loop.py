@@ -83,7 +83,7 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
                 loader = open_loader(run)
                 continue
             if result.is_finite:
-                run.nonfinite_in_a_row = 0
+                run.state.num_skipped_in_a_row = 0
             elif not run.state.optimizer.decides_on_device:  # otherwise the step has done it
                 # FP8 scales have moved in this step. Weights kept in FP8 are stored with the new
                 # ones, as a run does that continues from here, so that both have the same bits.
@@ -386,8 +386,8 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
     step, policy = run.state.step + 1, run.spec.train.nonfinite_policy
     name = first_nonfinite(run.state, microbatches)
     finding = f"step {step}: loss {result.loss}, grad norm {result.grad_norm}; first bad: {name}"
-    run.nonfinite_in_a_row += 1
-    if policy == "stop" or run.nonfinite_in_a_row >= MAX_NONFINITE_IN_A_ROW:
+    in_a_row = run.state.num_skipped_in_a_row + 1
+    if policy == "stop" or in_a_row >= MAX_NONFINITE_IN_A_ROW:
         raise_on_all(
             NonFiniteError(
                 f"{finding}. Nothing of this step was saved. Lower model.optim.lr in a new run, "
@@ -402,6 +402,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
         newest = newest_after_cleanup(run.saver.root, run.state.mesh, run.console.warn)
         if newest is not None:
             meta = state_dict.load_checkpoint(newest, run.state, run.console.warn)
+            run.state.num_skipped_in_a_row = in_a_row
             run.saver.metrics = dict(meta.get(METRICS, {}))
             if run.metrics is not None:
                 run.metrics.rewind(run.state.step)
@@ -411,5 +412,6 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
             run.console.warn(f"{finding}; going back to step {run.state.step}")
             return True
     run.state.num_skipped += 1
+    run.state.num_skipped_in_a_row = in_a_row
     run.console.warn(f"{finding}; its batch is skipped")
     return False

@@ -36,7 +36,7 @@ from megafp8.report.writer import Reporter
 from megafp8.runs import directory, restarts
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.enough_memory import require_memory
-from megafp8.runs.find import CHECKPOINTS_DIR, FINISHED, METRICS_NAME, RUNNING
+from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, FINISHED, METRICS_NAME, RUNNING
 from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.run_data import RunData, prefixes_of
@@ -54,7 +54,7 @@ from megafp8.train.process import StopRequest, TimeLimit, prepare_process
 from megafp8.train.report.fp8 import HealthLog, share_of
 from megafp8.train.report.header import describe_run, peak_of_ranks
 from megafp8.train.report.profile import StepProfiler, memory_snapshot_on_oom
-from megafp8.train.report.summary import CommandLine, show_sample, summarize
+from megafp8.train.report.summary import CommandLine, show_sample, summarize, why_diverged
 from megafp8.train.run import Run
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
@@ -124,7 +124,7 @@ def _pretrain(
     finished = on_main(mesh, lambda: finished_run(spec, is_sweep=is_sweep))
     if finished is not None:
         _show_finished(finished, console)
-        return int(ExitCode.FINISHED)
+        return int(finished.code)
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     reporter: Reporter | None = None
     run: Run | None = None
@@ -223,8 +223,12 @@ def _run_to_the_end(run: Run, path: Path, command_line: CommandLine, began: floa
         summary = summarize(run, path, command_line, finished, began)
         if not run.has_trained and mesh.is_main:
             summary = with_recorded(summary, recorded_summary(path))
-        if finished and not run.spec.train.fast_dev_run:
-            show_sample(run)
+        has_written = not finished or run.spec.train.fast_dev_run or show_sample(run)
+        if finished and (why := why_diverged(run, summary.val_loss, has_written=has_written)):
+            console.warn(f"step {summary.step}: {why}")
+            summary = dataclasses.replace(
+                summary, status=DIVERGED, continue_command=None, continue_note=why
+            )
     finally:
         run.close()
     if mesh.is_main:
@@ -234,13 +238,14 @@ def _run_to_the_end(run: Run, path: Path, command_line: CommandLine, began: floa
             console.warn(f"{path / 'summary.json'}: cannot be written ({error})")
         console.record("end", f"{summary.status}, step {summary.step}/{summary.total_steps}")
         if run.reporter is not None:
-            run.reporter.write("finished" if finished else "stopped")
+            run.reporter.write(summary.status if finished else "stopped")
         if finished:
-            mark(path, FINISHED)  # last of all: a run that is killed before can be continued
+            mark(path, summary.status)  # last of all: a run that is killed before can be continued
         console.finish(summary.rows())
-    if not finished:
+    code = {FINISHED: ExitCode.FINISHED, DIVERGED: ExitCode.NONFINITE}.get(summary.status)
+    if code != ExitCode.FINISHED:
         from_main(mesh, None)  # ranks exit together: a launcher may end the others after one
-    return int(ExitCode.FINISHED if finished else ExitCode.SAVED_ON_SIGNAL)
+    return int(ExitCode.SAVED_ON_SIGNAL if code is None else code)
 
 
 def _answer(run: Run, number: signal.Signals) -> str:

@@ -50,7 +50,6 @@ class Run:
     reporter: Reporter | None = None  # writes report.html; None on all ranks but the main one
     stopped_by_time: bool = False  # the time limit, not a signal, ended training
     last_save: float = field(default_factory=time.monotonic)  # when, on the monotonic clock
-    nonfinite_in_a_row: int = 0
     has_trained: bool = False  # this process has changed the weights in a step, logged or not
     rolled_back_from: set[int] = field(default_factory=set)  # steps that rolled back once
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import megafp8
 from megafp8.checkpoint import store
 from megafp8.checkpoint.best import METRICS, NONE, Best
-from megafp8.checkpoint.manifest import Placement
+from megafp8.checkpoint.manifest import SKIPPED_IN_A_ROW, Placement
 from megafp8.checkpoint.reader import SCALES
 from megafp8.checkpoint.step_directories import step_name
 from megafp8.errors import NonFiniteError, UserError
@@ -112,6 +112,7 @@ class Saver:
             "consumed_samples": state.consumed_samples,
             "num_updates": state.optimizer.num_updates,
             "num_skipped": state.num_skipped,
+            SKIPPED_IN_A_ROW: state.num_skipped_in_a_row,
             "loss_scale": None if state.loss_scale is None else state.loss_scale.state(),
             "versions": self._versions,
         }

@@ -47,6 +47,7 @@ class TrainState:
     step: int = 0  # the last finished step
     consumed_samples: int = 0  # over all ranks
     num_skipped: int = 0  # steps whose gradients were not finite
+    num_skipped_in_a_row: int = 0  # of these, up to now; FP16's overflows are not counted
     loss_scale: LossScale | None = None  # None unless the run computes in FP16
     compiled: CompileCounter | None = None  # None unless torch compiles the layers
     graphs: MicrobatchGraphs | None = None  # None unless microbatches are captured as CUDA graphs

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.checkpoint.manifest import COUNTS, Placement, check_state
+from megafp8.checkpoint.manifest import COUNTS, SKIPPED_IN_A_ROW, Placement, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
 from megafp8.fp8.cast import amax_of
@@ -156,6 +156,7 @@ def load_checkpoint(step_dir: Path, state: TrainState, notify: Notify) -> dict[s
     state.step = reader.step
     state.consumed_samples = int(meta["consumed_samples"])
     state.num_skipped = int(meta["num_skipped"])
+    state.num_skipped_in_a_row = int(meta.get(SKIPPED_IN_A_ROW, 0))
     state.optimizer.set_num_updates(int(meta["num_updates"]))
     if state.loss_scale is not None:
         try:

@@ -95,6 +95,25 @@ def test_a_number_is_no_truth(value: str) -> None:
     assert load(["model.fp8=0"]).model.fp8 is False
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "model.optim.lr=1e30",
+        "model.optim.lr=inf",
+        "model.optim.weight_decay=1e17",
+        "model.init_method_std=1e30",
+        "trainer.gradient_clip_val=1e30",
+        f"trainer.max_steps={10**19}",
+        "model.rampup_batch_size=[8,8,1000000000000000000000]",
+    ],
+)
+def test_a_number_that_is_too_large_is_told_the_largest(setting: str) -> None:
+    """`lr=1e30` was told that it must be above 0."""
+    (found,) = load_problems(setting)
+    assert str(found).startswith(setting.partition("=")[0]) and "default" in found.hint
+    assert "no number may be above 9007199254740992 (2**53)" in found.reason
+
+
 def test_a_decay_that_overflows_is_refused() -> None:
     schedule = ["model.optim.sched.name=NoamHoldAnnealing", "model.optim.sched.decay_rate=1e15"]
     assert any(p.key == "model.optim.sched.decay_rate" for p in load_problems(*schedule))

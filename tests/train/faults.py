@@ -24,7 +24,16 @@ from megafp8.parallel import watchdog
 from megafp8.report.record import read_run
 from megafp8.runs import same_data, tokenizer
 from megafp8.runs.lock import is_locked
-from megafp8.train import background_saver, loop, pretrain, saver, state_dict, step, validate
+from megafp8.train import (
+    background_saver,
+    generate,
+    loop,
+    pretrain,
+    saver,
+    state_dict,
+    step,
+    validate,
+)
 from megafp8.train.background_saver import BackgroundSaver
 
 
@@ -278,6 +287,11 @@ def nan_gradient(name: str, steps: list[int], times: int | None = None) -> None:
             _of(state, state.masters.grads, name).view(-1)[0] = torch.nan
 
     _after_backward(steps, spoil)
+
+
+def no_finite_logits() -> None:
+    """Let the logits of every sample be NaN; training and validation stay as they are."""
+    generate.whole_logits = lambda *args: torch.full((1, 4096, 4096), torch.nan)
 
 
 def killed_in_microbatch(at_step: int, index: int) -> None:

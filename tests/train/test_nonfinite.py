@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
+from megafp8.cli import generate
 from megafp8.observe.metrics import read_metrics
 from megafp8.report.record import read_run
 from tests.train.runs import STEPS, TWO_RANKS, Done, Place, assert_same, timeless_metrics
@@ -152,6 +154,65 @@ def test_ten_in_a_row_stop(place: Place, undisturbed: tuple[Place, Done]) -> Non
     assert done.code == 3, done.output
     assert done.output.count("its batch is skipped") == 9
     assert done.output.splitlines()[-1].startswith("error: step 12: ")
+
+
+def test_ten_in_a_row_are_counted_over_starts(place: Place) -> None:
+    """The same command gives the same answer; it trained ten more bad steps in each start."""
+    large = ["model.optim.lr=1e12", "trainer.gradient_clip_val=0", policy("skip")]
+    said = []
+    for _ in range(2):
+        done = place.run(*large, "trainer.max_steps=30")
+        assert done.code == 3, done.output
+        said.append(done.output.splitlines()[-1])
+    assert said[0] == said[1] and "error: step 11: loss nan" in said[0]
+
+
+LARGE = ["model.optim.lr=1e12", "trainer.gradient_clip_val=0"]
+OVERFLOWS = {
+    "outputs": LARGE,
+    "first weights": ["model.init_method_std=1e15"],
+    "decay": ["model.optim.lr=1", "model.optim.weight_decay=1e15"],
+    "clip": ["model.optim.lr=1e15", "trainer.gradient_clip_val=1e15"],
+    "without validation": [*LARGE, "trainer.limit_val_batches=0"],
+    "two ranks": [*LARGE, *TWO_RANKS],
+}
+
+
+@pytest.mark.parametrize("given", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_a_run_whose_outputs_are_not_finite_ends_and_stays_ended(
+    place: Place, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its closing sample cannot be drawn, for which it had no summary and died again each time."""
+    given = [*given, policy("skip"), "trainer.max_steps=3"]
+    done = place.run(*given)
+    assert done.code == 3 and "Traceback" not in done.output, done.output
+    summary = place.summary()
+    assert (summary["status"], summary["step"]) == (place.status(), 3) == ("diverged", 3)
+    assert re.search(r"\d of 3 steps were skipped", summary["continue_note"])
+    assert "writes no sample" in done.output and read_run(place.dir()).status == "diverged"
+    before = (place.dir() / "summary.json").stat().st_mtime_ns
+    done = place.run(*given)
+    assert done.code == 3 and "step 3 of 3: nothing is left to do" in done.output, done.output
+    assert (place.dir() / "summary.json").stat().st_mtime_ns == before
+    assert generate.main([str(place.dir()), "--prompt", "def", "--tokens", "2"]) == 2
+    assert "the model's outputs are not finite" in capsys.readouterr().err
+
+
+def test_a_run_of_skipped_steps_alone_is_not_called_finished(place: Place) -> None:
+    given = [policy("skip"), "trainer.max_steps=3"]
+    done = place.run(*given, fault=["nan_gradient", "final_norm.weight", [1, 2, 3]])
+    assert done.code == 3, done.output
+    assert "no step has changed a weight; 3 of 3 steps were skipped" in done.output
+    assert "Lower model.init_method_std" in done.output
+    assert place.run(*given).code == 3
+
+
+def test_a_sample_amid_a_run_that_cannot_be_drawn_does_not_end_it(place: Place) -> None:
+    few = ["trainer.max_steps=100", "trainer.val_check_interval=25", "model.num_layers=1"]
+    often = ["exp_manager.checkpoint_callback_params.every_n_train_steps=50"]
+    done = place.run(*few, *often, fault=["no_finite_logits"])
+    assert done.code == 3 and "Traceback" not in done.output, done.output
+    assert done.output.count("writes no sample") == 4 and place.status() == "diverged"
 
 
 def test_a_weight_that_became_infinite_is_never_saved(

@@ -18,7 +18,7 @@ from megafp8.config.checks import (
     run,
 )
 from megafp8.config.errors import DEFAULT, SettingError
-from megafp8.config.keys import NOT_IN_NEMO, Key, Valid, Values
+from megafp8.config.keys import LARGEST, NOT_IN_NEMO, Key, Valid, Values
 from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
 from megafp8.config.schema import all_keys
 from megafp8.config.values import plain
@@ -89,5 +89,9 @@ def _range_finding(key: Key, value: Any) -> Finding | None:
         hint = f"The default is {plain(key.default)}"
     elif key.nemo not in (NOT_IN_NEMO, MISSING):
         hint = f"NeMo's default is {plain(key.nemo)}"
-    why = valid.why(value)
-    return Finding(key.path, f"must be {valid.text}" if why is None else why, hint)
+    why = valid.why(value) or f"must be {valid.text}"
+    if ("above" in why or "at least" in why) and not ("at most" in why or "below" in why):
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(number, (int, float)) and not number <= LARGEST for number in numbers):
+            why += f", and no number may be above {LARGEST} (2**53)"
+    return Finding(key.path, why, hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from megafp8.data.tokenize import continuation
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.curve import sparkline
 from megafp8.observe.summary import RunSummary
+from megafp8.observe.units import format_number
 from megafp8.optim.schedules import learning_rate
 from megafp8.report.record import logged_steps, typical
 from megafp8.report.writer import REPORT_FILE
@@ -235,10 +237,32 @@ def rise_of_rate(spec: RunSpec) -> str | None:
     return f"its learning rate rises from {ended:.1e} to {continues:.1e} where it continues"
 
 
-def show_sample(run: Run) -> None:
+def why_diverged(run: Run, val_loss: float | None, *, has_written: bool) -> str | None:
+    """Return why the model of a run at its last step is of no use; None if it may be good.
+
+    `has_written` says whether the model could write its sample.
+    """
+    state = run.state
+    if val_loss is not None and not math.isfinite(val_loss):
+        why = f"the validation loss is {format_number(val_loss)}"
+    elif not has_written:
+        why = "the model's outputs are not finite"
+    elif state.num_skipped and not state.optimizer.num_updates and state.loss_scale is None:
+        why = "no step has changed a weight"
+    else:
+        return None
+    keys = "model.optim.lr or model.optim.weight_decay, or clip gradients,"
+    return (
+        f"{why}; {state.num_skipped} of {state.step} steps were skipped, since they were not "
+        f"finite. Lower {keys if state.optimizer.num_updates else 'model.init_method_std'} in a "
+        "new run"
+    )
+
+
+def show_sample(run: Run) -> bool:
     """Show a short text that the model writes after the beginning of a validation document.
 
-    All ranks call it together.
+    All ranks call it together. Return False if the model's outputs are not finite.
     """
     tokenizer, data = run.data.tokenizer, run.data
     prompt = data.validation_prompt(PROMPT_TOKENS)
@@ -250,10 +274,14 @@ def show_sample(run: Run) -> None:
         temperature=0.7,
         seed=run.spec.train.seed,
     )
+    if len(drawn) < SAMPLE_TOKENS:
+        run.console.event("the model writes no sample: its outputs are not finite")
+        return False
     if run.spec.data.instructions is not None and tokenizer.eod_id in drawn:
         drawn = drawn[: drawn.index(tokenizer.eod_id)]  # where the answer ends
     text = continuation(tokenizer, prompt, drawn)
     run.console.sample(run.state.step, tokenizer.decode(prompt), text)
+    return True
 
 
 def _newest_checkpoint(run: Run) -> str | None:
