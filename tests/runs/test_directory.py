@@ -22,6 +22,7 @@ from megafp8 import files
 from megafp8.errors import ConfigError, ExitCode, RunError
 from megafp8.runs import directory
 from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
+from megafp8.runs.find import DIVERGED, FINISHED
 from megafp8.specs import RunSpec
 from tests.config.helpers import run_spec as settings_of
 from tests.tiny import run_spec
@@ -157,7 +158,7 @@ def test_named(tmp_path: Path) -> None:
     first.lock.release()
     again = choose(tmp_path, "mine")
     assert again.continues and "mine" in again.reason
-    directory.mark(again.path, directory.FINISHED)
+    directory.mark(again.path, FINISHED)
     again.lock.release()
     other = choose(tmp_path, "mine", "other settings")  # finished: still that one
     assert other.continues
@@ -194,12 +195,15 @@ def test_named_without_a_record(tmp_path: Path) -> None:
     assert not is_locked(tmp_path / "torn")
 
 
-def test_unnamed_continues_the_newest_unfinished_of_the_same_settings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [FINISHED, DIVERGED])
+def test_unnamed_continues_the_newest_unfinished_of_the_same_settings(
+    tmp_path: Path, end: str
+) -> None:
     exp_dir = tmp_path / "made" / "here"
     old, new = begin_and_end(exp_dir, "old"), begin_and_end(exp_dir, "new")
     begin = choose(exp_dir)
     assert begin.path == new and begin.continues and "newest unfinished" in begin.reason
-    directory.mark(new, directory.FINISHED)
+    directory.mark(new, end)
     begin.lock.release()
     assert begin_and_end(exp_dir) == old
     directory.mark(old, "stopped by signal")
@@ -232,7 +236,7 @@ def test_one_that_finished_between_look_and_lock_is_left_alone(
     path, acquire = begin_and_end(tmp_path), RunLock.acquire
 
     def finishes_first(run_dir: Path) -> RunLock:
-        directory.mark(path, directory.FINISHED)
+        directory.mark(path, FINISHED)
         return acquire(run_dir)
 
     monkeypatch.setattr(RunLock, "acquire", finishes_first)
