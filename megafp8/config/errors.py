@@ -47,7 +47,7 @@ class SettingError(ConfigError):
         self, key: str, value: object, reason: str, hint: str, *, origin: str = ""
     ) -> None:
         safe = redacted(value, key)
-        if safe != value and not (isinstance(value, tuple) and safe == list(value)):
+        if safe != value:
             text = str(safe)
             reason = reason.replace(repr(value), text).replace(str(value) or text, text)
             value = safe

@@ -54,7 +54,7 @@ from megafp8.config.spellings import (
 from megafp8.config.values import plain
 from megafp8.secrets import (
     HIDDEN,
-    has_password,
+    has_login,
     named_secrets,
     one_line,
     redacted,
@@ -398,12 +398,9 @@ def _secret_in(
 ) -> str | None:
     if name := variable_in(value, secrets):
         return f"the value of the environment variable {name}"
-    if has_password(value):
-        return "an address with a password"
-    shown = redacted(value, path, known, secrets)
-    if shown is not value and shown != (list(value) if isinstance(value, tuple) else value):
-        return "a secret that a key names"
-    return None
+    if has_login(value):
+        return "an address with a password or token"
+    return None if redacted(value, path, known, secrets) == value else "a secret"
 
 
 def _secrets_of_the_command_line(inert: Sequence[Setting]) -> list[SettingError]:

@@ -34,7 +34,7 @@ from megafp8.config.settings import (
     similar_keys,
     unknown_key,
 )
-from megafp8.secrets import is_secret_name
+from megafp8.secrets import hide
 
 PRESET_GROUPS = ("model", "precision")
 """The folders of presets, which are files of settings: `model=gpt3_125m` chooses one."""
@@ -197,7 +197,7 @@ def _hydra_setting(override: Override, text: str, multirun: bool) -> ParsedOverr
     elif key not in IN_A_FILE and _OF_THE_JOB.search(value):
         reason = "takes what a YAML file may say, which must not give Hydra this setting"
         hint = "Write the value itself, without ${…}"
-    elif is_secret_name(text):
+    elif hide(text) != text:
         reason = "Hydra would write a secret into the sweep's multirun.yaml"
         hint = "Set it in the environment, which jobs inherit"
     elif not (key in GROUPS and override.package is None) and not _acts_in_a_sweep(key):

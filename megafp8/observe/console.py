@@ -31,7 +31,7 @@ from megafp8.observe.units import (
     format_tflops,
     plural,
 )
-from megafp8.secrets import cut, hide_values, one_line, printable
+from megafp8.secrets import cut, hide, one_line, printable
 
 Row = tuple[str, str]
 LEAST_DATA_WAIT = 0.01  # of a step's time, from which on it is shown
@@ -324,7 +324,7 @@ class PlainConsole(Console):
     def _line(self, text: str) -> None:
         if self._broken:
             return
-        text = printable(hide_values(text))
+        text = printable(hide(text))
         try:
             try:
                 self._stream.write(text + "\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megafp8.files import to_json
 from megafp8.observe.console import Console, PlainConsole, Row, StepReport, Validation
-from megafp8.secrets import redacted
+from megafp8.secrets import hide_values, redacted
 
 CONSOLE_FILE = "console.log"
 EVENTS_FILE = "events.jsonl"
@@ -76,7 +76,7 @@ class JournaledConsole(Console):
         """
         if kind == "failed" and self._log is not None:
             self._log.event(f"error: {text}")
-        self._append(EVENTS_FILE, {"kind": kind, "text": text, **more})
+        self._append(EVENTS_FILE, redacted({"kind": kind, "text": text, **more}))
 
     def follow(self, step: Callable[[], int]) -> None:
         """Use `step`, which returns the number of steps that are done, in every record."""
@@ -87,11 +87,13 @@ class JournaledConsole(Console):
         self._shown.sample(step, prompt, text)
         if self._log is not None:
             self._log.sample(step, prompt, text)
-        self._append(SAMPLES_FILE, {"prompt": prompt, "text": text})
+        # What a model writes has names of secrets as well; it knows none of their values.
+        texts = {"prompt": hide_values(prompt), "text": hide_values(text)}
+        self._append(SAMPLES_FILE, texts)
 
     def _append(self, name: str, fields: Mapping[str, object]) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = to_json(redacted({"time": now, "step": self._step(), **fields})) + "\n"
+        line = to_json({"time": now, "step": self._step(), **fields}) + "\n"
         try:
             append_line(self._directory / name, line.encode())
         except OSError as error:

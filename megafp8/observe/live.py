@@ -25,7 +25,7 @@ from megafp8.observe.console import (
 )
 from megafp8.observe.curve import sparkline
 from megafp8.observe.units import format_duration, format_number
-from megafp8.secrets import hide_values, printable
+from megafp8.secrets import hide, printable
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -279,9 +279,7 @@ class LiveConsole(Console):
         if self._broken:
             return
         with self._guard():
-            self._rich.print(
-                printable(hide_values(text)), style=style, markup=False, soft_wrap=True
-            )
+            self._rich.print(printable(hide(text)), style=style, markup=False, soft_wrap=True)
 
     def _show(self, what: RenderableType) -> None:
         if not self._broken:
@@ -295,7 +293,7 @@ class LiveConsole(Console):
 
         if self._broken:
             return
-        value = printable(hide_values(value))
+        value = printable(hide(value))
         with self._guard():
             if whole:
                 self._rich.print(Text.assemble((what, "bold"), "  ", value), soft_wrap=True)

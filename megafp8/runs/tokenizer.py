@@ -24,7 +24,7 @@ from megafp8.files import (
     write_json_atomically,
 )
 from megafp8.foreign import ForeignFileError, member, read_object
-from megafp8.secrets import hide_values
+from megafp8.secrets import hide_values, is_secret_name
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
@@ -61,11 +61,8 @@ whose tokenizer the data was prepared with."""
 _TIKTOKEN_TREE = re.compile(rb'\s*\{\s*"version":\s*\d+,\s*"name":')
 
 
-_ACCESS = re.compile(
-    r'"(?P<key>\w*(?:(?:auth|access|api|hf|hub|session|bearer)_?token|api_?key|access_?key'
-    r'|private_?key|secret|password|passwd))"\s*:\s*"[^"]{8,}"',
-    re.IGNORECASE,
-)
+_MEMBER = re.compile(r'"(?P<key>[\w.\-]+)"\s*:\s*"[^"]{8,}"')
+_FOR_ACCESS = re.compile(r"(?:auth|access|api|hf|hub|session|bearer|refresh)[_-]?token", re.I)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
@@ -271,13 +268,17 @@ def refuse_secrets_in_files(folder: Path) -> None:
         if not path.is_file():
             continue
         text = path.read_bytes().decode("utf-8", "replace")
-        found = _ACCESS.search(text)
-        if found or hide_values(text) != text:
-            field = found["key"] if found else "content"
+        keys = [found["key"] for found in _MEMBER.finditer(text) if _gives_access(found["key"])]
+        if keys or hide_values(text) != text:
+            field = keys[0] if keys else "content"
             hint = (
                 "Remove it from a copy of the folder; imported and exported folders are published"
             )
             raise DataError(path, field, "holds a secret, which would be copied", hint)
+
+
+def _gives_access(key: str) -> bool:
+    return bool(_FOR_ACCESS.search(key)) if "token" in key.lower() else is_secret_name(key)
 
 
 def _member(folder: Path, name: str) -> Path | None:

@@ -15,20 +15,98 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8 import secrets
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.config import load as load_module
+from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.secrets import hide, hide_values, is_secret_name, redacted, variable_in
 from tests.config.helpers import load_problems, the_problem
 from tests.foreign.fuzz import limited
 
+ROOT = Path(__file__).parents[2]
 PLANTED = "hf_pLaNtEd0123456789"
 
 
+NAMED_LIKE_SECRETS = """
+HF_TOKEN WANDB_API_KEY x.api_key aws-secret my.password apikey api-key X-Api-Key api_keys apiKey
+APIKey OPENAI_API_KEYS env[api-key] x.api-key.y access-key private-key accessKey secretKey
+sshkey GITHUB_PAT gitlab_pat DB_PASS userPass SMTP_PASS SSHPASS db_pwd MYSQL_PWD PGPASSWORD
+dbPassword passwords DB_PASS_PROD OPENAI_KEY anthropic-key cohereKey SSH_KEY_PATH AUTH
+basic_auth OAUTH Authorization COOKIE Set-Cookie session_cookie clientSecret client-secret JWT
+credentials Creds authToken HfToken hf-token HFToken TOKENS HF_TOKENS api_token2 bot_token
+HF_TOKEN_FILE AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN id_token refreshToken
+""".split()
+
+NAMED_LIKE_NONE = """
+tokenizer TOKENIZERS_PARALLELISM num_tokens max_tokens maxNewTokens numTokens tokens_per_second
+tokensPerSecond bytes_per_token consumed_tokens val_tokens tokens_in_all token_id token_type_ids
+eos_token bos_token_id additional_special_tokens token_dispatcher embed_tokens tiktoken
+subtokens key keys key_value kv_channels key_padding_mask query_key_layer sort_key primary_key
+text_key label_key json_keys inert_keys public_key monkey donkey keyboard pass_through
+passthrough forward_pass num_passes bypass compass passed author authors authority pattern path
+patience pwd PWD OLDPWD SSH_AUTH_SOCK cookbook secretary
+""".split()
+
+
 def test_names() -> None:
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "x.api_key", "aws-secret", "my.password", "apikey"):
-        assert is_secret_name(name), name
-    for name in (*all_keys(), *nemo_keys(), "num_tokens", "tokenizer", "TOKENIZERS_PARALLELISM"):
-        assert not is_secret_name(name), name
+    assert [name for name in NAMED_LIKE_SECRETS if not is_secret_name(name)] == []
+    assert [name for name in NAMED_LIKE_NONE if is_secret_name(name)] == []
+
+
+def test_no_setting_of_ours_nemos_or_megatrons_is_named_like_a_secret() -> None:
+    flags = megatron_flags()
+    groups = (word for pattern, _ in flags.groups for word in pattern.split("*"))
+    known = {*flags.passed, *flags.together, *flags.names_of_flags, *groups}
+    names = {*all_keys(), *nemo_keys(), *known, *(name.replace("_", "-") for name in known)}
+    assert len(names) > 900
+    assert [name for name in sorted(names) if is_secret_name(name)] == []
+    tree = {name: name for name in names}
+    assert redacted(tree) == tree
+
+
+@pytest.mark.parametrize("name", NAMED_LIKE_SECRETS)
+def test_settings_texts_and_addresses_know_the_same_names(name: str) -> None:
+    """A setting of that name, below it, a text with `name=value` and the query of an address."""
+    value = "planted-0123"
+    tree = {name: value, "x": [{name: {"y": (value, 12345678, None, True)}}]}
+    safe_tree = {name: "***", "x": [{name: {"y": ("***", "***", None, True)}}]}
+    assert redacted(tree) == safe_tree
+    address = f"https://host/x?a=1&{name}={value}&b=2"
+    texts = [address, f"{name}={value}", f'"{name}": "{value}"', f"--{name} {value} --b 2"]
+    for text in texts if name.replace("-", "_").isidentifier() else texts[1:3]:
+        for safe in (hide(text), redacted(text), redacted({"a": (text,)})["a"][0]):
+            assert value not in safe and "***" in safe
+            assert ("b=2" in text, "--b 2" in text) == ("b=2" in safe, "--b 2" in safe)
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("https://planted@host/x", "https://***@host/x"),
+        ("git+https://planted:@host/x", "git+https://***@host/x"),
+        ("https://me:planted@host", "https://***@host"),
+        ("postgres://me:pla@nted@host/x", "postgres://***@host/x"),
+        ("redis://:planted@host:6379/0", "redis://***@host:6379/0"),
+        ("https://host/x?key=planted&a=1#access_token=planted", "https://host/x?key=***&a=1#access_token=***"),
+        ("https://host/x?sv=1&sig=planted%3D.", "https://host/x?sv=1&sig=***."),
+        ("host/x?a=1&token=planted", "host/x?a=1&token=***"),
+        ("Authorization: Bearer planted", "Authorization: ***"),
+        ("'Cookie': 'a=planted; b=planted' and", "'Cookie': *** and"),
+        ('env["API_KEY"] = "planted"', 'env["API_KEY"] = ***'),
+        ("api_keys=[planted, planted] x", "api_keys=*** x"),
+        (r"{\"api_key\": \"planted\"}", r"{\"api_key\": ***}"),
+        ("x=api_key=planted", "x=api_key=***"),
+        ("['--hf-token', 'planted', 'x']", "['--hf-token', '***, 'x']"),
+        ("the API key: planted: is wrong", "the API key: ***: is wrong"),
+        ("key 'api_key': planted", "key 'api_key': ***"),
+        (f"wandb key={'0123456789abcdef0123' * 2}", "wandb key=***"),
+        (f"a {'hf_' + 'aBcD' * 8 + 'eF'} b", "a *** b"),
+        (f"a sk-proj-{'aB3d' * 6}, AKIA{'ABCD' * 4} and ghp_{'a1B2' * 9}", "a ***, *** and ***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nplanted\n-----END RSA PRIVATE KEY----- x", "*** x"),
+    ],
+)  # fmt: skip
+def test_settings_and_texts_are_hidden_alike(text: str, safe: str) -> None:
+    assert hide(text) == safe == redacted(text) == hide(safe)
+    assert redacted({"a": [text], text: None}) == {"a": [safe], safe: None}
 
 
 @pytest.mark.parametrize(
@@ -46,8 +124,27 @@ def test_what_is_named_like_a_secret_is_hidden(text: str) -> None:
 
 
 def test_ordinary_text_is_left_as_it_is() -> None:
-    for text in ("model.tokenizer.library=builtin", "12 tokens: 3", "loss 3.2 | 8.1k tok/s"):
-        assert hide(text) == text
+    for text in (
+        "model.tokenizer.library=builtin", "12 tokens: 3", "loss 3.2 | 8.1k tok/s", "--tokens N",
+        "nats per token: 3.2", "all of its tokens: they", "tokens=15T", "ssh://git@host/x",
+        "http://localhost:80/x@y", "https://host/@user/x", "token == end", "the backward pass: its",
+        "task-12345678901234567890 hf_model_name_or_path", "x.y[key='a']", "s3://a/b",
+    ):  # fmt: skip
+        assert hide(text) == text == redacted(text)
+    value = {"tokens": 5, "hf_token": "${a.b}", "t": ("a", 1), "n": [None, True, 2.5]}
+    assert redacted(value) == value
+    assert redacted({"password": "${oc.env:X,planted}"}) == {"password": "***"}
+
+
+def test_the_documentation_has_no_text_that_would_be_hidden() -> None:
+    for page in (
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/guide/*.md"),
+        *ROOT.glob("docs/reference/*.md"),
+    ):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        lines = [line for line in lines if "…" not in line]  # which stands for a secret
+        assert hide("\n".join(lines)).split("\n") == lines, page
 
 
 def test_a_value_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +280,8 @@ def test_inert_settings_are_shown_without_their_secrets(
         for value in (SHAPES["in a section"], SHAPES["in a text"])
         if nemo.free is not None and nemo.free.accepts(value)
     }
-    given |= {f"env_vars.{name}": PLANTED[::-1] for name in ("WANDB_API_KEY", "MY_PASSWORD")}
+    named = ("WANDB_API_KEY", "MY_PASSWORD", "wandb-api-key", "GITHUB_PAT", "hfToken", "AUTH")
+    given |= {f"env_vars.{name}": PLANTED[::-1] for name in named}
     given |= {"name": f"{SECRET}-${{env_vars.MY_PASSWORD}}", "hydra.job.env_set.HF_TOKEN": PLANTED}
     given.pop("env_vars", None)
     assert len(given) > 10
@@ -312,7 +410,23 @@ def test_settings_read_the_environment_a_few_times(monkeypatch: pytest.MonkeyPat
     assert 1 <= looked["PATH"] <= 10
 
 
-@pytest.mark.parametrize("letters", ["@", "+a", "~_", "token=", "://a:", "a_"])
+@pytest.mark.parametrize(
+    "letters",
+    [
+        "@",
+        "+a",
+        "~_",
+        "token=",
+        "://a:",
+        "a_",
+        "token=[",
+        "api_key: ' ",
+        "--a ",
+        "?a=",
+        "://a@",
+        "API api ",
+    ],
+)
 def test_a_long_text_is_searched_in_one_pass(letters: str) -> None:
     """A value of a stranger's file is in an error's message, and must not keep it for hours."""
     text = letters * (100_000 // len(letters))

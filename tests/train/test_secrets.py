@@ -46,6 +46,9 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
     assert any(path.suffix == ".wandb" for path in files) == wandb
     for path in files:
         assert PLANTED.encode() not in path.read_bytes(), path
+    recorded = ("config.yaml", "console.log", "events.jsonl", "metrics.jsonl", "summary.json")
+    for text in (output, *((place.dir() / name).read_bytes() for name in recorded)):
+        assert b"***" not in text, "an ordinary run has nothing to hide"
     summary = place.summary()
     (inert,) = summary["inert_keys"]
     assert inert["key"] == "model.cpu_offloading" and inert["origin"] == "command line"
@@ -58,7 +61,10 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
 
 MINE = f"""\
 defaults: [pretrain_gpt, _self_]
-env_vars: {{WANDB_API_KEY: {PLANTED[::-1]}, HF_TOKEN: {PLANTED}}}
+env_vars: {{WANDB_API_KEY: {PLANTED[::-1]}, HF_TOKEN: {PLANTED}, wandb-api-key: planted-0123}}
+exp_manager:
+  dllogger_logger_kwargs: {{api-key: planted-0123, GITHUB_PAT: planted-0123, hfToken: planted-0123,
+    OPENAI_KEY: planted-0123, AUTH: [planted-0123], url: "https://planted-0123@host/x?a=1"}}
 name: a-${{oc.env:HF_TOKEN}}
 run: {{results_dir: "${{env_vars.WANDB_API_KEY}}/x"}}
 hydra: {{job: {{env_set: {{HF_TOKEN: {PLANTED}}}}}}}
@@ -71,7 +77,7 @@ def found_in(folder: Path) -> list[Path]:
     return [
         path
         for path in folder.rglob("*")
-        for secret in (PLANTED.encode(), PLANTED[::-1].encode())
+        for secret in (PLANTED.encode(), PLANTED[::-1].encode(), b"planted-0123")
         if secret in str(path).encode() or (path.is_file() and secret in path.read_bytes())
     ]
 
@@ -98,6 +104,7 @@ def test_secrets_of_a_file_reach_no_byte_of_a_run_or_a_sweep(place: Place, sweep
     assert done.returncode == 0, output.decode()
     assert b"env_vars" in output and b"***" in output
     assert PLANTED.encode() not in output and PLANTED[::-1].encode() not in output
+    assert b"planted-0123" not in output
     names = {path.name for path in place.cwd.rglob("*") if path.is_file()}
     assert {"summary.json", "events.jsonl", "report.html", "manifest.json"} <= names
     assert ("multirun.yaml" in names) == sweeps and not found_in(place.cwd)

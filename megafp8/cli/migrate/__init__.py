@@ -23,7 +23,7 @@ from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load
 from megafp8.errors import ExitCode
 from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, parse_yaml, read_bytes
-from megafp8.secrets import say
+from megafp8.secrets import hide_values, named_secrets, say, secrets_in
 
 _GIVE_ONE = "Give a script of Megatron, or a YAML of Megatron Bridge, NeMo or Accelerate"
 
@@ -55,14 +55,16 @@ def main(argv: Sequence[str]) -> int:
     file = options.file or Path("megatron.sh")
     text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
     folder = None if options.file is None else file.parent
-    migration = migrate(text, file.name, options.argument, environment_of(options.env), folder)
-    leave_out_secrets(migration)
-    target = write_beside(file, migration.text(file.name), options.output)
+    environment = environment_of(options.env)
+    migration = migrate(text, file.name, options.argument, environment, folder)
+    known = {*secrets_in(text), *named_secrets(environment)}
+    leave_out_secrets(migration, known)
+    target = write_beside(file, hide_values(migration.text(file.name), known), options.output)
     if not migration.undecided and (problems := _problems_of(target)):
         for problem in problems:
             migration.decide(problem.key, problem.value, problem.reason, problem.hint)
-        rewrite(target, migration.text(file.name))
-    say(migration.report().rstrip("\n"))
+        rewrite(target, hide_values(migration.text(file.name), known))
+    say(hide_values(migration.report().rstrip("\n"), known))
     say(f"written: {target}")
     if migration.undecided:
         say("A run refuses the file until what is listed first is decided")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,10 +155,15 @@ def check_written(m: Migration, *, keeps: bool = False) -> None:
         m.decide(problem.key, problem.value, problem.reason, problem.hint)
 
 
-def leave_out_secrets(m: Migration) -> None:
-    """Leave settings that contain a secret out of the new file; the user must decide about them."""
+def leave_out_secrets(m: Migration, known: Collection[str]) -> None:
+    """Leave settings that contain a secret out of the new file; the user must decide about them.
+
+    Args:
+        m: The migration.
+        known: The secrets that the old file names, as a variable that a flag repeats.
+    """
     for setting in list(flatten("", m.out, "")):
-        if redacted(setting.value, setting.key) != setting.value:
+        if redacted(setting.value, setting.key, known) != setting.value:
             remove_from(m.out, setting.key)
             reason, hint = "contains a secret", "Write it without, or give it on the command line"
             m.decide(setting.key, setting.value, reason, hint)
