@@ -68,6 +68,7 @@ def write_folder(
     num_tokens: int | None = None,
     family: str | None = None,
     generation: Mapping[str, Any] | None = None,
+    token_ids: Mapping[str, Any] | None = None,
     quantized: Quantization | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
@@ -85,6 +86,7 @@ def write_folder(
             of generation suppresses.
         family: The family to write, by default the first one that can express the model.
         generation: A configuration of generation to keep.
+        token_ids: The special tokens' numbers of the configuration that the model came with.
         quantized: How weights become quantized tensors; `dtype` is that of the others then.
         max_file_bytes: The largest size of a file of weights, if it holds more than one tensor.
 
@@ -93,13 +95,17 @@ def write_folder(
         RunError: The folder is not empty.
         CheckpointError: A file cannot be written; the folder is then empty.
     """
-    config = to_config(spec, dtype, eod_id, family)
+    config = to_config(spec, dtype, eod_id, family) | dict(token_ids or {})
     encode: Encode = lambda entry, tensor: {entry.theirs: tensor.to(dtype)}  # noqa: E731
     if quantized is not None:
         config["quantization_config"], encode = quantized.config, quantized.encode
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunError(f"{folder}: exists already and is not empty. Give a new or an empty folder")
-    ends = {"eos_token_id": eod_id, "bos_token_id": eod_id, "pad_token_id": eod_id}
+    ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"), eod_id)
+    if token_ids:  # transformers takes them from config.json where nothing else is given
+        ends = {key: value for key, value in token_ids.items() if value is not None}
+    if generation:  # what the model came with is kept, and no more is said
+        ends = {key: value for key, value in ends.items() if key == "eos_token_id"}
     generation_config = {"do_sample": False, **ends, **(generation or {})}
     if num_tokens is not None and num_tokens < spec.vocab_size:
         generation_config["suppress_tokens"] = list(range(num_tokens, spec.vocab_size))

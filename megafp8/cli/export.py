@@ -31,8 +31,10 @@ from megafp8.files import whole_folder, write_json_atomically
 from megafp8.runs.tokenizer import (
     copy_tokenizer,
     find_tokenizer,
+    generation_ends_with,
     read_generation,
     refuse_secrets_in_files,
+    token_ids,
     with_all_files,
 )
 from megafp8.secrets import say
@@ -122,9 +124,9 @@ def export(
     reader = Reader(checkpoint)
     spec, home = shape_of(reader), home_of(checkpoint)
     config = reader.meta.get("config")
+    tokenizer = find_tokenizer(home)
     home = with_all_files(home, config.get("restore_from_path") if isinstance(config, dict) else "")
     refuse_secrets_in_files(home)
-    tokenizer = find_tokenizer(home)
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
@@ -138,7 +140,8 @@ def export(
             eod_id=eod_id,
             num_tokens=num_tokens,
             family=family,
-            generation=read_generation(home),
+            generation=generation_ends_with(read_generation(home), eod_id),
+            token_ids=token_ids(home, eod_id),
             quantized=None if planned is None else planned.quantized,
         )
         copied = copy_tokenizer(home, build)

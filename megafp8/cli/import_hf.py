@@ -42,6 +42,8 @@ def _say(model: Path, folder: Path, imported: Imported) -> None:
     say(f"{model}, {imported.family} of {spec.num_layers} layers: {imported.checkpoint}")
     missing = f"none in {model}; copy the model's tokenizer into {folder}"
     say(f"tokenizer: {', '.join(imported.tokenizer_files) or missing}")
+    if imported.notes:
+        say(*imported.notes)
     say(
         "train it with: megafp8 pretrain "
         f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
@@ -52,6 +54,8 @@ def _say(model: Path, folder: Path, imported: Imported) -> None:
         "default job's batch and number of steps: model.optim.lr, model.global_batch_size and "
         "trainer.max_steps give others"
     )
+    if not imported.has_tokenizer:
+        return  # fine-tuning reads the model's own
     say(
         f"or fine-tune it with: megafp8 finetune restore_from_path={folder.absolute()} "
         f"model.encoder_seq_length={spec.max_position_embeddings} "

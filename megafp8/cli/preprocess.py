@@ -19,7 +19,9 @@ from megafp8.cli.commands import run_old_name
 from megafp8.data.dataset import Sidecar, end_of_document_beside
 from megafp8.data.library_tokenizers import load_sentencepiece
 from megafp8.data.named_tokenizers import (
+    TOKENIZER_CONFIG,
     huggingface_tokenizer,
+    load_folder,
     tiktoken_tokenizer,
 )
 from megafp8.data.preprocess import Counts, preprocess
@@ -30,13 +32,12 @@ from megafp8.data.tokenize import (
     MAX_VOCABULARY,
     Tokenizer,
     byte_tokenizer,
-    load_json,
     train_tokenizer,
 )
 from megafp8.errors import DataError, ExitCode
 from megafp8.files import expanded
 from megafp8.runs.tokenizer import (
-    TOKENIZER_CONFIG,
+    KEPT,
     beside_data,
     keep_files,
     refuse_secrets_in_files,
@@ -152,11 +153,18 @@ def model_folder(tokenizer: str) -> Path | None:
     None: it names no folder on this machine.
     """
     kind, _, rest = tokenizer.partition(":")
-    if kind == "hf" and Path(rest).is_dir():
-        return Path(rest)
     file = Path(tokenizer)
-    is_of_model = file.name == JSON_FILE and (file.parent / TOKENIZER_CONFIG).is_file()
-    return file.parent if is_of_model else None
+    folder = None
+    if kind == "hf" and Path(rest).is_dir():
+        folder = Path(rest)
+    elif file.name == JSON_FILE and (file.parent / TOKENIZER_CONFIG).is_file():
+        folder = file.parent
+    elif file.name.endswith(f".{JSON_FILE}"):  # of a dataset, which may have kept the files
+        kept = beside_data(file.with_name(file.name.removesuffix(f".{JSON_FILE}")))
+        return kept if kept.is_dir() else None
+    if folder is not None and (folder / KEPT).is_dir():  # a run, whose own file is the least of it
+        return folder / KEPT
+    return folder
 
 
 def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:
@@ -293,7 +301,7 @@ def choose_tokenizer(
     kind, colon, rest = name.partition(":")
     if not colon and name.endswith(".json"):
         path = Path(name)
-        return lambda: load_json(path, end_of_document or _recorded_end(path))
+        return lambda: load_folder(path, end_of_document or _recorded_end(path))
     if not colon and name.endswith(".model"):
         kind, rest = "sentencepiece", name
     if not colon and name.endswith(".tiktoken"):
@@ -318,12 +326,11 @@ def choose_tokenizer(
     raise DataError(name, "tokenizer", "is not known", f"Give one of: {CHOICES}")
 
 
-def _recorded_end(words: Path) -> str:
-    """Return the end of a document recorded beside the tokenizer's file, else the usual token."""
+def _recorded_end(words: Path) -> str | None:
+    """Return the end of a document that is recorded beside the tokenizer's file of a dataset."""
     if not words.name.endswith(JSON_FILE):
-        return END_OF_DOCUMENT
-    prefix = words.name.removesuffix(f".{JSON_FILE}")
-    return end_of_document_beside(words.with_name(prefix)) or END_OF_DOCUMENT
+        return None
+    return end_of_document_beside(words.with_name(words.name.removesuffix(f".{JSON_FILE}")))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,30 @@ def with_base(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> list[L
     return [*layers[:after], base, *layers[after:]]
 
 
+def with_moved_folder(layers: Sequence[Layer], folder: Path) -> tuple[list[Layer], list[str]]:
+    """Return the layers, and notes, where a file names the place from which its folder was moved.
+
+    `megafp8 import` writes its own folder's path into the YAML there. If nothing is at that path
+    any more, the folder of the YAML stands for it.
+
+    Args:
+        layers: The layers, from the weakest to the strongest.
+        folder: The folder of the YAML that the command names.
+    """
+    notes, found = list[str](), list[Layer]()
+    for layer in layers:
+        settings = list(layer.settings)
+        for at, setting in enumerate(settings):
+            path = setting.value
+            if setting.key != STARTS[0] or not _is_path(path) or layer.origin == COMMAND_LINE:
+                continue
+            if Path(path).is_absolute() and not Path(path).exists() and _is_imported(folder):
+                settings[at] = Setting(setting.key, str(folder), setting.origin)
+                notes.append(f"moved: {setting.key}={path} ({layer.origin}) is now {folder}")
+        found.append(Layer(layer.origin, tuple(settings)))
+    return found, notes
+
+
 def folder_of_model(values: Mapping[str, Any]) -> str | None:
     """Return the folder with the shape and the tokenizer of the model that a job starts from.
 
@@ -121,18 +145,28 @@ def _recorded(path: Path) -> dict[str, Any] | None:
     They have a section `model`. None if there is no such checkpoint. Whether the checkpoint is
     undamaged is checked when it is loaded.
     """
+    meta = _meta(path)
+    return None if meta is None else dict(meta["config"])
+
+
+def _is_imported(folder: Path) -> bool:
+    """Whether `megafp8 import` wrote a folder."""
+    return "imported_from" in (_meta(folder) or {})
+
+
+def _meta(path: Path) -> dict[str, Any] | None:
+    """Return what the manifest of a checkpoint, or of a run's, says of the model's settings."""
     for manifest in (
         path / "manifest.json",
         *sorted(path.glob("checkpoints/step_*/manifest.json")),
     ):
         try:
-            tree = read_json(manifest)
-            config = tree["meta"]["config"]
-            described = isinstance(config["model"], dict)
+            meta = read_json(manifest)["meta"]
+            described = isinstance(meta["config"]["model"], dict)
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if described:
-            return dict(config)
+            return dict(meta)
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.base_model import with_base
+from megafp8.config.base_model import with_base, with_moved_folder
 from megafp8.config.checks import check_values, within_ranges
 from megafp8.config.checks.precision import format_notes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
@@ -172,6 +172,7 @@ def load_all(
     except SettingError as problem:
         raise_if_any([*problems, problem])
         raise
+    layers, moved = with_moved_folder(layers, source.file.parent)
     for layer in layers:
         problems += contradictions(layer.settings)
     translations = [translate_spellings(layer.settings) for layer in layers]
@@ -222,7 +223,7 @@ def load_all(
     ]
     translated = [t for _, of_layer in translations for t in of_layer if _counts(t, origins)]
     said = (*translated, *fused)
-    lines = (*about, *schedule_notes(values), *format_notes(values, origins))
+    lines = (*moved, *about, *schedule_notes(values), *format_notes(values, origins))
     inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert]
     return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), said, lines)
 

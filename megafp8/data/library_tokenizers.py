@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +37,12 @@ class SentencePieceTokenizer:
     """Wraps a SentencePiece model; its end of a sentence, `</s>`, ends a document."""
 
     file_name = SENTENCEPIECE_FILE
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
 
     def __init__(self, processor: Any, eod_id: int) -> None:
         self._processor = processor
+        self.bos_id = int(processor.bos_id()) if processor.bos_id() >= 0 else None
         self.eod_id = eod_id
         self.end_of_document = str(processor.id_to_piece(eod_id))
         self.vocab_size = int(processor.get_piece_size())
@@ -61,6 +65,24 @@ class SentencePieceTokenizer:
             list(texts), out_type=int, num_threads=threads
         )
         return ids
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of texts in which control pieces are written out, as `</s>`.
+
+        The text between two of them is encoded by itself, as Megatron does it.
+        """
+        controls = {p: n for n, p in self.tokens().items() if self._processor.is_control(n)}
+        longest_first = sorted(map(re.escape, controls), key=len, reverse=True)
+        split = re.compile(f"({'|'.join(longest_first) or '(?!)'})").split
+
+        def ids(part: str) -> list[int]:
+            return [controls[part]] if part in controls else self.encode(part)
+
+        return [[n for part in split(text) if part for n in ids(part)] for text in texts]
+
+    def tokens(self) -> dict[int, str]:
+        """Return the text of each piece, by its number."""
+        return {number: self._processor.id_to_piece(number) for number in range(self.vocab_size)}
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of `ids`."""
@@ -110,6 +132,9 @@ class TiktokenTokenizer:
 
     file_name = TIKTOKEN_FILE
     end_of_document = END_OF_DOCUMENT
+    begin: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    bos_id: int | None = None  # an encoding says of none of its special tokens that it begins texts
 
     def __init__(self, encoding: Any) -> None:
         self._encoding = encoding
@@ -135,6 +160,16 @@ class TiktokenTokenizer:
             list(texts), num_threads=threads
         )
         return ids
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of texts in which special tokens are written out."""
+        return [self._encoding.encode(text, allowed_special="all") for text in texts]
+
+    def tokens(self) -> dict[int, str]:
+        """Return the bytes of each token as letters of Latin-1, by the token's number."""
+        known = self._encoding.token_byte_values()
+        words = {self._encoding.encode_single_token(word): word.decode("latin-1") for word in known}
+        return words | {n: token for token, n in self._encoding._special_tokens.items()}
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of `ids`; a token that ends inside a character gives U+FFFD."""

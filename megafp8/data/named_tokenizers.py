@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
@@ -16,6 +16,7 @@ from megafp8.data.library_tokenizers import (
 )
 from megafp8.data.tokenize import (
     END_OF_DOCUMENT,
+    JSON_FILE,
     MAX_TOKENIZER_BYTES,
     SENTENCEPIECE_FILE,
     TIKTOKEN_FILE,
@@ -24,13 +25,17 @@ from megafp8.data.tokenize import (
     check_numbers,
     load_json,
     rust_call,
+    token_text,
 )
 from megafp8.errors import ConfigError, DataError
-from megafp8.foreign import check_members, read_bytes
+from megafp8.foreign import ForeignFileError, check_members, member, read_bytes, read_object
 from megafp8.specs import TokenizerSpec
 
 if TYPE_CHECKING:
     import tokenizers
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 
 
 def configured_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
@@ -68,13 +73,13 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
     Args:
         name: A name on the Hub, a folder, or the path of a `tokenizer.json`.
         end_of_document: The token that ends a document; None means the tokenizer's `eos_token`, or
-            `<|endoftext|>` for a bare `tokenizer.json`.
+            `<|endoftext|>` for a `tokenizer.json` without a configuration beside it.
 
     Raises:
         DataError: It cannot be loaded, has no Rust form, or has no token that ends a document.
     """
     if name.endswith(".json"):
-        return load_json(Path(name), end_of_document or END_OF_DOCUMENT)
+        return load_folder(Path(name), end_of_document)
     transformers = needed("transformers", name)
     try:
         is_here = Path(name).is_dir()
@@ -111,7 +116,46 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
             f"has no {token!r}" if token else "names no eos_token",
             "Name the token that is to end a document",
         )
-    return JsonTokenizer(_copy(rust), eod_id)
+    return JsonTokenizer(_copy(rust), eod_id, token_text(loaded.bos_token))
+
+
+def load_folder(path: Path, end_of_document: str | None = None) -> JsonTokenizer:
+    """Return the tokenizer of a `tokenizer.json` with what the files beside it say of its tokens.
+
+    Args:
+        path: The file.
+        end_of_document: The token that ends a document; None means the `eos_token` of the
+            configuration, or `<|endoftext|>` if there is none.
+
+    Raises:
+        DataError: A file cannot be read, or the vocabulary has no such token.
+    """
+    named = named_tokens(path.parent) if path.name == JSON_FILE else {}
+    end = end_of_document or token_text(named.get("eos_token")) or END_OF_DOCUMENT
+    return load_json(path, end, named)
+
+
+def named_tokens(folder: Path) -> dict[str, Any]:
+    """Return what `tokenizer_config.json` and `special_tokens_map.json` of a folder hold.
+
+    The second counts where the first has no list of added tokens, as transformers has it.
+
+    Raises:
+        DataError: A file cannot be read, is no JSON object, or is a link that leaves the folder.
+    """
+    config = _object(folder, TOKENIZER_CONFIG)
+    if "added_tokens_decoder" in config:
+        return config
+    return config | _object(folder, SPECIAL_TOKENS)
+
+
+def _object(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        path = member(folder, name)
+        return {} if path is None else read_object(path, MAX_TOKENIZER_BYTES)
+    except (OSError, ForeignFileError) as error:
+        hint = "Repair it, or remove it from the folder"
+        raise DataError(folder / name, "tokenizer", f"cannot be read: {error}", hint) from error
 
 
 def hub_answers() -> bool:

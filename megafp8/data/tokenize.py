@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
@@ -35,8 +36,8 @@ _NUMBERED = re.compile(r'"\s*:\s*([0-9]{8,})')
 class Tokenizer(Protocol):
     """Converts text to token numbers and back.
 
-    `encode` never returns the end-of-document token: the same characters inside a text are ordinary
-    text, so no text can end its document.
+    `encode` never returns a special token: the characters of one inside a text are ordinary text,
+    so no text can end its document. `encode_marked` is for text that writes special tokens out.
     """
 
     @property
@@ -51,6 +52,18 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> str:
         """Return the text of the token `eod_id` in the vocabulary."""
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Return the tokens that the tokenizer itself puts before a text, such as `<s>`."""
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Return the tokens that the tokenizer itself puts after a text; most put none."""
+
+    @property
+    def bos_id(self) -> int | None:
+        """Return the number of the token that begins a text, whether or not it is put there."""
 
     @property
     def file_name(self) -> str:
@@ -68,6 +81,12 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, computed on several threads if the library can."""
 
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of texts in which `<s>` and the like are special tokens."""
+
+    def tokens(self) -> dict[int, str]:
+        """Return the text of each token in the vocabulary, by its number."""
+
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of `ids`; a token that ends inside a character gives U+FFFD."""
 
@@ -80,7 +99,7 @@ class JsonTokenizer:
 
     file_name = JSON_FILE
 
-    def __init__(self, rust: tokenizers.Tokenizer, eod_id: int) -> None:
+    def __init__(self, rust: tokenizers.Tokenizer, eod_id: int, bos_token: object = None) -> None:
         # Without this the library turns "<|endoftext|>" inside a text into the special token.
         rust.encode_special_tokens = True
         # Truncation and padding in a file are meant for a model's batches, not for a corpus.
@@ -89,8 +108,37 @@ class JsonTokenizer:
         self._rust = rust
         self.eod_id = eod_id
         self.end_of_document = str(rust.id_to_token(eod_id))
+        self._bos_token = bos_token
         # Numbers may have gaps: the count alone would be too small.
         self.vocab_size = 1 + max(rust.get_vocab(with_added_tokens=True).values())
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Return the tokens that the file's post-processor puts before a text."""
+        return self._added[0]
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """Return the tokens that the file's post-processor puts after a text."""
+        return self._added[1]
+
+    @cached_property
+    def _added(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        for text in ("a", "0", "."):  # a vocabulary may lack some of them
+            encoding = self._rust.encode(text)
+            own = [n for n, is_added in enumerate(encoding.special_tokens_mask) if not is_added]
+            if own:
+                return tuple(encoding.ids[: own[0]]), tuple(encoding.ids[own[-1] + 1 :])
+        return tuple(self._rust.encode("").ids), ()
+
+    @property
+    def bos_id(self) -> int | None:
+        """Return the token that the configuration names, or else the one that is put before a
+        text.
+        """
+        named = self._bos_token
+        found = self._rust.token_to_id(named) if isinstance(named, str) else None
+        return self.begin[0] if found is None and len(self.begin) == 1 else found
 
     @property
     def digest(self) -> str:
@@ -108,6 +156,19 @@ class JsonTokenizer:
         encodings = self._rust.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token numbers of texts in which `<s>` and the like are special tokens."""
+        self._rust.encode_special_tokens = False
+        try:
+            return self.encode_batch(texts)
+        finally:
+            self._rust.encode_special_tokens = True
+
+    def tokens(self) -> dict[int, str]:
+        """Return the text of each token in the vocabulary, by its number."""
+        vocabulary = self._rust.get_vocab(with_added_tokens=True)
+        return {number: token for token, number in vocabulary.items()}
+
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """Return the text of `ids`; a token that ends inside a character gives U+FFFD."""
         numbers = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
@@ -117,6 +178,16 @@ class JsonTokenizer:
     def save(self, path: Path) -> None:
         """Write `tokenizer.json`, the format of the `tokenizers` library."""
         path.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers mean the same tokens by the numbers that both have.
+
+    One may have further tokens, as transformers adds some that a model's configuration names.
+    """
+    mine, theirs = one.tokens(), other.tokens()
+    both = mine.keys() & theirs.keys()
+    return len(both) == min(len(mine), len(theirs)) and all(mine[n] == theirs[n] for n in both)
 
 
 def continuation(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> str:
@@ -200,8 +271,15 @@ def check_numbers(text: str) -> None:
             raise ValueError(f"it has a token of the number {match[1][:20]}; {most}")
 
 
-def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokenizer:
+def load_json(
+    path: Path, end_of_document: str = END_OF_DOCUMENT, named: Mapping[str, object] | None = None
+) -> JsonTokenizer:
     """Read a `tokenizer.json` of the `tokenizers` library.
+
+    Args:
+        path: The file.
+        end_of_document: The token that ends a document.
+        named: The content of the `tokenizer_config.json` beside it, if there is one.
 
     Raises:
         DataError: The file is missing, not a tokenizer, or lacks `end_of_document`.
@@ -229,4 +307,49 @@ def load_json(path: Path, end_of_document: str = END_OF_DOCUMENT) -> JsonTokeniz
             '--end-of-document when preparing data, as "end_of_document" in dataset.json beside '
             "a dataset that is there",
         )
-    return JsonTokenizer(rust, eod_id)
+    _add_named(rust, named or {})
+    return JsonTokenizer(rust, eod_id, token_text((named or {}).get("bos_token")))
+
+
+def _add_named(rust: tokenizers.Tokenizer, named: Mapping[str, object]) -> None:
+    """Make special tokens of those that a `tokenizer_config.json` names, as transformers does.
+
+    A token that is not in the vocabulary becomes one if it is listed with the next free number.
+    """
+    from tokenizers import AddedToken
+
+    ids = rust.get_vocab(with_added_tokens=True)
+    added = {token.content: token.special for token in rust.get_added_tokens_decoder().values()}
+    for number, flags in sorted(_listed(named.get("added_tokens_decoder")).items()):
+        text = token_text(flags)
+        is_next = number == len(ids) == 1 + max(ids.values())
+        if text and text not in added and (ids.get(text) == number or is_next):
+            names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            switches = {name: flags[name] for name in names if isinstance(flags.get(name), bool)}
+            rust.add_tokens([AddedToken(text, **switches)])
+            ids[text], added[text] = number, bool(switches.get("special"))
+    values = [value for key, value in named.items() if key.endswith("_token")]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        more = named.get(key)
+        values += (
+            more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
+        )
+    texts = dict.fromkeys(text for value in values if (text := token_text(value)))
+    special = [text for text in texts if text in ids and not added.get(text)]
+    rust.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
+
+
+def _listed(added: object) -> dict[int, dict[str, object]]:
+    """Return the tokens of an `added_tokens_decoder` by their numbers."""
+    pairs = added.items() if isinstance(added, dict) else ()
+    return {
+        int(number): flags
+        for number, flags in pairs
+        if number.isdecimal() and len(number) <= 8 and isinstance(flags, dict)
+    }
+
+
+def token_text(value: object) -> str | None:
+    """Return the text of a token that a `tokenizer_config.json` names, or None if it names none."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None

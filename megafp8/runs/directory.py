@@ -28,6 +28,7 @@ from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.files import (
     expanded,
     read_json_object,
+    remove_tree,
     run_errors_reported,
     write_atomically,
     write_json_atomically,
@@ -292,7 +293,7 @@ def withdraw(choice: RunChoice) -> bool:
         for pattern in (*LOGS, *MADE_AT_THE_START):
             for file in path.glob(pattern):
                 if file.name not in choice.before:
-                    file.unlink()
+                    remove_tree(file)
         if checkpoints.is_dir():
             checkpoints.rmdir()
         path.rmdir()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8.checkpoint.step_directories import MANIFEST_NAME, is_ours, step_of
+from megafp8.data.named_tokenizers import TOKENIZER_CONFIG
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import RunError
 from megafp8.files import read_json_object
@@ -29,7 +30,7 @@ from megafp8.runs.find import (
 )
 from megafp8.runs.lock import LOCK_NAME
 from megafp8.runs.restarts import RECORD as RESTARTS_NAME
-from megafp8.runs.tokenizer import TOKENIZER_CONFIG
+from megafp8.runs.tokenizer import KEPT
 
 LOGS = (METRICS_NAME, HEALTH_FILE)
 """The files in which a run records its steps."""
@@ -40,12 +41,13 @@ MADE_AT_THE_START = (
     RESTARTS_NAME,
     *TOKENIZER_FILES,
     TOKENIZER_CONFIG,
+    KEPT,
     "events.out.tfevents.*",
     CONSOLE_FILE,
     EVENTS_FILE,
     LOCK_NAME,
 )
-"""The files that a run may have made before its first step."""
+"""The files and folders that a run may have made before its first step."""
 
 WRITTEN = (
     *LOGS,

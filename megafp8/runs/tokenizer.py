@@ -5,28 +5,41 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
-from megafp8.data.named_tokenizers import huggingface_tokenizer, load_tokenizer
-from megafp8.data.tokenize import JSON_FILE, SENTENCEPIECE_FILE, TIKTOKEN_FILE, Tokenizer, load_json
+from megafp8.data.named_tokenizers import (
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    huggingface_tokenizer,
+    load_folder,
+    load_tokenizer,
+    named_tokens,
+)
+from megafp8.data.tokenize import (
+    JSON_FILE,
+    SENTENCEPIECE_FILE,
+    TIKTOKEN_FILE,
+    TOKENIZER_FILES,
+    Tokenizer,
+    same_tokens,
+    token_text,
+)
 from megafp8.errors import DataError
 from megafp8.files import (
     draft_of,
     expanded,
     move_away,
     put,
-    read_json_object,
     run_errors_reported,
     whole_folder,
     write_json_atomically,
 )
 from megafp8.foreign import ForeignFileError, member, read_object
 from megafp8.secrets import hide_values, is_secret_name
+from megafp8.runs.find import CHECKPOINTS_DIR
 
-TOKENIZER_CONFIG = "tokenizer_config.json"
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
 """The name of a SentencePiece model in an exported folder. transformers (5.23) would convert a file
 named `tokenizer.model` by guessing its kind, which gave other tokens."""
@@ -41,18 +54,40 @@ transformers refuse the folder."""
 
 GENERATION_CONFIG = "generation_config.json"
 
+MODEL_CONFIG = "config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
+"""The folder in a model's folder with the chat templates that have names."""
+
 FILES = (
     JSON_FILE,
     TOKENIZER_CONFIG,
-    "special_tokens_map.json",
+    SPECIAL_TOKENS,
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     SENTENCEPIECE_FILE,
     EXPORTED_SENTENCEPIECE,
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
     TIKTOKEN_FILE,
-    "chat_template.jinja",
+    CHAT_TEMPLATE,
+    "chat_template.json",
 )
-"""The files of a tokenizer that a model's folder may have."""
+"""The files of a tokenizer that a model's folder may have, beside those in `TEMPLATES`."""
+
+PROBES = (
+    "Hello  world,\n\n\tit's 12345 tokens: def f(x):\n    return x\n",
+    "naïve café e\u0301 日本語 🙂 ½",
+    " leading and trailing ",
+)
+"""Texts by which an import compares two tokenizers."""
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAVED = {"tokenizer_class", "model_max_length", "eos_token", "bos_token", "pad_token",
+          "clean_up_tokenization_spaces"}  # fmt: skip
 
 KEPT = "tokenizer"
 """The folder of a run, and the end of the name of one beside data, that has the files of the model
@@ -81,7 +116,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "eos_token": end,
     }
     if tokenizer.file_name == JSON_FILE:
-        config |= {"bos_token": end, "pad_token": end, "clean_up_tokenization_spaces": False}
+        bos = end if tokenizer.bos_id is None else tokenizer.tokens()[tokenizer.bos_id]
+        config |= {"bos_token": bos, "pad_token": end, "clean_up_tokenization_spaces": False}
     target = folder / tokenizer.file_name
     misnamed = folder / JSON_FILE
     draft = draft_of(target)
@@ -108,17 +144,12 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     """
     for name in FILES:
         _member(folder, name)
-    config = (
-        read_json_object(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
-    )
-    end: object = config.get("eos_token")
-    if isinstance(end, dict):
-        end = end.get("content")
-    end = end if isinstance(end, str) else None
+    config = named_tokens(folder)
+    end = token_text(config.get("eos_token"))
     path = folder / JSON_FILE
     match _kind_of(path):
         case "tokenizer.json":
-            return load_json(path) if end is None else load_json(path, end)
+            return load_folder(path)
         case "tokenizer.model":  # earlier versions used this name, with "" as the end
             return load_sentencepiece(path, end or None)
         case "tokenizer.tiktoken.json":
@@ -132,38 +163,32 @@ def find_tokenizer(folder: Path) -> Tokenizer | None:
     return None if found is None else load_tokenizer(found, end)
 
 
-def with_all_files(home: Path, started_from: object) -> Path:
-    """Return the folder whose files of the tokenizer an export of a run takes.
+def home_of_model(path: str | Path) -> Path:
+    """Return the folder of a run or a model, given that folder or one of its checkpoints."""
+    path = expanded(path).absolute()
+    return path.parents[1] if path.parent.name == CHECKPOINTS_DIR else path
 
-    It is that of the model that the run started from, else of the model whose tokenizer the run's
-    data was prepared with, if it has the run's tokenizer: it may also have a chat template, special
-    tokens and a configuration of generation. Otherwise it is the run's own.
+
+def with_all_files(home: Path, *models: object) -> Path:
+    """Return the folder with the files of a run's tokenizer: all that its model came with.
+
+    They may be more than the tokenizer: a chat template, special tokens, a configuration of
+    generation. A run keeps them in its folder `tokenizer/`. For a run of an earlier version, which
+    has none, they are those of the first of `models` that has the run's tokenizer. Without any, the
+    result is the run's own directory, which has the tokenizer alone.
 
     Args:
-        home: The run's directory.
-        started_from: What the run's settings have as `restore_from_path`.
+        home: The directory of a run or of an imported model.
+        models: Paths of models that the run may have started from; others than texts are ignored.
     """
     own = find_tokenizer(home)
-    first = [Path(started_from)] if isinstance(started_from, str) and started_from else []
-    for folder in [*first, home / KEPT]:
-        if own is not None and folder.is_dir() and own.digest in _digests(folder):
-            return folder
+    homes = [home_of_model(path) for path in models if isinstance(path, str | Path) and path]
+    places = [home / KEPT, *(place for folder in homes for place in (folder / KEPT, folder))]
+    for place in places if own is not None else ():
+        found = find_tokenizer(place) if place.is_dir() else None
+        if own is not None and found is not None and same_tokens(own, found):
+            return place
     return home
-
-
-def _digests(folder: Path) -> Iterator[str]:
-    """Yield the digest of a model's tokenizer, then as transformers builds it from the same files.
-
-    For some classes it makes other special tokens than `tokenizer.json` has, and data that were
-    prepared by `hf:FOLDER` have that tokenizer.
-    """
-    found = find_tokenizer(folder)
-    if found is None:
-        return
-    yield found.digest
-    if found.file_name == JSON_FILE:
-        with suppress(DataError):  # transformers is not installed, or cannot load this one
-            yield huggingface_tokenizer(str(folder)).digest
 
 
 def keep_files(model: Path, target: Path) -> list[str]:
@@ -176,7 +201,7 @@ def keep_files(model: Path, target: Path) -> list[str]:
         DataError: A file holds a secret, or is a link that leaves the folder, a FIFO or a device.
         RunError: A file cannot be copied.
     """
-    names = [name for name in (*FILES, GENERATION_CONFIG) if _member(model, name) is not None]
+    names = _files_in(model)
     if not names:
         return []
     refuse_secrets_in_files(model)
@@ -185,13 +210,78 @@ def keep_files(model: Path, target: Path) -> list[str]:
         if target.is_dir():
             move_away(target)
     with whole_folder(target, last=TOKENIZER_CONFIG) as build:
-        for name in names:
-            with run_errors_reported(target / name, "copying the tokenizer's file"):
-                if name != GENERATION_CONFIG:
-                    shutil.copyfile(model / name, build / name)
+        _copy([name for name in names if name != GENERATION_CONFIG], model, build)
         if generation:
             write_json_atomically(build / GENERATION_CONFIG, generation)
     return names
+
+
+def import_files(model: Path, folder: Path) -> tuple[Tokenizer | None, list[str], list[str]]:
+    """Copy a model's files of the tokenizer and of generation to the new folder of an import.
+
+    If transformers is installed and builds another tokenizer from the files, as it does for some
+    classes and for a folder without `tokenizer.json`, the folder gets that one.
+
+    Returns:
+        The tokenizer, the names of its files, and notes for the user.
+
+    Raises:
+        DataError: A file cannot be read, holds a secret, or is a link that leaves the folder.
+        RunError: A file cannot be copied.
+    """
+    refuse_secrets_in_files(model)
+    names = copy_tokenizer(model, folder)
+    _copy([name for name in (MODEL_CONFIG,) if _member(model, name)], model, folder)
+    if generation := read_generation(model):
+        write_json_atomically(folder / GENERATION_CONFIG, generation)
+    own = find_tokenizer(folder)
+    if not names or (own is not None and own.file_name != JSON_FILE):
+        return own, names, []
+    try:
+        theirs = huggingface_tokenizer(str(model), own.end_of_document if own else None)
+    except DataError as error:
+        return own, names, [] if own else [f"note: megafp8 cannot read this tokenizer. {error}"]
+    text = None if own is None else next(_read_differently(own, theirs), None)
+    if own is not None and text is None:
+        return own, names, []
+    if own is not None and text is not None and _loses(theirs, own, text):
+        lost = "note: transformers builds a tokenizer from these files that loses text, as of"
+        return own, names, [f"{lost} {text!r}; tokenizer.json is used as it is"]
+    with run_errors_reported(folder / JSON_FILE, "writing the tokenizer"):
+        theirs.save(folder / JSON_FILE)
+    why = "there was none" if own is None else f"the file's own differs, as for {text!r}"
+    notes = [f"note: tokenizer.json is the tokenizer that transformers builds; {why}"]
+    return find_tokenizer(folder), list(dict.fromkeys([JSON_FILE, *names])), notes
+
+
+def _read_differently(one: Tokenizer, other: Tokenizer) -> Iterator[str]:
+    """Yield the texts of a sample of which two tokenizers make different tokens."""
+    tokens = one.tokens()
+    special = [tokens[number] for number in (one.eod_id, *one.begin)]
+    for text in [*PROBES, *(f"a {token}b\n{token} c" for token in special)]:
+        if _read(one, text) != _read(other, text):
+            yield text
+
+
+def _read(tokenizer: Tokenizer, text: str) -> tuple[object, ...] | None:
+    """Return what a tokenizer makes of a text; None if it refuses it, as without a token for it."""
+    try:
+        marked = tokenizer.encode_marked([text])
+        return tokenizer.encode(text), marked, tokenizer.begin, tokenizer.end
+    except Exception:  # the Rust library raises nothing more special
+        return None
+
+
+def _loses(one: Tokenizer, other: Tokenizer, text: str) -> bool:
+    """Whether a tokenizer does not give letters of a text back that another one does.
+
+    Spaces do not count: some classes drop one at the beginning.
+    """
+    back = [
+        "" if _read(t, text) is None else "".join(t.decode(t.encode(text)).split())
+        for t in (one, other)
+    ]
+    return back[0] != back[1] == "".join(text.split())
 
 
 def beside_data(prefix: Path) -> Path:
@@ -199,8 +289,14 @@ def beside_data(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.{KEPT}")
 
 
-def keep_files_of_data(prefixes: Sequence[str], run: Path) -> None:
-    """Copy what lies beside the first of a run's datasets that has files, unless the run has them.
+def keep_files_of_model(tokenizer: Tokenizer, models: Sequence[str | Path], run: Path) -> None:
+    """Copy the files of a tokenizer's model into a run's folder, unless the run has them.
+
+    Args:
+        tokenizer: The run's tokenizer.
+        models: Paths of models and of their checkpoints, and of folders beside data, of which the
+            first one counts that has the tokenizer.
+        run: The run's directory.
 
     Raises:
         DataError: A file cannot be kept; see `keep_files`.
@@ -208,10 +304,34 @@ def keep_files_of_data(prefixes: Sequence[str], run: Path) -> None:
     """
     if (run / KEPT).is_dir():
         return
-    folders = (beside_data(expanded(prefix)) for prefix in prefixes)
-    found = next((folder for folder in folders if folder.is_dir()), None)
-    if found is not None:
-        keep_files(found, run / KEPT)
+    homes = [home_of_model(path) for path in models]
+    for place in (place for home in homes for place in (home / KEPT, home)):
+        found = (
+            find_tokenizer(place) if place.is_dir() and not _has_tokenizer_alone(place) else None
+        )
+        if found is not None and same_tokens(tokenizer, found):
+            keep_files(place, run / KEPT)
+            return
+
+
+def _has_tokenizer_alone(folder: Path) -> bool:
+    """Whether a folder has no more of a tokenizer than what `save_tokenizer` writes."""
+    others = {*_files_in(folder)} - {*TOKENIZER_FILES, TOKENIZER_CONFIG}
+    return not others and named_tokens(folder).keys() <= _SAVED
+
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the names of a model's files of the tokenizer and of generation, in its folder."""
+    names = [*FILES, GENERATION_CONFIG, MODEL_CONFIG]
+    names += [f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))]
+    return [name for name in names if _member(folder, name) is not None]
+
+
+def _copy(names: Sequence[str], source: Path, target: Path) -> None:
+    for name in names:
+        with run_errors_reported(target / name, "copying the tokenizer's file"):
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
 
 
 def read_generation(home: Path) -> dict[str, Any]:
@@ -220,7 +340,11 @@ def read_generation(home: Path) -> dict[str, Any]:
     Raises:
         DataError: The file cannot be read as a JSON object, or is a link that leaves the folder.
     """
-    path = _member(home, GENERATION_CONFIG)
+    return _object(home, GENERATION_CONFIG)
+
+
+def _object(home: Path, name: str) -> dict[str, Any]:
+    path = _member(home, name)
     if path is None:
         return {}
     try:
@@ -228,6 +352,37 @@ def read_generation(home: Path) -> dict[str, Any]:
     except (OSError, ForeignFileError) as error:
         hint = "Repair it, or remove it from the folder"
         raise DataError(path, "generation", f"cannot be read: {error}", hint) from error
+
+
+def token_ids(home: Path, eod_id: int | None) -> dict[str, Any]:
+    """Return the special tokens' numbers in the `config.json` that a model came with.
+
+    They are those of `bos_token_id`, `eos_token_id` and `pad_token_id` that it has. The token that
+    ends the run's documents is added to those that end a text.
+
+    Raises:
+        DataError: The file cannot be read, or is a link that leaves the folder.
+    """
+    config = _object(home, MODEL_CONFIG)
+    ids = {key: config[key] for key in TOKEN_IDS if key in config}
+    if "eos_token_id" in ids:
+        ids["eos_token_id"] = _with_end(ids["eos_token_id"], eod_id)
+    return ids
+
+
+def generation_ends_with(generation: dict[str, Any], eod_id: int | None) -> dict[str, Any]:
+    """Return a configuration of generation in which a token ends a text, beside its own ones."""
+    if "eos_token_id" not in generation:
+        return generation
+    return generation | {"eos_token_id": _with_end(generation["eos_token_id"], eod_id)}
+
+
+def _with_end(ends: object, eod_id: int | None) -> object:
+    """Return the tokens that end a text, in the form in which they are given, with one more."""
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if eod_id is None or eod_id in listed:
+        return ends
+    return [*listed, eod_id] if listed else eod_id
 
 
 def is_own(config: dict[str, Any]) -> bool:
@@ -244,17 +399,13 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         DataError: A file is a link that leaves the folder, a FIFO or a device.
         RunError: A file cannot be copied.
     """
-    config = _member(source, TOKENIZER_CONFIG)
-    renames = config is not None and is_own(read_json_object(config))
-    copied = []
-    for name in FILES:
-        if _member(source, name) is None:
-            continue
-        new = EXPORTED_SENTENCEPIECE if renames and name == SENTENCEPIECE_FILE else name
-        with run_errors_reported(target / new, "copying the tokenizer's file"):
-            shutil.copyfile(source / name, target / new)
-        copied.append(new)
-    return copied
+    renames = is_own(named_tokens(source)) and (source / SENTENCEPIECE_FILE).is_file()
+    names = [name for name in _files_in(source) if name not in (GENERATION_CONFIG, MODEL_CONFIG)]
+    _copy(names, source, target)
+    if renames:
+        (target / SENTENCEPIECE_FILE).rename(target / EXPORTED_SENTENCEPIECE)
+        names[names.index(SENTENCEPIECE_FILE)] = EXPORTED_SENTENCEPIECE
+    return names
 
 
 def refuse_secrets_in_files(folder: Path) -> None:
@@ -264,9 +415,7 @@ def refuse_secrets_in_files(folder: Path) -> None:
         DataError: A file holds the value of a secret variable, or a key for access such as
             `auth_token`. (`eos_token` and the like are a tokenizer's own words.)
     """
-    for path in (folder / name for name in FILES):
-        if not path.is_file():
-            continue
+    for path in (folder / name for name in _files_in(folder) if name != GENERATION_CONFIG):
         text = path.read_bytes().decode("utf-8", "replace")
         keys = [found["key"] for found in _MEMBER.finditer(text) if _gives_access(found["key"])]
         if keys or hide_values(text) != text:

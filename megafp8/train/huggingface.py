@@ -19,16 +19,9 @@ from megafp8.files import (
     run_errors_reported,
     whole_folder,
     write_atomically,
-    write_json_atomically,
 )
 from megafp8.runs.find import CHECKPOINTS_DIR
-from megafp8.runs.tokenizer import (
-    GENERATION_CONFIG,
-    copy_tokenizer,
-    find_tokenizer,
-    read_generation,
-    refuse_secrets_in_files,
-)
+from megafp8.runs.tokenizer import import_files
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train.load_model import MODEL
@@ -48,6 +41,8 @@ class Imported(NamedTuple):
     spec: GPTSpec
     checkpoint: Path
     tokenizer_files: list[str]
+    notes: list[str]
+    has_tokenizer: bool
 
 
 def import_model(model: Path, folder: Path) -> Imported:
@@ -63,16 +58,15 @@ def import_model(model: Path, folder: Path) -> Imported:
     config = read_config(model)
     spec = from_config(config, model / "config.json")
     with whole_folder(folder, last=CHECKPOINTS_DIR) as build:
-        checkpoint, copied = _build(model, folder, build, config, spec)
-    return Imported(config["model_type"], spec, folder / checkpoint.relative_to(build), copied)
+        imported = _build(model, folder, build, config, spec)
+    return imported._replace(checkpoint=folder / imported.checkpoint.relative_to(build))
 
 
 def _build(
     model: Path, folder: Path, build: Path, config: dict[str, Any], spec: GPTSpec
-) -> tuple[Path, list[str]]:
-    """Write all of the folder to `build`; return the checkpoint there and the tokenizer's files."""
-    refuse_secrets_in_files(model)
-    tokenizer = find_tokenizer(model)
+) -> Imported:
+    """Write all of the folder to `build`; return what was imported, with the checkpoint there."""
+    tokenizer, copied, notes = import_files(model, build)
     eod_id = end_of_text(config, model / "config.json")
     tree = {
         "encoder_seq_length": spec.max_position_embeddings,  # fine-tuning takes it from here
@@ -86,9 +80,6 @@ def _build(
     }
     meta = {"config": {"model": tree}, "eod_id": eod_id, "imported_from": config["model_type"]}
     checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
-    copied = copy_tokenizer(model, build)
-    if generation := read_generation(model):
-        write_json_atomically(build / GENERATION_CONFIG, generation)
     settings = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),
@@ -96,7 +87,8 @@ def _build(
     }
     with run_errors_reported(build / CONFIG, "writing the settings"):
         write_atomically(build / CONFIG, yaml.safe_dump(settings, sort_keys=False))
-    return checkpoint, copied
+    has_tokenizer = tokenizer is not None
+    return Imported(config["model_type"], spec, checkpoint, copied, notes, has_tokenizer)
 
 
 def divisor(rows: int, vocab_size: int) -> int:

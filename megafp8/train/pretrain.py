@@ -20,6 +20,7 @@ from megafp8.checkpoint.best import Best
 from megafp8.config.errors import SettingError
 from megafp8.config.resume import LAST_IN_EFFECT
 from megafp8.errors import ExitCode, RunError, UserError
+from megafp8.files import expanded
 from megafp8.observe.console import Console
 from megafp8.observe.curve import logged_curve
 from megafp8.observe.journal import JournaledConsole
@@ -41,7 +42,7 @@ from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, w
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.run_data import RunData, prefixes_of
 from megafp8.runs.same_data import open_on_all
-from megafp8.runs.tokenizer import keep_files_of_data, save_tokenizer
+from megafp8.runs.tokenizer import beside_data, keep_files_of_model, save_tokenizer
 from megafp8.specs import RunSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import raised
@@ -302,7 +303,7 @@ def open_run(
     on_main(mesh, lambda: restarts.check_progress(path, state.step))
     length = spec.model.max_position_embeddings
     on_main(mesh, lambda: save_tokenizer(data.tokenizer, path, length))
-    on_main(mesh, lambda: keep_files_of_data(prefixes_of(spec.data), path))
+    on_main(mesh, lambda: keep_files_of_model(data.tokenizer, _models_of(spec), path))
     if state.phases:  # the run may continue in another precision than it began in
         share = share_of(spec, state)
     metrics, trackers = _open_logs(path, spec, state, console)
@@ -360,6 +361,18 @@ def _threads_of(run: Run) -> list[str]:
         return []
     run.waiting.look()
     return [run.waiting.describe()]
+
+
+def _models_of(spec: RunSpec) -> list[str | Path]:
+    """Return the paths that may have all files of the run's tokenizer."""
+    named = spec.data.tokenizer.type if spec.data.tokenizer.library == "huggingface" else None
+    instructions = spec.data.instructions
+    given = [named, spec.restore_from_path, spec.resume_from_checkpoint]
+    given += [] if instructions is None else [instructions.model]
+    return [
+        *(path for path in given if path),
+        *(beside_data(expanded(prefix)) for prefix in prefixes_of(spec.data)),
+    ]
 
 
 def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:

@@ -177,6 +177,8 @@ def test_a_refused_run_leaves_what_was_there(tmp_path: Path) -> None:
     assert not choice.continues and directory.withdraw(choice)
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["console.log"]
     again = choose(tmp_path, "new")
+    (again.path / "tokenizer").mkdir()
+    (again.path / "tokenizer" / "tokenizer.json").write_text("{}")
     assert directory.withdraw(again) and not (tmp_path / "new").exists()
 
 

@@ -11,8 +11,8 @@ import io
 import json
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from megafp8.cli import export, generate, import_hf, preprocess
-from megafp8.config.load import load
+from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec
 from megafp8.data.indexed import IndexedDataset
 from megafp8.errors import DataError
@@ -29,11 +29,11 @@ from megafp8.runs.tokenizer import (
     beside_data,
     find_tokenizer,
     keep_files,
-    keep_files_of_data,
+    keep_files_of_model,
     save_tokenizer,
     with_all_files,
 )
-from tests.train.runs import Place
+from tests.train.runs import Driver, Finetuning, Place
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -262,14 +262,196 @@ def test_files_of_another_tokenizer_are_not_exported(tmp_path: Path) -> None:
     save_tokenizer(own, run, 32)
     assert with_all_files(run, None) == run
     keep_files(tmp_path / "llama3", beside_data(tmp_path / "data"))
-    keep_files_of_data([str(tmp_path / "data")], run)
-    assert (run / "tokenizer" / "tokenizer.json").is_file()
+    keep_files_of_model(own, [tmp_path / "no", run, beside_data(tmp_path / "data")], run)
+    assert not (run / "tokenizer").exists() and with_all_files(run, None) == run
+    assert with_all_files(run, None, str(tmp_path / "qwen")) == tmp_path / "qwen"
+    keep_files(tmp_path / "llama3", run / "tokenizer")  # as earlier versions did
     assert with_all_files(run, None) == run
-    keep_files(tmp_path / "qwen", run / "tokenizer")
-    assert with_all_files(run, None) == run / "tokenizer"
-    assert with_all_files(run, str(tmp_path / "qwen")) == tmp_path / "qwen"
+    shutil.rmtree(run / "tokenizer")
+    keep_files_of_model(own, [tmp_path / "llama3", tmp_path / "qwen"], run)
+    assert with_all_files(run, str(tmp_path / "qwen")) == run / "tokenizer"
     assert with_all_files(run, str(tmp_path / "llama3")) == run / "tokenizer"
 
+
+# --- chains of commands ---------------------------------------------------------------------------
+
+NARROW = [
+    "model.normalization=rmsnorm", "model.activation=fast-swiglu", "model.bias=False",
+    "model.position_embedding_type=rope", "model.layernorm_epsilon=1e-6",
+    "model.share_embeddings_and_output_weights=False", "model.max_position_embeddings=32",
+]  # fmt: skip
+
+
+class Chains:
+    """Makes runs that follow from each other in one folder, each when it is first asked for.
+
+    `pre` starts from the import, `sft` from `pre`, `again` from `sft`, `tuned` from the import;
+    `new` starts from nothing with data of the model's tokenizer, `second` with data of the data's
+    tokenizer, `of_new` from `new`. All of them name the others by relative paths.
+    """
+
+    def __init__(self, driver: Driver, home: Path) -> None:
+        self.home = home
+        rows = len(published(home / "theirs", "llama3")) + 5
+        prepared(home / "theirs", home / "data")
+        assert import_hf.main([str(home / "theirs"), str(home / "ours")]) == 0
+        examples = [{"input": f"def f{n}", "output": f"{n % 3}."} for n in range(40)]
+        (home / "mine.jsonl").write_text("".join(json.dumps(e) + "\n" for e in examples))
+        self._shape = [*NARROW, f"model.make_vocab_size_divisible_by={rows}"]
+        self._pretrain = Place(driver, home / "data", home)
+        self._finetune = Finetuning(driver, home / "data", home)
+
+    def make(self, name: str) -> Path:
+        """Return the directory of a run, or the import's."""
+        if name == "ours" or (self.home / "runs" / name).exists():
+            return self.home / ("ours" if name == "ours" else f"runs/{name}")
+        common = ["trainer.max_steps=1", "trainer.precision=32", f"exp_manager.name={name}"]
+        starts = {"pre": "ours", "sft": "runs/pre", "again": "runs/sft", "of_new": "runs/new",
+                  "tuned": "ours/checkpoints/step_00000000"}  # fmt: skip
+        start = starts.get(name)
+        if start is not None:
+            common.append(f"restore_from_path={start}")
+            if start.startswith("runs/"):
+                self.make(start.removeprefix("runs/"))
+        if name == "second":
+            more = ["--output", str(self.home / "more"), "--workers", "0"]
+            more += ["--tokenizer", str(self.home / "data.tokenizer.json")]
+            assert preprocess.main([str(self.home / "data.jsonl"), *more]) == 0
+            common.append(f"model.data.data_prefix={self.home / 'more'}")
+        if name in ("pre", "new", "second"):
+            done = self._pretrain.run(*self._shape, *common)
+        else:
+            done = self._finetune.run(*common)
+        assert done.code == 0, done.output
+        return self._finetune.dir(name)
+
+    @contextmanager
+    def without_models(self) -> Iterator[None]:
+        """Hide the import and what lies beside data."""
+        gone = [self.home / "ours", *self.home.glob("*.tokenizer")]
+        for path in gone:
+            path.rename(path.with_suffix(".gone"))
+        yield
+        for path in gone:
+            path.with_suffix(".gone").rename(path)
+
+
+@pytest.fixture(scope="module")
+def chains(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Chains:
+    return Chains(driver, tmp_path_factory.mktemp("chains"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ours", "pre", "again", pytest.param("sft", marks=pytest.mark.slow),
+     *(pytest.param(n, marks=pytest.mark.slow) for n in ("new", "second", "tuned", "of_new"))],
+)  # fmt: skip
+def test_all_files_of_a_tokenizer_survive_a_chain(
+    name: str, chains: Chains, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, chat template, special tokens, settings of generation, from any working directory."""
+    source = chains.home / "theirs"
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    run = chains.make(name)
+    monkeypatch.chdir(tmp_path)
+    if name == "ours":
+        run = Path(shutil.copytree(run, "moved"))
+    with chains.without_models():
+        assert export.main([str(run), "out"]) == 0
+    assert import_hf.main(["out", "back"]) == 0
+    assert export.main(["back", "out2"]) == 0
+    for out in (Path("out"), Path("out2")):
+        same_tokenizer(out, theirs)
+        for file in ("config.json", "generation_config.json"):
+            first, last = (json.loads((folder / file).read_text()) for folder in (source, out))
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                assert first.get(key) == last.get(key), (file, key)
+
+
+def test_a_moved_import_starts_runs_by_its_own_yaml(chains: Chains, tmp_path: Path) -> None:
+    data, moved = f"model.data.data_prefix={chains.home / 'data'}", tmp_path / "moved"
+    shutil.copytree(chains.home / "ours", moved)
+    with chains.without_models():
+        loaded = load_all([data], moved, "model")
+        assert loaded.cfg.restore_from_path == str(moved)
+        lines = loaded.inert_lines()
+        gone = chains.home / "ours"
+        assert f"moved: restore_from_path={gone} (model.yaml) is now {moved}" in lines
+        loaded = load_all([data, f"restore_from_path={gone}"], moved, "model")
+        assert loaded.cfg.restore_from_path == str(gone)  # of the command line: as it is
+
+
+def without_json(folder: Path) -> None:
+    """Leave GPT-2's older form: the vocabulary and the merges in two files."""
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "vocab.json").write_text(json.dumps(tree["model"]["vocab"]))
+    merges = (" ".join(pair) for pair in tree["model"]["merges"])
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    (folder / "tokenizer.json").unlink()
+
+
+def prepended(folder: Path) -> None:
+    """Write what the class LlamaTokenizer does by a pre-tokenizer as Llama 2's file has it."""
+    tree = json.loads((folder / "tokenizer.json").read_text())
+    steps = [{"type": "Prepend", "prepend": "▁"},
+             {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]  # fmt: skip
+    tree |= {"normalizer": {"type": "Sequence", "normalizers": steps}, "pre_tokenizer": None}
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def of_another_class(folder: Path) -> None:
+    """Name a class of SentencePiece's kind, which does not know this file's bytes."""
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "CodeLlamaTokenizer"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "note"),
+    [
+        ("qwen", without_json, "the tokenizer that transformers builds; there was none"),
+        ("sentencepiece", prepended, "that transformers builds; the file's own differs, as for"),
+        ("llama3", of_another_class, "transformers builds a tokenizer from these files that loses"),
+    ],
+)
+def test_an_import_has_the_tokenizer_that_transformers_builds(
+    kind: str,
+    change: Callable[[Path], None],
+    note: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = published(tmp_path / "theirs", kind)
+    change(tmp_path / "theirs")
+    assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert note in capsys.readouterr().out
+    found = find_tokenizer(tmp_path / "ours")
+    is_lossy = change is of_another_class
+    loaded = before if is_lossy else transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert found is not None
+    for text in [*TEXTS[:3], *HARD]:
+        expected = loaded(text, add_special_tokens=False)["input_ids"]
+        assert found.encode_marked([text])[0] == expected, text
+    assert export.main([str(tmp_path / "ours"), str(tmp_path / "out")]) == 0
+    if not is_lossy:
+        same_tokenizer(tmp_path / "out", loaded)
+    words = [str(tmp_path / "ours"), "--prompt", "def ", "--tokens", "1"]
+    assert generate.main(words) == 0
+
+
+def test_a_tokenizer_that_nothing_reads_is_named_at_the_import(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published(tmp_path / "theirs", "qwen")
+    without_json(tmp_path / "theirs")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    said = capsys.readouterr().out
+    assert "note: megafp8 cannot read this tokenizer. " in said and "pip install transf" in said
+    assert "megafp8 finetune" not in said
+
+
+# --- what a folder's files do ---------------------------------------------------------------------
 
 EVIL = "import pathlib\npathlib.Path({!r}).touch()\nclass T: pass\nclass C: pass\n"
 OF_FOLDER = ("model.tokenizer.library=huggingface", "model.tokenizer.type={theirs}")

@@ -151,7 +151,7 @@ def test_a_killed_save_leaves_the_whole_tokenizer(
     class Half:
         """Stands for a tokenizer whose process is killed while it writes."""
 
-        file_name, end_of_document = "tokenizer.json", "<|endoftext|>"
+        file_name, end_of_document, bos_id = "tokenizer.json", "<|endoftext|>", None
 
         def save(self, path: Path) -> None:
             path.write_text("{")

@@ -158,7 +158,7 @@ def test_import_and_export_keep_the_end_token(imported: Path, tmp_path: Path) ->
     again, first = (json.loads((f / "generation_config.json").read_text()) for f in folders)
     assert again["eos_token_id"] == first["eos_token_id"] == [7, 8], "all ends are kept"
     config = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert config["eos_token_id"] == 7
+    assert config["eos_token_id"] == [7, 8]
 
 
 def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:

@@ -11,6 +11,7 @@ from tests.train.runs import Place
 
 NOT_HERE = {
     "memory_rank*.pickle": "only a GPU writes it, when its memory runs out",
+    "tokenizer": "the data's tokenizer came with no other files",
     "tokenizer.model": "the kind of another dataset",
     "tokenizer.tiktoken.json": "the kind of another dataset",
 }
