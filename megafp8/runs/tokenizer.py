@@ -37,8 +37,8 @@ from megafp8.files import (
     write_json_atomically,
 )
 from megafp8.foreign import ForeignFileError, member, read_object
-from megafp8.secrets import hide_values, is_secret_name
 from megafp8.runs.find import CHECKPOINTS_DIR
+from megafp8.secrets import hide_values, is_secret_name
 
 EXPORTED_SENTENCEPIECE = "sentencepiece.model"
 """The name of a SentencePiece model in an exported folder. transformers (5.23) would convert a file
