@@ -10,8 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ try:
 except ImportError:  # without the extra `sweep`, Hydra reports a missing launcher
     SlurmLauncher = None
 
-# conf/hydra/launcher/submitit_slurm.yaml replaces submitit's own settings on purpose.
-warnings.filterwarnings("ignore", message=r"\n'hydra/launcher/submitit_slurm' is validated against")
-
 CRASHED = 1
 CHECK_SECONDS = 20
+SETTLE_SECONDS = 2.0  # between two looks at a job that has left a result and has not ended yet
+AGAIN = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"})
+UNDER_WAY = frozenset({"RUNNING", "COMPLETING", "PREEMPTED", "SIGNALING", "STAGE_OUT", "STOPPED"})
 
 
 def parse_queue(text: str) -> dict[str, dict[str, str]]:
@@ -79,6 +78,26 @@ def make_watcher(delay_seconds: int = CHECK_SECONDS) -> Any:
     return Watcher(delay_s=delay_seconds)
 
 
+def runs_again(
+    number: str,
+    ask: Callable[[list[str]], str | None] | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Wait until Slurm is done with a job that has left a result; return whether it runs it again.
+
+    A job that is preempted or requeued saves and leaves a result, and Slurm then starts it again.
+    """
+    command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%N", "-j", number]
+    while True:
+        states = parse_queue((ask or _answer)(command) or "")
+        state = states.get(number, {}).get("State", "ENDED")
+        if state in AGAIN:
+            return True
+        if state not in UNDER_WAY:
+            return False
+        pause(SETTLE_SECONDS)
+
+
 def _answer(command: list[str]) -> str | None:
     """Return what a command prints, or None if it fails."""
     try:
@@ -114,10 +133,16 @@ if SlurmLauncher is not None:
             submitit.SlurmJob.watcher = make_watcher()
             jobs = self.submit(job_overrides, initial_job_idx)
             say(f"jobs submitted: {len(jobs)}, from {jobs[0].job_id} on")
-            codes = [
-                self._code(job, initial_job_idx + index, list(overrides))
-                for index, (job, overrides) in enumerate(zip(jobs, job_overrides, strict=True))
-            ]
+            numbered = enumerate(zip(jobs, job_overrides, strict=True), start=initial_job_idx)
+            try:
+                codes = [
+                    self._code(job, num, list(overrides)) for num, (job, overrides) in numbered
+                ]
+            except KeyboardInterrupt:
+                array = jobs[0].job_id.partition("_")[0]
+                say(f"interrupted: the jobs go on in Slurm. scancel {array} ends them")
+                say("the same command with hydra.sweep.dir=DIR of this sweep takes them up again")
+                raise
             if failed := [code for code in codes if code]:
                 raise SystemExit(failed[0])
             return [job.results()[0] for job in jobs]
@@ -160,6 +185,11 @@ if SlurmLauncher is not None:
             what = f"job {number} ({' '.join(overrides)}; Slurm {job.job_id})"
             try:
                 code = exit_code(job.results()[0])
+                while runs_again(job.job_id):
+                    say(f"{what} was saved, and Slurm runs it again")
+                    for task in range(job.num_tasks):  # the next result is not this one
+                        job.task(task).paths.result_pickle.unlink(missing_ok=True)
+                    code = exit_code(job.results()[0])
             except UncompletedJobError:
                 say(f"{what} died (state {job.state}); its output: {job.paths.stderr}")
                 return CRASHED

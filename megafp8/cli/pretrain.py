@@ -171,5 +171,8 @@ def main(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> int:
     except UserError as error:  # about the variables that a launcher sets
         return report_error(error)
     except KeyboardInterrupt:
-        print("megafp8: interrupted before training began", file=sys.stderr)
+        is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
+        print(
+            f"megafp8: interrupted{'' if is_sweep else ' before training began'}", file=sys.stderr
+        )
         return 128 + signal.SIGINT

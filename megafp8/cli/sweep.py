@@ -128,7 +128,9 @@ class Sweep:
     def _run_all(self, launcher: Launcher, jobs: Sequence[SweepJob]) -> None:
         try:
             launcher.launch([list(job.overrides) for job in jobs], jobs[0].num)
-        except (Exception, SystemExit) as error:  # as with a killed worker or a missing scheduler
+        except SystemExit:
+            pass  # the launcher of Slurm jobs has said which one failed
+        except Exception as error:  # as with a killed worker or a missing scheduler
             line = str(error).strip().splitlines()[-1:] or [""]
             print(f"[sweep] the launcher failed: {type(error).__name__}: {shown(line[0])}")
             sys.stdout.flush()

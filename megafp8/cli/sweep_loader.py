@@ -6,6 +6,7 @@ loader here, which checks every file that takes part (`megafp8.config.hydra_sect
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
@@ -32,6 +33,7 @@ from megafp8.errors import UserError
 from megafp8.secrets import hide_values, redacted
 
 _SWEEP_ROOT = "megafp8_sweep"
+_REPLACED = r"\n'hydra/launcher/submitit_slurm' is validated against"
 _CODE = "settings must not name code to run"
 
 
@@ -47,7 +49,10 @@ class CheckedLoader(ConfigLoaderImpl):  # type: ignore[misc,unused-ignore]
             SettingError: A file gives Hydra a setting that a file must not give.
         """
         self._num_checked = 0
-        cfg = super().load_configuration(*args, **kwargs)
+        with warnings.catch_warnings():
+            # conf/hydra/launcher/submitit_slurm.yaml replaces submitit's own settings on purpose.
+            warnings.filterwarnings("ignore", message=_REPLACED)
+            cfg = super().load_configuration(*args, **kwargs)
         if not self._num_checked:
             raise AssertionError("this version of Hydra reads files without our check of them")
         if cfg.hydra.callbacks:

@@ -14,11 +14,13 @@ from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import SlurmLauncher
 from omegaconf import OmegaConf
 
+from hydra_plugins import megafp8_slurm
 from hydra_plugins.megafp8_slurm import (
     WatchedSlurmLauncher,
     exit_code,
     make_watcher,
     parse_queue,
+    runs_again,
 )
 from tests.slurm.jobs import ROOT
 
@@ -50,6 +52,74 @@ def test_ended_and_forgotten_jobs_are_done(tmp_path: Path, monkeypatch: pytest.M
     done = {number: watcher.is_done(number, mode="force") for number in numbers}
     assert done == {"7_0": False, "7_1": True, "7_2": False, "9": True, "5": True}
     assert (tmp_path / "asked").read_text().startswith("--me --noheader --array --states=all")
+
+
+@pytest.mark.parametrize(
+    ("seen", "again"),
+    [
+        (["RUNNING", "COMPLETING", "COMPLETED"], False),
+        (["FAILED"], False),
+        (["COMPLETING", "PENDING"], True),  # preempted, or requeued by hand
+        (["PREEMPTED", "REQUEUED"], True),
+        (["RUNNING", None], False),  # Slurm has forgotten it
+    ],
+)
+def test_a_job_that_slurm_starts_again_has_not_ended(seen: list[str | None], again: bool) -> None:
+    states = iter(seen)
+    asked: list[list[str]] = []
+    pauses: list[float] = []
+
+    def ask(command: list[str]) -> str | None:
+        asked.append(command)
+        state = next(states)
+        return None if state is None else f"7_1|{state}|node1\n7_0|RUNNING|node2\n"
+
+    assert runs_again("7_1", ask, pauses.append) == again
+    assert asked[0][-2:] == ["-j", "7_1"] and len(pauses) == len(seen) - 1
+
+
+class Unfinished:
+    """Stands for a job of submitit that leaves one result after the other."""
+
+    job_id, num_tasks = "7_1", 1
+
+    def __init__(self, results: list[int], folder: Path) -> None:
+        self._results, self.paths = results, self
+        self.result_pickle = folder / "result"
+        self.stderr = folder / "err"
+
+    def task(self, number: int) -> Unfinished:
+        return self
+
+    def results(self) -> list[int]:
+        assert not self.result_pickle.exists(), "this is the result of before"
+        self.result_pickle.touch()
+        return [self._results.pop(0)]
+
+
+def test_the_last_result_of_a_requeued_job_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter([True, True, False])
+    monkeypatch.setattr(megafp8_slurm, "runs_again", lambda number: next(answers))
+    job = Unfinished([75, 75, 0], tmp_path)
+    assert WatchedSlurmLauncher._code(job, 1, ["a=1"]) == 0
+    assert capsys.readouterr().err.count("was saved, and Slurm runs it again") == 2
+
+
+def test_an_interrupted_sweep_names_its_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    jobs = [Unfinished([], tmp_path)]
+    monkeypatch.setattr(WatchedSlurmLauncher, "submit", lambda *_: jobs)
+    monkeypatch.setattr(WatchedSlurmLauncher, "_code", interrupt)
+    launcher = WatchedSlurmLauncher.__new__(WatchedSlurmLauncher)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch([["a=1"]], 0)
+    assert "scancel 7 ends them" in capsys.readouterr().err
 
 
 def test_a_squeue_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
