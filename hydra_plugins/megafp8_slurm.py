@@ -135,12 +135,10 @@ if SlurmLauncher is not None:
             say(f"jobs submitted: {len(jobs)}, from {jobs[0].job_id} on")
             numbered = enumerate(zip(jobs, job_overrides, strict=True), start=initial_job_idx)
             try:
-                codes = [
-                    self._code(job, num, list(overrides)) for num, (job, overrides) in numbered
-                ]
+                codes = [self._code(job, num, list(words)) for num, (job, words) in numbered]
             except KeyboardInterrupt:
                 array = jobs[0].job_id.partition("_")[0]
-                say(f"interrupted: the jobs go on in Slurm. scancel {array} ends them")
+                say(f"interrupted: the jobs continue in Slurm. scancel {array} ends them")
                 say("the same command with hydra.sweep.dir=DIR of this sweep takes them up again")
                 raise
             if failed := [code for code in codes if code]:

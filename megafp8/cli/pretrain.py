@@ -172,7 +172,6 @@ def main(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> int:
         return report_error(error)
     except KeyboardInterrupt:
         is_sweep = not {"-m", "--multirun"}.isdisjoint(argv)
-        print(
-            f"megafp8: interrupted{'' if is_sweep else ' before training began'}", file=sys.stderr
-        )
+        when = "" if is_sweep else " before training began"
+        print(f"megafp8: interrupted{when}", file=sys.stderr)
         return 128 + signal.SIGINT

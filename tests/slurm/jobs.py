@@ -151,7 +151,15 @@ class Job:
         return [[(k, v) for k, v in line.items() if k not in TIMING_KEYS] for line in parsed]
 
     def pids_of_ranks(self) -> dict[int, int]:
-        """Return the process ids of the job's ranks on this machine, by rank."""
+        """Return the process ids of the ranks that `srun` has started, by rank."""
+        return self._pids(b"SLURM_PROCID")
+
+    def pids_of_workers(self) -> dict[int, int]:
+        """Return the process ids of the ranks, whichever launcher has started them, by rank."""
+        return self._pids(b"RANK") or self.pids_of_ranks()
+
+    def _pids(self, number: bytes) -> dict[int, int]:
+        """Return the process ids of the job's ranks on this machine, by this variable."""
         found: dict[int, int] = {}
         for path in Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -160,15 +168,13 @@ class Job:
             except OSError:
                 continue
             named = dict(pair.split(b"=", 1) for pair in pairs if b"=" in pair)
+            conf = self.cluster.environment["SLURM_CONF"].encode()
             ours = named.get(b"SLURM_JOB_ID") == self.number.encode()
-            ours = (
-                ours
-                and named.get(b"SLURM_CONF", b"").decode()
-                == (self.cluster.environment["SLURM_CONF"])
-            )
-            if ours and b"pretrain_gpt.py" in command and b"SLURM_STEP_NUM_TASKS" in named:
-                if command.split(b"\0")[0].endswith(b"python"):
-                    found[int(named[b"SLURM_PROCID"])] = int(path.parent.name)
+            ours = ours and named.get(b"SLURM_CONF") == conf and b"SLURM_STEP_NUM_TASKS" in named
+            words = command.split(b"\0")
+            is_rank = b"pretrain_gpt.py" in command and b"megafp8.parallel.torchrun" not in words
+            if ours and is_rank and number in named and words[0].endswith(b"python"):
+                found[int(named[number])] = int(path.parent.name)
         return found
 
     def signal_ranks(self, number: int) -> list[int]:

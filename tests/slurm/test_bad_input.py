@@ -80,6 +80,12 @@ def test_another_number_of_ranks(cluster: Cluster) -> None:
     assert "but 4 were started" in line
 
 
+def test_a_refused_setting_is_one_line_under_torchrun(cluster: Cluster) -> None:
+    job = cluster.submit("bad", "trainer.max_stepz=3", environment={"LAUNCHER": "torchrun"})
+    assert "trainer.max_stepz" in error_of(job)
+    assert job.field("ExitCode") == "2:0" and len(job.log.splitlines()) < 20, job.log
+
+
 def test_a_port_in_use(cluster: Cluster) -> None:
     port = "24999"
     server = (

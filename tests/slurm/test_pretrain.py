@@ -70,12 +70,55 @@ def test_kill_9_of_a_rank(cluster: Cluster, undisturbed: Metrics) -> None:
     assert_finished_as(job, undisturbed)
 
 
-def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics) -> None:
-    job = cluster.submit("max_time", "trainer.max_time=00:00:30")
+@pytest.mark.parametrize("launcher", ["torchrun"])
+def test_kill_9_of_a_rank_of_another_launcher(
+    cluster: Cluster, undisturbed: Metrics, launcher: str
+) -> None:
+    job = cluster.submit("killed_there", environment={"LAUNCHER": launcher})
+    job.until_step(5)
+    victim = job.pids_of_workers()[3]
+    os.kill(victim, signal.SIGKILL)
+    job.until(lambda: job.restarts == 1, "the restart")
+    assert "the step has ended with code 137\n" in job.log, job.log
+    assert_finished_as(job, undisturbed)
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_a_hang(cluster: Cluster, undisturbed: Metrics, restarts: int) -> None:
+    """The rank that is stopped is named; the job's code is 4, and it starts again if asked."""
+    more = [f"trainer.max_restarts={restarts}"] if restarts else []
+    job = cluster.submit(f"hang{restarts}", "trainer.step_timeout=30", *more)
+    job.until_step(5)
+    os.kill(job.pids_of_ranks()[3], signal.SIGSTOP)
+    if not restarts:
+        assert job.wait(180) == "FAILED" and job.field("ExitCode") == "4:0", job.log
+        assert "rank 3 hangs: it does not even answer" in job.log
+        return
+    job.until(lambda: job.restarts == 1, "the restart", 180)
+    assert "requeued: the same job continues (trainer.max_restarts=2)" in job.log
+    assert_finished_as(job, undisturbed)
+
+
+def test_a_job_that_may_not_be_requeued(cluster: Cluster, undisturbed: Metrics) -> None:
+    job = cluster.submit("kept", sbatch=("--no-requeue",))
+    job.until_step(2)
+    cluster.run("scancel", "--batch", "--signal=USR1", job.number)
+    assert job.wait(90) == "FAILED" and job.field("ExitCode") == "75:0", job.log
+    assert "not requeued, since this job was submitted with --no-requeue" in job.log
+    assert_finished_as(cluster.submit("kept"), undisturbed)
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics, launcher: str) -> None:
+    job = cluster.submit(
+        f"max_time_{launcher}", "trainer.max_time=00:00:30", environment={"LAUNCHER": launcher}
+    )
     job.until_step(1)
-    job.signal_ranks(signal.SIGSTOP)
+    for pid in (ranks := job.pids_of_workers().values()):
+        os.kill(pid, signal.SIGSTOP)
     time.sleep(20)
-    job.signal_ranks(signal.SIGCONT)
+    for pid in ranks:
+        os.kill(pid, signal.SIGCONT)
     job.until(lambda: job.restarts == 1, "the restart")
     assert "saved on trainer.max_time" in job.log, job.log
     assert "ended with code 75\n" in job.log
