@@ -30,6 +30,8 @@ from tests.ranks import Rank
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 
 Tables = dict[str, dict[str, torch.Tensor]]  # by direction and field
+RESETS = DocumentRules(eod_id=0, reset_position_ids=True, reset_attention_mask=True)
+"""Attention and positions begin anew with each document."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Case:
     merged: int = 1  # microbatches that are run as one: what replicas run at the same time
     perturbed: int | None = None  # seed of a last-bit change of the word embedding
     loss_scale: LossScaleSpec | None = None
-    documents: bool = False  # attention and positions begin anew after each
+    documents: bool = False  # they are apart as `rules` say
+    rules: DocumentRules = RESETS
     backend: BackendName = "native"
 
     def build(self, mesh: Mesh) -> TrainState:
@@ -63,7 +66,9 @@ class Case:
         spec = replace(
             spec,
             train=replace(spec.train, micro_batch_size=self.batch),
-            data=replace(spec.data, reset_attention_mask=self.documents),
+            data=replace(
+                spec.data, reset_attention_mask=self.documents and self.rules.reset_attention_mask
+            ),
         )
         if self.backend == "te":  # it updates the scales of all models of a process together
             te_cpu.load().module.base.FP8GlobalStateManager.reset()
@@ -86,12 +91,11 @@ class Case:
 
     def microbatch(self, seed: int, ignored: float) -> Microbatch:
         plain = microbatch(seed, self.batch, ignored=ignored)
-        return with_documents(plain) if self.documents else plain
+        return with_documents(plain, self.rules) if self.documents else plain
 
 
-def with_documents(plain: Microbatch) -> Microbatch:
+def with_documents(plain: Microbatch, rules: DocumentRules = RESETS) -> Microbatch:
     """Every sixth token or so ends a document."""
-    rules = DocumentRules(eod_id=0, reset_position_ids=True, reset_attention_mask=True)
     ends_BS = plain.tokens_BS % 6
     return replace(
         plain,
@@ -176,7 +180,7 @@ def run_case(case: Case, mesh: Mesh) -> Outcome:
             after = {name: tensor.clone() for name, tensor in table.tensors().items()}
             updates[direction].append({"staged": table.amax.clone(), **after})
     named = state.model.named_parameters()
-    validation = evaluate(state, [microbatch(9000 + i, case.batch) for i in range(3)])
+    validation = evaluate(state, [case.microbatch(9000 + i, 0.0) for i in range(3)])
     state.model.eval()
     with torch.no_grad(), state.scaling.evaluation():
         # Blocks of tokens must be whole on each rank, in the recipes whose microbatches are larger.

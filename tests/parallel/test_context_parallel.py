@@ -5,6 +5,7 @@ Four and eight ranks take minutes: `pytest -m slow tests/parallel/test_context_p
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec
 from tests.parallel import rank_ring, rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.rank_work import RESETS, Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     DROPOUT,
     LLAMA,
@@ -57,6 +58,21 @@ DROPPED = {
     "dropout": Case(steps=3, model=DROPOUT),
     "dropout again": Case(steps=3, model=replace(DROPOUT, recompute=AGAIN["full"].model.recompute)),
 }
+APART = {
+    f"{model}, {precision}, mask {mask}, positions {positions}": Case(
+        "fp32",
+        fp8,
+        replace(spec, init_method_std=0.1),  # so that attention is not even
+        steps=3,
+        documents=True,
+        rules=replace(RESETS, reset_attention_mask=mask, reset_position_ids=positions),
+    )
+    for model, spec in (("learned", gpt_spec()), ("rope", LLAMA), ("windows", WINDOWS))
+    for precision, fp8 in (("fp32", None), ("delayed", DELAYED))
+    for mask, positions in itertools.product((False, True), repeat=2)
+    if precision == "fp32" or (mask and model != "windows")
+}
+"""Documents that are kept apart or not, whose positions begin anew or go on."""
 TWO = ParallelSpec(devices_per_node=2, cp=2)
 ZERO_BUBBLE = PipelineSpec(schedule="ZBVZeroBubble", stages_per_rank=2)
 LAYOUTS = {
@@ -94,7 +110,7 @@ def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
 
 @pytest.fixture(scope="module")
 def two_ranks() -> list[dict[str, Any]]:
-    cases = CASES | MORE | AGAIN | DROPPED
+    cases = CASES | MORE | AGAIN | DROPPED | APART
     on_two = {name: replace(case, parallel=TWO) for name, case in cases.items()}
     return run_ranks(rank_ring.run_all, 2, {"cases": on_two}, timeout=400)
 
@@ -173,6 +189,32 @@ def alone() -> dict[str, Outcome]:
 @pytest.mark.parametrize("case", CASES | MORE)
 def test_equals_one_process(two: dict[str, Outcomes], alone: dict[str, Outcome], case: str) -> None:
     check(two[case], (CASES | MORE)[case], alone[case])
+
+
+@pytest.mark.parametrize("name", APART)
+def test_documents_have_the_positions_and_masks_of_one_process(
+    two: dict[str, Outcomes], name: str
+) -> None:
+    """In FP8 a rounding may fall the other way, which moves a loss by some 1e-6. Positions or masks
+    of other documents move the first loss by more than the bound of 3e-4, as the end shows."""
+    case, ranks = APART[name], two[name]
+    one = run_case(case, single_rank())
+    if case.fp8 is None:
+        assert_gradients_close(ranks, one, 1e-5)
+    for rank in ranks:
+        assert rank.losses[0] == pytest.approx(one.losses[0], rel=3e-4)
+        if case.fp8 is None:
+            assert rank.losses == pytest.approx(one.losses, rel=1e-5)
+            assert rank.validation[0] == pytest.approx(one.validation[0], rel=1e-5)
+    rules = case.rules
+    other_mask = replace(rules, reset_attention_mask=not rules.reset_attention_mask)
+    other_positions = replace(rules, reset_position_ids=not rules.reset_position_ids)
+    others = [other_mask, other_positions]
+    if rules.reset_attention_mask and case.model.position_embedding_type == "rope":
+        others = [other_mask]  # documents that are apart see distances alone
+    for other in others:
+        changed = run_case(replace(case, rules=other, steps=1), single_rank())
+        assert changed.losses[0] != pytest.approx(one.losses[0], rel=3e-4), other
 
 
 def test_every_token_is_counted_once(two: dict[str, Outcomes], alone: dict[str, Outcome]) -> None:
