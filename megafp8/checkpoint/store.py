@@ -216,7 +216,7 @@ def newest_valid(root: Path, notify: Callable[[str], None]) -> Path | None:
                 notify(f"damaged checkpoint: {bad.file}: {bad.reason}; using the older {step_dir}")
             return step_dir
         damaged.append(error)
-    hint = "Copy an undamaged checkpoint there, or move these away to start from scratch"
+    hint = "Copy an undamaged checkpoint there, or start from scratch under another name"
     if damaged:
         count = len(damaged)
         checkpoints = "the only checkpoint is" if count == 1 else f"all {count} checkpoints are"

@@ -36,6 +36,7 @@ from megafp8.files import (
 from megafp8.foreign import read_yaml
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED, RECORD_NAME, RUNNING, age
 from megafp8.runs.lock import LOCK_NAME, LockedError, RunLock, is_locked
+from megafp8.runs.lost import lost_checkpoint
 from megafp8.runs.ownership import LOGS, MADE_AT_THE_START, refuse_foreign, refuse_links
 from megafp8.runs.place import checked_name, named_directory
 from megafp8.specs import RunSpec
@@ -155,6 +156,12 @@ def _continue_unnamed(
     if not still:
         lock.release()
         return None
+    try:
+        lost_checkpoint(path)
+    except RunError:
+        skipped.append(f"{path.name} has lost its checkpoints")
+        lock.release()
+        return None
     reason = f"continues run {path.name}: the newest unfinished run with the same settings"
     return RunChoice(path, True, reason, lock)
 
@@ -253,6 +260,8 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
                     old.config, spec.resolved, old.earlier, run=str(choice.path), is_sweep=is_sweep
                 )
                 choice = replace(choice, reason=choice.reason + _changes(old.config, spec))
+            if (lost := lost_checkpoint(choice.path)) is not None:
+                choice = replace(choice, reason=f"{choice.reason}; {lost}")
         with run_errors_reported(config, "writing the settings"):
             write_atomically(config, yaml.safe_dump(spec.resolved, sort_keys=False))
     except BaseException:

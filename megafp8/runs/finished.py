@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.checkpoint.step_directories import steps
+from megafp8.checkpoint.step_directories import step_name, steps
+from megafp8.checkpoint.verify import why_damaged
 from megafp8.config.resume import changed_settings, check_continues
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import read_json_object
@@ -14,6 +15,7 @@ from megafp8.observe.summary import RunSummary
 from megafp8.runs.directory import in_words, recorded_settings
 from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, ENDED, RECORD_NAME, SUMMARY_NAME
 from megafp8.runs.lock import is_locked
+from megafp8.runs.lost import newest_saved
 from megafp8.runs.place import named_directory
 from megafp8.specs import RunSpec
 
@@ -43,8 +45,8 @@ class FinishedRun:
 def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None:
     """Return the run that `spec` names if it is finished and has no step left, else None.
 
-    No file is written, and no lock is taken. The checkpoints are not verified, since nothing is
-    loaded from them.
+    No file is written, and no lock is taken. A run whose newest checkpoint is gone or damaged is
+    not finished, but for a job of a sweep, of which only the result is read.
 
     Raises:
         ConfigError: The directory has a finished run of another model, data or optimizer.
@@ -58,6 +60,8 @@ def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None
         return None
     if _status(path) not in ENDED or _newest_step(path) > summary.step:
         return None  # the run went on after this summary
+    if not is_sweep and not _has_its_checkpoint(path):
+        return None
     old = recorded_settings(path)
     if old is None:
         return None
@@ -88,6 +92,14 @@ def with_recorded(new: RunSummary, recorded: RunSummary | None) -> RunSummary:
     return dataclasses.replace(new, **kept, extra=extra)
 
 
+def _has_its_checkpoint(path: Path) -> bool:
+    """Whether the newest checkpoint that a run has saved, if it saved any, is there undamaged."""
+    root, newest = path / CHECKPOINTS_DIR, _newest_step(path)
+    if newest < newest_saved(path):
+        return False
+    return newest < 0 or why_damaged(root / step_name(newest)) is None
+
+
 def _status(path: Path) -> object:
     try:
         return read_json_object(path / RECORD_NAME).get("status")
@@ -96,4 +108,4 @@ def _status(path: Path) -> object:
 
 
 def _newest_step(path: Path) -> int:
-    return max(steps(path / CHECKPOINTS_DIR), default=0)
+    return max(steps(path / CHECKPOINTS_DIR), default=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 
 from megafp8.checkpoint.best import METRICS
 from megafp8.data.loader import Loader, Microbatch
@@ -17,6 +18,7 @@ from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Limit, Watchdog
 from megafp8.plan.flops import flops_per_token
 from megafp8.plan.utilization import utilization
+from megafp8.runs.lost import log_sizes, note_save
 from megafp8.specs import RunSpec
 from megafp8.train import state_dict
 from megafp8.train.load import newest_after_cleanup
@@ -307,6 +309,7 @@ def save(run: Run, *, must_succeed: bool) -> None:
     finish_background_save(run)
     run.last_save = time.monotonic()
     if background is not None and not must_succeed:
+        run.background_logs = log_sizes(run.saver.root.parent)
         background.start(run.state)
         return
     try:
@@ -317,8 +320,7 @@ def save(run: Run, *, must_succeed: bool) -> None:
         warn_of_failed_save(run, step, error)
         return
     run.limit.saved(time.monotonic() - run.last_save)
-    run.console.event(f"step {step} saved and verified: {path}", kind="save")
-    _report(run)
+    _saved(run, step, f"{path}", log_sizes(run.saver.root.parent))
 
 
 def finish_background_save(run: Run) -> None:
@@ -333,16 +335,21 @@ def finish_background_save(run: Run) -> None:
         warn_of_failed_save(run, step, error)
         return
     run.limit.saved(saved.seconds)
-    run.console.event(
-        f"step {step} saved and verified: {saved.path} (in the background, in "
-        f"{saved.seconds:.2f} s; the copy took {saved.pause_seconds * 1e3:.0f} ms)",
-        kind="save",
+    where = (
+        f"{saved.path} (in the background, in {saved.seconds:.2f} s; the copy took "
+        f"{saved.pause_seconds * 1e3:.0f} ms)"
     )
-    _report(run)
+    _saved(run, step, where, run.background_logs)
 
 
-def _report(run: Run) -> None:
-    """Write report.html after a save, unless that would cost more than a little of the time."""
+def _saved(run: Run, step: int, where: str, logs: Mapping[str, int]) -> None:
+    """Show and note a checkpoint, with the sizes of the logs then, and write report.html.
+
+    The page is left out where it would cost more than a little of the time.
+    """
+    if run.state.mesh.is_main:
+        note_save(run.saver.root.parent, step, logs)
+    run.console.event(f"step {step} saved and verified: {where}", kind="save")
     if run.reporter is not None:
         run.reporter.write()
 

@@ -34,7 +34,7 @@ from megafp8.parallel.agreement import from_main, on_main
 from megafp8.parallel.launch import follow_launcher, note_death
 from megafp8.parallel.mesh import Mesh, join, leave
 from megafp8.report.writer import Reporter
-from megafp8.runs import directory, restarts
+from megafp8.runs import directory, lost, restarts
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.enough_memory import require_memory
 from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, FINISHED, METRICS_NAME, RUNNING
@@ -130,6 +130,7 @@ def _pretrain(
     reporter: Reporter | None = None
     run: Run | None = None
     fails_alone = False
+    known, sizes = lost.saves(choice.path), lost.log_sizes(choice.path)
     if mesh.is_main:
         console = JournaledConsole(console, choice.path)
         reporter = Reporter(choice.path, console.warn)
@@ -137,6 +138,9 @@ def _pretrain(
         with _exits_reported():
             run = _start_run(choice, spec, mesh, console, stop, command_line, began)
             run.reporter = reporter
+            if choice.continues and run.state.step and mesh.is_main:
+                for line in lost.cut_logs(choice.path, known, sizes, run.state.step):
+                    console.warn(line)
             return _run_to_the_end(run, choice.path, command_line, began)
     except BaseException as error:
         fails_alone = mesh.world.size > 1 and not getattr(error, "is_shared", False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megafp8.observe.console import Console, StepReport
@@ -45,6 +46,7 @@ class Run:
     memory: PeakMemory  # of this rank
     waiting: Waiting | None = None  # how OpenMP's threads wait; None on a GPU
     background: BackgroundSaver | None = None  # writes periodic checkpoints with `async_save`
+    background_logs: Mapping[str, int] = field(default_factory=dict)  # sizes when it began to save
     pace: Pace = field(default_factory=Pace)  # of this process
     last_report: StepReport | None = None
     reporter: Reporter | None = None  # writes report.html; None on all ranks but the main one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -79,3 +80,25 @@ def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
     assert "[sweep] job 0 (" in output and " died (state FAILED)" in output, output
     assert "job 1 (" not in output  # the other job continues
     assert time.monotonic() - began < 90
+
+
+def test_a_requeued_job_is_final_when_it_has_run_again(cluster: Cluster) -> None:
+    """Preemption does the same: the job saves, leaves a result, and Slurm starts it again."""
+    process = sweep(
+        cluster, "requeued", "hydra/launcher=submitit_slurm", "trainer.devices=1",
+        "model.tensor_model_parallel_size=1", "trainer.max_steps=60,2",
+    )  # fmt: skip
+    metrics = cluster.folder / "requeued" / "0" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.2)
+    number = cluster.run("squeue", "--noheader", "--array", "--states=R", "--format=%i|%K")
+    first = next(line.split("|")[0] for line in number.split() if line.split("|")[1] == "0")
+    cluster.run("scontrol", "requeue", first)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "was saved, and Slurm runs it again" in output, output
+    results = json.loads((cluster.folder / "requeued" / "sweep.json").read_text())
+    assert "saved on a signal" not in output and "is validated against" not in output, output
+    assert str(results).count("'code': 0") == 2, results
