@@ -35,6 +35,7 @@ from megafp8.cli.sweep_results import (
     refuse_foreign_sweep,
     result_of,
     why_foreign,
+    with_earlier_slices,
 )
 from megafp8.config.base_model import LOG_DIR
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
@@ -120,7 +121,7 @@ class Sweep:
                 with suppress(OSError):  # it has files of another program
                     job.directory.rmdir()
             return self.results[job.num].objective
-        result = self._run(job)
+        result = with_earlier_slices(self._run(job), job)
         job.directory.mkdir(parents=True, exist_ok=True)
         job.result_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
         return result.objective

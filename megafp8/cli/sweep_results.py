@@ -70,7 +70,7 @@ class Result:
     val_loss: float | None
     train_loss: float | None
     tokens_per_second: float | None
-    wall_seconds: float | None
+    wall_seconds: float | None  # of all slices of a job that Slurm started again
     problem: str | None
     began: bool = True
 
@@ -83,7 +83,7 @@ class Result:
 def result_of(job: SweepJob, code: int, problem: str | None = None) -> Result:
     """Return the result of a job with an exit code, and the figures of its summary."""
     summary: dict[str, object] = {}
-    if code == ExitCode.FINISHED:
+    if code in (ExitCode.FINISHED, ExitCode.SAVED_ON_SIGNAL):
         try:
             summary = read_object(job.directory / "summary.json")
         except (OSError, ValueError):
@@ -93,18 +93,27 @@ def result_of(job: SweepJob, code: int, problem: str | None = None) -> Result:
         value = summary.get(name)
         return value if isinstance(value, float) else None
 
+    has_ended = code == ExitCode.FINISHED
     return Result(
         job=job.num,
         overrides=[shown(text) for text in job.overrides],
         directory=str(job.directory),
         code=code,
         outcome=_OUTCOMES.get(code, f"exit code {code}"),
-        val_loss=figure("val_loss"),
-        train_loss=figure("train_loss"),
-        tokens_per_second=figure("tokens_per_second"),
+        val_loss=figure("val_loss") if has_ended else None,
+        train_loss=figure("train_loss") if has_ended else None,
+        tokens_per_second=figure("tokens_per_second") if has_ended else None,
         wall_seconds=figure("wall_seconds"),
         problem=None if problem is None else shown(problem),
     )
+
+
+def with_earlier_slices(result: Result, job: SweepJob) -> Result:
+    """Return the result with the time of the slices before this one, which Slurm has ended."""
+    if result.wall_seconds is None or not job.result_file.exists():
+        return result
+    earlier = read_result(job).wall_seconds or 0.0
+    return replace(result, wall_seconds=result.wall_seconds + earlier)
 
 
 def refuse_foreign_sweep(directory: Path) -> None:

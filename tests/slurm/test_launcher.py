@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from hydra_plugins.megafp8_slurm import (
     parse_queue,
     runs_again,
 )
+from megafp8.cli.sweep_results import Result, SweepJob, result_of, with_earlier_slices
 from tests.slurm.jobs import ROOT
 
 QUEUE = "7_0|RUNNING|node1\n7_1|FAILED|node2\n7_2|PENDING|\n9|NODE_FAIL|node[1-2]\n"
@@ -188,3 +191,17 @@ def test_it_asks_submitit_for_what_submitits_own_launcher_does(
         launcher.config = cfg
         launch(launcher, jobs, 3)
     assert len(asked) == 6 and asked[:3] == asked[3:]
+
+
+def test_a_jobs_time_is_that_of_all_its_slices(tmp_path: Path) -> None:
+    job, saved, finished = SweepJob(0, ("a=1",), tmp_path), 75, 0
+
+    def ends(code: int, seconds: float) -> Result:
+        (tmp_path / "summary.json").write_text(json.dumps({"wall_seconds": seconds}))
+        result = with_earlier_slices(result_of(job, code), job)
+        job.result_file.write_text(json.dumps(asdict(result)))
+        return result
+
+    assert ends(saved, 25.0).wall_seconds == 25.0
+    assert ends(saved, 30.0).wall_seconds == 55.0
+    assert ends(finished, 5.0).wall_seconds == 60.0
