@@ -54,6 +54,7 @@ _SCALINGS = {
     "yarn": _YARN,
 }
 """By `rope_type`, our fields by transformers' names."""
+_THETA = 10000.0
 _MAY_LACK = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
 
 _WITHOUT_EFFECT = frozenset(
@@ -64,6 +65,8 @@ _WITHOUT_EFFECT = frozenset(
     output_hidden_states pad_token_id prefix pretraining_tp problem_type return_dict sep_token_id
     tie_word_embeddings tokenizer_class torch_dtype transformers_version use_bfloat16 use_cache
     vocab_size
+    _flash_attn_2_enabled _num_labels gradient_checkpointing max_sequence_length num_labels
+    output_past predict_special_tokens transformers.js_config unsloth_fixed unsloth_version
     bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size exponential_decay_length_penalty forced_bos_token_id
     forced_eos_token_id length_penalty max_length min_length no_repeat_ngram_size num_beam_groups
@@ -73,6 +76,34 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 """Keys of any family that say nothing about the function, and those that are read for all."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "activation": ("swiglu",),
+    "add_cross_attention": (False,),
+    "is_causal": (True,),
+    "is_decoder": (False, True),
+    "is_encoder_decoder": (False,),
+    "is_llama_config": (True,),
+    "n_special": (0,),
+    "num_experts": (0,),
+    "partial_rotary_factor": (1.0,),
+    "pruned_heads": ({},),
+    "rope_interleaved": (False,),
+    "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
+}
+"""Keys of published files, with the values that change nothing; transformers reads few of them."""
+
+_NULL_IS_NONE = ("is_causal", "tie_word_embeddings", "initializer_range", "scale_attn_weights")
+"""Keys that a family need not write, and whose null is false to transformers 4 or an error."""
+
+_NULL_IS_A_VALUE = frozenset(
+    """
+    architectures attention_bias attention_dropout head_dim layer_types max_window_layers mlp_bias
+    n_inner num_key_value_heads rope_scaling sliding_window use_sliding_window
+    """.split()
+)
+"""The keys that a family writes and that may be null, which stands for what follows from others."""
 
 
 class Family(Protocol):
@@ -88,12 +119,21 @@ class Family(Protocol):
         """Return the keys that the family knows beside those that it writes."""
         ...
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Return other names of keys that it writes; they may stand beside these, and be equal."""
+        ...
+
     def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the keys of a model. One that it cannot express is another when read back."""
         ...
 
     def from_keys(self, c: Fields, file: Path) -> GPTSpec:
         """Return the model of some keys; errors name the key."""
+        ...
+
+    def notes(self, c: Fields) -> list[str]:
+        """Return what the user should know of how keys that have been accepted were read."""
         ...
 
 
@@ -105,17 +145,34 @@ def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
         CheckpointError: No model of ours is the same, or a key is unknown.
     """
     spec = family.from_keys(c, file)
-    known = family.to_keys(spec).keys() | family.also_reads | _WITHOUT_EFFECT
-    for key in sorted(c.tree.keys() - known):
-        if c.tree[key] is not None:
-            hint = (
-                f"megafp8 does not know what it means for {family.name}. Remove it from a copy of "
-                "config.json if the model computes the same without it"
-            )
-            if key == "quantization_config":
-                hint = "Quantized weights are not read. Give the model as it was before"
-            raise CheckpointError(file, f"{key} is {shown_value(c.tree[key])}", hint)
+    keys = family.to_keys(spec)
+    for key in (*_NULL_IS_NONE, *sorted(keys)):
+        if key in c.tree and c.tree[key] is None and key not in _NULL_IS_A_VALUE:
+            raise ForeignFileError(f"{key} is null")
+    unknown = [
+        f"{key} is {shown_value(value)}"
+        for key, value in sorted(c.tree.items())
+        if value is not None
+        and key not in keys.keys() | family.also_reads | _WITHOUT_EFFECT
+        and not any(_same(value, neutral) for neutral in _NEUTRAL.get(key, ()))
+        and not _same(value, keys.get(family.aliases.get(key, "")))
+    ]
+    if unknown:
+        hint = (
+            f"megafp8 does not know what that means for {family.name}. Remove it from a copy of "
+            "config.json if the model computes the same without it"
+        )
+        if c.tree.get("auto_map") is not None:
+            hint = "The code that auto_map names is never run. " + hint
+        if c.tree.get("quantization_config") is not None:
+            hint = "Quantized weights are not read. Give the model as it was before"
+        raise CheckpointError(file, "; ".join(unknown), hint)
     return spec
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values of JSON are equal, in which true is not 1."""
+    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 class Gpt2:
@@ -124,12 +181,18 @@ class Gpt2:
     name = "gpt2"
     also_reads = frozenset(
         """
-        add_cross_attention attention_probs_dropout_prob gradient_checkpointing n_ctx
-        reorder_and_upcast_attn
+        add_cross_attention attention_probs_dropout_prob n_ctx reorder_and_upcast_attn
         scale_attn_by_inverse_layer_idx scale_attn_weights summary_activation
         summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
         """.split()
     )
+    aliases: Mapping[str, str] = {
+        "hidden_size": "n_embd",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
 
     def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the keys of a GPT-2; see `Family`."""
@@ -177,6 +240,17 @@ class Gpt2:
             share_embeddings_and_output_weights=c.flag("tie_word_embeddings", True),
         )
 
+    def notes(self, c: Fields) -> list[str]:
+        """Return what the user should know of dropouts; see `Family`."""
+        after, of_embedding = (c.number(key, 0.1) for key in ("resid_pdrop", "embd_pdrop"))
+        if after == of_embedding:
+            return []
+        return [
+            f"note: embd_pdrop is {of_embedding:g} in config.json. Training here drops as much "
+            f"after the embedding as after attention and MLP, {after:g} by resid_pdrop: "
+            "model.hidden_dropout gives another number"
+        ]
+
 
 @dataclass(frozen=True)
 class Decoder:
@@ -198,12 +272,16 @@ class Decoder:
     windows: Literal["none", "all layers", "by layer"] = "none"
     defaults: Mapping[str, int] = field(default_factory=dict)
     also_reads: frozenset[str] = frozenset(
-        {"attention_bias", "layer_types", "max_window_layers", "mlp_bias"}
+        {"attention_bias", "layer_types", "max_window_layers", "mlp_bias", "rope_parameters"}
     )
+    aliases: Mapping[str, str] = field(default_factory=lambda: {"layer_norm_eps": "rms_norm_eps"})
 
     def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
-        """Return the keys of such a model; see `Family`."""
-        rope = _rope_keys(spec)
+        """Return the keys of such a model; see `Family`.
+
+        Rotary positions are said by the two keys that transformers 4 reads. transformers 5 reads
+        them too, and before its own, so that a third key would say the same twice.
+        """
         return {
             "architectures": [self.model_class],
             "model_type": self.name,
@@ -219,10 +297,8 @@ class Decoder:
             **({"attention_bias": spec.bias, "mlp_bias": spec.bias} if self._by_keys else {}),
             **self._window_keys(spec),
             "attention_dropout": spec.attention_dropout,
-            "rope_parameters": rope,
-            # transformers 4 reads these two, and transformers 5 `rope_parameters`
             "rope_theta": spec.rotary_base,
-            "rope_scaling": _old_rope_scaling(rope),
+            "rope_scaling": _rope_scaling(spec),
         }
 
     @property
@@ -238,13 +314,20 @@ class Decoder:
         _only(file, c, "attention_bias", self._by_keys or not bias)
         _only(file, c, "mlp_bias", mlp_bias == bias)
         heads = c.whole("num_attention_heads", 1, MAX_HEADS)
-        default_groups = self.defaults.get("num_key_value_heads")
-        groups = c.whole("num_key_value_heads", 1, MAX_HEADS, default_groups) or heads
+        groups = c.whole(
+            "num_key_value_heads", 1, MAX_HEADS, self._default(c, "num_key_value_heads")
+        )
+        groups = groups or heads
         _divides(c, "num_key_value_heads", groups, "num_attention_heads", heads)
         hidden = c.whole("hidden_size", 1, MAX_WIDTH)
-        width = c.whole("head_dim", 1, MAX_WIDTH, self.defaults.get("head_dim"))
+        width = c.whole("head_dim", 1, MAX_WIDTH, self._default(c, "head_dim"))
         if width is None:
+            _only(file, c, "head_dim", "head_dim" not in self.defaults)
             _divides(c, "num_attention_heads", heads, "hidden_size", hidden)
+            width = hidden // heads
+        if width % 2:
+            reason = f"heads have {width} features, and rotary positions turn pairs of them"
+            raise ForeignFileError(reason)
         return GPTSpec(
             num_layers=c.whole("num_hidden_layers", 1, MAX_LAYERS),
             hidden_size=hidden,
@@ -258,7 +341,7 @@ class Decoder:
             attention_dropout=c.number("attention_dropout", 0.0, at_least=0, below=1),
             ffn_dropout=0.0,
             layernorm_epsilon=c.number("rms_norm_eps", 1e-6, above=0, at_most=1),
-            kv_channels=width or hidden // heads,
+            kv_channels=width,
             num_query_groups=groups,
             normalization="rmsnorm",
             activation=activation,  # type: ignore[arg-type]  # checked above
@@ -270,6 +353,38 @@ class Decoder:
             share_embeddings_and_output_weights=c.flag("tie_word_embeddings", False),
             **self._window_fields(c, file),
         )
+
+    def notes(self, c: Fields) -> list[str]:
+        """Return what the user should know of two sections about positions; see `Family`."""
+        old, new = c.section("rope_scaling").tree, c.section("rope_parameters").tree
+        said = [
+            {"rope_theta": c.tree.get("rope_theta"), **section, "rope_type": _rope_type(section)}
+            for section in (old, new)
+        ]
+        one, other = ({k: v for k, v in s.items() if v is not None and k != "type"} for s in said)
+        if old and new and one != other:
+            return [
+                f"note: config.json has rope_scaling {shown_value(old)} and rope_parameters "
+                f"{shown_value(new)}. transformers reads rope_scaling where both stand, and so it "
+                "was done here"
+            ]
+        if not old and _rope_type(new) != "default" and "rope_theta" in c.tree:
+            return [
+                f"note: config.json has rope_parameters {shown_value(new)}, which transformers 5 "
+                "reads, and so it was done here. transformers 4 reads rope_scaling alone, and "
+                "computes positions that are not scaled"
+            ]
+        if "rope_theta" in old and "rope_theta" not in c.tree:
+            return [
+                f"note: config.json has rope_theta {shown_value(old['rope_theta'])} in "
+                "rope_scaling, where transformers 5 reads it, and so it was done here. "
+                f"transformers 4 reads it beside rope_scaling, and else takes {_THETA:g}"
+            ]
+        return []
+
+    def _default(self, c: Fields, key: str) -> int | None:
+        """Return what a key stands for that is missing; None for one that is null."""
+        return None if key in c.tree else self.defaults.get(key)
 
     def _window_keys(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the keys of windows, in which transformers counts the own token too."""
@@ -363,45 +478,65 @@ FAMILIES: dict[str, Family] = {
 """The families by their names. A model is exported as the first one that can express it."""
 
 
-def _rope_keys(spec: GPTSpec) -> dict[str, Any]:
-    """Return `rope_parameters`."""
-    kind = "default"
+def _rope_scaling(spec: GPTSpec) -> dict[str, Any] | None:
+    """Return `rope_scaling`; early versions of transformers 4 have another key for its kind."""
     if spec.seq_len_interpolation_factor is not None:
-        kind = "linear"
+        kind = {"type": "linear"}
     elif spec.scale_positional_embedding:
-        kind = "llama3"
+        kind = {"rope_type": "llama3"}
     elif spec.yarn_rotary_scaling_factor is not None:
-        kind = "yarn"
-    values = {theirs: getattr(spec, ours) for theirs, ours in _SCALINGS[kind].items()}
-    set_values = {key: value for key, value in values.items() if value is not None}
-    if "factor" in set_values:
-        set_values["factor"] = float(set_values["factor"])
-    return {"rope_type": kind, "rope_theta": spec.rotary_base, **set_values}
-
-
-def _old_rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_parameters` as transformers 4 reads them; its first scaling has another name."""
-    if rope["rope_type"] == "default":
+        kind = {"rope_type": "yarn"}
+    else:
         return None
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    if rope["rope_type"] == "linear":
-        scaling["type"] = scaling.pop("rope_type")
-    return scaling
+    (name,) = kind.values()
+    values = {theirs: getattr(spec, ours) for theirs, ours in _SCALINGS[name].items()}
+    set_values = {key: value for key, value in values.items() if value is not None}
+    return {**kind, **set_values, "factor": float(set_values["factor"])}
+
+
+def _rope_type(section: Mapping[str, Any]) -> object:
+    return section.get("rope_type", section.get("type", "default"))
+
+
+def _rope_section(c: Fields, file: Path) -> tuple[str, Fields]:
+    """Return the section of rotary positions that transformers reads, with its name and the base.
+
+    transformers 5 takes `rope_scaling` as a whole if it says anything, and else `rope_parameters`,
+    with the `rope_theta` in it or else beside it. transformers 4 takes `rope_scaling` alone, with
+    the `rope_theta` beside it. A base or a kind that they would read differently is refused.
+    """
+    sections = {key: c.section(key) for key in ("rope_scaling", "rope_parameters")}
+    name = "rope_scaling" if sections["rope_scaling"].tree else "rope_parameters"
+    rope = sections[name]
+    given = {"rope_theta": c.tree.get("rope_theta", _THETA), **rope.tree}
+    theta = Fields(given).number("rope_theta", above=1)
+    hint = "Write the one with which the model was trained to both places, or to one alone"
+    for place, tree in (("config.json", c.tree), *((k, v.tree) for k, v in sections.items())):
+        other = tree.get("rope_theta", theta)
+        if other not in (theta, None):
+            reason = f"rope_theta is {shown_value(other)} in {place}, and {theta:g} is read"
+            raise CheckpointError(file, reason, hint)
+    kinds = [rope.tree[key] for key in ("rope_type", "type") if key in rope.tree]
+    if kinds and any(kind != kinds[0] for kind in kinds):
+        reason = f"rope_type is {shown_value(kinds[0])}, and type is {shown_value(kinds[1])}"
+        raise CheckpointError(file, reason, hint)
+    return name, Fields({**rope.tree, "rope_theta": theta})
 
 
 def _rope_fields(c: Fields, file: Path) -> dict[str, Any]:
     """Return the fields of rotary positions, of a `config.json` of transformers 4 or 5."""
-    rope = Fields({**c.section("rope_scaling").tree, **c.section("rope_parameters").tree})
-    kind = rope.tree.get("rope_type", rope.tree.get("type", "default"))
+    section, rope = _rope_section(c, file)
+    kind = _rope_type(rope.tree)
     if not isinstance(kind, str) or kind not in _SCALINGS:
         hint = f"Models with rope_type {', '.join(_SCALINGS)} can be imported"
         raise CheckpointError(file, f"rope_type is {shown_value(kind)}", hint)
     names = _SCALINGS[kind]
-    theta = rope.number("rope_theta", c.number("rope_theta", 10000.0, above=1), above=1)
-    fields: dict[str, Any] = {"rotary_base": theta}
+    fields: dict[str, Any] = {"rotary_base": rope.tree["rope_theta"]}
     for theirs, ours in names.items():
         if theirs == "original_max_position_embeddings":
-            fields[ours] = rope.whole(theirs, 1, MAX_POSITIONS)
+            length = c.whole("max_position_embeddings", 1, MAX_POSITIONS)
+            default = (length,) if kind == "yarn" else ()
+            fields[ours] = rope.whole(theirs, 1, MAX_POSITIONS, *default)
         else:
             default = (_MAY_LACK[theirs],) if theirs in _MAY_LACK else ()
             bound = {"at_least": 1.0} if theirs == "factor" else {"above": 0.0}
@@ -414,8 +549,15 @@ def _rope_fields(c: Fields, file: Path) -> dict[str, Any]:
         _only(file, rope, "truncate", rope.flag("truncate", True))
         if fields["yarn_attention_factor"] is None:
             fields["yarn_attention_factor"] = _attention_factor(rope)
-    for key in sorted(rope.tree.keys() - read):
-        _only(file, rope, key, rope.tree[key] is None)
+    unknown = [
+        f"{key} is {shown_value(value)}"
+        for key, value in sorted(rope.tree.items())
+        if key not in read and not any(_same(value, v) for v in (None, *_NEUTRAL.get(key, ())))
+    ]
+    if unknown:
+        reason = f"{'; '.join(unknown)} in {section}, whose rope_type is {kind}"
+        hint = "megafp8 has no such model. Correct rope_type, or import a model without these keys"
+        raise CheckpointError(file, reason, hint)
     return fields
 
 

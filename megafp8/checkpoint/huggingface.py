@@ -63,7 +63,10 @@ def architecture(spec: GPTSpec, family: str | None = None) -> str:
 
 def _misfits(spec: GPTSpec, family: Family) -> list[str]:
     """Return the settings of a model that are others once its `config.json` is read back."""
-    again = from_config(family.to_keys(spec) | _common(spec), Path("config.json"))
+    try:
+        again = from_config(family.to_keys(spec) | _common(spec), Path("config.json"))
+    except CheckpointError as error:  # such as a width that its heads do not divide
+        return [f"such model ({error.reason})"]
     return [f"{name}={value}" for name, (value, _) in function_differences(spec, again).items()]
 
 
@@ -112,6 +115,11 @@ def from_config(config: dict[str, Any], file: Path) -> GPTSpec:
         return read_family(family, Fields(config), file)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(file, str(error), "Give the config.json of a model") from error
+
+
+def notes_on(config: dict[str, Any]) -> list[str]:
+    """Return what the user should know of how a `config.json` that is accepted was read."""
+    return FAMILIES[config["model_type"]].notes(Fields(config))
 
 
 def end_of_text(config: dict[str, Any], file: Path) -> int | None:

@@ -21,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
     logging.disable(logging.CRITICAL)  # of this process alone; the ranks speak for themselves
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
     # Slurm signals every process of the step, so that each rank gets the signal by itself.
@@ -40,6 +41,10 @@ def main(argv: Sequence[str]) -> int:
         return 128 - codes[rank]
     except SignalException as error:
         return 128 + int(error.sigval)
+    except RendezvousError as error:  # the node that holds the rendezvous has ended before
+        text = str(error).strip().splitlines()[:1]
+        print(f"megafp8: torchrun: the other nodes are gone: {text}", file=sys.stderr)
+        return int(ExitCode.CRASHED)
     return int(ExitCode.FINISHED)
 
 
