@@ -45,8 +45,8 @@ class FinishedRun:
 def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None:
     """Return the run that `spec` names if it is finished and has no step left, else None.
 
-    No file is written, and no lock is taken. A run whose newest checkpoint is gone or damaged is
-    not finished, but for a job of a sweep, of which only the result is read.
+    No file is written, and no lock is taken. A run whose newest checkpoint is gone or damaged goes
+    on from the one before, if there is one; but of a job of a sweep only the result is read.
 
     Raises:
         ConfigError: The directory has a finished run of another model, data or optimizer.
@@ -60,7 +60,8 @@ def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None
         return None
     if _status(path) not in ENDED or _newest_step(path) > summary.step:
         return None  # the run went on after this summary
-    if not is_sweep and not _has_its_checkpoint(path):
+    newest, saved = _newest_step(path), newest_saved(path)
+    if newest >= 0 and not is_sweep and _is_lost(path, newest, saved):
         return None
     old = recorded_settings(path)
     if old is None:
@@ -69,6 +70,10 @@ def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None
     note = f"step {summary.step} of {spec.train.max_steps}: nothing is left to do"
     if changes := in_words(changed_settings(old.config, spec.resolved)):
         note += f", and the settings changed since have no effect: {changes}"
+    if newest < 0 <= saved:
+        gone = "none of its checkpoints is left; train it again under another name"
+        summary = dataclasses.replace(summary, checkpoint=None, continue_command=None)
+        return FinishedRun(path, dataclasses.replace(summary, continue_note=gone), note)
     return FinishedRun(path, summary, note)
 
 
@@ -92,12 +97,10 @@ def with_recorded(new: RunSummary, recorded: RunSummary | None) -> RunSummary:
     return dataclasses.replace(new, **kept, extra=extra)
 
 
-def _has_its_checkpoint(path: Path) -> bool:
-    """Whether the newest checkpoint that a run has saved, if it saved any, is there undamaged."""
-    root, newest = path / CHECKPOINTS_DIR, _newest_step(path)
-    if newest < newest_saved(path):
-        return False
-    return newest < 0 or why_damaged(root / step_name(newest)) is None
+def _is_lost(path: Path, newest: int, saved: int) -> bool:
+    """Whether the `newest` checkpoint there is damaged, or is not the newest that was saved."""
+    step_dir = path / CHECKPOINTS_DIR / step_name(newest)
+    return newest < saved or why_damaged(step_dir) is not None
 
 
 def _status(path: Path) -> object:
