@@ -379,6 +379,21 @@ def test_fsdp_shards_and_gathers_without_values() -> None:
         dist.destroy_process_group()
 
 
+def test_transforms_of_functions_are_seen_inside_alone() -> None:
+    seen = []
+
+    def see(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch_private.functorch_is_active())
+        return x.sum()
+
+    x = torch.ones(2, 3)
+    see(x)
+    torch.func.vmap(see)(x)
+    torch.func.grad(see)(x)
+    see(x)
+    assert seen == [False, True, True, False]
+
+
 def test_a_storage_is_found_again_until_it_is_gone() -> None:
     tensor = torch.zeros(4)
     ref = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())

@@ -9,6 +9,7 @@ reduction.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -125,6 +126,18 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), device=x.device)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def with_nans(x: torch.Tensor) -> torch.Tensor:
+    """Return `x` with NaN in the place of infinities, or `x` itself where it has none.
+
+    Casts saturate infinities, so that a later check would not see that a number has overflowed. A
+    NaN stays one. A finite sum of a tensor says that its elements are finite; the host asks for it
+    on CPUs alone.
+    """
+    if x.is_cpu and math.isfinite(x.sum().item()):
+        return x
+    return x.nan_to_num(nan=math.nan, posinf=math.nan, neginf=math.nan)
 
 
 def raise_amax(amax: torch.Tensor, x: torch.Tensor) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -13,17 +15,27 @@ import torch.distributed as dist
 from torch import nn
 
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.converted import Bound, Converted, Fp8Error, Shared, converted_class
+from megafp8.fp8.converted import (
+    DTYPES,
+    Bound,
+    Converted,
+    Fp8Error,
+    Shared,
+    after_load,
+    converted_class,
+    is_foreign_tensor,
+)
+from megafp8.fp8.coverage import coverage_of
 from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.fp8.state import Fp8State
-from megafp8.fp8.weights import weight_form
+from megafp8.fp8.weights import FreshFp8
 from megafp8.specs.precision import Fp8Recipe, ModulePrecision, RecipeName
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import DEFAULT_RECIPE, HIGH_PRECISION, find_recipe
 
+_LOGGER = logging.getLogger(__name__)
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def convert(
@@ -64,27 +76,63 @@ def convert(
         raise Fp8Error(
             "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
         )
-    _check_modules(model, to_convert, precisions, chosen)
+    multiples = _check_modules(model, to_convert, precisions, chosen)
     is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in to_convert}
-    if amax_group is not None and not (any(is_delayed.values()) and chosen.reduce_amax):
-        raise Fp8Error(
-            "amax_group",
-            f"recipe {chosen.name} with reduce_amax={chosen.reduce_amax} reduces no amaxes",
-            "Leave it out, or use recipe='delayed' with reduce_amax=True",
-        )
-    if amax_group is not None and not isinstance(amax_group, dist.ProcessGroup):
-        raise Fp8Error(
-            "amax_group",
-            f"{amax_group!r} is no process group that this rank is a member of",
-            "Give each rank a group that it belongs to, or leave it out",
-        )
+    _check_group(amax_group, chosen, reduces=any(is_delayed.values()) and chosen.reduce_amax)
     reduce = None if amax_group is None else _maximum_over(amax_group)
     shared = Shared(ScalingState(chosen, reduce))
+    bounds = {}
     for name, module in to_convert.items():
-        _bind(name, module, shared, is_delayed=is_delayed[name])
-    if all(linear.weight.device.type != "meta" for linear in shared.linears.values()):
-        shared.follow()
-    return Fp8State(shared)
+        quantizer = linear_quantizer(shared.scaling, name)
+        assert quantizer is not None
+        bounds[name] = Bound(
+            name,
+            quantizer,
+            FreshFp8(quantizer),
+            shared,
+            is_delayed[name],
+            _is_conv1d(module),
+            multiples[name],
+        )
+    weights = {name: module.get_parameter("weight") for name, module in to_convert.items()}
+    if all(weight.device.type != "meta" for weight in weights.values()):
+        shared.follow(weights)
+    # Nothing below refuses anything.
+    own = [name for name, module in linears.items() if not isinstance(module, Converted)]
+    coverage = coverage_of(model, own, to_convert)
+    for name, module in to_convert.items():
+        _bind(module, bounds[name])
+    if coverage.left_out:
+        warnings.warn(
+            f"fp8.convert leaves in high precision {coverage.left_out}. It converts nn.Linear and "
+            "the Conv1D of transformers",
+            stacklevel=2,
+        )
+    if coverage.output_layers:
+        layers = ", ".join(coverage.output_layers)
+        _LOGGER.warning(
+            f"fp8.convert: {layers}, the output layer, is converted too, which the sources of "
+            f"recipes keep in high precision; skip={list(coverage.output_layers)} leaves it out"
+        )
+    return Fp8State(shared, coverage)
+
+
+def _check_group(group: object, recipe: Fp8Recipe, *, reduces: bool) -> None:
+    """Raise `Fp8Error` for a group over which no amax would be reduced."""
+    if group is None:
+        return
+    if not reduces:
+        raise Fp8Error(
+            "amax_group",
+            f"recipe {recipe.name} with reduce_amax={recipe.reduce_amax} reduces no amaxes",
+            "Leave it out, or use recipe='delayed' with reduce_amax=True",
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        raise Fp8Error(
+            "amax_group",
+            f"{group!r} is no process group that this rank is a member of",
+            "Give each rank a group that it belongs to, or leave it out",
+        )
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -160,25 +208,35 @@ def _check_modules(
     linears: dict[str, nn.Module],
     precisions: dict[str, ModulePrecision],
     recipe: Fp8Recipe,
-) -> None:
-    """Raise `Fp8Error` for the first linear that cannot be converted, or for all unfit sizes."""
+) -> dict[str, int]:
+    """Return the number that the sizes of each linear are multiples of.
+
+    Raises:
+        Fp8Error: A linear cannot be converted. The message names the first one, and the hint is
+            about all that have the same fault.
+    """
     uses: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)].append(name)
     for name, module in linears.items():
-        _check_kind(name, module, linears)
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
+        if isinstance(module, Converted):
+            hint = f"Convert a model once, or use skip={name!r}"
+            raise Fp8Error(name, "is converted to FP8 already", hint)
+        if (fault := _fault_of(module)) is not None:
+            alike = [
+                n for n in linears if (other := _fault_of(linears[n])) and other[1] == fault[1]
+            ]
+            skip = f"se skip={_skip_of(alike, linears)!r}"
+            hint = f"{fault[1]}, or u{skip}" if fault[1] else f"U{skip}"
+            hint = fault[1] if fault[1] and len(alike) == len(linears) else hint
+            raise Fp8Error(name, fault[0], hint)
+        weight = module.get_parameter("weight")
         if len(uses[id(weight)]) > 1:
             names = ", ".join(uses[id(weight)])
             raise Fp8Error(
                 name, f"its weight is shared, as {names}", f"Untie it, or use skip={name!r}"
             )
-        if weight.dtype not in DTYPES:
-            raise Fp8Error(
-                name, f"its weight is {weight.dtype}", "Use FP32, BF16 or FP16, or skip it"
-            )
-    _check_sizes(linears, precisions, recipe)
+    multiples = _check_sizes(linears, precisions, recipe)
     if torch.backends.mha.get_fastpath_enabled():
         for name, module in model.named_modules():
             if isinstance(module, nn.TransformerEncoderLayer) and any(
@@ -189,20 +247,34 @@ def _check_modules(
                     "evaluation of an nn.TransformerEncoderLayer bypasses its linears",
                     "Call torch.backends.mha.set_fastpath_enabled(False) before",
                 )
+    return multiples
 
 
-def _check_kind(name: str, module: nn.Module, linears: dict[str, nn.Module]) -> None:
-    """Raise `Fp8Error` unless a module computes as `nn.Linear` does, and is not yet converted."""
-    if isinstance(module, Converted):
-        raise Fp8Error(
-            name, "is converted to FP8 already", f"Convert a model once, or use skip={name!r}"
-        )
+def _fault_of(module: nn.Module) -> tuple[str, str] | None:
+    """Return why a linear cannot be converted by itself: it computes otherwise, or has no weight.
+
+    The second text says what else can be done than to skip the linear, if anything.
+    """
+    kind = type(module)
     if _is_foreign(module):
-        raise Fp8Error(
-            name,
-            f"is a {type(module).__name__}, a subclass of nn.Linear that may compute otherwise",
-            f"Use skip={_skip_of([n for n in linears if _is_foreign(linears[n])], linears)!r}",
-        )
+        reason = f"is a {kind.__name__}, a subclass of nn.Linear that may compute otherwise"
+        return reason, ""
+    if "forward" in vars(module):
+        reason = "its forward is replaced by an attribute of the instance, so FP8 would never run"
+        return reason, "Convert before it is replaced (by hooks of accelerate, or a tracer)"
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter):
+        reason = f"its weight is no parameter but a {type(weight).__name__}"
+        if not any(name.startswith("weight_") for name, _ in module.named_parameters()):
+            return reason, "Make it an nn.Parameter"
+        reason += " that is computed from others (by pruning, weight_norm or spectral_norm)"
+        return reason, "Undo that before (prune.remove, remove_weight_norm …) and redo it after"
+    if is_foreign_tensor(weight):
+        reason = f"its weight is a {type(weight).__name__}, which has no numbers to cast"
+        return reason, "Convert before the weights are replaced"
+    if weight.dtype not in DTYPES:
+        return f"its weight is {weight.dtype}", "Use FP32, BF16 or FP16"
+    return None
 
 
 def _is_foreign(module: nn.Module) -> bool:
@@ -228,8 +300,11 @@ def _skip_of(chosen: Sequence[str], linears: dict[str, nn.Module]) -> str | list
 
 def _check_sizes(
     linears: dict[str, nn.Module], precisions: dict[str, ModulePrecision], recipe: Fp8Recipe
-) -> None:
-    """Raise `Fp8Error` for the first linear of an unfit size; its hint is about all of them."""
+) -> dict[str, int]:
+    """Return the number that the sizes of each linear are multiples of, or raise `Fp8Error`.
+
+    The error names the first linear of an unfit size, and its hint is about all of them.
+    """
     multiples: dict[str, int] = {}
     for name in linears:
         traits = find_recipe(precisions[name]).traits
@@ -245,7 +320,7 @@ def _check_sizes(
     }
     unfit = [n for n in linears if any(size == 0 or size % multiples[n] for size in sizes[n])]
     if not unfit:
-        return
+        return multiples
     name, others = unfit[0], len(unfit) - 1
     more = f"; the sizes of {others} more do not fit" if others else ""
     skip = "" if len(unfit) == len(linears) else f"skip={_skip_of(unfit, linears)!r}, "
@@ -259,18 +334,13 @@ def _check_sizes(
     )
 
 
-def _bind(name: str, module: nn.Module, shared: Shared, *, is_delayed: bool) -> None:
+def _bind(module: nn.Module, bound: Bound) -> None:
     """Turn one module into a converted one."""
-    quantizer = linear_quantizer(shared.scaling, name)
-    weight = module.weight
-    assert quantizer is not None and isinstance(weight, nn.Parameter)
-    is_transposed, kind = _is_conv1d(module), converted_class(type(module))
-    module.__class__ = kind
+    module.__class__ = converted_class(type(module))
     assert isinstance(module, Converted)
-    module.fp8 = Bound(
-        name, quantizer, weight_form(weight, quantizer), shared, is_delayed, is_transposed
-    )
-    shared.linears[name] = module
+    module.fp8 = bound
+    module.register_load_state_dict_post_hook(after_load)  # type: ignore[no-untyped-call]
+    bound.shared.linears[bound.name] = module
 
 
 def _maximum_over(group: dist.ProcessGroup) -> StartReduceMax:

@@ -8,7 +8,10 @@ changes, to a subclass of what it was, so `isinstance(module, nn.Linear)` still 
 
 from __future__ import annotations
 
+import logging
+import math
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -19,6 +22,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megafp8.errors import UserError
+from megafp8.fp8.cast import amax_of, with_nans
 from megafp8.fp8.engine import slow_parts
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ComputeGrad
@@ -26,8 +30,12 @@ from megafp8.fp8.kernels.triton_launch import on_device_of
 from megafp8.fp8.linear import LinearFunction, NoComm
 from megafp8.fp8.quantizer import LinearQuantizer
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.weights import WeightForm
+from megafp8.fp8.weights import FreshFp8
+from megafp8.ops import torch_private
 
+_LOGGER = logging.getLogger(__name__)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Stamp = list[tuple[int, int | None, torch.dtype]]  # address, number of writes, dtype
 Phase = Literal["outside", "microbatch", "evaluation"]
 
 
@@ -51,34 +59,30 @@ class Shared:
     phase: Phase = "outside"
     device: torch.device = torch.device("cpu")
     linears: dict[str, Converted] = field(default_factory=dict)
-    identity: int = field(init=False)
+    has_scales: bool = False  # a microbatch has ended, or scales were loaded
+    scales_are_fresh: bool = False  # they were loaded, and no pass has run since
+    is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
 
-    def __post_init__(self) -> None:
-        self.adopt()
-
-    def adopt(self) -> None:
-        """Belong to a state from now on; `copy.deepcopy` of a model makes one without a state."""
-        self.identity = id(self)
-
-    @property
-    def is_copy(self) -> bool:
-        """Whether this was copied with its model, while the state stayed with the original."""
-        return self.identity != id(self)
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        """Take over what copy or pickle kept; a copy made of the state as well adopts it."""
+        vars(self).update(kept, is_copy=True)
 
     @property
     def is_outside(self) -> bool:
         """Whether no context of a state encloses the linears."""
         return self.phase == "outside" or self.is_copy
 
-    def follow(self) -> None:
-        """Move the scales to the device of the weights.
+    def follow(self, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Move the scales to the device of the weights, by default those of the linears.
 
         Raises:
             Fp8Error: The weights lie on several devices, or on the meta device.
         """
+        if weights is None:
+            weights = {name: each.stored_weights()[0] for name, each in self.linears.items()}
         first: tuple[str, torch.device] | None = None
-        for name, linear in self.linears.items():
-            device = linear.weight.device
+        for name, weight in weights.items():
+            device = weight.device
             if device.type == "meta":
                 raise Fp8Error(name, "has its weight on the meta device", "Give it memory first")
             if first is not None and device != first[1]:
@@ -94,7 +98,7 @@ class Shared:
             self.scaling.to(self.device)
             self.scaling.weights_version += 1
             recipe = self.scaling.recipe
-            for text in slow_parts(self.device, map(recipe.precision_of, self.linears)):
+            for text in slow_parts(self.device, map(recipe.precision_of, weights)):
                 warnings.warn(f"FP8 on {self.device}: {text}", stacklevel=2)
 
     def forward_pass(self, bound: Bound) -> AbstractContextManager[None]:
@@ -105,7 +109,9 @@ class Shared:
         """
         if not self.is_outside:
             return nullcontext()
+        self.scales_are_fresh = False
         if not torch.is_grad_enabled():
+            self.say_without_scales()
             return self.scaling.evaluation()
         if bound.is_delayed and self.is_copy:
             raise self._of_a_copy(bound)
@@ -115,10 +121,41 @@ class Shared:
                 "a forward pass with gradients ran outside of a microbatch, so delayed scaling "
                 "would never update its scales",
                 "Put `with state.microbatch():` around forward and backward, or "
-                "`with state.evaluation():` or `torch.no_grad()` around an evaluation",
+                "`with state.evaluation():` or `torch.no_grad()` around an evaluation; the Trainer "
+                "of transformers takes callbacks=[Fp8Callback(state)] of megafp8.fp8.trainer",
             )
         self.scaling.weights_version += 1  # the weight may have changed since its last use
         return nullcontext()
+
+    def say_without_scales(self) -> None:
+        """Log once that delayed scaling evaluates before it has a scale."""
+        is_delayed = any(linear.fp8.is_delayed for linear in self.linears.values())
+        if is_delayed and not self.has_scales and self.scaling.recipe.fp8_in_evaluation:
+            self.has_scales = True
+            _LOGGER.warning(
+                "fp8.convert: this evaluation comes before the first microbatch, so the scales of "
+                "delayed scaling are still 1, by which small numbers underflow; load scales, train "
+                "first, or evaluate with recipe='tensorwise'"
+            )
+
+    @torch.no_grad()
+    def take_weight(self, bound: Bound, weight: torch.Tensor) -> None:
+        """Give a weight that was loaded a delayed scale of its own, if it has another weight's.
+
+        That is so where the largest number would saturate by more than a quarter, or be less than
+        1/256 of the format's range. Scales that were loaded before, with no pass in between, are
+        the weight's own; and a new run's scales are 1.
+        """
+        slot = bound.quantizer.tensors["weight"].slot
+        if slot is None or self.scales_are_fresh or weight.device.type == "meta":
+            return
+        table, row = slot.table.settled(), slot.index
+        if int(table.num_updates[row]) == 0:
+            return
+        amax = float(amax_of(weight))
+        used = amax * float(table.quant_scale[row]) / table.largest
+        if amax > 0 and math.isfinite(used) and not 1 / 256 <= used <= 1.25:
+            table.restart(row, amax)
 
     def check_backward(self, bound: Bound) -> None:
         """Raise `Fp8Error` for a backward pass whose amaxes no microbatch would collect."""
@@ -155,14 +192,55 @@ class Shared:
 
 @dataclass
 class Bound:
-    """Hold what FP8 adds to one module. `is_transposed`: the module keeps its weight as [I, O]."""
+    """Hold what FP8 adds to one module. `is_transposed`: the module keeps its weight as [I, O].
+
+    The recipe takes sizes that are multiples of `multiple`. `num_uses` counts forward passes.
+    """
 
     name: str
     quantizer: LinearQuantizer
-    weight_form: WeightForm
+    weight_form: FreshFp8
     shared: Shared
     is_delayed: bool
     is_transposed: bool
+    multiple: int
+    num_uses: int = 0
+    kept_stamp: Stamp | None = None  # of the weight, in an evaluation that keeps FP8 copies
+
+    def check_weight(self, weight: torch.Tensor) -> None:
+        """Raise `Fp8Error` for a weight of now that conversion would have refused."""
+        if torch_private.functorch_is_active():
+            raise Fp8Error(
+                self.name,
+                "runs inside a transform of torch.func (vmap, grad, jvp …), which FP8 products "
+                "do not have",
+                "Call the model outside of it, once for each set of weights; or skip the linear",
+            )
+        if is_dtensor(weight):
+            raise Fp8Error(
+                self.name,
+                "its weight is a DTensor in the forward pass, and FP8 products take whole weights",
+                "Leave it out of the tensor-parallel plan, or skip it; FSDP2 gathers weights first",
+            )
+        if is_foreign_tensor(weight):
+            raise Fp8Error(
+                self.name,
+                f"its weight is a {type(weight).__name__} by now, which has no numbers to cast",
+                "Leave the weight as it was, or skip the linear in fp8.convert",
+            )
+        if weight.dtype not in DTYPES:
+            raise Fp8Error(
+                self.name,
+                f"its weight is {weight.dtype}",
+                "Use FP32, BF16 or FP16, or skip it in fp8.convert",
+            )
+        if weight.dim() != 2 or any(not size or size % self.multiple for size in weight.shape):
+            raise Fp8Error(
+                self.name,
+                f"its weight is {' x '.join(map(str, weight.shape))} by now, and its recipe takes "
+                f"a matrix whose sizes are multiples of {self.multiple}",
+                "Give it such a weight, or skip it in fp8.convert",
+            )
 
 
 class _Sink:
@@ -183,22 +261,48 @@ class _Use:
 
     bound: Bound
     quantizer: LinearQuantizer
-    weight_form: WeightForm
+    weight_form: FreshFp8
     counter: GemmCounter
+    weight_version: int | None  # None: torch does not count the writes to the weight
     comm = NoComm()
     sink = _Sink()
 
 
 class _ConvertedFunction(LinearFunction):
-    """Run the linear of a converted module; its backward pass checks where it runs."""
+    """Run the linear of a converted module; its backward pass checks where it runs.
+
+    Infinities of input, weight and output gradient count as NaN, which no cast hides.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_TI: torch.Tensor,
+        weight_OI: nn.Parameter,
+        bias_O: nn.Parameter | None,
+        layer: Any,
+        is_grad_enabled: bool,
+    ) -> torch.Tensor:
+        if layer.quantizer.state.fp8_enabled:
+            input_TI = with_nans(input_TI)
+        return LinearFunction.forward(ctx, input_TI, weight_OI, bias_O, layer, is_grad_enabled)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        bound: Bound = ctx.layer.bound
-        bound.shared.check_backward(bound)
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return LinearFunction.backward(ctx, *grads)
+        use: _Use = ctx.layer
+        use.bound.shared.check_backward(use.bound)
+        reads_copy = ctx.needs_input_grad[0] and ctx.weight is not None
+        if reads_copy and use.weight_version != version_of(ctx.params[0]):
+            raise Fp8Error(
+                use.bound.name,
+                "its weight was written between its forward and its backward pass, so that the "
+                "gradient would be that of the weight of before",
+                "Call backward() before the weight changes, or forward again after it",
+            )
+        grad_TO = with_nans(grads[0]) if use.quantizer.state.fp8_enabled else grads[0]
+        with torch.autocast(grad_TO.device.type, enabled=False):
+            return LinearFunction.backward(ctx, grad_TO)
 
 
 class Converted(nn.Module):
@@ -213,15 +317,17 @@ class Converted(nn.Module):
         """Map [..., I] to [..., O], in the input's dtype or that of `torch.autocast`.
 
         Raises:
-            Fp8Error: The dtypes of input and weight differ without autocast, the weight is a
-                DTensor, or delayed scaling trains outside of a microbatch.
+            Fp8Error: The dtypes of input and weight differ without autocast, the weight is not one
+                that `fp8.convert` takes, or delayed scaling trains outside of a microbatch.
         """
         bound, weight_OI, bias_O = self.fp8, self.weight, self.bias
-        if is_dtensor(weight_OI):
+        bound.check_weight(weight_OI)
+        if bound.kept_stamp is not None and not self._may_keep(bound.kept_stamp):
             raise Fp8Error(
                 bound.name,
-                "its weight is a DTensor in the forward pass, and FP8 products take whole weights",
-                "Leave it out of the tensor-parallel plan, or skip it; FSDP2 gathers weights first",
+                "its weight has changed inside of state.evaluation(keep_weights=True), or each use "
+                "computes it again",
+                "Leave keep_weights out, so that each use quantizes the weight of now",
             )
         if bound.is_transposed:
             weight_OI = cast(nn.Parameter, weight_OI.t())
@@ -243,16 +349,37 @@ class Converted(nn.Module):
         if weight_OI.device != shared.device:
             shared.follow()
         with shared.forward_pass(bound), on_device_of(input), torch.autocast(kind, enabled=False):
-            quantizer, form = bound.quantizer, bound.weight_form
+            version = version_of(weight_OI)
+            use = _Use(bound, bound.quantizer, bound.weight_form, shared.counter, version)
             output_TO = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
-                input.reshape(-1, input.shape[-1]),
-                weight_OI,
-                bias_O,
-                _Use(bound, quantizer, form, shared.counter),
-                torch.is_grad_enabled(),
+                input.reshape(-1, input.shape[-1]), weight_OI, bias_O, use, torch.is_grad_enabled()
             )
+        bound.num_uses += 1
         out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])
         return out
+
+    def stored_weights(self) -> Sequence[torch.Tensor]:
+        """Return the tensors that the weight is, or is computed from by a parametrization.
+
+        Reading `weight` would compute it, and some parametrizations change at each reading.
+        """
+        own = torch_private.parameters_of(self).get("weight")
+        if own is not None:
+            return [own]
+        of_weight = [p for name, p in self.named_parameters() if "weight" in name]
+        return of_weight or [self.weight]
+
+    def stamp(self) -> Stamp:
+        """Return what changes when the weight is written or moved; nothing is known of DTensors."""
+        return [
+            (tensor.data_ptr(), version_of(tensor), tensor.dtype)
+            for tensor in self.stored_weights()
+            if not is_dtensor(tensor)
+        ]
+
+    def _may_keep(self, stamp: Stamp) -> bool:
+        """Whether the weight is a parameter of its own, as it was when it had this stamp."""
+        return "weight" in torch_private.parameters_of(self) and self.stamp() == stamp
 
     def extra_repr(self) -> str:
         """Return what the module printed before, and the recipe."""
@@ -273,6 +400,29 @@ def converted_class(kind: type[nn.Module]) -> type[Converted]:
         made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
         _CLASSES[kind] = cast(type[Converted], made)
     return _CLASSES[kind]
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return a number that a write to the tensor raises; None of one made in inference mode."""
+    return None if tensor.is_inference() else torch_private.version_of(tensor)
+
+
+def after_load(module: nn.Module, keys: object) -> None:
+    """Look at the weight that `load_state_dict` has put into a converted module."""
+    assert isinstance(module, Converted)
+    weight = torch_private.parameters_of(module).get("weight")
+    if weight is not None and not is_dtensor(weight):
+        module.fp8.shared.take_weight(module.fp8, weight)
+
+
+def is_foreign_tensor(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of a class that keeps its numbers elsewhere; not a `DTensor`."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return (
+        not is_plain
+        and type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        and not is_dtensor(tensor)
+    )
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:

@@ -96,6 +96,9 @@ class _Reciprocals:
         return same and self.version == torch_private.version_of(quant_scale)
 
 
+TableScales = tuple[torch.Tensor, _Reciprocals | None]  # None: not computed yet
+
+
 class ScaleTable:
     """Hold the scales of every tensor of one direction, with one update and one reduction for all.
 
@@ -205,6 +208,29 @@ class ScaleTable:
             known = self._reciprocals = _Reciprocals.of(quant_scale, quant_scale.reciprocal())
         return known
 
+    @property
+    def largest(self) -> float:
+        """Return the number to which a scale maps its amax."""
+        return self.fmt.max * 2.0**-self.recipe.margin
+
+    def restart(self, row: int, amax: float) -> None:
+        """Let a row begin again, with the scale of an amax and an empty history."""
+        history, quant_scale = self.settled().history.clone(), self.quant_scale.clone()
+        history[row] = 0
+        quant_scale[row] = min(self.largest / amax, FLOAT32_MAX)
+        self._set("history", history)
+        self._set("quant_scale", quant_scale)
+
+    def exchange_scales(self, scales: TableScales) -> TableScales:
+        """Let casts use other scales from now on; return those of before."""
+        before = self.scales()
+        self.quant_scale, self._reciprocals = scales
+        return before
+
+    def scales(self) -> TableScales:
+        """Return the present scales, with their reciprocals if they are known."""
+        return self.settled().quant_scale, self._reciprocals
+
     def forget_reciprocals(self) -> None:
         """Compute `dequant_scale` again at its next use, into a new tensor."""
         self._reciprocals = None
@@ -258,7 +284,7 @@ class ScaleTable:
             if self.recipe.amax_compute_algo == "max":
                 window_amax = torch.maximum(staged, history.amax(dim=1))
             history = torch.cat((history[:, 1:], staged[:, None]), dim=1)
-        target = torch.full_like(window_amax, self.fmt.max * 2.0**-self.recipe.margin)
+        target = torch.full_like(window_amax, self.largest)
         # tensor / tensor is a true division; number / tensor would be a rounded reciprocal times it
         fresh = torch.div(target, window_amax).clamp_(max=FLOAT32_MAX)
         for update, rows in self._own.items():
@@ -313,6 +339,7 @@ class ScalingState:
         self.fp8_enabled = True  # if False, the linears compute in high precision
         self.observers: list[Observer] = []
         self.weights_version = 0  # raised whenever cached FP8 weights are stale
+        self.num_steps = 0  # that have begun; like the version, it is no part of a checkpoint
         self.draws = Draws()
         self.rule_seconds = 0.0  # of the host in rules that are torch operations, in training
         self.engine: Engine = EMULATED  # runs casts, products and updates
@@ -368,6 +395,7 @@ class ScalingState:
         self.draws.at = Moment(step, tokens)
         if index == 0:
             self.weights_version += 1
+            self.num_steps += 1
         if self.keeps_addresses:  # a graph captures neither an update nor what is older than it
             for table in self.tables.values():
                 table.forget_reciprocals()
@@ -443,20 +471,19 @@ class Recomputation(AbstractContextManager[None]):
 
     def __init__(self, state: ScalingState) -> None:
         self._state = state
-        self._then = state.forward.settled().quant_scale
+        self._then = state.forward.scales()
         self._drawn_then = state.draws.snapshot()
 
     def __enter__(self) -> None:
-        self._now = self._state.forward.settled().quant_scale
         self._was_recording = self._state.recording
         self._drawn_now = self._state.draws.snapshot()
         self._state.draws.restore(self._drawn_then)
-        self._state.forward.quant_scale = self._then
+        self._now = self._state.forward.exchange_scales(self._then)
         self._state.recording = False
 
     def __exit__(self, *_: object) -> None:
         self._state.draws.restore(self._drawn_now)
-        self._state.forward.quant_scale = self._now
+        self._then = self._state.forward.exchange_scales(self._now)
         self._state.recording = self._was_recording
 
 

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, is_dtensor
+from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
+from megafp8.fp8.coverage import Coverage, names
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.kernels.triton_launch import on_device_of
 from megafp8.fp8.scaling import ScalingState
-from megafp8.fp8.weights import CachedFp8, RecastFp8
 from megafp8.observe.health import HealthRecord, complaints
-from megafp8.ops import torch_private
 from megafp8.specs.precision import Fp8Recipe
-from megafp8.specs.recipes import traits_of
+from megafp8.specs.recipes import label_of, traits_of
 from megafp8.specs.run import HealthMode, HealthSpec, TensorHealth
 
 FIELDS = ("history", "quant_scale", "num_updates", "num_nonfinite")
@@ -41,20 +41,23 @@ class Scale:
 class HealthReport:
     """Report what FP8 did to each tensor, by its name; filled when its context ends.
 
-    `recipe` says what is normal for a tensor.
+    `recipe` says what is normal for a tensor. `idle` has the linears that were never called since
+    the conversion: their weights are multiplied elsewhere, or not at all.
     """
 
     recipe: Fp8Recipe
     tensors: dict[str, TensorHealth] = field(default_factory=dict)
     num_nonfinite: dict[str, int] = field(default_factory=dict)  # since the conversion
+    idle: list[str] = field(default_factory=list)
 
     def complaints(self, limits: HealthSpec | None = None) -> dict[str, str]:
-        """Return the tensors beyond a limit, and what is wrong with each.
+        """Return the tensors beyond a limit, and the idle linears, and what is wrong with each.
 
         A recipe that saturates some values of healthy tensors has a limit of its own for these.
         """
         record = HealthRecord(0, self.tensors, self.num_nonfinite)
-        return complaints(record, limits or HealthSpec(), partial(normally_saturated, self.recipe))
+        found = complaints(record, limits or HealthSpec(), partial(normally_saturated, self.recipe))
+        return found | dict.fromkeys(self.idle, "the linear was never called, so FP8 never ran")
 
 
 class Fp8State:
@@ -64,13 +67,21 @@ class Fp8State:
     `.weight` or `.grad_output` at the end.
     """
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._stamps: dict[
-            str, tuple[int, int]
-        ] = {}  # of the weights, at a step's first microbatch
+    def __init__(self, shared: Shared, coverage: Coverage) -> None:
+        self._shared, self._coverage = shared, coverage
+        self._bypassed: set[str] = set()  # linears that a warning has named
+        self._stamps: dict[str, Stamp] = {}  # of the weights, at a step's first microbatch
         self._step = torch.zeros((), dtype=torch.int64)  # stochastic rounding draws by it
         self._num_microbatches = 0  # of the present step
+
+    def __repr__(self) -> str:
+        """Return what is converted and what is not, in a few lines."""
+        recipes = {name: label_of(self.recipe.precision_of(name)) for name in self.linears}
+        kinds = {n: type(each).__name__.removeprefix("Fp8") for n, each in self.linears.items()}
+        lines = self._coverage.lines(f"{kinds[name]} in {recipes[name]}" for name in self.linears)
+        if idle := self._idle():
+            lines.append(f"converted and never called so far: {names(idle)}")
+        return "\n  ".join(["Fp8State", *lines])
 
     @property
     def recipe(self) -> Fp8Recipe:
@@ -133,18 +144,38 @@ class Fp8State:
             with on_device_of(scaling.forward.amax):  # a kernel updates a table
                 scaling.end_forward()
                 scaling.end_backward()
+            self._shared.has_scales = True
+            self._name_bypassed()
 
     @contextmanager
-    def evaluation(self) -> Iterator[None]:
+    def evaluation(self, *, keep_weights: bool = False) -> Iterator[None]:
         """Enclose forward passes that leave no trace in the scales.
 
-        Each weight is quantized once for all of them. `recipe.fp8_in_evaluation=False` computes
-        them in high precision. A forward pass under `torch.no_grad()` outside of every context is
-        an evaluation too, which quantizes each weight for each use.
+        Args:
+            keep_weights: Quantize each weight once for all passes inside, which is faster for few
+                tokens at a time. No weight may change then: a write that torch counts is refused,
+                one that it does not count (through `.data`, into a flat buffer) is not seen.
+
+        `recipe.fp8_in_evaluation=False` computes them in high precision. A forward pass under
+        `torch.no_grad()` outside of every context is an evaluation too.
         """
+        self._shared.say_without_scales()
         with self._phase("evaluation"), self._shared.scaling.evaluation():
-            yield
+            with self._kept_weights() if keep_weights else nullcontext():
+                yield
         self._stamps.clear()  # the weights are quantized again, so a step may not continue
+
+    @contextmanager
+    def _kept_weights(self) -> Iterator[None]:
+        """Let linears keep their FP8 weights inside the context."""
+        bounds = [linear.fp8 for linear in self.linears.values()]
+        for bound, linear in zip(bounds, self.linears.values(), strict=True):
+            bound.kept_stamp, bound.weight_form.kept = linear.stamp(), {}
+        try:
+            yield
+        finally:
+            for bound in bounds:
+                bound.kept_stamp = bound.weight_form.kept = None
 
     @contextmanager
     def health(self, mode: HealthMode = "full") -> Iterator[HealthReport]:
@@ -167,6 +198,7 @@ class Fp8State:
         finally:
             report.tensors = probe.detach()
             report.num_nonfinite = num_nonfinite(self._shared.scaling)
+            report.idle = self._idle()
         if not report.tensors:
             raise Fp8Error(
                 "state.health()",
@@ -241,6 +273,7 @@ class Fp8State:
                 setattr(table, name, torch.stack(rows))
         if STEP in saved:
             self._step.copy_(saved[STEP])
+        self._shared.has_scales = self._shared.scales_are_fresh = True
 
     def _rows(self) -> Iterator[tuple[str, torch.Tensor]]:
         for table in self._shared.scaling.tables.values():
@@ -260,13 +293,34 @@ class Fp8State:
     def _phase(self, phase: Phase) -> Iterator[None]:
         """Let the converted linears run in `phase` inside the context."""
         self._refuse_inside(f"{phase}()")
-        self._shared.adopt()  # this state may have been copied together with its model
+        self._shared.is_copy = False  # this state may have been copied together with its model
         self._shared.follow()
-        self._shared.phase = phase
+        self._shared.phase, self._shared.scales_are_fresh = phase, False
         try:
             yield
         finally:
             self._shared.phase = "outside"
+
+    def _idle(self) -> list[str]:
+        """Return the names of the linears that were never called."""
+        return [name for name, linear in self.linears.items() if not linear.fp8.num_uses]
+
+    def _name_bypassed(self) -> None:
+        """Warn once of linears that were never called, although their weights have gradients."""
+        bypassed = [
+            name
+            for name in self._idle()
+            if name not in self._bypassed
+            and any(p.is_leaf and p.grad is not None for p in self.linears[name].stored_weights())
+        ]
+        if bypassed:
+            self._bypassed.update(bypassed)
+            warnings.warn(
+                f"{names(bypassed)}: converted, but never called, although the weight has a "
+                "gradient: other code multiplies by it in high precision. Call the module, or skip "
+                "it in fp8.convert",
+                stacklevel=4,
+            )
 
     def _refuse_inside(self, call: str) -> None:
         if self._shared.phase != "outside":
@@ -279,14 +333,13 @@ class Fp8State:
     def _begin_step(self) -> None:
         """Remember each weight's address and version, to detect a change before the step ends.
 
-        Weights that FSDP2 shards are quantized again at each use from now on.
+        A weight that FSDP2 shards is gathered again for the backward pass.
         """
         self._stamps = {}
         for name, linear in self.linears.items():
-            if is_dtensor(linear.weight):
-                if isinstance(linear.fp8.weight_form, CachedFp8):
-                    linear.fp8.weight_form = RecastFp8(linear.fp8.quantizer)
-            self._stamps[name] = _stamp(linear.weight)
+            is_sharded = any(map(is_dtensor, linear.stored_weights()))
+            linear.fp8.weight_form.is_saved_for_backward = not is_sharded
+            self._stamps[name] = linear.stamp()
 
     def _check_same_weights(self) -> None:
         """Raise `Fp8Error` if a weight has changed since the step's first microbatch."""
@@ -297,14 +350,9 @@ class Fp8State:
                 "Pass first=True for the first microbatch of each optimizer step",
             )
         for name, linear in self.linears.items():
-            if _stamp(linear.weight) != self._stamps.get(name):
+            if linear.stamp() != self._stamps.get(name):
                 raise Fp8Error(
                     name,
                     "its weight has changed since the first microbatch of the step",
                     "Pass first=True to state.microbatch() after optimizer.step()",
                 )
-
-
-def _stamp(weight: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when a weight is written or moved; nothing is known of DTensors."""
-    return (0, 0) if is_dtensor(weight) else (weight.data_ptr(), torch_private.version_of(weight))

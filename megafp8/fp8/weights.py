@@ -3,6 +3,7 @@
     PlainWeight     the linear computes in high precision
     CachedFp8       the weight is quantized once a step, and the FP8 copy is kept
     RecastFp8       the weight is gathered for each use (FSDP), so it is quantized for each use
+    FreshFp8        other code may write the weight at any time, so it is quantized for each use
     StoredFp8       the parameter is the FP8 payload alone; the optimizer has the master weight
     GatheredFp8     FSDP gathers FP8 parts, cast by a scale that ranks have agreed on
     LowPrecisionWeight
@@ -22,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import Fp8Tensor, quantize
+from megafp8.fp8.cast import Fp8Tensor, quantize, with_nans
 from megafp8.fp8.engine import Engine
 from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.quantizer import LinearQuantizer, Operands
@@ -157,6 +158,49 @@ class RecastFp8:
             return self._quantizer.operands("weight", weight_OI.detach())[0]
         with self._repeat:
             return self._quantizer.operands("weight", weight_OI.detach())[0]
+
+
+class FreshFp8:
+    """Quantize a weight that others may write at any time (`fp8.convert`), for each use.
+
+    torch counts only some kinds of writes: neither those through `.data` nor those to a flat
+    buffer of which the parameter is a view. So no copy outlives the pass that made it, but for the
+    backward pass, which reads the copy of its forward pass, and for an evaluation whose caller
+    promises that no weight changes. Where nothing is written, the bits are
+    those of `CachedFp8`: all uses in the microbatch of a step's first use record the same amax,
+    and later microbatches repeat its scale, record nothing, and show the observers nothing.
+    """
+
+    def __init__(self, quantizer: LinearQuantizer) -> None:
+        self._quantizer = quantizer
+        self.is_saved_for_backward = True  # False: the weight is gathered again, with FSDP2
+        self.kept: dict[torch.dtype, Operands] | None = None  # of an evaluation that keeps copies
+        self._step = -1
+        self._first: tuple[object, AbstractContextManager[None]] | None = None
+
+    def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
+        """Return the weight quantized for this use, or the copy that an evaluation keeps."""
+        if self.kept is None:
+            return self._quantized(weight_OI, num_tokens)
+        if weight_OI.dtype not in self.kept:
+            self.kept[weight_OI.dtype] = self._quantized(weight_OI, num_tokens)
+        return self.kept[weight_OI.dtype]
+
+    def _quantized(self, weight_OI: torch.Tensor, num_tokens: int) -> Operands:
+        state, now = self._quantizer.state, self._quantizer.state.draws.at
+        weight_OI = with_nans(weight_OI.detach()) if state.fp8_enabled else weight_OI.detach()
+        if state.recording and self._step != state.num_steps:
+            self._step, self._first = state.num_steps, (now, state.recomputation())
+        if not state.recording or self._first is None or self._first[0] is now:
+            made = self._quantizer.operands("weight", weight_OI)[0]
+        else:
+            observers, state.observers = state.observers, []
+            try:
+                with self._first[1]:
+                    made = self._quantizer.operands("weight", weight_OI)[0]
+            finally:
+                state.observers = observers
+        return _without_numbers(made) if num_tokens >= KEEP_NUMBERS_BELOW else made
 
 
 class StoredFp8:

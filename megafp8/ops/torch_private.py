@@ -198,6 +198,10 @@ class DirectFunction(torch.autograd.Function, metaclass=_CallsBackward):
     apply = torch._C._FunctionBase.__dict__["apply"]
 
 
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether code runs inside a transform of `torch.func`: vmap, grad, jvp or another one."""
+
+
 def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:
     """Run `output.backward(grad_output)` with the caller's function modes still active.
 

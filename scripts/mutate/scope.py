@@ -13,8 +13,11 @@ from pathlib import Path
 
 CORE = ("test_cast", "test_gemm", "test_recipes", "test_linear")
 RANKS = "parallel/test_fp8_linears"
-FRONT_DOOR_FILES = ("conversion", "converted", "recipe_settings", "state")
-FRONT_DOOR = ("fp8/test_recipe", "fp8/test_convert", "fp8/test_bits", "fp8/test_ranks")
+FRONT_DOOR_FILES = ("conversion", "converted", "coverage", "recipe_settings", "state")
+FRONT_DOOR = (
+    *("fp8/test_recipe", "fp8/test_convert", "fp8/test_changed_weights", "fp8/test_overflow"),
+    *("fp8/test_bits", "fp8/test_ranks"),
+)
 LOW_PRECISION = ("optim/test_masters", "optim/test_masters_ranks")
 SCALED = ("fp8/test_scaled", "optim/test_scaled_adam")
 IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 
@@ -43,6 +44,12 @@ def mlp(width: int = 32, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(
         nn.Linear(width, 2 * width, bias=bias), nn.GELU(), nn.Linear(2 * width, width, bias=bias)
     )
+
+
+def old_weight_norm(linear: nn.Module) -> None:
+    with warnings.catch_warnings():  # torch calls it deprecated; models of others have it
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.nn.utils.weight_norm(linear)
 
 
 def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import prune
 
 from megafp8 import fp8
 from megafp8.fp8 import converted as modules_of_others
@@ -25,7 +28,7 @@ from megafp8.fp8 import engine
 from megafp8.fp8.converted import Converted
 from megafp8.fp8.formats import E4M3
 from megafp8.specs.run import HealthSpec
-from tests.fp8.models import gpt2, llama, mlp, noise, train
+from tests.fp8.models import gpt2, llama, mlp, noise, old_weight_norm, train
 
 STEPS = range(16)
 
@@ -85,6 +88,46 @@ def test_a_converted_model_looks_as_before() -> None:
     assert losses[0] == losses[0]
 
 
+def pruned(change: Callable[[nn.Module], Any]) -> nn.Module:
+    """An MLP whose second linear was changed."""
+    model = mlp()
+    change(model[2])
+    return model
+
+
+def replace_forward(linear: nn.Module) -> None:
+    """As the hooks of accelerate and many tracers do."""
+    linear.forward = lambda x, before=linear.forward: before(x)
+
+
+def as_buffer(linear: nn.Module) -> None:
+    weight = linear.weight.detach()
+    del linear.weight
+    linear.register_buffer("weight", weight)
+
+
+def without_weight(linear: nn.Module) -> None:
+    del linear.weight
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that answers operations itself, as quantized weights of others do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+class FarAway(nn.Parameter):
+    """A parameter that says that it lies on another device."""
+
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+def wrap_weight(linear: nn.Module) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Wrapped))
+
+
 class Shared(nn.Module):
     """One linear at two places."""
 
@@ -129,6 +172,35 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         "model: evaluation of an nn.TransformerEncoderLayer bypasses",
     ),
     "dtype": (lambda: mlp().double(), {}, "0: its weight is torch.float64"),
+    "dtype of one": (lambda: pruned(lambda m: m.double()), {}, "2: its weight is .*float64"),
+    "forward": (
+        lambda: pruned(replace_forward), {}, "2: its forward is replaced by .*, or use skip='2'"
+    ),
+    "pruned": (
+        lambda: pruned(lambda m: prune.l1_unstructured(m, "weight", 0.5)), {},
+        "2: its weight is no parameter but a Tensor that is computed .*prune.remove.* skip='2'",
+    ),
+    "weight_norm": (lambda: pruned(old_weight_norm), {}, "2: its weight is no param.* skip='2'"),
+    "spectral_norm": (
+        lambda: pruned(torch.nn.utils.spectral_norm), {}, "2: its weight is no param.* skip='2'"
+    ),
+    "parametrized": (
+        lambda: pruned(torch.nn.utils.parametrizations.weight_norm), {},
+        "2: is a ParametrizedLinear, .* skip='2'",
+    ),
+    "buffer": (
+        lambda: pruned(as_buffer), {}, "2: its weight is no parameter but a Tensor. Make it an nn"
+    ),
+    "without weight": (
+        lambda: pruned(without_weight), {}, "2: its weight is no parameter but a NoneType"
+    ),
+    "wrapped": (
+        lambda: pruned(wrap_weight), {}, "2: its weight is a Wrapped, which has no numbers"
+    ),
+    "two devices": (
+        lambda: pruned(lambda m: setattr(m, "weight", FarAway(m.weight.detach()))), {},
+        "2: lies on cuda:0, while 0 lies on cpu",
+    ),
     "rule": (
         mlp, {"recipe": fp8.Fp8Recipe(modules=(fp8.ModuleRule("fc*", "rowwise"),))},
         "recipe.modules pattern 'fc\\*': matches no linear",
@@ -170,11 +242,113 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 def test_bad_input_is_one_clear_error(case: tuple[Callable[[], Any], dict[str, Any], str]) -> None:
     make, arguments, message = case
     model = make()
-    kinds = [type(m) for m in model.modules()] if isinstance(model, nn.Module) else []
-    with pytest.raises(fp8.Fp8Error, match=message):
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    before = [(type(module), set(vars(module))) for module in modules]
+    with pytest.raises(fp8.Fp8Error, match=message) as caught:
         fp8.convert(model, **arguments)
-    if kinds:
-        assert [type(module) for module in model.modules()] == kinds
+    assert [(type(module), set(vars(module))) for module in modules] == before
+    skip = re.search(r"skip=(\['.*?'\]|'[^']*')", caught.value.hint)
+    if skip is not None and not arguments and len(modules) == 4:  # the MLP: one linear is left
+        assert fp8.convert(model, skip=ast.literal_eval(skip[1])).linears.keys() == {"0"}
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "mxfp8", "nvfp4"])
+def test_a_dtype_of_later_is_refused_as_conversion_does(recipe: Any) -> None:
+    model = mlp()
+    state = fp8.convert(model, recipe)
+    for dtype in (torch.float64, torch.float8_e4m3fn):
+        model.to(dtype)
+        x = noise(16, 32, seed=0).to(dtype)
+        for context in (state.microbatch(), state.evaluation(), torch.no_grad()):
+            with pytest.raises(fp8.Fp8Error, match=f"0: its weight is {dtype}") as caught, context:
+                model(x)
+            assert caught.value.hint == "Use FP32, BF16 or FP16, or skip it in fp8.convert"
+    model.half()
+    with state.microbatch():
+        model(noise(16, 32, seed=0, dtype=torch.float16)).sum().backward()
+
+
+class Fused(nn.Module):
+    """Attention's three projections by one product of their weights, as some models do it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o, self.spare = (nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [each.weight for each in (self.q, self.k, self.v)]
+        q, k, v = F.linear(x, torch.cat(weights)).chunk(3, -1)
+        out: torch.Tensor = self.o(q.sigmoid() * k + v)
+        return out
+
+
+def test_linears_whose_weights_other_code_reads_are_named() -> None:
+    """A warning names them once. A branch that no product reads has no gradient, and no warning."""
+    model = Fused()
+    state = fp8.convert(model, "tensorwise")
+    with pytest.warns(UserWarning, match="^q, k, v: converted, but never called, although"):
+        with state.health() as report, state.microbatch():
+            model(noise(16, 32, seed=0)).sum().backward()
+    never = {name: "the linear was never called, so FP8 never ran" for name in ("q", "k", "v")}
+    assert report.complaints() == never | {"spare": never["q"]}
+    assert "converted and never called so far: q, k, v, spare" in repr(state)
+    with state.microbatch():
+        model(noise(16, 32, seed=0)).sum().backward()
+        model.q(noise(16, 32, seed=0))
+    assert "never called so far: k, v, spare" in repr(state)
+
+
+class Experts(nn.Module):
+    """A layer of a mixture, with experts that are one parameter, and a position's parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 16)
+        self.up, self.down = (nn.Parameter(torch.zeros(4, 32, 32)) for _ in range(2))
+        self.position = nn.Parameter(torch.zeros(1, 8, 32))
+
+
+def test_what_is_left_is_named_with_its_share() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(3))})
+    model["lm_head"] = nn.Linear(32, 64)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    stacked = (
+        f"6 parameters of three or more dimensions with {6 * 4096 / total:.1%} of the model's "
+        "parameters: layers.*.up, layers.*.down"
+    )
+    with pytest.warns(UserWarning, match=f"^fp8.convert leaves in high precision {stacked}. It"):
+        state = fp8.convert(model, "rowwise", skip="layers.1")
+    assert repr(state).splitlines() == [
+        "Fp8State",
+        f"  converted: 3 Linear in rowwise; {(2 * 512 + 2048) / total:.1%} of the model's "
+        f"{total:,} parameters",
+        "  among them the output layer: lm_head",
+        "  linears left as they were: layers.1.router",
+        f"  left as they were: {stacked}",
+        "  converted and never called so far: layers.*.router, lm_head",
+    ]
+
+
+def test_a_converted_output_layer_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    fp8.convert(llama(), skip="lm_head")
+    fp8.convert(llama())
+    (said,) = [message for message in caplog.messages if message.startswith("fp8.convert: ")]
+    assert "lm_head, the output layer, is converted too" in said and "skip=['lm_head']" in said
+
+
+def test_a_trainer_without_its_callback_is_told_of_it() -> None:
+    model = mlp()
+    fp8.convert(model)
+    with pytest.raises(fp8.Fp8Error, match="callbacks=.Fp8Callback.state.. of megafp8.fp8.train"):
+        model(noise(8, 32, seed=0))
+
+
+def test_hooks_that_replace_a_forward_after_the_conversion_keep_fp8() -> None:
+    model = mlp()
+    state = fp8.convert(model, "tensorwise")
+    replace_forward(model[2])
+    step(model, state)
+    assert state.counter.share("fp8") == 1 and "never called" not in repr(state)
 
 
 def test_the_rest_of_a_model_may_get_another_recipe() -> None:
@@ -369,7 +543,7 @@ def test_health_of_nothing_is_an_error_and_not_healthy() -> None:
     assert report.tensors
 
 
-def test_a_copy_of_a_converted_model_says_that_it_is_one() -> None:
+def test_a_copy_of_a_converted_model_says_that_it_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no state, so it evaluates only; a copy of both together is whole."""
     model = mlp()
     state = fp8.convert(model)
@@ -377,7 +551,10 @@ def test_a_copy_of_a_converted_model_says_that_it_is_one() -> None:
     average, x = copy.deepcopy(model), noise(8, 32, seed=1)
     with state.microbatch():
         inside = copy.deepcopy(model)
-        for ema in (average, inside):
+        pickled = pickle.dumps(model)
+        monkeypatch.setattr(modules_of_others, "id", lambda _: 1, raising=False)
+        read = pickle.loads(pickled)  # an address may be that of an object that is gone
+        for ema in (average, inside, read):
             with pytest.raises(fp8.Fp8Error, match="0: belongs to a copy of the converted model"):
                 ema(x)
             with torch.no_grad():
@@ -433,6 +610,102 @@ def test_saved_state_continues_bit_for_bit(tmp_path: Path) -> None:
     assert first + train(again, again_state, range(3, 6), again_optimizer) == expected
     own, theirs = whole_state.state_dict(), again_state.state_dict()
     assert all(torch.equal(own[key], theirs[key]) for key in own)
+
+
+def error_of(model: nn.Module, state: fp8.Fp8State) -> float:
+    """Return the relative error of an evaluation against the same weights in high precision."""
+    plain, x = mlp(), noise(8, 32, seed=5)
+    plain.load_state_dict(model.state_dict())
+    with state.evaluation(), torch.no_grad():
+        got, expected = model(x), plain(x)
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def scaled(factor: float) -> dict[str, torch.Tensor]:
+    return {name: factor * value for name, value in mlp().state_dict().items()}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("factor", [300.0, 2.0, 1e-4])
+def test_other_weights_that_are_loaded_get_scales_of_their_own(factor: float, inside: bool) -> None:
+    """The inputs of the second linear have scales of earlier inputs, so the first one is judged."""
+    model = mlp()
+    state, x = fp8.convert(model), noise(8, 32, seed=0)
+    for seed in range(3):
+        step(model, state, seed)
+    before = state.state_dict()
+    with state.evaluation() if inside else contextlib.nullcontext():
+        model.load_state_dict(scaled(factor))
+    after = state.state_dict()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    fields = ("history", "quant_scale")
+    assert changed == {f"{i}.weight/{field}" for i in (0, 2) for field in fields}
+    expected = nn.functional.linear(x, model[0].weight, model[0].bias)
+    with state.microbatch(), torch.no_grad():
+        got = model[0](x)
+    assert (got - expected).norm() < 0.05 * expected.norm()
+    step(model, state)
+    step(model, state)
+    assert error_of(model, state) < 0.1
+
+
+def test_weights_of_about_the_same_size_leave_no_trace_in_the_scales() -> None:
+    """As averaged weights that are loaded for an evaluation, and the trained ones after it."""
+    model = mlp()
+    state = fp8.convert(model)
+    step(model, state)
+    before, own = state.state_dict(), copy.deepcopy(model.state_dict())
+    with state.evaluation(), torch.no_grad():
+        model.load_state_dict(scaled(1.2))
+        model(noise(8, 32, seed=0))
+        model.load_state_dict(scaled(0.1))
+        model.load_state_dict(own)
+    assert all(torch.equal(before[key], row) for key, row in state.state_dict().items())
+
+
+@pytest.mark.parametrize("order", ["weights first", "scales first"])
+@pytest.mark.parametrize("num_steps", [0, 2])
+def test_weights_and_scales_are_loaded_in_any_order(order: str, num_steps: int) -> None:
+    """Also where the weights have left their scales far behind, or there were none yet."""
+    model, again = mlp(), mlp()
+    state, again_state = fp8.convert(model), fp8.convert(again)
+    for seed in range(num_steps):
+        step(model, state, seed)
+        step(again, again_state, seed + 9)
+    with torch.no_grad():
+        model[0].weight.mul_(30)
+    weights, scales = copy.deepcopy(model.state_dict()), state.state_dict()
+    loads = [lambda: again.load_state_dict(weights), lambda: again_state.load_state_dict(scales)]
+    for load in loads if order == "weights first" else reversed(loads):
+        load()
+    for each, its_state in ((model, state), (again, again_state)):
+        each.zero_grad()
+        step(each, its_state)
+    own, theirs = state.state_dict(), again_state.state_dict()
+    assert all(torch.equal(own[key], theirs[key]) for key in own)
+    for mine, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_an_evaluation_by_scales_of_one_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def evaluate(model: nn.Module, state: fp8.Fp8State) -> int:
+        caplog.clear()
+        for context in (state.evaluation(), torch.no_grad()):
+            with context, torch.no_grad():
+                model(noise(8, 32, seed=0))
+        return sum("before the first microbatch" in message for message in caplog.messages)
+
+    for trained in (False, True):
+        for recipe, said in (("delayed", 1), ("tensorwise", 0)):
+            model = mlp()
+            state = fp8.convert(model, recipe)
+            if trained:
+                step(model, state)
+            assert evaluate(model, state) == (0 if trained else said)
+    model, other = mlp(), mlp()
+    state = fp8.convert(model)
+    state.load_state_dict(fp8.convert(other).state_dict())
+    assert evaluate(model, state) == 0
 
 
 def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
