@@ -64,12 +64,14 @@ class CheckReport:
         refutations: The traits that are refuted, with the first tensor that refutes each.
         held: What was tried to refute without success.
         not_declared: The traits that the recipe does not declare, which were not tried.
+        not_tried: The claims that could not be tried, because a refuted one ended the rule.
     """
 
     recipe: str
     refutations: tuple[Refutation, ...]
     held: tuple[str, ...]
     not_declared: tuple[str, ...]
+    not_tried: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -78,11 +80,14 @@ class CheckReport:
 
     def __str__(self) -> str:
         """Return the findings as lines of text."""
-        count = len(self.refutations)
-        total = "nothing is refuted" if self.ok else f"{count} of its claims are refuted"
+        count = len({one.trait for one in self.refutations})
+        verb = "is" if count == 1 else "are"
+        total = "nothing is refuted" if self.ok else f"{count} of its claims {verb} refuted"
         lines = [f"{self.recipe}: {total}"]
         lines += [f"  refuted: {one.trait} ({one.where}): {one.reason}" for one in self.refutations]
         lines += [f"  held: {', '.join(self.held) or 'nothing'}"]
+        if self.not_tried:
+            lines.append(f"  not tried because of it: {', '.join(self.not_tried)}")
         if self.not_declared:
             lines.append(f"  not declared: {', '.join(self.not_declared)}")
         return "\n".join(lines)
@@ -151,6 +156,7 @@ def check(recipe: str | type[Recipe]) -> CheckReport:
         tuple(refuted),
         (*held, *(() if messages else (MESSAGES,))),
         tuple(one.name for one in found if one.refutation is None and not one.held),
+        tuple(one.name for one in found if one.refutation is not None and one.name not in names),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -348,6 +349,9 @@ LIES: dict[str, tuple[str, type[Recipe]]] = {
 }
 
 
+CLAIMED = {trait for trait, _ in LIES.values()}
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_a_planted_lie_is_found(name: str) -> None:
     trait, recipe = LIES[name]
@@ -382,7 +386,22 @@ def test_saturated_numbers_of_two_levels_of_scales_are_no_bias() -> None:
 
 def test_every_claim_has_a_planted_lie() -> None:
     claims = {*fp8.check("rowwise").held, *fp8.check("rowwise").not_declared}
-    assert claims == {trait for trait, _ in LIES.values()}
+    assert claims == CLAIMED
+
+
+def test_the_recipes_of_the_page_hold(tmp_path: Path) -> None:
+    """Each class of the page that has traits is a file of its own, as a reader copies it."""
+    page = (ROOT / "docs/guide/own_recipe.md").read_text("utf-8")
+    programs = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    checked = {}
+    for number, program in enumerate(text for text in programs if "traits = " in text):
+        file = tmp_path / f"recipe_{number}.py"
+        file.write_text(program, "utf-8")
+        report = fp8.check(str(file))
+        assert report.ok, str(report)
+        checked[report.recipe.partition(" ")[0]] = set(report.held)
+    assert checked.keys() == {"BlocksOf32", "Stochastic"}
+    assert "is_random" in checked["Stochastic"]
 
 
 def test_the_functions_of_torch_come_back_after_a_check() -> None:
@@ -482,6 +501,19 @@ def test_a_rule_that_fails_says_so_once_for_a_tensor() -> None:
     assert [one.where.split(",")[0] for one in report.refutations] == ["input", "weight"]
     assert "in always_asks: AssertionError" in report.refutations[0].reason
     assert report.held == ("no undeclared message",)
+    lines = str(report).splitlines()
+    assert lines[0].endswith(": 1 of its claims is refuted")
+    (not_tried,) = (line for line in lines if line.startswith("  not tried because of it: "))
+    tried = {*report.held, "runs", *report.not_declared}
+    assert set(not_tried.partition(": ")[2].split(", ")) == CLAIMED - tried
+
+
+@pytest.mark.parametrize("name", ["it cannot be alone", "it sends at once", list(LIES)[0]])
+def test_each_claim_is_in_one_list(name: str) -> None:
+    report = fp8.check(LIES[name][1])
+    refuted = {one.trait for one in report.refutations}
+    lists = [refuted, set(report.held), set(report.not_declared), set(report.not_tried)]
+    assert set.union(*lists) == CLAIMED and sum(map(len, lists)) == len(CLAIMED)
 
 
 def test_one_matrix_has_a_row_and_a_column_of_zeros() -> None:
