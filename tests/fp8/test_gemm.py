@@ -190,6 +190,36 @@ def test_two_scales_of_any_size_lead_to_the_product_in_float64(
         assert (got[0] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("low", "high"), [(-63, -63), (-127, 0), (-130, 10), (-100, -28), (-126, -1), (-133, 60)]
+)
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_bf16_products_near_the_smallest_normal_are_within_the_stated_bound(
+    counter: GemmCounter, low: int, high: int, in_blocks: bool
+) -> None:
+    """CPUs with BF16 instructions take operands, terms and partial sums below 2^-126 for zero."""
+    rows, inner = 32, 64
+    left, right = noise(rows, inner, seed=1), noise(rows, inner, seed=2)
+    if in_blocks:
+        ones = torch.ones(rows, inner // 32)
+        a, b = (
+            Fp8Tensor(
+                x.to(torch.float8_e4m3fn), ones * 2.0**exponent, E4M3,
+                block=(1, 32), is_exact_in_bf16=True, layout="other",
+            )
+            for x, exponent in ((left, low), (right, high))
+        )  # fmt: skip
+        a_MK, b_NK = a.dequantize(torch.float32).double(), b.dequantize(torch.float32).double()
+    else:
+        a, b = (left * 2.0**low).bfloat16(), (right * 2.0**high).bfloat16()
+        a_MK, b_NK = a.double(), b.double()
+    exact, magnitude = a_MK @ b_NK.t(), a_MK.abs() @ b_NK.abs().t()
+    got = gemm(a, b, work=torch.bfloat16, counter=counter, place="x", transpose_b=True)
+    sums = a_MK.abs().sum(1)[:, None] + b_NK.abs().sum(1)
+    bound = (inner + 6) * 2.0**-24 * magnitude + 2.0**-126 * (2 * inner + sums)
+    assert_within(got, exact, bound + 2.0**-8 * (exact.abs() + bound))
+
+
 def assert_within(got: torch.Tensor, exact: torch.Tensor, bound: torch.Tensor) -> None:
     """What is certainly beyond the dtype's largest number is infinite."""
     top = torch.finfo(got.dtype).max
