@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +21,10 @@ from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.philox import Key, Rows, philox4x32, random_bytes
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
+from tests.fp8.models import mlp
 from tests.fp8.quantized import quantized
 from tests.spec import draws as spec
+from tests.spec import nvfp4
 
 PUBLISHED = (
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -256,3 +261,109 @@ def test_samples_of_a_converted_model_draw_alike_in_each_division() -> None:
     assert casts_of(x, [(each, None) for each in single]) == numbered
     with pytest.raises(fp8.Fp8Error, match="64 rows, which are not the tokens of 3 samples"):
         casts_of(x, [(slice(4), range(3))])
+
+
+def gradient_numbers(layer: torch.nn.Module, state: fp8.Fp8State | None, grad: torch.Tensor) -> Any:
+    """Return the numbers that a step casts the output gradient to, along its last dim."""
+    found = []
+
+    def observe(name: str, x: torch.Tensor, last: Any, first: Any) -> None:
+        if name.endswith("grad_output"):
+            found.append(last.payload.float().numpy())
+
+    observers = layer.fp8.quantizer.state.observers
+    observers.append(observe)
+    with state.microbatch() if state is not None else contextlib.nullcontext():
+        layer(torch.ones(16, 32)).backward(grad)
+    observers.remove(observe)
+    (numbers,) = found
+    return numbers
+
+
+def specified(grad: torch.Tensor, step: int) -> Any:
+    key = spec.key_of(0, step, "linear.grad_output.last")
+    byte = [[spec.byte_of(key, 0, row, number) for number in range(32)] for row in range(16)]
+    codes = nvfp4.quantize_blocks(grad.numpy(), byte=np.array(byte, dtype=np.uint8)).codes
+    return np.where(codes & 8, -1, 1) * nvfp4.MAGNITUDES[codes & 7]
+
+
+def test_each_step_of_a_converted_model_draws_bytes_of_its_own() -> None:
+    """One gradient in two steps becomes the codes that the specification has for these steps."""
+    grad = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    layer = torch.nn.Linear(32, 32)
+    state = fp8.convert(layer, "nvfp4")
+    for step in (1, 2, 3):
+        assert np.array_equal(gradient_numbers(layer, state, grad), specified(grad, step))
+        with state.evaluation(), torch.no_grad():
+            layer(grad)
+    assert not np.array_equal(specified(grad, 1), specified(grad, 2))
+
+
+def test_steps_outside_of_a_microbatch_do_not_draw_alike() -> None:
+    grad = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    layer = torch.nn.Linear(32, 32)
+    fp8.convert(layer, "nvfp4")
+    found = []
+    for _ in range(3):
+        found.append(gradient_numbers(layer, None, grad).tobytes())
+        with torch.no_grad():
+            layer(grad)
+    assert len(set(found)) == 3
+
+
+class Rounded(fp8.Recipe):
+    """Gradients are rounded up or down at random."""
+
+    traits = fp8.Traits(
+        input=fp8.alike(fp8.TENSOR),
+        weight=fp8.alike(fp8.TENSOR),
+        grad_output=fp8.Casts(fp8.TENSOR, fp8.TENSOR, is_random=True),
+        power_2="never",
+        is_simulated=True,
+    )
+
+    def cast(self, x_MK: torch.Tensor, cast: fp8.Cast) -> torch.Tensor:
+        unit = x_MK.float().abs().amax().clamp(min=1e-30) / 127
+        if cast.role != "grad_output":
+            return (x_MK / unit).round() * unit
+        return (x_MK / unit + cast.draw(tuple(x_MK.shape)) / 256).floor() * unit
+
+
+RANDOM = ("nvfp4", "nvfp4-no_rht", "of our own")
+
+
+def two_steps(model: torch.nn.Module, state: fp8.Fp8State, begin: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in (begin, begin + 1):
+        for index in range(2):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(2 * step + index))
+            with state.microbatch(first=index == 0):
+                model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", RANDOM)
+@pytest.mark.parametrize("way", ["saved", "copied"])
+def test_a_continued_run_draws_what_one_that_was_not_interrupted_draws(
+    way: str, recipe: Any
+) -> None:
+    """Two and two steps have all bits of four."""
+    recipe = Rounded if recipe == "of our own" else recipe
+    whole, part = mlp(), mlp()
+    state = fp8.convert(whole, recipe)
+    two_steps(whole, state, 0)
+    two_steps(whole, state, 2)
+    part_state = fp8.convert(part, recipe)
+    two_steps(part, part_state, 0)
+    if way == "saved":
+        again = mlp()
+        again.load_state_dict(part.state_dict())
+        again_state = fp8.convert(again, recipe)
+        again_state.load_state_dict(part_state.state_dict())
+    else:
+        again, again_state = copy.deepcopy((part, part_state))
+    two_steps(again, again_state, 2)
+    for mine, theirs in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert state.state_dict().keys() == {"step"} and int(state.state_dict()["step"]) == 4
