@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megafp8.fp8.converted import Fp8Error
-from megafp8.fp8.state import Fp8State
+from megafp8.fp8.state import STEP, Fp8State
 
 
 class Fp8Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # has no types everywhere
@@ -53,12 +53,13 @@ class Fp8Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # has n
             Fp8Error: The checkpoint has none, and none were loaded before.
         """
         self._abandon()
-        if state.global_step == 0 or not self.fp8.state_dict():
+        scales = self.fp8.state_dict()
+        if state.global_step == 0 or not scales:
             return
         file = _file(self._resume_from or _checkpoint(args, state), args)
         if file.is_file():
             self.fp8.load_state_dict(load_file(file))
-        elif not any(scale.num_updates for scale in self.fp8.scales().values()):
+        elif not any(bool(row) for key, row in scales.items() if key.endswith(("updates", STEP))):
             raise Fp8Error(
                 str(file),
                 "is missing, so training would continue with scales of a new run",

@@ -121,25 +121,28 @@ def _losses(model: Recorded) -> list[list[torch.Tensor]]:
         return [[m.eval()(batch)["loss"] for batch in model.seen[:2]] for m in (Recorded(), model)]
 
 
-def test_a_continued_run_takes_its_scales_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_continued_run_takes_its_scales_over(recipe: str, tmp_path: Path) -> None:
+    """Or the number of its steps, by which stochastic rounding draws."""
     from megafp8.fp8.trainer import Fp8Callback
 
-    whole = converted()
+    whole = converted(recipe)
     trainer(*whole, tmp_path / "whole").train()
     assert (tmp_path / "whole" / "checkpoint-2" / "fp8_scales_0.safetensors").is_file()
-    again = converted()
+    again = converted(recipe)
     saved = tmp_path / "whole" / "checkpoint-2"
     named = Fp8Callback(again[1], resume_from=saved)
     trainer(*again, tmp_path / "again", callback=named).train(resume_from_checkpoint=str(saved))
     assert_same(whole, again)
 
 
-def test_a_checkpoint_without_scales_is_refused(tmp_path: Path) -> None:
-    whole = converted()
+@pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
+def test_a_checkpoint_without_scales_is_refused(recipe: str, tmp_path: Path) -> None:
+    whole = converted(recipe)
     trainer(*whole, tmp_path).train()
     saved = tmp_path / "checkpoint-4"
     (saved / "fp8_scales_0.safetensors").unlink()
-    again = converted()
+    again = converted(recipe)
     with pytest.raises(fp8.Fp8Error, match="is missing, so training would continue with scales"):
         trainer(*again, tmp_path).train(resume_from_checkpoint=str(saved))
 
