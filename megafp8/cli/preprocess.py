@@ -8,6 +8,7 @@ megafp8 preprocess index KEY=VALUE...   (build the index maps of a job in advanc
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 import time
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8.cli.commands import run_old_name
-from megafp8.data.dataset import Sidecar, end_of_document_beside
+from megafp8.data.dataset import Sidecar, end_of_document_beside, record_file
 from megafp8.data.library_tokenizers import load_sentencepiece
+from megafp8.data.long_texts import parts_to_train_on
 from megafp8.data.named_tokenizers import (
     TOKENIZER_CONFIG,
     huggingface_tokenizer,
@@ -85,12 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = command_parser("preprocess", __doc__)
     add = parser.add_argument
     add("files", nargs="*", metavar="FILE",
-        help="a text, JSONL or Parquet file, or a folder of such files")  # fmt: skip
+        help="a text, JSONL, CSV, Parquet or Arrow file, or a folder of such files")  # fmt: skip
     add("--dataset", metavar="NAME",
         help="instead of files: a dataset of the Hugging Face Hub, or its folder")  # fmt: skip
     add("--config", metavar="NAME", help="configuration of --dataset, if it has several")
-    add("--split", help="split of --dataset (train)")
-    add("--text-key", metavar="NAME", help="name of the column that holds the text (text)")
+    add("--split", help="split of --dataset, or of a DatasetDict that was saved (train)")
+    add("--text-key", metavar="NAME",
+        help="the column that holds the text (text); a.b is the field b of a")  # fmt: skip
     add("--document", choices=("file", "paragraph", "line"),
         help="which part of a plain text file is a document (file)")  # fmt: skip
     add("--output", type=new_file, required=True, metavar="PREFIX",
@@ -115,7 +118,9 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
         text_key=options.text_key or "text",
         document=options.document or "file",
     )
-    _check_kinds(options, source.kinds())
+    _check_kinds(options, source.kinds(), source.has_splits)
+    for line in source.notes():
+        say(line)
     vocab_size = options.vocab_size or 32768
     megabytes = options.train_megabytes or 256
     trained = options.tokenizer == "bpe"
@@ -125,7 +130,7 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
         vocab_size=vocab_size,
         texts_to_train_on=lambda: _texts_to_train_on(source, megabytes),
     )
-    name = f"{options.tokenizer} {options.end_of_document}"
+    name = f"{options.tokenizer} {options.end_of_document}{_state_of(options.tokenizer)}"
     if trained:
         name += f" {vocab_size} {megabytes}"
     model, output = model_folder(options.tokenizer), expanded(options.output)
@@ -167,9 +172,22 @@ def model_folder(tokenizer: str) -> Path | None:
     return folder
 
 
+def _state_of(tokenizer: str) -> str:
+    """Return a hash of the files that `--tokenizer` names on this machine; nothing if it is none.
+
+    So a preparation never continues with another tokenizer under the same name.
+    """
+    path = Path(tokenizer.partition(":")[2] or tokenizer)
+    names = ("*token*", "vocab*", "merges.txt", "*.model")
+    files = sorted({f for name in names for f in path.glob(name)}) if path.is_dir() else [path]
+    records = [record_file(file).sha256 for file in files if file.is_file()]
+    return f" {hashlib.sha256(' '.join(records).encode()).hexdigest()[:12]}" if records else ""
+
+
 def _texts_to_train_on(source: TextSource, megabytes: int) -> Iterator[str]:
     say(f"the tokenizer is trained on at most {megabytes} MB of the text")
-    return first_texts(source.texts(), megabytes * 1_000_000)
+    texts = first_texts(source.texts(), megabytes * 1_000_000)
+    return (part for text in texts for part in parts_to_train_on(text))
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -183,7 +201,6 @@ def _check(options: argparse.Namespace) -> None:
         )
     needs = {
         "config": bool(options.dataset),
-        "split": bool(options.dataset),
         "document": bool(options.files),
         "vocab_size": options.tokenizer == "bpe",
         "train_megabytes": options.tokenizer == "bpe",
@@ -199,12 +216,14 @@ def _check(options: argparse.Namespace) -> None:
             raise DataError("preprocess", option, f"is {value}", hint)
 
 
-def _check_kinds(options: argparse.Namespace, kinds: Collection[str]) -> None:
+def _check_kinds(options: argparse.Namespace, kinds: Collection[str], has_splits: bool) -> None:
     """Raise `DataError` for an option that no file of these kinds reads."""
-    plain, columns = "plain text files", "JSONL and Parquet files"
-    for name, reads, what in (("document", "text" in kinds, plain),
-                              ("text_key", bool({*kinds} - {"text"}), columns)):  # fmt: skip
-        if getattr(options, name) is not None and options.files and not reads:
+    by_name = bool(options.dataset) and not kinds  # `datasets` loads it
+    for name, reads, what in (("document", "text" in kinds, "plain text files"),
+                              ("text_key", {*kinds} != {"text"}, "files of records"),
+                              ("split", by_name or has_splits, "datasets with splits"),
+                              ("config", by_name, "datasets that are not saved")):  # fmt: skip
+        if getattr(options, name) is not None and not reads:
             option, reason = "--" + name.replace("_", "-"), f"has no effect: it is about {what}"
             raise DataError("preprocess", option, reason, "Leave it out")
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import threading
 import time
@@ -28,9 +29,10 @@ import numpy as np
 
 from megafp8.data.dataset import SIDECAR_SUFFIX, FileRecord, Sidecar, record_file
 from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
+from megafp8.data.long_texts import encode_batch, noted
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource, units
-from megafp8.data.tokenize import Tokenizer
+from megafp8.data.tokenize import TOKENIZER_FILES, Tokenizer
 from megafp8.errors import DataError
 from megafp8.files import draft_of, locked, move_away, put, write_atomically
 from megafp8.foreign import read_json
@@ -39,6 +41,7 @@ from megafp8.secrets import hide_values, redacted
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code
 AHEAD = 2  # lists that wait for each worker
 
+LOCK, RECORD, SIDECAR_DRAFT = "lock", "progress.json", "sidecar"  # in `<prefix>.partial`
 LENGTH = np.dtype("<i4")  # of a text, in tokens
 UNIT_CHARACTERS = 1 << 21  # characters that are encoded at once
 SECONDS_BETWEEN_RECORDS = 2.0
@@ -62,7 +65,7 @@ def encode(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Encoded:
     An empty text would be a document without anything to learn.
     """
     some = [text for text in texts if text]
-    ids = tokenizer.encode_batch(some)
+    ids = encode_batch(tokenizer, some)
     lengths = np.fromiter((len(i) + 1 for i in ids), LENGTH, len(ids))
     total = int(lengths.sum(dtype=np.int64))
     end = (tokenizer.eod_id,)
@@ -216,29 +219,35 @@ def preprocess(
     sidecar_path = prefix.with_name(prefix.name + SIDECAR_SUFFIX)
     partial = prefix.with_name(prefix.name + ".partial")
     for path in (sidecar_path, bin_path(prefix), idx_path(prefix)):
-        if path.exists() and not partial.exists():
+        if path.exists() and not (partial / SIDECAR_DRAFT).exists():  # which `_finish` writes
             raise DataError(
                 path, "output", "is there already", "Give another --output, or delete it"
             )
+    _refuse_files_of_others(partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with locked(partial / "lock", lambda: _refuse_second(partial)):
+        with locked(partial / LOCK, lambda: _refuse_second(partial)):
             try:
                 progress = _begin(source, partial, tokenizer_name, make_tokenizer, notify)
-            except BaseException:
-                if not (partial / "progress.json").exists():  # nothing that could be continued
+                tokenizer = load_tokenizer(partial / progress.file_name, progress.end_of_document)
+                dtype = token_dtype(tokenizer.vocab_size)
+                texts = source.texts(skip=progress.counts.num_texts)
+                lists = noted(units(texts, unit_characters), tokenizer, notify)
+                counts = _encode_all(lists, partial, progress, dtype, workers, on_progress)
+                if counts.num_tokens == 0:
                     shutil.rmtree(partial)
+                    raise DataError(
+                        source.name, "text", "there is none: every document is empty",
+                        "Give another",
+                    )  # fmt: skip
+            except BaseException as error:
+                record = partial / RECORD
+                # After a kill the same command continues with the tokenizer that was made.
+                if not record.exists() or (
+                    isinstance(error, DataError) and _load(record).counts.num_texts == 0
+                ):
+                    shutil.rmtree(partial, ignore_errors=True)
                 raise
-            tokenizer = load_tokenizer(partial / progress.file_name, progress.end_of_document)
-            dtype = token_dtype(tokenizer.vocab_size)
-            counts = _encode_all(
-                source, partial, progress, dtype, workers, on_progress, unit_characters
-            )
-            if counts.num_tokens == 0:
-                shutil.rmtree(partial)
-                raise DataError(
-                    source.name, "text", "there is none: every document is empty", "Give another"
-                )
             if num_empty := counts.num_texts - counts.num_documents:
                 notify(f"{num_empty} of {counts.num_texts} texts are empty and left out")
             sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts)
@@ -260,23 +269,31 @@ def _begin(
     make_tokenizer: Callable[[], Tokenizer],
     notify: Callable[[str], None],
 ) -> Progress:
-    """Return the progress of an earlier run with the same settings, or begin a new one."""
-    record = partial / "progress.json"
+    """Return the progress of an earlier run with the same settings, or begin a new one.
+
+    One that has recorded no text never blocks other settings.
+    """
+    record = partial / RECORD
     described = json.loads(json.dumps(redacted(source.describe())))
     tokenizer_name = hide_values(tokenizer_name)
     if record.exists():
         progress = _load(record)
-        if progress.source != described or progress.tokenizer != tokenizer_name:
-            what = "text" if progress.source != described else "tokenizer"
+        counts = progress.counts
+        others = _differences(progress.source, described)
+        if progress.tokenizer != tokenizer_name:
+            others.append(("tokenizer", f"{progress.tokenizer}, now {tokenizer_name}"))
+        if others and counts.num_texts:
+            what, details = others[0]
             raise DataError(
                 record,
                 what,
-                "is not what this output was begun with",
-                f"Give the same {what}, or delete {partial} to begin again",
+                f"is not what this output was begun with ({details}), and {counts.num_texts} texts "
+                "are tokenized already",
+                f"Give the same {what}, or begin again after: rm -r {shlex.quote(str(partial))}",
             )
-        counts = progress.counts
-        notify(f"continues after {counts.num_texts} texts, {counts.num_bytes / 1e6:.1f} MB")
-        return progress
+        if not others:
+            notify(f"continues after {counts.num_texts} texts, {counts.num_bytes / 1e6:.1f} MB")
+            return progress
     tokenizer = make_tokenizer()
     tokenizer.save(partial / tokenizer.file_name)
     progress = Progress(
@@ -286,21 +303,53 @@ def _begin(
     return progress
 
 
+def _differences(old: dict[str, object], new: dict[str, object]) -> list[tuple[str, str]]:
+    """Return what two descriptions of a source differ in: `text` or an option, and how."""
+    found = []
+    for key in old.keys() | new.keys():
+        before, now = old.get(key), new.get(key)
+        if before == now:
+            continue
+        details = f"{before}, now {now}"
+        if isinstance(before, list) and isinstance(now, list):
+            known = {name: state for name, *state in before}
+            there = {name: state for name, *state in now}
+            words = [f"{name} is new" for name in there if name not in known]
+            words += [f"{name} is missing" for name in known if name not in there]
+            words += [
+                f"{name} has changed"
+                for name in known
+                if there.get(name, known[name]) != known[name]
+            ]
+            details = words[0] if words else "the order of the files is another"
+        found.append(("text" if key == "files" else f"--{key.replace('_', '-')}", details))
+    return sorted(found, key=lambda pair: pair[0] != "text")
+
+
+def _refuse_files_of_others(partial: Path) -> None:
+    """Raise `DataError` for a folder of this name that no preparation has made."""
+    if not partial.is_dir() or not (names := os.listdir(partial)):
+        return
+    known = {LOCK, RECORD, "tokens", "lengths", "index", SIDECAR_DRAFT, *TOKENIZER_FILES}
+    others = [n for n in names if n not in known and not n.startswith(f".{RECORD}.")]
+    if others or LOCK not in names:
+        reason = f"is not of a preparation: it has {', '.join(sorted(others or names)[:3])}"
+        raise DataError(partial, "folder", reason, "Give another --output, or move the folder")
+
+
 def _encode_all(
-    source: TextSource,
+    lists: Iterator[list[str]],
     partial: Path,
     progress: Progress,
     dtype: np.dtype[np.generic],
     workers: int,
     on_progress: Callable[[Counts], None],
-    unit_characters: int,
 ) -> Counts:
     counts = progress.counts
     with (
         _opened_at(partial / "tokens", counts.num_tokens * dtype.itemsize) as tokens,
         _opened_at(partial / "lengths", counts.num_documents * LENGTH.itemsize) as lengths,
     ):
-        lists = units(source.texts(skip=counts.num_texts), unit_characters)
         words = partial / progress.file_name
         recorded = time.monotonic()
         pieces = encode_in_order(lists, words, progress.end_of_document, dtype.str, workers)
@@ -322,7 +371,7 @@ def _record(partial: Path, progress: Progress, counts: Counts, *files: IO[bytes]
         file.flush()
         os.fsync(file.fileno())
     _save(
-        partial / "progress.json",
+        partial / RECORD,
         Progress(
             progress.source,
             progress.tokenizer,
@@ -361,11 +410,11 @@ def _finish(
         num_bytes=counts.num_bytes,
         files=tuple(records),
     )
-    sidecar.save(partial / "sidecar")
+    sidecar.save(partial / SIDECAR_DRAFT)
     # What a killed `_finish` needs again is copied, not renamed; the tokens are linked.
     for path, to in places.items():
         _put(path, to)
-    _put(partial / "sidecar", prefix.with_name(prefix.name + SIDECAR_SUFFIX))
+    _put(partial / SIDECAR_DRAFT, prefix.with_name(prefix.name + SIDECAR_SUFFIX))
     return sidecar
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -274,17 +275,117 @@ def test_what_was_begun_continues_with_the_same_only(
         patch.setattr(preprocess_module, "_finish", full)
         text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes")
         assert "No space left" in text
+    begin_again = "60 texts are tokenized already. Give the same {}, or begin again after: rm -r "
+    begin_again += str(tmp_path / "d.partial")
     text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bpe")
     assert "tokenizer: is not what this output was begun with" in text
+    assert begin_again.format("tokenizer") in text
+    text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes", "--text-key", "x")
+    assert "--text-key: is not what this output was begun with (text, now x)" in text
+    (tmp_path / "u.jsonl").write_text("{}")
+    more = (tmp_path / "t.jsonl", tmp_path / "u.jsonl", *output, "--tokenizer", "bytes")
+    assert "(…/u.jsonl is new)".replace("…", str(tmp_path)) in wrong(capsys, *more)
     status = (tmp_path / "t.jsonl").stat()
     os.utime(tmp_path / "t.jsonl", ns=(0, status.st_mtime_ns + 10**9))
     text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes")
-    assert "text: is not what this output was begun with" in text
+    assert "text: is not what this output was begun with" in text and "has changed" in text
+    assert begin_again.format("text") in text
     os.utime(tmp_path / "t.jsonl", ns=(0, status.st_mtime_ns))
     assert run(tmp_path / "t.jsonl", *output, "--tokenizer", "bytes") == 0
     assert texts_of(tmp_path / "d") == TEXTS
     text = wrong(capsys, tmp_path / "t.jsonl", *output, "--tokenizer", "bytes")
     assert "is there already" in text
+
+
+def test_a_tokenizer_that_changed_under_its_name_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.txt").write_text("some text")
+    words = tmp_path / "own.json"
+    command = (tmp_path / "t.txt", "--output", tmp_path / "d", "--workers", 0, "--tokenizer", words)
+    byte_tokenizer().save(words)
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_finish", mock.Mock(side_effect=OSError(28, "full")))
+        assert "full" in wrong(capsys, *command)
+    train_tokenizer(TEXTS, 300).save(words)
+    assert "tokenizer: is not what this output was begun with" in wrong(capsys, *command)
+    byte_tokenizer().save(words)
+    assert run(*command) == 0
+
+
+WRONG_FIRST = {
+    "key": (["c.jsonl"], ["c.jsonl", "--text-key", "content"]),
+    "file": (["broken.jsonl"], ["broken.jsonl"]),
+    "other file": (["broken.jsonl"], ["good.jsonl"]),
+    "kind": (["c.jsonl"], ["t.txt", "--document", "line"]),
+    "tokenizer": (["c.jsonl", "--tokenizer", "bpe", "--vocab-size", "270"], ["good.jsonl"]),
+    "folder": (["mixed"], ["mixed/good.jsonl"]),
+    "empty": (["empty.jsonl"], ["good.jsonl"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_FIRST)
+def test_an_attempt_that_wrote_nothing_blocks_nothing(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    good = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    Path("mixed").mkdir()
+    for name, content in (
+        ("c.jsonl", '{"content": "a b c"}\n'), ("good.jsonl", good), ("t.txt", "one\ntwo\n"),
+        ("broken.jsonl", good + '{"text": \n'), ("mixed/good.jsonl", good), ("mixed/a.md", "x"),
+        ("empty.jsonl", '{"text": ""}\n'),
+    ):  # fmt: skip
+        Path(name).write_text(content)
+    first, then = WRONG_FIRST[case]
+    more = ("--output", "o", "--workers", 0)
+    tokenizer = () if "--tokenizer" in first else ("--tokenizer", "bytes")
+    wrong(capsys, *first, *more, *tokenizer)
+    assert not Path("o.partial").exists()
+    Path("broken.jsonl").write_text(good)
+    assert run(*then, *more, "--tokenizer", "bytes") == 0
+    assert len(texts_of(Path("o"))) == {"key": 1, "kind": 2}.get(case, len(TEXTS))
+
+
+def test_a_preparation_that_was_killed_before_any_text_blocks_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.txt").write_text("one\ntwo\n")
+    command = (tmp_path / "t.txt", "--output", tmp_path / "o", "--workers", 0, "--tokenizer")
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_encode_all", mock.Mock(side_effect=KeyboardInterrupt))
+        assert run(*command, "bpe", "--vocab-size", 270) not in (0, 2)
+    assert (tmp_path / "o.partial" / "progress.json").exists(), "the tokenizer is kept"
+    assert run(*command, "bytes", "--document", "line") == 0
+    assert texts_of(tmp_path / "o") == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "tokens", ".progress.json.x/deep.txt"])
+def test_a_folder_of_the_users_own_is_never_taken_for_a_preparation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "t.jsonl").write_text('{"content": "a b c"}\n')
+    mine = tmp_path / "o.partial" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    for key in ("text", "content"):
+        text = wrong(capsys, tmp_path / "t.jsonl", "--output", tmp_path / "o", "--tokenizer",
+                     "bytes", "--text-key", key)  # fmt: skip
+        assert "o.partial: folder: is not of a preparation: it has" in text
+        assert mine.read_text() == "mine"
+
+
+def test_an_output_that_is_there_is_not_replaced_after_a_failed_attempt(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "t.txt").write_text("one")
+    command = (tmp_path / "t.txt", "--output", tmp_path / "o", "--tokenizer", "bytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess_module, "_encode_all", mock.Mock(side_effect=KeyboardInterrupt))
+        run(*command)
+    (tmp_path / "o.bin").write_text("mine")
+    assert "o.bin: output: is there already" in wrong(capsys, *command)
+    assert (tmp_path / "o.bin").read_text() == "mine"
 
 
 # ---- a user's mistakes
@@ -296,7 +397,7 @@ def test_what_was_begun_continues_with_the_same_only(
         (("--text-key", "nope"), "column 'nope': is not there; there are body, n"),
         (("--text-key", "n"), "column 'n': holds int"),
         (("--dataset", "x"), "must come either from files or from --dataset"),
-        (("--split", "test"), "--split: has no effect here"),
+        (("--split", "test"), "--split: has no effect: it is about datasets with splits"),
         (("--vocab-size", "300"), "--vocab-size: has no effect here"),
         (("--workers", "-1"), "--workers: is -1"),
     ],
