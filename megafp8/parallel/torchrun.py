@@ -8,6 +8,7 @@ code of the rank that explains the others.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from megafp8.parallel.launch import precedence
 
 def main(argv: Sequence[str]) -> int:
     """Run the ranks of this node, and return the exit code of the node."""
+    # As for our own launcher's ranks: messages about lost connections would hide the first error.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.CRITICAL)  # of this process alone; the ranks speak for themselves
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
