@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 OUTPUT_LAYERS = ("lm_head", "embed_out")
 """The names that models of transformers have for the layer that computes the logits."""
-MOST_NAMES = 6
+MOST_NAMES = 20
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,11 @@ def coverage_of(model: nn.Module, linears: Iterable[str], converted: Iterable[st
 
 
 def names(of: Iterable[str]) -> str:
-    """Return names for a message: alike in all layers but for a number stand once, with a `*`."""
+    """Return names for a message; those that differ in the number of a layer alone stand once."""
     patterns: dict[str, list[str]] = {}
     for name in of:
-        patterns.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name)
+        pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)  # not the last part, as of a Sequential
+        patterns.setdefault(pattern, []).append(name)
     alike = [found[0] if len(found) == 1 else key for key, found in patterns.items()]
     more = len(alike) - MOST_NAMES
     return ", ".join(alike[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

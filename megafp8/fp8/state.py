@@ -80,7 +80,8 @@ class Fp8State:
         kinds = {n: type(each).__name__.removeprefix("Fp8") for n, each in self.linears.items()}
         lines = self._coverage.lines(f"{kinds[name]} in {recipes[name]}" for name in self.linears)
         if idle := self._idle():
-            lines.append(f"converted and never called so far: {names(idle)}")
+            which = names(idle) if len(idle) < len(self.linears) else "all of them"
+            lines.append(f"converted and never called so far: {which}")
         return "\n  ".join(["Fp8State", *lines])
 
     @property

@@ -325,8 +325,16 @@ def test_what_is_left_is_named_with_its_share() -> None:
         "  among them the output layer: lm_head",
         "  linears left as they were: layers.1.router",
         f"  left as they were: {stacked}",
-        "  converted and never called so far: layers.*.router, lm_head",
+        "  converted and never called so far: all of them",
     ]
+    with torch.no_grad():
+        model["lm_head"](noise(8, 32, seed=0))
+    assert repr(state).endswith("\n  converted and never called so far: layers.*.router")
+    mixed = mlp()
+    state = fp8.convert(mixed, "rowwise")
+    with torch.no_grad():
+        mixed[0](noise(8, 32, seed=0))
+    assert repr(state).endswith("never called so far: 2")
 
 
 def test_a_converted_output_layer_is_said(caplog: pytest.LogCaptureFixture) -> None:
