@@ -6,15 +6,19 @@ megafp8 audit ACCELERATE_OR_BRIDGE_YAML
 
 The framework's own code runs over Transformer Engine's Python on the CPU: it builds its
 configuration, its recipe and a small model, and trains two steps on two ranks, with all flags about
-FP8 and FP4 and without each of them. An answer is "reaches TE", "refused", "no effect" (the recipe
-and the step are the same to the byte) or "not decided". The script itself is never run.
+FP8 and FP4 and without each of them. An answer is "reaches TE", "refused", "no effect" (the
+configuration is the same, or the recipe and the step are) or "not decided". The script itself is
+never run, nor any code or file that it names.
 """
 
 from __future__ import annotations
 
+import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from megafp8.cli import job
 from megafp8.cli.audit import report, request, runs, sources
@@ -56,12 +60,33 @@ def main(argv: Sequence[str]) -> int:
     env = environment_of(options.env)
     beside = None if options.file is None else file.parent
     asked = request.read(text, file.name, options.argument, env, beside)
-    with tempfile.TemporaryDirectory(prefix="megafp8-audit-") as folder:
+    with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="megafp8-audit-") as folder:
+        work, unpacked = Path(folder, "work"), Path(folder, "wheels")
+        work.mkdir()
         found = [
-            sources.find(name, options.source, Path(folder), needs)
+            sources.find(name, options.source, unpacked, needs)
             for name, needs in runs.NEEDED[asked.framework].items()
         ]
         code = Code([one.folder for one in found], runs.PACKAGES[asked.framework])
-        asked, verdicts = runs.audit(asked, code, options.te)
+        asked, verdicts = runs.audit(asked, code, options.te, work)
     say(report.page(asked, found, options.te, verdicts).rstrip("\n"))
     return ExitCode.FINISHED
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let a signal that ends the process raise an exception first, so that its folder is removed.
+
+    The exit code is the one that a shell gives to a process that a signal has ended.
+    """
+
+    def end(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # a second one does not disturb the end
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

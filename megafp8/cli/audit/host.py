@@ -4,15 +4,18 @@
 
 The first line is the job, and each further one a run, in JSON. The process imports the framework
 once. It then forks two ranks for each run, so that no run finds what another has left, and answers
-each with one line of JSON. Nothing is pickled.
+each with one line of JSON. A run without steps ends when the framework has made its configuration
+and its recipe of the settings. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,9 +26,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megafp8.errors import UserError
+
 RANKS = 2
 RUN_SECONDS = 240.0
 """The longest time that one run may take."""
+_OF_STAND_IN = re.compile(
+    r"torch\.cuda\.|megafp8|transformer_engine_torch|\bgloo\b|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
+    r"|compute capability|\bsm_?\d{2}|\b(on|to) (a |the )?(gpu|cuda)\b"
+    r"|\b(gpu|cuda) (device|tensor)",
+    re.IGNORECASE,
+)
+"""What an error says that may come from the CPU in place of a GPU: a type, a file, a device."""
+_OURS, _OF_AUDIT = (f"{Path(__file__).resolve().parents[up]}/" for up in (2, 0))
+NEEDED = {"megatron": ("triton",), "bridge": ("triton",), "accelerate": ()}
+"""Packages that a framework imports, and that CPU builds of torch come without."""
 RUNNERS = {"megatron": "with_megatron", "bridge": "with_bridge", "accelerate": "with_accelerate"}
 
 
@@ -37,7 +52,7 @@ def main() -> int:
     try:
         train = _prepare(job)
     except Exception as error:  # an import of others' code may raise anything
-        print(json.dumps({"failed": _said(error), "where": _place(error, job)}), file=out)
+        print(json.dumps({"failed": _why_not_imported(error, job)}), file=out)
         return 1
     for line in sys.stdin:
         run = json.loads(line)
@@ -49,6 +64,11 @@ def main() -> int:
 
 def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     """Import Transformer Engine and the framework; return what trains one rank."""
+    from megafp8.te_cpu.loading import NEEDED as OF_TE
+
+    needed = (*OF_TE, *NEEDED[job["framework"]])
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ModuleNotFoundError(name=" ".join(missing))
     warnings.simplefilter("ignore")
     import torch
     import typing_extensions
@@ -70,6 +90,18 @@ def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     recorder.install_recipes(te)
     runner = importlib.import_module(f"megafp8.cli.audit.{RUNNERS[job['framework']]}")
     return runner.prepare(job, recorder)  # type: ignore[no-any-return]
+
+
+def _why_not_imported(error: Exception, job: dict[str, Any]) -> str:
+    """Return why the framework cannot be imported, with what helps."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name and name.partition(".")[0] not in job["packages"]:
+        return f"its code needs {name}, which this Python does not have. Run: pip install {name}"
+    if isinstance(error, UserError):
+        return str(error)
+    where = _place(error, job) or "an unknown place"
+    return (f"its code cannot be imported here ({_said(error)}, at {where}). Give another version "
+            "with --source, or of --te")  # fmt: skip
 
 
 def _run(train: Callable[..., Any], job: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -120,13 +152,16 @@ def _rank(
         store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
         train(run, rank, record)
-    except SystemExit:
+    except SystemExit as error:
         messages.seek(0)
-        said = messages.read().strip().splitlines() or ["it ended"]
-        record["refused"] = {"reason": said[-1][:500], "where": "its parser of arguments"}
+        said = (messages.read().strip().splitlines() or ["it ended"])[-1][:500]
+        if _frames(error)[-1].filename.endswith("/argparse.py"):
+            record["refused"] = {"reason": said, "where": "its parser of arguments"}
+        else:
+            record["failed"] = f"{said} (it ended itself)"
     except Exception as error:
         if _is_ours(error):
-            record["lacks"] = _said(error)
+            record["lacks"] = f"{_said(error)} ({_place(error, job) or 'outside of its code'})"
         elif place := _refusal(error, job):
             record["refused"] = {"reason": _said(error), "where": place}
         else:
@@ -154,12 +189,19 @@ def _wait(children: list[int]) -> None:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an error says that the kernels on a CPU lack something."""
+    """Whether an error comes from the CPU in place of a GPU, and not from a setting.
+
+    Our code then has raised it or one that led to it, or it names what our code has answered.
+    """
     from megafp8.te_cpu.missing import MissingKernelError, SizeError
 
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, MissingKernelError | SizeError):
+        frames = _frames(seen)
+        if isinstance(seen, MissingKernelError | SizeError) or _OF_STAND_IN.search(str(seen)):
+            return True
+        last = frames[-1].filename if frames else ""
+        if last.startswith(_OURS) and not last.startswith(_OF_AUDIT):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -63,7 +63,8 @@ class Code:
     def __post_init__(self) -> None:
         for folder in self.folders:
             for package in self.packages:
-                for path in sorted((folder / package).rglob("*.py")):
+                paths = (folder / package).rglob("*.py")
+                for path in sorted(path for path in paths if path.is_file()):  # and no FIFO
                     shown = path.relative_to(folder).as_posix()
                     text = path.read_text(encoding="utf-8", errors="replace")
                     self._files.setdefault(shown, _File(path, shown, text))

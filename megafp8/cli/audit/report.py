@@ -10,7 +10,7 @@ from megafp8.cli.audit.sources import CodeFound
 from megafp8.cli.audit.verdict import NONE, OPEN, REACHES, REFUSED, FlagVerdict
 
 _ORDER = (NONE, REFUSED, REACHES, OPEN)
-_LAYOUTS = {"tp2": "two tensor-parallel ranks", "dp2": "two replicas"}
+LAYOUTS = {"tp2": "two tensor-parallel ranks", "dp2": "two replicas"}
 
 
 def page(
@@ -18,7 +18,7 @@ def page(
 ) -> str:
     """Return the report: what was run, each flag with its answer, and what the answers rest on."""
     code = ", ".join(f"{one.distribution} {one.version or '(unknown version)'}" for one in found)
-    ranks = " and ".join(_LAYOUTS[layout] for layout in request.layouts)
+    ranks = " and ".join(LAYOUTS[layout] for layout in request.layouts)
     if request.framework == "accelerate":
         size = "a model of two norms and two linears"
     else:

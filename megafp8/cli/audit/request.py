@@ -19,6 +19,17 @@ from megafp8.foreign import ForeignFileError, parse_yaml
 _PRECISION = re.compile(
     r"fp8|fp4|first_last_layers_bf16|_in_bf16$|tp_only_amax_red|quant_recipe|te_precision_config"
 )
+_NAMES_CODE = re.compile(
+    r"factory|file|path|folder|(^|_)dir(_|$)|class|callable|function|hook|module|import|target|spec$"
+    r"|config$|quant_recipe"
+)
+"""The names of settings whose values a framework imports, calls or opens."""
+_PLAIN = re.compile(
+    r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|(?!-)[\w+-]*|torch\.(bfloat16|float16|float32)",
+    re.ASCII,
+)
+_MOST_LAYERS = 16
+"""The most layers in BF16 at one end of the small model."""
 _NOT_IN_TE = frozenset({"grad_reduce_in_bf16"})
 KEPT = frozenset({
     "bf16", "fp16", "transformer_impl", "swiglu", "squared_relu", "normalization",
@@ -132,6 +143,39 @@ def is_precision(name: str) -> bool:
     return bool(_PRECISION.search(name)) and name not in _NOT_IN_TE
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, true, false or a word, or a list of these.
+
+    It then names no file and no function of a module, as `os.system` or `/dev/stdin` would.
+    """
+    if isinstance(value, str):
+        inner = value.strip("()[] ") if "," in value else value
+        return all(_PLAIN.fullmatch(word.strip()) for word in inner.split(","))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _why_not(name: str, value: Any, sources: Sequence[str] = ()) -> str:
+    """Return why a flag is in no run; empty if it is in some.
+
+    Args:
+        name: The flag's name in the framework's configuration.
+        value: Its value, or a list of them.
+        sources: What the value depends on that a script does not say.
+    """
+    if _NAMES_CODE.search(name):
+        return "names code or a file, and the audit runs and opens nothing that a script names"
+    if sources:
+        return f"its value depends on {', '.join(sources)}, see --env"
+    if not is_plain(value):
+        return "names code or a file, or is no plain word, and is given to no code here"
+    numbers = [str(item) for item in (value if isinstance(value, list) else [value])]
+    if name.endswith("_in_bf16") and any(n.isdecimal() and int(n) > _MOST_LAYERS for n in numbers):
+        return f"the small model has at most {_MOST_LAYERS} layers in BF16 at an end"
+    return ""
+
+
 def _of_script(script: Script, env: Mapping[str, str]) -> Request:
     command = megatron.training_commands(script)[0]
     flags, kept, features = list[Flag](), list[str](), dict[str, str]()
@@ -141,15 +185,16 @@ def _of_script(script: Script, env: Mapping[str, str]) -> Request:
         shown = " ".join(script.holes.shown(word) for word in (flag, *values))
         sources = [source for value in values for source in script.holes.inside(value)]
         if is_precision(name):
-            why = f"its value depends on {', '.join(sources)}, see --env" if sources else ""
             flags = [old for old in flags if old.name != name]  # the last one holds
-            flags.append(Flag(name, shown, (flag, *values), why))
+            flags.append(Flag(name, shown, (flag, *values), _why_not(name, values, sources)))
         elif name == _RANKS and (sources or values != ["1"]):
             ranks = ["tp2", "dp2"]
         elif name in _FEATURES and values[:1] not in (["1"], ["0"], ["none"]):
             features[shown] = _FEATURES[name]
-        elif name in KEPT and not sources:
+        elif name in KEPT and not sources and is_plain(values):
             kept += [flag, *values]
+        elif name in KEPT:
+            features[shown] = ""
     edges = {flag.name: flag.words[-1] for flag in flags if not flag.why_not}
     return Request(
         "megatron", tuple(flags), tuple(kept), layouts=tuple(ranks), layers=2 + _edges(edges),
@@ -186,34 +231,32 @@ def _of_bridge(tree: Mapping[str, Any], env: Mapping[str, str]) -> Request:
     flags, sections = [], {name: {} for name in ("model", "ddp", "optimizer")}  # type: ignore[var-annotated]
     features, mixed = {}, None
     for (section, name), value in leaves.items():
+        shown, known = (f"{section}.{name}", name) if name else (section, section)
+        replaced = section != "mixed_precision" and ("mixed_precision", name) in leaves
+        is_flag = is_precision(name) or (section == "mixed_precision" and not name)
+        if is_flag and not replaced and value not in (None, False):
+            why = _why_not(known, value)
+            flags.append(Flag(known, f"{shown}={plain(value)}", (section, name), why))
+        if name in _FEATURES and value not in (None, False, 0, 1, "none"):
+            features[shown] = _FEATURES[name]
+        if not is_plain(value) or _NAMES_CODE.search(name):
+            continue
         if section == "mixed_precision":
             mixed = value if not name else {**(mixed or {}), name: value}
         if section in sections and name and not name.startswith("_"):
             sections[section][name] = value
-        shown = f"{section}.{name}" if name else section
-        replaced = section != "mixed_precision" and ("mixed_precision", name) in leaves
-        is_flag = is_precision(name) or (section == "mixed_precision" and not name)
-        if is_flag and not replaced and value not in (None, False):
-            flags.append(Flag(name or "mixed_precision", f"{shown}={plain(value)}",
-                              (section, name)))  # fmt: skip
-        if name in _FEATURES and value not in (None, False, 0, 1, "none"):
-            features[shown] = _FEATURES[name]
     ranks = sections["model"].get(_RANKS)
     kept = {name: value for name, value in sections["model"].items()
             if name in KEPT or is_precision(name)}  # fmt: skip
     both = {**kept, **(mixed if isinstance(mixed, dict) else {})}
     return Request(
         "bridge", tuple(flags),
-        tree={"model": kept, "ddp": _flat(sections["ddp"]), "optimizer": _states(sections),
+        tree={"model": kept, "ddp": sections["ddp"], "optimizer": _states(sections),
               "mixed_precision": mixed},
         layouts=("dp2",) if ranks in (None, 1) else ("tp2", "dp2"),
         layers=4 if isinstance(mixed, str) else 2 + _edges(both),
         environment=dict(env), features=features,
     )  # fmt: skip
-
-
-def _flat(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in section.items() if isinstance(v, bool | int | str | None)}
 
 
 def _states(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -233,7 +276,8 @@ def _of_accelerate(tree: Mapping[str, Any], env: Mapping[str, str]) -> Request:
                            "code the audit runs", "Give a file with the backend TE")  # fmt: skip
     flags = [
         Flag(_FORMAT.get(str(key), str(key).removeprefix("fp8_")),
-             f"fp8_config.{key}={plain(value)}", ("fp8_config", str(key)))
+             f"fp8_config.{key}={plain(value)}", ("fp8_config", str(key)),
+             _why_not(str(key), [key, value]))
         for key, value in block.items() if str(key).removeprefix("fp8_") != "backend"
     ]  # fmt: skip
     kind = str(tree.get("distributed_type", "NO")).upper()

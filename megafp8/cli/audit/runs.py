@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -17,8 +19,9 @@ import yaml
 
 from megafp8.cli.audit import verdict
 from megafp8.cli.audit.reads import Code, Reading
-from megafp8.cli.audit.request import Flag, Request
-from megafp8.cli.audit.verdict import AGAIN, BASE, REFUSED, FlagVerdict, Runs
+from megafp8.cli.audit.report import LAYOUTS
+from megafp8.cli.audit.request import Flag, Request, is_plain
+from megafp8.cli.audit.verdict import BASE, REFUSED, FlagVerdict, Runs
 from megafp8.errors import RunError
 from megafp8.secrets import one_line
 
@@ -29,6 +32,8 @@ NEEDED = {
 }
 """The distributions that each framework needs, and how many of their marked files."""
 PACKAGES = {"megatron": ("megatron",), "bridge": ("megatron",), "accelerate": ("accelerate",)}
+_SECONDS_TO_END = 5.0
+"""How long killed ranks are waited for, which must write no file when their folder is removed."""
 _LAYOUTS = {
     "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "dp2": (),
@@ -57,49 +62,118 @@ _ALIASES = {
 """Other names under which a field of Megatron's is read."""
 
 
-def audit(request: Request, code: Code, te_version: str) -> tuple[Request, list[FlagVerdict]]:
+def audit(
+    request: Request, code: Code, te_version: str, folder: Path
+) -> tuple[Request, list[FlagVerdict]]:
     """Return the verdict on each flag, in the order of the file, and what was run for it.
+
+    Args:
+        request: What is audited.
+        code: The framework's files.
+        te_version: The version of Transformer Engine.
+        folder: An empty folder of this process's own, in which the runs work.
 
     Raises:
         RunError: The framework's code cannot be imported.
     """
     request = replace(request, environment=passed_on(request.environment, code))
-    with Host(request, code, te_version) as host:
-        return _audit(request, code, host)
+    with Host(request, code, te_version, folder) as host:
+        return request, _audit(request, code, host)
 
 
-def _audit(request: Request, code: Code, host: Host) -> tuple[Request, list[FlagVerdict]]:
+def _audit(request: Request, code: Code, host: Host) -> list[FlagVerdict]:
     flags = [flag for flag in request.flags if not flag.why_not]
-    results = _results(host, request, flags, ())
-    if not verdict.is_steady(request, results) and (calmer := without_overlap(request)) != request:
-        request = calmer
-        results = _results(host, request, flags, ())
+    number = (verdict.REPEATS + len(flags)) * len(request.layouts)
+    print(f"{number} runs make a configuration of the settings; at most {number} with training "
+          "steps follow where these do not decide, and what differs is repeated",
+          file=sys.stderr, flush=True)  # fmt: skip
     refused: dict[Flag, str] = {}
-    while guilty := verdict.refusing(request, results):
-        why = next(results.problem(BASE, x)[1] for x in request.layouts
-                   if results.problem(BASE, x)[0] == "refused")  # fmt: skip
-        together = " together with " + ", ".join(f.shown for f in guilty[1:]) if guilty[1:] else ""
-        refused[guilty[0]] = f"{why}{together}"
-        flags.remove(guilty[0])
-        results = _results(host, request, flags, refused)
-        request = _without(request, guilty[0])
-    pairs = list(verdict.pairs(flags, request, results))
-    if pairs:
-        more = {verdict.both(*pair): pair for pair in pairs}
-        results = Runs({**results.found, **_run(host, request, flags, more).found})
+    while True:
+        settled, runs, guilty = _tried(host, request, flags)
+        if not guilty:
+            break
+        refused |= guilty
+        flags = [flag for flag in flags if flag not in guilty]
     verdicts = []
-    for flag in (*request.flags, *refused):
+    for flag in request.flags:
         readings = readings_of(flag, request.framework, code)
         if flag in refused:
             places = tuple(reading.place for reading in readings)
             verdicts.append(FlagVerdict(flag, REFUSED, places, refused[flag]))
         else:
-            verdicts.append(verdict.decide(flag, request, results, readings))
-    return request, verdicts
+            known = settled.get(flag, runs)
+            verdicts.append(verdict.decide(flag, flags, request, known, readings))
+    return verdicts
 
 
-def _without(request: Request, flag: Flag) -> Request:
-    return replace(request, flags=tuple(other for other in request.flags if other != flag))
+def _tried(
+    host: Host, request: Request, flags: Sequence[Flag]
+) -> tuple[dict[Flag, Runs], Runs, dict[Flag, str]]:
+    """Run with all flags and without each: their settings, and steps where these do not decide.
+
+    Returns the runs that settle each flag, those of the others, and the flags for which the job is
+    refused: then nothing is settled.
+    """
+    settled: dict[Flag, Runs] = {}
+    runs = Runs()
+    for steps in (False, True):
+        doubtful = [flag for flag in flags if flag not in settled]
+        if not doubtful:
+            break
+        runs = Runs()
+        trial = _Trial(host, request, flags, runs, steps)
+        trial.run([(BASE, ())] * verdict.REPEATS + [(flag.shown, (flag,)) for flag in doubtful])
+        if verdict.is_any_refused(runs):  # then any flag may be what it is about
+            trial.run([(flag.shown, (flag,)) for flag in settled])
+            if guilty := verdict.refusing(flags, request, runs):
+                return {}, runs, guilty
+        trial.confirm({flag.shown: ((flag,), BASE, ()) for flag in doubtful})
+        pairs = [pair for pair in verdict.pairs(flags, request, runs) if pair[0] in doubtful]
+        trial.run([(verdict.both(*pair), pair) for pair in pairs])
+        trial.confirm({verdict.both(*pair): (pair, pair[1].shown, pair[1:]) for pair in pairs})
+        settled |= {
+            flag: runs for flag in doubtful if verdict.settled(flag, flags, request, runs)[0]
+        }
+    return settled, runs, {}
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Add runs to those that there are: with all flags, and without some of them."""
+
+    host: Host
+    request: Request
+    flags: Sequence[Flag]
+    runs: Runs
+    steps: bool
+
+    def run(self, less: Sequence[tuple[str, Collection[Flag]]]) -> None:
+        """Run in each layout; each run has a name and the flags that it leaves out."""
+        described = []
+        for layout in self.request.layouts:
+            for name, gone in less:
+                kept = [flag for flag in self.flags if flag not in gone]
+                run = _described(self.request, kept, layout, name)
+                described.append(run | {"steps": self.steps})
+        for result in self.host.results(described):
+            key = (result["name"], result["layout"])
+            self.runs.found.setdefault(key, []).append(result["ranks"])
+
+    def confirm(
+        self, compared: Mapping[str, tuple[Collection[Flag], str, Collection[Flag]]]
+    ) -> None:
+        """Repeat runs that differ from others, and these, as often as an answer needs.
+
+        `compared` has for the name of a run its flags, the other run's name and its flags.
+        """
+        again: dict[str, Collection[Flag]] = {}
+        for name, (gone, base, gone_there) in compared.items():
+            for layout in self.request.layouts:
+                if verdict.differs(self.runs, name, layout, base):
+                    for one, flags in ((name, gone), (base, gone_there)):
+                        if not self.runs.is_repeated(one, layout):
+                            again[one] = flags
+        self.run([*again.items()] * (verdict.REPEATS - 1))
 
 
 def readings_of(flag: Flag, framework: str, code: Code) -> list[Reading]:
@@ -109,49 +183,6 @@ def readings_of(flag: Flag, framework: str, code: Code) -> list[Reading]:
         return code.readings(key, f"ACCELERATE_FP8_{key}", flag.name, in_files='"ACCELERATE_FP8_"')
     names = {flag.name, *_ALIASES.get(flag.name, ())}
     return code.readings(*names)
-
-
-def _results(
-    host: Host, request: Request, flags: Sequence[Flag], left_out: Collection[Flag]
-) -> Runs:
-    """Run with all flags, twice, and without each; `left_out` are those that are refused.
-
-    If their parser does not know a flag, the runs with all flags say which one: there are no others
-    then.
-    """
-    kept = [flag for flag in request.flags if flag not in left_out and not flag.why_not]
-    base = _run(host, request, kept, {BASE: (), AGAIN: ()})
-    if verdict.unrecognized(request, base):
-        return base
-    others = _run(host, request, kept, {flag.shown: (flag,) for flag in flags})
-    return Runs({**base.found, **others.found})
-
-
-def _run(
-    host: Host, request: Request, kept: Sequence[Flag], less: Mapping[str, Collection[Flag]]
-) -> Runs:
-    """Run with the flags `kept`, without those that `less` has for the name of a run."""
-    runs = []
-    for layout in request.layouts:
-        for name, gone in less.items():
-            others = [flag for flag in kept if flag not in gone]
-            runs.append(_described(request, others, layout, name))
-    return Runs({(r["name"], r["layout"]): r["ranks"] for r in host.results(runs)})
-
-
-def without_overlap(request: Request) -> Request:
-    """Return the request without the flags that send messages beside the computation.
-
-    Their order differs from run to run on a CPU, with the results of Megatron-core 0.19.2.
-    """
-    kept = tuple(word for word in request.kept if not word.startswith("--overlap-"))
-    fields = dict(request.tree.get("ddp", {}))
-    gone = [name for name, on in fields.items() if name.startswith("overlap_") and on]
-    fields = {name: on for name, on in fields.items() if name not in gone}
-    tree = {**request.tree, "ddp": fields} if gone else request.tree
-    names = [word for word in request.kept if word not in kept] + [f"ddp.{n}" for n in gone]
-    features = {**request.features, **dict.fromkeys(names, "distributed/")}
-    return replace(request, kept=kept, tree=tree, features=features)
 
 
 def _described(request: Request, flags: Sequence[Flag], layout: str, name: str) -> dict[str, Any]:
@@ -181,11 +212,16 @@ def _less(
 
 
 def passed_on(given: Mapping[str, str], code: Code) -> dict[str, str]:
-    """Return the variables of a script that its runs get: those that the framework may read."""
+    """Return the variables of a script that its runs get: those that the framework may read.
+
+    Their values are numbers and plain words, which name no code and no file.
+    """
     return {
         name: value
         for name, value in given.items()
-        if (name.startswith(_THEIRS) or code.mentions(name)) and not name.startswith(_NEVER)
+        if (name.startswith(_THEIRS) or code.mentions(name))
+        and not name.startswith(_NEVER)
+        and is_plain(value)
     }
 
 
@@ -204,7 +240,7 @@ def _environment(request: Request) -> dict[str, str]:
 class Host:
     """Hold the process that imports a framework once, and asks it for one run after the other."""
 
-    def __init__(self, request: Request, code: Code, te_version: str) -> None:
+    def __init__(self, request: Request, code: Code, te_version: str, folder: Path) -> None:
         flags = request.flags
         fields = {name for flag in flags for name in (flag.name, *_ALIASES.get(flag.name, ()))}
         self._job = {
@@ -212,7 +248,8 @@ class Host:
             "packages": list(code.packages), "sources": [str(folder) for folder in code.folders],
             "fields": sorted(fields),
         }  # fmt: skip
-        self._environment = _environment(request)
+        self._folder = folder
+        self._environment = _environment(request) | {"TMPDIR": str(folder)}
 
     def __enter__(self) -> Self:
         """Start the process."""
@@ -220,25 +257,38 @@ class Host:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "megafp8.cli.audit.host"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._messages, text=True,
-            env=self._environment, cwd=tempfile.gettempdir(),
+            env=self._environment, cwd=self._folder, start_new_session=True,
         )  # fmt: skip
         self._write(self._job)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End the process: without a further run it has nothing to do."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the process; without a further run it has nothing to do, and ends itself."""
+        if kind is not None:  # it may be in a run, whose ranks are in its group
+            until = time.monotonic() + _SECONDS_TO_END
+            with suppress(ProcessLookupError):
+                while time.monotonic() < until:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                    self._process.poll()
+                    time.sleep(0.01)
         with suppress(BrokenPipeError), self._process:
             pass
         self._messages.close()
 
     def results(self, runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yield the result of each run.
+        """Yield the result of each run, and say on stderr which one begins.
 
         Raises:
             RunError: The framework cannot be imported, or the process has ended.
         """
         name = self._job["framework"]
+        layouts = {run["layout"] for run in runs}
         for number, run in enumerate(runs, start=1):
+            left_out = "" if run["name"] == BASE else "without "
+            what = "two training steps" if run["steps"] else "settings"
+            where = f", {LAYOUTS[run['layout']]}" if len(layouts) > 1 else ""
+            print(f"{number} of {len(runs)}: {what} {left_out or 'with '}{run['name']}{where}",
+                  file=sys.stderr, flush=True)  # fmt: skip
             self._write(run)
             assert self._process.stdout is not None
             line = self._process.stdout.readline()
@@ -247,10 +297,7 @@ class Host:
                                f"{len(runs)}: {_last_line(self._messages)}")  # fmt: skip
             result = json.loads(line)
             if "failed" in result:
-                raise RunError(f"{name}: its code cannot be imported here "
-                               f"({result['failed']}, at {result['where'] or 'an unknown place'})"
-                               ". Give another version with --source, or of --te")  # fmt: skip
-            _progress(number, len(runs))
+                raise RunError(f"{name}: {result['failed']}")
             yield result
 
     def _write(self, what: Mapping[str, Any]) -> None:
@@ -258,12 +305,6 @@ class Host:
         with suppress(BrokenPipeError):  # it has ended, as the missing answer tells
             self._process.stdin.write(json.dumps(what) + "\n")
             self._process.stdin.flush()
-
-
-def _progress(number: int, total: int) -> None:
-    if sys.stderr.isatty():
-        end = "\n" if number == total else ""
-        print(f"\rrun {number} of {total}", end=end, file=sys.stderr, flush=True)
 
 
 def _last_line(messages: IO[bytes]) -> str:

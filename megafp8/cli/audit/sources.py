@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megafp8.config.errors import SettingError
+from megafp8.foreign import ForeignFileError, check_regular
 
 MAX_BYTES = 1 << 28
 """The largest sum of a wheel's files that is unpacked."""
@@ -75,13 +76,14 @@ def _unpacked(distribution: str, wheel: Path, unpacked: Path) -> Iterator[Path]:
         return
     folder = unpacked / wheel.stem
     try:
+        check_regular(wheel.stat())
         with zipfile.ZipFile(wheel) as archive:
             names = [n for n in archive.namelist() if n.endswith((".py", "/METADATA", ".json"))]
             if sum(archive.getinfo(name).file_size for name in names) > MAX_BYTES:
                 reason = f"has more than {MAX_BYTES >> 20} MiB of files"
                 raise SettingError("--source", str(wheel), reason, "Give another wheel")
             archive.extractall(folder, names)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, ForeignFileError, zipfile.BadZipFile) as error:
         hint = "Download it again"
         raise SettingError("--source", str(wheel), f"cannot be read ({error})", hint) from error
     yield folder
@@ -100,7 +102,7 @@ def _version(distribution: str, folder: Path) -> str:
     """Return the version that the metadata beside the code, or its own file, says."""
     start = distribution.replace("-", "_")
     for metadata in folder.glob("*.dist-info/METADATA"):
-        if metadata.parent.name.lower().startswith(start + "-"):
+        if metadata.parent.name.lower().startswith(start + "-") and metadata.is_file():
             match = re.search(r"(?m)^Version: (\S+)", metadata.read_text(errors="replace"))
             return match[1] if match else ""
     package = "megatron/core/package_info.py" if distribution == "megatron-core" else ""

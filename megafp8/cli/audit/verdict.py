@@ -1,9 +1,13 @@
-"""Compare the runs with and without a flag, and say what the flag does."""
+"""Compare the runs with and without a flag, and say what the flag does.
+
+Equal settings may train to other bytes, since a framework may sum in another order each time. So a
+difference is an answer only between runs that were repeated and were equal on both sides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megafp8.cli.audit.reads import Reading
@@ -12,7 +16,13 @@ from megafp8.cli.audit.request import Flag, Request
 REACHES, REFUSED, NONE, OPEN = "reaches TE", "refused", "no effect", "not decided"
 SWITCHES = ("fp8", "fp4", "mixed_precision")
 """The names of flags that switch low precision on."""
-BASE, AGAIN = "all flags", "all flags again"
+BASE = "all flags"
+"""The name of the runs that leave nothing out."""
+REPEATS = 3
+"""How many runs must be equal before their difference from others is an answer."""
+_PARTS = ("recipe", "regions", "step")
+Ranks = Sequence[Mapping[str, Any]]
+"""The records of the ranks of one run."""
 
 
 @dataclass(frozen=True)
@@ -25,56 +35,90 @@ class FlagVerdict:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Runs:
-    """Hold the results of runs by name and layout: a list of the records of both ranks."""
+    """Hold the results of runs by name and layout, in a list of those that were repeated."""
 
-    found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+    found: dict[tuple[str, str], list[Ranks]] = field(default_factory=dict)
 
-    def of(self, name: str, layout: str) -> Sequence[Mapping[str, Any]]:
-        """Return the records of a run's ranks."""
-        return self.found.get((name, layout), ({"failed": "it was not run"},))
+    def of(self, name: str, layout: str) -> Ranks:
+        """Return the records of the first run of a name."""
+        return next(iter(self.found.get((name, layout), ())), ({"failed": "it was not run"},))
 
     def problem(self, name: str, layout: str) -> tuple[str, str]:
         """Return what stopped a run (refused, lacks, failed) and its text; empty if nothing did."""
-        records = self.of(name, layout)
-        for kind in ("refused", "lacks", "failed"):
-            for record in records:
-                if kind in record:
-                    said = record[kind]
-                    if isinstance(said, Mapping):
-                        said = f"{said['reason']} ({said['where']})"
-                    return kind, str(said)
-        return ("", "") if all(r.get("is_whole") for r in records) else ("failed", "it stopped")
+        return _problem(self.of(name, layout))
+
+    def agree(self, part: str) -> bool:
+        """Whether all runs with the same settings are equal in a part of their records."""
+        return all(
+            _part(run, part) == _part(runs[0], part) for runs in self.found.values() for run in runs
+        )
+
+    def is_repeated(self, name: str, layout: str) -> bool:
+        """Whether there are enough runs of a name to compare it with another one."""
+        return len(self.found.get((name, layout), ())) >= REPEATS
 
 
-def refusing(request: Request, runs: Runs) -> list[Flag]:
-    """Return the flags without which a job is not refused, if it is refused with all of them.
+def _problem(records: Ranks) -> tuple[str, str]:
+    for kind in ("refused", "lacks", "failed"):
+        for record in records:
+            if kind in record:
+                said = record[kind]
+                if isinstance(said, Mapping):
+                    said = f"{said['reason']} ({said['where']})"
+                return kind, str(said)
+    return ("", "") if all(r.get("is_whole") for r in records) else ("failed", "it stopped")
 
-    The flag that switches FP8 on is not among them: nothing could be said of the others without it.
+
+def _part(records: Ranks, part: str) -> list[Any]:
+    if part == "problem":
+        return [_problem(records)]
+    return [record.get(part) for record in records]
+
+
+def refusing(flags: Sequence[Flag], request: Request, runs: Runs) -> dict[Flag, str]:
+    """Return the flags for which a job is refused, each with the reason.
+
+    They are those that the framework's parser does not know. Otherwise it is the first of those
+    without which the job is not refused; the flag that switches FP8 on is not among them, as
+    nothing could be said of the others without it.
     """
-    layouts = [x for x in request.layouts if runs.problem(BASE, x)[0] == "refused"]
-    if not layouts:
-        return []
-    return unrecognized(request, runs)[:1] or [
+    problems = {layout: runs.problem(BASE, layout) for layout in request.layouts}
+    layouts = [layout for layout, (kind, _) in problems.items() if kind == "refused"]
+    if not layouts or not runs.agree("problem"):
+        return {}
+    why = problems[layouts[0]][1]
+    if unknown := unrecognized(flags, why):
+        return dict.fromkeys(unknown, why)
+    if left_out(request):
+        return {}
+    guilty = [
         flag
-        for flag in request.flags
+        for flag in flags
         if flag.name not in SWITCHES
         and all(runs.problem(flag.shown, layout)[0] != "refused" for layout in layouts)
     ]
+    if not guilty:
+        return {}
+    together = " together with " + ", ".join(f.shown for f in guilty[1:]) if guilty[1:] else ""
+    return {guilty[0]: why + together}
 
 
-def unrecognized(request: Request, runs: Runs) -> list[Flag]:
-    """Return the flags that the framework's parser does not know, by the run with all flags."""
-    problems = (runs.problem(BASE, layout) for layout in request.layouts)
-    said = next((text for kind, text in problems if kind == "refused"), "")
-    named = said.partition("unrecognized arguments: ")[2].split()
-    return [flag for flag in request.flags if flag.words[0] in named]
+def is_any_refused(runs: Runs) -> bool:
+    """Whether the framework has refused the settings of any run."""
+    return any(_problem(each[0])[0] == "refused" for each in runs.found.values())
 
 
-def is_steady(request: Request, runs: Runs) -> bool:
-    """Whether two runs with the same flags are equal."""
-    return not any(next(_differences(runs, AGAIN, layout), "") for layout in request.layouts)
+def unrecognized(flags: Sequence[Flag], refusal: str) -> list[Flag]:
+    """Return the flags that the framework's parser does not know, by what it says of a job."""
+    named = refusal.partition("unrecognized arguments: ")[2].split()
+    return [flag for flag in flags if flag.words[0] in named]
+
+
+def left_out(request: Request) -> str:
+    """Return the flags that are in no run, since they name code or depend on the shell."""
+    return " ".join(flag.shown for flag in request.flags if flag.why_not)
 
 
 def pairs(flags: Sequence[Flag], request: Request, runs: Runs) -> Iterator[tuple[Flag, Flag]]:
@@ -93,30 +137,56 @@ def both(flag: Flag, other: Flag) -> str:
     return f"{flag.shown} and {other.shown}"
 
 
-def _beside(flag: Flag, request: Request, runs: Runs) -> str:
-    """Return what differs without a flag where another one is left out, too; or nothing."""
-    steady = is_steady(request, runs)
-    for other in request.flags:
-        for layout in request.layouts:
-            name = both(flag, other)
-            if (name, layout) in runs.found:
-                differences = _differences(runs, name, layout, with_step=steady, base=other.shown)
-                if seen := next(differences, ""):
-                    return f"{seen} (both without {other.shown}, with which it is needed)"
-    return ""
-
-
-def decide(flag: Flag, request: Request, runs: Runs, readings: Sequence[Reading]) -> FlagVerdict:
-    """Return what one flag does.
+def settled(flag: Flag, flags: Sequence[Flag], request: Request, runs: Runs) -> tuple[str, str]:
+    """Return the answer and its reason that runs give without a doubt; two empty texts for none.
 
     Args:
         flag: The flag.
+        flags: All flags of the runs.
         request: What is audited.
-        runs: The runs with all flags, twice, and without each.
-        readings: The lines of the framework's code that read the flag.
+        runs: The runs with all flags, without each, and without each of some pairs.
     """
+    layouts = request.layouts
+    if all(is_same(runs, flag.shown, layout) for layout in layouts):
+        lost = _lost(flag, runs.of(BASE, layouts[0])[0])
+        return NONE, f"their configuration is the same without it{lost}"
+    condition = f" (in a job without {left_out(request)})" if left_out(request) else ""
+    for layout in layouts:
+        if seen := _seen(runs, flag.shown, layout):
+            return REACHES, f"{seen}{condition}"
+        is_refused = runs.problem(BASE, layout)[0] == "refused" and runs.agree("problem")
+        if is_refused and flag.name in SWITCHES and not condition:
+            if not runs.problem(flag.shown, layout)[0]:
+                return REFUSED, runs.problem(BASE, layout)[1]
+    for other in flags:
+        for layout in layouts:
+            if (both(flag, other), layout) in runs.found:
+                if seen := _seen(runs, both(flag, other), layout, other.shown):
+                    needed = f"(both without {other.shown}, with which it is needed)"
+                    return REACHES, f"{seen} {needed}{condition}"
+    return "", ""
+
+
+def is_same(runs: Runs, name: str, layout: str) -> bool:
+    """Whether the framework's configuration and its recipe are the same as with all flags."""
+    if runs.problem(BASE, layout)[0] or runs.problem(name, layout)[0]:
+        return False
+    return all(
+        _part(runs.of(name, layout), part) == _part(runs.of(BASE, layout), part)
+        for part in ("configuration", "recipe")
+    )
+
+
+def decide(
+    flag: Flag, flags: Sequence[Flag], request: Request, runs: Runs, readings: Sequence[Reading]
+) -> FlagVerdict:
+    """Return what one flag does, by all runs; `readings` are the lines that read the flag."""
     places = _places(flag, request, runs, readings)
-    answer, why = _answer(flag, request, runs, readings, places)
+    answer, why = settled(flag, flags, request, runs) if not flag.why_not else ("", "")
+    if not answer:
+        answer, why = _unsettled(flag, request, runs, readings, places)
+    if answer == NONE and not places:
+        why = f"their code never reads it; {why}"
     return FlagVerdict(flag, answer, places, why)
 
 
@@ -135,35 +205,27 @@ def _places(
     return (*reached, *others)
 
 
-def _answer(
+def _unsettled(
     flag: Flag, request: Request, runs: Runs, readings: Sequence[Reading], places: Sequence[str]
 ) -> tuple[str, str]:
+    """Return that a flag has no effect if two steps show it, and otherwise why nothing is said."""
     if flag.why_not:
         return OPEN, flag.why_not
     if "moe" in flag.name:
         return OPEN, "it is about experts, which the small model does not have"
-    unclear = ""
     for layout in request.layouts:
-        agree = not next(_differences(runs, AGAIN, layout), "")
-        seen = next(_differences(runs, flag.shown, layout, with_step=agree), "")
-        if seen:
-            return REACHES, seen
         with_, without = runs.problem(BASE, layout), runs.problem(flag.shown, layout)
-        if with_[0] == "refused" and flag.name in SWITCHES and not without[0]:
-            return REFUSED, with_[1]
         if with_[0]:
-            unclear = unclear or f"the job itself {_told(with_)}"
-        elif without[0]:
-            unclear = unclear or f"without it the job {_told(without)}"
-        elif not agree:
-            unclear = unclear or "two runs with the same flags differ"
-    if seen := _beside(flag, request, runs):
-        return REACHES, seen
-    if unclear:
-        return OPEN, unclear
+            beside = f" (without {left_out(request)})" if left_out(request) else ""
+            return OPEN, f"the job itself{beside} {_told(with_)}"
+        if without[0]:
+            return OPEN, f"without it the job {_told(without)}"
+        if not all(map(runs.agree, _PARTS)) or next(_differences(runs, flag.shown, layout), ""):
+            return OPEN, "runs with the same flags differ: the step is not deterministic here"
+    if hidden := left_out(request):
+        return OPEN, f"{hidden} may decide about it, and is in no run"
     lost = _lost(flag, runs.of(BASE, request.layouts[0])[0])
-    is_default = _is_default(flag, request, runs)
-    return _without_effect(request, readings, places, is_default, lost)
+    return _without_effect(request, readings, places, lost)
 
 
 def _lost(flag: Flag, record: Mapping[str, Any]) -> str:
@@ -179,36 +241,22 @@ def _lost(flag: Flag, record: Mapping[str, Any]) -> str:
     return f", whose recipe has {name} {recipe[name]} and not {wanted}"
 
 
-def _is_default(flag: Flag, request: Request, runs: Runs) -> bool:
-    """Whether the framework's configuration has the same value without a flag."""
-    settings = [
-        runs.of(name, request.layouts[0])[0].get("settings") or {} for name in (BASE, flag.shown)
-    ]
-    return all(flag.name in one for one in settings) and (
-        settings[0][flag.name] == settings[1][flag.name]
-    )
-
-
 def _without_effect(
-    request: Request, readings: Sequence[Reading], places: Sequence[str], is_default: bool,
-    lost: str,
-) -> tuple[str, str]:  # fmt: skip
+    request: Request, readings: Sequence[Reading], places: Sequence[str], lost: str
+) -> tuple[str, str]:
     """Return that a flag has no effect, unless something that was not run may read it."""
-    said = "recipe and training step are the same without it"
-    if is_default:
-        return NONE, f"their configuration has the same value without it, and {said}{lost}"
     for reading in readings:
         unknown = [name for name in reading.variables if name not in request.environment]
         if unknown:
             return OPEN, (
                 f"{', '.join(unknown)} of the environment decides about it ({reading.place}); give "
-                f"its value with --env {unknown[0]}=VALUE"
+                f"its value with --env {unknown[0]}=VALUE, a number or a plain word"
             )
     for feature, part in request.features.items():
         near = next((place for place in places if part in place), "")
         if near:
             return OPEN, f"{feature} is not in the small model, and may read it ({near})"
-    return NONE, f"{said if places else f'their code never reads it; {said}'}{lost}"
+    return NONE, f"recipe and training step are the same without it{lost}"
 
 
 def _told(problem: tuple[str, str]) -> str:
@@ -216,22 +264,28 @@ def _told(problem: tuple[str, str]) -> str:
     return f"{verb[problem[0]]}: {problem[1]}"
 
 
-def _differences(
-    runs: Runs, name: str, layout: str, *, with_step: bool = True, base: str = BASE
-) -> Iterator[str]:
-    """Yield what differs between a run and the one with all flags; recipes come first.
+def differs(runs: Runs, name: str, layout: str, base: str = BASE) -> bool:
+    """Whether two names of runs differ, so that more runs must show that they always do."""
+    return next(_differences(runs, name, layout, base), None) is not None
 
-    The step says nothing about a flag where two runs with the same flags do not agree on it.
-    """
+
+def _seen(runs: Runs, name: str, layout: str, base: str = BASE) -> str:
+    """Return the first difference of two names of runs, which were repeated and are steady."""
+    if not (runs.is_repeated(name, layout) and runs.is_repeated(base, layout)):
+        return ""
+    found = _differences(runs, name, layout, base)
+    return next((text for part, text in found if runs.agree(part)), "")
+
+
+def _differences(runs: Runs, name: str, layout: str, base: str = BASE) -> Iterator[tuple[str, str]]:
+    """Yield the parts in which two names of runs differ, with what differs; recipes come first."""
     for with_, without in zip(runs.of(base, layout), runs.of(name, layout), strict=False):
-        if "recipe" in with_ and "recipe" in without and with_["recipe"] != without["recipe"]:
-            yield f"the recipe: {_first(with_['recipe'], without['recipe'])}"
-        if not (with_.get("is_whole") and without.get("is_whole")):
-            continue
-        if with_["regions"] != without["regions"]:
-            yield f"regions of FP8: {_first(with_['regions'], without['regions'])}"
-        if with_step and with_["step"] != without["step"]:
-            yield f"the step ({layout}): {_first(with_['step'], without['step'])}"
+        is_whole = with_.get("is_whole") and without.get("is_whole")
+        for part in _PARTS if is_whole else _PARTS[:1]:
+            if part in with_ and part in without and with_[part] != without[part]:
+                first = _first(with_[part], without[part])
+                title = {"recipe": "the recipe", "regions": "regions of FP8"}.get(part)
+                yield part, f"{title or f'the step ({layout})'}: {first}"
 
 
 def _first(with_: Any, without: Any, path: str = "") -> str:

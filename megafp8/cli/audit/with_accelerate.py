@@ -48,6 +48,7 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
         accelerator = accelerate.Accelerator(cpu=True)
         handler = accelerator.te_recipe_handler or accelerator.fp8_recipe_handler
         record["settings"] = described({} if handler is None else vars(handler))
+        record["configuration"] = record["settings"]
         train_small(accelerator, recorder, record)
 
     return train

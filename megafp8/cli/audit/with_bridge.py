@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megafp8.cli.audit import with_megatron
-from megafp8.cli.audit.recording import StepRecorder
+from megafp8.cli.audit.recording import StepRecorder, described
 
 _PRECISION = "megatron.bridge.training.mixed_precision"
 _SMALL = {
@@ -63,6 +63,10 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
             mixed.finalize()
             mixed.setup(config, optimizer, ddp)
         with_megatron.describe_recipe(config, job["fields"], record)
+        record["configuration"] = described([config, ddp, optimizer])
+        if not run["steps"]:
+            record["is_whole"] = True
+            return
         about = {"untied": True, "positions": "rope", "transformer_impl": "transformer_engine",
                  "ranks": config.tensor_model_parallel_size}  # fmt: skip
         with_megatron.train_small(config, ddp, optimizer, None, about, recorder, record)

@@ -45,6 +45,10 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
         arguments.validate_args(args)
         config = utilities.core_transformer_config_from_args(args)
         describe_recipe(config, job["fields"], record)
+        record["configuration"] = described([vars(args), config])
+        if not run["steps"]:
+            record["is_whole"] = True
+            return
         optimizer_config, overrides = training.get_megatron_optimizer_config(args)
         model = {
             "untied": args.untie_embeddings_and_output_weights,

@@ -1,3 +1,4 @@
+import importlib
 import os
 
 import transformer_engine.common.recipe as recipes
@@ -10,6 +11,9 @@ def hidden():
 
 
 def get_fp8_recipe(config):
+    if config.fp8_quantizer_factory:
+        module, _, name = config.fp8_quantizer_factory.rpartition(".")
+        getattr(importlib.import_module(module), name)("linear_input")
     margin = config.fp8_margin
     if hidden() and config.fp8_interval != 1:
         margin += config.fp8_interval

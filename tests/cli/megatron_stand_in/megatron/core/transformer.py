@@ -8,6 +8,7 @@ class TransformerConfig:
     fp16: bool = False
     fp8: str | None = None
     fp8_recipe: str = "delayed"
+    fp8_quantizer_factory: str | None = None
     fp8_margin: int = 0
     fp8_interval: int = 1
     fp8_wgrad: bool = True

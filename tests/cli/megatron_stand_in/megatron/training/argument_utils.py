@@ -5,6 +5,8 @@ def core_transformer_config_from_args(args):
     return TransformerConfig(
         num_layers=int(args.num_layers),
         fp8=args.fp8_format,
+        fp8_recipe=args.fp8_recipe,
+        fp8_quantizer_factory=args.fp8_quantizer_factory,
         fp8_margin=args.fp8_margin,
         fp8_interval=args.fp8_interval,
         fp8_wgrad=not args.no_fp8_wgrad,

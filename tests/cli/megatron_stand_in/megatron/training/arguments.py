@@ -3,7 +3,7 @@ import argparse
 VALUES = (
     "num-layers hidden-size ffn-hidden-size num-attention-heads seq-length "
     "max-position-embeddings micro-batch-size global-batch-size train-iters lr tokenizer-type "
-    "vocab-size hidden-dropout attention-dropout attention-backend fp8-format fp8-recipe"
+    "vocab-size hidden-dropout attention-dropout attention-backend fp8-format"
 )
 SWITCHES = (
     "mock-data no-gradient-accumulation-fusion bf16 fp8-param-gather no-fp8-wgrad "
@@ -18,6 +18,8 @@ def parse_args():
         parser.add_argument(f"--{name}")
     for name in SWITCHES.split():
         parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--fp8-recipe", default="delayed")
+    parser.add_argument("--fp8-quantizer-factory")
     parser.add_argument("--fp8-margin", type=int, default=0)
     parser.add_argument("--fp8-interval", type=int, default=1)
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
