@@ -1,13 +1,17 @@
-"""Continue a text with a run's model.
+"""Continue texts with a run's model.
 
-megafp8 generate RUN --prompt "def " [--tokens 100] [--temperature 0]
+megafp8 generate RUN --prompt "def " [--tokens 100] [--temperature 0] [--stop TEXT]
+megafp8 generate RUN --prompt "def " --prompt "class " [--prompts FILE] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +19,48 @@ from megafp8.cli.commands import run_old_name
 from megafp8.cli.export import DTYPES, dtype_named, home_of
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.errors import SettingError
-from megafp8.data.tokenize import continuation
+from megafp8.data.examples import read_prompts
+from megafp8.data.tokenize import Tokenizer, continuation, frame_of
 from megafp8.errors import CheckpointError, ExitCode, RunError
-from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.runs.tokenizer import end_ids, find_tokenizer, read_generation, with_all_files
 from megafp8.secrets import printable, shown
 from megafp8.specs import GPTSpec
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
     import torch
 
+    from megafp8.models.gpt import GPT
+    from megafp8.train.generate import Sampling
+
 USUAL_TOKENS = 100
 RUN_DTYPES = {"bf16": "bfloat16", "16": "float16"}
+BATCH = 16
+"""The largest number of prompts that are continued at once."""
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""The text of a token that stands for a byte in vocabularies of SentencePiece's kind."""
+
+NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "num_beams": 1,
+    "guidance_scale": 1.0,
+}
+NOT_APPLIED = (
+    *NEUTRAL,
+    "min_new_tokens",
+    "bad_words_ids",
+    "begin_suppress_tokens",
+    "exponential_decay_length_penalty",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "sequence_bias",
+    "stop_strings",
+)
+"""Keys of a configuration of generation that change the tokens which transformers chooses, at any
+temperature, and not ours; `NEUTRAL` has their values without effect."""
 
 
 @reports_errors
@@ -37,10 +72,31 @@ def main(argv: Sequence[str]) -> int:
         type=Path,
         help="a run's directory, a checkpoint, a folder of `megafp8 import`, or latest",
     )
-    parser.add_argument("--prompt", required=True, help="the text to continue")
+    parser.add_argument(
+        "--prompt", action="append", default=[], help="a text to continue; may be given repeatedly"
+    )
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="texts to continue: one in each line, or JSONL, JSON or Parquet with the field prompt",
+    )
     parser.add_argument(
         "--tokens", type=_count, help="largest number of new tokens (100, or what fits the model)"
     )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end before this text, beside the model's end tokens; may be given repeatedly",
+    )
+    for name, what in (("bos", "begin the prompt with the token that begins a text"),
+                       ("eos", "end the prompt with the token that ends a text")):  # fmt: skip
+        parser.add_argument(
+            f"--add-{name}",
+            action=argparse.BooleanOptionalAction,
+            help=f"{what} (as the tokenizer does)",
+        )
     parser.add_argument(
         "--temperature",
         type=_non_negative,
@@ -53,7 +109,10 @@ def main(argv: Sequence[str]) -> int:
         type=_probability,
         help="draw from the most likely tokens whose probabilities add up to this number",
     )
-    parser.add_argument("--seed", type=_seed, help="seed of the draws (1234)")
+    parser.add_argument("--seed", type=_seed, help="seed of the draws, of each prompt (1234)")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object with prompt and text for each"
+    )
     parser.add_argument(
         "--dtype", choices=DTYPES, help="dtype of the computation (the run's, without FP8)"
     )
@@ -62,28 +121,85 @@ def main(argv: Sequence[str]) -> int:
     return ExitCode.FINISHED
 
 
+@dataclass
+class Answer:
+    """Holds a prompt and the text that follows it, as far as it is known.
+
+    Attributes:
+        tokenizer: The model's tokenizer.
+        words: The text of each token in its vocabulary.
+        prompt: The prompt's text, which is printed before the text that follows.
+        ids: The prompt's tokens.
+        limit: The largest number of tokens that may follow.
+        ends: The tokens that end the text.
+        stops: The texts before which it ends.
+        tokens: The tokens that follow, without one of `ends`.
+        text: Their text, without what a further token may still change.
+        end: Why the text has ended: `token`, `stop` or `length`; None while it has not.
+    """
+
+    tokenizer: Tokenizer
+    words: Mapping[int, str]
+    prompt: str
+    ids: list[int]
+    limit: int
+    ends: frozenset[int]
+    stops: Sequence[str]
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    end: str | None = None
+
+    def add(self, token: int) -> str:
+        """Add a token; return the text that is certain from now on."""
+        if token in self.ends:
+            return self._ended("token", self._whole())
+        self.tokens.append(token)
+        whole = self._whole()
+        found = [at for stop in self.stops if (at := whole.find(stop)) >= 0]
+        if found:
+            return self._ended("stop", whole[: min(found)])
+        if len(self.tokens) == self.limit:
+            return self._ended("length", whole)
+        # The last token may be a part of a character, and more bytes change how these are read.
+        if whole.endswith("\ufffd") or _BYTE.fullmatch(self.words.get(token, "")):
+            return ""
+        open_stops = (
+            n for stop in self.stops for n in range(len(stop)) if whole.endswith(stop[:n])
+        )
+        return self._certain(whole[: len(whole) - max(open_stops, default=0)])
+
+    def _whole(self) -> str:
+        return continuation(self.tokenizer, self.ids, self.tokens)
+
+    def _ended(self, end: str, text: str) -> str:
+        self.end = end
+        return self._certain(text)
+
+    def _certain(self, text: str) -> str:
+        """Return what `text` adds; it may be shorter while the beginning of a stop is open."""
+        more = text[len(self.text) :]
+        self.text += more
+        return more
+
+
 def generate_text(options: argparse.Namespace) -> None:
-    """Load the model, and print the prompt and its continuation.
+    """Load the model, and print the prompts and their continuations.
 
     Raises:
-        UserError: The run has no checkpoint or tokenizer, or the device cannot be used.
+        UserError: The run has no checkpoint or tokenizer, a file or an option cannot be used, or a
+            prompt is too long. Nothing has been printed then.
     """
     from megafp8.checkpoint.reader import Reader
-    from megafp8.train.generate import Sampling, beyond_training, generate
+    from megafp8.train.generate import Sampling, beyond_training, check_prompt
     from megafp8.train.load import find_checkpoint
-    from megafp8.train.load_model import load_model
+    from megafp8.train.load_model import load_model, shape_of
 
-    draws = {name: getattr(options, name) for name in ("top_k", "top_p", "seed")}
-    given = {name: value for name, value in draws.items() if value is not None}
-    if given and options.temperature == 0:
-        name, value = next(iter(given.items()))
-        raise SettingError(
-            "--" + name.replace("_", "-"),
-            value,
-            "has no effect with --temperature 0, which draws nothing",
-            "Leave it out, or give a temperature above 0",
-        )
-    sampling = Sampling(options.temperature, **given)
+    sampling = Sampling(options.temperature, **_draws(options))
+    prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
+    if not prompts:
+        raise SettingError("--prompt", None, "is missing", "Give --prompt TEXT or --prompts FILE")
+    if "" in options.stop:
+        raise SettingError("--stop", "", "is empty", "Give the text before which to end")
     checkpoint = find_checkpoint(options.run, _note)
     home = home_of(checkpoint)
     tokenizer = find_tokenizer(home)
@@ -94,27 +210,116 @@ def generate_text(options: argparse.Namespace) -> None:
             "Copy the tokenizer of the run's data there",
         )
     reader = Reader(checkpoint)
+    config = reader.meta.get("config", {})
+    files = with_all_files(home, config.get("restore_from_path"))
+    spec, ends = shape_of(reader), frozenset(end_ids(files, tokenizer.eod_id))
+    answers, words = [], tokenizer.tokens()
+    for prompt, ids in zip(prompts, prompt_ids(options, tokenizer, prompts), strict=True):
+        limit = options.tokens or fitting_tokens(spec, len(ids))
+        check_prompt(spec, ids, limit)
+        answers.append(Answer(tokenizer, words, prompt, ids, limit, ends, options.stop))
     dtype = options.dtype or run_dtype(reader.meta)
     device = _device(options.device)
     model = load_model(reader, dtype_named(dtype), device)
     _note(f"{checkpoint}: {dtype}, no FP8, on {device}")
-    prompt = tokenizer.encode(options.prompt) or [tokenizer.eod_id]
-    num_tokens = options.tokens or fitting_tokens(model.spec, len(prompt))
-    warning = beyond_training(model.spec, len(prompt), num_tokens)
-    if warning is not None:
+    if (line := _not_applied(read_generation(files), tokenizer.vocab_size)) is not None:
+        _note(line)
+    warnings = (beyond_training(spec, len(a.ids), a.limit) for a in answers)
+    for warning in dict.fromkeys(line for line in warnings if line is not None):
         _note(f"warning: {warning}")
-    tokens: list[int] = []
-    written = ""
-    _write(options.prompt)
-    for token in generate(model, prompt, num_tokens, sampling, vocab_size=tokenizer.vocab_size):
-        if token == tokenizer.eod_id:
-            break
-        tokens.append(token)
-        text = continuation(tokenizer, prompt, tokens)
-        if not text.endswith("\ufffd"):  # the last token is not a part of a character
-            _write(text[len(written) :])
-            written = text
-    _write(continuation(tokenizer, prompt, tokens)[len(written) :] + "\n")
+    _print(model, answers, sampling, as_json=options.json)
+
+
+def _draws(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the given options of draws.
+
+    Raises:
+        SettingError: One is given, and nothing is drawn.
+    """
+    draws = {name: getattr(options, name) for name in ("top_k", "top_p", "seed")}
+    given = {name: value for name, value in draws.items() if value is not None}
+    if given and options.temperature == 0:
+        name, value = next(iter(given.items()))
+        raise SettingError(
+            "--" + name.replace("_", "-"),
+            value,
+            "has no effect with --temperature 0, which draws nothing",
+            "Leave it out, or give a temperature above 0",
+        )
+    return given
+
+
+def prompt_ids(
+    options: argparse.Namespace, tokenizer: Tokenizer, prompts: Sequence[str]
+) -> list[list[int]]:
+    """Return the tokens of prompts, as the tokenizer of the model reads a text."""
+    end = tokenizer.end
+    if options.add_eos is not None:
+        end = (tokenizer.eod_id,) if options.add_eos else ()
+    frame = frame_of(tokenizer, options.add_bos, (), "--add-bos")
+    found = [[*frame.around(ids), *end] for ids in tokenizer.encode_marked(prompts)]
+    return [ids or [tokenizer.eod_id] for ids in found]
+
+
+def _not_applied(generation: dict[str, Any], vocab_size: int) -> str | None:
+    """Return a note about the model's settings of generation that have an effect elsewhere only."""
+    found = {
+        key: value
+        for key in NOT_APPLIED
+        if (value := generation.get(key)) is not None and value != NEUTRAL.get(key)
+    }
+    suppressed = generation.get("suppress_tokens") or []
+    if any(isinstance(n, int) and n < vocab_size for n in suppressed):
+        found["suppress_tokens"] = "…"
+    if not found:
+        return None
+    named = ", ".join(f"{key}={value}" for key, value in found.items())
+    return f"note: not applied here, but by transformers (generation_config.json): {named}"
+
+
+def _print(model: GPT, answers: Sequence[Answer], sampling: Sampling, *, as_json: bool) -> None:
+    """Print each prompt and what follows it, in order; a single one while it is generated."""
+    if len(answers) == 1 and not as_json:
+        (answer,) = answers
+        _write(answer.prompt)
+        for _, text in _generated(model, answers, sampling):
+            _write(text)
+        _write("\n")
+        return
+    by_length = sorted(range(len(answers)), key=lambda number: len(answers[number].ids))
+    for first in range(0, len(answers), BATCH):
+        batch = [answers[number] for number in by_length[first : first + BATCH]]
+        for _ in _generated(model, batch, sampling):
+            pass
+    for answer in answers:
+        if as_json:
+            fields = {"prompt": answer.prompt, "text": answer.text, "end": answer.end}
+            _write(json.dumps(fields, ensure_ascii=False) + "\n")
+        else:
+            _write(f"{answer.prompt}{answer.text}\n")
+
+
+def _generated(
+    model: GPT, answers: Sequence[Answer], sampling: Sampling
+) -> Iterator[tuple[Answer, str]]:
+    """Continue prompts until all have ended; yield what each token adds to an answer's text."""
+    from megafp8.train.generate import generate_batch
+
+    done: set[int] = set()
+    steps = generate_batch(
+        model,
+        [answer.ids for answer in answers],
+        [answer.limit for answer in answers],
+        sampling,
+        vocab_size=answers[0].tokenizer.vocab_size,
+        done=done,
+    )
+    for tokens in steps:
+        for number, (answer, token) in enumerate(zip(answers, tokens, strict=True)):
+            if token is not None:
+                yield answer, answer.add(token)
+            if answer.end is not None:
+                done.add(number)
 
 
 def _note(line: str) -> None:

@@ -103,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--train-megabytes", type=int, metavar="N",
         help="megabytes from the beginning of the text that train bpe (256)")  # fmt: skip
     add("--end-of-document", metavar="TOKEN", help="the token that ends a document")
+    for name, what in (
+        ("bos", "begin each document with the token that begins a text (as the tokenizer does)"),
+        ("eos", "end each with the token that ends one (yes)"),
+    ):
+        add(f"--add-{name}", action=argparse.BooleanOptionalAction, help=what)
     add("--workers", type=int, default=os.cpu_count() or 1, metavar="N",
         help="processes that encode; 0: threads of this process (%(default)s)")  # fmt: skip
     return parser
@@ -133,6 +138,8 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
     name = f"{options.tokenizer} {options.end_of_document}{_state_of(options.tokenizer)}"
     if trained:
         name += f" {vocab_size} {megabytes}"
+    for option, given in (("bos", options.add_bos), ("eos", options.add_eos)):
+        name += "" if given is None else f" add_{option}={given}"
     model, output = model_folder(options.tokenizer), expanded(options.output)
     if model is not None:
         refuse_secrets_in_files(model)
@@ -145,6 +152,8 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
             workers=options.workers,
             on_progress=bar.show,
             notify=say,
+            add_bos=options.add_bos,
+            add_eos=options.add_eos,
         )
     if model is not None:
         kept = keep_files(model, beside_data(output))

@@ -45,8 +45,11 @@ class Sidecar:
     vocab_size: int
     num_documents: int
     num_tokens: int
-    num_bytes: int  # bytes of the text, without ends of documents
+    num_bytes: int  # bytes of the text, without beginnings and ends of documents
     files: tuple[FileRecord, ...]
+    add_bos: bool = False  # whether documents begin with the tokens of `begin`
+    add_eos: bool = True  # whether documents end with the token that ends a document
+    begin: tuple[int, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -88,6 +91,9 @@ def load_sidecar(path: Path) -> Sidecar:
             num_tokens=fields.whole("num_tokens", 0, 2**63 - 1),
             num_bytes=fields.whole("num_bytes", 0, 2**63 - 1),
             files=tuple(_file_record(file) for file in files),
+            add_bos=fields.flag("add_bos", False),
+            add_eos=fields.flag("add_eos", True),
+            begin=_begin_in(fields.tree.get("begin", [])),
         )
     # A missing key, a wrong type, bad JSON, bad UTF-8: all of it is a damaged file.
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -106,6 +112,13 @@ def _file_record(tree: object) -> FileRecord:
         raise ValueError(f"{shown_value(name)} is not a file name without folders")
     size = fields.whole("size", 0, 2**63 - 1)
     return FileRecord(name=name, size=size, sha256=fields.text("sha256"))
+
+
+def _begin_in(listed: object) -> tuple[int, ...]:
+    numbers = listed if isinstance(listed, list) else [None]
+    if not all(type(n) is int and 0 <= n <= MAX_VOCABULARY for n in numbers):
+        raise ValueError(f"begin is {shown_value(listed)}, not a list of the numbers of tokens")
+    return tuple(numbers)
 
 
 def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
@@ -191,11 +204,17 @@ def _combine(hashes: list[str]) -> str:
 
 @dataclass(frozen=True)
 class OpenedDataset:
-    """Holds one dataset; `fingerprint` depends on content and tokenizer, not on paths and times."""
+    """Holds one dataset; `fingerprint` depends on content and tokenizer, not on paths and times.
+
+    `begin` are the tokens with which each document begins, and `add_eos` says whether it ends with
+    the token that ends a document, as far as its preparation recorded it.
+    """
 
     dataset: IndexedDataset
     tokenizer: Tokenizer
     fingerprint: str
+    begin: tuple[int, ...] = ()
+    add_eos: bool = True
 
 
 def open_prefix(
@@ -237,7 +256,8 @@ def open_prefix(
     if sidecar is not None and words is not None:
         _check_same(prefix, words, given, sidecar.end_of_document)
         verify_files(prefix.parent, sidecar, whole=False)
-        return OpenedDataset(dataset, tokenizer, sidecar.fingerprint)
+        begin, add_eos = sidecar.begin, sidecar.add_eos
+        return OpenedDataset(dataset, tokenizer, sidecar.fingerprint, begin, add_eos)
     if words is not None:
         _check_same(prefix, words, given, end_of_document_beside(prefix))
     return OpenedDataset(dataset, tokenizer, sampled_fingerprint(prefix, tokenizer.digest))

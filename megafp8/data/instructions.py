@@ -1,8 +1,9 @@
 """Pack questions and answers into samples of one length, for fine-tuning.
 
-A sample is [2, seq_length + 1]: tokens, and the same tokens with IGNORE where none is predicted.
-Each example ends with the token that ends a document, so the rules for documents
-(`megafp8.data.loader.DocumentRules`) keep the examples of a sample apart.
+A sample is [3, seq_length + 1]: tokens, the same tokens with IGNORE where none is predicted, and 1
+where an example begins. By the last row the rules for documents
+(`megafp8.data.loader.DocumentRules`) keep the examples of a sample apart; the token that ends a
+document may be inside of an example, as at the ends of a conversation's turns.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from megafp8.data.blend import BlendedSamples, JoinedSamples
 from megafp8.data.examples import Example, read_examples
 from megafp8.data.index_maps import shuffled
-from megafp8.data.loader import DocumentRules
-from megafp8.data.prompts import Tokenized, tokenized
+from megafp8.data.loader import BEGINS, DocumentRules
+from megafp8.data.prompts import Tokenized, joined, tokenized
 from megafp8.data.samples import FiniteSource, SampleSource, split_documents
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
@@ -70,18 +71,20 @@ class PackedExamples:
         return len(self.samples)
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return tokens and predicted tokens of a sample, [2, seq_length + 1].
+        """Return tokens, predicted tokens and beginnings of a sample, [3, seq_length + 1].
 
-        Beyond the last example both are IGNORE. The first token of an example, and with
+        Beyond the last example the first two are IGNORE. The first token of an example, and with
         `answer_only_loss` each token of its prompt, is not predicted.
         """
-        window = np.full((2, self.seq_length + 1), IGNORE, np.int64)
+        window = np.full((3, self.seq_length + 1), IGNORE, np.int64)
         at = 0
         for number in self.samples[index]:
             tokens, counted = self.examples.example(number)
             window[0, at : at + len(tokens)] = tokens
-            window[1, at + counted : at + len(tokens)] = tokens[counted:]
+            window[1, at : at + len(tokens)] = np.where(counted, tokens, IGNORE)
+            window[2, at] = BEGINS
             at += len(tokens)
+        window[2, at : at + 1] = BEGINS  # the padding is no part of the last example
         return window
 
 
@@ -99,7 +102,7 @@ class ShuffledEpochs:
         return self.source.num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return sample `index` >= 0 of the endless stream, [2, seq_length + 1]."""
+        """Return sample `index` >= 0 of the endless stream, [3, seq_length + 1]."""
         epoch, place = divmod(index, self.source.num_samples)
         return self.source[int(self._order(epoch)[place]) if self.shuffle else place]
 
@@ -147,12 +150,12 @@ class PreparedInstructions:
     @property
     def num_train_tokens(self) -> int:
         """Return the counted tokens of the training examples."""
-        return sum(_num_counted(examples) for examples in self.train_examples)
+        return sum(int(examples.counted_T.sum()) for examples in self.train_examples)
 
     @property
     def num_validation_tokens(self) -> int:
         """Return the counted tokens of the validation examples."""
-        return sum(_num_counted(examples) for examples in self.validation_examples)
+        return sum(int(examples.counted_T.sum()) for examples in self.validation_examples)
 
     @property
     def num_final_tokens(self) -> int:
@@ -161,15 +164,16 @@ class PreparedInstructions:
 
     def validation_tokens(self) -> NDArray[np.int64]:
         """Return the counted tokens of the validation examples, in order."""
-        return np.concatenate([_counted(examples) for examples in self.validation_examples])
+        return np.concatenate([examples.counted_tokens for examples in self.validation_examples])
 
     def validation_text(self) -> bytes:
         """Return the text of the counted tokens, without the ends of examples."""
-        texts = [
-            self.tokenizer.decode(tokens[counted:-1])
-            for examples in self.validation_examples
-            for tokens, counted in map(examples.example, range(len(examples.counted_N)))
-        ]
+        texts = []
+        for examples in self.validation_examples:
+            for tokens, counted in map(examples.example, range(examples.num_examples)):
+                ids = tokens[counted]
+                ends = len(ids) and ids[-1] == self.tokenizer.eod_id
+                texts.append(self.tokenizer.decode(ids[:-1] if ends else ids))
         return "".join(texts).encode()
 
     def validation_prompt(self, num_tokens: int) -> list[int]:
@@ -177,27 +181,16 @@ class PreparedInstructions:
 
         With a loss over prompts too, it is the example's first token.
         """
-        tokens, counted = self.validation_examples[0].example(0)
-        return [int(token) for token in tokens[:counted][-max(num_tokens, PROMPT_TOKENS) :]]
+        examples = self.validation_examples[0]
+        prompt = examples.example(0)[0][: examples.firsts_N[0]]
+        return [int(token) for token in prompt[-max(num_tokens, PROMPT_TOKENS) :]]
 
     def train_token_counts(self) -> NDArray[np.int64]:
         """Return how often each token is counted in the training examples, [vocab_size]."""
         return sum(
-            (np.bincount(_counted(e), minlength=self.vocab_size) for e in self.train_examples),
+            (np.bincount(e.counted_tokens, minlength=self.vocab_size) for e in self.train_examples),
             np.zeros(self.vocab_size, np.int64),
         )
-
-
-def _num_counted(examples: Tokenized) -> int:
-    return int((examples.lengths_N - examples.counted_N).sum())
-
-
-def _counted(examples: Tokenized) -> NDArray[np.int64]:
-    """Return the counted tokens of all examples, one after another."""
-    begins = np.repeat(examples.starts_N[:-1], examples.lengths_N)
-    firsts = begins + np.repeat(examples.counted_N, examples.lengths_N)
-    chosen: NDArray[np.int64] = examples.tokens_T[np.arange(len(begins)) >= firsts].astype(np.int64)
-    return chosen
 
 
 def prepare_instructions(
@@ -224,23 +217,23 @@ def prepare_instructions(
     if not validation_parts:
         named = zip(train_parts, given.train_files, strict=True)
         pairs = [_split(part, spec, name) for part, name in named]
-        num_left_out = sum(len(part.counted_N) for part in train_parts)
+        num_left_out = sum(part.num_examples for part in train_parts)
         train_parts, validation_parts = [a for a, _ in pairs], [b for _, b in pairs]
-        num_left_out -= sum(len(part.counted_N) for pair in pairs for part in pair)
+        num_left_out -= sum(part.num_examples for pair in pairs for part in pair)
     if given.probabilities is None:
-        train_parts = [_concatenated(train_parts)]
+        every = [part.example(n) for part in train_parts for n in range(part.num_examples)]
+        train_parts = [joined(every, sum(part.num_cut for part in train_parts))]
     trains = [_packed(part, spec, shuffle=given.shuffle) for part in train_parts]
     validations = [_packed(part, spec, shuffle=False) for part in validation_parts]
     _report(trains, validations, num_left_out, notify)
     streams = [ShuffledEpochs(train, spec.seed, given.shuffle) for train in trains]
     digest = hashlib.sha256(tokenizer.digest.encode())
     for source in (*trains, *validations):
-        for array in (
-            source.examples.tokens_T,
-            source.examples.starts_N,
-            source.examples.counted_N,
-        ):
+        examples = source.examples
+        for array in (examples.tokens_T, examples.starts_N, examples.firsts_N):
             digest.update(array.tobytes())
+        if not _counts_all_after_the_first(examples):
+            digest.update(examples.counted_T.tobytes())
         digest.update(repr(source.samples).encode())
     return PreparedInstructions(
         train=streams[0]
@@ -268,25 +261,10 @@ def _read(
     return tokens
 
 
-def _chosen(examples: Tokenized, numbers: NDArray[np.int64]) -> Tokenized:
-    """Return some of the examples, in the order of `numbers`."""
-    parts = [examples.example(int(number))[0] for number in numbers]
-    starts = np.concatenate([[0], np.cumsum(examples.lengths_N[numbers])]).astype(np.int64)
-    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int32)
-    return replace(
-        examples, tokens_T=tokens, starts_N=starts, counted_N=examples.counted_N[numbers]
-    )
-
-
-def _concatenated(parts: Sequence[Tokenized]) -> Tokenized:
-    offsets = np.cumsum([0, *(int(part.starts_N[-1]) for part in parts)])
-    starts = [part.starts_N[:-1] + offset for part, offset in zip(parts, offsets, strict=False)]
-    return Tokenized(
-        np.concatenate([part.tokens_T for part in parts]),
-        np.concatenate([*starts, offsets[-1:]]),
-        np.concatenate([part.counted_N for part in parts]),
-        sum(part.num_cut for part in parts),
-    )
+def _counts_all_after_the_first(examples: Tokenized) -> bool:
+    """Whether each example's counted tokens are those from its first counted one on."""
+    num_counted = int((examples.lengths_N - examples.firsts_N).sum())
+    return num_counted == int(examples.counted_T.sum())
 
 
 def _split(part: Tokenized, spec: DataSpec, name: str) -> tuple[Tokenized, Tokenized]:
@@ -296,15 +274,15 @@ def _split(part: Tokenized, spec: DataSpec, name: str) -> tuple[Tokenized, Token
     except DataError as error:
         hint = "Give a file of its own by model.data.validation_ds.file_names, or more examples"
         raise DataError(name, "examples", error.reason, hint) from error
-    return _chosen(part, np.sort(splits.train)), _chosen(part, np.sort(splits.validation))
+    return part.chosen(np.sort(splits.train)), part.chosen(np.sort(splits.validation))
 
 
 def _packed(part: Tokenized, spec: DataSpec, *, shuffle: bool) -> PackedExamples:
     given = spec.instructions
     assert given is not None
     if shuffle:
-        part = _chosen(part, shuffled(len(part.counted_N), spec.seed, _PACKING))
-    samples: list[list[int]] = [[number] for number in range(len(part.counted_N))]
+        part = part.chosen(shuffled(part.num_examples, spec.seed, _PACKING))
+    samples: list[list[int]] = [[number] for number in range(part.num_examples)]
     if given.packed:
         samples = pack(part.lengths_N, spec.seq_length + 1)
     return PackedExamples(part, samples, spec.seq_length)
@@ -316,11 +294,11 @@ def _report(
     num_left_out: int,
     notify: Notify,
 ) -> None:
-    examples = sum(len(source.examples.counted_N) for source in trains)
-    held_out = sum(len(source.examples.counted_N) for source in validations)
+    examples = sum(source.examples.num_examples for source in trains)
+    held_out = sum(source.examples.num_examples for source in validations)
     samples = sum(source.num_samples for source in trains)
     tokens = sum(len(source.examples.tokens_T) for source in trains)
-    counted = sum(_num_counted(source.examples) for source in trains)
+    counted = sum(int(source.examples.counted_T.sum()) for source in trains)
     places = samples * (trains[0].seq_length + 1)
     notify(
         f"data: {examples} training examples in {samples} samples, which they fill to "

@@ -15,39 +15,49 @@ from megafp8.data.samples import FiniteSource, SampleSource
 from megafp8.specs.data import IGNORE
 
 STEPS_AHEAD = 2
+BEGINS = 1  # marks a token with which a document begins, where a sample says so itself
 PAD_ID = 0  # any token is right here: no counted position attends to padding
 
 
 # B samples of a microbatch, S tokens of a sample
 @dataclass(frozen=True, kw_only=True)
 class DocumentRules:
-    """Holds NeMo's three switches; a token that ends a document belongs to that document."""
+    """Holds NeMo's three switches; a token that ends a document belongs to that document.
+
+    Where windows mark the beginnings of documents, `eod_id` does not matter for the first two.
+    """
 
     eod_id: int
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
 
-    def position_ids(self, tokens_BS: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    def position_ids(
+        self, tokens_BS: NDArray[np.int64], marks_BS: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64] | None:
         """Return each token's position since its document's or the sample's start, int64 [B, S].
 
-        The result is None if `reset_position_ids` is off.
+        The result is None if `reset_position_ids` is off. `marks_BS` is BEGINS where a document
+        begins; without it documents begin after `eod_id`.
         """
         if not self.reset_position_ids:
             return None
         places_BS = np.broadcast_to(np.arange(tokens_BS.shape[1]), tokens_BS.shape)
-        starts_BS = np.where(self._begins(tokens_BS), places_BS, 0)
+        starts_BS = np.where(self._begins(tokens_BS, marks_BS), places_BS, 0)
         positions_BS: NDArray[np.int64] = places_BS - np.maximum.accumulate(starts_BS, axis=1)
         return positions_BS
 
-    def cu_seqlens(self, tokens_BS: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    def cu_seqlens(
+        self, tokens_BS: NDArray[np.int64], marks_BS: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int32] | None:
         """Return where each document begins among the B * S tokens, then B * S: int32 [N + 1].
 
         Each sample begins with a document. The result is None if `reset_attention_mask` is off.
+        `marks_BS` is that of `position_ids`.
         """
         if not self.reset_attention_mask:
             return None
-        begins_BS = self._begins(tokens_BS)
+        begins_BS = self._begins(tokens_BS, marks_BS)
         begins_BS[:, 0] = True
         return np.append(np.flatnonzero(begins_BS), begins_BS.size).astype(np.int32)
 
@@ -62,10 +72,14 @@ class DocumentRules:
         masked_BS: NDArray[np.int64] = np.where(tokens_BS == self.eod_id, IGNORE, targets_BS)
         return masked_BS
 
-    def _begins(self, tokens_BS: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return where a document begins inside the sample, which is after each end of a
-        document.
+    def _begins(
+        self, tokens_BS: NDArray[np.int64], marks_BS: NDArray[np.int64] | None
+    ) -> NDArray[np.bool_]:
+        """Return where a document begins inside the sample: where it is marked, or without marks
+        after each end of a document.
         """
+        if marks_BS is not None:
+            return np.equal(marks_BS, BEGINS)
         begins_BS = np.zeros(tokens_BS.shape, np.bool_)
         begins_BS[:, 1:] = tokens_BS[:, :-1] == self.eod_id
         return begins_BS
@@ -98,13 +112,15 @@ def microbatch(
 ) -> Microbatch:
     """Return the inputs and targets of windows.
 
-    A window is [S + 1] tokens, or [2, S + 1]: tokens, and the same tokens with IGNORE where nothing
-    is predicted.
+    A window is [S + 1] tokens, or [3, S + 1]: tokens, the same tokens with IGNORE where nothing is
+    predicted, and BEGINS where a document begins.
     """
     stacked = np.stack(windows)
-    windows_BT, predicted_BT = (
-        (stacked, stacked) if stacked.ndim == 2 else np.moveaxis(stacked, 1, 0)
-    )
+    marks_BS: NDArray[np.int64] | None = None
+    windows_BT = predicted_BT = stacked
+    if stacked.ndim == 3:
+        windows_BT, predicted_BT, marks_BT = np.moveaxis(stacked, 1, 0)
+        marks_BS = marks_BT[:, :-1]
     raw_BS = windows_BT[:, :-1]  # includes padding, which ends no document
     tokens_BS = np.ascontiguousarray(np.where(raw_BS == IGNORE, PAD_ID, raw_BS))
     targets_BS = predicted_BT[:, 1:].copy()
@@ -113,8 +129,8 @@ def microbatch(
     return Microbatch(
         tokens_BS,
         rules.targets(raw_BS, targets_BS),
-        rules.position_ids(raw_BS),
-        rules.cu_seqlens(raw_BS),
+        rules.position_ids(raw_BS, marks_BS),
+        rules.cu_seqlens(raw_BS, marks_BS),
     )
 
 

@@ -148,6 +148,8 @@ class PreparedData:
         """
         tokens = opened.dataset.document(document)
         check_vocabulary(tokens, self.vocab_size, opened.dataset)
+        if opened.begin and tuple(tokens[: len(opened.begin)].tolist()) == opened.begin:
+            tokens = tokens[len(opened.begin) :]
         return self.tokenizer.decode(tokens[tokens != self.tokenizer.eod_id]).encode("utf-8")
 
     def train_token_counts(self) -> NDArray[np.int64]:
@@ -237,6 +239,16 @@ class _Opener:
                 "Prepare all datasets of a blend with the same tokenizer",
             )
         self._opened[prefix] = opened
+        if opened.begin != opened.tokenizer.begin:
+            self._notify(_begins_otherwise(prefix, opened))
+        if not opened.add_eos and document_rules(spec, 0) is not None:
+            raise DataError(
+                opened.dataset.prefix,
+                "end of a document",
+                "was left out (--no-add-eos), and model.data.reset_position_ids, "
+                "reset_attention_mask and eod_mask_loss find documents by it",
+                "Prepare the data with it, or set these keys to False",
+            )
         return opened
 
     def split(self, weighted: Weighted) -> tuple[DataPart, DataPart]:
@@ -272,6 +284,19 @@ class _Opener:
             )
         documents = np.arange(opened.dataset.num_documents, dtype=np.int64)
         return DataPart(opened, documents, weighted.weight)
+
+
+def _begins_otherwise(prefix: str, opened: OpenedDataset) -> str:
+    """Return a note about documents that do not begin as the tokenizer begins a text."""
+    tokens = opened.tokenizer.tokens()
+    data, own = (
+        "".join(tokens.get(number, "?") for number in ids) or "no such token"
+        for ids in (opened.begin, opened.tokenizer.begin)
+    )
+    return (
+        f"note: data: the documents of {prefix} begin with {data}, and the tokenizer begins a text "
+        f"with {own}, as generate and transformers do (preprocess --add-bos, --no-add-bos)"
+    )
 
 
 def _assemble(

@@ -17,10 +17,10 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import IO
@@ -32,7 +32,7 @@ from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
 from megafp8.data.long_texts import encode_batch, noted
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource, units
-from megafp8.data.tokenize import TOKENIZER_FILES, Tokenizer
+from megafp8.data.tokenize import TOKENIZER_FILES, Frame, Tokenizer, document_end, frame_of
 from megafp8.errors import DataError
 from megafp8.files import draft_of, locked, move_away, put, write_atomically
 from megafp8.foreign import read_json
@@ -59,24 +59,29 @@ class Encoded:
     num_bytes: int  # bytes of the texts in UTF-8
 
 
-def encode(tokenizer: Tokenizer, texts: list[str], dtype: str) -> Encoded:
-    """Return the tokens of all texts that are not empty.
+def encode(tokenizer: Tokenizer, texts: list[str], dtype: str, frame: Frame) -> Encoded:
+    """Return the tokens of all texts that are not empty, each with its frame.
 
     An empty text would be a document without anything to learn.
     """
     some = [text for text in texts if text]
     ids = encode_batch(tokenizer, some)
-    lengths = np.fromiter((len(i) + 1 for i in ids), LENGTH, len(ids))
+    more = len(frame.begin) + len(frame.end)
+    lengths = np.fromiter((len(i) + more for i in ids), LENGTH, len(ids))
     total = int(lengths.sum(dtype=np.int64))
-    end = (tokenizer.eod_id,)
-    flat = chain.from_iterable(chain(i, end) for i in ids)
+    flat = chain.from_iterable(chain(frame.begin, i, frame.end) for i in ids)
     tokens = np.fromiter(flat, np.dtype(dtype), total)
     num_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in some)
     return Encoded(tokens.tobytes(), lengths.tobytes(), len(texts), num_bytes)
 
 
 def encode_in_order(
-    lists: Iterator[list[str]], tokenizer: Path, end_of_document: str, dtype: str, workers: int
+    lists: Iterator[list[str]],
+    tokenizer: Path,
+    end_of_document: str,
+    dtype: str,
+    workers: int,
+    frame: Frame,
 ) -> Iterator[Encoded]:
     """Yield each list encoded, in the order of the lists.
 
@@ -86,6 +91,7 @@ def encode_in_order(
         end_of_document: The token that ends a document, as for `load_tokenizer`.
         dtype: The dtype of the tokens.
         workers: The number of processes; 0 means this process, with the library's own threads.
+        frame: The tokens that begin and end each document.
 
     Raises:
         DataError: A worker died, for example because memory ran out.
@@ -93,14 +99,14 @@ def encode_in_order(
     if workers == 0:
         loaded = load_tokenizer(tokenizer, end_of_document)
         for texts in lists:
-            yield encode(loaded, texts, dtype)
+            yield encode(loaded, texts, dtype, frame)
         return
     # Workers are not forked, because the Rust and Arrow libraries already run threads.
     pool = ProcessPoolExecutor(
         workers,
         multiprocessing.get_context("spawn"),
         initializer=_start,
-        initargs=(tokenizer, end_of_document, dtype),
+        initargs=(tokenizer, end_of_document, dtype, frame),
     )
     pending: deque[Future[Encoded]] = deque()
     for _ in range(workers):  # workers start while the first text is still being opened
@@ -130,13 +136,14 @@ class _Worker:
 
     tokenizer: Tokenizer
     dtype: str
+    frame: Frame
 
 
-def _start(tokenizer: Path, end_of_document: str, dtype: str) -> None:
+def _start(tokenizer: Path, end_of_document: str, dtype: str, frame: Frame) -> None:
     os.environ[THREADS_VARIABLE] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _Worker.tokenizer = load_tokenizer(tokenizer, end_of_document)
-    _Worker.dtype = dtype
+    _Worker.dtype, _Worker.frame = dtype, frame
 
 
 def _end_with_parent() -> None:
@@ -152,7 +159,7 @@ def _ready() -> None:
 
 
 def _encode(texts: list[str]) -> Encoded:
-    return encode(_Worker.tokenizer, texts, _Worker.dtype)
+    return encode(_Worker.tokenizer, texts, _Worker.dtype, _Worker.frame)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +192,13 @@ class Progress:
     file_name: str  # the tokenizer's file name
     end_of_document: str
     counts: Counts
+    begin: Sequence[int] = ()  # the tokens that begin each document
+    end: Sequence[int] | None = None  # those that end it; None: the token that ends a document
+
+    def frame(self, tokenizer: Tokenizer) -> Frame:
+        """Return the tokens that begin and end each document."""
+        end = (tokenizer.eod_id,) if self.end is None else tuple(self.end)
+        return Frame(tuple(self.begin), end)
 
 
 def preprocess(
@@ -196,6 +210,8 @@ def preprocess(
     workers: int,
     on_progress: Callable[[Counts], None],
     notify: Callable[[str], None],
+    add_bos: bool | None = None,
+    add_eos: bool | None = None,
     unit_characters: int = UNIT_CHARACTERS,
 ) -> Sidecar:
     """Write `<prefix>.bin`, `.idx`, the tokenizer and `<prefix>.dataset.json`.
@@ -210,6 +226,9 @@ def preprocess(
         workers: The number of processes, as for `encode_in_order`.
         on_progress: Receives the counts after each piece.
         notify: Receives a line if an earlier run is continued, or if texts are empty.
+        add_bos: Whether a document begins with the token that begins a text; None: as the tokenizer
+            does with a text.
+        add_eos: Whether a document ends with the token that ends a document; None: yes.
         unit_characters: The number of characters of one piece.
 
     Raises:
@@ -228,12 +247,15 @@ def preprocess(
         partial.mkdir(parents=True, exist_ok=True)
         with locked(partial / LOCK, lambda: _refuse_second(partial)):
             try:
-                progress = _begin(source, partial, tokenizer_name, make_tokenizer, notify)
+                progress = _begin(
+                    source, partial, tokenizer_name, make_tokenizer, notify, add_bos, add_eos
+                )
                 tokenizer = load_tokenizer(partial / progress.file_name, progress.end_of_document)
                 dtype = token_dtype(tokenizer.vocab_size)
+                frame = progress.frame(tokenizer)
                 texts = source.texts(skip=progress.counts.num_texts)
                 lists = noted(units(texts, unit_characters), tokenizer, notify)
-                counts = _encode_all(lists, partial, progress, dtype, workers, on_progress)
+                counts = _encode_all(lists, partial, progress, dtype, workers, on_progress, frame)
                 if counts.num_tokens == 0:
                     shutil.rmtree(partial)
                     raise DataError(
@@ -250,7 +272,7 @@ def preprocess(
                 raise
             if num_empty := counts.num_texts - counts.num_documents:
                 notify(f"{num_empty} of {counts.num_texts} texts are empty and left out")
-            sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts)
+            sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts, frame)
             move_away(partial)  # a process that is killed here leaves no half of it
             return sidecar
     except OSError as error:
@@ -268,6 +290,8 @@ def _begin(
     tokenizer_name: str,
     make_tokenizer: Callable[[], Tokenizer],
     notify: Callable[[str], None],
+    add_bos: bool | None,
+    add_eos: bool | None,
 ) -> Progress:
     """Return the progress of an earlier run with the same settings, or begin a new one.
 
@@ -295,9 +319,16 @@ def _begin(
             notify(f"continues after {counts.num_texts} texts, {counts.num_bytes / 1e6:.1f} MB")
             return progress
     tokenizer = make_tokenizer()
+    frame = frame_of(tokenizer, add_bos, document_end(tokenizer, add_eos), "--add-bos")
     tokenizer.save(partial / tokenizer.file_name)
     progress = Progress(
-        described, tokenizer_name, tokenizer.file_name, tokenizer.end_of_document, Counts()
+        described,
+        tokenizer_name,
+        tokenizer.file_name,
+        tokenizer.end_of_document,
+        Counts(),
+        frame.begin,
+        frame.end,
     )
     _save(record, progress)
     return progress
@@ -344,6 +375,7 @@ def _encode_all(
     dtype: np.dtype[np.generic],
     workers: int,
     on_progress: Callable[[Counts], None],
+    frame: Frame,
 ) -> Counts:
     counts = progress.counts
     with (
@@ -352,7 +384,7 @@ def _encode_all(
     ):
         words = partial / progress.file_name
         recorded = time.monotonic()
-        pieces = encode_in_order(lists, words, progress.end_of_document, dtype.str, workers)
+        pieces = encode_in_order(lists, words, progress.end_of_document, dtype.str, workers, frame)
         with contextlib.closing(pieces):  # type: ignore[type-var]  # a generator
             for piece in pieces:
                 tokens.write(piece.tokens)
@@ -372,13 +404,7 @@ def _record(partial: Path, progress: Progress, counts: Counts, *files: IO[bytes]
         os.fsync(file.fileno())
     _save(
         partial / RECORD,
-        Progress(
-            progress.source,
-            progress.tokenizer,
-            progress.file_name,
-            progress.end_of_document,
-            counts,
-        ),
+        replace(progress, counts=counts),
     )
 
 
@@ -389,6 +415,7 @@ def _finish(
     tokenizer: Tokenizer,
     dtype: np.dtype[np.generic],
     counts: Counts,
+    frame: Frame,
 ) -> Sidecar:
     """Complete every file under `partial`, then move each into place, the sidecar last."""
     lengths = np.fromfile(partial / "lengths", LENGTH)
@@ -409,6 +436,9 @@ def _finish(
         num_tokens=counts.num_tokens,
         num_bytes=counts.num_bytes,
         files=tuple(records),
+        add_bos=bool(frame.begin),
+        add_eos=bool(frame.end),
+        begin=frame.begin,
     )
     sidecar.save(partial / SIDECAR_DRAFT)
     # What a killed `_finish` needs again is copied, not renamed; the tokens are linked.

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from megafp8.data.examples import Example, Faults
-from megafp8.data.tokenize import Tokenizer
+from megafp8.data.tokenize import Frame, Tokenizer, frame_of
 from megafp8.specs.data import InstructionSpec, template_fields
 
 _BATCH = 1024  # texts that are tokenized at once
@@ -17,30 +17,62 @@ _BATCH = 1024  # texts that are tokenized at once
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Holds examples as tokens, one after another; each ends with the token that ends a document.
+    """Holds examples as tokens, one after another.
 
     Attributes:
         tokens_T: The tokens of all examples, int32 [T].
         starts_N: Where each example begins, and T at the end, int64 [N + 1].
-        counted_N: The place in each example from which on tokens are counted in the loss, int64
-            [N].
-        num_cut: The number of examples of which a field was cut.
+        counted_T: Which tokens are counted in the loss; the first of an example never is, bool [T].
+        num_cut: The number of examples that were cut to fit.
     """
 
     tokens_T: NDArray[np.int32]  # noqa: N815 (shape suffix)
     starts_N: NDArray[np.int64]  # noqa: N815 (shape suffix)
-    counted_N: NDArray[np.int64]  # noqa: N815 (shape suffix)
+    counted_T: NDArray[np.bool_]  # noqa: N815 (shape suffix)
     num_cut: int
+
+    @property
+    def num_examples(self) -> int:
+        """Return the number of examples."""
+        return len(self.starts_N) - 1
 
     @property
     def lengths_N(self) -> NDArray[np.int64]:  # noqa: N802 (shape suffix)
         """Return the number of tokens of each example, [N]."""
         return np.diff(self.starts_N)
 
-    def example(self, number: int) -> tuple[NDArray[np.int32], int]:
-        """Return an example's tokens, and the place from which on they are counted in the loss."""
+    @property
+    def firsts_N(self) -> NDArray[np.int64]:  # noqa: N802 (shape suffix)
+        """Return the place in each example of its first counted token, [N]."""
+        places = np.flatnonzero(self.counted_T)
+        firsts: NDArray[np.int64] = places[np.searchsorted(places, self.starts_N[:-1])]
+        return firsts - self.starts_N[:-1]
+
+    @property
+    def counted_tokens(self) -> NDArray[np.int64]:
+        """Return the counted tokens of all examples, one after another."""
+        return self.tokens_T[self.counted_T].astype(np.int64)
+
+    def example(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        """Return an example's tokens, and which of them are counted in the loss."""
         begin, end = self.starts_N[number], self.starts_N[number + 1]
-        return self.tokens_T[begin:end], int(self.counted_N[number])
+        return self.tokens_T[begin:end], self.counted_T[begin:end]
+
+    def chosen(self, numbers: NDArray[np.int64]) -> Tokenized:
+        """Return some of the examples, in the order of `numbers`."""
+        return joined([self.example(int(number)) for number in numbers], self.num_cut)
+
+
+def joined(examples: Sequence[tuple[ArrayLike, ArrayLike]], num_cut: int) -> Tokenized:
+    """Return examples, each given by its tokens and which of them are counted."""
+    lengths = [np.size(tokens) for tokens, _ in examples]
+    some: Sequence[tuple[ArrayLike, ArrayLike]] = examples or [([], [])]
+    return Tokenized(
+        np.concatenate([tokens for tokens, _ in some]).astype(np.int32),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.concatenate([counted for _, counted in some]).astype(np.bool_),
+        num_cut,
+    )
 
 
 def prompt_and_answer(spec: InstructionSpec, fields: Mapping[str, str]) -> tuple[str, str]:
@@ -114,33 +146,33 @@ def _is_text(value: str) -> bool:
 def tokenized(
     spec: InstructionSpec, examples: Sequence[Example], tokenizer: Tokenizer, longest: int
 ) -> Tokenized:
-    """Return the tokens of examples, each at most `longest` tokens with the end of a document.
+    """Return the tokens of examples, each at most `longest` tokens with what begins and ends it.
 
-    A text is tokenized whole, so that its tokens are those of a text in training. Where a token
-    reaches over the boundary, the prompt and the answer are tokenized separately instead. So the
-    tokens always begin with those of the prompt alone, which generation starts from.
+    A text is tokenized whole, so that its tokens are those of a text in training; special tokens
+    that the template or a field writes out are special tokens. Where a token reaches over the
+    boundary, the prompt and the answer are tokenized separately instead. So the tokens always begin
+    with those of the prompt alone, which generation starts from.
 
     Raises:
         DataError: A field is missing, or an example is too long.
     """
     fields = checked_fields(spec, examples)
-    tokens: list[list[int]] = []
-    counted: list[int] = []
+    end = () if spec.add_eos is False else (tokenizer.eod_id,)
+    frame = frame_of(tokenizer, spec.add_bos, end, "model.data.train_ds.add_bos")
+    found: list[tuple[list[int], int]] = []  # with the place from which on tokens are counted
     for begin in range(0, len(fields), _BATCH):
         pairs = [prompt_and_answer(spec, texts) for texts in fields[begin : begin + _BATCH]]
-        prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
-        wholes = tokenizer.encode_batch([prompt + answer for prompt, answer in pairs])
+        prompts = tokenizer.encode_marked([prompt for prompt, _ in pairs])
+        wholes = tokenizer.encode_marked([prompt + answer for prompt, answer in pairs])
         for prompt, whole, (_, answer) in zip(prompts, wholes, pairs, strict=True):
-            tokens.append(_joined(tokenizer, prompt, whole, answer))
-            counted.append(max(1, len(prompt)))
+            found.append(_framed(tokenizer, frame, prompt, whole, answer))
     num_cut, faults = 0, Faults()
-    for number, ids in enumerate(tokens):
+    for number, (ids, _) in enumerate(found):
         if len(ids) <= longest:
             continue
-        excess = len(ids) - longest
-        cut = _cut(spec, fields[number], tokenizer, longest, excess)
+        cut = _cut(spec, fields[number], tokenizer, frame, longest, len(ids) - longest)
         if cut is not None:
-            tokens[number], counted[number] = cut
+            found[number] = cut
             num_cut += 1
             continue
         field = "length"
@@ -155,44 +187,53 @@ def tokenized(
             reason += f", even without the field {spec.truncation_field!r}"
         faults.add("length", examples[number], field, reason, hint)
     faults.raise_first()
-    if not spec.answer_only_loss:
-        counted = [1] * len(tokens)  # nothing predicts an example's first token
-    starts = np.concatenate([[0], np.cumsum([len(ids) for ids in tokens])])
-    flat = np.fromiter((token for ids in tokens for token in ids), np.int32, int(starts[-1]))
-    return Tokenized(flat, starts.astype(np.int64), np.array(counted, np.int64), num_cut)
+    firsts = [counted if spec.answer_only_loss else 1 for _, counted in found]
+    return joined(
+        [(ids, np.arange(len(ids)) >= at) for (ids, _), at in zip(found, firsts, strict=True)],
+        num_cut,
+    )
 
 
 def _cut(
     spec: InstructionSpec,
     fields: Mapping[str, str],
     tokenizer: Tokenizer,
+    frame: Frame,
     longest: int,
     excess: int,
 ) -> tuple[list[int], int] | None:
     """Return an example with one field cut to fit, and its counted place; None if none fits.
 
-    `excess` is the number of tokens beyond `longest` that the whole example has.
+    `excess` is the number of tokens beyond `longest` that the whole example has. An answer that is
+    cut at its end does not end there, so that no end is learned.
     """
     name = spec.truncation_field
     if name is None:
         return None
-    ids = tokenizer.encode(fields[name])
+    if name == spec.label_key and spec.truncation_method == "right":
+        excess, frame = excess - len(frame.end), Frame(frame.begin, ())
+    (ids,) = tokenizer.encode_marked([fields[name]])
     while ids and excess > 0:
         ids = ids[excess:] if spec.truncation_method == "left" else ids[:-excess]
         text = tokenizer.decode(ids).strip("\ufffd")  # a cut may be inside a character
         prompt, answer = prompt_and_answer(spec, {**fields, name: text})
         if not prompt or not answer.strip():
             return None
-        prompt_ids = tokenizer.encode(prompt)
-        whole = _joined(tokenizer, prompt_ids, tokenizer.encode(prompt + answer), answer)
-        excess = len(whole) - longest
+        prompt_ids, whole = tokenizer.encode_marked([prompt, prompt + answer])
+        cut, counted = _framed(tokenizer, frame, prompt_ids, whole, answer)
+        excess = len(cut) - longest
         if excess <= 0:
-            return whole, max(1, len(prompt_ids))
+            return cut, counted
     return None
 
 
-def _joined(tokenizer: Tokenizer, prompt: list[int], whole: list[int], answer: str) -> list[int]:
-    """Return the tokens of an example with its end; they begin with those of the prompt."""
+def _framed(
+    tokenizer: Tokenizer, frame: Frame, prompt: list[int], whole: list[int], answer: str
+) -> tuple[list[int], int]:
+    """Return the tokens of an example with its frame, and the place of its first counted one.
+
+    They begin with those of the prompt.
+    """
     if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
-        whole = prompt + tokenizer.encode(answer)
-    return [*whole, tokenizer.eod_id]
+        whole = prompt + tokenizer.encode_marked([answer])[0]
+    return frame.around(whole), max(1, len(frame.before(whole)) + len(prompt))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -180,6 +181,57 @@ class JsonTokenizer:
         path.write_text(self._rust.to_str(pretty=True), encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Holds the tokens that begin and end a text; a text that has them already gets no others."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens of a whole text with those that begin and end it."""
+        return [*self.before(ids), *ids, *self.after(ids)]
+
+    def before(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return what is put before the tokens of a text."""
+        return () if tuple(ids[: len(self.begin)]) == self.begin else self.begin
+
+    def after(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return what is put after the tokens of a text."""
+        return () if self.end and tuple(ids[-len(self.end) :]) == self.end else self.end
+
+
+def frame_of(tokenizer: Tokenizer, add_bos: bool | None, end: tuple[int, ...], key: str) -> Frame:
+    """Return the frame of texts.
+
+    Args:
+        tokenizer: The tokenizer.
+        add_bos: Whether the token that begins a text is put there; None: as the tokenizer does.
+        end: The tokens that end a text.
+        key: The name of the setting, for the error.
+
+    Raises:
+        DataError: A token is asked for, and the tokenizer names none.
+    """
+    if add_bos is False:
+        return Frame((), end)
+    if not add_bos or tokenizer.begin:
+        return Frame(tokenizer.begin, end)
+    if tokenizer.bos_id is None:
+        reason = "has no effect: the tokenizer names no token that begins a text (bos_token)"
+        hint = "Leave it out, or name the token in a tokenizer_config.json beside the tokenizer"
+        raise DataError("tokenizer", key, reason, hint)
+    return Frame((tokenizer.bos_id,), end)
+
+
+def document_end(tokenizer: Tokenizer, add_eos: bool | None) -> tuple[int, ...]:
+    """Return the tokens that end a document; `add_eos` False leaves them out."""
+    if add_eos is False:
+        return ()
+    ends_so = tokenizer.end[-1:] == (tokenizer.eod_id,)
+    return tokenizer.end if ends_so else (*tokenizer.end, tokenizer.eod_id)
+
+
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers mean the same tokens by the numbers that both have.
 
@@ -314,12 +366,13 @@ def load_json(
 def _add_named(rust: tokenizers.Tokenizer, named: Mapping[str, object]) -> None:
     """Make special tokens of those that a `tokenizer_config.json` names, as transformers does.
 
-    A token that is not in the vocabulary becomes one if it is listed with the next free number.
+    Tokens that the file has added already stay what they are. One that is not in the vocabulary is
+    added if it is listed with the next free number.
     """
     from tokenizers import AddedToken
 
     ids = rust.get_vocab(with_added_tokens=True)
-    added = {token.content: token.special for token in rust.get_added_tokens_decoder().values()}
+    added = {token.content for token in rust.get_added_tokens_decoder().values()}
     for number, flags in sorted(_listed(named.get("added_tokens_decoder")).items()):
         text = token_text(flags)
         is_next = number == len(ids) == 1 + max(ids.values())
@@ -327,7 +380,8 @@ def _add_named(rust: tokenizers.Tokenizer, named: Mapping[str, object]) -> None:
             names = ("single_word", "lstrip", "rstrip", "normalized", "special")
             switches = {name: flags[name] for name in names if isinstance(flags.get(name), bool)}
             rust.add_tokens([AddedToken(text, **switches)])
-            ids[text], added[text] = number, bool(switches.get("special"))
+            ids[text] = number
+            added.add(text)
     values = [value for key, value in named.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = named.get(key)
@@ -335,7 +389,7 @@ def _add_named(rust: tokenizers.Tokenizer, named: Mapping[str, object]) -> None:
             more.values() if isinstance(more, dict) else more if isinstance(more, list) else ()
         )
     texts = dict.fromkeys(text for value in values if (text := token_text(value)))
-    special = [text for text in texts if text in ids and not added.get(text)]
+    special = [text for text in texts if text in ids and text not in added]
     rust.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
 
 

@@ -354,6 +354,17 @@ def _object(home: Path, name: str) -> dict[str, Any]:
         raise DataError(path, "generation", f"cannot be read: {error}", hint) from error
 
 
+def end_ids(home: Path, eod_id: int) -> set[int]:
+    """Return the tokens that end a text: a model's own ones and the one that ends documents.
+
+    Raises:
+        DataError: A file cannot be read, or is a link that leaves the folder.
+    """
+    given = [_object(home, name).get("eos_token_id") for name in (GENERATION_CONFIG, MODEL_CONFIG)]
+    listed = [n for ends in given for n in (ends if isinstance(ends, list) else [ends])]
+    return {eod_id, *(n for n in listed if type(n) is int)}
+
+
 def token_ids(home: Path, eod_id: int | None) -> dict[str, Any]:
     """Return the special tokens' numbers in the `config.json` that a model came with.
 

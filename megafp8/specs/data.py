@@ -76,6 +76,8 @@ class InstructionSpec:
     model: str  # the path of the model, which has the tokenizer
     label_key: str = "output"  # the field that holds the answer
     prompt_template: str = "{input} {output}"
+    add_bos: bool | None = None  # begin an example as a text; None: as the tokenizer does
+    add_eos: bool | None = None  # end an example with the token that ends a document; None: yes
     truncation_field: str | None = None  # the field that is cut if an example is too long
     truncation_method: Literal["left", "right"] = "right"  # the end that is cut off
     answer_only_loss: bool = True  # False counts the tokens of prompts too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -107,42 +107,87 @@ def beyond_training(spec: GPTSpec, prompt: int, num_tokens: int) -> str | None:
     )
 
 
-@torch.no_grad()
 def generate(
     model: GPT, prompt: list[int], num_tokens: int, sampling: Sampling, *, vocab_size: int
 ) -> Iterator[int]:
-    """Yield `num_tokens` tokens that follow `prompt`; each past token is computed once.
+    """Yield `num_tokens` tokens that follow `prompt`; see `generate_batch`."""
+    for (token,) in generate_batch(model, [prompt], [num_tokens], sampling, vocab_size=vocab_size):
+        assert token is not None, "one prompt gets a token at each step"
+        yield token
 
-    Tokens from `vocab_size` on are padding and never chosen.
+
+@torch.no_grad()
+def generate_batch(
+    model: GPT,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: Sequence[int],
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    done: Collection[int] = (),
+) -> Iterator[list[int | None]]:
+    """Yield steps: the token that follows each prompt and its tokens so far.
+
+    Each past token is computed once. The model reads all prompts up to the length of the shortest
+    one at once, and from there on one token of each at a time, its prompt's or a new one. So all
+    have the places that they have alone. Each is drawn by a generator of its own with the same
+    seed.
+
+    Args:
+        model: The model.
+        prompts: The tokens of each prompt, one or more.
+        num_tokens: How many tokens each prompt gets.
+        sampling: How tokens are chosen.
+        vocab_size: Tokens from this number on are padding and never chosen.
+        done: The numbers of the prompts that need no further tokens; the caller may add to it.
+
+    Yields:
+        A token for each prompt, or None where its own tokens are still read or no more are needed.
 
     Raises:
-        RunError: The text would be longer than the model's learned positions, or the model's
-            outputs are not finite.
+        RunError: A text would be longer than the model's learned positions, a prompt has a token
+            that the model's embedding does not have, or the model's outputs are not finite.
     """
-    spec, total = model.spec, len(prompt) + num_tokens
-    limit = spec.max_position_embeddings
+    for prompt, count in zip(prompts, num_tokens, strict=True):
+        check_prompt(model.spec, prompt, count)
+    model.eval()
+    device = next(model.parameters()).device
+    generators = [torch.Generator().manual_seed(sampling.seed) for _ in prompts]
+    place = min(map(len, prompts))  # of the tokens that are chosen next
+    cache, fed = KVCache(), [list(prompt[:place]) for prompt in prompts]
+    ends = [len(prompt) + count for prompt, count in zip(prompts, num_tokens, strict=True)]
+    while any(place < end and row not in done for row, end in enumerate(ends)):
+        with kernels_of_any_length(device):
+            logits_BSV = model.logits(torch.tensor(fed, device=device), cache)
+        logits_BV = logits_BSV[:, -1, :vocab_size].cpu()
+        if not torch.isfinite(logits_BV).all():
+            raise RunError(
+                f"the model's outputs are not finite after {place} tokens. Name an earlier "
+                "checkpoint, or another run"
+            )
+        tokens: list[int | None] = [None] * len(prompts)
+        for row, prompt in enumerate(prompts):
+            if len(prompt) <= place < ends[row] and row not in done:
+                tokens[row] = sampling.choose(logits_BV[row], generators[row])
+            fed[row] = [prompt[place] if place < len(prompt) else tokens[row] or 0]
+        place += 1
+        yield tokens
+
+
+def check_prompt(spec: GPTSpec, prompt: Sequence[int], num_tokens: int) -> None:
+    """Raise `RunError` if a model cannot continue a prompt by a number of tokens."""
+    limit, total = spec.max_position_embeddings, len(prompt) + num_tokens
     if spec.position_embedding_type == "learned_absolute" and total > limit:
         raise RunError(
             f"{len(prompt)} prompt tokens and {num_tokens} more are {total}; the model has "
             f"{limit} positions. Ask for at most {max(0, limit - len(prompt))}, or shorten the "
             "prompt"
         )
-    model.eval()
-    device = next(model.parameters()).device
-    generator = torch.Generator().manual_seed(sampling.seed)
-    cache, tokens = KVCache(), prompt
-    for _ in range(num_tokens):
-        with kernels_of_any_length(device):
-            logits_SV = model.logits(torch.tensor([tokens], device=device), cache)[0]
-        logits_V = logits_SV[-1, :vocab_size].cpu()
-        if not torch.isfinite(logits_V).all():
-            raise RunError(
-                f"the model's outputs are not finite after {len(tokens)} tokens. Name an earlier "
-                "checkpoint, or another run"
-            )
-        token = sampling.choose(logits_V, generator)
-        yield token
-        tokens = [token]
+    if max(prompt) >= spec.vocab_size:
+        raise RunError(
+            f"the prompt has token {max(prompt)}, and the model's embedding has {spec.vocab_size} "
+            "rows. Leave out what becomes that token, which the model was never trained with"
+        )
 
 
 @contextmanager

@@ -165,10 +165,10 @@ def test_a_bad_line_among_many_is_found_before_the_tokenizer_works(
 
 def texts_of(found: Tokenized, tokenizer: JsonTokenizer) -> list[tuple[str, str]]:
     """Return what is not counted, and what is, of each example, without its end."""
-    pairs = (found.example(number) for number in range(len(found.counted_N)))
-    assert all(tokens[-1] == tokenizer.eod_id for tokens, _ in pairs)
-    pairs = (found.example(number) for number in range(len(found.counted_N)))
-    return [(tokenizer.decode(t[:at]), tokenizer.decode(t[at:-1])) for t, at in pairs]
+    examples = [found.example(number) for number in range(found.num_examples)]
+    assert all(tokens[-1] == tokenizer.eod_id for tokens, _ in examples)
+    assert all((np.diff(counted.astype(int)) >= 0).all() for _, counted in examples)
+    return [(tokenizer.decode(t[~c]), tokenizer.decode(t[c][:-1])) for t, c in examples]
 
 
 def test_the_answer_and_its_end_are_counted(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
@@ -225,6 +225,7 @@ def test_a_token_never_reaches_over_the_boundary(tmp_path: Path) -> None:
     [
         ("input", "right", ("Q" * 7, " answer")),
         ("input", "left", ("u" * 7, " answer")),
+        ("output", "left", ("Q" * 7 + "u" * 7, "")),
         ("output", "right", ("Q" * 7 + "u" * 7, "")),
     ],
 )
@@ -242,6 +243,42 @@ def test_a_field_is_cut_to_fit(
     assert texts_of(found, tokenizer) == [text]
     assert found.num_cut == 1 and len(found.tokens_T) == 15
     assert tokenized(spec, examples, tokenizer, 22).num_cut == 0
+
+
+def test_an_answer_that_is_cut_at_its_end_teaches_no_end(
+    tmp_path: Path, tokenizer: JsonTokenizer
+) -> None:
+    """The place of the end token is one more of the answer's."""
+    lines = [{"input": "Q" * 7, "output": "answer"}, {"input": "q", "output": "a"}]
+    examples = read_examples(str(write(tmp_path / "a.jsonl", *lines)))
+    spec = instructions(truncation_field="output")
+    found = tokenized(spec, examples, tokenizer, 12)
+    texts = [tokenizer.decode(found.example(n)[0]) for n in range(2)]
+    assert texts == ["QQQQQQQ answ", "q a<|endoftext|>"] and found.num_cut == 1
+    left = tokenized(replace(spec, truncation_method="left"), examples, tokenizer, 12)
+    assert tokenizer.decode(left.example(0)[0]) == "QQQQQQQ wer<|endoftext|>"
+
+
+def test_an_end_that_is_written_out_is_learned_once(
+    tmp_path: Path, tokenizer: JsonTokenizer
+) -> None:
+    lines = [{"input": "a", "output": "b<|endoftext|>"}, {"input": "a", "output": "b"}]
+    examples = read_examples(str(write(tmp_path / "a.jsonl", *lines)))
+    found = tokenized(instructions(), examples, tokenizer, SEQ)
+    assert found.example(0)[0].tolist() == found.example(1)[0].tolist()
+    none = tokenized(instructions(add_eos=False), examples, tokenizer, SEQ)
+    assert [tokenizer.decode(none.example(n)[0]) for n in range(2)] == ["a b<|endoftext|>", "a b"]
+    begun = tokenized(instructions(add_bos=True), examples, replace_bos(tokenizer, "a"), SEQ)
+    assert tokenizer.decode(begun.example(1)[0]) == "a b<|endoftext|>", "it begins so already"
+    begun = tokenized(instructions(add_bos=True), examples, replace_bos(tokenizer, "x"), SEQ)
+    assert tokenizer.decode(begun.example(1)[0]) == "xa b<|endoftext|>"
+    with pytest.raises(DataError, match="add_bos: has no effect: the tokenizer names no token"):
+        tokenized(instructions(add_bos=True), examples, tokenizer, SEQ)
+
+
+def replace_bos(tokenizer: JsonTokenizer, text: str) -> JsonTokenizer:
+    """Return the tokenizer with another token that begins texts."""
+    return JsonTokenizer(tokenizer._rust, tokenizer.eod_id, text)
 
 
 # --- packing --------------------------------------------------------------------------------------
@@ -290,12 +327,29 @@ def test_samples_are_the_examples_and_their_masks(tmp_path: Path, tokenizer: Jso
     assert data.train_token_counts()[tokenizer.eod_id] == 40
 
 
+def test_an_end_within_an_example_does_not_divide_it(
+    tmp_path: Path, tokenizer: JsonTokenizer
+) -> None:
+    """A chat format may end each turn with the token that ends a document."""
+    lines = [{"input": f"{n}<|endoftext|>b", "output": "c<|endoftext|>d"} for n in range(10)]
+    path = write(tmp_path / "a.jsonl", *lines)
+    data = prepared(spec_of(path, validation_files=(str(path),)), tokenizer)
+    found = []
+    for batch in validation_batches(data.validation, 1, 0, 1, rules=data.rules):
+        assert batch.position_ids_BS is not None and batch.cu_seqlens_N1 is not None
+        for begin, end in pairwise(batch.cu_seqlens_N1):
+            assert batch.position_ids_BS[0, begin:end].tolist() == list(range(end - begin))
+            found.append(tokenizer.decode(batch.tokens_BS[0, begin:end]))
+    whole = [f"{n}<|endoftext|>b c<|endoftext|>d<|endoftext|>" for n in range(10)]
+    assert sorted(t for t in found if t[0].isdigit()) == whole
+
+
 def test_samples_without_packing(tmp_path: Path, tokenizer: JsonTokenizer) -> None:
     path = write(tmp_path / "a.jsonl", *GOOD)
     data = prepared(spec_of(path, packed=False, shuffle=False), tokenizer)
     assert data.train.num_samples_per_epoch + data.validation.num_samples == len(GOOD)
     for number in range(data.train.num_samples_per_epoch):
-        tokens, _ = data.train[number]
+        tokens, _, _ = data.train[number]
         assert (tokens == tokenizer.eod_id).sum() == 1
 
 
@@ -318,7 +372,7 @@ def test_files_are_joined_or_blended(tmp_path: Path, tokenizer: JsonTokenizer) -
     two = write(tmp_path / "b.jsonl", *({**line, "input": "B"} for line in GOOD))
     joined = prepared(spec_of(one, two), tokenizer)
     (examples,) = joined.train_examples
-    assert joined.train_token_counts()[tokenizer.eod_id] == len(examples.counted_N)
+    assert joined.train_token_counts()[tokenizer.eod_id] == examples.num_examples
     blended = prepared(spec_of(one, two, probabilities=("1", "3"), packed=False), tokenizer)
     firsts = [tokenizer.decode(blended.train[n][0, :1]) for n in range(100)]
     assert firsts.count("B") == 75

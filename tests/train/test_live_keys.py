@@ -325,6 +325,8 @@ EFFECTS: dict[str, Effect] = {
     "model.data.train_ds.shuffle": EXAMPLES,
     "model.data.train_ds.label_key": EXAMPLES,
     "model.data.train_ds.prompt_template": EXAMPLES,
+    "model.data.train_ds.add_bos": EXAMPLES,
+    "model.data.train_ds.add_eos": EXAMPLES,
     "model.data.train_ds.truncation_field": EXAMPLES,
     "model.data.train_ds.truncation_method": EXAMPLES,
     "model.data.train_ds.packed_sequence": EXAMPLES,

@@ -230,12 +230,13 @@ def _samples_fill_sequences(v: Values) -> Iterator[Finding]:
 
 @rule("model.encoder_seq_length", "model.max_position_embeddings")
 def _positions_suffice(v: Values) -> Iterator[Finding]:
-    length = v["model.encoder_seq_length"]
-    if length > v["model.max_position_embeddings"]:
+    length, positions = v["model.encoder_seq_length"], v["model.max_position_embeddings"]
+    if length > positions:
         yield Finding(
             "model.max_position_embeddings",
             f"is less than model.encoder_seq_length={length}",
-            f"Give at least {length}, or leave it out",
+            f"Give model.encoder_seq_length={positions} at most, as to a trained model, or at "
+            f"least {length} positions",
         )
 
 

@@ -163,6 +163,22 @@ class TrainDs:
         group="finetuning",
         needs=OF_EXAMPLES,
     )
+    add_bos: bool | None = key(
+        None,
+        "Begin each example with the token that begins a text. `null`: as the model's tokenizer "
+        "does with a text. An example that begins with the token already gets no second one.",
+        group="finetuning",
+        spec="data.instructions.add_bos",
+        needs=OF_EXAMPLES,
+    )
+    add_eos: bool | None = key(
+        None,
+        "End each example with the token that ends a document, which is learned with the answer. "
+        "`null` and True: yes, unless the answer ends with it already.",
+        group="finetuning",
+        spec="data.instructions.add_eos",
+        needs=OF_EXAMPLES,
+    )
     truncation_field: str | None = key(
         None,
         "Field that is cut if an example is longer than a sequence. `null`: such an example is an "
