@@ -45,8 +45,8 @@ class FinishedRun:
 def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None:
     """Return the run that `spec` names if it is finished and has no step left, else None.
 
-    No file is written, and no lock is taken. A run whose newest checkpoint is gone or damaged goes
-    on from the one before, if there is one; but of a job of a sweep only the result is read.
+    No file is written, and no lock is taken. A run whose newest checkpoint is gone or damaged
+    continues from the one before, if there is one; but of a job of a sweep only the result is read.
 
     Raises:
         ConfigError: The directory has a finished run of another model, data or optimizer.
