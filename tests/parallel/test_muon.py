@@ -1,4 +1,4 @@
-"""Muon on two ranks of every kind of parallelism against one process, within the matrix's bounds.
+"""Muon on two ranks of every kind of parallelism against one process, within bounds of roundings.
 
 A rank that holds a part of a matrix must orthogonalize the whole one. The bound of losses is three
 times the spread of one process whose embeddings differ by one rounding step, as in the matrix.
@@ -50,9 +50,15 @@ def case_of(precision: str, layout: str = "", **changes: Any) -> Case:
 
 
 def one_process(precision: str, merged: int, **changes: Any) -> tuple[Outcome, float]:
+    """What one process sees, and the bound of losses.
+
+    Beside FP32's roundings, FP32 has a few of the orthogonalization in BF16 that fall the other
+    way, which five runs may not have: they move losses by 1e-6 to 6e-6, and the planted bugs by
+    1e-3 and more.
+    """
     case = case_of(precision, merged=merged, **changes)
     one = run_case(case, single_rank())
-    return one, 3 * matrix.spread(case, one)
+    return one, 1e-4 if precision == "FP32" else 3 * matrix.spread(case, one)
 
 
 def train(layout: str, cases: dict[str, Case]) -> dict[str, list[Outcome]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from megafp8.train.build import build
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.backends.te.same_codes import IN_FP32, Casts
 from tests.ranks import Rank
 from tests.tiny import microbatch
 from tests.train.precision_schedule_work import continue_at_every_step
@@ -51,10 +52,10 @@ def train(rank: Rank, tp: int, steps: int) -> dict[str, dict[str, Found]]:
     from tests.backends.te.real import DELAYED
 
     plain = ParallelSpec(devices_per_node=rank.size, tp=tp)
-    found = {"delayed": _engines(mesh, DELAYED, plain, steps)}
+    found = {"delayed": _engines(mesh, DELAYED, plain, steps, follows=True)}
     if tp == 1:
         own = join(replace(plain, tp_only_amax_red=True))
-        found["own amaxes"] = _engines(own, DELAYED, plain, steps)
+        found["own amaxes"] = _engines(own, DELAYED, plain, steps, follows=True)
     else:
         shared = replace(plain, sequence_parallel=True)
         found["sequence parallel"] = _engines(mesh, DELAYED, shared, steps)
@@ -437,15 +438,19 @@ def _engines(
     parallel: ParallelSpec,
     steps: int,
     microbatches: int = 2,
+    *,
+    follows: bool = False,
     **changes: Any,
 ) -> dict[str, Found]:
+    """Train by both engines; with `follows` ours takes the codes of Transformer Engine's casts."""
     from tests.backends.te.real import run_of, te
 
-    found = {}
-    for backend in ("te", "native"):
+    found, casts = {}, Casts()
+    for backend, casting in (("te", casts.recorded()), ("native", casts.followed(IN_FP32))):
         te.module.base.FP8GlobalStateManager.reset()
         state = run_of(backend, recipe, "fp32", parallel, mesh=mesh, **changes)
-        found[backend] = _train(state, mesh, recipe, steps, microbatches)
+        with casting if follows else nullcontext():
+            found[backend] = _train(state, mesh, recipe, steps, microbatches)
     return found
 
 

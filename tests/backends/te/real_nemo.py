@@ -33,6 +33,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients
 from tests.backends.te.real import autocast, recipes, te
 from tests.backends.te.real import forget_other_models as forget_other_models
+from tests.backends.te.same_codes import IN_FP32, with_same_codes
 from tests.config.test_nemo_launcher import PATHS, launcher_yaml
 from tests.parallel import bugs
 from tests.parallel.rank_work import Piece
@@ -246,9 +247,9 @@ def assert_it_is_nemos_function(where: dict[str, Any], model: dict[str, Any]) ->
         margin=recipe.margin, fp8_format=fmt, amax_history_len=recipe.amax_history_len,
         amax_compute_algo=recipe.amax_compute_algo,
     )  # fmt: skip
-    fp8_loss, fp8_grads = expected(in_fp8, model, theirs)
+    works = lambda: expected(in_fp8, model, theirs), lambda: gradients(in_fp8)
+    (fp8_loss, fp8_grads), (ours, our_grads) = with_same_codes(*works, IN_FP32)
     assert fp8_loss != loss, "FP8 computes something else than FP32"
-    ours, our_grads = gradients(in_fp8)
     assert ours == pytest.approx(fp8_loss, rel=1e-6)
     assert_near(our_grads, fp8_grads, 1e-5)
 

@@ -10,10 +10,10 @@ by roundings alone, on any CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -24,6 +24,8 @@ from megafp8.fp8.cast import Quantized
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import microbatch
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,22 @@ def _casting_by(function: Any) -> Iterator[None]:
         yield
 
 
+def with_same_codes(
+    one: Callable[[], Result], other: Callable[[], Result], bounds: Bounds
+) -> tuple[Result, Result]:
+    """Return the results of both; `other` casts to the codes of `one`.
+
+    Its own codes are these, too, but for the few at a tie.
+    """
+    casts = Casts()
+    with casts.recorded():
+        first = one()
+    with casts.followed(bounds):
+        second = other()
+    assert casts.total > 0 and casts.other_codes <= bounds.codes * casts.total
+    return first, second
+
+
 def batches(number: int) -> list[Microbatch]:
     """Two microbatches, as `real.step` has them: an update of scales is in between."""
     return [microbatch(2 * number + index) for index in range(2)]
@@ -153,18 +171,10 @@ def run(state: TrainState, steps: int) -> Run:
 
 
 def check_together(one: TrainState, other: TrainState, steps: int, bounds: Bounds) -> None:
-    """Train both with the codes of the first; assert that they stay within the bounds.
-
-    The second one's own codes are those of the first, too, but for the few at a tie.
-    """
-    casts = Casts()
-    with casts.recorded():
-        first = run(one, steps)
-    with casts.followed(bounds):
-        second = run(other, steps)
+    """Train both with the codes of the first; assert that they stay within the bounds."""
+    first, second = with_same_codes(lambda: run(one, steps), lambda: run(other, steps), bounds)
     bounds.check(first, second)
     assert not first.tables or first.tables.keys() == second.tables.keys()
-    assert casts.total > 0 and casts.other_codes <= bounds.codes * casts.total
 
 
 def distances(one: Run, other: Run) -> Bounds:

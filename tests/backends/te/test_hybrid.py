@@ -10,9 +10,9 @@ from tests.backends.te import rank_hybrid
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 
-BOUNDS = {"FP32": 1e-6, "delayed": 1e-5, "alone": 1e-3, "mxfp8": 1e-5}
-"""Those of losses, as where FSDP over two ranks is compared with replicas. With weights in FP8
-alone gradients are rounded to BF16 before they are summed."""
+BOUNDS = {"FP32": 1e-6, "delayed": 1e-3, "alone": 1e-3, "mxfp8": 1e-3}
+"""Those of losses, as where FSDP over two ranks is compared with replicas: updates differ by a
+rounding, so that codes at a tie become others. The first loss has seen no update."""
 
 
 @pytest.mark.parametrize(
@@ -31,10 +31,11 @@ def test_two_nodes_of_two_ranks_are_one_process(names: list[str]) -> None:
         for name, runs in found.items():
             (results, shards, tables), (wanted, whole, of_one) = runs.values()
             assert results == ranks[0][name]["hybrid"][0], name
+            assert results[0][0] == pytest.approx(wanted[0][0], rel=1e-6), name
             for (loss, norm), (other, whole_norm) in zip(results, wanted, strict=True):
                 assert loss == pytest.approx(other, rel=BOUNDS[name]), name
                 assert norm == pytest.approx(whole_norm, rel=10 * BOUNDS[name]), name
             assert {key: (-(-rows // 2), *rest) for key, (rows, *rest) in whole.items()} == shards
             assert bool(tables) == (name in ("delayed", "alone"))
             for key, tensor in tables.items() if name == "delayed" else ():
-                torch.testing.assert_close(tensor, of_one[key], rtol=1e-4, atol=1e-6)
+                torch.testing.assert_close(tensor, of_one[key], rtol=2.0**-2, atol=1e-6)

@@ -19,6 +19,7 @@ from megafp8.specs import PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.dryrun import rank_share
+from tests.backends.te.same_codes import OF_A_FLIP
 from tests.optim import masters_work
 from tests.optim.masters_work import Trained
 from tests.optim.test_masters_ranks import PP, SMALL, SP, assert_gradients_are_right, case, together
@@ -141,13 +142,13 @@ def test_zero_is_replicas(trained_with: Training, name: str) -> None:
 
 @each(LAYOUTS)
 def test_layouts_train_as_ours_do(trained_with: Training, name: str) -> None:
-    """FP8 products in FP32: the first step's loss and norm within 1e-6 and 1e-4, since gradients
-    that differ in their last bit may be rounded to another FP8 number; all within 1e-3 and 2 %."""
+    """FP8 products in FP32: numbers that differ in their last bit may be rounded to another FP8
+    number. The first step's loss and norm are within 1e-4 and 1 %, all within 1e-3 and 2 %."""
     for rank in trained_with(name)[1]:
         theirs, ours = rank[f"{name}, te"], rank[f"{name}, native"]
-        assert theirs.losses[0] == pytest.approx(ours.losses[0], rel=1e-6)
+        assert theirs.losses[0] == pytest.approx(ours.losses[0], rel=OF_A_FLIP.losses)
         assert theirs.losses == pytest.approx(ours.losses, rel=1e-3)
-        assert theirs.norms[0] == pytest.approx(ours.norms[0], rel=1e-4)
+        assert theirs.norms[0] == pytest.approx(ours.norms[0], rel=OF_A_FLIP.norms)
         assert theirs.norms == pytest.approx(ours.norms, rel=2e-2)
         assert theirs.num_owned == ours.num_owned
         assert theirs.bytes_of_moments == ours.bytes_of_moments
