@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megafp8.errors import CheckpointError, RunError, UnreadableError
-from megafp8.foreign import ForeignFileError, read_object
+from megafp8.foreign import ForeignFileError, parse_json, read_bytes, read_object
 from megafp8.secrets import hide_values, shown
 
 _HINTS = {
@@ -165,6 +165,43 @@ def fsync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def is_ours(path: Path, knows: Callable[[bytes], bool]) -> bool:
+    """Whether a file may be written to `path`, because nothing or one of this project is there.
+
+    A link, a folder and a special file are others', wherever they lead.
+
+    Args:
+        path: Where a command is about to write.
+        knows: Whether the content of a file is this project's. An empty file may be replaced.
+    """
+    if path.is_symlink() or not path.is_file():
+        return not os.path.lexists(path)
+    try:
+        content = read_bytes(path)
+    except (OSError, ForeignFileError):
+        return False
+    return not content or knows(content)
+
+
+def require_ours(path: Path, what: str, knows: Callable[[bytes], bool], hint: str) -> None:
+    """Raise `RunError` if `path` may not be written: `is_ours` says no, and `what` is written."""
+    if not is_ours(path, knows):
+        raise RunError(f"{path} is not {what} of megafp8, and would be overwritten. {hint}")
+
+
+def has_keys(*keys: str) -> Callable[[bytes], bool]:
+    """Return the `knows` of a JSON file of this project, an object that has these keys."""
+
+    def knows(content: bytes) -> bool:
+        try:
+            tree = parse_json(content.decode())
+        except ValueError:
+            return False
+        return isinstance(tree, dict) and all(key in tree for key in keys)
+
+    return knows
 
 
 def remove_tree(path: Path) -> None:

@@ -104,7 +104,8 @@ def _is_named(name: str, value: object) -> bool:
     end, text = name.lower()[-6:], str(value)
     if end.endswith("key") and _OPAQUE.search(text):
         return True
-    return is_secret_name(name) and not (end == "tokens" and _COUNT.fullmatch(text))
+    counts = end == "tokens" and (name == "--tokens" or _COUNT.fullmatch(text))  # of `plan`
+    return is_secret_name(name) and not counts
 
 
 # --- what is a secret -----------------------------------------------------------------------------
@@ -190,7 +191,7 @@ _VALUE = re.compile(
     re.IGNORECASE,
 )
 _COOKIES = re.compile(rf"\*{{3}}|{_QUOTED}|[^\n\"']+")
-_PROSE = ("tokens", "--tokens", "pass")  # a text says these about something else, but for `tokens=`
+_PROSE = ("tokens", "pass")  # a text says these of something else, unless as `tokens=`
 _REFERENCE = re.compile(r"\$\{[\w.:\[\]]+\}")
 _FORMS = re.compile(
     r"\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,}|\b(?:github_pat|gh[pousr])_\w{20,}|\bwandb_v1_\w{20,}"
@@ -256,10 +257,12 @@ def _named_in(text: str) -> Iterator[tuple[int, str]]:
         if found.start() < end or (name in _PROSE and "=" not in found[0]):
             continue
         is_header = name.lower().endswith("cookie") and ":" in found[0]
-        value = (_COOKIES if is_header else _VALUE).match(text, found.end())
-        if value is not None and _is_named(name, value[0]):
-            yield found.end(), value[0].rstrip(":.") or value[0]
-            end = value.end()
+        matched = (_COOKIES if is_header else _VALUE).match(text, found.end())
+        value = "" if matched is None else matched[0]
+        value = value.rstrip(":.") or value
+        if value and _is_named(name, value):
+            yield found.end(), value
+            end = found.end() + len(value)
 
 
 def secrets_in(text: str) -> set[str]:

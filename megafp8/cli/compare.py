@@ -37,7 +37,9 @@ from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.own_recipes import TRUST
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import (
+    has_keys,
     read_json_object,
+    require_ours,
     run_errors_reported,
     to_json,
     write_atomically,
@@ -48,12 +50,18 @@ from megafp8.report.record import RunRecord, read_run
 from megafp8.report.verdict import TOLERANCE, Pair
 from megafp8.report.writer import REPORT_FILE, require_page
 from megafp8.runs.find import is_run
-from megafp8.runs.lock import RunLock
+from megafp8.runs.lock import LOCK_NAME, RunLock
 
 WORSE, UNDECIDED = 5, 6
 SEED = "model.seed"
 RESULT_FILE = "compare.json"
 INPUT_FILE = "compare-input.json"  # says what configurations the runs beside it have
+_WRITTEN = {
+    INPUT_FILE: has_keys("configurations"),
+    RESULT_FILE: has_keys("verdict", "configurations", "runs"),
+    LOCK_NAME: has_keys("host", "pid"),
+}
+_ANOTHER = "Give another --out"
 Runs = Mapping[tuple[str, int], RunRecord]
 
 
@@ -110,6 +118,7 @@ def compare(options: argparse.Namespace) -> int:
     times = predicted_times(compared, source, hardware, is_asked=bool(words))
     seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
     out = options.out or Path("compare") / compared.identity[:8]
+    _refuse_foreign(out)
     with run_errors_reported(out, "making the directory"):
         out.mkdir(parents=True, exist_ok=True)
     with RunLock.acquire(out):
@@ -160,6 +169,14 @@ def _train_and_report(
     return _report(outcomes, compared, runs, out)
 
 
+def _refuse_foreign(out: Path) -> None:
+    """Raise `RunError` if a comparison would overwrite a file that no comparison has written."""
+    for name, known in _WRITTEN.items():
+        if name != LOCK_NAME or not (out / INPUT_FILE).exists():
+            require_ours(out / name, "a file of a comparison", known, _ANOTHER)
+    require_page(out / REPORT_FILE, _ANOTHER)
+
+
 def _claim(out: Path, compared: Comparison) -> None:
     """Take a directory for the runs of a comparison.
 
@@ -180,7 +197,6 @@ def _claim(out: Path, compared: Comparison) -> None:
         raise RunError(
             f"{out}: has runs of other configurations{which}. Give another --out, or delete it"
         )
-    require_page(out / REPORT_FILE, "Give another --out")
     record = {
         "configurations": compared.identity,
         "labels": [c.label for c in compared.configurations],

@@ -43,6 +43,7 @@ from megafp8.plan.time import (
 )
 from megafp8.plan.traffic import rank_traffic
 from megafp8.plan.vocabulary import GPT2, asked_vocabulary
+from megafp8.report.writer import require_page
 from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
@@ -86,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(argv)
     hardware = hardware_from([word for word in rest if is_hardware(word)])
     words = [word for word in rest if not is_hardware(word)]
+    if options.page is not None:
+        require_page(options.page, "Name another file with --page")
     instead, found = "", None
     try:
         asked = spec_of(words, options.vocab_size)

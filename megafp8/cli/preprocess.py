@@ -143,6 +143,9 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
     model, output = model_folder(options.tokenizer), expanded(options.output)
     if model is not None:
         refuse_secrets_in_files(model)
+        if os.path.lexists(kept_in := beside_data(output)):
+            hint = "Give another --output, or delete it"
+            raise DataError(kept_in, "output", "is there already", hint)
     with _Bar(source.num_bytes()) as bar:
         sidecar = preprocess(
             source,

@@ -40,8 +40,11 @@ def write_report(named: Sequence[Path], output: Path | None) -> Path:
     """Write the page of the named runs, and return its path.
 
     Raises:
-        RunError: None of the runs can be read, or the page cannot be written.
+        RunError: None of the runs can be read, or the page cannot be written or would replace
+            another program's file.
     """
+    if output is not None:
+        require_page(output, "Name another file with --output")
     runs: list[RunRecord] = []
     problems: list[str] = []
     folder: Path | None = None

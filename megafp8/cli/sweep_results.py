@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -14,8 +15,8 @@ from typing import get_type_hints
 
 from megafp8.cli import is_first_rank
 from megafp8.errors import ExitCode, RunError
-from megafp8.files import write_atomically
-from megafp8.foreign import read_json, read_object
+from megafp8.files import has_keys, is_ours, write_atomically
+from megafp8.foreign import parse_json, read_json, read_object
 from megafp8.observe.units import format_count, format_duration
 from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord, read_run
@@ -26,6 +27,7 @@ from megafp8.secrets import shown
 RESULT_NAME = "job.json"
 SUMMARY_NAME = "sweep.json"
 RECORD_OF_HYDRA = "multirun.yaml"
+RECORD_OF_SWEEPERS = "optimization_results.yaml"  # that of Optuna and others
 
 _OUTCOMES = {
     int(ExitCode.FINISHED): "finished",
@@ -36,6 +38,7 @@ _OUTCOMES = {
 }
 
 
+_OF_A_JOB = {"job", "overrides"}
 _SECTIONS = re.compile(r"(?<![^ ])[\w.]+\.(?=\w+=)")  # `model.optim.` before `lr=`
 _STATUS = {int(ExitCode.FINISHED): "finished", int(ExitCode.SAVED_ON_SIGNAL): "stopped"}
 
@@ -119,12 +122,15 @@ def with_earlier_slices(result: Result, job: SweepJob) -> Result:
 def refuse_foreign_sweep(directory: Path) -> None:
     """Raise `RunError` if a sweep in `directory` would overwrite a file that no sweep wrote.
 
-    A `sweep.json` of another origin is kept under another name.
+    The `sweep.json` of another sweep is kept under another name.
     """
-    record = directory / RECORD_OF_HYDRA
-    wrong = [] if is_page(directory / REPORT_FILE) else [REPORT_FILE]
-    if record.exists() and not _names_megafp8(record):
-        wrong.append(RECORD_OF_HYDRA)
+    known = {
+        REPORT_FILE: is_page,
+        RECORD_OF_HYDRA: lambda content: b"megafp8" in content,
+        SUMMARY_NAME: _are_results,
+        RECORD_OF_SWEEPERS: lambda _: read_sweep(directory) is not None,
+    }
+    wrong = [name for name, knows in known.items() if not is_ours(directory / name, knows)]
     if wrong:
         raise RunError(
             f"hydra.sweep.dir={directory}: a sweep would overwrite {' and '.join(wrong)}, which no "
@@ -132,23 +138,19 @@ def refuse_foreign_sweep(directory: Path) -> None:
         )
 
 
-def _names_megafp8(record: Path) -> bool:
-    """Whether the record that Hydra makes of a sweep's settings names this project."""
+def _are_results(content: bytes) -> bool:
+    """Whether the content of a `sweep.json` is that of a sweep, perhaps of another version."""
     try:
-        return not record.is_symlink() and b"megafp8" in record.read_bytes()
-    except OSError:
+        tree = parse_json(content.decode())
+    except ValueError:
         return False
+    rows = tree if isinstance(tree, list) else [None]
+    return all(isinstance(row, dict) and _OF_A_JOB <= row.keys() for row in rows)
 
 
 def why_foreign(job: SweepJob) -> str | None:
     """Return why a sweep must not write a job's `job.json`: another program's file has its name."""
-    try:
-        content = json.loads(job.result_file.read_bytes() or b"{}")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError):
-        content = None
-    if isinstance(content, dict) and (not content or {"job", "overrides"} <= content.keys()):
+    if is_ours(job.result_file, has_keys(*_OF_A_JOB)):
         return None
     return (
         f"{job.result_file}: no sweep of megafp8 has written this file. Choose another "
@@ -284,14 +286,14 @@ def _has_another_sweep(directory: Path, results: Sequence[Result]) -> bool:
     """Whether the `sweep.json` of a directory has results of jobs with other overrides."""
     earlier = read_sweep(directory)
     if earlier is None:
-        return (directory / SUMMARY_NAME).exists()  # it cannot be read, and may be anything
+        return (directory / SUMMARY_NAME).exists()  # another version's, which cannot be read
     return [each.overrides for each in earlier] != [each.overrides for each in results]
 
 
 def _set_aside(directory: Path) -> Path:
     """Give the `sweep.json` of a directory the first free name of sweep-1.json and so on."""
     names = (directory / f"sweep-{number}.json" for number in count(1))
-    path = next(name for name in names if not name.exists())
+    path = next(name for name in names if not os.path.lexists(name))
     return (directory / SUMMARY_NAME).rename(path)
 
 

@@ -237,8 +237,10 @@ def preprocess(
     """
     sidecar_path = prefix.with_name(prefix.name + SIDECAR_SUFFIX)
     partial = prefix.with_name(prefix.name + ".partial")
-    for path in (sidecar_path, bin_path(prefix), idx_path(prefix)):
-        if path.exists() and not (partial / SIDECAR_DRAFT).exists():  # which `_finish` writes
+    words = (prefix.with_name(f"{prefix.name}.{name}") for name in TOKENIZER_FILES)
+    for path in (sidecar_path, bin_path(prefix), idx_path(prefix), *words):
+        # `_finish` writes the draft, and was perhaps killed
+        if os.path.lexists(path) and not (partial / SIDECAR_DRAFT).exists():
             raise DataError(
                 path, "output", "is there already", "Give another --output, or delete it"
             )
@@ -358,12 +360,16 @@ def _differences(old: dict[str, object], new: dict[str, object]) -> list[tuple[s
 
 
 def _refuse_files_of_others(partial: Path) -> None:
-    """Raise `DataError` for a folder of this name that no preparation has made."""
-    if not partial.is_dir() or not (names := os.listdir(partial)):
+    """Raise `DataError` if what has this name is no folder that a preparation has made."""
+    if not os.path.lexists(partial):
         return
+    is_folder = partial.is_dir() and not partial.is_symlink()
+    names = os.listdir(partial) if is_folder else [partial.name]
     known = {LOCK, RECORD, "tokens", "lengths", "index", SIDECAR_DRAFT, *TOKENIZER_FILES}
     others = [n for n in names if n not in known and not n.startswith(f".{RECORD}.")]
-    if others or LOCK not in names:
+    lock = partial / LOCK
+    has_lock = LOCK in names and lock.is_file() and lock.stat().st_size == 0
+    if others or (names and not has_lock):
         reason = f"is not of a preparation: it has {', '.join(sorted(others or names)[:3])}"
         raise DataError(partial, "folder", reason, "Give another --output, or move the folder")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
-from megafp8.errors import RunError
-from megafp8.files import Warn, write_atomically
+from megafp8.files import Warn, require_ours, write_atomically
 from megafp8.report.page import PAGE_START, run_page
 from megafp8.report.record import read_run
 from megafp8.runs.find import REPORT_NAME
@@ -16,22 +14,14 @@ REPORT_FILE = REPORT_NAME
 LARGEST_SHARE = 0.01  # of the time since the last report that writing one may take
 
 
-def is_page(path: Path) -> bool:
-    """Whether a page may be written to `path`: there is none yet, or one of this project."""
-    if path.is_symlink() or not path.is_file():
-        return not os.path.lexists(path)
-    try:
-        with open(path, "rb") as file:
-            head = file.read(len(PAGE_START))
-    except OSError:
-        return False
-    return head in (b"", PAGE_START.encode())
+def is_page(content: bytes) -> bool:
+    """Whether the content of a file is that of a page of this project."""
+    return content.startswith(PAGE_START.encode())
 
 
 def require_page(path: Path, hint: str) -> None:
     """Raise `RunError` if `path` is a file of another program, which a page would overwrite."""
-    if not is_page(path):
-        raise RunError(f"{path} is not a report of megafp8. {hint}")
+    require_ours(path, "a report", is_page, hint)
 
 
 class Reporter:

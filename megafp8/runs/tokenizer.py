@@ -30,7 +30,6 @@ from megafp8.errors import DataError
 from megafp8.files import (
     draft_of,
     expanded,
-    move_away,
     put,
     run_errors_reported,
     whole_folder,
@@ -194,21 +193,17 @@ def with_all_files(home: Path, *models: object) -> Path:
 def keep_files(model: Path, target: Path) -> list[str]:
     """Copy a model's files of the tokenizer and of generation to a new folder; return their names.
 
-    A folder that exists is replaced. If the model's folder has none of these files, nothing is
-    made.
+    If the model's folder has none of these files, nothing is made.
 
     Raises:
         DataError: A file holds a secret, or is a link that leaves the folder, a FIFO or a device.
-        RunError: A file cannot be copied.
+        RunError: A file cannot be copied, or the new folder is there and not empty.
     """
     names = _files_in(model)
     if not names:
         return []
     refuse_secrets_in_files(model)
     generation = read_generation(model)
-    with run_errors_reported(target, "replacing the folder"):
-        if target.is_dir():
-            move_away(target)
     with whole_folder(target, last=TOKENIZER_CONFIG) as build:
         _copy([name for name in names if name != GENERATION_CONFIG], model, build)
         if generation:

@@ -1,17 +1,26 @@
-"""A sweep, a comparison and a report overwrite no file that this project has not written."""
+"""No command overwrites or deletes a file or a folder that this project has not written."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from megafp8.cli import report
+from megafp8.cli import migrate, plan, preprocess, report
 from megafp8.cli.compare import main as compare
+from megafp8.cli.main import run_app
 from megafp8.cli.sweep_results import SweepJob, print_results, result_of
+from megafp8.errors import RunError
+from megafp8.files import whole_folder
 from megafp8.report.page import PAGE_START
+from megafp8.runs.place import check_place
 from tests.cli.app import Shell
+from tests.config.helpers import run_spec
+from tests.foreign.fuzz import limited
 from tests.report.made import make_run
 
 
@@ -67,3 +76,117 @@ def test_reports_and_comparisons_leave_such_a_page(
     page.unlink()
     assert report.main([str(tmp_path)]) == 0 and page.read_text().startswith(PAGE_START)
     assert report.main([str(tmp_path)]) == 0
+
+
+# --- every command that writes to a path of a user's ----------------------------------------------
+
+NEMO = "trainer: {precision: bf16}\nmodel: {hidden_size: 64}\n"
+
+
+def run_place(folder: Path) -> int:
+    try:
+        check_place(run_spec(f"exp_manager.explicit_log_dir={folder}").observe)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def folder_for_a_model(folder: Path) -> int:
+    """Begin to write a folder as `export` and `import` do."""
+    try:
+        with whole_folder(folder, last="config.json"):
+            pass
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def sweep() -> int:
+    return run_app(["-m", "model.seed=1,2", "hydra.sweep.dir=out"], lambda cfg, info: 0)
+
+
+PREPARE = ["text.txt", "--output", "out/o", "--tokenizer", "bytes", "--workers", "0"]
+DOORS: dict[str, tuple[Sequence[str], Callable[[], int]]] = {
+    "report --output": (["out/x"], lambda: report.main(["made", "--output", "out/x"])),
+    "report": (["made/report.html"], lambda: report.main(["made"])),
+    "plan --page": (["out/x"], lambda: plan.main(["--page", "out/x"])),
+    "migrate -o": (["out/x"], lambda: migrate.main(["nemo.yaml", "-o", "out/x"])),
+    "migrate": (["nemo.megafp8.yaml"], lambda: migrate.main(["nemo.yaml"])),
+    "export, import": (["out/x"], lambda: folder_for_a_model(Path("out/x"))),
+    "sweep": (
+        ["out/sweep.json", "out/multirun.yaml", "out/report.html", "out/optimization_results.yaml"],
+        sweep,
+    ),
+    "job of a sweep": (["out/0/job.json"], sweep),
+    "run": (["out/metrics.jsonl", "out/config.yaml"], lambda: run_place(Path("out"))),
+    **{
+        f"compare, {name}": ([f"out/{name}"], lambda: compare(["model.fp8=True", "--out", "out"]))
+        for name in ("compare.json", "compare-input.json", "report.html", ".lock")
+    },
+    **{
+        f"preprocess, {name}": ([f"out/o{name}"], lambda: preprocess.main(PREPARE))
+        for name in (".bin", ".idx", ".dataset.json", ".tokenizer.json", ".partial")
+    },
+}  # fmt: skip
+
+
+def a_file(path: Path) -> None:
+    path.write_text("[1]")
+    path.chmod(0o444)
+
+
+def a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "tokens").write_text("mine")
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "file": a_file,
+    "folder": a_folder,
+    "link": lambda path: path.symlink_to(Path("elsewhere").absolute()),
+    "dangling link": lambda path: path.symlink_to(Path("nowhere").absolute()),
+    "pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("door", DOORS)
+def test_no_command_overwrites_what_is_not_ours(
+    door: str,
+    kind: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_run(Path("made"))
+    Path("nemo.yaml").write_text(NEMO)
+    Path("text.txt").write_text("a text")
+    Path("elsewhere").write_text("{}")
+    names, command = DOORS[door]
+    for name in names:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        KINDS[kind](Path(name))
+    before = tree_of(tmp_path)
+    with limited():
+        assert command() == 2
+    shown = capsys.readouterr()
+    text = shown.out + shown.err
+    assert all(Path(name).name in text for name in names) and "Traceback" not in text, text
+    after = tree_of(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    if door not in ("job of a sweep", "compare, .lock"):
+        assert before == after, "nothing is left behind by a command that is refused"
+
+
+def tree_of(folder: Path) -> dict[str, tuple[int, str]]:
+    """Return the kind, the permissions and the content or target of all that is in a folder."""
+    return {
+        str(path): (
+            path.lstat().st_mode,
+            os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else "",
+        )
+        for path in folder.rglob("*")
+    }

@@ -126,7 +126,8 @@ def test_what_is_named_like_a_secret_is_hidden(text: str) -> None:
 def test_ordinary_text_is_left_as_it_is() -> None:
     for text in (
         "model.tokenizer.library=builtin", "12 tokens: 3", "loss 3.2 | 8.1k tok/s", "--tokens N",
-        "nats per token: 3.2", "all of its tokens: they", "tokens=15T", "ssh://git@host/x",
+        "nats per token: 3.2", "all of its tokens: they", "tokens=15T", "--tokens=nan: no",
+        "tokens=0: no", "ssh://git@host/x",
         "http://localhost:80/x@y", "https://host/@user/x", "token == end", "the backward pass: its",
         "task-12345678901234567890 hf_model_name_or_path", "x.y[key='a']", "s3://a/b",
     ):  # fmt: skip
