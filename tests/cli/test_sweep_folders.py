@@ -14,6 +14,7 @@ from megafp8.cli import migrate, plan, preprocess, report
 from megafp8.cli.compare import main as compare
 from megafp8.cli.main import run_app
 from megafp8.cli.sweep_results import SweepJob, print_results, result_of
+from megafp8.data.tokenize import byte_tokenizer
 from megafp8.errors import RunError
 from megafp8.files import whole_folder
 from megafp8.report.page import PAGE_START
@@ -132,6 +133,10 @@ DOORS: dict[str, tuple[Sequence[str], Callable[[], int]]] = {
 }  # fmt: skip
 
 
+OF_A_MODEL = ["model/tokenizer.json" if word == "bytes" else word for word in PREPARE]
+DOORS["preprocess, .tokenizer"] = (["out/o.tokenizer"], lambda: preprocess.main(OF_A_MODEL))
+
+
 def a_file(path: Path) -> None:
     path.write_text("[1]")
     path.chmod(0o444)
@@ -165,6 +170,9 @@ def test_no_command_overwrites_what_is_not_ours(
     Path("nemo.yaml").write_text(NEMO)
     Path("text.txt").write_text("a text")
     Path("elsewhere").write_text("{}")
+    Path("model").mkdir()
+    byte_tokenizer().save(Path("model/tokenizer.json"))
+    Path("model/tokenizer_config.json").write_text("{}")
     names, command = DOORS[door]
     for name in names:
         Path(name).parent.mkdir(parents=True, exist_ok=True)
