@@ -26,7 +26,7 @@ from megafp8.data.tokenize import (
     same_tokens,
     token_text,
 )
-from megafp8.errors import DataError
+from megafp8.errors import ConfigError, DataError
 from megafp8.files import (
     draft_of,
     expanded,
@@ -307,6 +307,36 @@ def keep_files_of_model(tokenizer: Tokenizer, models: Sequence[str | Path], run:
         if found is not None and same_tokens(tokenizer, found):
             keep_files(place, run / KEPT)
             return
+
+
+def check_tokenizer(tokenizer: Tokenizer, model: str | Path) -> str | None:
+    """Check that data were prepared with the tokenizer of the model that a run starts from.
+
+    Args:
+        tokenizer: The tokenizer of the data.
+        model: A run, one of its checkpoints, or an imported model.
+
+    Returns:
+        A note for the user where the model's folder has no tokenizer to compare with.
+
+    Raises:
+        ConfigError: The model has another tokenizer, so that its tokens mean other text.
+    """
+    home = home_of_model(model)
+    found = find_tokenizer(home)
+    if found is None:
+        return f"note: {home} has no tokenizer, with which that of the data could be compared"
+    if same_tokens(tokenizer, found):
+        return None
+    mine, theirs = tokenizer.tokens(), found.tokens()
+    number = next((n for n in sorted(mine) if mine[n] != theirs.get(n)), 0)
+    raise ConfigError(
+        "restore_from_path",
+        model,
+        f"its tokenizer is not that of the data: token {number} is {theirs.get(number)!r} there, "
+        f"and {mine.get(number)!r} in the data",
+        f"Prepare the data with the model's own: --tokenizer {home / found.file_name}",
+    )
 
 
 def _has_tokenizer_alone(folder: Path) -> bool:

@@ -42,8 +42,14 @@ from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, w
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.run_data import RunData, prefixes_of
 from megafp8.runs.same_data import open_on_all
-from megafp8.runs.tokenizer import beside_data, keep_files_of_model, save_tokenizer
+from megafp8.runs.tokenizer import (
+    beside_data,
+    check_tokenizer,
+    keep_files_of_model,
+    save_tokenizer,
+)
 from megafp8.specs import RunSpec
+from megafp8.specs.data import MOCK_DATA
 from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import raised
 from megafp8.train import load, state_dict
@@ -398,6 +404,10 @@ def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console:
         named = Path(spec.resume_from_checkpoint)
         load.resume_from(named, spec, saver, state, data, console)
     if saver.last_step is None and spec.restore_from_path is not None:
+        start = spec.restore_from_path
+        if spec.data.prefix != MOCK_DATA:
+            note = on_main(state.mesh, lambda: check_tokenizer(data.tokenizer, start))
+            console.header([note] if note else [])
         start_from(spec, state, console.event)
     return saver
 

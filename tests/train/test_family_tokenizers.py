@@ -23,6 +23,8 @@ from megafp8.cli import export, generate, import_hf, preprocess
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec
 from megafp8.data.indexed import IndexedDataset
+from megafp8.data.named_tokenizers import load_tokenizer
+from megafp8.data.tokenize import same_tokens
 from megafp8.errors import DataError
 from megafp8.runs.run_data import check_data, open_data
 from megafp8.runs.tokenizer import (
@@ -318,11 +320,18 @@ class Chains:
             assert preprocess.main([str(self.home / "data.jsonl"), *more]) == 0
             common.append(f"model.data.data_prefix={self.home / 'more'}")
         if name in ("pre", "new", "second"):
-            done = self._pretrain.run(*self._shape, *common)
+            self.pretrain(name, *common)
         else:
             done = self._finetune.run(*common)
-        assert done.code == 0, done.output
+            assert done.code == 0, done.output
         return self._finetune.dir(name)
+
+    def pretrain(self, name: str, *more: str, code: int = 0) -> str:
+        """Train a step with the import's shape; return the output."""
+        common = ["trainer.max_steps=1", "trainer.precision=32", f"exp_manager.name={name}"]
+        done = self._pretrain.run(*self._shape, *dict.fromkeys([*common, *more]))
+        assert done.code == code, done.output
+        return done.output
 
     @contextmanager
     def without_models(self) -> Iterator[None]:
@@ -365,6 +374,40 @@ def test_all_files_of_a_tokenizer_survive_a_chain(
             first, last = (json.loads((folder / file).read_text()) for folder in (source, out))
             for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 assert first.get(key) == last.get(key), (file, key)
+
+
+def test_data_of_another_tokenizer_do_not_start_from_a_model(chains: Chains) -> None:
+    """It has as many tokens as the model's, so that the rows of the embedding fit."""
+    home = chains.home
+    size = json.loads((home / "data.dataset.json").read_text())["vocab_size"]
+    words = ["--tokenizer", "bpe", "--vocab-size", str(size), "--workers", "0"]
+    assert preprocess.main([str(home / "data.jsonl"), "--output", str(home / "bpe"), *words]) == 0
+    assert json.loads((home / "bpe.dataset.json").read_text())["vocab_size"] == size
+    chains.pretrain("right", "restore_from_path=ours")
+    data = f"model.data.data_prefix={home / 'bpe'}"
+    refused = chains.pretrain("wrong", "restore_from_path=ours", data, code=2)
+    assert "restore_from_path=ours: its tokenizer is not that of the data: token 0 is" in refused
+    assert "--tokenizer" in refused and not (home / "runs" / "wrong").exists()
+    (home / "ours" / "tokenizer.json").rename(home / "ours" / "gone.json")
+    said = chains.pretrain("unknown", "restore_from_path=ours", data)
+    (home / "ours" / "gone.json").rename(home / "ours" / "tokenizer.json")
+    assert "ours has no tokenizer, with which that of the data could be compared" in said
+
+
+def test_two_kinds_of_files_of_a_tokenizer_have_the_same_tokens(tmp_path: Path) -> None:
+    """SentencePiece's own file, what transformers makes of it, and those of other tokenizers."""
+    for name in KINDS:
+        (tmp_path / name).mkdir()
+        config = KINDS[name](tmp_path / name)
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(config))
+    own = load_tokenizer(tmp_path / "sentencepiece" / "tokenizer.model")
+    found = {name: find_tokenizer(tmp_path / name) for name in KINDS}
+    for name, tokenizer in found.items():
+        assert tokenizer is not None
+        assert (
+            same_tokens(own, tokenizer) == same_tokens(tokenizer, own) == (name == "sentencepiece")
+        )
+    assert not same_tokens(found["qwen"], found["llama3"])  # type: ignore[arg-type]
 
 
 def test_a_moved_import_starts_runs_by_its_own_yaml(chains: Chains, tmp_path: Path) -> None:
