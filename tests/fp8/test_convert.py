@@ -695,25 +695,29 @@ def test_weights_and_scales_are_loaded_in_any_order(order: str, num_steps: int) 
         assert torch.equal(mine.grad, other.grad)
 
 
-def test_an_evaluation_by_scales_of_one_is_said(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("enclosed", [True, False])
+def test_an_evaluation_by_scales_of_one_is_said(
+    enclosed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and neither after a microbatch nor where scales were loaded or none are kept."""
+
     def evaluate(model: nn.Module, state: fp8.Fp8State) -> int:
         caplog.clear()
-        for context in (state.evaluation(), torch.no_grad()):
-            with context, torch.no_grad():
+        for _ in range(2):
+            with torch.no_grad(), state.evaluation() if enclosed else contextlib.nullcontext():
                 model(noise(8, 32, seed=0))
         return sum("before the first microbatch" in message for message in caplog.messages)
 
-    for trained in (False, True):
-        for recipe, said in (("delayed", 1), ("tensorwise", 0)):
-            model = mlp()
-            state = fp8.convert(model, recipe)
-            if trained:
-                step(model, state)
-            assert evaluate(model, state) == (0 if trained else said)
-    model, other = mlp(), mlp()
-    state = fp8.convert(model)
-    state.load_state_dict(fp8.convert(other).state_dict())
-    assert evaluate(model, state) == 0
+    for recipe, said in (("delayed", 1), ("tensorwise", 0)):
+        model, trained = mlp(), mlp()
+        assert evaluate(model, fp8.convert(model, recipe)) == said
+        state = fp8.convert(trained, recipe)
+        step(trained, state)
+        assert evaluate(trained, state) == 0
+    model = mlp()
+    loaded = fp8.convert(model)
+    loaded.load_state_dict(fp8.convert(mlp()).state_dict())
+    assert evaluate(model, loaded) == 0
 
 
 def test_a_foreign_state_is_refused_and_changes_nothing() -> None:
