@@ -230,7 +230,7 @@ class Gpt2:
             num_attention_heads=heads,
             max_position_embeddings=c.whole("n_positions", 1, MAX_POSITIONS),
             vocab_size=c.whole("vocab_size", 1, MAX_VOCABULARY),
-            init_method_std=c.number("initializer_range", 0.02, above=0),
+            init_method_std=c.number("initializer_range", 0.02, above=0, at_most=1),
             use_scaled_init_method=True,
             hidden_dropout=c.number("resid_pdrop", 0.1, at_least=0, below=1),
             attention_dropout=c.number("attn_pdrop", 0.1, at_least=0, below=1),
@@ -335,7 +335,7 @@ class Decoder:
             num_attention_heads=heads,
             max_position_embeddings=c.whole("max_position_embeddings", 1, MAX_POSITIONS),
             vocab_size=c.whole("vocab_size", 1, MAX_VOCABULARY),
-            init_method_std=c.number("initializer_range", 0.02, above=0),
+            init_method_std=c.number("initializer_range", 0.02, above=0, at_most=1),
             use_scaled_init_method=True,
             hidden_dropout=0.0,
             attention_dropout=c.number("attention_dropout", 0.0, at_least=0, below=1),
@@ -509,7 +509,7 @@ def _rope_section(c: Fields, file: Path) -> tuple[str, Fields]:
     name = "rope_scaling" if sections["rope_scaling"].tree else "rope_parameters"
     rope = sections[name]
     given = {"rope_theta": c.tree.get("rope_theta", _THETA), **rope.tree}
-    theta = Fields(given).number("rope_theta", above=1)
+    theta = Fields(given).number("rope_theta", above=1, at_most=1e15)
     hint = "Write the one with which the model was trained to both places, or to one alone"
     for place, tree in (("config.json", c.tree), *((k, v.tree) for k, v in sections.items())):
         other = tree.get("rope_theta", theta)
@@ -540,7 +540,7 @@ def _rope_fields(c: Fields, file: Path) -> dict[str, Any]:
         else:
             default = (_MAY_LACK[theirs],) if theirs in _MAY_LACK else ()
             bound = {"at_least": 1.0} if theirs == "factor" else {"above": 0.0}
-            fields[ours] = rope.number(theirs, *default, **bound)
+            fields[ours] = rope.number(theirs, *default, **bound, at_most=MAX_POSITIONS)
     if kind == "llama3":
         fields["scale_positional_embedding"] = True
     read = {"rope_type", "type", "rope_theta", *names}

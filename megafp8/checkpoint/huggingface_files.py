@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megafp8.checkpoint.huggingface import (
+    ConversionError,
     Mapped,
     logical_shape,
     mapping,
@@ -36,6 +37,7 @@ from megafp8.specs import GPTSpec
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHTS = "model.safetensors"
+HEAD = "lm_head.weight"
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 << 30
 MAX_CONFIG_BYTES = 16 * MIB
@@ -112,7 +114,7 @@ def write_folder(
     with os_errors_reported(folder, "exporting a model"):
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            files = _write_weights(folder, _encoded(spec, read, encode), max_file_bytes)
+            files = _write_weights(folder, _encoded(spec, read, encode, dtype), max_file_bytes)
             write_json_atomically(folder / GENERATION_CONFIG, generation_config)
             write_json_atomically(folder / CONFIG, config)
         except BaseException:
@@ -124,11 +126,32 @@ def write_folder(
 
 
 def _encoded(
-    spec: GPTSpec, read: Callable[[str], torch.Tensor], encode: Encode
+    spec: GPTSpec, read: Callable[[str], torch.Tensor], encode: Encode, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors to write, by the names that transformers has for them."""
     for entry in mapping(spec):
-        yield from encode(entry, to_theirs(entry, read)).items()
+        tensor = to_theirs(entry, read)
+        _check_range(entry, tensor, dtype)
+        yield from encode(entry, tensor).items()
+
+
+def _check_range(entry: Mapped, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise `ConversionError` if a tensor in FP32 has a value that is not finite in `dtype`."""
+    low, high = torch.aminmax(tensor)  # of which a NaN makes both a NaN
+    largest = torch.maximum(-low, high)
+    if torch.isfinite(largest.to(dtype)):
+        return
+    name = f"{entry.theirs} ({', '.join(entry.ours)})"
+    if not torch.isfinite(largest):
+        raise ConversionError(
+            f"{name} has NaN or infinite values, which no format of weights should have. Export an "
+            "earlier checkpoint"
+        )
+    kind = str(dtype).removeprefix("torch.")
+    raise ConversionError(
+        f"{name} has a value of magnitude {float(largest):g}, and {kind} holds at most "
+        f"{torch.finfo(dtype).max:g}. Export it with --dtype float32, which is exact"
+    )
 
 
 def _write_weights(
@@ -234,12 +257,14 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
     for entry, theirs in zip(entries, names, strict=True):
         if theirs not in files:
             raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
-    known = {*names, "lm_head.weight"}
+    known = {*names, HEAD}
     if extra := sorted(n for n in files.keys() - known if not n.endswith(_NOT_WEIGHTS)):
         reason = f"has {extra[0]}, which a model of its config.json does not have"
         raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
     for entry, theirs in zip(entries, names, strict=True):
         _check_shape(files[theirs], prefix, entry, spec)
+    if HEAD in files and HEAD not in names:
+        _check_tied_head(files[HEAD], files[names[0]], names[0])
     return [
         StoredTensor(
             name,
@@ -249,6 +274,31 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
         for entry, theirs in zip(entries, names, strict=True)
         for part, name in enumerate(entry.ours)  # one of theirs may join several of ours
     ]
+
+
+def _check_tied_head(head: Path, word: Path, embedding: str) -> None:
+    """Raise if the head in the files of a model that ties it to its embedding is another one.
+
+    Args:
+        head: The file with the head.
+        word: The file with the embedding.
+        embedding: The embedding's name.
+    """
+    with _opened(head) as one, _opened(word) as other:
+        left, right = one.get_slice(HEAD), other.get_slice(embedding)
+        (count, width), shape = right.get_shape(), left.get_shape()
+        rows = max(1, _READ_BYTES // (width * torch.float32.itemsize))
+        parts = (slice(at, at + rows) for at in range(0, count, rows))
+        if [count, width] == shape and all(
+            torch.equal(left[part].float(), right[part].float()) for part in parts
+        ):
+            return
+    raise CheckpointError(
+        head,
+        f"{HEAD} is not {embedding}, and config.json has tie_word_embeddings=true",
+        "transformers 5 computes with this head, transformers 4 with the embedding. In a copy of "
+        "the model, set tie_word_embeddings to false to keep the head, or leave the head out",
+    )
 
 
 def _read_part(

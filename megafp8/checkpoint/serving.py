@@ -23,7 +23,6 @@ import torch
 from torch.nn import functional as F
 
 from megafp8.checkpoint.huggingface import ConversionError, Mapped, architecture, mapping
-from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear, layer_linears
 
@@ -32,6 +31,11 @@ SCALES: tuple[Scales, ...] = get_args(Scales)
 BLOCK = 128
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max
+LLAMA_SHAPE = (
+    "model.normalization=rmsnorm model.activation=fast-swiglu "
+    "model.position_embedding_type=rope model.bias=False"
+)
+"""The settings that make a Llama of the default job."""
 _SMALLEST = torch.finfo(torch.float32).tiny
 """The smallest scale, of weights that are nearly 0: a smaller one would be 0 in some programs."""
 
@@ -115,7 +119,8 @@ def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = N
     if architecture(spec, family) == "gpt2":
         raise ConversionError(
             "--dtype fp8: transformers' GPT-2 keeps its weights as [in, out] in a module that is "
-            "no Linear, which these formats do not quantize. Export it with --dtype bfloat16"
+            "no Linear, which these formats do not quantize. Export it with --dtype bfloat16, or "
+            f"train a model of Llama's shape: {LLAMA_SHAPE}"
         )
     if all(linear.name in kept for linear in linears_of(spec)):
         raise ConversionError(
@@ -209,17 +214,8 @@ class ServingWeights:
         self._shared: tuple[str, torch.Tensor] | None = None
 
     def encode(self, entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors, by name, that stand for one of transformers' in FP32.
-
-        Raises:
-            UserError: It has a NaN or an infinity.
-        """
+        """Return the tensors, by name, that stand for one of transformers' in FP32."""
         linear = self._linears.get(entry.ours[0])
-        if not bool(torch.isfinite(tensor.bfloat16()).all()):
-            raise UserError(
-                f"{entry.ours[0]} has NaN or infinite values, which no format of weights should "
-                "have. Export an earlier checkpoint"
-            )
         if linear is None:
             return {entry.theirs: tensor.bfloat16()}
         fmt, module = self.fmt, entry.theirs.removesuffix(".weight")

@@ -17,6 +17,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from megafp8.checkpoint.huggingface import logical_shape, mapping
+from megafp8.checkpoint.huggingface_files import write_folder
 from megafp8.checkpoint.manifest import Manifest, check_state, read_manifest, write_manifest
 from megafp8.cli import migrate, report, runs
 from megafp8.config.load import load
@@ -31,6 +33,7 @@ from tests.foreign.made import make_model
 from tests.foreign.test_checkpoint_meta import GOOD
 from tests.foreign.test_tokenizers import BYTES, SIDECAR
 from tests.report.made import make_run
+from tests.tiny import gpt_spec
 
 NAN, INF = float("nan"), float("inf")
 LEAVES: list[Any] = [NAN, INF, -INF, -1, 0, 2.7, 10**30, 2**63, "false", "", "x" * 5000, "\ud800"]
@@ -175,6 +178,24 @@ def _make_indexed_model(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def _make_qwen(folder: Path) -> None:
+    """Write a model with windows, a head that the tied model has twice, and both old sections."""
+    spec = gpt_spec(
+        normalization="rmsnorm", activation="swiglu", position_embedding_type="rope", bias=False,
+        qk_layernorm=True, window_size=(3, 0), window_attn_skip_freq=2, layernorm_epsilon=1e-6,
+        seq_len_interpolation_factor=2.0,
+    )  # fmt: skip
+    names = [name for entry in mapping(spec) for name in entry.ours]
+    own = {name: torch.full(logical_shape(spec, name), 0.01) for name in names}
+    write_folder(folder, spec, own.__getitem__, dtype=torch.float32, eod_id=3)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, folder / "model.safetensors")
+
+
 def _read_model(folder: Path) -> str | None:
     target = folder.parent / "imported"
     import_model(folder, target)
@@ -310,6 +331,12 @@ KINDS = {
         make_model,
         _read_model,
         ("config.json", "tokenizer.json", "tokenizer_config.json"),
+        ("model.safetensors",),
+    ),
+    "model of today": Kind(
+        _make_qwen,
+        _read_model,
+        ("config.json", "generation_config.json"),
         ("model.safetensors",),
     ),
     "model with an index": Kind(

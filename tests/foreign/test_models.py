@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megafp8.checkpoint import huggingface_files
 from megafp8.cli.import_hf import main
 from megafp8.errors import UserError
 from megafp8.train.huggingface import import_model
@@ -188,3 +190,36 @@ def test_a_snapshot_of_the_cache_is_imported(tmp_path: Path) -> None:
         for folder in ("one", "two")
     )
     assert one.read_bytes() == two.read_bytes()
+
+
+HEADS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one value": lambda word: word.index_put(
+        (torch.tensor(270), torch.tensor(3)), torch.tensor(7.0)
+    ),
+    "zeros": torch.zeros_like,
+    "fewer rows": lambda word: word[:-1],
+    "other rows": lambda word: word.flip(0) + torch.arange(272)[:, None],
+}
+
+
+@pytest.mark.parametrize("how", HEADS)
+def test_a_head_that_a_tied_model_does_not_use_is_refused(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5 computes with it, and transformers 4 without; an equal one is read."""
+    monkeypatch.setattr(huggingface_files, "_READ_BYTES", 1024)  # some rows at a time
+    file = make_model(tmp_path / "theirs") / "model.safetensors"
+    tensors = load_file(file)
+    for equal in (tensors["transformer.wte.weight"], tensors["transformer.wte.weight"].bfloat16()):
+        word = equal.float()  # so that the embedding is one that BF16 holds, too
+        save_file(tensors | {"transformer.wte.weight": word, "lm_head.weight": equal.clone()}, file)
+        import_model(tmp_path / "theirs", tmp_path / str(equal.dtype))
+    head = HEADS[how](word.clone())
+    save_file(tensors | {"transformer.wte.weight": word, "lm_head.weight": head.contiguous()}, file)
+    with pytest.raises(UserError, match="lm_head.weight is not transformer.wte.weight, and config"):
+        import_model(tmp_path / "theirs", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    if how != "fewer rows":
+        assert import_model(tmp_path / "theirs", tmp_path / "untied").spec.vocab_size == 272
