@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megafp8.cli.commands import run_old_name
@@ -28,7 +27,6 @@ from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
 from megafp8.runs.run_data import open_data
 from megafp8.specs import RunSpec
 from megafp8.specs.data import BUILTIN_CORPUS
-from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import find_recipe
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
@@ -160,8 +158,7 @@ def with_known_vocabulary(
     elif not 1 <= vocab_size <= MAX_VOCABULARY:
         hint = "Give the size of the tokenizer's vocabulary"
         raise ConfigError("--vocab-size", vocab_size, f"must be from 1 to {MAX_VOCABULARY}", hint)
-    padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
-    return replace(spec, model=replace(spec.model, vocab_size=padded)), whose
+    return spec.with_vocabulary(vocab_size), whose
 
 
 def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:

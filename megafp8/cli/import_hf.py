@@ -28,9 +28,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("model", type=Path, help="a folder with config.json and safetensors")
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     options = parser.parse_args(argv)
-    from megafp8.train.huggingface import import_model
+    from megafp8.train.huggingface import import_model, notes_on_import
 
-    _say(options.model, options.dir, import_model(options.model, options.dir))
+    imported = import_model(options.model, options.dir)
+    _say(options.model, options.dir, imported)
+    for note in notes_on_import(options.model, options.dir, imported.spec):
+        say(note)
     return ExitCode.FINISHED
 
 

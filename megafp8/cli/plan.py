@@ -47,7 +47,6 @@ from megafp8.report.writer import require_page
 from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.te_versions import DEFAULT_VERSION, installed_version, why_not_on_cpu
 
 ACCELERATOR, TE_VERSION = "trainer.accelerator", "model.te_version"
@@ -232,8 +231,7 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
     if vocab_size is None:
         known = asked_vocabulary(loaded.origins, data.prefix, data.tokenizer.vocab_size)
         vocab_size, whose = known or GPT2
-    padded = padded_vocab_size(vocab_size, spec.vocab_divisible_by)
-    return Asked(replace(spec, model=replace(spec.model, vocab_size=padded)), whose)
+    return Asked(spec.with_vocabulary(vocab_size), whose)
 
 
 def _for_version(spec: RunSpec, words: Sequence[str]) -> RunSpec:

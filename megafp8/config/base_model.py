@@ -25,7 +25,7 @@ STARTS = (
 
 EXP_DIR, NAME = "exp_manager.exp_dir", "exp_manager.name"
 LOG_DIR = "exp_manager.explicit_log_dir"
-_LENGTHS = ("encoder_seq_length", "make_vocab_size_divisible_by")
+_LENGTHS = ("encoder_seq_length", "make_vocab_size_divisible_by", "override_vocab_size")
 """What fine-tuning takes from a model beside the function of its weights."""
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.data.blend import BlendedSamples
 from megafp8.data.indexed import require_files
 from megafp8.data.instructions import PreparedInstructions, prepare_instructions
 from megafp8.data.loader import DocumentRules
@@ -143,6 +144,31 @@ def open_data(spec: DataSpec, notify: Callable[[str], None]) -> RunData:
     for line in lines:
         notify(line)
     return prepared
+
+
+def refuse_tokens_beyond(data: RunData, rows: int) -> None:
+    """Raise if a text has a token that the model has no row for.
+
+    Every sample is read, where the tokenizer has more tokens than there are rows.
+
+    Raises:
+        DataError: Some text has such a token.
+    """
+    if data.vocab_size <= rows:
+        return
+    trained = data.train.sources if isinstance(data.train, BlendedSamples) else [data.train]
+    parts = [(source, source.num_samples_per_epoch) for source in trained]
+    for source, count in [*parts, (data.validation, data.validation.num_samples)]:
+        for index in range(count):
+            token = int(source[index].max())
+            if token >= rows:
+                raise DataError(
+                    "the data",
+                    f"token {token}",
+                    f"{data.tokenizer.decode([token])!r} stands in a text, and the model has "
+                    f"{rows} rows, the last of them for token {rows - 1}",
+                    "Leave it out of the texts, or prepare them with a tokenizer without it",
+                )
 
 
 def _state_of(file: str) -> tuple[int, int] | None:

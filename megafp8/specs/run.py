@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megafp8.specs.data import DataSpec
-from megafp8.specs.model import GPTSpec
+from megafp8.specs.model import GPTSpec, padded_vocab_size
 from megafp8.specs.optim import OptimSpec
 from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
@@ -203,10 +203,16 @@ class RunSpec:
     checkpoint: CheckpointSpec
     observe: ObserveSpec
     vocab_divisible_by: int
+    vocab_rows: int | None = None  # rows of the embedding; None: what `vocab_divisible_by` gives
     profile: ProfileSpec = ProfileSpec()
     resolved: dict[str, object] = field(repr=False)
     restore_from_path: str | None = None  # the checkpoint whose weights a new run loads
     resume_from_checkpoint: str | None = None  # the checkpoint whose whole state a new run loads
+
+    def with_vocabulary(self, vocab_size: int) -> RunSpec:
+        """Return the run with the rows of the embedding for a tokenizer of `vocab_size` tokens."""
+        rows = self.vocab_rows or padded_vocab_size(vocab_size, self.vocab_divisible_by)
+        return replace(self, model=replace(self.model, vocab_size=rows))
 
     @property
     def health_stops_graphs(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from megafp8.checkpoint import store
-from megafp8.checkpoint.huggingface import end_of_text, from_config
+from megafp8.checkpoint.huggingface import end_of_text, from_config, notes_on
 from megafp8.checkpoint.huggingface_files import read_config, read_tensors
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
@@ -78,6 +78,8 @@ def _build(
             spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
         ),
     }
+    if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
+        tree["override_vocab_size"] = spec.vocab_size
     meta = {"config": {"model": tree}, "eod_id": eod_id, "imported_from": config["model_type"]}
     checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
     settings = {
@@ -89,6 +91,20 @@ def _build(
         write_atomically(build / CONFIG, yaml.safe_dump(settings, sort_keys=False))
     has_tokenizer = tokenizer is not None
     return Imported(config["model_type"], spec, checkpoint, copied, notes, has_tokenizer)
+
+
+def notes_on_import(model: Path, folder: Path, spec: GPTSpec) -> list[str]:
+    """Return what the user should know of a model that has been imported to a folder."""
+    notes, tokenizer = notes_on(read_config(model)), find_tokenizer(folder)
+    if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
+        without = range(spec.vocab_size, tokenizer.vocab_size)
+        shown = ", ".join(repr(tokenizer.decode([token])) for token in without[:3])
+        notes.append(
+            f"note: the tokenizer has {tokenizer.vocab_size} tokens and the model "
+            f"{spec.vocab_size} rows: {shown}{', …' if len(without) > 3 else ''} have none. A text "
+            "with such a token is refused"
+        )
+    return notes
 
 
 def divisor(rows: int, vocab_size: int) -> int:

@@ -118,8 +118,9 @@ def check_fits(spec: GPTSpec, reader: Reader) -> list[str]:
             reader.path,
             f"its vocabulary has {stored.vocab_size} rows, padding included, and this run's has "
             f"{spec.vocab_size}",
-            "Train on data of the model's own tokenizer, with the model's value of "
-            "model.make_vocab_size_divisible_by",
+            "Train on data of the model's own tokenizer, with the model's values of "
+            "model.make_vocab_size_divisible_by and model.override_vocab_size; if the tokenizer "
+            f"has more tokens than these rows, give model.override_vocab_size={stored.vocab_size}",
         )
     return notes
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import signal
@@ -40,7 +39,7 @@ from megafp8.runs.enough_memory import require_memory
 from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, FINISHED, METRICS_NAME, RUNNING
 from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
-from megafp8.runs.run_data import RunData, prefixes_of
+from megafp8.runs.run_data import RunData, prefixes_of, refuse_tokens_beyond
 from megafp8.runs.same_data import open_on_all
 from megafp8.runs.tokenizer import (
     beside_data,
@@ -50,7 +49,6 @@ from megafp8.runs.tokenizer import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.data import MOCK_DATA
-from megafp8.specs.model import padded_vocab_size
 from megafp8.specs.recipes import raised
 from megafp8.train import load, state_dict
 from megafp8.train.background_saver import BackgroundSaver
@@ -305,7 +303,8 @@ def open_run(
     on_cpu = mesh.device.type == "cpu"
     waiting = Waiting(torch.get_num_threads(), os.environ) if on_cpu else None
     data = open_on_all(spec.data, mesh, console.event)
-    spec = with_validation_batches(with_vocabulary(spec, data), data)
+    spec = with_validation_batches(spec.with_vocabulary(data.vocab_size), data)
+    on_main(mesh, lambda: refuse_tokens_beyond(data, spec.model.vocab_size))
     require_memory(spec, mesh, console.warn)
     state = build(spec, mesh)
     share = share_of(spec, state)
@@ -383,12 +382,6 @@ def _models_of(spec: RunSpec) -> list[str | Path]:
         *(path for path in given if path),
         *(beside_data(expanded(prefix)) for prefix in prefixes_of(spec.data)),
     ]
-
-
-def with_vocabulary(spec: RunSpec, data: RunData) -> RunSpec:
-    """Return the spec with the padded size of the vocabulary of the data's tokenizer."""
-    size = padded_vocab_size(data.vocab_size, spec.vocab_divisible_by)
-    return dataclasses.replace(spec, model=dataclasses.replace(spec.model, vocab_size=size))
 
 
 def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console: Console) -> Saver:

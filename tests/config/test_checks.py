@@ -140,6 +140,12 @@ FOUR_STAGES = ["trainer.devices=4", "model.pipeline_model_parallel_size=4"]
             ["126 or 128"],
         ),
         (
+            ["trainer.devices=2", "model.tensor_model_parallel_size=2",
+             "model.override_vocab_size=601"],
+            "model.override_vocab_size",
+            ["600 or 602"],
+        ),
+        (
             ["model.pipeline_model_parallel_size=2", "trainer.devices=3"],
             "model.pipeline_model_parallel_size",
             ["Nearest sizes: 1;", "2 or 4"],

@@ -130,3 +130,47 @@ def test_a_shape_is_read_back_from_a_tree(overrides: list[str]) -> None:
     assert spec_of_tree(model, 0) == run.model
     again = spec_of_tree(tree_of_spec(run.model), 0)
     assert tree_of_spec(again) == tree_of_spec(run.model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["model.kv_channels=32", "model.num_attention_heads=4", "model.hidden_size=256",
+          "model.ffn_hidden_size=256"], "model.kv_channels"),
+        (["model.num_query_groups=2", "model.num_attention_heads=8", "model.hidden_size=256",
+          "model.ffn_hidden_size=256"], "model.num_query_groups"),
+        (["model.ffn_hidden_size=384"], "model.ffn_hidden_size"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("start", ["", "restore_from_path=x", "model.resume_from_checkpoint=x"])
+def test_a_hint_leaves_the_sizes_of_a_given_model(
+    settings: list[str], key: str, start: str
+) -> None:
+    """A run that starts from a model cannot take another width, as the nearest value would be."""
+    two = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+    words = [
+        *settings,
+        *two,
+        "model.fp8=True",
+        "model.fp8_recipe=blockwise",
+        *([start] * bool(start)),
+    ]
+    problem = the_problem(*words)
+    assert problem.key == key
+    assert ("Nearest values" in problem.hint) == (not start)
+    if start:
+        assert "The model that the run starts from has this size" in problem.hint
+        assert "fewer tensor-parallel ranks, or another model.fp8_recipe" in problem.hint
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [["model.num_query_groups=1"], ["model.override_vocab_size=257"],
+     ["model.make_vocab_size_divisible_by=1"]],
+)  # fmt: skip
+def test_a_given_model_that_ranks_do_not_divide_asks_for_other_ranks(sizes: list[str]) -> None:
+    two = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+    assert "or tensor-parallel sizes: 1" in the_problem(*sizes, *two).hint
+    problem = the_problem(*sizes, *two, "restore_from_path=x")
+    assert "The model that the run starts from has this value. Possible are" in problem.hint
+    assert "tensor-parallel sizes: 1" in problem.hint and "Nearest" not in problem.hint

@@ -192,7 +192,6 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
 REFUSED: dict[str, dict[str, Any]] = {
     "mixtral": {"model.num_moe_experts": 8},
     "falcon": {"model.name": "megatron_falcon_gpt"},
-    "qwen2's vocabulary": {"model.override_vocab_size": 151936},
     "chatglm": {"model.rotary_interleaved": True},
     "gemma": {"model.apply_embedding_scaling": True},
     "gemma 2": {"model.mcore_customization_config": {"attn_logit_softcapping": 50.0}},

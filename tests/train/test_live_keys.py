@@ -29,7 +29,6 @@ from megafp8.data.samples import Repeated
 from megafp8.errors import UserError
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.build import build
-from megafp8.train.pretrain import with_vocabulary
 from megafp8.train.step import train_step
 from tests.train.runs import JOB, ROOT, TIMING_KEYS, Driver, Place, make_dataset
 
@@ -312,6 +311,7 @@ EFFECTS: dict[str, Effect] = {
     "model.layernorm_epsilon": Trains(1e-2),
     "model.layernorm_zero_centered_gamma": Trains(True),
     "model.make_vocab_size_divisible_by": Trains(64),
+    "model.override_vocab_size": Trains(500),
     "model.tokenizer.library": Refused("sentencepiece"),
     "model.tokenizer.type": NAMED,
     "model.tokenizer.model": NAMED,
@@ -410,7 +410,7 @@ def two_steps(*more: str) -> Observed:
     """Return everything that two optimizer steps read and produce."""
     spec = resolve(load(argv(*more)), lambda: False)
     data = prepare(spec.data, print)
-    spec = with_vocabulary(spec, data)
+    spec = spec.with_vocabulary(data.vocab_size)
     state, train = build(spec, single_rank()), spec.train
     observed: Observed = {}
     source = data.train

@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli import export, generate, import_hf
@@ -28,8 +30,9 @@ from megafp8.train.generate import generate as draw
 from megafp8.train.huggingface import divisor
 from megafp8.train.load import find_checkpoint
 from megafp8.train.load_model import check_fits, load_model, shape_of
+from tests.foreign.made import make_model
 from tests.tiny import VOCAB, gpt_spec
-from tests.train.runs import Place
+from tests.train.runs import Driver, Finetuning, Place
 
 transformers = pytest.importorskip("transformers")
 
@@ -159,6 +162,79 @@ def test_import_and_export_keep_the_end_token(imported: Path, tmp_path: Path) ->
     assert again["eos_token_id"] == first["eos_token_id"] == [7, 8], "all ends are kept"
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config["eos_token_id"] == [7, 8]
+
+
+def test_values_beyond_a_dtype_are_refused_by_name(
+    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The largest number that rounds to a finite one is written."""
+    shutil.copytree(imported / "theirs", tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    stored = load_file(file)
+    for number, (value, refused) in enumerate(
+        [
+            (-1e5, ["float16"]),
+            (65519.0, []),
+            (65520.0, ["float16"]),
+            (3.4e38, ["float16", "bfloat16"]),
+        ]
+    ):
+        stored["model.norm.weight"][5] = value
+        save_file(stored, file, metadata={"format": "pt"})
+        ours = tmp_path / f"ours{number}"
+        assert import_hf.main([str(tmp_path / "theirs"), str(ours)]) == 0
+        for dtype in ("float16", "bfloat16", "float32"):
+            capsys.readouterr()
+            out = tmp_path / f"{dtype}{number}"
+            code = export.main([str(ours), str(out), "--dtype", dtype])
+            assert code == (2 if dtype in refused else 0)
+            if code:
+                said = capsys.readouterr().err
+                assert "model.norm.weight (final_norm.weight) has a value of magnitude" in said
+                assert f"{abs(value):g}, and {dtype} holds at most" in said and not out.exists()
+            else:
+                written = load_file(out / "model.safetensors")["model.norm.weight"]
+                assert bool(torch.isfinite(written).all())
+
+
+ADDED = ["<tool>", "<end>", "<x>", "<y>"]
+
+
+def test_a_tokenizer_with_more_tokens_than_rows(
+    driver: Driver, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As transformers runs it: a text without such a token trains, and one with it is refused."""
+    model = make_model(tmp_path / "theirs", vocab_size=257)
+    weights = load_file(model / "model.safetensors")
+    word = "transformer.wte.weight"
+    save_file(weights | {word: weights[word][:257].clone()}, model / "model.safetensors")
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.add_tokens(ADDED)
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert import_hf.main([str(model), str(tmp_path / "ours")]) == 0
+    said = capsys.readouterr().out
+    assert "261 tokens and the model 257 rows: '<tool>', '<end>', '<x>', … have none" in said
+    reader = Reader(find_checkpoint(tmp_path / "ours", print))
+    assert reader.meta["config"]["model"]["override_vocab_size"] == 257
+    tuning = Finetuning(driver, tmp_path, tmp_path)
+    words = [f"restore_from_path={tmp_path / 'ours'}", "trainer.max_steps=2",
+             "trainer.val_check_interval=2"]  # fmt: skip
+
+    def examples(*texts: str) -> None:
+        lines = (json.dumps({"input": text, "output": "b"}) for text in texts)
+        (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+
+    examples(*(f"a{n}" for n in range(20)))
+    done = tuning.run(*words)
+    assert done.code == 0, done.output
+    assert "vocabulary 257" in done.output
+    examples(*(f"a{n}" for n in range(20)), "x<end>")
+    refused = tuning.run(*words, "exp_manager.name=other")
+    assert refused.code == 2, refused.output
+    assert "token 258: '<end>' stands in a text, and the model has 257 rows" in refused.output
+    assert "Traceback" not in refused.output
+    without = tuning.run(*words, "exp_manager.name=third", "model.override_vocab_size=null")
+    assert "give model.override_vocab_size=257" in without.output, "a hint that can be followed"
 
 
 def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megafp8.config.base_model import STARTS
 from megafp8.config.data_values import prefixes_in
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
@@ -13,6 +14,7 @@ from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 
 rule = Rules()
 
+TP = "model.tensor_model_parallel_size"
 HIGH = "model.rope_high_freq_factor"
 WINDOW, SKIPS = "model.window_size", "model.window_attn_skip_freq"
 
@@ -22,6 +24,32 @@ _NAMES_TOKENIZER = {
     "tiktoken": ("model",),
     "megatron": ("vocab_file", "merge_file"),
 }
+
+
+def other_sizes(v: Values, nearest: str) -> str:
+    """Return what a hint proposes for a size of FP8: the nearest ones, unless a model has it."""
+    if not _starts_from_a_model(v):
+        return f"Nearest values: {nearest}"
+    fewer = "fewer tensor-parallel ranks, or " if v[TP] > 1 else ""
+    return f"The model that the run starts from has this size: give {fewer}another model.fp8_recipe"
+
+
+def tp_divides(v: Values, key: str) -> Iterator[Finding]:
+    """Check that a size is a multiple of the tensor-parallel ranks, or null."""
+    value, tp = v[key], v[TP]
+    if value is not None and value % tp:
+        others = f"Nearest values: {nearest_multiples(value, tp)}; or"
+        if _starts_from_a_model(v):
+            others = "The model that the run starts from has this value. Possible are"
+        yield Finding(
+            key,
+            f"is not a multiple of {TP}={tp}",
+            f"{others} tensor-parallel sizes: {nearest_divisors(value, tp)}",
+        )
+
+
+def _starts_from_a_model(v: Values) -> bool:
+    return any(v.get(key) for key in STARTS)
 
 
 def hidden_step(v: Values) -> int:
@@ -57,14 +85,7 @@ def _groups_share_heads(v: Values) -> Iterator[Finding]:
 
 @rule("model.num_query_groups", "model.tensor_model_parallel_size")
 def _tp_divides_groups(v: Values) -> Iterator[Finding]:
-    groups, tp = v["model.num_query_groups"], v["model.tensor_model_parallel_size"]
-    if groups is not None and groups % tp:
-        yield Finding(
-            "model.num_query_groups",
-            f"is not a multiple of model.tensor_model_parallel_size={tp}",
-            f"Nearest values: {nearest_multiples(groups, tp)}; "
-            f"or tensor-parallel sizes: {nearest_divisors(groups, tp)}",
-        )
+    yield from tp_divides(v, "model.num_query_groups")
 
 
 @rule(
@@ -102,7 +123,7 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
                 "model.num_query_groups",
                 f"FP8 GEMMs need multiples of {multiple} on each rank; queries, keys and "
                 f"values have {qkv} features there, with heads of {width}",
-                f"Nearest values: {' or '.join(map(str, below + above))}; or model.fp8=False",
+                f"{other_sizes(v, ' or '.join(map(str, below + above)))}; or model.fp8=False",
             )
         return
     if queries % multiple or qkv % multiple:
@@ -113,7 +134,7 @@ def _fp8_heads(v: Values) -> Iterator[Finding]:
             f"FP8 GEMMs need multiples of {multiple} on each rank; {heads // tp} query heads of "
             f"this width have {queries} features, and {qkv} with {groups // tp} groups of keys and "
             "values",
-            f"Nearest values: {nearest_multiples(width, step)}; or model.fp8=False",
+            f"{other_sizes(v, nearest_multiples(width, step))}; or model.fp8=False",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megafp8.config.checks.model import TP, tp_divides
 from megafp8.config.keys import Values
 from megafp8.config.rules import (
     SEARCH_LIMIT,
@@ -28,7 +29,6 @@ from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ROUND_SCHEDULES
 
 rule = Rules()
 
-TP = "model.tensor_model_parallel_size"
 CP = "model.context_parallel_size"
 SP = "model.sequence_parallel"
 FSDP = "model.fsdp"
@@ -238,28 +238,18 @@ def _reduction_is_one(v: Values) -> Iterator[Finding]:
 
 @rule("model.num_attention_heads", "model.tensor_model_parallel_size")
 def _tp_divides_heads(v: Values) -> Iterator[Finding]:
-    yield from _tp_divides(v, "model.num_attention_heads")
+    yield from tp_divides(v, "model.num_attention_heads")
 
 
 @rule("model.ffn_hidden_size", "model.tensor_model_parallel_size")
 def _tp_divides_ffn(v: Values) -> Iterator[Finding]:
-    yield from _tp_divides(v, "model.ffn_hidden_size")
+    yield from tp_divides(v, "model.ffn_hidden_size")
 
 
-@rule("model.make_vocab_size_divisible_by", "model.tensor_model_parallel_size")
+@rule("model.make_vocab_size_divisible_by", "model.override_vocab_size", TP)
 def _tp_divides_vocab(v: Values) -> Iterator[Finding]:
-    yield from _tp_divides(v, "model.make_vocab_size_divisible_by")
-
-
-def _tp_divides(v: Values, key: str) -> Iterator[Finding]:
-    value, tp = v[key], v["model.tensor_model_parallel_size"]
-    if value % tp:
-        yield Finding(
-            key,
-            f"is not a multiple of model.tensor_model_parallel_size={tp}",
-            f"Nearest values: {nearest_multiples(value, tp)}; "
-            f"or tensor-parallel sizes: {nearest_divisors(value, tp)}",
-        )
+    key = "model.override_vocab_size"
+    yield from tp_divides(v, "model.make_vocab_size_divisible_by" if v[key] is None else key)
 
 
 @rule(SP, TP, "model.encoder_seq_length")

@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
-from megafp8.config.checks.model import hidden_step
+from megafp8.config.checks.model import hidden_step, other_sizes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
@@ -66,7 +66,7 @@ def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
             key,
             f"{_products_of(v)} need multiples of {multiple} on each rank; {v[key]}{shared} is not "
             "one",
-            f"Nearest values: {nearest_multiples(v[key], step)}{wider}{_padded(v)}; or "
+            f"{other_sizes(v, nearest_multiples(v[key], step))}{wider}{_padded(v)}; or "
             "model.fp8=False",
         )
 

@@ -444,3 +444,13 @@ class Architecture:
         spec="vocab_divisible_by",
         valid=at_least(1, MAX_VOCABULARY),
     )
+    override_vocab_size: int | None = key(
+        None,
+        "Rows of the embedding and of the head. `null`: one for each token, padded by "
+        "`make_vocab_size_divisible_by`. With fewer rows than the tokenizer has tokens, as in some "
+        "imported models, a text with a token beyond them is refused.",
+        nemo=None,
+        group="model",
+        spec="vocab_rows",
+        valid=or_null(at_least(1, MAX_VOCABULARY)),
+    )
