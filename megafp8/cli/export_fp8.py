@@ -71,6 +71,7 @@ class Fp8Export:
     weights: ServingWeights
     inputs: RecordedInputs | None
     num_samples: int
+    trained_in: list[str]  # recipes whose weights have other numbers or scales
 
     @property
     def quantized(self) -> Quantization:
@@ -121,6 +122,12 @@ class Fp8Export:
         """Yield what the user should know of programs that load the folder."""
         from megafp8.checkpoint.serving import partial_blocks
 
+        if self.trained_in:
+            yield (
+                f"note: the run trained in {' and '.join(self.trained_in)}, and these weights are "
+                f"E4M3 with {SCALES[self.fmt.scales]}, cast from the FP32 masters. They have "
+                "other rounding errors than the run had"
+            )
         odd = partial_blocks(self.spec, self.fmt.kept) if self.fmt.scales == "block" else []
         if odd:
             yield (
@@ -175,6 +182,7 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     from megafp8.train.recorded import (
         has_histories,
         linears_in_bf16,
+        other_formats,
         recorded_inputs,
         recorded_values,
     )
@@ -195,4 +203,4 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     inputs = recorded_inputs(reader, spec, values, kept) if is_static else None
     fmt = ServingFormat(asked.scales, None if inputs is None else inputs.by_linear, kept)
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
-    return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples)
+    return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples, other_formats(values))

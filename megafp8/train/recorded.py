@@ -83,6 +83,20 @@ def has_histories(reader: Reader, values: Mapping[str, Any]) -> bool:
     )
 
 
+def other_formats(values: Mapping[str, Any]) -> list[str]:
+    """Return the run's recipes whose weights have other numbers or scales than exports have."""
+    if not values["model.fp8"]:
+        return []
+    changes = (change.precision for change in parse_schedule(values[SCHEDULE]))
+    named = dict.fromkeys([values["model.fp8_recipe"], *changes])
+    return [
+        name
+        for name in named
+        if name != HIGH_PRECISION
+        and (names_code(name) or find_recipe(name).traits.packs is not None)
+    ]
+
+
 def _keeps_history(recipe: str) -> bool:
     is_ours = recipe != HIGH_PRECISION and not names_code(recipe)
     return is_ours and find_recipe(recipe).traits.has_history

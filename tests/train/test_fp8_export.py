@@ -156,14 +156,17 @@ def test_static_scales_come_from_the_last_phase_of_a_schedule(
     asked = [run, str(out), "--dtype", "fp8", "--validation-samples", "0"]
     code = export.main([*asked, "--fp8-inputs", "static"])
     shown = capsys.readouterr()
+    said = "note: the run trained in mxfp8, and these weights are E4M3 with one scale for each row"
     if last == "delayed":
         assert code == 0 and report_in(out)["inputs"]["scales"] == "static"
+        assert said in shown.out
         return
     for words in ([], ["--fp8-inputs", "static"]):
         assert export.main([*asked, *words]) == 2
         assert "Give --fp8-inputs dynamic" in shown.err and not out.exists()
     assert export.main([*asked, "--fp8-inputs", "dynamic"]) == 0
     assert report_in(out)["inputs"] == {"scales": "dynamic"}
+    assert "the run trained in" not in capsys.readouterr().out, "delayed has E4M3 too"
 
 
 def test_options_without_effect_and_what_a_run_does_not_have_are_refused(
