@@ -16,9 +16,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 MIB = 1 << 20
 MAX_JSON_BYTES = 256 * MIB  # a manifest lists each tensor of each rank
@@ -209,8 +210,10 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
-def parse_yaml(text: str) -> Any:
+def parse_yaml(text: str, *, as_texts: bool = False) -> Any:
     """Return what a YAML text holds; tags that name Python's objects are refused.
+
+    With `as_texts`, numbers, dates, True and False are the texts that stand for them.
 
     Raises:
         ForeignFileError: It is no YAML, or not accepted by `check_yaml`.
@@ -219,12 +222,28 @@ def parse_yaml(text: str) -> Any:
 
     check_yaml(text)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_texts_loader() if as_texts else yaml.SafeLoader)
     except RecursionError as error:  # libyaml stops above 1,000 levels, before it says how many
         raise ForeignFileError(f"it is nested deeper than {MAX_DEPTH} levels") from error
     except (yaml.YAMLError, ValueError, TypeError) as error:
         line = " ".join(str(error).split())[:200] or type(error).__name__
         raise ForeignFileError(f"it is not YAML ({line})") from error
+
+
+@cache
+def _texts_loader() -> Any:
+    """Return a safe loader that reads each value without a tag as a text, or as null."""
+    import yaml
+
+    kept = {f"tag:yaml.org,2002:{name}" for name in ("null", "merge")}
+
+    class Texts(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[Any] = {
+            first: [one for one in resolvers if one[0] in kept]
+            for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+        }
+
+    return Texts
 
 
 def check_yaml(text: str) -> None:

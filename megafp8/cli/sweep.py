@@ -25,7 +25,7 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megafp8.cli.job import Options, Task, app_info, directory_problems, report_error
-from megafp8.cli.sweep_limits import sweeper_problems
+from megafp8.cli.sweep_limits import keep_texts, sweeper_problems
 from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.cli.sweep_results import (
     Result,
@@ -223,6 +223,7 @@ def run_sweep(options: Options, task: Task) -> int:
     loader = checked_loader(source)
     cfg = composed(source, loader, [override.text for override in overrides])
     raise_if_any(sweeper_problems(overrides, cfg.hydra))
+    keep_texts(cfg.hydra.sweeper)
     if _needs_number(cfg.hydra):
         own = f"hydra.sweep.subdir={_subdir(cfg.hydra)}"
         cfg = composed(source, loader, [*(override.text for override in overrides), own])

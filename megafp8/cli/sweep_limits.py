@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from megafp8.config.errors import COMMAND_LINE, SettingError
-from megafp8.config.overrides import ParsedOverride, hydras_parser
+from megafp8.config.overrides import ParsedOverride, hydras_parser, texts_quoted
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 MAX_JOBS = 10_000
@@ -37,6 +37,14 @@ def sweeper_problems(overrides: Sequence[ParsedOverride], settings: Any) -> list
         *_interval_problems(overrides),
         *_number_problems([*overrides, *_params(settings.sweeper)]),
     ]
+
+
+def keep_texts(sweeper: Any) -> None:
+    """Quote the numbers among the texts that `hydra.sweeper.params` gives to jobs."""
+    params: Any = sweeper.get("params")
+    for key, value in params.items() if isinstance(params, DictConfig) else ():
+        if isinstance(value, str):
+            params[key] = texts_quoted(f"{key}={value}", ()).partition("=")[2]
 
 
 def _batch_problems(sweeper: Any) -> list[SettingError]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from megafp8.config.errors import SettingError
+from megafp8.config.settings import is_text
 from megafp8.secrets import redacted
 
 HYDRA = "hydra"
@@ -198,6 +199,10 @@ def _file_problem(key: str, value: Any, origin: str) -> SettingError | None:
         reason = "holds a secret, which Hydra would write into the sweep's multirun.yaml"
         hint = "Leave it out, and set the variable in the environment, which jobs inherit"
         return SettingError(key, None, reason, hint, origin=origin)
+    if _is_map(key) and (number := _number_for_text(value)) is not None:
+        reason = f"gives {number} a number, or True or False, and it is a text"
+        hint = "Write each value in quotes, as \"'3.10','3.1'\""
+        return SettingError(key, None, reason, hint, origin=origin)
     if key in IN_A_FILE:
         fits = IN_A_FILE[key](value)
     elif _is_map(key):
@@ -217,6 +222,16 @@ def _is_of_jobs(value: Any) -> bool:
         and (_is_range(item) if isinstance(item, dict) else _is_override(item))
         for key, item in value.items()
     )
+
+
+def _number_for_text(value: Any) -> str | None:
+    """Return a key of the jobs that is a text and is given what YAML reads as none."""
+    for key, item in value.items() if isinstance(value, dict) else ():
+        items = item.get("choices", ()) if isinstance(item, dict) else (item,)
+        numbers = any(isinstance(one, (bool, int, float)) for one in items or ())
+        if numbers and is_text(str(key).lstrip("+")):
+            return str(key)
+    return None
 
 
 def _is_key_of_jobs(key: str) -> bool:

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
@@ -31,9 +31,9 @@ from omegaconf import OmegaConf
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
 from megafp8.config.hydra_section import HYDRA, choices
 from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride, hydras_parser
-from megafp8.config.settings import Setting, flatten
+from megafp8.config.settings import Setting, as_text, flatten, is_text
 from megafp8.files import paths_reported
-from megafp8.foreign import ForeignFileError, read_yaml_text
+from megafp8.foreign import ForeignFileError, parse_yaml, read_yaml_text
 from megafp8.secrets import HIDDEN, hide_values
 
 DEFAULT_CONFIG = "pretrain_gpt"
@@ -136,18 +136,43 @@ def compose_layers(source: ComposedFile, overrides: Sequence[ParsedOverride]) ->
     """
     try:
         files = _files(source, [override.text for override in overrides if override.is_group])
-        builds_on_default = any(_is_default_job(default, result) for default, result in files)
+        builds_on_default = any(_is_default_job(default, result) for default, result, _ in files)
         layers = []
-        for strength, (default, result) in enumerate(files, start=1):
+        for strength, (default, result, text) in enumerate(files, start=1):
             origin = _origin(default, result, strength, is_users=builds_on_default)
             section = default.package or ""
             tree = OmegaConf.to_container(result.config, resolve=False)
+            settings = _with_source_texts(list(flatten(section, tree, origin)), section, text)
             chosen = (Setting(key, value, origin) for key, value in choices(result.defaults_list))
-            layers.append(Layer(origin, (*flatten(section, tree, origin), *chosen)))
+            layers.append(Layer(origin, (*settings, *chosen)))
     except Exception as error:  # Hydra raises any kind of error at lists, `hydra: null` and so on
         raise hydra_problem(source, error) from error
     given = tuple(setting for override in overrides for setting in override.settings)
     return [*layers, Layer(COMMAND_LINE, given)]
+
+
+def _with_source_texts(settings: list[Setting], section: str, text: str) -> list[Setting]:
+    """Return a file's settings, where texts that YAML reads as numbers are as they are written.
+
+    Args:
+        settings: The settings as YAML reads them.
+        section: The section that the file's settings go to.
+        text: The file's text; "" for a file of Hydra's own.
+    """
+    if not any(is_text(s.key) and _has_number(s.value) for s in settings):
+        return settings
+    written = flatten(section, parse_yaml(text, as_texts=True), "")
+    texts = {setting.key: setting.value for setting in written}
+    return [replace(s, value=as_text(s.key, s.value, texts.get(s.key, s.value))) for s in settings]
+
+
+def _has_number(value: Any) -> bool:
+    """Whether a value is a number, True or False, or a list that has one."""
+    return any(isinstance(v, (bool, int, float)) for v in (value if _is_list(value) else [value]))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 @cache
@@ -164,6 +189,7 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
         super().__init__(search_path(source))
         self._source = source
         self._read: dict[str, ConfigResult | None] = {}
+        self.texts: dict[str, str] = {}  # of the files that were read from the disk
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Return a file's content and its list of defaults; None if it does not exist."""
@@ -187,7 +213,7 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
             try:
                 if not is_named:
                     self._refuse_outside(file, Path(source.path))
-                read_yaml_text(file)
+                self.texts[config_path] = read_yaml_text(file)
             except ForeignFileError as error:
                 raise ForeignFileError(f"{file.name}: {error}") from error
 
@@ -232,8 +258,10 @@ def root_defaults(source: ComposedFile, files: ConfigRepository | None = None) -
     return [yaml, *({f"optional {name}": None} for name in PRESET_GROUPS if name not in chosen)]
 
 
-def _files(source: ComposedFile, groups: Sequence[str]) -> list[tuple[ResultDefault, ConfigResult]]:
-    """Return the files in the order of merging, each with the section that its settings go to."""
+def _files(
+    source: ComposedFile, groups: Sequence[str]
+) -> list[tuple[ResultDefault, ConfigResult, str]]:
+    """Return the files in the order of merging, each with its place in the tree and its text."""
     files = Files(source)
     ConfigStore.instance().store(
         ROOT_CONFIG, {"defaults": ["_self_", *root_defaults(source, files)]}
@@ -253,7 +281,7 @@ def _files(source: ComposedFile, groups: Sequence[str]) -> list[tuple[ResultDefa
             continue
         result = files.load_config(name)
         assert result is not None, name
-        found.append((default, result))
+        found.append((default, result, files.texts.get(name, "")))
     return found
 
 

@@ -26,8 +26,10 @@ from megafp8.config.megatron_names import REFUSED_PRESETS
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import (
+    DATA_PREFIX,
     Setting,
     flatten,
+    is_text,
     known_sections,
     section_problem,
     setting_problem,
@@ -41,6 +43,9 @@ PRESET_GROUPS = ("model", "precision")
 
 _LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
+
+_NUMBERS = [[OverrideLexer.INT], [OverrideLexer.FLOAT], [OverrideLexer.BOOL]]
+_RANGES = ("range", "interval")  # the functions of Hydra that take numbers alone
 
 _OF_THE_JOB = re.compile(r"\$\{(?!(oc\.env|now):)")
 """An interpolation of other settings, not of the environment or the time."""
@@ -109,6 +114,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     if text.startswith("="):
         hint = "Write KEY=VALUE without blanks around the equals sign"
         return SettingError(text, None, "has no key", hint, origin=COMMAND_LINE)
+    text = texts_quoted(text, config_dirs)
     try:
         override = hydras_parser().parse_override(text)
     except (HydraException, ValueError, RecursionError) as error:
@@ -154,6 +160,39 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         return section_problem(Setting(key, override.get_value_string(), COMMAND_LINE))
     # `+` and `++` would add a key. All keys exist already, so both are accepted without effect.
     return ParsedOverride(text.lstrip("+"), settings, None)
+
+
+def texts_quoted(text: str, config_dirs: Sequence[Path]) -> str:
+    """Put quotes around numbers, True and False where a text is asked for.
+
+    Hydra would read the name `3.10` as the number 3.1, and `12e5` as 1200000.0.
+    """
+    key = text.partition("=")[0].lstrip("+")
+    folders = [folder / key for folder in config_dirs] if key in PRESET_GROUPS else []
+    if not (is_text(key) or key in known_sections() or folders):
+        return text
+    tokens = CommonTokenStream(OverrideLexer(InputStream(text)))
+    left: list[tuple[str, Any]] = [(key, OverrideParser(tokens).override())]
+    found: list[tuple[int, int, str]] = []
+    while left:
+        path, node = left.pop()
+        if isinstance(node, OverrideParser.PrimitiveContext):
+            parts = [c.symbol for c in node.getChildren() if c.symbol.type != OverrideLexer.WS]
+            if [part.type for part in parts] in _NUMBERS and (
+                is_text(path) or any((f / f"{parts[0].text}.yaml").is_file() for f in folders)
+            ):
+                found.append((node.start.start, node.stop.stop + 1, parts[0].text))
+            continue
+        if isinstance(node, OverrideParser.DictKeyValuePairContext):
+            path = f"{path}.{node.dictKey().getText().strip()}"
+        elif isinstance(node, OverrideParser.ListContainerContext) and path == DATA_PREFIX:
+            continue  # a blend has weights
+        elif isinstance(node, OverrideParser.FunctionContext) and node.ID().getText() in _RANGES:
+            continue
+        left += ((path, child) for child in getattr(node, "children", None) or ())
+    for start, stop, number in sorted(found, reverse=True):
+        text = f"{text[:start]}'{number}'{text[stop:]}"
+    return text
 
 
 def _doubled_key(text: str) -> str | None:
@@ -234,7 +273,7 @@ def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride |
     group, text = override.key_or_group, str(override.input_line).lstrip("+")
     there = preset_names(group, config_dirs)
     if override.is_sweep_override():
-        options = [str(option) for option in override.sweep_string_iterator()]
+        options = [str(getattr(one, "text", one)) for one in override.sweep_iterator()]
     else:
         options = [str(override.value())]
     unknown = [option for option in options if option not in there]

@@ -27,6 +27,15 @@ OTHER_NAMES = dict.fromkeys(
 
 SEE_HELP = "--help lists all keys"
 
+DATA_PREFIX = "model.data.data_prefix"
+_TEXTS = (
+    "name",
+    DATA_PREFIX,
+    "model.data.train_ds.file_names",
+    "model.data.validation_ds.file_names",
+)
+"""Keys of texts that have no type of their own: NeMo's label, and paths that may be in a list."""
+
 _LIVE_BUT_OPTIONAL = (
     "exp_manager.checkpoint_callback_params",
     "exp_manager.wandb_logger_kwargs",
@@ -44,6 +53,28 @@ class Setting:
     key: str
     value: Any
     origin: str
+
+
+@cache
+def is_text(key: str) -> bool:
+    """Whether a key's value, or each item of its list, is a text, and not also a number.
+
+    Such a value keeps its characters: a name such as `3.10` or `12e5` is read as no number.
+    """
+    kinds = ("a text", "a text, or null", "a list of texts")
+    return key in _TEXTS or (key in all_keys() and all_keys()[key].type_text in kinds)
+
+
+def as_text(key: str, value: Any, text: Any) -> Any:
+    """Return the value of a key, or its source text where it is one.
+
+    Args:
+        key: The dotted path.
+        value: The value as YAML reads it.
+        text: The same with the characters of numbers and of True and False as they are written.
+    """
+    is_blend = key == DATA_PREFIX and not isinstance(text, str)  # which has weights
+    return text if is_text(key) and not is_blend else value
 
 
 def _megatron_problem(setting: Setting) -> SettingError | None:

@@ -262,6 +262,25 @@ def test_what_only_the_command_line_may_say_is_no_interpolation_of_a_file(
     assert is_good or "what a YAML file may say" in str(problems[0])
 
 
+def test_a_sweeper_of_a_file_passes_texts_on_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def task(cfg: DictConfig, info: AppInfo) -> int:
+        seen.append(cfg.model.data.data_prefix)
+        return 0
+
+    command = ["-m", "--config-dir", str(tmp_path), "--config-name", "job"]
+    for params, code in (("'3.10,3.1,12e5'", 0), ("3.10", 2), ("true", 2), ("\"'3.10'\"", 0)):
+        text = f"hydra: {{sweeper: {{params: {{model.data.data_prefix: {params}}}}}}}\n"
+        (tmp_path / "job.yaml").write_text(f"defaults: [pretrain_gpt, _self_]\n{text}")
+        assert run_app([*command, "model.seed=1"], task) == code
+    assert seen == ["3.10", "3.1", "12e5", "3.10"]
+    assert "gives model.data.data_prefix a number, or True" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("word", ["+hydra.job.env_set.X=1", "hydra/job_logging=default"])
 def test_a_job_that_a_sweeper_makes_has_no_settings_of_hydra(word: str) -> None:
     source = find_source(None, "pretrain_gpt")

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -16,6 +17,7 @@ from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import default_job
 from megafp8.config.load import _on_this_machine, default_tree, load, load_all
+from megafp8.config.overrides import parse_overrides
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_value, read_values
 from megafp8.errors import ConfigError
@@ -262,3 +264,99 @@ def test_a_short_fine_tuning_does_not_fail_at_a_warm_up_that_nobody_set() -> Non
     with pytest.raises(ConfigError) as caught:  # no model and no data are named
         load_all(["trainer.max_steps=5"], None, "finetune_gpt")
     assert "warmup_steps" not in str(caught.value) and "no data is named" in str(caught.value)
+
+
+# ---- texts that look like numbers
+
+
+LIKE_NUMBERS = (
+    "12e5", "3.10", "3.1", "1_000", "0x10", "010", "08", "0o17", "5.", "-5", "+5", "1e400",
+    "inf", "NaN", "true", "False", "on", "yes", "n", "2024-01-01", "1:30", "190:20:30",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LIKE_NUMBERS)
+def test_a_name_keeps_its_characters(text: str, tmp_path: Path) -> None:
+    """The runs 3.10 and 3.1 shared a directory, and that of 12e5 was called 1200000.0."""
+    begin = "defaults: [pretrain_gpt, _self_]\n"
+    (tmp_path / "plain.yaml").write_text(f"{begin}exp_manager: {{name: {text}}}\n")
+    (tmp_path / "quoted.yaml").write_text(f"{begin}exp_manager: {{name: '{text}'}}\n")
+    block = f"{begin}x: &x {{name: {text}}}\nexp_manager:\n  <<: *x\n  exp_dir: {text}\n"
+    (tmp_path / "merged.yaml").write_text(block.replace("x: &x", "name: &y a\nenv_vars: &x"))
+    (tmp_path / "by_name.yaml").write_text(
+        f"{begin}name: {text}\nexp_manager: {{name: '${{name}}'}}"
+    )
+    found = [load([f"exp_manager.name={text}"]), load([f"+exp_manager.name= {text} "])]
+    found += [load([], tmp_path, f"{file}") for file in ("plain", "quoted", "merged", "by_name")]
+    if ":" not in text:
+        found.append(load([f"exp_manager={{name: {text}, resume_if_exists: true}}"]))
+    assert [cfg.exp_manager.name for cfg in found] == [text] * len(found)
+    again = tmp_path / "again.yaml"  # as a run records it
+    again.write_text(yaml.safe_dump(OmegaConf.to_container(found[0], resolve=True)))
+    assert load([], tmp_path, "again").exp_manager.name == text
+
+
+def test_null_is_no_text() -> None:
+    assert load(["exp_manager.name=null"]).exp_manager.name is None
+    assert load(["exp_manager.name='null'"]).exp_manager.name == "null"
+
+
+@pytest.mark.parametrize("text", ["3.10", "12e5", "true", "007"])
+def test_every_setting_that_is_a_text_keeps_its_characters(text: str, tmp_path: Path) -> None:
+    texts = [path for path, key in all_keys().items() if "text" in key.type_text]
+    texts = [path for path in texts if "number" not in all_keys()[path].type_text]
+    assert len(texts) > 55
+    for path in (*texts, "model.data.data_prefix", "model.data.train_ds.file_names"):
+        is_list = all_keys()[path].type_text == "a list of texts" or path.endswith("file_names")
+        given, value = (f"[{text},'a b']", [text, "a b"]) if is_list else (text, text)
+        ((parsed,), problems) = parse_overrides([f"{path}={given}"], ())
+        assert [s.value for s in parsed.settings] == [value] and not problems, path
+
+
+def test_numbers_stay_numbers() -> None:
+    cfg = load(
+        [
+            "model.optim.lr=3.10",
+            "trainer.precision=16",
+            "trainer.max_time=90",
+            "model.seed=1_000",
+            "exp_manager={resume_if_exists: true, name: 1_000}",
+            "model.data.data_prefix=[0.30,a,0.70,2024x]",
+        ]
+    )
+    assert (cfg.model.optim.lr, cfg.trainer.precision, cfg.trainer.max_time) == (3.1, 16, 90)
+    assert cfg.model.seed == 1000 and cfg.exp_manager.resume_if_exists is True
+    assert cfg.exp_manager.name == "1_000"
+    assert cfg.model.data.data_prefix == [0.3, "a", 0.7, "2024x"]
+
+
+def test_lists_of_a_yaml_keep_their_texts(tmp_path: Path) -> None:
+    tags = "wandb_logger_kwargs: {project: 3.10, tags: [3.10, 1e5, yes, 2024-01-01, 'x y']}"
+    text = f"exp_manager: {{create_wandb_logger: true, {tags}}}\n"
+    text += "model: {data: {data_prefix: 2024}}"
+    (tmp_path / "job.yaml").write_text(f"defaults: [pretrain_gpt, _self_]\n{text}\n")
+    cfg = load([], tmp_path, "job")
+    kwargs = cfg.exp_manager.wandb_logger_kwargs
+    assert kwargs.project == "3.10" and cfg.model.data.data_prefix == "2024"
+    assert kwargs.tags == ["3.10", "1e5", "yes", "2024-01-01", "x y"]
+
+
+def test_a_preset_may_be_called_by_a_number(tmp_path: Path) -> None:
+    for name, seed in (("3.10", 3), ("3.1", 4), ("7", 5)):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / f"{name}.yaml").write_text(f"# @package model\nseed: {seed}\n")
+        assert load([f"model={name}"], tmp_path, "pretrain_gpt").model.seed == seed
+    ((parsed,), problems) = parse_overrides(["model=3.10,7"], (tmp_path,), multirun=True)
+    assert parsed.text == "model='3.10','7'" and not problems
+
+
+def test_a_sweep_passes_texts_on_as_they_are() -> None:
+    for given, passed in (
+        ("model.te_version=2.10,2.1,null", "model.te_version='2.10','2.1',null"),
+        ("model.te_version=choice(2.10, 2.1)", "model.te_version=choice('2.10', '2.1')"),
+        ("model.data.data_prefix=2024,[1,a]", "model.data.data_prefix='2024',[1,a]"),
+        ("model.optim.lr=3.10,1e-4", "model.optim.lr=3.10,1e-4"),
+        ("model.data.data_prefix=range(1,3)", "model.data.data_prefix=range(1,3)"),
+    ):
+        ((parsed,), problems) = parse_overrides([given], (), multirun=True)
+        assert parsed.text == passed and not problems

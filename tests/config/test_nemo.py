@@ -17,7 +17,7 @@ from megafp8.config.load import load, load_all
 from megafp8.config.nemo import NemoKey, nemo_keys
 from megafp8.config.resume import flat, identity, setting_differences
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import known_sections
+from megafp8.config.settings import is_text, known_sections
 from megafp8.specs import LossScaleSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
@@ -80,13 +80,14 @@ def another(key: NemoKey) -> Any:
         str: ["other"],
         list: [[3]],
     }
-    candidates = others.get(type(key.nemo), []) + ["other", 7]
+    candidates = others.get(type(key.nemo), []) + ["other"]
+    candidates += ["megatron_falcon_gpt"] if is_text(key.path) else [7]  # there 7 is a text
     values = {"trainer.max_steps": 900, "trainer.precision": "bf16", "model.bias": True,
               "model.encoder_seq_length": 256,
               "model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
               "model.tensor_model_parallel_size": 1,
               "model.pipeline_model_parallel_size": 1}  # fmt: skip
-    candidates += [[3], {"a": 1}, "megatron_falcon_gpt", [["x"]]]
+    candidates += [[3], {"a": 1}, [["x"]]]
     return next(value for value in candidates if not key.passes(value, values))
 
 

@@ -16,7 +16,17 @@ from pathlib import Path
 import pytest
 
 from megafp8.runs.same_data import describe_fingerprints
-from tests.train.runs import ROOT, STEPS, Child, Done, Place, assert_same, make_dataset, wait_until
+from tests.train.runs import (
+    ROOT,
+    STEPS,
+    TWO_RANKS,
+    Child,
+    Done,
+    Place,
+    assert_same,
+    make_dataset,
+    wait_until,
+)
 
 EVERY = "exp_manager.checkpoint_callback_params.every_n_train_steps"
 UNNAMED = "exp_manager.name=null"
@@ -241,6 +251,19 @@ def test_resume_if_exists_off(place: Place) -> None:
 
 def names(place: Place) -> list[str]:
     return sorted(path.name for path in (place.cwd / "runs").iterdir())
+
+
+@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["one rank", "two ranks"])
+def test_names_that_look_like_numbers_are_names_of_their_own(
+    place: Place, ranks: list[str]
+) -> None:
+    """The second command continued the first one's run, and trained nothing."""
+    for name in ("3.10", "3.1", "12e5"):
+        done = place.run(f"exp_manager.name={name}", "trainer.max_steps=2", *ranks)
+        assert done.code == 0 and f"runs/{name}: new run {name}" in done.output, done.output
+    assert names(place) == ["12e5", "3.1", "3.10"]
+    command = place.summary("3.10")["continue_command"]
+    assert "exp_manager.name=3.10 " in command
 
 
 def test_the_newest_unfinished_one_is_continued(

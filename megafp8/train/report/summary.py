@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megafp8.config.overrides import quoted
 from megafp8.config.resolve import optim_of
 from megafp8.config.resume import with_defaults
 from megafp8.data.tokenize import continuation
@@ -209,7 +211,8 @@ def continue_command(
     arguments = [word for word in command if not word.startswith("trainer.max_steps=")]
     names_run = ("exp_manager.name=", "exp_manager.explicit_log_dir=")
     if not any(key in argument for argument in arguments for key in names_run):
-        arguments.append(f"exp_manager.name={path.name}")
+        is_plain = re.fullmatch(r"(?!null$)[\w.-]+", path.name, re.ASCII | re.IGNORECASE)
+        arguments.append(f"exp_manager.name={path.name if is_plain else quoted(path.name)}")
     arguments.append(f"trainer.max_steps={2 * max(spec.train.max_steps, step)}")
     return shlex.join(arguments)
 
