@@ -111,9 +111,9 @@ class Fp8State:
         """Enclose forward and backward of one microbatch; at the end delayed scales are updated.
 
         Args:
-            first: Whether this is the first microbatch since the weights changed: they are then
-                quantized again. With gradient accumulation, pass `first=i == 0` for microbatch `i`
-                of an optimizer step.
+            first: Whether this is the first microbatch since the weights changed: their amaxes are
+                recorded then, and later ones repeat their scales. With gradient accumulation, pass
+                `first=i == 0` for microbatch `i` of an optimizer step.
             samples: The numbers of the samples (the first dim of the inputs) among those of this
                 step, on all ranks. Stochastic rounding draws by them, so that ranks and other
                 divisions into microbatches draw what one process does. None counts microbatches

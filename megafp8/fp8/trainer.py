@@ -26,8 +26,8 @@ from megafp8.fp8.state import STEP, Fp8State
 class Fp8Callback(TrainerCallback):  # type: ignore[misc,unused-ignore]  # has no types everywhere
     """Enclose each microbatch of a `Trainer` in `state.microbatch()`, and save the scales.
 
-    A step's first microbatch quantizes the weights, and those that follow with gradient
-    accumulation use them again. Validation is outside of microbatches, so it leaves no trace in the
+    With gradient accumulation the microbatches that follow a step's first one repeat its scales of
+    the weights. Validation is outside of microbatches, so it leaves no trace in the
     scales. Each rank writes its scales into the Trainer's checkpoints, and a run that continues
     from one takes them over.
     """
