@@ -36,22 +36,8 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
-SLOW_SECONDS = 1800  # pyproject.toml has the limit of all other tests
-
-
-def limit_slow_tests(items: list[pytest.Item]) -> None:
-    """Give each test marked `slow` half an hour, unless it has a limit of its own.
-
-    It takes minutes on a free machine, and many times as long on one that others use too.
-    """
-    for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(SLOW_SECONDS))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Limit slow tests; skip tests marked `gpu` without a CUDA device, and fail if asked for."""
-    limit_slow_tests(items)
+    """Skip tests marked `gpu` without a CUDA device, and fail if they are asked for."""
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not needing_gpu:
         return

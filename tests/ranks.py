@@ -29,6 +29,7 @@ from typing import Any
 import pytest
 
 from tests.disks import forget_fsync
+from tests.limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -51,7 +52,6 @@ def run_ranks(
     function: Callable[..., Any],
     size: int,
     arguments: Mapping[str, Any] | None = None,
-    timeout: float = 120.0,
 ) -> list[Any]:
     """Run `function` on `size` ranks, and return each rank's result, by rank.
 
@@ -59,7 +59,7 @@ def run_ranks(
 
     Raises:
         RuntimeError: A rank failed; the error is in the message, and the other ranks are ended.
-        TimeoutError: A rank was still running after `timeout` seconds.
+        TimeoutError: A rank hangs; its stacks are in the message.
     """
     from torch.distributed import TCPStore
 
@@ -67,10 +67,10 @@ def run_ranks(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         work = pickle.dumps((function, dict(arguments or {})))
-        Path(folder, "arguments").write_bytes(pickle.dumps((work, timeout)))
+        Path(folder, "arguments").write_bytes(work)
         processes = [_start(rank, size, store.port, folder) for rank in range(size)]
         try:
-            _wait(processes, folder, timeout)
+            _wait(processes, folder)
             return [pickle.loads(Path(folder, f"result{r}").read_bytes()) for r in range(size)]
         finally:
             for process in processes:
@@ -97,8 +97,8 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _wait(processes: list[ForkServerProcess], folder: str, timeout: float) -> None:
-    end = time.monotonic() + timeout
+def _wait(processes: list[ForkServerProcess], folder: str) -> None:
+    end = time.monotonic() + HANG_SECONDS
     while any(process.exitcode is None for process in processes):
         failed = [rank for rank, process in enumerate(processes) if process.exitcode]
         if failed or time.monotonic() > end + 10:
@@ -111,7 +111,7 @@ def _wait(processes: list[ForkServerProcess], folder: str, timeout: float) -> No
         raise RuntimeError("\n".join(reports))
     running = [rank for rank, process in enumerate(processes) if process.exitcode is None]
     if running:
-        raise TimeoutError(f"ranks {running} were still running after {timeout} s")
+        raise TimeoutError(f"ranks {running} were still running after {HANG_SECONDS} s")
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -142,9 +142,9 @@ def main(folder: str, environment: Mapping[str, str]) -> None:
     gc.freeze()
     forget_fsync()
     rank = Rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    given, timeout = pickle.loads(Path(folder, "arguments").read_bytes())
-    faulthandler.dump_traceback_later(timeout, exit=True)  # shows where a rank hangs
+    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)  # shows where a rank hangs
     try:
+        given = Path(folder, "arguments").read_bytes()
         function, arguments = pickle.loads(given)  # imports the function's module
         result = function(rank, **arguments)
     except BaseException:
@@ -153,5 +153,5 @@ def main(folder: str, environment: Mapping[str, str]) -> None:
         os._exit(1)  # without waiting for the other ranks, which may be in a collective
     Path(folder, f"result{rank.index}").write_bytes(pickle.dumps(result))
     if dist.is_initialized():
-        dist.monitored_barrier(timeout=timedelta(seconds=60))
+        dist.monitored_barrier(timeout=timedelta(seconds=HANG_SECONDS))
         dist.destroy_process_group()

@@ -284,7 +284,7 @@ def test_the_commands_of_a_page_run(name: str, folder: Path) -> None:
         more = page.added.get(row(page.added, command) or "", "")
         given = with_settings(command, more)
         done = subprocess.run(
-            ["bash", "-c", given], cwd=folder, env=environment, timeout=900,
+            ["bash", "-c", given], cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         code = page.codes.get(row(page.codes, command) or "", 0)

@@ -306,7 +306,5 @@ for name in {WITHOUT_TORCH}:
         assert "torch" not in sys.modules, found.name + " loads torch"
 assert "torch" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -196,7 +196,7 @@ def go_round(
         if size == 1:
             results = [[leg(precision, layout, single_rank(), *paths) for layout, *paths in plan]]
         else:
-            results = run_ranks(run_legs, size, arguments, timeout=1500)
+            results = run_ranks(run_legs, size, arguments)
         for index, (layout, _, _) in enumerate(plan):
             found[layout.name] = [legs[index] for legs in results]
     return here, found

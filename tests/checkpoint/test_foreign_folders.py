@@ -194,7 +194,7 @@ def test_a_foreign_folder_is_refused_before_torch_and_ranks(tmp_path: Path) -> N
     words = [f"exp_manager.explicit_log_dir={tmp_path}", "model.global_batch_size=32"]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *words],
-        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=100,
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "would overwrite: config.yaml" in done.stderr

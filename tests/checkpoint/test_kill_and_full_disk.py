@@ -69,7 +69,7 @@ def names(root: Path) -> list[str]:
 def test_killed_at_any_point_a_whole_checkpoint_remains(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path), str(Path(__file__).parent)]
     here = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     roots = sorted(tmp_path.iterdir(), key=lambda path: int(path.name))
     assert len(roots) > 40
@@ -113,7 +113,7 @@ def test_full_disk(tmp_path: Path) -> None:
     if unshare is None:
         pytest.skip("no unshare here to mount a small file system with")
     command = [unshare, "-m", "sh", "-c", in_namespace, "sh", mount, sys.executable, script]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     if done.returncode == 77 or "unshare" in done.stderr:
         pytest.skip("may not mount a small file system here")
     assert done.returncode == 0, done.stderr

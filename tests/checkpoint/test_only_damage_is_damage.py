@@ -67,7 +67,7 @@ def look(root: Path, *limits: int, user: int = 0) -> list[str]:
     """
     done = subprocess.run(
         [sys.executable, "-c", LOOK, str(root), str(user), *map(str, limits)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout.splitlines()

@@ -148,7 +148,7 @@ def ranks(saved: list[dict[str, Tables]], folder: Path) -> list[dict[str, Loaded
         of, reduces = KINDS[source.removesuffix(", old")]
         spec = replace(LOADED[name], tp_only_amax_red=of.tp_only_amax_red)
         jobs[f"{source}: {name}"] = (str(folder / source / step_name(STEPS)), spec, reduces)
-    return run_ranks(loaded, RANKS, {"jobs": jobs}, timeout=300)
+    return run_ranks(loaded, RANKS, {"jobs": jobs})
 
 
 def are_equal(one: Tables, other: Tables) -> bool:
@@ -226,7 +226,7 @@ def trained_and_loaded(rank: Rank, folder: str) -> tuple[bool, Loaded]:
 
 def test_eight_ranks_in_other_tensor_parallel_groups(tmp_path: Path) -> None:
     """The ranks of a new group come from two replicas, whose scales differed."""
-    found = run_ranks(trained_and_loaded, 8, {"folder": str(tmp_path)}, timeout=300)
+    found = run_ranks(trained_and_loaded, 8, {"folder": str(tmp_path)})
     assert not any(same for same, _ in found)
     legs = [leg for _, leg in found]
     assert all(len(leg.messages) == 1 and DIFFERED in leg.messages[0] for leg in legs)

@@ -48,7 +48,7 @@ def run(command: list[str], codes: tuple[int, ...] = (0,)) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment["PYTHON"] = sys.executable
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=1500, env=environment, cwd=ROOT / "tests"
+        command, capture_output=True, text=True, env=environment, cwd=ROOT / "tests"
     )
     assert done.returncode in codes, done.stderr
     return done.stdout

@@ -16,7 +16,7 @@ OWN = Path(__file__).parents[1] / "own_recipes"
 
 
 def trained(wrapper: str, reduce: bool) -> list[dict]:
-    return run_ranks(rank_work.train, 2, {"wrapper": wrapper, "reduce": reduce}, timeout=90)
+    return run_ranks(rank_work.train, 2, {"wrapper": wrapper, "reduce": reduce})
 
 
 def test_replicas_share_weights_and_with_a_group_their_scales() -> None:
@@ -33,7 +33,7 @@ def test_replicas_share_weights_and_with_a_group_their_scales() -> None:
 
 def test_a_rank_outside_of_the_group_is_refused() -> None:
     """torch would warn and reduce nothing, so that this rank would keep scales of its own."""
-    inside, outside = run_ranks(rank_work.convert_in_a_group_of_one, 2, {}, timeout=90)
+    inside, outside = run_ranks(rank_work.convert_in_a_group_of_one, 2, {})
     assert inside is None
     assert outside.startswith("amax_group: ") and "member of" in outside
 
@@ -59,5 +59,5 @@ def test_without_a_group_each_rank_has_its_own_scales() -> None:
 def test_a_rank_without_elements_agrees_with_the_others(recipe: str, along: int) -> None:
     """Its rule asks for the same maxima; otherwise the first rank would wait for ever."""
     given = {"recipe": str(OWN / recipe), "along": along}
-    one, other = run_ranks(rank_work.quantize_a_part, 2, given, timeout=30)
+    one, other = run_ranks(rank_work.quantize_a_part, 2, given)
     assert one == other

@@ -12,7 +12,6 @@ from tests.train.runs import ENVIRONMENT, ROOT, STEPS, Place, wait_until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(1500)]
 SCRIPT = str(ROOT / "pretrain_gpt.py")
-SECONDS = 400.0
 HANG = 45  # seconds without a sign of life; the first step is slow
 
 
@@ -51,13 +50,11 @@ def test_one_of_two_hosts_is_lost(hosts: list[Host], place: Place, undisturbed: 
     from the last checkpoint. One rank's losses are the reference: within FP8's bound throughout."""
     jobs = [start(host, place, hosts) for host in hosts]
     log = place.cwd / f"{hosts[0].name}.txt"
-    wait_until(
-        lambda: place.last_step() >= 5 or jobs[0].poll() is not None, "step 5 on two", SECONDS
-    )
+    wait_until(lambda: place.last_step() >= 5 or jobs[0].poll() is not None, "step 5 on two")
     assert jobs[0].poll() is None, log.read_text()
     assert all(len(host.pids()) >= 2 for host in hosts), "an agent and a rank on each"
     hosts[1].lose()
-    wait_until(lambda: jobs[0].poll() is not None, "the end on the first host", SECONDS)
+    wait_until(lambda: jobs[0].poll() is not None, "the end on the first host")
     jobs[1].wait(30)
     assert jobs[0].returncode != 0
     text = log.read_text()
@@ -72,7 +69,6 @@ def test_one_of_two_hosts_is_lost(hosts: list[Host], place: Place, undisturbed: 
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
     )
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert f"step_{reached:08d}" in alone.stdout and place.steps()[-1] == STEPS

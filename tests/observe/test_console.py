@@ -19,6 +19,7 @@ import pytest
 
 from megafp8.observe.console import Console, PlainConsole, SilentConsole, StepReport, Validation
 from megafp8.observe.live import LiveConsole, open_console
+from tests.limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -298,7 +299,7 @@ def run_on_terminal(
     )
     os.close(side)
     output = b""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline:
         if select.select([main], [], [], 0.2)[0]:
             try:
@@ -313,7 +314,7 @@ def run_on_terminal(
                 interrupt = None
         elif child.poll() is not None:
             break
-    code = child.wait(10)
+    code = child.wait()
     os.close(main)
     return code, output.decode()
 
@@ -350,7 +351,7 @@ def test_an_exception_gives_the_terminal_back() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_nothing_to_mend(number: int) -> None:
-    code, output = run_on_terminal(pause=0.2, interrupt=number)
+    code, output = run_on_terminal(pause=60.0, interrupt=number)  # it does not end by itself
     assert code != 0
     assert cursor_is_visible(output)
 
@@ -376,5 +377,5 @@ def test_a_reader_that_goes_away_does_not_end_the_run() -> None:
     child.stdout.close()
     errors = child.stderr.read().decode()
     child.stderr.close()
-    assert child.wait(60) == 0, errors
+    assert child.wait() == 0, errors
     assert errors.endswith("done")

@@ -22,7 +22,7 @@ del block
 assert 60 << 20 <= during - before <= 80 << 20, (before, during)
 assert peak_memory_bytes() >= during - (4 << 20)  # the kernel counts in batches
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_without_proc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_nothing_asked_for_nothing_imported(tmp_path: Path) -> None:
         "import sys, megafp8.observe\n"
         "assert not {'rich', 'tensorboard', 'wandb', 'torch'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)
     tracker = open_trackers(observe_spec(), tmp_path)
     tracker.log(1, {"loss": 1.0})
     tracker.close()

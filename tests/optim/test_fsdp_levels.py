@@ -112,7 +112,7 @@ def train(rank: Rank, bugs: bool = False) -> Found:
 
 @pytest.fixture(scope="module")
 def trained() -> Found:
-    return run_ranks(train, 2, {"bugs": True}, timeout=300)
+    return run_ranks(train, 2, {"bugs": True})
 
 
 @pytest.mark.parametrize("name", ["exact", "exact, four"])
@@ -435,7 +435,7 @@ def test_bytes_and_checkpoints(tmp_path: Path) -> None:
     A checkpoint loads bit for bit in every layout, and in FP32 states its values; its own layout
     continues it bit for bit.
     """
-    both = run_ranks(save_and_load, 2, {"root": tmp_path}, timeout=300)
+    both = run_ranks(save_and_load, 2, {"root": tmp_path})
     ranks, loaded = [saved for saved, _ in both], [found for _, found in both]
     for level in LEVELS:
         for rank in ranks:
@@ -474,6 +474,6 @@ FOUR = {
 @pytest.mark.parametrize("name", FOUR)
 def test_gradients_of_four_ranks(name: str) -> None:
     """Nodes that are replicas, and tensor-parallel ranks, whose parts have amaxes of their own."""
-    ranks = run_ranks(masters_work.train, 4, {"cases": {name: FOUR[name]}}, timeout=300)
+    ranks = run_ranks(masters_work.train, 4, {"cases": {name: FOUR[name]}})
     assert_gradients_are_right(ranks, name, FOUR[name])
     assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)

@@ -56,7 +56,7 @@ CASES = levels()
 @pytest.fixture(scope="module")
 def summed() -> list[dict[str, Sums]]:
     jobs = {name: JOBS[name] for name in (*SUMMED, *BUGS)}
-    return run_ranks(masters_work.sums, 8, {"jobs": jobs}, timeout=300)
+    return run_ranks(masters_work.sums, 8, {"jobs": jobs})
 
 
 @pytest.mark.parametrize("name", SUMMED)
@@ -74,7 +74,7 @@ def test_the_bounds_of_eight_ranks_tell_planted_mistakes(
 
 @pytest.fixture(scope="module")
 def trained() -> Found:
-    return run_ranks(masters_work.train, 8, {"cases": CASES}, timeout=900)
+    return run_ranks(masters_work.train, 8, {"cases": CASES})
 
 
 def assert_gradients_are_right(ranks: Found, name: str, like: Case) -> None:

@@ -303,7 +303,7 @@ Found = list[dict[str, Trained]]
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks(masters_work.train, 2, arguments, timeout=300)
+    return root, run_ranks(masters_work.train, 2, arguments)
 
 
 def together(ranks: Found, name: str, field: str) -> dict[str, torch.Tensor]:
@@ -471,7 +471,7 @@ def test_checkpoints_continue_in_any_layout(trained: tuple[Path, Found]) -> None
         "replicas to tp": (path_of(root, "O2"), TWO["tp"]),
         "O2, summed in FP8": (path_of(root, "O2, summed in FP8"), TWO["O2, summed in FP8"]),
     }
-    ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads}, timeout=300)
+    ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads})
     kept = {name: name for name in SAVED} | {"O2 to ZeRO": "O2", "O3 from ZeRO": "O3, ZeRO"}
     for name, source in kept.items():
         for rank, was in zip(ranks, before, strict=True):
@@ -508,7 +508,7 @@ FOUR = {
 
 @pytest.mark.slow
 def test_four_ranks_in_all_layouts() -> None:
-    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR}, timeout=600)
+    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR})
     for plain, sharded in itertools.pairwise(FOUR):
         if sharded.replace(", ZeRO", "") == plain or plain.replace(", ZeRO", "") == sharded:
             for rank in ranks:

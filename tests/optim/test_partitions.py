@@ -86,7 +86,7 @@ def paired(names: Iterable[str], ranks: list[dict[str, Run]]) -> Pairs:
 
 
 def pairs(size: int, jobs: dict[str, Job]) -> Pairs:
-    ranks = run_ranks(sharded_work.runs, size, {"jobs": both(jobs)}, timeout=900)
+    ranks = run_ranks(sharded_work.runs, size, {"jobs": both(jobs)})
     return paired(jobs, ranks)
 
 
@@ -113,7 +113,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     saves = {"sharded": zero(SAVED), "replicated": SAVED}
     jobs = both({name: TWO[name] for name in DEFAULT})
     arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
-    ranks = run_ranks(sharded_work.everything, 2, arguments, timeout=300)
+    ranks = run_ranks(sharded_work.everything, 2, arguments)
     before, after = (
         {name: [rank[part][name] for rank in ranks] for name in names}
         for part, names in ((1, saves), (2, loads))
@@ -356,7 +356,7 @@ def test_four_replicas() -> None:
 def test_four_ranks_load_what_two_have_saved(two: Two) -> None:
     path = path_of(two.root, "sharded")
     cases = {"sharded": (path, zero(SAVED)), "replicated": (path, SAVED)}
-    ranks = run_ranks(sharded_work.load_all, 4, {"cases": cases}, timeout=900)
+    ranks = run_ranks(sharded_work.load_all, 4, {"cases": cases})
     for name in cases:
         assert_loaded([rank[name] for rank in ranks], two.before["sharded"], same_losses=False)
 

@@ -76,7 +76,7 @@ SAVED = ("O2, split", "O3, split")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks(masters_work.train, 2, arguments, timeout=400)
+    return root, run_ranks(masters_work.train, 2, arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if f"{name}, split" in TWO])
@@ -158,7 +158,7 @@ def test_checkpoints_of_parts_continue_in_any_layout(trained: tuple[Path, Found]
         loads[f"{level}, replicas"] = (path, case(level))
     loads["to tp"] = (paths["O2"], case("O2", parallel=replace(SMALL, tp=2)))
     arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks(masters_work.train, 2, arguments, timeout=300)
+    ranks = run_ranks(masters_work.train, 2, arguments)
     for rank, was in zip(ranks, before, strict=True):
         for name, found in rank.items():
             if name != "to tp":
@@ -177,7 +177,7 @@ def test_a_run_at_another_level_converts_parts_with_the_scale_of_the_whole(
     root, _ = trained
     plain = replace(case("O1", zero=True), optim=replace(TWO["O1"].optim, shard_by="elements"))
     arguments: dict[str, Any] = {"cases": {"O1": plain}, "root": root / "more", "saved": ("O1",)}
-    run_ranks(masters_work.train, 2, arguments, timeout=300)
+    run_ranks(masters_work.train, 2, arguments)
     path = path_of(root / "more", "O1")
     loads = {"whole": (path, TWO["O2"]), "split": (path, TWO["O2, split"])}
     ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads})
@@ -308,7 +308,7 @@ def test_elements_in_all_layouts_of_four_ranks(trained: tuple[Path, Found]) -> N
     path = path_of(trained[0], "O2, split")
     loads = {"of two": (path, FOUR["dp, split"]), "of two, whole": (path, FOUR["dp"])}
     arguments = {"cases": FOUR, "loads": loads}
-    ranks = run_ranks(masters_work.train, 4, arguments, timeout=600)
+    ranks = run_ranks(masters_work.train, 4, arguments)
     for name in FOUR:
         if f"{name}, split" in FOUR:
             assert_same(ranks, name, f"{name}, split")

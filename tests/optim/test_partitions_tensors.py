@@ -56,7 +56,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
     saved = ("three microbatches a rank, ZeRO-2",)
     arguments = {"cases": TWO, "root": root, "saved": saved, "spoiled": SPOILED}
-    return root, run_ranks(masters_work.train, 2, arguments, timeout=300)
+    return root, run_ranks(masters_work.train, 2, arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if "ZeRO-2" not in name])
@@ -80,7 +80,7 @@ def test_its_checkpoint_continues_in_stage_1_and_in_one_process(
     path = path_of(root, f"{name}, ZeRO-2")
     loads = {"same": (path, TWO[f"{name}, ZeRO-2"]), "stage 1": (path, TWO[name])}
     arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks(masters_work.train, 2, arguments, timeout=300)
+    ranks = run_ranks(masters_work.train, 2, arguments)
     for rank, was in zip(ranks, before, strict=True):
         for found in rank.values():
             assert found.losses == was[f"{name}, ZeRO-2, continued"].losses
@@ -173,7 +173,7 @@ FOUR = {
 
 @pytest.mark.slow
 def test_stage_2_in_all_layouts_of_four_ranks() -> None:
-    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR}, timeout=600)
+    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR})
     for name in FOUR:
         if "ZeRO-2" not in name:
             for rank in ranks:

@@ -13,6 +13,7 @@ from torch import nn
 from megafp8.parallel.mesh import join
 from megafp8.parallel.scaled_data import ExchangedBucket
 from megafp8.train.step import train_step
+from tests.limits import HANG_SECONDS
 from tests.optim.sharded_work import on_ranks
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank
@@ -38,12 +39,12 @@ def live_fp8_bytes() -> int:
     return sum(found.values())
 
 
-def live_fp8_bytes_below(limit: int, seconds: float = 60.0) -> int:
-    """All FP8 bytes, as soon as they are `limit` at most, or after this time.
+def live_fp8_bytes_below(limit: int) -> int:
+    """All FP8 bytes, as soon as they are `limit` at most, or when nothing more is to be expected.
 
     A thread of gloo lets go of what it has sent a moment after the send is complete.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + HANG_SECONDS
     while (live := live_fp8_bytes()) > limit and time.monotonic() < deadline:
         time.sleep(0.01)
     return live

@@ -313,7 +313,7 @@ def run_pairs(
         cases = {
             precision: case_of(precision, spec, model_of(name), **changes) for precision in chosen
         }
-        results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=1200)
+        results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
         for precision in chosen:
             key = (precision, replicas_of(name), kind_of(name))
             ranks = [result[precision] for result in results]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,15 @@ import torch.distributed as dist
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.step_directories import step_name
+from megafp8.ops import torch_private
 from megafp8.parallel.agreement import wait_for_all
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import join, leave
 from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
 from megafp8.train.load import newest_after_cleanup
 from megafp8.train.saver import Saver
+from tests.limits import HANG_SECONDS
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank
 
@@ -42,10 +43,9 @@ def join_again(rank: Rank, times: int) -> list[float]:
 def wait_for_files(rank: Rank, folder: str, timeout: float) -> list[str]:
     """Save, find and load a checkpoint, in each of which one rank works while the other one waits.
 
-    Return what this rank did while the other one waited in `Mesh.agreement`. One time lasts longer
-    than collectives of training may take.
+    Return what this rank did while the other one waited in `Mesh.agreement`. The save lasts longer
+    than the `timeout` that collectives of training have meanwhile.
     """
-    dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=timeout))
     waits, noted = Path(folder, f"rank {1 - rank.index} waits"), list[str]()
     own = Path(folder, f"rank {rank.index} waits")
 
@@ -55,7 +55,7 @@ def wait_for_files(rank: Rank, folder: str, timeout: float) -> list[str]:
         def slowed(*args: Any) -> Any:
             if rank.index == slow_rank:
                 seen = 0
-                while seen < 5:  # in a wrong group the other rank ends after `timeout` seconds
+                while seen < 5:  # in a wrong group the other rank is never seen
                     seen = seen + 1 if waits.exists() else 0
                     time.sleep(0.02)
                 if name == "write_shard":
@@ -89,7 +89,12 @@ def wait_for_files(rank: Rank, folder: str, timeout: float) -> list[str]:
         noting(name)
     state = Case(parallel=ParallelSpec(devices_per_node=rank.size)).build(mesh)
     root = Path(folder, "checkpoints")
+    groups = [axis.group for axis in vars(mesh).values() if isinstance(axis, Axis) and axis.group]
+    for group in groups:
+        torch_private.set_timeout(group, timeout)
     Saver(root, 1, {"config": {}, "data_fingerprint": ""}).save(state)
+    for group in groups:
+        torch_private.set_timeout(group, HANG_SECONDS)
     newest = newest_after_cleanup(root, mesh, print)
     assert newest == root / step_name(0)
     state_dict.load_checkpoint(newest, state, print)

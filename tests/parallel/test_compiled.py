@@ -47,7 +47,7 @@ def compared(
 ) -> dict[str, Any]:
     of_bf16 = {name: {"compute": "bf16", **case} for name, case in cases.items()}
     arguments = {"cases": of_bf16, "with_inductor": with_inductor}
-    of_ranks = run_ranks(rank_compile.compare, ranks, arguments, timeout=900)
+    of_ranks = run_ranks(rank_compile.compare, ranks, arguments)
     assert of_ranks[0].keys() == of_ranks[1].keys() == cases.keys()
     for name in cases:
         assert "error" not in of_ranks[0][name], (name, of_ranks[0][name])
@@ -63,25 +63,21 @@ def check(cases: dict[str, dict[str, Any]], *, ranks: int = 2) -> None:
             assert found["graphs"] == 1 and found["breaks"] == [], (name, found)
 
 
-@pytest.mark.timeout(900)
 def test_two_ranks_that_compile_are_the_eager_ones() -> None:
     check(CASES)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_more_layouts_of_two_ranks() -> None:
     check(MORE)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_two_nodes_that_shard_within_each() -> None:
     check({"hybrid": {"fp8": DELAYED, "parallel": HYBRID}}, ranks=4)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_why_context_parallelism_is_refused() -> None:
     """torch compiles no messages between two ranks, so that a layer is many graphs."""
     found = compared({"ring": {"fp8": DELAYED, "parallel": RING}})["ring"]
@@ -90,7 +86,6 @@ def test_why_context_parallelism_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_inductor_on_two_ranks_stays_near() -> None:
     """A last bit of BF16 may change an FP8 code to its neighbour."""
     for name, found in compared(CASES, with_inductor=True).items():

@@ -85,8 +85,8 @@ LAYOUTS = {
 }
 
 
-def on_ranks(size: int, cases: dict[str, Case], timeout: float = 400) -> dict[str, Outcomes]:
-    results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=timeout)
+def on_ranks(size: int, cases: dict[str, Case]) -> dict[str, Outcomes]:
+    results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
     return {name: [rank[name] for rank in results] for name in cases}
 
 
@@ -112,7 +112,7 @@ def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
 def two_ranks() -> list[dict[str, Any]]:
     cases = CASES | MORE | AGAIN | DROPPED | APART
     on_two = {name: replace(case, parallel=TWO) for name, case in cases.items()}
-    return run_ranks(rank_ring.run_all, 2, {"cases": on_two}, timeout=400)
+    return run_ranks(rank_ring.run_all, 2, {"cases": on_two})
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -120,7 +120,7 @@ def rings(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     if request.param == 2:
         found: list[dict[str, Any]] = request.getfixturevalue("two_ranks")
         return found
-    return run_ranks(rank_ring.run_all, request.param, {"cases": {}}, timeout=400)
+    return run_ranks(rank_ring.run_all, request.param, {"cases": {}})
 
 
 def test_the_ring_is_attention_over_the_whole_sequence(rings: list[dict[str, Any]]) -> None:
@@ -275,7 +275,7 @@ def test_with_other_axes(alone: dict[str, Outcome], layout: str) -> None:
     size, spec = LAYOUTS[layout]
     names = ("fp32", "llama", "delayed", "tensorwise")
     cases = {name: replace(CASES[name], parallel=spec) for name in names}
-    found = on_ranks(size, cases, 500)
+    found = on_ranks(size, cases)
     for name, ranks in found.items():
         if CASES[name].fp8 is DELAYED:
             half = size // spec.pp
@@ -297,7 +297,7 @@ def test_zero_bubble_is_bitwise_1f1b() -> None:
         "1f1b": replace(case, parallel=ParallelSpec(cp=2, pp=2)),
         "zero bubble": replace(case, parallel=ParallelSpec(cp=2, pp=2, pipeline=ZERO_BUBBLE)),
     }
-    found = on_ranks(4, cases, 300)
+    found = on_ranks(4, cases)
     assert found["1f1b"][0].losses == found["zero bubble"][0].losses
     check(found["zero bubble"], case, run_case(case, single_rank()))
 

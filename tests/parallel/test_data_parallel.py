@@ -156,7 +156,7 @@ Runs = dict[str, Outcomes]
 
 
 def on(size: int, cases: dict[str, Case]) -> Runs:
-    results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=300)
+    results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
     return {name: [rank[name] for rank in results] for name in cases}
 
 

@@ -78,7 +78,7 @@ def one(name: str = "one") -> Watched:
 @cache
 def watched(size: int) -> dict[str, list[Watched]]:
     cases = {name: case_of(name) for name, (ranks, _) in LAYOUTS.items() if ranks == size}
-    found = run_ranks(draws_work.watch, size, {"cases": cases}, timeout=600)
+    found = run_ranks(draws_work.watch, size, {"cases": cases})
     return {name: [rank[name] for rank in found] for name in cases}
 
 

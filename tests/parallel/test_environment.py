@@ -78,7 +78,6 @@ def test_a_command_reports_it_in_one_line_before_torch_is_imported() -> None:
         env={**os.environ, **RIGHT, "RANK": "5"},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1, done.stderr
@@ -98,7 +97,6 @@ def test_a_wrong_variable_of_slurm_is_no_traceback() -> None:
         env={**os.environ, **step},
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.startswith("error: SLURM_STEP_TASKS_PER_NODE=1(x2: cannot be read")

@@ -54,7 +54,7 @@ def test_a_family_trains_as_in_one_process(family: str, precision: str) -> None:
     bound = 1e-5 if precision == "FP32" else 3 * spread(alone, one)
     for name in layouts:
         # All ranks of a call are of one layout: `join` makes its groups.
-        results = run_ranks(rank_work.run_layouts, 4, {"cases": {name: cases[name]}}, timeout=1200)
+        results = run_ranks(rank_work.run_layouts, 4, {"cases": {name: cases[name]}})
         ranks = [result[name] for result in results]
         kind = "BF16" if precision == "FP32" else precision  # whose norms are not compared closely
         line, is_good = row(name, kind, ranks, one, bound)

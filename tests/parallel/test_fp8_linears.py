@@ -124,7 +124,7 @@ WITH_BUGS = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Watched]]:
-    found = run_ranks(linear_records.watch, 2, {"cases": CASES | WITH_BUGS}, timeout=600)
+    found = run_ranks(linear_records.watch, 2, {"cases": CASES | WITH_BUGS})
     return {name: [rank[name] for rank in found] for name in CASES | WITH_BUGS}
 
 

@@ -62,7 +62,7 @@ def one_process(precision: str, merged: int, **changes: Any) -> tuple[Outcome, f
 
 
 def train(layout: str, cases: dict[str, Case]) -> dict[str, list[Outcome]]:
-    results = run_ranks(rank_work.run_layouts, 2, {"cases": cases}, timeout=600)
+    results = run_ranks(rank_work.run_layouts, 2, {"cases": cases})
     return {name: [result[name] for result in results] for name in cases}
 
 
@@ -100,7 +100,7 @@ def test_four_ranks_train_as_one_process() -> None:
     for layout, (optim, spec) in FOUR.items():
         one, bound = ones[4 if "dp 4" in layout else 2]
         case = matrix.case_of("FP8 delayed", spec, optim=optim, **small)
-        results = run_ranks(rank_work.run_layouts, 4, {"cases": {layout: case}}, timeout=600)
+        results = run_ranks(rank_work.run_layouts, 4, {"cases": {layout: case}})
         ranks = [result[layout] for result in results]
         line, good = matrix.row(layout, "FP8 delayed", ranks, one, bound)
         assert good, line

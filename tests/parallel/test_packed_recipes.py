@@ -37,7 +37,7 @@ def test_ranks_train_on_documents_as_one_process(precision: str) -> None:
     for layout in IN_PARTS:
         size, spec = matrix.LAYOUTS[layout]
         cases = {precision: matrix.case_of(precision, spec, **STEPS)}
-        results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=600)
+        results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
         ranks = [result[precision] for result in results]
         found[layout], good = matrix.row(layout, precision, ranks, one, bound)
         assert good, found[layout]

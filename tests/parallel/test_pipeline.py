@@ -75,7 +75,7 @@ Runs = dict[str, Outcomes]
 
 @pytest.fixture(scope="module")
 def ranks() -> Runs:
-    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES}, timeout=300)
+    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES})
     return {name: [rank[name] for rank in results] for name in CASES}
 
 
@@ -196,7 +196,7 @@ def test_eight_stages_on_four_ranks_equal_one_process_bit_for_bit() -> None:
     torch.set_num_threads(1)
     expected = run_case(case, single_rank())
     torch.set_num_threads(threads)
-    for rank in run_ranks(rank_work.run_layouts, 4, {"cases": cases}, timeout=300):
+    for rank in run_ranks(rank_work.run_layouts, 4, {"cases": cases}):
         assert {name: each.losses for name, each in rank.items()} == dict.fromkeys(
             cases, expected.losses
         )

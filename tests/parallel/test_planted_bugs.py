@@ -61,7 +61,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, Outcomes]:
-    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES}, timeout=300)
+    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES})
     return {name: [rank[name] for rank in results] for name in CASES}
 
 
@@ -118,7 +118,7 @@ def test_transformer_engine_s_gradients_tell() -> None:
     amax = "te's amax is not reduced"
     cases |= right | {"fp8": fp8, amax: replace(fp8, bug=amax)}
     work = rank_work.run_layouts
-    results = run_ranks(work, 2, {"cases": cases}, timeout=600)
+    results = run_ranks(work, 2, {"cases": cases})
     ((one,),) = (list(found.values()) for found in run_ranks(work, 1, {"cases": {"one": plain}}))
     for name in right:
         assert_gradients_close([rank[name] for rank in results], one, 1e-5)
@@ -157,7 +157,7 @@ def test_the_matrix_tells(precision: str) -> None:
         name: matrix.case_of(precision, spec, bug=name.removesuffix(", sp"))
         for name, spec in chosen.items()
     }
-    ranks = run_ranks(rank_work.run_layouts, 2, {"cases": cases}, timeout=900)
+    ranks = run_ranks(rank_work.run_layouts, 2, {"cases": cases})
     ones: dict[int, Outcome] = {}
     inside = {}
     for name, spec in chosen.items():

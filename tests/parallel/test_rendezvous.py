@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from megafp8.parallel.rendezvous import (
     reach,
     serve,
 )
+from tests.limits import HANG_SECONDS
 from tests.parallel import rank_joins
 from tests.ranks import run_ranks
 
@@ -42,11 +44,13 @@ def test_ranks_that_come_one_after_another_meet(port: int) -> None:
     def come(rank: int, seconds: float) -> None:
         try:
             time.sleep(seconds)
-            store = serve("localhost", port) if rank == 0 else reach("localhost", port, 30)
+            store = (
+                serve("localhost", port) if rank == 0 else reach("localhost", port, HANG_SECONDS)
+            )
             stores.append(store)
-            await_all(store, rank, 3, "here", 30)
+            await_all(store, rank, 3, "here", HANG_SECONDS)
             store.set(f"met{rank}", str(rank))
-            store.wait(["met0", "met1", "met2"], timedelta(seconds=30))
+            store.wait(["met0", "met1", "met2"], timedelta(seconds=HANG_SECONDS))
         except BaseException as error:
             errors.append(error)
 
@@ -54,7 +58,7 @@ def test_ranks_that_come_one_after_another_meet(port: int) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert not errors and not any(thread.is_alive() for thread in threads)
 
 
@@ -66,12 +70,10 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_master_on_another_machine(port: int) -> None:
-    began = time.monotonic()
     with pytest.raises(RunError, match="MASTER_ADDR=192.0.2.1 .* not reachable from rank 0"):
         serve("192.0.2.1", port)  # TEST-NET-1: nobody's
     with pytest.raises(RunError, match="nowhere.invalid does not resolve"):
         serve("nowhere.invalid", port)
-    assert time.monotonic() - began < 20
 
 
 def test_a_master_that_is_not_reached(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +119,13 @@ def test_another_program_in_place_of_rank_0(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3)
-    began = time.monotonic()
+    patience = 1.0 if answer is None else HANG_SECONDS  # another answer ends the wait at once
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3 * patience)
+    monkeypatch.setattr(rendezvous, "UNREACHABLE_SECONDS", 1.0)
     with listener(answer) as server:
         port = server.getsockname()[1]
         with pytest.raises(RunError, match=f"MASTER_PORT={port}.*{said}"):
-            reach("127.0.0.1", port, 1.0, "rank 7")
-    assert time.monotonic() - began < 5
+            reach("127.0.0.1", port, patience, "rank 7")
     errors = capfd.readouterr().err
     assert "c10d" not in errors  # torch prints its stack there
     waits = "megafp8: waiting: rank 7 waits up to 1 s for rank 0 at MASTER_ADDR=127.0.0.1"
@@ -133,10 +135,12 @@ def test_another_program_in_place_of_rank_0(
 def test_a_rank_says_that_it_waits_for_rank_0(
     port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3)
+    passed = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: sum(passed), sleep=passed.append)
+    monkeypatch.setattr(rendezvous, "time", clock)
     with pytest.raises(RunError, match="If rank 0 does not run, see its errors or start it"):
-        reach("127.0.0.1", port, 1.2, "rank 7")
-    assert capsys.readouterr().err.count("waiting: rank 7 waits up to 1.2 s for rank 0 at") == 1
+        reach("127.0.0.1", port, 60.0, "rank 7")
+    assert capsys.readouterr().err.count("waiting: rank 7 waits up to 60 s for rank 0 at") == 1
 
 
 def test_a_torch_that_expects_another_greeting_still_joins(
@@ -148,7 +152,7 @@ def test_a_torch_that_expects_another_greeting_still_joins(
     rendezvous._store_answers_greeting.cache_clear()
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     try:
-        reach("127.0.0.1", port, 5.0).set("a", "b")
+        reach("127.0.0.1", port, HANG_SECONDS).set("a", "b")
         assert store.get("a") == b"b"
     finally:
         rendezvous._store_answers_greeting.cache_clear()
@@ -209,7 +213,7 @@ def test_the_same_ranks_join_again_for_the_next_job() -> None:
     """The store of torchrun still has the keys and addresses of the first job."""
     sums = [3.0, 3.0, 30.0, 30.0, 300.0, 300.0]
     work = rank_joins.join_again
-    assert run_ranks(work, 2, {"times": 3}, timeout=30) == [sums, sums]
+    assert run_ranks(work, 2, {"times": 3}) == [sums, sums]
 
 
 def addresses_of(port: int) -> set[str]:

@@ -56,7 +56,7 @@ def staged(case: Case, schedule: str) -> Case:
 
 
 def on(size: int, cases: dict[str, Case]) -> Runs:
-    results = run_ranks(rank_work.run_layouts, size, {"cases": cases}, timeout=400)
+    results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
     return {name: [rank[name] for rank in results] for name in cases}
 
 

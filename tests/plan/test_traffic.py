@@ -205,7 +205,7 @@ def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
     """Each recipe's tokens, scales and agreed amaxes under sequence parallelism, to the byte."""
     cases = {name: real for name, (_, real) in CASES.items() if name.startswith("sequence, ")}
     work = plan_traffic_work.measure
-    measured = run_ranks(work, 2, {"cases": cases}, timeout=300)
+    measured = run_ranks(work, 2, {"cases": cases})
     for rank in range(2):
         for name in cases:
             check(name, rank, measured)
@@ -217,7 +217,7 @@ def test_a_plan_has_the_messages_and_states_of_two_ranks(kind: str) -> None:
     named = {name: found for name, found in CASES.items() if name.startswith(kind)}
     cases = {name: real for name, (ranks, real) in named.items() if ranks == 2}
     assert len(cases) > 1
-    measured = run_ranks(plan_traffic_work.measure, 2, {"cases": cases}, timeout=600)
+    measured = run_ranks(plan_traffic_work.measure, 2, {"cases": cases})
     for rank in range(2):
         for name in cases:
             check(name, rank, measured)
@@ -228,7 +228,7 @@ def test_a_plan_has_the_messages_and_states_of_two_ranks(kind: str) -> None:
 def test_a_plan_has_the_bytes_that_ranks_send_and_hold(num_ranks: int) -> None:
     """What is sent to the byte, in every layout of the matrix; what is held within 5 %."""
     cases = {name: real for name, (ranks, real) in CASES.items() if ranks == num_ranks}
-    measured = run_ranks(plan_traffic_work.measure, num_ranks, {"cases": cases}, timeout=600)
+    measured = run_ranks(plan_traffic_work.measure, num_ranks, {"cases": cases})
     for rank in range(num_ranks):
         for name in cases:
             check(name, rank, measured)
@@ -240,7 +240,7 @@ def test_ranks_at_o3_hold_what_the_plan_says() -> None:
     layout = replace(SEQUENCE, pp=2)
     _, real = case(layout, 8, fp8=IN_FP8, optim=replace(ZERO, storage=O2))
     work = plan_traffic_work.measure
-    measured = run_ranks(work, 8, {"cases": {"O3": real}}, timeout=600)
+    measured = run_ranks(work, 8, {"cases": {"O3": real}})
     for stage in range(2):
         held = [found["O3"].held for found in measured[4 * stage : 4 * stage + 4]]
         assert rank_memory(spec_of(real), stage).held.total == max(held)

@@ -269,7 +269,7 @@ def dom_of(page: str, tmp_path: Path) -> tuple[str, list[str]]:
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
          f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr",
          "--virtual-time-budget=2000", "--dump-dom", f"file://{file}"],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True,
     )  # fmt: skip
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

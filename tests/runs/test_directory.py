@@ -125,7 +125,7 @@ os.kill(os.getpid(), 9)
         assert is_locked(tmp_path)
         parent.stdin.write("\n")
         parent.stdin.close()
-        assert parent.wait(timeout=30) == -signal.SIGKILL
+        assert parent.wait() == -signal.SIGKILL
         assert not is_locked(tmp_path)
     finally:
         os.killpg(parent.pid, signal.SIGKILL)  # the child that we left behind

@@ -37,7 +37,6 @@ def run(script: str, *words: str, **more: str) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         env=os.environ | more,
-        timeout=60,
     )
 
 

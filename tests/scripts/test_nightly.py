@@ -117,5 +117,5 @@ def test_suites_keep_bytecode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read_table(table)["one"][1] == "3"
     show = "show:; @echo [$$PYTHONDONTWRITEBYTECODE]"
     command = ["make", "--no-print-directory", "--eval", show, "show"]
-    shown = subprocess.run(command, cwd=nightly.ROOT, capture_output=True, text=True, timeout=60)
+    shown = subprocess.run(command, cwd=nightly.ROOT, capture_output=True, text=True)
     assert shown.stdout == "[]\n", shown.stderr

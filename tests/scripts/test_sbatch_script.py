@@ -38,7 +38,6 @@ def submit(folder: Path, cuda: str, *arguments: str, **more: str) -> tuple[int, 
         capture_output=True,
         text=True,
         env=os.environ | job | more,
-        timeout=60,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -57,7 +57,6 @@ def set_up(
         capture_output=True,
         text=True,
         env=os.environ | unset | own | more,
-        timeout=60,
     )
     return [line for line in calls.read_text().splitlines() if "torch" in line], done
 

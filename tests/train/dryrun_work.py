@@ -32,11 +32,11 @@ from megafp8.train.dryrun_step import forward, stages_of
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.limits import HANG_SECONDS
 from tests.ranks import Rank
 
 NUM_STEPS = 5
 NUM_STEPS_OF_TE = 2
-PATIENCE_SECONDS = 20.0  # for gloo's threads; where they keep something for good, it is counted
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
@@ -119,7 +119,7 @@ def of_a_rank(spec: RunSpec, planned: dict[int, int]) -> dict[str, Any]:
     with LiveBytes(memory_of=state.backend.memory_of) as watched:
         for index, gpt in stages_of(state).items():
             output = forward(gpt, spec, state)
-            until = time.monotonic() + PATIENCE_SECONDS
+            until = time.monotonic() + HANG_SECONDS
             while watched.bytes() > 1.01 * planned[index] and time.monotonic() < until:
                 time.sleep(0.05)
             kept[index] = watched.bytes()

@@ -15,6 +15,7 @@ from typing import Any
 
 from megafp8.data.indexed import IndexedWriter
 from megafp8.data.tokenize import train_tokenizer
+from tests.limits import HANG_SECONDS
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -112,7 +113,7 @@ class Driver:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(60)
+        self._process.wait()
         self._process.stdout.close()
 
 
@@ -130,7 +131,7 @@ class Program:
         """Whether it has ended; the caller need not wait for it then."""
         return self._code(0.0) is not None
 
-    def wait(self, seconds: float = 280.0) -> subprocess.CompletedProcess[str]:
+    def wait(self, seconds: float = HANG_SECONDS) -> subprocess.CompletedProcess[str]:
         """Return how it ended."""
         code = self._code(seconds)
         assert code is not None, f"still running after {seconds} s: {self.stderr_file.read_text()}"
@@ -166,7 +167,7 @@ class Child:
     skip: int  # bytes of earlier jobs' output
     began: float = field(default_factory=time.monotonic)
 
-    def wait(self, seconds: float = 60.0) -> Done | None:
+    def wait(self, seconds: float = HANG_SECONDS) -> Done | None:
         """Return how the job ended, or None if it still runs after the time."""
         code = self.driver.ask({"wait": self.pid, "seconds": seconds})
         if code is None:
@@ -207,7 +208,7 @@ class Place:
 
     def run(self, *more: str, fault: Sequence[object] | None = None) -> Done:
         child = self.start(*more, fault=fault)
-        done = child.wait(120)
+        done = child.wait()
         assert done is not None, child.output
         return done
 
@@ -282,10 +283,10 @@ class Finetuning(Place):
         return [word for word in argv if word.partition("=")[0] not in given] + list(more)
 
 
-def wait_until(condition: Any, what: str, seconds: float = 600.0) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + HANG_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {HANG_SECONDS} s: {what}"
         time.sleep(0.01)
 
 

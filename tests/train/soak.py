@@ -194,7 +194,7 @@ def soak(
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.wait(150)
+            process.wait()
     text = log.read_text()
     assert process.returncode == 0, text[-4000:]
     committed = len(set(re.findall(r"step (\d+) saved", text)))

@@ -85,7 +85,7 @@ def test_what_is_written_is_the_state_of_the_request(
     write_shard = store.write_shard
 
     def waits(*args: object) -> object:
-        assert may_write.wait(60)
+        assert may_write.wait()
         return write_shard(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(store, "write_shard", waits)

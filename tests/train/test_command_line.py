@@ -21,7 +21,7 @@ from tests.train.runs import STEPS, TWO_RANKS, Child, Done, Driver, Place, asser
 
 def finish(place: Place, *more: str) -> None:
     process = place.command(*more)
-    assert process.wait(120) == 0, place.command_output
+    assert process.wait() == 0, place.command_output
 
 
 def until_step(place: Place, process: subprocess.Popen[bytes], step: int) -> None:
@@ -42,7 +42,7 @@ def ranks_of(launcher: int) -> dict[int, psutil.Process]:
 
 
 def wait_for_end(processes: list[psutil.Process]) -> None:
-    gone, alive = psutil.wait_procs(processes, timeout=10)
+    gone, alive = psutil.wait_procs(processes)
     assert not alive, "orphans"
 
 
@@ -52,7 +52,7 @@ def test_kill_9(place: Place, undisturbed: tuple[Place, Done]) -> None:
     process = place.command()
     until_step(place, process, 5)
     process.kill()
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     assert place.steps() and place.steps()[-1] < STEPS
     finish(place)
     assert place.command_output.startswith("runs/job: continues run job\n")
@@ -64,7 +64,7 @@ def test_sigterm(place: Place, undisturbed: tuple[Place, Done]) -> None:
     process = place.command()
     until_step(place, process, 3)
     process.terminate()
-    assert process.wait(60) == 75, place.command_output
+    assert process.wait() == 75, place.command_output
     summary = place.summary()
     assert summary["status"] == "saved on SIGTERM" and place.steps()[-1] == summary["step"] < STEPS
     finish(place)
@@ -92,7 +92,7 @@ def test_a_rank_is_killed(place: Place, two_undisturbed: Place) -> None:
     ranks = ranks_of(process.pid)
     assert sorted(ranks) == [0, 1]
     ranks[1].kill()
-    assert process.wait(30) == 1
+    assert process.wait() == 1
     said = "megafp8: rank 1 died (signal SIGKILL); the other ranks were ended. The same command "
     assert said + "continues from runs/job/checkpoints/step_" in place.command_output
     wait_for_end(list(ranks.values()))
@@ -107,7 +107,7 @@ def test_the_launcher_is_killed(place: Place) -> None:
     ranks = ranks_of(launcher.pid)
     assert sorted(ranks) == [0, 1]
     os.kill(launcher.pid, signal.SIGKILL)
-    done = launcher.wait(10)
+    done = launcher.wait()
     assert done is not None and done.code == -signal.SIGKILL
     wait_for_end(list(ranks.values()))
 
@@ -118,7 +118,7 @@ def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: st
     launcher = fork_until_step(place, 3)
     ranks = ranks_of(launcher.pid)
     os.kill(launcher.pid, number)
-    done = launcher.wait(60)
+    done = launcher.wait()
     assert done is not None and done.code == 75, launcher.output
     wait_for_end(list(ranks.values()))
     assert f"megafp8: {name}: all ranks have left" in done.output
@@ -139,7 +139,7 @@ def test_a_signal_to_all_processes_of_a_job(place: Place) -> None:
     ranks = list(ranks_of(launcher.pid).values())
     for pid in (launcher.pid, *(rank.pid for rank in ranks)):
         os.kill(pid, signal.SIGTERM)
-    done = launcher.wait(60)
+    done = launcher.wait()
     assert done is not None and done.code == 75, launcher.output
     assert "megafp8: SIGTERM: all ranks have left" in done.output
     assert place.summary()["status"] == "saved on SIGTERM"
@@ -173,7 +173,7 @@ def test_a_second_signal_to_the_launcher(place: Place) -> None:
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: _pending(ranks[0], signal.SIGTERM), "the first signal is passed on")
     process.send_signal(signal.SIGINT)
-    assert process.wait(10) == 128 + signal.SIGINT, place.command_output
+    assert process.wait() == 128 + signal.SIGINT, place.command_output
     wait_for_end(list(ranks.values()))
 
 
@@ -199,7 +199,7 @@ def test_one_process_two_ranks_one_process(place: Place, undisturbed: tuple[Plac
     process = place.command(*TWO_RANKS)
     until_step(place, process, 6)
     process.terminate()
-    assert process.wait(60) == 75, place.command_output
+    assert process.wait() == 75, place.command_output
     assert "continuing after step 4 of 12" in place.command_output
     at = place.summary()["step"]
     assert 6 <= at < STEPS

@@ -220,7 +220,7 @@ def compare(parallel: ParallelSpec, names: list[str]) -> None:
     cases = {name: job(parallel, **CASES[name]) for name in names}
     shares = {name: [rank_share(spec, rank) for rank in ranks] for name, spec in cases.items()}
     arguments = {"cases": cases, "planned": kept_by(shares)}
-    measured = run_ranks(dryrun_work.measure, parallel.world_size, arguments, timeout=400)
+    measured = run_ranks(dryrun_work.measure, parallel.world_size, arguments)
     for name in cases:
         for rank in ranks:
             share, real = shares[name][rank], measured[rank][name]
@@ -293,9 +293,9 @@ def compare_te(parallel: ParallelSpec, names: Iterable[str]) -> None:
     """As `compare`, over Transformer Engine's own Python, in processes of its own."""
     need_sources(DEFAULT_VERSION)
     cases = {name: with_te(job(parallel, **TE_CASES[name])) for name in names}
-    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, {"cases": cases}, timeout=400)
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, {"cases": cases})
     arguments = {"cases": cases, "planned": kept_by(shares)}
-    measured = run_ranks(dryrun_work.measure_te, parallel.world_size, arguments, timeout=400)
+    measured = run_ranks(dryrun_work.measure_te, parallel.world_size, arguments)
     for name in cases:
         for rank, share in enumerate(shares[name]):
             real, where = measured[rank][name], f"{name}, rank {rank}"
@@ -327,7 +327,7 @@ def test_transformer_engine_casts_each_weight_once_in_two_orientations() -> None
     recipes = {"delayed": FP8, "tensorwise": Fp8Recipe(name="tensorwise")}
     on_gpu, shape = layout(accelerator="gpu"), TE_CASES["fp8"]["shape"]
     cases = {name: with_te(job(on_gpu, fp8=fp8, shape=shape)) for name, fp8 in recipes.items()}
-    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, {"cases": cases}, timeout=400)
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, {"cases": cases})
     elements, linears = 4 * (4 * 64**2 + 2 * 64 * 128), 4 * 4
     for name, (share,) in shares.items():
         assert 0 <= share.step.weight_copies - (2 * elements + 4 * linears) < 64, name
@@ -418,7 +418,7 @@ def run_spec_of(parallel: ParallelSpec, **case: Any) -> RunSpec:
 def live_bytes_of(parallel: ParallelSpec, names: Iterable[str]) -> list[dict[str, Most]]:
     cases = {name: sharded(name, parallel) for name in names}
     found: list[dict[str, Most]] = run_ranks(
-        dryrun_work.most_of_fsdp, parallel.world_size, {"cases": cases}, timeout=400
+        dryrun_work.most_of_fsdp, parallel.world_size, {"cases": cases}
     )
     return found
 
@@ -542,7 +542,7 @@ def of_a_schedule(name: str) -> RunSpec:
 
 def assert_counted_in(names: Iterable[str]) -> None:
     cases = {name: of_a_schedule(name) for name in names}
-    found = run_ranks(dryrun_work.most_of_fsdp, 2, {"cases": cases}, timeout=400)
+    found = run_ranks(dryrun_work.most_of_fsdp, 2, {"cases": cases})
     for name, spec in cases.items():
         assert spec.train.num_microbatches(1) == MANY
         for rank in range(2):

@@ -62,9 +62,7 @@ def spec_of(name: str, parallel: ParallelSpec) -> RunSpec:
 def measured(parallel: ParallelSpec, names: Iterable[str]) -> list[dict[str, Most]]:
     cases = {name: spec_of(name, parallel) for name in names}
     work = dryrun_work.most_of_fsdp_te
-    found: list[dict[str, Most]] = run_ranks(
-        work, parallel.world_size, {"cases": cases}, timeout=400
-    )
+    found: list[dict[str, Most]] = run_ranks(work, parallel.world_size, {"cases": cases})
     return found
 
 
@@ -73,7 +71,7 @@ def assert_counted(parallel: ParallelSpec, real: list[dict[str, Most]], **plante
     cases = {name: spec_of(name, parallel) for name in real[0]}
     given = {"cases": cases, **planted}
     shares: dict[str, list[RankShare]]
-    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, given, timeout=400)
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, given)
     for rank, found in enumerate(real):
         for name, most in found.items():
             share, where, rel = shares[name][rank], f"{name}, rank {rank}", WITHIN.get(name, 0.01)
@@ -167,7 +165,7 @@ def dry_runs(version: str, names: Iterable[str], **planted: Any) -> dict[str, li
     cases = {name: planned(name, version) for name in names}
     given = {"cases": cases, "version": version, "planted": planted}
     shares: dict[str, list[RankShare]]
-    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, given, timeout=400)
+    (shares,) = run_ranks(dryrun_work.shares_of_te, 1, given)
     return shares
 
 

@@ -259,7 +259,6 @@ def command(place: Finetuning, *argv: str) -> tuple[int, str, set[str]]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     imported = re.compile(r"^import time:.*\|(.*)\n", re.MULTILINE)
     modules = {name.strip() for name in imported.findall(done.stderr)}

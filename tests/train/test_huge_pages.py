@@ -40,7 +40,7 @@ on_linux = pytest.mark.skipif(
 
 def said(program: str) -> list[str]:
     command = [sys.executable, "-c", COMMON + program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -46,7 +46,7 @@ def test_killed_at_random(
         while True:
             child = place.start()
             if len(after) >= RANDOM_KILLS:
-                done = child.wait(120)
+                done = child.wait()
             elif len(after) % 2:  # at any moment of the process, including its start
                 done = child.wait(chance.uniform(0, whole.seconds))
             else:  # at any moment of training, of saving and of what comes after

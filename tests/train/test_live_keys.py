@@ -547,7 +547,6 @@ SHOWN_ELSEWHERE = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("background", BACKGROUNDS)
 def test_beside_other_settings_a_key_changes_two_steps_or_is_refused(
     background: str, observe: Callable[..., Observed]

@@ -16,7 +16,6 @@ from tests.train.runs import TWO_RANKS, Driver, Place, assert_same, wait_until
 OWN = Path(__file__).parents[1] / "own_recipes"
 KILLED = -signal.SIGKILL
 DATA_PARALLEL = ["trainer.devices=2", "model.optim.name=distributed_fused_adam"]
-GUARD_SECONDS = 900.0  # of a hang alone: two ranks start slowly on a machine that does other work
 SEQUENCE = [*TWO_RANKS, "model.sequence_parallel=True"]
 
 
@@ -107,14 +106,10 @@ def test_several_ranks_are_killed_and_continue(
         place.cwd.mkdir()
         job = place.command(*given)
         if is_killed:
-            wait_until(
-                lambda p=place, j=job: p.last_step() >= 5 or j.poll() is not None,
-                "step 5",
-                GUARD_SECONDS,
-            )
+            wait_until(lambda p=place, j=job: p.last_step() >= 5 or j.poll() is not None, "step 5")
             _kill(job)
             job = place.command(*given)
-        assert job.wait(GUARD_SECONDS) == 0, place.command_output
+        assert job.wait() == 0, place.command_output
         assert ("continuing after step" in place.command_output) == is_killed
         places.append(place)
     assert_same(places[1], places[0])
@@ -124,4 +119,4 @@ def _kill(job: subprocess.Popen[bytes]) -> None:
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     for pid in [*map(int, children), job.pid]:
         os.kill(pid, signal.SIGKILL)
-    job.wait(30)
+    job.wait()

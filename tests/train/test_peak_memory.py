@@ -32,7 +32,7 @@ def test_a_run_shows_its_own_peak_or_none(place: Place, reset: str) -> None:
     argv = place.argv("trainer.max_steps=2", "trainer.limit_val_batches=0")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, reset, *argv], cwd=place.cwd, env=ENVIRONMENT,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     summary = json.loads((place.dir() / "summary.json").read_text())

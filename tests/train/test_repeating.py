@@ -116,7 +116,7 @@ def test_a_repeated_sweep_reads_what_its_jobs_recorded(tmp_path: Path, dataset: 
     for _ in range(2):
         done = subprocess.run(
             [*command, "hydra.sweep.dir=again"],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+            cwd=tmp_path, env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         tables.append(

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,7 +33,6 @@ FOUR_BITS = (
     "model.fp8_recipe=nvfp4",
     "model.fp8_amax_history_len=1024",
 )
-SECONDS_TO_END = 15.0  # from a rank's death to the end of all of that start
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -60,9 +58,7 @@ def kill_a_rank(
     ranks = children(job.pid)
     assert job.poll() is None and len(ranks) == num_ranks, place.command_output
     os.kill(ranks[which], signal.SIGKILL)
-    died = time.monotonic()
-    wait_until(lambda: not any(map(is_alive, ranks)), "the end of all", SECONDS_TO_END)
-    print(f"rank {which} killed at step {at_step}, all ended {time.monotonic() - died:.1f} s later")
+    wait_until(lambda: not any(map(is_alive, ranks)), "the end of all")
     return ranks
 
 
@@ -74,10 +70,10 @@ def finish(job: subprocess.Popen[bytes], place: Place, dead: Sequence[int]) -> N
         last[:] = children(job.pid) or last
         return job.poll() is not None
 
-    wait_until(has_ended, "the end of the job", 200)
+    wait_until(has_ended, "the end of the job")
     assert job.returncode == 0, place.command_output
     assert last and not set(last) & set(dead)
-    wait_until(lambda: not any(map(is_alive, last)), "no orphans", 5)
+    wait_until(lambda: not any(map(is_alive, last)), "no orphans")
 
 
 @pytest.mark.slow
@@ -137,7 +133,7 @@ def test_two_ranks_again_and_again(
     finally:
         if job.poll() is None:
             job.terminate()
-            job.wait(60)
+            job.wait()
     assert_same(place, two_ranks, same_settings=False)
 
 

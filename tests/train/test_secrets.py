@@ -36,7 +36,6 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
         cwd=place.cwd,
         env=ENVIRONMENT | SECRETS | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
         capture_output=True,
-        timeout=120,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output.decode()
@@ -98,7 +97,6 @@ def test_secrets_of_a_file_reach_no_byte_of_a_run_or_a_sweep(place: Place, sweep
         cwd=place.cwd,
         env=ENVIRONMENT | SECRETS,
         capture_output=True,
-        timeout=300,
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output.decode()
@@ -121,7 +119,6 @@ def exported_without_secrets(place: Place) -> None:
             cwd=ROOT,
             env=ENVIRONMENT | SECRETS,
             capture_output=True,
-            timeout=300,
         )
         output = done.stdout + done.stderr
         assert done.returncode == code and b"Traceback" not in output, output.decode()

@@ -26,7 +26,7 @@ rounding, so that codes at a tie become others. The first loss has seen no updat
 def test_two_nodes_of_two_ranks_are_one_process(names: list[str]) -> None:
     """Losses, norms and scales of three steps; two ranks have each row, and all have one loss."""
     need_sources(DEFAULT_VERSION)
-    ranks = run_ranks(rank_hybrid.runs, 4, {"names": names, "steps": 3}, timeout=400)
+    ranks = run_ranks(rank_hybrid.runs, 4, {"names": names, "steps": 3})
     for found in ranks:
         for name, runs in found.items():
             (results, shards, tables), (wanted, whole, of_one) = runs.values()

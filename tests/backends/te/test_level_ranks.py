@@ -105,7 +105,7 @@ def trained_with(tmp_path_factory: pytest.TempPathFactory) -> Training:
             if (name in FAST or name.rpartition(", ")[0] in FAST) is is_fast or name in REPLICAS
         }
         arguments = {"cases": cases, "root": root, "saved": SAVED}
-        return root, run_ranks(masters_work.train, 2, arguments, timeout=300)
+        return root, run_ranks(masters_work.train, 2, arguments)
 
     return lambda name: train(name in FAST)
 
@@ -189,7 +189,7 @@ def test_checkpoints_continue_in_other_layouts(trained_with: Training, name: str
         "tp": (path, of_te(level, parallel=TP)),
     }
     arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks(masters_work.train, 2, arguments, timeout=300)
+    ranks = run_ranks(masters_work.train, 2, arguments)
     for rank, was in zip(ranks, before, strict=True):
         expected = was[f"{name}, continued"]
         for layout in ("replicas", "sharded otherwise"):

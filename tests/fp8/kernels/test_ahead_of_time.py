@@ -152,7 +152,6 @@ def check_all(rows: list[dict[str, Any]], *, hardware: bool = True) -> None:
     check(even, is_odd=False, hardware=hardware)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_casts_in_blocks(capability: int) -> None:
     """Packed for Blackwell; plain on Hopper, whose products are emulated."""
@@ -166,7 +165,6 @@ def test_casts_in_blocks(capability: int) -> None:
     assert not stored, "no matrix is read byte by byte"
 
 
-@pytest.mark.timeout(900)
 def test_two_presets_and_an_odd_shape_on_hopper() -> None:
     rows = compiled(90, *TWO, ODD, "adam")
     check_all(rows)
@@ -175,7 +173,6 @@ def test_two_presets_and_an_odd_shape_on_hopper() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("capability", [90, 100])
 def test_every_preset(capability: int) -> None:
     rows = compiled(capability, *ALL, "33x50", "all_adam")
@@ -184,7 +181,6 @@ def test_every_preset(capability: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_ampere_which_rounds_to_fp8_with_integers() -> None:
     rows = compiled(80, *TWO, ODD, "all_adam")
     roundings = {name for row in rows for name in row["arithmetic"]}
