@@ -35,8 +35,6 @@ def process(tmp_path: Path) -> Shell:
         script.write_text(SCRIPT)
         env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
         command = [sys.executable, str(script), *args]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-        )
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
 
     return run

@@ -31,7 +31,6 @@ def interrupted(
         env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         capture_output=True,
         text=True,
-        timeout=50,
     )
     return done.returncode, done.stderr
 

@@ -25,6 +25,7 @@ from megafp8.data.loader import (
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.step import local_batch
 from tests.documents import ids_of
+from tests.limits import HANG_SECONDS
 
 EOD = 3
 
@@ -163,7 +164,7 @@ def test_reading_ahead_is_bounded() -> None:
     source = Numbers()
     with Loader(source, micro_batch_size=1, num_microbatches=1, dp_rank=0, dp_size=1) as loader:
         next(loader)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HANG_SECONDS
         while len(source.read) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
         time.sleep(0.1)

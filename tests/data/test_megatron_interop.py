@@ -70,7 +70,7 @@ def theirs(  # type: ignore[no-untyped-def]
     rows, order = samples
     arguments = [str(folder), *(json.dumps(x) for x in (DOCUMENTS, rows, order))]
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return folder, *json.loads(done.stdout.splitlines()[-1])

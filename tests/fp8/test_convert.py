@@ -40,7 +40,7 @@ def step(model: nn.Module, state: fp8.Fp8State, seed: int = 0, *, first: bool = 
 
 def test_the_package_alone_loads_no_torch() -> None:
     program = "import sys, megafp8; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=["GPT-2", "Llama"])

@@ -72,14 +72,12 @@ def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
     first = next(line.split("|") for line in number.split() if line.split("|")[2] == "0")
     victims = Job(cluster, "killed", first[1]).pids_of_submitit()
     assert victims
-    began = time.monotonic()
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1, output
     assert "[sweep] job 0 (" in output and " died (state FAILED)" in output, output
     assert "job 1 (" not in output  # the other job continues
-    assert time.monotonic() - began < 90
 
 
 def test_a_requeued_job_is_final_when_it_has_run_again(cluster: Cluster) -> None:
