@@ -157,8 +157,11 @@ def refuse_tokens_beyond(data: RunData, rows: int) -> None:
     if data.vocab_size <= rows:
         return
     trained = data.train.sources if isinstance(data.train, BlendedSamples) else [data.train]
-    parts = [(source, source.num_samples_per_epoch) for source in trained]
-    for source, count in [*parts, (data.validation, data.validation.num_samples)]:
+    parts: list[tuple[SampleSource | FiniteSource, int]] = [
+        *((source, source.num_samples_per_epoch) for source in trained),
+        (data.validation, data.validation.num_samples),
+    ]
+    for source, count in parts:
         for index in range(count):
             token = int(source[index].max())
             if token >= rows:

@@ -95,6 +95,16 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
         assert spec.qk_layernorm == (family == "qwen3") and spec.add_qkv_bias == (family == "qwen2")
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_keys_that_transformers_writes_are_known(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family)
+    written = json.loads(config.to_json_string(use_diff=False))
+    assert len(written) > 20
+    assert spec_of(written | {"model_type": family}).num_layers == config.num_hidden_layers
+    assert not hf.notes_on(written | {"model_type": family})
+
+
 NEUTRAL: dict[str, Any] = {
     "_name_or_path": "x", "_num_labels": 1, "activation": "swiglu", "add_cross_attention": False,
     "gradient_checkpointing": False, "is_causal": True, "is_decoder": False, "is_encoder_decoder":

@@ -18,6 +18,7 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.cli import export, generate, import_hf
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
+from megafp8.data.indexed import IndexedWriter
 from megafp8.errors import ConfigError, RunError
 from megafp8.models.attention import KVCache
 from megafp8.models.gpt import GPT
@@ -235,6 +236,26 @@ def test_a_tokenizer_with_more_tokens_than_rows(
     assert "Traceback" not in refused.output
     without = tuning.run(*words, "exp_manager.name=third", "model.override_vocab_size=null")
     assert "give model.override_vocab_size=257" in without.output, "a hint that can be followed"
+
+
+def test_prepared_texts_have_no_token_beyond_the_rows(place: Place) -> None:
+    """Of a blend each dataset is read whole, and not only until the first one has been."""
+    rows = 298  # of 300 tokens
+    with IndexedWriter(place.cwd / "rare", "uint16") as writer:
+        for number in range(400):
+            writer.add_document([65] * 40 + [299] * (number == 399))
+    shutil.copy(f"{place.data}.tokenizer.json", place.cwd / "rare.tokenizer.json")
+    plain = place.cwd / "plain"
+    with IndexedWriter(plain, "uint16") as writer:
+        for number in range(400):
+            writer.add_document([65 + number % 20] * 40)
+    shutil.copy(f"{place.data}.tokenizer.json", place.cwd / "plain.tokenizer.json")
+    words = [f"model.override_vocab_size={rows}", "trainer.max_steps=1"]
+    blend = f"model.data.data_prefix=[0.9,{plain},0.1,{place.cwd / 'rare'}]"
+    refused = place.run(*words, blend)
+    assert refused.code == 2 and "token 299: " in refused.output, refused.output
+    done = place.run(*words, f"model.data.data_prefix={plain}", "exp_manager.name=good")
+    assert done.code == 0 and "vocabulary 298" in done.output, done.output
 
 
 def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:
