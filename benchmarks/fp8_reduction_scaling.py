@@ -44,7 +44,6 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of
 from megafp8.runs.run_data import open_data
 from megafp8.train.build import build
-from megafp8.train.pretrain import with_vocabulary
 from megafp8.train.step import forward_backward, train_step
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +139,7 @@ def gradients(steps: int, ranks: int, seed: int) -> dict[str, list[torch.Tensor]
     """Return each rank's gradients of the linears' weights, after some steps of training."""
     spec = resolve(load([*JOB, f"trainer.max_steps={max(steps, 1)}", f"model.seed={seed}"]), bool)
     data = open_data(spec.data, print)
-    spec = with_vocabulary(spec, data)
+    spec = spec.with_vocabulary(data.vocab_size)
     state = build(spec, single_rank())
     size, samples = spec.train.micro_batch_size, 0
 

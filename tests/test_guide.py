@@ -33,6 +33,7 @@ MODEL = (
     "model.encoder_seq_length=128 model.micro_batch_size=1"
 )
 DATA = f"model.data.data_prefix=small/{PREFIX}"
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
 SMALL = f"{STEPS} {MODEL} {DATA}"
 FIRST = f"python pretrain_gpt.py {SMALL} exp_manager.name=first"
 TEXT = "".join(
@@ -41,6 +42,11 @@ TEXT = "".join(
 )
 QUESTIONS = "".join(
     json.dumps({"input": f"What is {i} + 1?", "output": f"It is {i + 1}."}) + "\n"
+    for i in range(60)
+)
+TALKS = "".join(
+    json.dumps({"messages": [{"role": role, "content": f"{i}"} for role in ("user", "assistant")]})
+    + "\n"
     for i in range(60)
 )
 SLURM = "needs Slurm: tests/slurm submits such jobs (make test-slurm)"
@@ -114,8 +120,10 @@ PAGES = {
         before=(
             FIRST,
             FIRST.replace("=first", "=base").replace("seq_length=128", "seq_length=512"),
+            f"megafp8 export runs/first hf && echo '{CHAT}' > hf/chat_template.jinja",
         ),
         files={
+            "chats.jsonl": TALKS,
             "mine.jsonl": QUESTIONS,
             "faq.jsonl": QUESTIONS.replace('"input"', '"question"').replace('"output"', '"answer"'),
         },

@@ -1,7 +1,8 @@
-"""Continue texts with a run's model.
+"""Continue texts with a run's model, or let it answer in a conversation.
 
 megafp8 generate RUN --prompt "def " [--tokens 100] [--temperature 0] [--stop TEXT]
 megafp8 generate RUN --prompt "def " --prompt "class " [--prompts FILE] [--json]
+megafp8 generate RUN --chat --prompt "What is FP8?" [--system TEXT]
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from megafp8.cli.commands import run_old_name
 from megafp8.cli.export import DTYPES, dtype_named, home_of
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.errors import SettingError
-from megafp8.data.examples import read_prompts
+from megafp8.data.conversations import Chat, ConversationError, is_conversation, question_of
+from megafp8.data.examples import Example, read_prompts
 from megafp8.data.tokenize import Tokenizer, continuation, frame_of
-from megafp8.errors import CheckpointError, ExitCode, RunError
+from megafp8.errors import CheckpointError, DataError, ExitCode, RunError
 from megafp8.runs.tokenizer import end_ids, find_tokenizer, read_generation, with_all_files
 from megafp8.secrets import printable, shown
 from megafp8.specs import GPTSpec
@@ -78,8 +80,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="texts to continue: one in each line, or JSONL, JSON or Parquet with the field prompt",
+        help="texts to continue: one in each line, or JSONL, JSON or Parquet with the field prompt "
+        "(with --chat also messages)",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="take prompts as messages of a user, by the chat template of the model's tokenizer, "
+        "and print the answers alone",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: the first message")
     parser.add_argument(
         "--tokens", type=_count, help="largest number of new tokens (100, or what fits the model)"
     )
@@ -128,7 +138,8 @@ class Answer:
     Attributes:
         tokenizer: The model's tokenizer.
         words: The text of each token in its vocabulary.
-        prompt: The prompt's text, which is printed before the text that follows.
+        prompt: The prompt's text.
+        shown: What is printed before the text that follows.
         ids: The prompt's tokens.
         limit: The largest number of tokens that may follow.
         ends: The tokens that end the text.
@@ -141,6 +152,7 @@ class Answer:
     tokenizer: Tokenizer
     words: Mapping[int, str]
     prompt: str
+    shown: str
     ids: list[int]
     limit: int
     ends: frozenset[int]
@@ -195,9 +207,12 @@ def generate_text(options: argparse.Namespace) -> None:
     from megafp8.train.load_model import load_model, shape_of
 
     sampling = Sampling(options.temperature, **_draws(options))
-    prompts = [*options.prompt, *(read_prompts(options.prompts) if options.prompts else [])]
+    typed = [Example({"prompt": text}, "--prompt", "") for text in options.prompt]
+    prompts = [*typed, *(read_prompts(options.prompts) if options.prompts else [])]
     if not prompts:
         raise SettingError("--prompt", None, "is missing", "Give --prompt TEXT or --prompts FILE")
+    if options.system is not None and not options.chat:
+        raise SettingError("--system", options.system, "has no effect here", "Add --chat")
     if "" in options.stop:
         raise SettingError("--stop", "", "is empty", "Give the text before which to end")
     checkpoint = find_checkpoint(options.run, _note)
@@ -213,11 +228,19 @@ def generate_text(options: argparse.Namespace) -> None:
     config = reader.meta.get("config", {})
     files = with_all_files(home, config.get("restore_from_path"))
     spec, ends = shape_of(reader), frozenset(end_ids(files, tokenizer.eod_id))
+    asked = [(_text_of(one), _text_of(one)) for one in prompts] if not options.chat else []
+    if options.chat:
+        chat = Chat(files, tokenizer, ends)
+        asked = [_question(chat, one, options.system) for one in prompts]
+    rendered = prompt_ids(options, tokenizer, [text for _, text in asked])
     answers, words = [], tokenizer.tokens()
-    for prompt, ids in zip(prompts, prompt_ids(options, tokenizer, prompts), strict=True):
+    for (prompt, text), ids in zip(asked, rendered, strict=True):
         limit = options.tokens or fitting_tokens(spec, len(ids))
         check_prompt(spec, ids, limit)
-        answers.append(Answer(tokenizer, words, prompt, ids, limit, ends, options.stop))
+        shown_before = "" if options.chat else text
+        answers.append(
+            Answer(tokenizer, words, prompt, shown_before, ids, limit, ends, options.stop)
+        )
     dtype = options.dtype or run_dtype(reader.meta)
     device = _device(options.device)
     model = load_model(reader, dtype_named(dtype), device)
@@ -249,14 +272,47 @@ def _draws(options: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def _text_of(example: Example) -> str:
+    """Return the prompt of an example.
+
+    Raises:
+        DataError: There is none, or it is no text.
+    """
+    prompt = example.fields.get("prompt")
+    if not isinstance(prompt, str):
+        reason = "is missing" if prompt is None else f"is of type {type(prompt).__name__}"
+        hint = "Write the text to continue there"
+        if is_conversation(example):
+            hint += ", or add --chat for conversations"
+        raise DataError(example.where, "prompt", reason, hint)
+    return prompt
+
+
+def _question(chat: Chat, example: Example, system: str | None) -> tuple[str, str]:
+    """Return the last message of a conversation, and its text with the beginning of an answer.
+
+    Raises:
+        DataError: The example has no conversation, or the chat template refuses it.
+    """
+    try:
+        talk = question_of(example.fields, system)
+        return str(talk.messages[-1].get("content")), chat.text(talk, asks=True)
+    except ConversationError as error:
+        raise DataError(example.where, error.field, error.reason, error.hint) from error
+
+
 def prompt_ids(
     options: argparse.Namespace, tokenizer: Tokenizer, prompts: Sequence[str]
 ) -> list[list[int]]:
-    """Return the tokens of prompts, as the tokenizer of the model reads a text."""
-    end = tokenizer.end
+    """Return the tokens of prompts, as the tokenizer of the model reads a text.
+
+    A chat template writes the tokens out that begin a conversation and end its turns.
+    """
+    end = () if options.chat else tokenizer.end
     if options.add_eos is not None:
         end = (tokenizer.eod_id,) if options.add_eos else ()
-    frame = frame_of(tokenizer, options.add_bos, (), "--add-bos")
+    add_bos = bool(options.add_bos) if options.chat else options.add_bos
+    frame = frame_of(tokenizer, add_bos, (), "--add-bos")
     found = [[*frame.around(ids), *end] for ids in tokenizer.encode_marked(prompts)]
     return [ids or [tokenizer.eod_id] for ids in found]
 
@@ -281,7 +337,7 @@ def _print(model: GPT, answers: Sequence[Answer], sampling: Sampling, *, as_json
     """Print each prompt and what follows it, in order; a single one while it is generated."""
     if len(answers) == 1 and not as_json:
         (answer,) = answers
-        _write(answer.prompt)
+        _write(answer.shown)
         for _, text in _generated(model, answers, sampling):
             _write(text)
         _write("\n")
@@ -296,7 +352,7 @@ def _print(model: GPT, answers: Sequence[Answer], sampling: Sampling, *, as_json
             fields = {"prompt": answer.prompt, "text": answer.text, "end": answer.end}
             _write(json.dumps(fields, ensure_ascii=False) + "\n")
         else:
-            _write(f"{answer.prompt}{answer.text}\n")
+            _write(f"{answer.shown}{answer.text}\n")
 
 
 def _generated(

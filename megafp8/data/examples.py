@@ -84,27 +84,26 @@ def read_examples(name: str) -> list[Example]:
     return examples
 
 
-def read_prompts(name: str) -> list[str]:
-    """Return the prompts of a file: the field `prompt` of examples, or each line of another file.
+def read_prompts(name: str) -> list[Example]:
+    """Return the examples of a file of prompts; a line of a plain text is the field `prompt`.
 
-    Lines without text are left out of the latter.
+    Lines without text are left out there.
 
     Raises:
-        DataError: The file cannot be read, has no prompt, or an example's is no text.
+        DataError: The file cannot be read, or has no prompt.
     """
     path = expanded(name)
     if path.suffix in (*LINE_KINDS, ".json", ".parquet") or path.is_dir():
-        prompts = [(example, example.fields.get("prompt")) for example in read_examples(name)]
-        for example, prompt in prompts:
-            if not isinstance(prompt, str):
-                reason = "is missing" if prompt is None else f"is of type {type(prompt).__name__}"
-                raise DataError(example.where, "prompt", reason, "Write the text to continue there")
-        return [prompt for _, prompt in prompts if isinstance(prompt, str)]
+        return read_examples(name)
     try:
         text = _bytes_of(path).decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise DataError(path, "text", f"is not UTF-8 ({error})", "Write it in UTF-8") from error
-    lines = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+    lines = [
+        Example({"prompt": line.removesuffix("\r")}, str(path), f"line {number}")
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
     if not lines:
         raise DataError(path, "prompts", "there is none", "Write one in each line")
     return lines

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples, JoinedSamples
+from megafp8.data.conversations import Chat
 from megafp8.data.examples import Example, read_examples
 from megafp8.data.index_maps import shuffled
 from megafp8.data.loader import BEGINS, DocumentRules
-from megafp8.data.prompts import Tokenized, joined, tokenized
+from megafp8.data.prompts import Tokenized, is_of_chat, joined, tokenized
 from megafp8.data.samples import FiniteSource, SampleSource, split_documents
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
@@ -31,6 +32,7 @@ from megafp8.specs.data import IGNORE, InstructionSpec
 # Purposes keep the orders drawn from one seed apart from each other and from those of pretraining.
 _PACKING, _EPOCH = 11, 12
 Notify = Callable[[str], None]
+MakeChat = Callable[[], Chat]
 
 PROMPT_TOKENS = 64  # the longest prompt that a sample of the model continues
 
@@ -194,7 +196,7 @@ class PreparedInstructions:
 
 
 def prepare_instructions(
-    spec: DataSpec, tokenizer: Tokenizer, notify: Notify
+    spec: DataSpec, tokenizer: Tokenizer, notify: Notify, chat: MakeChat | None = None
 ) -> PreparedInstructions:
     """Read, tokenize and pack the files that `spec.instructions` names.
 
@@ -202,6 +204,7 @@ def prepare_instructions(
         spec: What to read, and how to cut it into samples.
         tokenizer: The model's tokenizer.
         notify: Receives a line about each thing that the user should know.
+        chat: Returns what renders conversations; None reads none.
 
     Raises:
         DataError: A file or one of its examples cannot be used.
@@ -209,10 +212,10 @@ def prepare_instructions(
     given = spec.instructions
     assert given is not None
     longest = spec.seq_length + 1
-    train_parts = [_read(name, given, tokenizer, longest, notify) for name in given.train_files]
-    validation_parts = [
-        _read(name, given, tokenizer, longest, notify) for name in given.validation_files
-    ]
+    train_parts, validation_parts = (
+        [_read(name, given, tokenizer, longest, notify, chat) for name in names]
+        for names in (given.train_files, given.validation_files)
+    )
     num_left_out = 0
     if not validation_parts:
         named = zip(train_parts, given.train_files, strict=True)
@@ -249,15 +252,31 @@ def prepare_instructions(
 
 
 def _read(
-    name: str, given: InstructionSpec, tokenizer: Tokenizer, longest: int, notify: Notify
+    name: str,
+    given: InstructionSpec,
+    tokenizer: Tokenizer,
+    longest: int,
+    notify: Notify,
+    chat: MakeChat | None,
 ) -> Tokenized:
     examples: list[Example] = read_examples(name)
-    tokens = tokenized(given, examples, tokenizer, longest)
+    num_talks = 0 if chat is None else sum(is_of_chat(given, example) for example in examples)
+    maker = chat() if chat is not None and num_talks else None
+    tokens = tokenized(given, examples, tokenizer, longest, maker)
     if tokens.num_cut:
         notify(
             f"data: {name}: {tokens.num_cut} of {len(examples)} examples were too long; their "
             f"field {given.truncation_field!r} was cut"
         )
+    if maker is not None:
+        notify(f"data: {name}: {num_talks} conversations, by the chat template of {maker.folder}")
+        first = next(n for n, example in enumerate(examples) if is_of_chat(given, example))
+        ids, counted = tokens.example(first)
+        if given.answer_only_loss and not {*ids[counted].tolist()} & maker.ends:
+            notify(
+                "note: the chat template ends an answer with none of the model's end tokens "
+                "(eos_token_id of generation_config.json), so that generation does not stop there"
+            )
     return tokens
 
 

@@ -80,6 +80,33 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
     """
     if name.endswith(".json"):
         return load_folder(Path(name), end_of_document)
+    loaded = transformers_tokenizer(name)
+    rust = getattr(loaded, "backend_tokenizer", None)
+    if rust is None:
+        raise DataError(
+            name,
+            "tokenizer",
+            "has no fast form (tokenizer.json)",
+            "Use a tokenizer that has one; SentencePiece models are taken as they are",
+        )
+    token = end_of_document or loaded.eos_token
+    eod_id = None if token is None else rust.token_to_id(str(token))
+    if eod_id is None:
+        raise DataError(
+            name,
+            "vocabulary",
+            f"has no {token!r}" if token else "names no eos_token",
+            "Name the token that is to end a document",
+        )
+    return JsonTokenizer(_copy(rust), eod_id, token_text(loaded.bos_token))
+
+
+def transformers_tokenizer(name: str) -> Any:
+    """Return a tokenizer as transformers has it, by its name on the Hub or its folder.
+
+    Raises:
+        DataError: It cannot be loaded, or the package is missing.
+    """
     transformers = needed("transformers", name)
     try:
         is_here = Path(name).is_dir()
@@ -99,24 +126,7 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
             f"transformers cannot load it ({reason})",
             "Give a folder with tokenizer.json, or a name on the Hub where there is a network",
         ) from error
-    rust = getattr(loaded, "backend_tokenizer", None)
-    if rust is None:
-        raise DataError(
-            name,
-            "tokenizer",
-            "has no fast form (tokenizer.json)",
-            "Use a tokenizer that has one; SentencePiece models are taken as they are",
-        )
-    token = end_of_document or loaded.eos_token
-    eod_id = None if token is None else rust.token_to_id(str(token))
-    if eod_id is None:
-        raise DataError(
-            name,
-            "vocabulary",
-            f"has no {token!r}" if token else "names no eos_token",
-            "Name the token that is to end a document",
-        )
-    return JsonTokenizer(_copy(rust), eod_id, token_text(loaded.bos_token))
+    return loaded
 
 
 def load_folder(path: Path, end_of_document: str | None = None) -> JsonTokenizer:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megafp8.data.conversations import Chat, is_conversation, tokenized_conversations
 from megafp8.data.examples import Example, Faults
 from megafp8.data.tokenize import Frame, Tokenizer, frame_of
-from megafp8.specs.data import InstructionSpec, template_fields
+from megafp8.specs.data import CONVERSATIONS, InstructionSpec, template_fields
 
 _BATCH = 1024  # texts that are tokenized at once
 
@@ -110,13 +111,15 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
             elif value is None:
                 has = ", ".join(str(key) for key in example.fields) or "none"
                 key = "label_key and prompt_template" if what == "the answer" else "prompt_template"
+                talks = any(key in example.fields for key in (*CONVERSATIONS, "instruction"))
+                chat = ". model.data.chat=True reads examples as conversations" if talks else ""
                 faults.add(
                     f"missing {name}",
                     example,
                     name,
                     f"is {'null' if name in example.fields else 'missing'}; it is {what}, and the "
                     f"example has the fields: {has}",
-                    f"Add it, or name other fields by model.data.train_ds.{key}",
+                    f"Add it, or name other fields by model.data.train_ds.{key}{chat}",
                 )
             else:
                 reason = f"is of type {type(value).__name__}, not a text"
@@ -144,9 +147,46 @@ def _is_text(value: str) -> bool:
 
 
 def tokenized(
-    spec: InstructionSpec, examples: Sequence[Example], tokenizer: Tokenizer, longest: int
+    spec: InstructionSpec,
+    examples: Sequence[Example],
+    tokenizer: Tokenizer,
+    longest: int,
+    chat: Chat | None = None,
 ) -> Tokenized:
     """Return the tokens of examples, each at most `longest` tokens with what begins and ends it.
+
+    Conversations are rendered by the chat template of `chat`, the other examples by the template of
+    `spec`.
+
+    Raises:
+        DataError: A field is missing, or an example is too long.
+    """
+    talks = [n for n, e in enumerate(examples) if is_of_chat(spec, e)] if chat else []
+    plain = sorted({*range(len(examples))} - {*talks})
+    found: dict[int, tuple[ArrayLike, ArrayLike]] = {}
+    num_cut = 0
+    if chat is not None and talks:
+        some, num_cut = tokenized_conversations(spec, [examples[n] for n in talks], chat, longest)
+        found |= zip(talks, some, strict=True)
+    if plain:
+        others, cut = _by_template(spec, [examples[n] for n in plain], tokenizer, longest)
+        found |= zip(plain, others, strict=True)
+        num_cut += cut
+    return joined([found[number] for number in range(len(examples))], num_cut)
+
+
+def is_of_chat(spec: InstructionSpec, example: Example) -> bool:
+    """Whether an example is rendered by the chat template, and not by that of the settings."""
+    if spec.chat is not None:
+        return spec.chat
+    names = template_fields(spec.prompt_template) or []
+    return is_conversation(example) and not all(name in example.fields for name in names)
+
+
+def _by_template(
+    spec: InstructionSpec, examples: Sequence[Example], tokenizer: Tokenizer, longest: int
+) -> tuple[list[tuple[list[int], NDArray[np.bool_]]], int]:
+    """Return the tokens of examples with those that are counted, and how many were cut.
 
     A text is tokenized whole, so that its tokens are those of a text in training; special tokens
     that the template or a field writes out are special tokens. Where a token reaches over the
@@ -181,17 +221,15 @@ def tokenized(
             f"model.encoder_seq_length={longest - 1} takes {longest}"
         )
         hint = "Raise model.encoder_seq_length, or leave the example out"
-        if spec.truncation_field is None:
+        if spec.truncation_field not in fields[number]:
             hint += "; model.data.train_ds.truncation_field=FIELD cuts the field named FIELD"
         else:
             reason += f", even without the field {spec.truncation_field!r}"
         faults.add("length", examples[number], field, reason, hint)
     faults.raise_first()
     firsts = [counted if spec.answer_only_loss else 1 for _, counted in found]
-    return joined(
-        [(ids, np.arange(len(ids)) >= at) for (ids, _), at in zip(found, firsts, strict=True)],
-        num_cut,
-    )
+    pairs_of = zip(found, firsts, strict=True)
+    return [(ids, np.arange(len(ids)) >= at) for (ids, _), at in pairs_of], num_cut
 
 
 def _cut(
@@ -208,7 +246,7 @@ def _cut(
     cut at its end does not end there, so that no end is learned.
     """
     name = spec.truncation_field
-    if name is None:
+    if name is None or name not in fields:  # `messages` is for conversations
         return None
     if name == spec.label_key and spec.truncation_method == "right":
         excess, frame = excess - len(frame.end), Frame(frame.begin, ())

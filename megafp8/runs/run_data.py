@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,8 +21,7 @@ from megafp8.data.samples import FiniteSource, SampleSource
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
 from megafp8.files import expanded
-from megafp8.runs.find import CHECKPOINTS_DIR
-from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.runs.tokenizer import chat_of, find_tokenizer, home_of_model
 from megafp8.specs import DataSpec
 from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA, SeparateSplits
 
@@ -193,20 +192,22 @@ def _instructions(
     files were last changed, so that changed files are read again.
     """
     assert spec.instructions is not None
-    tokenizer = configured_tokenizer(spec.tokenizer) or _of_model(Path(spec.instructions.model))
+    model = home_of_model(spec.instructions.model)
+    tokenizer = configured_tokenizer(spec.tokenizer) or _of_model(model)
+    named = spec.tokenizer.type if spec.tokenizer.library == "huggingface" else None
+    home = Path(named) if named is not None and Path(named).is_dir() else model
+    chat = None if spec.instructions.chat is False else lru_cache(partial(chat_of, home, tokenizer))
     lines: list[str] = []
-    return prepare_instructions(spec, tokenizer, lines.append), tuple(lines)
+    return prepare_instructions(spec, tokenizer, lines.append, chat), tuple(lines)
 
 
-def _of_model(path: Path) -> Tokenizer:
-    """Return the tokenizer of a run, of one of its checkpoints, or of an imported model."""
-    path = expanded(path).absolute()
-    home = path.parents[1] if path.parent.name == CHECKPOINTS_DIR else path
-    for folder in dict.fromkeys((path, home)):
-        if folder.is_dir() and (found := find_tokenizer(folder)) is not None:
-            return found
+def _of_model(home: Path) -> Tokenizer:
+    """Return the tokenizer of a run or of an imported model."""
+    found = find_tokenizer(home) if home.is_dir() else None
+    if found is not None:
+        return found
     raise DataError(
-        path,
+        home,
         "tokenizer",
         "is missing",
         "Copy the model's tokenizer.json and tokenizer_config.json there, or name it by "

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megafp8.data.conversations import Chat
 from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import (
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
-    huggingface_tokenizer,
     load_folder,
     load_tokenizer,
     named_tokens,
@@ -76,13 +76,6 @@ FILES = (
     "chat_template.json",
 )
 """The files of a tokenizer that a model's folder may have, beside those in `TEMPLATES`."""
-
-PROBES = (
-    "Hello  world,\n\n\tit's 12345 tokens: def f(x):\n    return x\n",
-    "naïve café e\u0301 日本語 🙂 ½",
-    " leading and trailing ",
-)
-"""Texts by which an import compares two tokenizers."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAVED = {"tokenizer_class", "model_max_length", "eos_token", "bos_token", "pad_token",
@@ -199,84 +192,16 @@ def keep_files(model: Path, target: Path) -> list[str]:
         DataError: A file holds a secret, or is a link that leaves the folder, a FIFO or a device.
         RunError: A file cannot be copied, or the new folder is there and not empty.
     """
-    names = _files_in(model)
+    names = files_in(model)
     if not names:
         return []
     refuse_secrets_in_files(model)
     generation = read_generation(model)
     with whole_folder(target, last=TOKENIZER_CONFIG) as build:
-        _copy([name for name in names if name != GENERATION_CONFIG], model, build)
+        copy_files([name for name in names if name != GENERATION_CONFIG], model, build)
         if generation:
             write_json_atomically(build / GENERATION_CONFIG, generation)
     return names
-
-
-def import_files(model: Path, folder: Path) -> tuple[Tokenizer | None, list[str], list[str]]:
-    """Copy a model's files of the tokenizer and of generation to the new folder of an import.
-
-    If transformers is installed and builds another tokenizer from the files, as it does for some
-    classes and for a folder without `tokenizer.json`, the folder gets that one.
-
-    Returns:
-        The tokenizer, the names of its files, and notes for the user.
-
-    Raises:
-        DataError: A file cannot be read, holds a secret, or is a link that leaves the folder.
-        RunError: A file cannot be copied.
-    """
-    refuse_secrets_in_files(model)
-    names = copy_tokenizer(model, folder)
-    _copy([name for name in (MODEL_CONFIG,) if _member(model, name)], model, folder)
-    if generation := read_generation(model):
-        write_json_atomically(folder / GENERATION_CONFIG, generation)
-    own = find_tokenizer(folder)
-    if not names or (own is not None and own.file_name != JSON_FILE):
-        return own, names, []
-    try:
-        theirs = huggingface_tokenizer(str(model), own.end_of_document if own else None)
-    except DataError as error:
-        return own, names, [] if own else [f"note: megafp8 cannot read this tokenizer. {error}"]
-    text = None if own is None else next(_read_differently(own, theirs), None)
-    if own is not None and text is None:
-        return own, names, []
-    if own is not None and text is not None and _loses(theirs, own, text):
-        lost = "note: transformers builds a tokenizer from these files that loses text, as of"
-        return own, names, [f"{lost} {text!r}; tokenizer.json is used as it is"]
-    with run_errors_reported(folder / JSON_FILE, "writing the tokenizer"):
-        theirs.save(folder / JSON_FILE)
-    why = "there was none" if own is None else f"the file's own differs, as for {text!r}"
-    notes = [f"note: tokenizer.json is the tokenizer that transformers builds; {why}"]
-    return find_tokenizer(folder), list(dict.fromkeys([JSON_FILE, *names])), notes
-
-
-def _read_differently(one: Tokenizer, other: Tokenizer) -> Iterator[str]:
-    """Yield the texts of a sample of which two tokenizers make different tokens."""
-    tokens = one.tokens()
-    special = [tokens[number] for number in (one.eod_id, *one.begin)]
-    for text in [*PROBES, *(f"a {token}b\n{token} c" for token in special)]:
-        if _read(one, text) != _read(other, text):
-            yield text
-
-
-def _read(tokenizer: Tokenizer, text: str) -> tuple[object, ...] | None:
-    """Return what a tokenizer makes of a text; None if it refuses it, as without a token for it."""
-    try:
-        marked = tokenizer.encode_marked([text])
-        return tokenizer.encode(text), marked, tokenizer.begin, tokenizer.end
-    except Exception:  # the Rust library raises nothing more special
-        return None
-
-
-def _loses(one: Tokenizer, other: Tokenizer, text: str) -> bool:
-    """Whether a tokenizer does not give letters of a text back that another one does.
-
-    Spaces do not count: some classes drop one at the beginning.
-    """
-    back = [
-        "" if _read(t, text) is None else "".join(t.decode(t.encode(text)).split())
-        for t in (one, other)
-    ]
-    return back[0] != back[1] == "".join(text.split())
 
 
 def beside_data(prefix: Path) -> Path:
@@ -341,18 +266,23 @@ def check_tokenizer(tokenizer: Tokenizer, model: str | Path) -> str | None:
 
 def _has_tokenizer_alone(folder: Path) -> bool:
     """Whether a folder has no more of a tokenizer than what `save_tokenizer` writes."""
-    others = {*_files_in(folder)} - {*TOKENIZER_FILES, TOKENIZER_CONFIG}
+    others = {*files_in(folder)} - {*TOKENIZER_FILES, TOKENIZER_CONFIG}
     return not others and named_tokens(folder).keys() <= _SAVED
 
 
-def _files_in(folder: Path) -> list[str]:
+def files_in(folder: Path) -> list[str]:
     """Return the names of a model's files of the tokenizer and of generation, in its folder."""
     names = [*FILES, GENERATION_CONFIG, MODEL_CONFIG]
     names += [f"{TEMPLATES}/{path.name}" for path in sorted((folder / TEMPLATES).glob("*.jinja"))]
     return [name for name in names if _member(folder, name) is not None]
 
 
-def _copy(names: Sequence[str], source: Path, target: Path) -> None:
+def copy_files(names: Sequence[str], source: Path, target: Path) -> None:
+    """Copy files of a model's folder, by their names, to another folder.
+
+    Raises:
+        RunError: A file cannot be copied.
+    """
     for name in names:
         with run_errors_reported(target / name, "copying the tokenizer's file"):
             (target / name).parent.mkdir(exist_ok=True)
@@ -388,6 +318,12 @@ def end_ids(home: Path, eod_id: int) -> set[int]:
     given = [_object(home, name).get("eos_token_id") for name in (GENERATION_CONFIG, MODEL_CONFIG)]
     listed = [n for ends in given for n in (ends if isinstance(ends, list) else [ends])]
     return {eod_id, *(n for n in listed if type(n) is int)}
+
+
+def chat_of(home: Path, tokenizer: Tokenizer, *models: object) -> Chat:
+    """Return what renders conversations for a model; `models` are those of `with_all_files`."""
+    files = with_all_files(home, *models)
+    return Chat(files, tokenizer, frozenset(end_ids(files, tokenizer.eod_id)))
 
 
 def token_ids(home: Path, eod_id: int | None) -> dict[str, Any]:
@@ -436,8 +372,8 @@ def copy_tokenizer(source: Path, target: Path) -> list[str]:
         RunError: A file cannot be copied.
     """
     renames = is_own(named_tokens(source)) and (source / SENTENCEPIECE_FILE).is_file()
-    names = [name for name in _files_in(source) if name not in (GENERATION_CONFIG, MODEL_CONFIG)]
-    _copy(names, source, target)
+    names = [name for name in files_in(source) if name not in (GENERATION_CONFIG, MODEL_CONFIG)]
+    copy_files(names, source, target)
     if renames:
         (target / SENTENCEPIECE_FILE).rename(target / EXPORTED_SENTENCEPIECE)
         names[names.index(SENTENCEPIECE_FILE)] = EXPORTED_SENTENCEPIECE
@@ -451,7 +387,7 @@ def refuse_secrets_in_files(folder: Path) -> None:
         DataError: A file holds the value of a secret variable, or a key for access such as
             `auth_token`. (`eos_token` and the like are a tokenizer's own words.)
     """
-    for path in (folder / name for name in _files_in(folder) if name != GENERATION_CONFIG):
+    for path in (folder / name for name in files_in(folder) if name != GENERATION_CONFIG):
         text = path.read_bytes().decode("utf-8", "replace")
         keys = [found["key"] for found in _MEMBER.finditer(text) if _gives_access(found["key"])]
         if keys or hide_values(text) != text:

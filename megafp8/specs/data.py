@@ -8,6 +8,7 @@ from typing import Literal
 
 BUILTIN_CORPUS = "builtin"
 MOCK_DATA = "mock"
+CONVERSATIONS = ("messages", "conversations")  # the fields of an example that is a conversation
 IGNORE = -100  # a target with this value is not counted; the default of torch's cross entropy
 
 
@@ -74,6 +75,7 @@ class InstructionSpec:
     train_files: tuple[str, ...]
     validation_files: tuple[str, ...] = ()  # without any, `DataSpec.splits` divides the others
     model: str  # the path of the model, which has the tokenizer
+    chat: bool | None = None  # by the chat template; None: the examples that are conversations
     label_key: str = "output"  # the field that holds the answer
     prompt_template: str = "{input} {output}"
     add_bos: bool | None = None  # begin an example as a text; None: as the tokenizer does

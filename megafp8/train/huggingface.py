@@ -21,7 +21,8 @@ from megafp8.files import (
     write_atomically,
 )
 from megafp8.runs.find import CHECKPOINTS_DIR
-from megafp8.runs.tokenizer import find_tokenizer, import_files
+from megafp8.runs.imported_tokenizer import import_files
+from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train.load_model import MODEL

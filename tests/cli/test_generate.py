@@ -246,3 +246,80 @@ def test_rows_of_a_batch_are_those_of_each_alone(chat: Made) -> None:
     expected = [list(alone(model, p, n, sampling, vocab_size=size)) for p, n in
                 zip(prompts, counts, strict=True)]  # fmt: skip
     assert rows == [*expected[:3], []]
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+SYSTEM = {"role": "system", "content": "Be short."}
+TALK = [
+    {"role": "user", "content": "def f?"},
+    {"role": "assistant", "content": "return 3"},
+    {"role": "user", "content": "naïve <|im_end|>?"},
+]
+
+
+def answer(made: Made, messages: list[dict[str, str]], count: int = 12) -> str:
+    """Return transformers' greedy answer to a conversation, up to an end token."""
+    inputs = made.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    length = inputs["input_ids"].shape[1]
+    out = made.model.generate(**inputs, max_new_tokens=count, do_sample=False)[0].tolist()
+    new = [token for token in out[length:] if token != made.tokenizer.eos_token_id]
+    return made.tokenizer.decode(out[:length] + new)[len(made.tokenizer.decode(out[:length])) :]
+
+
+def test_an_answer_in_a_conversation_is_that_of_transformers(
+    chat: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    user = [{"role": "user", "content": text} for text in ("def f?", "naïve")]
+    words = ["--chat", "--tokens", "12", "--prompt", "def f?"]
+    capsys.readouterr()
+    assert generate.main(run(chat, *words)) == 0
+    assert capsys.readouterr().out == answer(chat, user[:1]) + "\n"
+    assert generate.main(run(chat, *words, "--prompt", "naïve", "--system", "Be short.")) == 0
+    expected = [answer(chat, [SYSTEM, message]) for message in user]
+    assert capsys.readouterr().out == "".join(f"{text}\n" for text in expected)
+    lines = [{"messages": TALK}, {"prompt": "def f?"}, {"conversations": TALK, "tools": None}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert (
+        generate.main(run(chat, *words[:3], "--prompts", str(tmp_path / "p.jsonl"), "--json")) == 0
+    )
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["text"] for one in found] == [
+        answer(chat, TALK), answer(chat, user[:1]), answer(chat, TALK)
+    ]  # fmt: skip
+    assert found[0]["prompt"] == TALK[-1]["content"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prompt", "a", "--system", "b"], "--system=b: has no effect here"),
+        (["--chat", "--prompts", "bad.jsonl"], "bad.jsonl, line 1: messages, turn 1: has no role"),
+        (["--prompts", "bad.jsonl"], "line 1: prompt: is missing. Write the text to continue "
+         "there, or add --chat for conversations"),
+    ],
+)  # fmt: skip
+def test_conversations_that_cannot_be_asked(
+    words: list[str],
+    said: str,
+    chat: Made,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"messages": [{"content": "a"}]}\n')
+    assert generate.main(run(chat, *words)) == 2
+    output = capsys.readouterr()
+    assert said in output.err and output.out == ""
+
+
+def test_a_model_without_a_chat_template_is_named(
+    chat: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = Path(shutil.copytree(chat.ours, tmp_path / "ours"))
+    (ours / "chat_template.jinja").unlink()
+    assert generate.main(run(ours, "--chat", "--prompt", "a")) == 2
+    assert f"{ours}: chat template: is missing" in capsys.readouterr().err

@@ -50,7 +50,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_a_prompt_is_what_transformers_makes_of_it(both: Both) -> None:
-    asked = argparse.Namespace(add_bos=None, add_eos=None)
+    asked = argparse.Namespace(add_bos=None, add_eos=None, chat=False)
     for text in [*TEXTS[:3], *HARD]:
         expected = both.theirs(text)["input_ids"]
         assert prompt_ids(asked, both.ours, [text]) == [expected or [both.ours.eod_id]], text

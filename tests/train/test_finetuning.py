@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint.reader import Reader
+from megafp8.cli import export, generate, import_hf
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec, resolve
 from megafp8.data.instructions import PackedExamples, PreparedInstructions, prepare_instructions
@@ -27,6 +29,7 @@ from megafp8.runs.run_data import open_data
 from megafp8.train.load import find_checkpoint
 from megafp8.train.load_model import load_model
 from megafp8.train.step import forward_backward
+from tests.data.model_tokenizers import write_model
 from tests.data.test_instructions import GOOD, spec_of, write
 from tests.models.test_transformers import (
     assert_close,
@@ -246,6 +249,62 @@ def test_a_killed_run_continues_bit_for_bit(tuning: Finetuning) -> None:
     write(tuning.cwd / "mine.jsonl", *GOOD)
     refused = tuning.run(*flags, "exp_manager.name=whole", "trainer.max_steps=8")
     assert refused.code == 2 and "trained on other data" in refused.output
+
+
+def test_a_chat_from_an_import_to_transformers(
+    tuning: Finetuning, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both sides make the same tokens of a conversation, learn them, and answer the same."""
+    theirs = tuning.cwd / "theirs"
+    source = write_model(theirs, "qwen2", scale=1.0)
+    assert import_hf.main([str(theirs), str(tuning.cwd / "ours")]) == 0
+    talks = [
+        [{"role": "user", "content": f"def f{n}(x)?"},
+         {"role": "assistant", "content": f"Return {n % 3}."},
+         {"role": "user", "content": "More?"}, {"role": "assistant", "content": "No."}]
+        for n in range(40)
+    ]  # fmt: skip
+    write(tuning.cwd / "mine.jsonl", *({"messages": talk} for talk in talks))
+    flags = [f"restore_from_path={tuning.cwd / 'ours'}", "trainer.precision=32",
+             "trainer.max_steps=40", "trainer.val_check_interval=40",
+             "model.encoder_seq_length=128"]  # fmt: skip
+    done = tuning.run(*flags)
+    assert done.code == 0, done.output
+    assert f"40 conversations, by the chat template of {tuning.cwd / 'ours'}" in done.output
+
+    # The tokens and the counted ones are transformers' own, and so is the loss over them.
+    data = open_data(data_spec(load(tuning.argv(*flags)[1:], config_name="finetune_gpt")), print)
+    assert isinstance(data, PreparedInstructions)
+    (examples,) = data.validation_examples
+    assert export.main([str(tuning.dir()), str(tuning.cwd / "out")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tuning.cwd / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tuning.cwd / "out")
+    rendered = [tokenizer.apply_chat_template(talk)["input_ids"] for talk in talks]
+    total = torch.zeros(())
+    for number in range(examples.num_examples):
+        ids, counted = examples.example(number)
+        assert ids.tolist() in rendered
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.no_grad():
+            logits = model(tokens[None, :-1]).logits[0]
+        at = torch.from_numpy(counted[1:])
+        total += F.cross_entropy(logits[at], tokens[1:][at], reduction="sum")
+    expected = float(total) / int(examples.counted_T.sum())
+    assert tuning.summary()["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+    capsys.readouterr()
+    words = ["--chat", "--temperature", "0", "--tokens", "20", "--json", "--prompt", "def f4(x)?"]
+    assert generate.main([str(tuning.dir()), *words]) == 0
+    mine = json.loads(capsys.readouterr().out)
+    inputs = tokenizer.apply_chat_template(
+        talks[4][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    again = source.apply_chat_template(talks[4][:1], add_generation_prompt=True)["input_ids"]
+    assert inputs["input_ids"][0].tolist() == again
+    out = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, len(again) :]
+    assert mine["text"] == tokenizer.decode(out, skip_special_tokens=True)
+    assert (mine["end"] == "token") == (out[-1] == tokenizer.eos_token_id)
+    assert mine["text"].startswith("Return "), "it has learned to answer"
 
 
 # --- errors of the command ------------------------------------------------------------------------

@@ -320,6 +320,9 @@ EFFECTS: dict[str, Effect] = {
     "model.data.dataloader_type": ShownBy("tests/data/test_forms.py::test_dataloader_type"),
     "model.data.shuffle_documents": Trains(False),
     "model.data.eod_mask_loss": Trains(True),
+    "model.data.chat": ShownBy(
+        "tests/data/test_conversations.py::test_which_examples_are_conversations"
+    ),
     "model.data.train_ds.file_names": EXAMPLES,
     "model.data.train_ds.concat_sampling_probabilities": EXAMPLES,
     "model.data.train_ds.shuffle": EXAMPLES,

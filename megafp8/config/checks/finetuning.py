@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megafp8.config.data_values import file_list
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules
-from megafp8.specs.data import template_fields
+from megafp8.specs.data import CONVERSATIONS, template_fields
 
 rule = Rules()
 
@@ -69,9 +69,15 @@ def _examples_are_kept_apart(v: Values) -> Iterator[Finding]:
             )
 
 
-@rule(f"{TRAIN}.prompt_template", f"{TRAIN}.label_key", f"{TRAIN}.truncation_field")
+@rule(
+    f"{TRAIN}.prompt_template",
+    f"{TRAIN}.label_key",
+    f"{TRAIN}.truncation_field",
+    f"{DATA}.chat",
+)
 def _template_has_its_fields(v: Values) -> Iterator[Finding]:
     template, label = v[f"{TRAIN}.prompt_template"], v[f"{TRAIN}.label_key"]
+    chat = v[f"{DATA}.chat"]
     field = v[f"{TRAIN}.truncation_field"]
     names = template_fields(template)
     if names is None:
@@ -80,17 +86,32 @@ def _template_has_its_fields(v: Values) -> Iterator[Finding]:
             "is not a text with fields in braces",
             "Write it as '{input} {output}'; {{ and }} stand for braces",
         )
-    elif not template.endswith("{" + label + "}") or names.count(label) != 1:
+    elif not chat and (not template.endswith("{" + label + "}") or names.count(label) != 1):
         yield Finding(
             f"{TRAIN}.prompt_template",
             f"must have the answer's field once, at its end, which {TRAIN}.label_key={label} names",
             f"Write '… {{{label}}}', or name another field by {TRAIN}.label_key",
         )
-    elif field is not None and field not in names:
+    fields = [
+        *([] if chat else dict.fromkeys(names or ())),
+        *(CONVERSATIONS if chat is not False else ()),
+    ]
+    if field is not None and names is not None and field not in fields:
         yield Finding(
             f"{TRAIN}.truncation_field",
-            f"is no field of {TRAIN}.prompt_template={template}",
-            f"Give {' or '.join(dict.fromkeys(names))}",
+            f"is no field of {TRAIN}.prompt_template={template}, nor of a conversation",
+            f"Give {' or '.join(fields)}",
+        )
+
+
+@rule(f"{TRAIN}.truncation_field", f"{TRAIN}.truncation_method")
+def _conversations_lose_their_ends(v: Values) -> Iterator[Finding]:
+    field = v[f"{TRAIN}.truncation_field"]
+    if field in CONVERSATIONS and v[f"{TRAIN}.truncation_method"] == "left":
+        yield Finding(
+            f"{TRAIN}.truncation_method",
+            f"would take the beginning, and the system prompt, from {field}",
+            f"Set {TRAIN}.truncation_method=right",
         )
 
 

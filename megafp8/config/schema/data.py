@@ -46,6 +46,11 @@ FILES = "model.data.train_ds.file_names"
 _READ = Need(_DATA, f"{_DATA} other than {MOCK_DATA}", lambda v: v[_DATA] != MOCK_DATA)
 _OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
 OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
+_NOT_CHAT = Need(
+    "model.data.chat",
+    "model.data.chat=null or False",
+    lambda v: v["model.data.chat"] is not True,
+)
 _FILES = Valid(
     "a path, or a list of paths, of .jsonl, .ndjson, .json or .parquet, or of a folder that "
     "datasets saved; hf:NAME is a dataset of the Hub",
@@ -161,7 +166,7 @@ class TrainDs:
         "the answer's field is at the end. `{{` and `}}` stand for braces, `\\n` for a new "
         "line and `\\t` for a tab.",
         group="finetuning",
-        needs=OF_EXAMPLES,
+        needs=both_needs(OF_EXAMPLES, _NOT_CHAT),
     )
     add_bos: bool | None = key(
         None,
@@ -181,8 +186,8 @@ class TrainDs:
     )
     truncation_field: str | None = key(
         None,
-        "Field that is cut if an example is longer than a sequence. `null`: such an example is an "
-        "error.",
+        "Field that is cut if an example is longer than a sequence; `messages` for conversations, "
+        "whose ends are cut. `null`: such an example is an error.",
         group="finetuning",
         spec="data.instructions.truncation_field",
         needs=OF_EXAMPLES,
@@ -334,6 +339,16 @@ class Data:
         group="data",
         spec="data.shuffle_documents",
         needs=both_needs(_OF_TEXT, _READ),
+    )
+    chat: bool | None = key(
+        None,
+        "Whether examples are conversations, which the chat template of the model's tokenizer "
+        "renders: `messages`, `conversations` as ShareGPT has them, or instruction, input and "
+        "answer. The loss counts the assistant's turns. `null`: those examples that have "
+        "`messages` or `conversations` and not the fields of `train_ds.prompt_template`.",
+        group="finetuning",
+        spec="data.instructions.chat",
+        needs=OF_EXAMPLES,
     )
     train_ds: TrainDs = field(default_factory=TrainDs)
     validation_ds: ValidationDs = field(default_factory=ValidationDs)
