@@ -71,6 +71,12 @@ def test_a_text_that_begins_and_ends_by_itself_gets_nothing_more(both: Both) -> 
     )
 
 
+def test_a_rendered_conversation_gets_nothing_more(both: Both) -> None:
+    asked = argparse.Namespace(add_bos=None, add_eos=None, chat=True)
+    expected = both.theirs("def f", add_special_tokens=False)["input_ids"]
+    assert prompt_ids(asked, both.ours, ["def f"]) == [expected]
+
+
 def test_a_document_is_a_text_with_its_end(both: Both, tmp_path: Path) -> None:
     texts = [*TEXTS[:3], *HARD]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
