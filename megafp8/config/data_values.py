@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
@@ -13,20 +12,35 @@ PREFIX_TEXT = (
     "builtin, mock, a path, a list [weight, path, weight, path, ...] of weights above 0, or a dict "
     "{train: [...], validation: [...], test: [...]} of such lists"
 )
+_SPLITS = ("train", "validation", "test")
+_MOST_DIGITS = 30  # before or behind the point of a weight: exact arithmetic with more is slow
 
 DataPrefix = str | tuple[Weighted, ...] | SeparateSplits
 
 
 def parse_data_prefix(value: object) -> DataPrefix | None:
     """Return the datasets that a value names; None if it has none of the three forms."""
-    if isinstance(value, str):
-        return value or None
+    try:
+        return _parsed(value)
+    except ValueError:
+        return None
+
+
+def data_prefix_problem(value: object) -> str | None:
+    """Return what is wrong with a value that names data, or None."""
+    try:
+        _parsed(value)
+    except ValueError as error:
+        return f"{error}; it must be {PREFIX_TEXT}"
+    return None
+
+
+def _parsed(value: object) -> DataPrefix:
+    """Return the datasets that a value names; `ValueError` says what is wrong with it."""
     if isinstance(value, Mapping):
         return _separate(value)
     blend = _blend(value)
-    if blend is not None and len(blend) == 1:
-        return blend[0].prefix
-    return blend
+    return blend[0].prefix if len(blend) == 1 else blend
 
 
 def plain_data_prefix(value: object) -> object:
@@ -49,50 +63,71 @@ def prefixes_in(value: object) -> tuple[str, ...]:
     return () if parsed is None else (parsed,)
 
 
-def _separate(value: Mapping[object, object]) -> SeparateSplits | None:
-    if not {"train", "validation"} <= value.keys() or value.keys() - {
-        "train",
-        "validation",
-        "test",
-    }:
-        return None
-    blends = {name: _one_or_blend(value.get(name)) for name in ("train", "validation", "test")}
-    train, validation, test = (blends[name] for name in ("train", "validation", "test"))
-    if train is None or validation is None or (test is None and value.get("test")):
-        return None
-    return SeparateSplits(train=train, validation=validation, test=test or ())
+def _separate(value: Mapping[object, object]) -> SeparateSplits:
+    unknown = [str(name) for name in value if name not in _SPLITS]
+    if unknown or "train" not in value:
+        reason = f"has the unknown split {unknown[0]}" if unknown else "names no data to train on"
+        raise ValueError(f"{reason} (the splits are {', '.join(_SPLITS)})")
+    blends = {}
+    for name, listed in value.items():
+        if name == "train" or (listed is not None and listed != []):
+            try:
+                blends[str(name)] = _blend(listed)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+    return SeparateSplits(**{"validation": (), **blends})
 
 
-def _one_or_blend(value: object) -> tuple[Weighted, ...] | None:
+def _blend(value: object) -> tuple[Weighted, ...]:
+    if isinstance(value, Sequence) and len(value) == 1 and isinstance(value[0], str):
+        value = value[0]  # a path, or a whole blend in one text
     if isinstance(value, str):
-        return (Weighted("1", value),) if value else None
-    return _blend(value)
+        words = value.split()
+        listed = words if words[1:] and _number(words[0]) is not None else [1, value]
+    elif isinstance(value, Sequence):
+        listed = list(value)
+    else:
+        raise ValueError(f"is of type {type(value).__name__}")
+    if not listed:
+        raise ValueError("names no dataset")
+    if all(isinstance(item, str) and item and _number(item) is None for item in listed):
+        raise ValueError(f"has no weights: write [{', '.join(f'1, {path}' for path in listed)}]")
+    if len(listed) % 2:
+        raise ValueError(f"has {len(listed)} elements, which are no pairs of a weight and a path")
+    pairs = zip(listed[::2], listed[1::2], strict=True)
+    return tuple(Weighted(_weight(weight, path), _path(path, weight)) for weight, path in pairs)
 
 
-def _blend(value: object) -> tuple[Weighted, ...] | None:
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        return None
-    if len(value) == 1 and isinstance(value[0], str) and value[0]:
-        return (Weighted("1", value[0]),)
-    if len(value) % 2:
-        return None
-    pairs = [(_weight(value[i]), value[i + 1]) for i in range(0, len(value), 2)]
-    valid = [Weighted(w, p) for w, p in pairs if w is not None and isinstance(p, str) and p]
-    return tuple(valid) if len(valid) == len(pairs) else None
+def _path(path: object, weight: object) -> str:
+    if not isinstance(path, str):
+        raise ValueError(f"has {path} where the path of the weight {weight} belongs")
+    if not path.strip() or "\0" in path:
+        raise ValueError("has a path with a NUL" if "\0" in path else "has an empty path")
+    return path
 
 
-def _weight(value: object) -> str | None:
-    """Return a weight as a decimal in its shortest spelling; None if it is no number above 0."""
+def _number(value: object) -> Decimal | None:
+    """Return a number, or a text that is one; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        number = Decimal(str(value))
+        return Decimal(str(value))
     except InvalidOperation:
         return None
-    if not number.is_finite() or number <= 0 or not math.isfinite(float(number)):
-        return None
-    # Exact arithmetic with larger exponents would be slow, and no blend needs them.
-    return format(number.normalize(), "f") if abs(number.adjusted()) <= 30 else None
+
+
+def _weight(value: object, path: object) -> str:
+    """Return a weight as a decimal in its shortest spelling."""
+    number = _number(value)
+    if number is None:
+        raise ValueError(f"has {value} where the weight of {path} belongs")
+    if number == 0:
+        raise ValueError(f"gives {path} the weight 0, so that it would never be read: leave it out")
+    if not number.is_finite() or number < 0 or abs(number.adjusted()) > _MOST_DIGITS:
+        raise ValueError(
+            f"gives {path} the weight {value}, not a finite number of usual size above 0"
+        )
+    return format(number.normalize(), "f")
 
 
 def _plain(blend: Sequence[Weighted]) -> list[object]:

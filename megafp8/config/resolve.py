@@ -280,6 +280,7 @@ def _data(values: Values) -> DataSpec:
         splits=parse_splits(values["model.data.splits_string"]) or (),
         tokenizer=TokenizerSpec(**spec_fields("data.tokenizer", values)),
         seed=values["model.seed"],
+        validates=values["trainer.limit_val_batches"] != 0,
         instructions=_instructions(values),
     )
 

@@ -127,12 +127,16 @@ def is_interval(value: object) -> bool:
 
 
 def parse_splits(value: object) -> tuple[float, ...] | None:
-    """Return the numbers of `"900,50,50"` or `[900, 50, 50]`; None if one of them is no number."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)):
-        return None
+    """Return the three numbers of `"900,50,50"` or `[900, 50, 50]`; None if there are none.
+
+    What is left out is 0, and a slash may stand for a comma, as in Megatron and NeMo.
+    """
+    parts = re.split("[,/]", value) if isinstance(value, str) else value
+    parts = parts if isinstance(parts, (list, tuple)) else [parts]
     numbers = [_finite(part) for part in parts]
-    return None if None in numbers else tuple(n for n in numbers if n is not None)
+    if None in numbers or not 1 <= len(numbers) <= 3:
+        return None
+    return tuple([*(n for n in numbers if n is not None), 0.0, 0.0][:3])
 
 
 def are_shares(value: object) -> bool:

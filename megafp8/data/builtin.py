@@ -221,7 +221,7 @@ def open_builtin(
         inode = _inode(folder)
         try:
             sidecar = load_sidecar(folder / SIDECAR)
-            verify_files(folder, sidecar, whole=True)
+            verify_files(sidecar, [folder / record.name for record in sidecar.files])
             tokenizer = load_tokenizer(folder / sidecar.files[2].name, sidecar.end_of_document)
             dataset = IndexedDataset(folder / PREFIX)
         except DataError as error:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ from megafp8.secrets import hide_values
 
 FORMAT_VERSION = 1
 MAX_DESCRIPTION_BYTES = 16 * MIB
-# The number of evenly spaced blocks of `.bin` that are hashed if no hashes are recorded.
+# The number of evenly spaced blocks of `.bin` that are hashed where all of it would take too long.
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 64 * 1024
+WHOLE_BYTES = 64 * MIB  # a smaller `.bin` is hashed whole at each start
+# So is a smaller one that is younger than its description, as after a change in place.
+YOUNGER_WHOLE_BYTES = 1024 * MIB
 
 SIDECAR_SUFFIX = ".dataset.json"
 _AGAIN = "Prepare the dataset again, or copy its files again"
@@ -33,6 +37,7 @@ class FileRecord:
     name: str
     size: int
     sha256: str
+    sampled: str | None = None  # `sampled_digest` of a `.bin`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +67,12 @@ class Sidecar:
         path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
-def record_file(path: Path) -> FileRecord:
+def record_file(path: Path, *, sampled: bool = False) -> FileRecord:
     """Return the record of a file; reads the whole file."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(name=path.name, size=path.stat().st_size, sha256=digest)
+    places = sampled_digest(path) if sampled else None
+    return FileRecord(name=path.name, size=path.stat().st_size, sha256=digest, sampled=places)
 
 
 def load_sidecar(path: Path) -> Sidecar:
@@ -111,7 +117,8 @@ def _file_record(tree: object) -> FileRecord:
     if Path(name).name != name or "\0" in name:
         raise ValueError(f"{shown_value(name)} is not a file name without folders")
     size = fields.whole("size", 0, 2**63 - 1)
-    return FileRecord(name=name, size=size, sha256=fields.text("sha256"))
+    sampled = fields.text("sampled", None)
+    return FileRecord(name=name, size=size, sha256=fields.text("sha256"), sampled=sampled)
 
 
 def _begin_in(listed: object) -> tuple[int, ...]:
@@ -121,33 +128,64 @@ def _begin_in(listed: object) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def verify_files(folder: Path, sidecar: Sidecar, *, whole: bool) -> None:
-    """Compare the files beside a sidecar with what it recorded.
+def verify_files(
+    sidecar: Sidecar, paths: Sequence[Path], *, description: Path | None = None
+) -> list[str]:
+    """Compare files with what a sidecar recorded, whatever their names are.
 
     Args:
-        folder: The folder of the files.
         sidecar: The record to compare with.
-        whole: Whether `.bin` is hashed too; otherwise only its size is compared, which is fast.
+        paths: The files in the order of the record; a tokenizer may be left out.
+        description: The sidecar's own file. None hashes the whole `.bin`. Otherwise a `.bin` of
+            more than `WHOLE_BYTES` is hashed in `SAMPLED_BLOCKS` places, unless it is younger than
+            that file and has no more than `YOUNGER_WHOLE_BYTES`.
+
+    Returns:
+        Lines about what was compared only in part although it may have changed.
 
     Raises:
         DataError: A file is missing or differs.
     """
-    for number, record in enumerate(sidecar.files):
-        path = folder / record.name
+    notes = []
+    for number, (path, record) in enumerate(zip(paths, sidecar.files, strict=False)):
         try:
-            size = path.stat().st_size
-            same = size == record.size and (
-                (number == 0 and not whole) or record_file(path) == record
-            )
+            found = path.stat()
+            size, most = found.st_size, None
+            if number == 0 and description is not None:
+                is_younger = found.st_mtime_ns > description.stat().st_mtime_ns
+                most = YOUNGER_WHOLE_BYTES if is_younger else WHOLE_BYTES
+                if is_younger and size > most:
+                    known = "nothing" if record.sampled is None else f"{SAMPLED_BLOCKS} places"
+                    notes.append(
+                        f"data: {path} was changed or copied after {description.name} was written; "
+                        f"of its content {known} can be compared, besides its size"
+                    )
+            if most is not None and size > most:
+                differs = record.sampled is not None and sampled_digest(path) != record.sampled
+            else:
+                differs = size == record.size and record_file(path).sha256 != record.sha256
         except OSError as error:
             raise DataError(path, "file", f"cannot be read ({error})", _AGAIN) from error
-        if not same:
+        if differs or size != record.size:
             reason = (
                 f"has {size} bytes where dataset.json recorded {record.size}"
                 if size != record.size
                 else "differs from what dataset.json recorded (SHA-256)"
             )
             raise DataError(path, "content", reason, _AGAIN)
+    return notes
+
+
+def sampled_digest(path: Path) -> str:
+    """Return a hash of a file's size and of evenly spaced blocks of it, in bounded time."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    last = max(size - BLOCK_BYTES, 0)
+    with open(path, "rb") as file:
+        for number in range(SAMPLED_BLOCKS):
+            file.seek(last * number // (SAMPLED_BLOCKS - 1))
+            digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def sampled_fingerprint(prefix: Path, tokenizer: str) -> str:
@@ -157,16 +195,8 @@ def sampled_fingerprint(prefix: Path, tokenizer: str) -> str:
     is the tokenizer's hash. Hashing terabytes would delay every start. A change inside a skipped
     block alone is not noticed.
     """
-    tokens = bin_path(prefix)
-    size = tokens.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    last = max(size - BLOCK_BYTES, 0)
-    with open(tokens, "rb") as file:
-        for number in range(SAMPLED_BLOCKS):
-            file.seek(last * number // (SAMPLED_BLOCKS - 1))
-            digest.update(file.read(BLOCK_BYTES))
     index = record_file(idx_path(prefix))
-    return "sampled:" + _combine([digest.hexdigest(), index.sha256, tokenizer])
+    return "sampled:" + _combine([sampled_digest(bin_path(prefix)), index.sha256, tokenizer])
 
 
 def description_beside(prefix: Path) -> Path | None:
@@ -216,6 +246,11 @@ class OpenedDataset:
     begin: tuple[int, ...] = ()
     add_eos: bool = True
 
+    @cached_property
+    def tokens_digest(self) -> str:
+        """Return the `sampled_digest` of the tokens, which copies of a dataset share."""
+        return sampled_digest(bin_path(self.dataset.prefix))
+
 
 def open_prefix(
     prefix: Path, notify: Callable[[str], None], given: Tokenizer | None = None
@@ -252,15 +287,24 @@ def open_prefix(
         tokenizer = load_tokenizer(words, end_of_document_beside(prefix))
     assert tokenizer is not None
     _check_vocabulary_size(prefix, tokenizer)
-    sidecar = _sidecar_of(prefix, words, notify)
-    if sidecar is not None and words is not None:
-        _check_same(prefix, words, given, sidecar.end_of_document)
-        verify_files(prefix.parent, sidecar, whole=False)
-        begin, add_eos = sidecar.begin, sidecar.add_eos
-        return OpenedDataset(dataset, tokenizer, sidecar.fingerprint, begin, add_eos)
+    for line in dataset.notes:
+        notify(f"data: {line}")
+    paths = [bin_path(prefix), idx_path(prefix), *([] if words is None else [words])]
+    sidecar = _sidecar_of(prefix, paths, notify)
     if words is not None:
-        _check_same(prefix, words, given, end_of_document_beside(prefix))
-    return OpenedDataset(dataset, tokenizer, sampled_fingerprint(prefix, tokenizer.digest))
+        eod = end_of_document_beside(prefix) if sidecar is None else sidecar.end_of_document
+        _check_same(prefix, words, given, eod)
+    fingerprint: str | None = None
+    begin: tuple[int, ...] = ()
+    add_eos = True
+    if sidecar is not None:
+        for line in verify_files(sidecar, paths, description=description_beside(prefix)):
+            notify(line)
+        begin, add_eos = sidecar.begin, sidecar.add_eos
+        if [record.name for record in sidecar.files] == [path.name for path in paths]:
+            fingerprint = sidecar.fingerprint
+    fingerprint = fingerprint or sampled_fingerprint(prefix, tokenizer.digest)
+    return OpenedDataset(dataset, tokenizer, fingerprint, begin, add_eos)
 
 
 def _tokenizer_beside(prefix: Path) -> Path | None:
@@ -297,10 +341,16 @@ def _check_same(prefix: Path, words: Path, given: Tokenizer | None, eod: str | N
         )
 
 
-def _sidecar_of(prefix: Path, words: Path | None, notify: Callable[[str], None]) -> Sidecar | None:
-    """Return the dataset's sidecar if there is one and it describes exactly these files."""
+def _sidecar_of(
+    prefix: Path, paths: Sequence[Path], notify: Callable[[str], None]
+) -> Sidecar | None:
+    """Return the sidecar that describes the files of a dataset, under whatever names; else None.
+
+    `<prefix>.dataset.json` describes them. A `dataset.json` may belong to another dataset in the
+    folder: it describes files that have its names, or the content of its `.idx`.
+    """
     path = description_beside(prefix)
-    if path is None or words is None:
+    if path is None:
         return None
     try:
         sidecar = load_sidecar(path)
@@ -308,5 +358,12 @@ def _sidecar_of(prefix: Path, words: Path | None, notify: Callable[[str], None])
         notify(f"data: parts of the dataset are hashed instead of all of it: {error}")
         return None
     names = [record.name for record in sidecar.files]
-    mine = [bin_path(prefix).name, idx_path(prefix).name, words.name]
-    return sidecar if names == mine else None
+    if path.name == "dataset.json" and names[:2] != [path.name for path in paths[:2]]:
+        try:
+            is_its = record_file(paths[1]).sha256 == sidecar.files[1].sha256
+        except OSError:
+            is_its = False
+        if not is_its:
+            notify(f"data: {path} describes {names[0]}, and not {paths[0].name}")
+            return None
+    return sidecar

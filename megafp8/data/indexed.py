@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megafp8.errors import DataError
-from megafp8.files import draft_of, put
+from megafp8.files import draft_of, expanded, put
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -151,6 +151,7 @@ class IndexedDataset:
         dtype: The dtype of the stored tokens.
         lengths_N: The tokens of each sequence, int32.
         documents_D1: The first sequence of each document, then the number of sequences, int64.
+        notes: Lines about what looks wrong and may be meant.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -172,6 +173,7 @@ class IndexedDataset:
         start += 8 * num_sequences
         self.documents_D1: NDArray[np.int64] = raw[start : start + 8 * num_indices].view("<i8")
         self._check_index(idx, tokens, bin_bytes)
+        self.notes = self._check_cover(idx, tokens, bin_bytes)
         # A length that is no multiple of the token's size cannot be mapped whole; its tail is
         # beyond every sequence, as just checked.
         self._tokens = _map(tokens, self.dtype)
@@ -270,6 +272,27 @@ class IndexedDataset:
                 REBUILD,
             )
 
+    def _check_cover(self, idx: Path, tokens: Path, bin_bytes: int) -> list[str]:
+        """Return a line if bytes of `.bin` belong to no sequence.
+
+        Raises:
+            DataError: Sequences lie as if tokens had another size than the header says.
+        """
+        lengths, offsets = self.lengths_N.astype(np.int64), self._offsets_N.astype(np.int64)
+        covered = int(lengths.sum()) * self.dtype.itemsize
+        if covered == bin_bytes:
+            return []
+        for size in (2, 4, 8):
+            ends = np.cumsum(lengths) * size
+            same = ends.size and int(ends[-1]) == bin_bytes and (offsets[1:] == ends[:-1]).all()
+            if size != self.dtype.itemsize and same:
+                reason = (
+                    f"says {self.dtype}, and the tokens of {tokens.name} take {size} bytes each"
+                )
+                raise DataError(idx, "dtype code", reason, REBUILD)
+        part = f"{bin_bytes - covered} of the {bin_bytes} bytes of {tokens}"
+        return [f"{part} belong to no sequence of {idx.name}, and are never read"]
+
 
 def _parse_header(idx: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[np.generic], int, int]:
     """Return dtype, number of sequences and number of document indices; check the file's size."""
@@ -310,6 +333,33 @@ def _parse_header(idx: Path, raw: NDArray[np.uint8]) -> tuple[np.dtype[np.generi
             REBUILD,
         )
     return dtype, num_sequences, num_indices
+
+
+def dataset_path(name: str) -> Path:
+    """Return the path of a dataset without suffix, for the name that a user gives it.
+
+    Raises:
+        DataError: It is the name of a folder, or of one of a dataset's files.
+        RunError: It begins with `~` and the name of no user.
+    """
+    path = expanded(name)
+    with contextlib.suppress(OSError):  # whoever opens the files reports it
+        if path.name not in ("", "..") and idx_path(path).exists():
+            return path
+        if path.is_dir():
+            found = sorted(each.stem for each in path.glob("*.idx"))
+            hint = f"Give one of those in it: {', '.join(str(path / each) for each in found[:3])}"
+            reason = "is a folder, not a dataset's path without .bin and .idx"
+            hint = hint if found else "Give the path of a dataset; megafp8 preprocess makes one"
+            raise DataError(name, "model.data.data_prefix", reason, hint)
+        if path.suffix in (".bin", ".idx") and idx_path(path.with_suffix("")).exists():
+            reason = "is one of a dataset's two files"
+            raise DataError(
+                name, "model.data.data_prefix", reason, f"Give {path.with_suffix('')}, without it"
+            )
+    if path.name in ("", ".."):
+        raise DataError(name, "model.data.data_prefix", "is no path of a dataset", "Give another")
+    return path
 
 
 def require_files(prefix: Path) -> None:

@@ -14,7 +14,7 @@ from megafp8.data.blend import BlendedSamples, JoinedSamples
 from megafp8.data.builtin import BUILTIN, Corpus, open_builtin, prepared_folder
 from megafp8.data.dataset import OpenedDataset, open_prefix
 from megafp8.data.index_maps import IndexCache
-from megafp8.data.indexed import idx_path
+from megafp8.data.indexed import dataset_path, idx_path
 from megafp8.data.loader import DocumentRules
 from megafp8.data.named_tokenizers import configured_tokenizer
 from megafp8.data.samples import (
@@ -29,7 +29,6 @@ from megafp8.data.samples import (
 )
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
-from megafp8.files import expanded
 from megafp8.specs import DataSpec
 from megafp8.specs.data import BUILTIN_CORPUS, SeparateSplits, Weighted
 
@@ -65,6 +64,7 @@ class DataPart:
     drawn.
     """
 
+    name: str  # as the settings name the dataset
     opened: OpenedDataset
     documents: NDArray[np.int64]
     weight: str
@@ -92,10 +92,13 @@ class PreparedData:
         train_parts: The datasets of the training stream.
         validation_parts: The datasets of the validation.
         final_parts: What the run's last validation reads: all validation documents, or evenly
-            spread ones of about `VALIDATION_TOKENS` tokens.
+            spread ones of about `VALIDATION_TOKENS` tokens. Without validation documents it is
+            training documents, from which only a sample's prompt and the bytes per token come.
         num_train_tokens: The tokens of the training documents, including their ends.
         num_validation_tokens: The tokens of the validation documents, including their ends.
         num_final_tokens: The tokens of `final_parts`, each of which is predicted once.
+        validated_in_training: The validation datasets whose documents are trained on.
+        repeated: Pairs of training datasets that have the same tokens, the earlier one first.
     """
 
     train: SampleSource
@@ -111,6 +114,21 @@ class PreparedData:
     num_train_tokens: int
     num_validation_tokens: int
     num_final_tokens: int
+    validated_in_training: tuple[str, ...] = ()
+    repeated: tuple[tuple[str, str], ...] = ()
+
+    def epochs(self, num_samples: int) -> list[tuple[str, float]]:
+        """Return how often `num_samples` samples read each training dataset, the most often first.
+
+        The weights of a blend hold to within one sample.
+        """
+        weights = [float(part.weight) for part in self.train_parts]
+        sources = self.train.sources if isinstance(self.train, BlendedSamples) else [self.train]
+        read = [
+            (part.name, num_samples * weight / sum(weights) / source.num_samples_per_epoch)
+            for part, source, weight in zip(self.train_parts, sources, weights, strict=True)
+        ]
+        return sorted(read, key=lambda pair: -pair[1])
 
     def validation_tokens(self) -> NDArray[np.int64]:
         """Return the tokens that a pass over `validation` predicts, in order, with ends of
@@ -229,7 +247,7 @@ class _Opener:
             vocab_size, cache = spec.tokenizer.vocab_size, prepared_folder(spec.cache_dir)
             opened = open_builtin(self._corpus, vocab_size, cache, self._notify)
         else:
-            opened = open_prefix(expanded(prefix), self._notify, self._given)
+            opened = open_prefix(dataset_path(prefix), self._notify, self._given)
         if self._opened and opened.tokenizer.digest != self.tokenizer.digest:
             raise DataError(
                 opened.dataset.prefix,
@@ -258,7 +276,7 @@ class _Opener:
         def build() -> dict[str, NDArray[np.integer]]:
             tokens = opened.dataset.tokens_per_document()
             source = idx_path(opened.dataset.prefix)
-            splits = split_documents(tokens, spec.splits, spec.seed, source)
+            splits = split_documents(tokens, spec.splits, spec.seed, source, spec.validates)
             return {"train": splits.train, "validation": splits.validation}
 
         key = {"data": opened.fingerprint, "splits": spec.splits, "seed": spec.seed}
@@ -268,8 +286,8 @@ class _Opener:
         if not spec.shuffle_documents:
             train, validation = np.sort(train), np.sort(validation)
         return (
-            DataPart(opened, train, weighted.weight),
-            DataPart(opened, validation, weighted.weight),
+            DataPart(weighted.prefix, opened, train, weighted.weight),
+            DataPart(weighted.prefix, opened, validation, weighted.weight),
         )
 
     def whole(self, weighted: Weighted, split: str) -> DataPart:
@@ -283,7 +301,7 @@ class _Opener:
                 "Prepare the dataset again from a corpus that has text",
             )
         documents = np.arange(opened.dataset.num_documents, dtype=np.int64)
-        return DataPart(opened, documents, weighted.weight)
+        return DataPart(weighted.prefix, opened, documents, weighted.weight)
 
 
 def _begins_otherwise(prefix: str, opened: OpenedDataset) -> str:
@@ -328,8 +346,12 @@ def _assemble(
         for part in train_parts
     ]
 
+    num_train_tokens = sum(part.num_tokens for part in train_parts)
     num_validation_tokens = sum(part.num_tokens for part in validation_parts)
-    final_parts = _excerpt(validation_parts, num_validation_tokens, VALIDATION_TOKENS)
+    shown, num_shown = validation_parts, num_validation_tokens
+    if not num_validation_tokens:  # then none is asked for
+        shown, num_shown = train_parts, num_train_tokens
+    final_parts = _excerpt(shown, num_shown, VALIDATION_TOKENS)
 
     def validation(parts: Sequence[DataPart], drop_last: bool = False) -> FiniteSource:
         sources = [
@@ -345,8 +367,16 @@ def _assemble(
         ]
         return sources[0] if len(sources) == 1 else JoinedSamples(sources)
 
-    final, whole = validation(final_parts), validation(validation_parts)
-    periodic = validation(validation_parts, drop_last=True) if spec.validation_drop_last else whole
+    repeated = []
+    if len(train_parts) > 1:
+        digests = [part.opened.tokens_digest for part in train_parts]
+        firsts = [(digests.index(digest), place) for place, digest in enumerate(digests)]
+        names = [part.name for part in train_parts]
+        repeated = [(names[first], names[place]) for first, place in firsts if first < place]
+    trained = {part.opened.tokens_digest for part in train_parts if separate}
+    in_training = (part for part in validation_parts if separate)
+    final, whole = validation(final_parts), validation(shown)
+    periodic = validation(shown, drop_last=True) if spec.validation_drop_last else whole
     weights = [part.weight for part in train_parts]
     return PreparedData(
         train=trains[0] if len(trains) == 1 else BlendedSamples(trains, weights),
@@ -359,9 +389,13 @@ def _assemble(
         train_parts=tuple(train_parts),
         validation_parts=tuple(validation_parts),
         final_parts=final_parts,
-        num_train_tokens=sum(part.num_tokens for part in train_parts),
+        num_train_tokens=num_train_tokens,
         num_validation_tokens=num_validation_tokens,
         num_final_tokens=sum(part.num_tokens for part in final_parts),
+        validated_in_training=tuple(
+            part.name for part in in_training if part.opened.tokens_digest in trained
+        ),
+        repeated=tuple(repeated),
     )
 
 

@@ -27,7 +27,7 @@ from typing import IO
 
 import numpy as np
 
-from megafp8.data.dataset import SIDECAR_SUFFIX, FileRecord, Sidecar, record_file
+from megafp8.data.dataset import SIDECAR_SUFFIX, Sidecar, record_file
 from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
 from megafp8.data.long_texts import encode_batch, noted
 from megafp8.data.named_tokenizers import load_tokenizer
@@ -433,7 +433,10 @@ def _finish(
         partial / "index": idx_path(prefix),
         partial / tokenizer.file_name: words,
     }
-    records = [_renamed(record_file(path), to) for path, to in places.items()]
+    records = [
+        replace(record_file(path, sampled=to == bin_path(prefix)), name=to.name)
+        for path, to in places.items()
+    ]
     sidecar = Sidecar(
         corpus=source.name,
         end_of_document=tokenizer.end_of_document,
@@ -465,10 +468,6 @@ def _put(path: Path, to: Path) -> None:
         put(draft, to)
     finally:
         draft.unlink(missing_ok=True)
-
-
-def _renamed(record: FileRecord, path: Path) -> FileRecord:
-    return FileRecord(name=path.name, size=record.size, sha256=record.sha256)
 
 
 @contextlib.contextmanager

@@ -95,6 +95,7 @@ def split_documents(
     weights: tuple[float, ...],
     seed: int,
     source: object,
+    needs_validation: bool = True,
 ) -> Splits:
     """Divide whole documents among train, validation and test, by their tokens.
 
@@ -107,13 +108,14 @@ def split_documents(
         weights: The relative sizes of train, validation and, optionally, test.
         seed: The seed of the shuffle.
         source: The name of the dataset in errors.
+        needs_validation: Whether a validation without a document is an error.
 
     Raises:
         DataError: Train or validation would get no token.
     """
     parts = _parted(tokens_per_document, weights, seed)
     empty = _first_empty(tokens_per_document, parts)
-    if empty is not None:
+    if empty is not None and (needs_validation or empty == "train"):
         fitting = (
             other
             for other in ((900, 100, 0), (800, 200, 0), (700, 300, 0), (500, 500, 0))

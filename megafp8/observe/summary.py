@@ -55,6 +55,8 @@ class RunSummary:
     health: str | None = None  # the FP8 health of the last logged step, in words
     consumed_samples: int | None = None
     consumed_tokens: int | None = None
+    epochs: str | None = None  # how often each dataset was read
+    data_warnings: str | None = None  # what is seldom meant, such as validating on training data
     wall_seconds: float | None = None  # of this process; earlier processes of the run not included
     tokens_per_second: float | None = None
     tflops_causal: float | None = None  # model TFLOP/s; see plan.flops
@@ -139,6 +141,10 @@ class RunSummary:
             rows.append(("training loss", format_number(self.train_loss) + self._mean_of()))
         if self.loss_curve:
             rows.append(("its curve", self.loss_curve))
+        if self.epochs is not None:
+            rows.append(("epochs", self.epochs))
+        if self.data_warnings is not None:
+            rows.append(("beware", self.data_warnings))
         if self.precision is not None:
             rows.append(("precision", self.precision))
         if self.health is not None:

@@ -58,7 +58,9 @@ def run_page(run: RunRecord) -> str:
     plots, heat = charts([run], [run.name]), heat_maps(run)
     total = run.max_steps
     steps = f"step {run.last_step}" + (f" of {total}" if total else "")
-    lead = [run.summary.get("precision"), str(run.path)]
+    epochs = run.summary.get("epochs")
+    data = f"epochs of the training data: {epochs}" if epochs else None
+    lead = [run.summary.get("precision"), data, run.summary.get("data_warnings"), str(run.path)]
     body = [
         _head(run.name, run.status, f"{run.status}, {steps}", [str(t) for t in lead if t]),
         _checkpoints(run),

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples
-from megafp8.data.indexed import require_files
+from megafp8.data.indexed import dataset_path, require_files
 from megafp8.data.instructions import PreparedInstructions, prepare_instructions
 from megafp8.data.loader import DocumentRules
 from megafp8.data.mock import open_mock
 from megafp8.data.named_tokenizers import configured_tokenizer
-from megafp8.data.prepare import prepare
+from megafp8.data.prepare import PreparedData, prepare
 from megafp8.data.samples import FiniteSource, SampleSource
 from megafp8.data.tokenize import Tokenizer
 from megafp8.errors import DataError
@@ -24,6 +24,8 @@ from megafp8.files import expanded
 from megafp8.runs.tokenizer import chat_of, find_tokenizer, home_of_model
 from megafp8.specs import DataSpec
 from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA, SeparateSplits
+
+_DATASETS_SHOWN = 6
 
 
 class RunData(Protocol):
@@ -99,6 +101,31 @@ class RunData(Protocol):
         ...
 
 
+def warnings_of(data: RunData) -> list[str]:
+    """Return lines about documents that are read in a way that is seldom meant.
+
+    Copies of a dataset are noticed by their tokens, whatever their names are.
+    """
+    if not isinstance(data, PreparedData):
+        return []
+    lines = [
+        f"data: {one} and {other} have the same tokens: each of their samples comes twice"
+        for one, other in data.repeated
+    ]
+    if names := ", ".join(data.validated_in_training):
+        lines.append(f"data: {names}: the validation loss is of documents that are trained on")
+    return lines
+
+
+def epochs_of(data: RunData, num_samples: int) -> str | None:
+    """Return in words how often `num_samples` samples read each dataset; None if it has no such."""
+    read = data.epochs(num_samples) if isinstance(data, PreparedData) else []
+    shown = [f"{name} {epochs:.3g}" for name, epochs in read[:_DATASETS_SHOWN]]
+    if rest := read[_DATASETS_SHOWN:]:
+        shown.append(f"{len(rest)} others {rest[-1][1]:.3g} to {rest[0][1]:.3g}")
+    return ", ".join(shown) or None
+
+
 def check_data(spec: DataSpec) -> None:
     """Raise the errors of data that are found soon, before torch is imported and ranks start.
 
@@ -112,7 +139,7 @@ def check_data(spec: DataSpec) -> None:
         return
     for prefix in prefixes_of(spec):
         if prefix not in (BUILTIN_CORPUS, MOCK_DATA):
-            require_files(expanded(prefix))
+            require_files(dataset_path(prefix))
 
 
 def prefixes_of(spec: DataSpec) -> list[str]:

@@ -102,6 +102,7 @@ class DataSpec:
     seq_length: int  # tokens per sample
     tokenizer: TokenizerSpec
     seed: int
+    validates: bool = True  # whether a validation is asked for; only then must there be data for it
     shuffle_documents: bool = True
     dataloader_type: Literal["single", "cyclic"] = "single"
     num_workers: int = 1  # threads that read ahead; with 0, samples are read when they are needed

@@ -40,7 +40,7 @@ from megafp8.runs.enough_memory import require_memory
 from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, FINISHED, METRICS_NAME, RUNNING
 from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
-from megafp8.runs.run_data import RunData, prefixes_of, refuse_tokens_beyond
+from megafp8.runs.run_data import RunData, prefixes_of, refuse_tokens_beyond, warnings_of
 from megafp8.runs.same_data import open_on_all
 from megafp8.runs.tokenizer import (
     beside_data,
@@ -304,6 +304,8 @@ def open_run(
     on_cpu = mesh.device.type == "cpu"
     waiting = Waiting(torch.get_num_threads(), os.environ) if on_cpu else None
     data = open_on_all(spec.data, mesh, console.event)
+    for line in warnings_of(data):
+        console.warn(line)
     spec = with_validation_batches(spec.with_vocabulary(data.vocab_size), data)
     on_main(mesh, lambda: refuse_tokens_beyond(data, spec.model.vocab_size))
     require_memory(spec, mesh, console.warn)

@@ -60,6 +60,23 @@ def spec_of(m: Migration, tmp_path: Path) -> RunSpec:
     return run_spec(config_dir=tmp_path, config_name="new")
 
 
+@pytest.mark.parametrize(
+    ("split", "want", "validates"),
+    [("100,0,0", (100, 0, 0), False), ("100", (100, 0, 0), False), ("99,1", (99, 1, 0), True),
+     ("949,50,1", (949, 50, 1), True)],
+)  # fmt: skip
+@pytest.mark.parametrize("more", ["", " --eval-iters 5"])
+def test_sizes_of_splits(
+    split: str, want: tuple[float, ...], validates: bool, more: str, tmp_path: Path
+) -> None:
+    """Without documents to validate on, Megatron validates nothing, whatever `--eval-iters` is."""
+    own = "--data-path a --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2"
+    text = SCRIPT.replace("--mock-data --tokenizer-type NullTokenizer --vocab-size 511", own)
+    spec = spec_of(migrate(f"{text} --split {split}{more}\n", "train.sh", (), {}), tmp_path)
+    assert spec.data.splits == want
+    assert spec.train.limit_val_batches == ((5 if more else 100) if validates else 0)
+
+
 def value(m: Migration, path: str) -> Any:
     tree: Any = m.out
     for part in path.split("."):

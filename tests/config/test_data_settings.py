@@ -90,8 +90,8 @@ def test_equal_blends_have_equal_identities() -> None:
     "value",
     [
         "", 3, None, True, [], ["/a", "/b"], [1, "/a", 2], [0, "/a", 1, "/b"], [-1, "/a"],
-        ["/a", 1], [float("nan"), "/a"], ["x", "/a"], [1, 2], [1, ""], {"train": ["/a"]}, {},
-        {"train": ["/a"], "validation": []}, {"train": "/a", "validation": "/b", "oops": "/c"},
+        ["/a", 1], [float("nan"), "/a"], ["x", "/a"], [1, 2], [1, ""], {}, {"validation": ["/a"]},
+        {"train": [], "validation": ["/a"]}, {"train": "/a", "validation": "/b", "oops": "/c"},
         {"train": "/a", "validation": "/b", "test": [3]}, [1e99, "/a", 1, "/b"],
     ],
 )  # fmt: skip
@@ -99,10 +99,90 @@ def test_other_forms_are_none(value: object) -> None:
     assert parse_data_prefix(value) is None
 
 
-@pytest.mark.parametrize("value", ["[/a,/b]", "[0,/a,1,/b]", "{train:[/a]}", "[1,/a,2]"])
-def test_other_forms_are_refused_by_name(value: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("[/a,/b]", "has no weights: write [1, /a, 1, /b]"),
+        ("[0,/a,1,/b]", "gives /a the weight 0, so that it would never be read: leave it out"),
+        ("['0.0',/a,1,/b]", "gives /a the weight 0, so that"),
+        ("[1,/a,2]", "has 3 elements, which are no pairs of a weight and a path"),
+        ("'0.3 /a 0.7'", "has 3 elements, which are no pairs"),
+        ("[1,/a,.nan,/b]", "has .nan where the weight of /b belongs"),
+        ("[1,/a,nan,/b]", "gives /b the weight nan, not a finite number"),
+        ("[1,/a,inf,/b]", "gives /b the weight inf, not a finite number"),
+        ("[1,/a,-2,/b]", "gives /b the weight -2, not a finite number"),
+        ("[1,/a,1e99,/b]", "gives /b the weight 1e+99, not a finite number of usual size"),
+        ("[/a,1,/b,2]", "has /a where the weight of 1 belongs"),
+        ("[true,/a]", "has True where the weight of /a belongs"),
+        ("[1,2,3,4]", "has 2 where the path of the weight 1 belongs"),
+        ("[1,'',2,/b]", "has an empty path"),
+        ("[]", "names no dataset"),
+        ("7", "is of type int"),
+        ("{validation:[/a]}", "names no data to train on"),
+        ("{train:/a,valid:/b}", "has the unknown split valid"),
+        ("{train:[1,/a],validation:[0,/b,1,/c]}", "validation: gives /b the weight 0"),
+        ("{train:[/a],validation:[/b],test:[1]}", "test: has 1 elements"),
+    ],
+)
+def test_what_is_wrong_in_a_blend_is_said(value: str, said: str) -> None:
     problem = the_problem(f"{PREFIX}={value}")
-    assert problem.key == PREFIX and "[weight, path" in str(problem)
+    assert problem.key == PREFIX and said in problem.reason, problem.reason
+    assert "[weight, path" in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("value", "want"),
+    [
+        ("'0.3 /a 0.7 /b'", (Weighted("0.3", "/a"), Weighted("0.7", "/b"))),
+        ("['0.3 /a 0.7 /b']", (Weighted("0.3", "/a"), Weighted("0.7", "/b"))),
+        ("'1 /a'", "/a"),
+        ("'my data/a'", "my data/a"),
+        ("'data of 2024/a'", "data of 2024/a"),
+        ("'2024'", "2024"),
+    ],
+)
+def test_a_blend_in_one_text_is_megatrons(value: str, want: object) -> None:
+    assert run_spec(f"{PREFIX}={value}").data.prefix == want
+    split = run_spec(f"{PREFIX}={{train: {value}, validation: /c}}").data.prefix
+    assert isinstance(split, SeparateSplits)
+    assert split.train == (want if isinstance(want, tuple) else (Weighted("1", want),))
+
+
+SPLITS, LIMIT = "model.data.splits_string", "trainer.limit_val_batches"
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ("'99,1'", (99, 1, 0)), ("'99,1,0'", (99, 1, 0)), ("'100,0,0'", (100, 0, 0)),
+        ("100", (100, 0, 0)), ("[99,1]", (99, 1, 0)), ("'949/50/1'", (949, 50, 1)),
+        ("'1.0,0.0'", (1, 0, 0)), ("' 99 , 1 '", (99, 1, 0)),
+    ],
+)  # fmt: skip
+def test_splits_have_one_to_three_numbers(given: str, want: tuple[float, ...]) -> None:
+    data = run_spec(f"{SPLITS}={given}", f"{LIMIT}=0").data
+    assert data.splits == want and not data.validates
+    same = f"[{','.join(map(str, want))}]"
+    one, other = (run_spec(f"{SPLITS}={value}", f"{LIMIT}=0") for value in (given, same))
+    assert one.resolved == other.resolved
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ((f"{SPLITS}='100,0,0'",), SPLITS),
+        ((f"{SPLITS}='99,0,1'", f"{LIMIT}=2"), SPLITS),
+        ((f"{SPLITS}='100'", f"{LIMIT}=1.0"), SPLITS),
+        ((f"{SPLITS}='100,0,0'", f"{LIMIT}=0", "trainer.num_sanity_val_steps=1"), SPLITS),
+        ((f"{PREFIX}={{train:[/a]}}",), PREFIX),
+        ((f"{PREFIX}={{train:[/a],validation:null}}", f"{LIMIT}=3"), PREFIX),
+        ((f"{PREFIX}={{train:[/a],validation:[]}}",), PREFIX),
+    ],
+)
+def test_validation_without_data_is_refused_by_name(given: tuple[str, ...], key: str) -> None:
+    problem = the_problem(*given)
+    assert problem.key == key and "to validate on" in problem.reason
+    assert f"Set {LIMIT}=0" in problem.hint
 
 
 # ---- tokenizers

@@ -17,6 +17,7 @@ from megafp8.data.prepare import PreparedData, build_index_maps, prepare
 from megafp8.data.samples import TrainSamples
 from megafp8.data.tokenize import byte_tokenizer, load_json
 from megafp8.errors import DataError
+from megafp8.runs.run_data import epochs_of, warnings_of
 from megafp8.specs.data import SeparateSplits, TokenizerSpec, Weighted
 from tests.data.helpers import data_spec, write_dataset
 
@@ -98,6 +99,62 @@ def test_one_dataset_per_split(folder: Path) -> None:
     )
     with pytest.raises(DataError, match=r"d\.idx"):
         opened(folder, missing)
+
+
+def split(train: list[str], validation: list[str]) -> SeparateSplits:
+    weighted = [tuple(Weighted("1", path) for path in paths) for paths in (train, validation)]
+    return SeparateSplits(train=weighted[0], validation=weighted[1])
+
+
+def test_training_documents_that_are_validated_on_are_said(folder: Path, tmp_path: Path) -> None:
+    a, b, c = (str(folder / name) for name in "abc")
+    copied = str(tmp_path / "copied")
+    for end in ("bin", "idx", "tokenizer.json"):
+        shutil.copy(f"{a}.{end}", f"{copied}.{end}")
+    linked = str(tmp_path / "linked")
+    for end in ("bin", "idx", "tokenizer.json"):
+        Path(f"{linked}.{end}").symlink_to(f"{b}.{end}")
+    for train, validation, want in (
+        ([a], [b], []),
+        ([a, b], [c], []),
+        ([a], [a], [a]),
+        ([a, b], [b], [b]),
+        ([b], [c, a, b], [b]),
+        ([a], [copied], [copied]),
+        ([c, b], [c, linked], [c, linked]),
+    ):
+        lines = warnings_of(opened(folder, split(train, validation)))
+        said = [f"data: {', '.join(want)}: the validation loss is of documents that are trained on"]
+        assert lines == (said if want else []), (train, validation)
+    assert warnings_of(opened(folder, a)) == []
+
+
+def test_a_dataset_that_is_twice_in_a_blend_is_said(folder: Path, tmp_path: Path) -> None:
+    a, b = (str(folder / name) for name in "ab")
+    (line,) = warnings_of(opened(folder, tuple(Weighted("1", path) for path in (a, b, a))))
+    assert f"{a} and {a} have the same tokens: each of their samples comes twice" in line
+    data = opened(folder, (Weighted("1", a), Weighted("1", a)))
+    assert np.array_equal(data.train[0], data.train[1]), "they do"
+
+
+def test_epochs_of_each_dataset(folder: Path) -> None:
+    a, b, c = (str(folder / name) for name in "abc")
+    data = opened(folder, tuple(Weighted(w, p) for w, p in (("0.5", a), ("0.3", b), ("0.2", c))))
+    num_samples = 500
+    read = dict(data.epochs(num_samples))
+    assert isinstance(data.train, BlendedSamples)
+    counts = data.train.schedule.counts(num_samples)
+    for name, source, count in zip((a, b, c), data.train.sources, counts, strict=True):
+        assert read[name] == pytest.approx(count / source.num_samples_per_epoch, abs=0.05)
+    assert [name for name, _ in data.epochs(num_samples)] == sorted(read, key=lambda n: -read[n])
+    assert epochs_of(data, num_samples) == ", ".join(
+        f"{name} {epochs:.3g}" for name, epochs in data.epochs(num_samples)
+    )
+    single = opened(folder, a)
+    assert epochs_of(single, 3 * single.train.num_samples_per_epoch) == f"{a} 3"
+    many = opened(folder, tuple(Weighted(str(n), a) for n in range(1, 10)))
+    words = epochs_of(many, 4500 * many.train_parts[0].num_tokens)
+    assert words is not None and words.count(a) == 6 and "3 others " in words
 
 
 def test_datasets_of_other_tokenizers_do_not_blend(folder: Path, tmp_path: Path) -> None:

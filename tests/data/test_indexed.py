@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megafp8.data.indexed import (
     DTYPE_CODES,
@@ -18,11 +20,12 @@ from megafp8.data.indexed import (
     IndexedDataset,
     IndexedWriter,
     bin_path,
+    dataset_path,
     idx_path,
     token_dtype,
     write_index,
 )
-from megafp8.errors import DataError
+from megafp8.errors import DataError, UserError
 from tests.data.helpers import write_dataset
 
 DOCUMENTS = [[5, 6, 7, 0], [0], [], [8, 9, 65000]]
@@ -217,6 +220,72 @@ def test_damage_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sequence 999999"):
         IndexedDataset(tmp_path / "d")
     assert time.thread_time() - started < 1
+
+
+def test_an_index_of_another_size_of_tokens_is_refused(tmp_path: Path) -> None:
+    for dtype, code in (("uint16", 1), ("uint16", 2), ("int32", 8), ("int32", 1), ("int64", 4)):
+        write_dataset(tmp_path / "d", DOCUMENTS, dtype)
+        raw = bytearray(idx_path(tmp_path / "d").read_bytes())
+        raw[17] = code
+        idx_path(tmp_path / "d").write_bytes(raw)
+        size = np.dtype(dtype).itemsize
+        with pytest.raises(DataError, match=f"dtype code: says .*d.bin take {size} bytes each"):
+            IndexedDataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize("where", ["end", "middle", "start"])
+def test_bytes_that_no_sequence_covers_are_said(tmp_path: Path, where: str) -> None:
+    data = write_dataset(tmp_path / "d", [[1, 2], [3], [4, 5, 6]])
+    assert data.notes == []
+    lengths = {"end": (2, 1), "middle": (2, 3), "start": (1, 3)}[where]
+    offsets = {"end": (0, 4), "middle": (0, 6), "start": (4, 6)}[where]
+    idx_path(tmp_path / "d").write_bytes(_index(lengths=lengths, offsets=offsets))
+    (note,) = IndexedDataset(tmp_path / "d").notes
+    left = 12 - 2 * sum(lengths)
+    assert f"{left} of the 12 bytes of {tmp_path / 'd.bin'} belong to no sequence" in note
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my data").mkdir()
+    write_dataset(tmp_path / "a", DOCUMENTS)
+    write_dataset(tmp_path / "my data" / "b.c", DOCUMENTS)
+    return tmp_path
+
+
+def test_paths_of_datasets(folder: Path) -> None:
+    for name in ("a", "./a", "a/", "a//", "~/a", "my data/b.c", "my data/../a", str(folder / "a")):
+        IndexedDataset(dataset_path(name))
+    for name, said in (
+        *((name, "is a folder.* Give one of those in it: a") for name in (".", "./")),
+        *((name, f"is a folder.* Give one of those in it: {folder / 'a'}") for name in ("~", "~/")),
+        ("my data", "is a folder, .* Give one of those in it: my data/b.c"),
+        ("my data/", "is a folder"),
+        *((name, "is a folder, not a dataset's path") for name in ("/", "//", "..", "../", "/dev")),
+        *((f"a{end}", "is one of a dataset's two files. Give a,") for end in (".bin", ".idx")),
+        ("my data/b.c.idx", "is one of a dataset's two files. Give my data/b.c,"),
+        ("gone/..", "is no path of a dataset"),
+        ("", "is a folder"),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=said):
+            dataset_path(name)
+
+
+PARTS = st.sampled_from([*"./~a é*\n", "bin", ".idx", "..", "my data", "b.c", "x" * 90])
+
+
+@given(st.lists(PARTS, max_size=9))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_name_of_a_dataset_is_a_traceback(folder: Path, parts: list[str]) -> None:
+    name = "".join(parts)
+    try:
+        IndexedDataset(dataset_path(name))
+    except UserError as error:
+        assert str(error)
+    else:
+        assert Path(os.path.normpath(name)).name in ("a", "b.c")
 
 
 def _mutate(original: bytes, rng: np.random.Generator, end: int) -> bytes:

@@ -17,11 +17,14 @@ DOCUMENTS = {
     "int32": [[[5, 6, 70000, 0]], [[1], [2, 3], [4]], [[65499, 0]]],
 }
 
+SPLITS = ["900,50,50", "99,1", "99,1,0", "100,0,0", "100", "1.0,0.0", " 99 , 1 "]
+
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import numpy, torch
 from megatron.core.datasets import helpers
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -45,7 +48,10 @@ for row in tokens:
 # Where samples start, in documents shuffled by hand.
 lengths, order = (numpy.array(x, numpy.int32) for x in json.loads(sys.argv[4]))
 index = helpers.build_sample_idx(lengths, order, 7, 1, int(lengths.sum()), True, True)
-print(json.dumps([rows, index.tolist()]))
+
+# The sizes of splits.
+splits = [parse_and_normalize_split(text) for text in json.loads(sys.argv[5])]
+print(json.dumps([rows, index.tolist(), splits]))
 """
 
 
@@ -68,7 +74,7 @@ def theirs(  # type: ignore[no-untyped-def]
             for document in documents:
                 writer.add_document(*document)
     rows, order = samples
-    arguments = [str(folder), *(json.dumps(x) for x in (DOCUMENTS, rows, order))]
+    arguments = [str(folder), *(json.dumps(x) for x in (DOCUMENTS, rows, order, SPLITS))]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True
     )
@@ -119,3 +125,11 @@ def test_windows_start_where_megatrons_do_but_for_our_leading_end(  # type: igno
         before = int(lengths[order[:place]].sum()) + start  # tokens of the stream before it
         mine = int(lengths[order[: first[window + 1]]].sum()) + int(offset[window + 1])
         assert before == window * 7 and mine == (window + 1) * 7 - 1
+
+
+def test_sizes_of_splits_are_megatrons(theirs) -> None:  # type: ignore[no-untyped-def]
+    from megafp8.config.values import parse_splits
+
+    for text, want in zip(SPLITS, theirs[3], strict=True):
+        sizes = parse_splits(text)
+        assert sizes is not None and [size / sum(sizes) for size in sizes] == pytest.approx(want)

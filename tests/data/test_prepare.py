@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -17,8 +18,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megafp8.data import dataset as dataset_module
 from megafp8.data import prepare as prepare_module
 from megafp8.data.builtin import Corpus, Document, builtin_documents, builtin_key, prepared_folder
+from megafp8.data.dataset import record_file
 from megafp8.data.prepare import PreparedData, excerpt, prepare
 from megafp8.errors import DataError
 from megafp8.specs import TokenizerSpec
@@ -229,6 +232,95 @@ class TestPrefix:
         with pytest.raises(DataError, match=r"dataset\.idx.*SHA-256"):
             self._open(folder)
 
+    def _rename(self, folder: Path, name: str) -> None:
+        """Give all four files another name; the description stays as it is."""
+        for end in ("bin", "idx", "tokenizer.json", "dataset.json"):
+            here = folder / (f"dataset.{end}" if end in ("bin", "idx") else end.split("set.")[-1])
+            here = folder / "dataset.json" if end == "dataset.json" else here
+            here.rename(folder / f"{name}.{end}")
+
+    def test_tokens_changed_in_place_are_refused(self, folder: Path) -> None:
+        assert self._open(folder).fingerprint
+        tokens = np.fromfile(folder / "dataset.bin", "<u2")
+        tokens[100:400] = tokens[100:400][::-1].copy()
+        tokens.tofile(folder / "dataset.bin")
+        os.utime(folder / "dataset.bin", (1, 1))
+        with pytest.raises(DataError, match=r"dataset\.bin: content: differs .*SHA-256"):
+            self._open(folder)
+
+    @pytest.mark.parametrize("what", ["tokens", "index", "tokenizer", "nothing"])
+    def test_a_renamed_dataset_is_compared_with_its_description(
+        self, folder: Path, what: str
+    ) -> None:
+        self._rename(folder, "other")
+        if what == "tokens":
+            _flip(folder / "other.bin")
+        elif what == "index":
+            write_dataset(folder / "small", [[1] * 40] * 40)
+            (folder / "small.idx").rename(folder / "other.idx")
+            (folder / "small.bin").rename(folder / "other.bin")
+        elif what == "tokenizer":
+            words = (folder / "other.tokenizer.json").read_text()
+            swapped = words.replace('"!"', '"\0"').replace('"#"', '"!"').replace('"\0"', '"#"')
+            assert swapped != words
+            (folder / "other.tokenizer.json").write_text(swapped)
+        spec = data_spec(None, str(folder / "other"))
+        if what == "nothing":
+            prepare(spec, Notices())
+            return
+        with pytest.raises(DataError, match="content: (differs from|has .* bytes where)"):
+            prepare(spec, Notices())
+
+    def test_a_description_of_another_dataset_in_the_folder_is_said(self, folder: Path) -> None:
+        write_dataset(folder / "mine", [[1, 2, 0]] * 40)
+        notices = Notices()
+        prepare(data_spec(None, str(folder / "mine")), notices)
+        assert any(
+            "dataset.json describes dataset.bin, and not mine.bin" in n for n in notices.lines
+        )
+        for end in ("bin", "idx"):  # the described files under another name, beside it
+            shutil.copy(folder / f"dataset.{end}", folder / f"copy.{end}")
+        _flip(folder / "copy.bin")
+        with pytest.raises(DataError, match=r"copy\.bin: content: differs"):
+            prepare(data_spec(None, str(folder / "copy")), Notices())
+
+    def test_large_tokens_are_compared_in_places(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A change that no place shows is noticed while the file is not too large, or said."""
+        description, tokens = folder / "dataset.json", folder / "dataset.bin"
+        monkeypatch.setattr(dataset_module, "BLOCK_BYTES", 4)
+        record = record_file(tokens, sampled=True)
+        tree = json.loads(description.read_text())
+        tree["files"][0]["sampled"] = record.sampled
+        description.write_text(json.dumps(tree))
+        monkeypatch.setattr(dataset_module, "WHOLE_BYTES", 10)
+        raw = bytearray(tokens.read_bytes())
+        last = len(raw) - 4
+        seen = {last * n // 63 + k for n in range(64) for k in range(4)}
+        raw[next(n for n in range(len(raw)) if n not in seen)] ^= 1
+        tokens.write_bytes(raw)
+        with pytest.raises(DataError, match="differs"):  # it is younger than its description
+            self._open(folder)
+        monkeypatch.setattr(dataset_module, "YOUNGER_WHOLE_BYTES", 10)
+        notices = Notices()
+        self._open(folder, notices)
+        assert "of its content 64 places can be compared, besides its size" in notices.lines[0]
+        os.utime(tokens, (1, 1))
+        notices = Notices()
+        self._open(folder, notices)
+        assert notices.lines == []
+        raw[last] ^= 1
+        tokens.write_bytes(raw)
+        with pytest.raises(DataError, match="differs"):
+            self._open(folder)
+        del tree["files"][0]["sampled"]  # as older versions wrote it
+        description.write_text(json.dumps(tree))
+        tokens.write_bytes(raw)
+        notices = Notices()
+        self._open(folder, notices)
+        assert "of its content nothing can be compared" in notices.lines[0]
+
     def test_a_foreign_sidecar_names_the_end_of_a_document(self, folder: Path) -> None:
         words = (folder / "tokenizer.json").read_text()
         (folder / "tokenizer.json").write_text(words.replace("<|endoftext|>", "</s>"))
@@ -343,3 +435,27 @@ def test_a_long_text_is_validated_and_counted_in_part(
     # Validation during training draws from everything still.
     assert data.periodic_validation.num_samples == whole.periodic_validation.num_samples
     assert data.fingerprint == whole.fingerprint
+
+
+# ---- what is read, and how often
+
+
+def test_without_validation_all_documents_train(tmp_path: Path) -> None:
+    spec = data_spec(tmp_path, splits=(100.0, 0.0, 0.0))
+    with pytest.raises(DataError, match="leave the validation split empty"):
+        prepare(spec, Notices(), tiny_corpus())
+    data = prepare(replace(spec, validates=False), Notices(), tiny_corpus())
+    assert sorted(data.train_parts[0].documents) == list(range(40))
+    assert data.num_validation_tokens == 0 and data.periodic_validation.num_samples > 0
+    assert data.num_final_tokens == data.num_train_tokens and data.validation_prompt(3)
+    assert data.fingerprint == prepare(data_spec(tmp_path), Notices(), tiny_corpus()).fingerprint
+    with pytest.raises(DataError, match="leave the train split empty"):
+        prepare(replace(spec, validates=False, splits=(0.0, 0.0, 1.0)), Notices(), tiny_corpus())
+
+
+def test_one_document_trains_where_no_validation_is_asked_for(tmp_path: Path) -> None:
+    corpus = tiny_corpus(lambda: islice(tiny_documents(), 6, 7))
+    with pytest.raises(DataError, match="empty: 1 documents"):
+        prepare(data_spec(tmp_path), Notices(), corpus)
+    data = prepare(data_spec(tmp_path, validates=False), Notices(), corpus)
+    assert data.train[0].size == 17 and data.num_validation_tokens == 0

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import statistics
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megafp8.cli.sweep_results import SweepJob, result_of
+from megafp8.data.indexed import IndexedDataset
 from megafp8.data.prepare import prepare
 from megafp8.observe.units import format_count
 from megafp8.report.page import typical_speed
 from megafp8.report.record import read_run, typical
 from megafp8.train.report.summary import unigram_bits_per_byte, xz_bits_per_byte
 from tests.config.helpers import run_spec
+from tests.data.helpers import write_dataset
 from tests.train.runs import Place
 
 
@@ -82,3 +86,42 @@ def test_the_speed_of_a_run_is_one_figure_wherever_it_is_shown(place: Place) -> 
         assert summary[key] == typical(run.metrics, key)
     job = SweepJob(num=0, overrides=(), directory=place.dir())
     assert result_of(job, 0).tokens_per_second == typical_speed(run)
+
+
+def test_a_run_says_what_it_reads_and_how_often(place: Place, dataset: Path) -> None:
+    """In its header, its summary and its page, also when it continues."""
+    small = place.cwd / "small"
+    first = IndexedDataset(dataset)
+    write_dataset(small, [first.document(number).tolist() for number in range(8)])
+    shutil.copy(f"{dataset}.tokenizer.json", f"{small}.tokenizer.json")
+    windows = IndexedDataset(small).num_tokens // 32
+    prefix = f"model.data.data_prefix={{train:[0.5,{dataset},0.5,{small}],validation:[{dataset}]}}"
+    said = f"data: {dataset}: the validation loss is of documents that are trained on"
+    for steps in (4, 8):
+        done = place.run(prefix, f"trainer.max_steps={steps}")
+        assert done.code == 0, done.output
+        line = f"{small} {steps * 4 / 2 / windows:.3g}, {dataset} "
+        assert f"epochs until step {steps}: {line}" in done.output
+        assert f"warning: {said}" in done.output and done.output.count(said) >= 2
+        summary = place.summary()
+        assert summary["epochs"].startswith(line) and summary["data_warnings"] == said
+        page = (place.dir() / "report.html").read_text()
+        assert f"epochs of the training data: {line}" in page
+        assert f"<p class=lead>{said}</p>" in page
+
+
+def test_a_run_without_validation_documents(place: Place) -> None:
+    """Every document trains, as in NeMo with 100,0,0 and no validation batches."""
+    words = ("model.data.splits_string='100,0,0'", "trainer.max_steps=4")
+    refused = place.run(*words)
+    assert refused.code == 2 and "leaves no document to validate on" in refused.output
+    done = place.run(*words, "trainer.limit_val_batches=0")
+    assert done.code == 0, done.output
+    tokens = IndexedDataset(place.data).num_tokens
+    assert f"data: {tokens} training tokens, 0 validation tokens" in done.output
+    summary = place.summary()
+    assert summary["val_loss"] is None and summary["step"] == 4
+    (samples,) = (place.dir() / "samples.jsonl").read_text().splitlines()[-1:]
+    assert json.loads(samples)["prompt"]
+    done = place.run(*words, "trainer.limit_val_batches=0", "trainer.max_steps=6")
+    assert done.code == 0 and place.summary()["step"] == 6, done.output

@@ -33,11 +33,15 @@ def _data(s: MegatronSettings, m: Migration) -> None:
     if mock or each:
         if split is not None:
             m.drop(s.label("split"), split, "it has no effect with this data")
-    elif len(numbers) in (2, 3):
-        sizes = ",".join([*numbers, "0"][:3])
-        m.change(s.label("split"), split, {"model.data.splits_string": sizes})
+    elif len(numbers) in (1, 2, 3):
+        sizes = [*numbers, "0", "0"][:3]
+        new: dict[str, Any] = {"model.data.splits_string": ",".join(sizes)}
+        if float(sizes[1]) == 0:  # without documents Megatron validates nothing
+            s.taken.add("eval_iters")
+            new["trainer.limit_val_batches"] = 0
+        m.change(s.label("split"), split, new)
     elif split is not None:
-        m.decide(s.label("split"), split, "is not three numbers", "Give 900,50,50")
+        m.decide(s.label("split"), split, "is not one to three numbers", "Give 900,50,50")
     elif s.source and not s.has("split"):
         m.assume("model.data.splits_string", _DEFAULT_SPLIT, s.source)
     kind = s.get("dataloader_type")

@@ -9,8 +9,8 @@ from omegaconf import MISSING
 
 from megafp8.config.data_values import (
     PREFIX_TEXT,
+    data_prefix_problem,
     file_list,
-    parse_data_prefix,
     plain_data_prefix,
     prefixes_in,
     spell_files,
@@ -58,9 +58,14 @@ _FILES = Valid(
 )
 
 
+_PREFIX = Valid(
+    PREFIX_TEXT, lambda value: data_prefix_problem(value) is None, why=data_prefix_problem
+)
+
+
 def _is_splits(value: object) -> bool:
     splits = parse_splits(value)
-    return splits is not None and len(splits) == 3 and min(splits[:2]) > 0 and splits[2] >= 0
+    return splits is not None and splits[0] > 0 and min(splits) >= 0
 
 
 @dataclass
@@ -238,12 +243,13 @@ class Data:
         "The data. `builtin`: the corpus that is included. `mock`: random tokens of the "
         "tokenizer's vocabulary, to measure time and memory. A path: an indexed dataset, without "
         "`.bin` or `.idx`. `[0.3, path, 0.7, path]`: a blend, whose weights hold within one sample "
-        "at every point of training. `{train: [...], validation: [...], test: [...]}`: data for "
+        "at every point of training; so does the text `0.3 path 0.7 path`, as Megatron writes it. "
+        "`{train: [...], validation: [...], test: [...]}`: data for "
         "each split; `splits_string` is then not used. `null`: the run fine-tunes on "
         "`train_ds.file_names`.",
         nemo=MISSING,
         group="data",
-        valid=or_null(Valid(PREFIX_TEXT, lambda value: parse_data_prefix(value) is not None)),
+        valid=or_null(_PREFIX),
         spelling=plain_data_prefix,
     )
     index_mapping_dir: str | None = key(
@@ -258,13 +264,13 @@ class Data:
     )
     splits_string: Any = key(
         "900,50,50",
-        "Relative sizes of the training, validation and test splits. Quote the value on the "
-        "command line: `'model.data.splits_string=\"900,50,50\"'`.",
+        "Relative sizes of the training, validation and test splits; those that are left out are "
+        "0. Without validation (`100,0,0`) the run needs `trainer.limit_val_batches=0`. Quote the "
+        "value on the command line: `'model.data.splits_string=\"900,50,50\"'`.",
         nemo="900,50,50",
         group="data",
         valid=Valid(
-            "three numbers, the first two above 0 and the third at least 0, as "
-            '"900,50,50" or [900,50,50]',
+            'one to three numbers from 0, the first above 0, as "900,50,50", "99,1" or [900,50,50]',
             _is_splits,
         ),
         needs=_READ,

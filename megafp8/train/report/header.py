@@ -22,7 +22,7 @@ from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
-from megafp8.runs.run_data import RunData
+from megafp8.runs.run_data import RunData, epochs_of
 from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
@@ -64,6 +64,7 @@ def describe_run(
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
         f"data: {_tokens(data.num_train_tokens)} training tokens, "
         f"{_tokens(data.num_validation_tokens)} validation tokens",
+        *_epochs(spec, state, data),
         f"precision: {precision_of(spec, state)}",
         *schedule_lines(state),
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
@@ -78,6 +79,16 @@ def describe_run(
         *_fp8_share(present, state, share),
         f"peak for MFU: {peak.text(fp8=share is not None)}",
     ]
+
+
+def _epochs(spec: RunSpec, state: TrainState, data: RunData) -> list[str]:
+    """Return a line on how often the training data are read by the end of the run."""
+    train, consumed, step = spec.train, state.consumed_samples, state.step
+    while train.rampup and step < train.max_steps and consumed <= train.rampup.samples:
+        consumed, step = consumed + train.batch_size_at(consumed), step + 1
+    consumed += max(0, train.max_steps - step) * train.global_batch_size
+    epochs = None if train.overfit_batches else epochs_of(data, consumed)
+    return [] if epochs is None else [f"epochs until step {train.max_steps}: {epochs}"]
 
 
 def _plain_tokens(spec: RunSpec) -> str:

@@ -25,7 +25,7 @@ from megafp8.observe.units import format_number
 from megafp8.optim.schedules import learning_rate
 from megafp8.report.record import logged_steps, typical
 from megafp8.report.writer import REPORT_FILE
-from megafp8.runs.run_data import RunData
+from megafp8.runs.run_data import RunData, epochs_of, warnings_of
 from megafp8.specs import RunSpec
 from megafp8.train.generate import sample
 from megafp8.train.report.fp8 import share_of
@@ -95,6 +95,8 @@ def summarize(
         health=run.health.verdict(),
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
+        epochs=None if spec.train.overfit_batches else epochs_of(run.data, state.consumed_samples),
+        data_warnings="; ".join(warnings_of(run.data)) or None,
         wall_seconds=time.monotonic() - began,
         **_speed(run, path),
         peak=run.peak.text(fp8=spec.precision.fp8 is not None),
