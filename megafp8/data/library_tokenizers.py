@@ -122,7 +122,7 @@ def load_sentencepiece(path: Path, end_of_document: str | None) -> SentencePiece
             "has no end of a sentence"
             if end_of_document is None
             else f"has no {end_of_document!r}",
-            "Name the piece that is to end a document",
+            "Name the piece that is to end a document: --end-of-document PIECE",
         )
     return SentencePieceTokenizer(processor, eod_id)
 

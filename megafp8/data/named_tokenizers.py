@@ -96,7 +96,7 @@ def huggingface_tokenizer(name: str, end_of_document: str | None = None) -> Json
             name,
             "vocabulary",
             f"has no {token!r}" if token else "names no eos_token",
-            "Name the token that is to end a document",
+            "Name the token that is to end a document: --end-of-document TOKEN",
         )
     return JsonTokenizer(_copy(rust), eod_id, token_text(loaded.bos_token))
 
@@ -119,12 +119,14 @@ def transformers_tokenizer(name: str) -> Any:
             name, local_files_only=only_files, trust_remote_code=False
         )
     except Exception as error:  # files, JSON and the network raise different classes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
         raise DataError(
             name,
             "tokenizer",
             f"transformers cannot load it ({reason})",
-            "Give a folder with tokenizer.json, or a name on the Hub where there is a network",
+            "Give a folder with tokenizer.json, or with vocab.json, merges.txt and a "
+            "tokenizer_config.json that names their class, or a name on the Hub where there is a "
+            "network",
         ) from error
     return loaded
 

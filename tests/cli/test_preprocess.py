@@ -194,6 +194,30 @@ def test_a_slow_or_nameless_tokenizer_is_refused(
         assert "tokenizer" in text and name.removeprefix("hf:") in text
 
 
+@pytest.mark.filterwarnings("ignore:builtin type .* has no __module__:DeprecationWarning")
+def test_what_a_tokenizer_lacks_is_said_with_the_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sentencepiece
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "t.txt").write_text("some text")
+    command = (tmp_path / "t.txt", "--output", tmp_path / "d", "--tokenizer")
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (tmp_path / "gpt2" / "merges.txt").write_text("#version: 0.2\na b\n")
+    text = wrong(capsys, *command, f"hf:{tmp_path / 'gpt2'}")
+    assert "with vocab.json, merges.txt and a tokenizer_config.json that names their class" in text
+    assert "one of: ." not in text, "the library's list is not cut off"
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_prefix=str(tmp_path / "sp"), vocab_size=400, eos_id=-1,
+        byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    text = wrong(capsys, *command, tmp_path / "sp.model")
+    assert "has no end of a sentence. Name the piece that is to end" in text
+    assert "--end-of-document PIECE" in text
+
+
 # ---- killed
 
 
