@@ -13,10 +13,13 @@ import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec
+from megafp8.specs.precision import BackendName
+from megafp8.te_cpu import DEFAULT_VERSION
 from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Piece, Sums, sums_of
 from tests.parallel.test_tensor_parallel import LLAMA, assembled
 from tests.ranks import run_ranks
+from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, optim_spec
 
 TENSORWISE = Fp8Recipe(name="tensorwise")
@@ -100,6 +103,24 @@ def test_microbatches_are_added_up_in_fp32(model: GPTSpec, fp8: Fp8Recipe | None
     assert_sum([found.whole], [assembled([each]) for each in found.rounds])
     for piece in found.whole:  # the check could tell
         assert not torch.equal(piece.tensor, piece.tensor.bfloat16().float()), piece.name
+
+
+@pytest.mark.parametrize("backend", ["te", "torchao"])
+def test_other_backends_add_up_microbatches_in_fp32(backend: BackendName) -> None:
+    """What their layers compute in BF16, in a process of its own, since one of them patches torch."""
+    if backend == "te":
+        need_sources(DEFAULT_VERSION)
+    else:
+        pytest.importorskip("torchao")
+    model = gpt_spec(activation="gelu-tanh")
+    cases = {
+        name: case_of(ParallelSpec(), fp8, model=model, backend=backend)
+        for name, fp8 in (("BF16", None), ("FP8", TENSORWISE))
+        if fp8 is not None or backend == "te"
+    }
+    (found,) = run_ranks(rank_work.each_case, 1, {"work": sums_of, "cases": cases})
+    for sums in found.values():
+        assert_sum([sums.whole], [assembled([each]) for each in sums.rounds])
 
 
 @pytest.mark.parametrize("name", CASES)
