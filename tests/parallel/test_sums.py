@@ -107,7 +107,7 @@ def test_microbatches_are_added_up_in_fp32(model: GPTSpec, fp8: Fp8Recipe | None
 
 @pytest.mark.parametrize("backend", ["te", "torchao"])
 def test_other_backends_add_up_microbatches_in_fp32(backend: BackendName) -> None:
-    """What their layers compute in BF16, in a process of its own, since one of them patches torch."""
+    """In a process of its own, since one of them patches torch."""
     if backend == "te":
         need_sources(DEFAULT_VERSION)
     else:
