@@ -27,6 +27,7 @@ from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource
 from megafp8.data.tokenize import byte_tokenizer, train_tokenizer
+from megafp8.files import locked
 from tests.data.helpers import tiny_documents
 
 TEXTS = [document.text for document in tiny_documents(60)]
@@ -267,6 +268,50 @@ def test_kill_9_at_any_moment_and_the_same_command_continues(tmp_path: Path) -> 
         straight, killed = tmp_path / f"straight{end}", tmp_path / f"killed{end}"
         assert straight.read_bytes() == killed.read_bytes()
     assert not (tmp_path / "killed.partial").exists()
+
+
+@pytest.mark.kill
+def test_a_worker_that_dies_ends_the_command_which_then_continues(tmp_path: Path) -> None:
+    many = [f"{number} {text}" for number in range(10) for text in TEXTS]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in many))
+    (tmp_path / "slow.py").write_text(SLOW)
+    argv = [sys.executable, str(tmp_path / "slow.py"), str(tmp_path / "t.jsonl"), "--tokenizer",
+            "bytes", "--workers", "1", "--output", str(tmp_path / "o")]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=environment)
+    assert process.stdout is not None and process.stdout.readline()
+    children = psutil.Process(process.pid).children(recursive=True)
+    (worker,) = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    worker.kill()
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and "one of them died, as when memory runs out" in error
+    assert run(tmp_path / "t.jsonl", "--output", tmp_path / "o", "--tokenizer", "bytes") == 0
+    assert texts_of(tmp_path / "o") == many
+
+
+def test_one_process_writes_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.txt").write_text("some text")
+    command = (tmp_path / "t.txt", "--output", tmp_path / "o", "--tokenizer", "bytes")
+    (tmp_path / "o.partial").mkdir()
+    with locked(tmp_path / "o.partial" / "lock"):
+        assert "another process writes this output" in wrong(capsys, *command)
+    assert run(*command, "--workers", 0) == 0
+
+
+@pytest.mark.parametrize("name", ["a b", "ü漢", "a,b", "[a]", "a*?", "a=b", "-a", "'a'", "a.b.c"])
+def test_any_name_is_read_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / name).mkdir()
+    (tmp_path / name / f"{name}.jsonl").write_text(text)
+    for number, source in enumerate((f"./{name}", f"./{name}/{name}.jsonl")):
+        output = f"./{name}/out {name}{number}"
+        assert run(source, "--output", output, "--tokenizer", "bytes", "--workers", 0) == 0
+        assert texts_of(Path(output)) == TEXTS
+        shutil.move(f"{output}.dataset.json", tmp_path)  # which is JSON, too
 
 
 def test_a_kill_while_what_is_left_is_deleted_leaves_a_whole_dataset(
