@@ -20,6 +20,8 @@ from megafp8.runs.tokenizer import (
     refuse_secrets_in_files,
 )
 
+VOCABULARIES = frozenset({"vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"})
+"""Files from which transformers builds a tokenizer where there is no `tokenizer.json`."""
 PROBES = (
     "Hello  world,\n\n\tit's 12345 tokens: def f(x):\n    return x\n",
     "naïve café e\u0301 日本語 🙂 ½",
@@ -47,6 +49,8 @@ def import_files(model: Path, folder: Path) -> tuple[Tokenizer | None, list[str]
     if generation := read_generation(model):
         write_json_atomically(folder / GENERATION_CONFIG, generation)
     own = find_tokenizer(folder)
+    if own is None and VOCABULARIES.isdisjoint(names):
+        return None, names, []  # transformers would build one of a few tokens from nothing
     if not names or (own is not None and own.file_name != JSON_FILE):
         return own, names, []
     try:
