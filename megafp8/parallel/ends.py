@@ -20,6 +20,9 @@ REQUEUES = "MEGAFP8_REQUEUES"
 MAX_RESTARTS = "MEGAFP8_MAX_RESTARTS"
 """`trainer.max_restarts` of this run, for the line of a rank that crashes or hangs."""
 
+LAST_END = "MEGAFP8_LAST_END"
+"""What the batch script, or our launcher, says of how the start before this one ended."""
+
 WORDS = {
     int(ExitCode.CRASHED): "crash",
     int(ExitCode.USER_ERROR): "refused",

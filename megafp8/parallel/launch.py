@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import PROGRESS
-from megafp8.parallel.ends import lost_connection, tell_end
+from megafp8.parallel.ends import LAST_END, lost_connection, tell_end
 from megafp8.specs import ParallelSpec
 
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
@@ -167,6 +167,7 @@ def launch(
             if signals or code not in RESTARTED or restart == max_restarts:
                 return code
             _tell(f"starting all ranks again: restart {restart + 1} of {max_restarts}")
+            os.environ[LAST_END] = f"the ranks on {socket.gethostname()} ended with code {code}"
         raise AssertionError("unreachable")
     finally:
         for number, handler in previous.items():

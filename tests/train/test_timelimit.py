@@ -80,6 +80,31 @@ def test_three_restarts_without_progress(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "restarts.json").read_text())["starts"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("ends", "node"),
+    [
+        (["node2: task 3: Out Of Memory"] * 2, "node2"),
+        (["node2: task 3: Killed", "a rank hung: rank 2 on node2 ends with code 4"], "node2"),
+        (["a rank crashed: rank 0 on node1 ends with code 1", "node2: task 3: Killed"], None),
+        (["node2: task 3: Killed", ""], None),
+    ],
+)
+def test_a_node_that_fails_again_is_named_after_the_users_number(
+    ends: list[str], node: str | None, tmp_path: Path
+) -> None:
+    assert check_progress(tmp_path, 8, restarted(0), max_restarts=2) == []
+    first = restarted(1) | {"MEGAFP8_LAST_END": ends[0]}
+    (line,) = check_progress(tmp_path, 8, first, max_restarts=2)
+    assert line.endswith(f"on node0: reached step 8, saved none; ended: {ends[0]}")
+    with pytest.raises(RunError) as caught:
+        second = restarted(2) | {"MEGAFP8_LAST_END": ends[1]}
+        check_progress(tmp_path, 8, second, max_restarts=2)
+    text = str(caught.value)
+    assert "2 restarts have begun at step 8" in text and all(end in text for end in ends)
+    assert (f"All of them ended on {node}. " in text) == (node is not None)
+    assert (f"--exclude={node}" if node else "other nodes (--exclude)") in text
+
+
 def test_restarts_by_a_launcher_count_too(tmp_path: Path) -> None:
     def launched(count: int, limit: int = 9) -> dict[str, str]:
         names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")

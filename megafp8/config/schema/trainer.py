@@ -153,8 +153,8 @@ class Trainer:
     max_restarts: int = key(
         0,
         "How often a run is restarted from its newest checkpoint after a rank died or hung. Three "
-        "starts in a row without a new checkpoint end the run. With torchrun, use its "
-        "`--max-restarts`.",
+        "starts in a row without a new checkpoint end the run. In a Slurm job: how many restarts "
+        "in a row without one. With torchrun alone, use its `--max-restarts`.",
         group="failures",
         spec="train.max_restarts",
         valid=at_least(0),
