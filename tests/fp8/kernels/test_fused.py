@@ -100,8 +100,9 @@ def test_a_step_is_that_of_the_ordinary_path(
         for direction, table in fused.scaling.tables.items():
             other_table = apart.scaling.tables[direction]
             assert torch.equal(table.num_updates, other_table.num_updates)
-            # A forward value that is one unit of BF16 off; gradients pass through FP8 values.
-            bound = 2.0**-7 if direction == "forward" else 2.0**-3
+            # A value that is one unit of BF16 off may get another FP8 code, which moves an amax
+            # by some percent, and one of a gradient in E5M2 by twice as much.
+            bound = 2.0**-4 if direction == "forward" else 2.0**-2
             for field in ("history", "quant_scale"):
                 torch.testing.assert_close(
                     getattr(table, field), getattr(other_table, field), rtol=bound, atol=0
