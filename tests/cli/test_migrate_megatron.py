@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -593,6 +594,50 @@ def test_files_of_other_folders_are_not_read(above: str, tmp_path: Path) -> None
     )
     left = decided(migrate(text, "train.sh", folder=tmp_path / "below"))
     assert sorted(left) == ["--te-precision-config-file", "--weight-decay", "script"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["link", "relative link", "link of a link", "folder", "nested", "FIFO"]
+)
+def test_a_link_out_of_the_folder_of_a_script_is_not_followed(kind: str, tmp_path: Path) -> None:
+    """A private file beside which no script lies would stand in the report and the new file."""
+    home, private = tmp_path / "scripts", tmp_path / "private"
+    (home / "sub").mkdir(parents=True)
+    private.mkdir()
+    (private / "x.sh").write_text("WD=0.25\n")
+    (private / "p.yaml").write_text(PRECISIONS)
+    name, place = "sub/", home / "sub"
+    if kind == "folder":
+        (home / "far").symlink_to(private)
+        name = "far/"
+    for file in ("x.sh", "p.yaml"):
+        if kind == "link":
+            (place / file).symlink_to(private / file)
+        elif kind == "relative link":
+            (place / file).symlink_to(f"../../private/{file}")
+        elif kind == "link of a link":
+            (home / file).symlink_to(private / file)
+            (place / file).symlink_to(f"../{file}")
+        elif kind == "FIFO":
+            os.mkfifo(place / file)
+        elif kind == "nested":  # a file in the folder reads the link
+            (place / file).symlink_to(private / file)
+            (home / "first.sh").write_text("source sub/x.sh\n")
+    first = "first.sh" if kind == "nested" else f"{name}x.sh"
+    text = (
+        f"source {first}\n{SCRIPT} --fp8-format e4m3 --weight-decay $WD "
+        f"--te-precision-config-file {name}p.yaml\n"
+    )
+    m = migrate(text, "train.sh", folder=home)
+    assert "0.25" not in m.report() + m.text("train.sh")
+    assert sorted(decided(m)) == ["--te-precision-config-file", "--weight-decay", "script"]
+
+
+def test_a_link_within_the_folder_of_a_script_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text("WD=0.25\n")
+    (tmp_path / "b.sh").symlink_to("a.sh")
+    m = migrate(f"source b.sh\n{SCRIPT} --weight-decay $WD\n", "train.sh", folder=tmp_path)
+    assert value(m, "model.optim.weight_decay") == 0.25
 
 
 @pytest.mark.parametrize(

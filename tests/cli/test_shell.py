@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafp8.cli.migrate import megatron, shell, shell_words
 from megafp8.cli.migrate.shell import read_script
 from megafp8.config.errors import SettingError
 
@@ -300,13 +301,75 @@ def test_without_the_parser_the_packages_are_named(monkeypatch: pytest.MonkeyPat
         "run " + "${A:-" * 400,
         "A=a\n" + "A=$A$A\n" * 17 + "case $A in *a*a*a*a*a*b) run;; esac\nrun ${A%*a*b}",
         "run " + "/" * 200_000 + " {" + "," * 200_000,
+        "run /" + "train" * 40_000,
     ],
 )
 def test_scripts_without_end_end(text: str) -> None:
     try:
-        read_script(text)
+        megatron.training_commands(read_script(text))
     except SettingError as error:
-        assert "too" in error.reason
+        assert "too" in error.reason or "starts no program" in error.reason
+
+
+MANY = '"$@" ' * 8
+GROWING = {
+    "set": ["set -- a b c", *[f"set -- {MANY}"] * 7, "run --x"],
+    "set without --": ["set a b c", *[f"set {MANY}"] * 7, "run --x"],
+    "arguments of a function": [f"f() {{ run $#; f {MANY}; }}", "f a"],
+    "arrays": ["A=(a b)", *['A=("${A[@]}" "${A[@]}" "${A[@]}")'] * 20, "run ${A[@]}"],
+    "+= of arrays": ["A=(a b)", *['A+=("${A[@]}" "${A[@]}")'] * 20, "run ${A[@]}"],
+    "eval": ["set -- a b", *['eval \'set -- "$@" "$@" "$@"\''] * 20, "run"],
+    "words that are scripts": ['V=\'x "$V --" "$V --" \'' + "a" * 99_999, 'run "$V --"'],
+    "here-documents": ["A=aaaaaaaa", *["A=$A$A"] * 14, "sbatch <<E", *["run $A"] * 300, "E"],
+    "printf -v": ["A=aaaaaaaa", *["A=$A$A"] * 14, *["printf -v B %s $A $A $A"] * 2000],
+    "patterns": ["A=" + "a" * 4000, *["run ${A%b*}"] * 3000],
+    "one argument of many": ["set -- " + "a " * 9000, *["run $8999"] * 4000],
+    "a number of many": ["A=(" + "a " * 9000 + ")", *["run ${#A[@]}"] * 4000],
+    "copies of variables": [*(f"A{n}={n}" for n in range(6000)), *["run"] * 3000],
+    "branches": [*(f"A{n}={n}" for n in range(5000)), *["if [ -f x ]; then B=1; fi"] * 1500],
+    "sources": ["source self.sh; source self.sh # " + "a" * 99_999],
+}
+"""Lines of scripts that stand for more than can be read, by what grows."""
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_what_grows_has_an_end_and_the_message_names_the_line(kind: str) -> None:
+    text = "\n".join(GROWING[kind])
+    with pytest.raises(SettingError, match=r"too m.*\(line \d+( of self.sh)?\)"):
+        read_script(text, beside={"self.sh": text}.get)
+
+
+def test_a_text_on_which_the_parser_hangs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time grows with the square of some damaged texts, and so does its memory."""
+    text = "A=(\n" * 300
+    read_script(text)
+    monkeypatch.setattr(shell, "_PARSE_SECONDS", 0.0)
+    with pytest.raises(SettingError, match=r"too damaged to be parsed \(line 1\)"):
+        read_script(text)
+
+
+PARTS = [
+    "set -- ", "set ", '"$@" ', "$@ ", "$1 ", "a ", "'b c' ", "$A ", '"$A" ', "A=$A", "A+=$A",
+    'A=("${A[@]}" $A)', "A+=(${A[@]} $@)", "f ", "f() { ", "} ", "eval ", 'eval "$A" ',
+    'bash -c "$A" ', "run ", "--x ", "; ", "\n", "printf -v A %s$A ", "cat <<E\n", "\nE\n",
+    "sbatch <<E\n", "for i in $@; do ", "done ", "while x; do ", "if [ -f x ]; then ", "fi ",
+    "case $A in *a*) ", ";; esac ", "let A=A+1 ", "${A%a*} ", "${A:-$A$A} ", "$((A + 1)) ",
+    "shift ", "source self.sh ", "( ", ") ", "& ", "| ", "' ", '" ', "local A=$A ", "export A ",
+]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(PARTS), st.integers(1, 12)), max_size=30))
+def test_a_random_script_ends(parts: list[tuple[str, int]]) -> None:
+    """What it stands for is bounded, however often each of its parts is repeated."""
+    text = "".join(part * count for part, count in parts)
+    try:
+        script = read_script(text, ["a", "b c"], beside={"self.sh": text}.get)
+    except SettingError:
+        return
+    words = [word for command in script.commands for word in command.words]
+    assert sum(map(len, words)) <= shell_words.MAX_SPENT
+    assert all(len(script.holes.shown(word)) <= max(len(word), 3000) for word in words)
 
 
 @settings(max_examples=150, deadline=None)

@@ -72,7 +72,6 @@ def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
     first = next(line.split("|") for line in number.split() if line.split("|")[2] == "0")
     victims = Job(cluster, "killed", first[1]).pids_of_submitit()
     assert victims
-    began = time.monotonic()
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
     output, _ = process.communicate(timeout=120)

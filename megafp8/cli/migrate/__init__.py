@@ -22,7 +22,7 @@ from megafp8.cli.migrate.report import (
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load
 from megafp8.errors import ExitCode
-from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, parse_yaml, read_bytes
+from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, member, parse_yaml, read_bytes
 from megafp8.secrets import hide_values, named_secrets, say, secrets_in
 
 _GIVE_ONE = "Give a script of Megatron, or a YAML of Megatron Bridge, NeMo or Accelerate"
@@ -150,15 +150,17 @@ def environment_of(given: Sequence[str]) -> dict[str, str]:
 def texts_in(folder: Path | None) -> Callable[[str], str | None]:
     """Return what returns the text of a file in a folder, or None if it cannot be read.
 
-    A file of another folder is not read, whatever a script says.
+    A file of another folder is not read, whatever a script says, nor one to which a link leads:
+    what it holds would stand in the report and in the new file.
     """
 
     def text_of(name: str) -> str | None:
         if folder is None or Path(name).is_absolute() or ".." in Path(name).parts:
             return None
         try:
-            return read_text(folder / name, "")
-        except SettingError:
+            path = member(folder, name)
+            return None if path is None else read_text(path, "")
+        except (SettingError, ValueError):  # a link to another place, a FIFO, no name of a file
             return None
 
     return text_of

@@ -19,7 +19,6 @@ from megafp8.config.errors import SettingError
 from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.values import plain
 
-_PROGRAM = re.compile(r"(^|/)[\w.-]*(pretrain|train)[\w.-]*\.py$")
 _OTHER_MODELS = re.compile(
     "bert|t5|ict|retro|mamba|hybrid|vision|vlm|mimo|dino|biencoder|clip|llava"
 )
@@ -104,10 +103,14 @@ def training_commands(script: Script) -> list[ShellCommand]:
 
 def place_of_program(words: Sequence[str]) -> int | None:
     """Return the place of Megatron's program among words; None if no flag follows one."""
-    for place, word in enumerate(words):
-        if _PROGRAM.search(word) and any(w.startswith("--") for w in words[place + 1 :]):
-            return place
-    return None
+    last_flag = max((n for n, word in enumerate(words) if word.startswith("--")), default=0)
+    return next((n for n, word in enumerate(words[:last_flag]) if _is_program(word)), None)
+
+
+def _is_program(word: str) -> bool:
+    """Whether a word is the path of a file such as pretrain_gpt.py."""
+    name = word.rpartition("/")[2]
+    return name.endswith(".py") and "train" in name and re.fullmatch(r"[\w.-]+", name) is not None
 
 
 def _program(path: str, m: Migration) -> None:

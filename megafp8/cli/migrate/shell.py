@@ -11,6 +11,7 @@ hole too, so that no value is guessed.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,13 +19,18 @@ from typing import TYPE_CHECKING, Any
 from megafp8.cli.migrate import shell_values
 from megafp8.cli.migrate.shell_assign import Assignments, assigned_in, without_comments
 from megafp8.cli.migrate.shell_values import Script, ShellCommand, joined
-from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, text_of, too_large
+from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, size_of, text_of
 from megafp8.config.errors import SettingError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
 
 MAX_DEPTH = 60
+MAX_COMMAND = 5_000
+"""The most words of a command."""
+_PARSE_SECONDS = 2.0
+"""How long the parser may compute, for a script and all that it reads: the time and the memory of
+some damaged texts grow with the square of their length."""
 _LONGEST_TEST = 80
 """The longest condition that a line of the report shows."""
 _BLOCKS = frozenset({
@@ -84,11 +90,12 @@ def read_script(
     except _Ended:
         pass
     except RecursionError as error:
-        raise too_large("is nested too deeply") from error
+        raise reader.too_large("is nested too deeply") from error
     return reader.script
 
 
-def _parse(text: str) -> Node:
+def _parse(text: str, seconds: float) -> Node | None:
+    """Return the tree of a text; None if the parser computes longer than `seconds`."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -98,7 +105,18 @@ def _parse(text: str) -> Node:
             "Install it: pip install tree-sitter tree-sitter-bash",
         ) from error  # fmt: skip
     language = tree_sitter.Language(tree_sitter_bash.language())
-    return tree_sitter.Parser(language).parse(text.encode("utf-8", "replace")).root_node
+    data, began = text.encode("utf-8", "replace"), time.process_time()
+    try:  # the parser asks whether to end where it is given a function in place of a text
+        return (
+            tree_sitter.Parser(language)
+            .parse(
+                lambda start, _: data[start : start + (1 << 12)],
+                progress_callback=lambda *_: time.process_time() - began > seconds,
+            )
+            .root_node
+        )
+    except ValueError:
+        return None
 
 
 @dataclass
@@ -106,11 +124,24 @@ class _Reader(Assignments):
     beside: Callable[[str], str | None] = lambda name: None
     functions: dict[str, list[Node]] = field(default_factory=dict)
     condition: str = ""
+    parsed_seconds: float = 0.0
+    is_inside: bool = False
+    """Whether the text of a word is followed, whose lines are not the script's."""
 
-    def run_text(self, text: str, depth: int) -> None:
-        root = _parse(text)
+    def run_text(self, text: str, depth: int, *, is_inside: bool = False) -> None:
+        """Follow a script, or the text of a word that is one."""
+        self.spend(8 * len(text))
+        began = time.process_time()
+        root = _parse(text, _PARSE_SECONDS - self.parsed_seconds)
+        self.parsed_seconds += time.process_time() - began
+        if root is None:
+            raise self.too_large("is too damaged to be parsed")
         self._report_errors(root)
-        self.run(root, depth)
+        outer, self.is_inside = self.is_inside, self.is_inside or is_inside
+        try:
+            self.run(root, depth)
+        finally:
+            self.is_inside = outer
 
     def _report_errors(self, root: Node) -> None:
         if not root.has_error:
@@ -134,8 +165,10 @@ class _Reader(Assignments):
     def run(self, node: Node, depth: int) -> None:
         """Follow one statement, and those inside of it."""
         self.steps += 1
+        if not self.is_inside:
+            self.place = node.start_point[0] + 1
         if self.steps > MAX_STEPS or depth > MAX_DEPTH:
-            raise too_large("has too many statements, or is nested too deeply")
+            raise self.too_large("has too many statements, or is nested too deeply")
         kind = node.type
         if kind == "redirected_statement" and self._runs_its_input(node):
             self._input(node, depth)
@@ -211,6 +244,7 @@ class _Reader(Assignments):
 
     def _branch(self, condition: Node, body: list[Node], others: list[Node], depth: int) -> None:
         """Follow what a condition decides about: its body, or the `elif` and `else` after it."""
+        self.spend(size_of(condition))
         decided = self.test(condition)
         if decided is None:
             self._undecided([body, *others], condition, depth)
@@ -252,12 +286,14 @@ class _Reader(Assignments):
             self.values[text_of(variable)] = hole
         body = node.child_by_field_name("body")
         if body is not None:
-            for name in assigned_in(node):
+            for name in assigned_in(node, self.spend):
                 self.values[name] = [hole] if name == "@" else hole
             self._undecided([body], node, depth)
 
     def _undecided(self, branches: Sequence[Node | list[Node]], why: Node, depth: int) -> None:
         """Follow branches of which nothing says which runs; what they set is not known after."""
+        # A copy of the variables for each branch, which are compared at the end
+        self.spend((len(branches) + 1) * (16 * len(self.values) + size_of(why)))
         test = text_of(why) if why.type == "test_command" else ""
         shown = f"{test} " if 0 < len(test) <= _LONGEST_TEST and "\n" not in test else ""
         said = f"the condition {shown}of {self.line(why)}"
@@ -271,6 +307,8 @@ class _Reader(Assignments):
             except _Ended:  # what follows runs only if this branch does not
                 continue
         self.condition, self.values = old, before
+        lists = [value for values in after for value in values.values() if isinstance(value, list)]
+        self.spend(sum(map(len, lists)))
         for name in {name for values in after for name in values}:
             alternatives = [values.get(name) for values in (before, *after)]
             if any(value != alternatives[0] for value in alternatives):
@@ -279,10 +317,11 @@ class _Reader(Assignments):
 
     def _apart(self, inside: Sequence[Node] | str, depth: int) -> None:
         """Follow what runs in a shell of its own, whose variables and end are its own."""
+        self.spend(len(self.values))
         outer = dict(self.values)
         try:
             if isinstance(inside, str):
-                self.run_text(inside, depth + 1)
+                self.run_text(inside, depth + 1, is_inside=True)
             else:
                 self._run_all(inside, depth)
         except _Ended:
@@ -291,6 +330,7 @@ class _Reader(Assignments):
 
     def _command(self, node: Node, depth: int) -> None:
         words: list[str] = []
+        self.spend(size_of(node) + len(self.values) + len(self.exported))
         name = node.child_by_field_name("name")
         line = node.start_point[0] if name is None else name.start_point[0]
         prefixes = [c for c in node.named_children if c.type == "variable_assignment"]
@@ -323,7 +363,7 @@ class _Reader(Assignments):
         elif name == "eval":
             if self.script.holes.inside(" ".join(words)):
                 self.script.unread.append(f"{self.line(line)}, which evaluates what is not known")
-            self.run_text(" ".join(words[1:]), depth + 1)
+            self.run_text(" ".join(words[1:]), depth + 1, is_inside=True)
         elif name in ("read", "mapfile", "readarray"):
             for word in words[1:]:
                 if found := NAME.match(word):
@@ -342,6 +382,8 @@ class _Reader(Assignments):
 
     def _note(self, words: list[str], line: int, depth: int) -> None:
         """Note a command, and follow those in its words."""
+        if len(words) > MAX_COMMAND:
+            raise self.too_large(f"has a command of too many words, over {MAX_COMMAND}")
         if words[0].startswith("--"):
             self.script.unread.append(
                 f"{self.line(line)}, whose {words[0]} is a command of its own for bash"
@@ -383,8 +425,8 @@ class _Reader(Assignments):
             self.script.unread.append(f"{self.line(line)}, which reads another script ({said})")
             return
         self.script.assumed[f"source {place} ({self.line(line)})"] = "is the file beside the script"
-        outer, arguments = self.file, self.values.get("@")
-        self.file = place
+        outer, arguments = (self.file, self.place), self.values.get("@")
+        self.file, self.place = place, 1
         self.values |= {"@": words[1:]} if words[1:] else {}
         try:
             self.run_text(shell_values.clean(text), depth + 1)
@@ -392,7 +434,7 @@ class _Reader(Assignments):
             if not end.function:
                 raise
         finally:
-            self.file = outer
+            self.file, self.place = outer
             if words[1:] and arguments is not None:
                 self.values["@"] = arguments
             elif words[1:]:

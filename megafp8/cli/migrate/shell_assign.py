@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.migrate.shell_values import joined
-from megafp8.cli.migrate.shell_words import NAME, Words, text_of
+from megafp8.cli.migrate.shell_words import NAME, Words, size_of, text_of
 
 if TYPE_CHECKING:
     from tree_sitter import Node
@@ -27,17 +27,10 @@ class Assignments(Words):
     Attributes:
         exported: The variables that commands find in their environment.
         locals: Of each function that is followed: the values of its local names outside of it.
-        file: The name of another script that is being read.
     """
 
     exported: set[str] = field(default_factory=set)
     locals: list[dict[str, Any]] = field(default_factory=list)
-    file: str = ""
-
-    def line(self, place: Node | int) -> str:
-        """Return `line 3`, or `line 3 of common.sh` in another script."""
-        number = place if isinstance(place, int) else place.start_point[0] + 1
-        return f"line {number}" + (f" of {self.file}" if self.file else "")
 
     def assign(self, node: Node) -> None:
         target, value = node.child_by_field_name("name"), node.child_by_field_name("value")
@@ -53,6 +46,7 @@ class Assignments(Words):
         if name[0] == "IFS" and value is not None:
             self.script.unread.append(f"{self.line(node)}, which sets IFS")
         old = self.values.get(name[0])
+        self.spend(size_of(value) + (size_of(old) if adds else 0))
         new: Any
         if value is not None and value.type == "array":
             new = [text for child in without_comments(value) for text in self.fields(child)]
@@ -72,17 +66,20 @@ class Assignments(Words):
 
     def declare(self, node: Node) -> None:
         text = text_of(node)
+        self.spend(len(text))
+        is_local = bool(self.locals) and _LOCAL.match(text) is not None
+        is_typed = _TYPED.match(text) is not None
         for child in node.named_children:
             match = NAME.match(text_of(child))
             if match is None or child.type not in ("variable_assignment", "variable_name"):
                 continue
-            if self.locals and _LOCAL.match(text):
+            if is_local:
                 self.locals[-1].setdefault(match[0], self.values.get(match[0]))
             if child.type == "variable_assignment":
                 self.assign(child)
-            elif self.locals and _LOCAL.match(text):
+            elif is_local:
                 self.values[match[0]] = ""
-            if _TYPED.match(text):
+            if is_typed:
                 self.values[match[0]] = self.script.holes.new(f"{match[0]}, which is declared")
         if text.startswith("export"):
             self.export(node.named_children)
@@ -106,12 +103,14 @@ class Assignments(Words):
                 self.exported.add(name[0])
 
     def environment(self) -> dict[str, str]:
+        self.spend(len(self.exported))
         exported = {name: self.values.get(name) for name in sorted(self.exported)}
         return {name: value for name, value in exported.items() if isinstance(value, str)}
 
     def shift(self, words: list[str]) -> None:
         count = int(words[0]) if words and words[0].isdecimal() and len(words[0]) < 5 else 1
         known: list[str] = self.values.get("@", [])
+        self.spend(len(known))
         if count > len(known) or (words and not words[0].isdecimal()):
             self.values["@"] = [self.script.holes.new("what shift leaves of the arguments")]
         else:
@@ -131,8 +130,11 @@ def without_comments(node: Node) -> Iterator[Node]:
         yield child
 
 
-def assigned_in(node: Node) -> Iterator[str]:
-    """Yield the names that a loop sets, and `@` if it changes the arguments."""
+def assigned_in(node: Node, spend: Callable[[int], None]) -> Iterator[str]:
+    """Yield the names that a loop sets, and `@` if it changes the arguments.
+
+    `spend` counts the characters that are read.
+    """
     waiting = [node]
     while waiting:
         current = waiting.pop()
@@ -141,8 +143,11 @@ def assigned_in(node: Node) -> Iterator[str]:
             match = NAME.match(text_of(target)) if target is not None else None
             if match is not None:
                 yield match[0]
-        elif current.type == "command" and text_of(current).startswith(("shift", "set ")):
-            yield "@"
+        elif current.type == "command":
+            name = current.child_by_field_name("name")
+            if name is not None and text_of(name) in ("shift", "set"):
+                yield "@"
         elif current.type in ("postfix_expression", "unary_expression"):
+            spend(size_of(current))
             yield from NAME.findall(text_of(current))
         waiting += current.named_children

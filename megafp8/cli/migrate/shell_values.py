@@ -18,6 +18,9 @@ SETS = r"(?:(?:\+\+|--)\s*([A-Za-z_]\w*)|\b([A-Za-z_]\w*)\s*(?:[-+*/%&|^]?=(?!=)
 _LARGEST = 10**15
 _LONGEST_CUT = 4096
 """The longest text of which a pattern cuts a part; the time grows with the square of it."""
+_LONGEST_PATTERN = 1024
+_LONGEST_SOURCE, _LONGEST_SHOWN = 300, 3000
+"""The longest text of what a hole depends on, and of a word with holes that a report shows."""
 _COMPARES: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le,
     "-gt": operator.gt, "-ge": operator.ge,
@@ -53,7 +56,7 @@ class Holes:
 
     def new(self, source: str) -> str:
         """Return the text that stands for something unknown."""
-        self.found.append(_without_marks(source))
+        self.found.append(shortened(_without_marks(source), _LONGEST_SOURCE))
         return f"{_OPEN}{len(self.found) - 1}{_CLOSE}"
 
     def inside(self, text: str) -> list[str]:
@@ -62,11 +65,17 @@ class Holes:
 
     def shown(self, text: str) -> str:
         """Return a text as the script has it: each hole as the expansion that it comes from."""
-        return _HOLE.sub(lambda found: self._source(found[1]), text)
+        shown = _HOLE.sub(lambda found: self._source(found[1]), text[: 2 * _LONGEST_SHOWN])
+        return text if shown == text else shortened(shown, _LONGEST_SHOWN)
 
     def _source(self, number: str) -> str:
         place = int(number[:9])
         return self.found[place] if place < len(self.found) else "?"
+
+
+def shortened(text: str, length: int) -> str:
+    """Return a text as it is, or its beginning and dots if it is longer."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 def _without_marks(text: str) -> str:
@@ -140,7 +149,7 @@ def _glob(pattern: str) -> str | None:
         if len(pattern) > 1 and pattern[0] == pattern[-1] == quote:
             inner = pattern[1:-1]
             return None if re.search(r"[$`\\'\"]", inner) else re.escape(inner)
-    if re.search(r"""[][$`\\'"(){}~]""", pattern):
+    if len(pattern) > _LONGEST_PATTERN or re.search(r"""[][$`\\'"(){}~]""", pattern):
         return None
     return fnmatch.translate(pattern)
 
@@ -168,6 +177,11 @@ def cut(text: str, operation: str) -> str | None:
         if re.fullmatch(glob, part, re.DOTALL):
             return left
     return text
+
+
+def cost_of_cut(text: str) -> int:
+    """Return how many characters `cut` reads of a text, about."""
+    return min(len(text), _LONGEST_CUT) ** 2 // 8
 
 
 def arithmetic(text: str, known: Mapping[str, str]) -> int | None:

@@ -15,17 +15,26 @@ if TYPE_CHECKING:
 
 MAX_STEPS = 20_000
 """The most nodes that are read; a script in which functions call each other has no end."""
+MAX_SPENT = 1 << 24
+"""The most characters that are read, copied and written on the way to a script's commands."""
+_WORD = 16
+"""What a word costs beside its characters."""
 
 NAME = re.compile(r"[A-Za-z_]\w*")
 _EXPANSION = re.compile(r"\$\{(#?)([A-Za-z_]\w*|[0-9]+|[@*#?$!])(\[[^\]]*\])?(:?[-=+?])?", re.ASCII)
 
 
-def too_large(reason: str) -> SettingError:
-    return SettingError("script", None, reason, "Give the command of the training alone")
-
-
 def text_of(node: Node) -> str:
     return (node.text or b"").decode("utf-8", "replace")
+
+
+def size_of(value: Node | str | list[str] | None) -> int:
+    """Return the characters of a value, or the bytes of a node, with what its words cost."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return sum(len(item) + _WORD for item in value)
+    return 0 if value is None else value.end_byte - value.start_byte
 
 
 def _stands_for_several(word: str) -> bool:
@@ -58,24 +67,53 @@ class Words:
         values: The variables: a text, or a list of texts for an array. `@` has the arguments of
             the script, or of the function that is followed, if they are known.
         steps: The nodes that were read.
+        spent: The characters that reading has taken, of at most MAX_SPENT.
+        place: The line that is followed.
+        file: The name of another script that is being read.
     """
 
     script: Script
     values: dict[str, Any]
     steps: int = 0
+    spent: int = 0
+    place: int = 1
+    file: str = ""
+
+    def line(self, place: Node | int) -> str:
+        """Return `line 3`, or `line 3 of common.sh` in another script."""
+        number = place if isinstance(place, int) else place.start_point[0] + 1
+        return f"line {number}" + (f" of {self.file}" if self.file else "")
+
+    def spend(self, amount: int) -> None:
+        """Count characters; a script whose values double in each line has no end.
+
+        Raises:
+            SettingError: There are too many; the error names the line.
+        """
+        self.spent += amount
+        if self.spent > MAX_SPENT:
+            raise self.too_large(f"stands for too much, over {MAX_SPENT} characters in all")
+
+    def too_large(self, reason: str) -> SettingError:
+        """Return the error about a script that is not read to its end, which names the line."""
+        hint = "Give the command of the training alone"
+        return SettingError("script", None, f"{reason} ({self.line(self.place)})", hint)
 
     def fields(self, node: Node) -> list[str]:
         """Return the words that one word of the script becomes."""
         is_bare = node.type in ("word", "concatenation", "brace_expression")
         if is_bare and _stands_for_several(text_of(node)):
             return [self._hole(text_of(node))]
-        return fields_of(self.pieces(node, quoted=False))
+        words = fields_of(self.pieces(node, quoted=False))
+        self.spend(size_of(words))
+        return words
 
     def pieces(self, node: Node, *, quoted: bool) -> list[WordPart]:
         """Return the text of a word in pieces, of which the unquoted ones are split at blanks."""
         self.steps += 1
+        self.spend(_WORD + size_of(node))
         if self.steps > MAX_STEPS:
-            raise too_large("has too many words")
+            raise self.too_large("has too many words")
         kind = node.type
         if kind == "raw_string":
             return [WordPart(text_of(node)[1:-1], True)]
@@ -130,6 +168,7 @@ class Words:
 
     def _variable(self, name: str, index: str, *, quoted: bool) -> list[WordPart]:
         value: Any
+        self.spend(size_of(self.values.get("@" if name[:1] in "@*#0123456789" else name)))
         if name in ("@", "*"):
             value = self.values.get("@", self._hole("$@"))
         elif name.isdigit() and name != "0":
@@ -171,6 +210,7 @@ class Words:
 
     def forget(self, pattern: str, text: str, where: str) -> None:
         """Forget the values of variables that a text sets in a way that is not followed."""
+        self.spend(len(text))
         for match in re.finditer(pattern, text):
             name = next(filter(None, match.groups()))
             self.values[name] = self._hole(f"{where}, which sets {name}")
@@ -202,7 +242,8 @@ class Words:
             return result or [WordPart(self._hole(text), quoted)]
         if operator is None:
             return self._variable(name, index or "", quoted=quoted)
-        value = self.values.get("@" if name == "*" else name)
+        value = self.values.get("@" if name == "*" or name.isdigit() else name)
+        self.spend(size_of(value))
         if name.isdigit():
             value = self.element(self.values.get("@", []), int(name[:6]) - 1)
             known = self.values.get("@", [])
@@ -230,6 +271,7 @@ class Words:
     def _counted(self, name: str, index: str | None) -> list[WordPart] | None:
         """Return the length of a text, or the number of elements, if it is known."""
         value = self.values.get(name)
+        self.spend(size_of(value))
         if index not in (None, "[@]", "[*]") or value is None:
             return None
         if isinstance(value, list) is (index is None):
@@ -244,6 +286,7 @@ class Words:
         is_list = index in ("[@]", "[*]") or name in ("@", "*")
         if is_list or self.script.holes.inside(value):
             return None
+        self.spend(len(operation) + shell_values.cost_of_cut(value))
         result = shell_values.cut(value, operation)
         return None if result is None else [WordPart(result, quoted)]
 
