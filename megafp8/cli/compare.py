@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.compare_runs import ComparedJob, run_all
+from megafp8.cli.compare_runs import ComparedJob, refuse_in_use, run_all
 from megafp8.cli.compare_settings import (
     BASELINE,
     GIVEN,
@@ -156,10 +156,10 @@ def _train_and_report(
         of = "" if len(compared.others) == 1 else f" ({other.name})"
         for line in other.changed_from(compared.base):
             print(f"differs{of}: {line}", flush=True)
-    codes = run_all(jobs, options.jobs, compared.refuse_changed_files)
-    if ExitCode.SAVED_ON_SIGNAL in codes.values():
+    codes, interrupted = run_all(jobs, options.jobs, compared.refuse_changed_files)
+    if interrupted is not None:
         print("interrupted; the same command continues", file=sys.stderr)
-        return int(ExitCode.SAVED_ON_SIGNAL)
+        return interrupted
     _refuse_failures(codes)
     runs = {(job.label, job.seed): read_run(job.directory) for job in jobs if _left_a_run(job)}
     outcomes = [
@@ -214,11 +214,13 @@ def _refuse_failures(codes: Mapping[ComparedJob, int]) -> None:
     A configuration that diverges where the baseline does not is a result, and is reported as worse.
 
     Raises:
-        RunError: A run of the baseline failed, or a run ended with a mistake such as missing data.
+        RunError: A run of the baseline failed, or a run ended with a mistake such as missing data;
+            or another process works in its directory.
     """
     for job, code in codes.items():
         is_base = job.label == BASELINE
         if code == ExitCode.USER_ERROR or (is_base and code != ExitCode.FINISHED):
+            refuse_in_use(job)
             whose_run = "the baseline's run" if is_base else "the configuration's run"
             raise RunError(
                 f"{job.directory}: {whose_run} ended with exit code {code}. Correct that first; "

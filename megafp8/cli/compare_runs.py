@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,12 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from megafp8.cli.job import training_program
 from megafp8.config.overrides import quoted
-from megafp8.errors import ExitCode
+from megafp8.errors import ExitCode, RunError
+from megafp8.parallel.launch import heard_signals, job_environment, leave_dead_terminal
 from megafp8.report.record import read_run
 from megafp8.runs.find import ENDED, FINISHED
+from megafp8.runs.lock import holder
 
 
 @dataclass(frozen=True)
@@ -28,41 +30,97 @@ class ComparedJob:
     directory: Path
 
 
+class _Signals:
+    """Pass signals on to the processes of the runs, each of which has a session of its own.
+
+    At the first signal the runs save and leave; the second one kills them. Ctrl-C and the end of a
+    terminal reach this process alone. Use it as a context; when it ends, no process is left.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self.stops = False  # no other run starts
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in heard_signals():
+            self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def start(self, command: Sequence[str], *, quiet: bool) -> subprocess.Popen[bytes]:
+        """Start a run, which gets the signal that may have come meanwhile."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if quiet else subprocess.PIPE,
+            env={**job_environment(), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        if self.received:
+            process.send_signal(self.received[0])
+        return process
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_dead_terminal()
+        self.received.append(signal.Signals(number))
+        self.stops = True
+        for process in list(self._processes):
+            process.send_signal(number if len(self.received) == 1 else signal.SIGKILL)
+
+
 def run_all(
     jobs: Sequence[ComparedJob], at_once: int, check: Callable[[], None] = lambda: None
-) -> dict[ComparedJob, int]:
-    """Run the jobs that have not finished; return exit codes. No job starts after a signal.
+) -> tuple[dict[ComparedJob, int], int | None]:
+    """Run the jobs that have not finished; return their exit codes, and that of an interruption.
 
-    `check` is called before each job, which does not start if it raises.
+    `check` is called before each job, which does not start if it raises. No job starts after a
+    signal. Then the code of the interruption is not None: it says that the same command continues,
+    also jobs that had not begun to train, or that a second signal ended the runs at once.
 
-    After Ctrl-C every job that has not finished has the code of an interruption, also one that had
-    not begun to train and therefore could not save.
+    Raises:
+        RunError: Another process trains one of the runs.
     """
+    for job in jobs:
+        refuse_in_use(job)
     codes: dict[ComparedJob, int] = {}
-    stopped: list[bool] = []
+    with _Signals() as signals, ThreadPoolExecutor(max(1, at_once)) as pool:
 
-    def run(job: ComparedJob) -> None:
-        if stopped:
-            codes[job] = int(ExitCode.SAVED_ON_SIGNAL)
-            return
-        check()
-        codes[job] = _run(job, quiet=at_once > 1)
-        if codes[job] == ExitCode.SAVED_ON_SIGNAL:
-            stopped.append(True)
+        def run(job: ComparedJob) -> None:
+            if signals.stops:
+                codes[job] = int(ExitCode.SAVED_ON_SIGNAL)
+                return
+            check()
+            codes[job] = _run(job, signals, quiet=at_once > 1)
+            if codes[job] == ExitCode.SAVED_ON_SIGNAL:  # the signal may have come to the run alone
+                signals.stops = True
 
-    # Ctrl-C reaches the runs themselves, which save; this process waits for them.
-    before = signal.signal(signal.SIGINT, lambda number, frame: stopped.append(True))
-    try:
-        with ThreadPoolExecutor(max(1, at_once)) as pool:
-            list(pool.map(run, jobs))
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if stopped:
-        codes = {job: code and int(ExitCode.SAVED_ON_SIGNAL) for job, code in codes.items()}
-    return codes
+        list(pool.map(run, jobs))
+    if not signals.stops or not any(codes.values()):
+        return codes, None
+    if len(signals.received) > 1:
+        return codes, 128 + signals.received[1]
+    return codes, int(ExitCode.SAVED_ON_SIGNAL)
 
 
-def _run(job: ComparedJob, *, quiet: bool) -> int:
+def refuse_in_use(job: ComparedJob) -> None:
+    """Raise `RunError` if a living process works in the directory of a run."""
+    if (process := holder(job.directory)) is not None:
+        raise RunError(
+            f"{job.directory} is in use by {process}, which trains this run. Wait until it has "
+            "ended, or end it; the same command continues"
+        )
+
+
+def _run(job: ComparedJob, signals: _Signals, *, quiet: bool) -> int:
     name = f"{job.label}, seed {job.seed}"
     status = read_run(job.directory).status if job.directory.is_dir() else ""
     if status in ENDED:
@@ -79,9 +137,7 @@ def _run(job: ComparedJob, *, quiet: bool) -> int:
         f"model.seed={job.seed}",
         f"exp_manager.explicit_log_dir={quoted(str(job.directory))}",
     ]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    output = subprocess.DEVNULL if quiet else subprocess.PIPE
-    with subprocess.Popen(command, stdout=output, env=environment) as process:
+    with signals.start(command, quiet=quiet) as process:
         _show(process.stdout or ())
     return code if (code := process.returncode) >= 0 else 128 - code
 

@@ -228,9 +228,7 @@ def _labels(choices: Sequence[Mapping[str, str]]) -> list[str]:
         return [GIVEN]
     labels: list[str] = []
     for choice in choices:
-        words = "-".join(
-            _unescaped(value) if key == SCHEDULE else _short(value) for key, value in choice.items()
-        )
+        words = "-".join(_short(key, value) for key, value in choice.items())
         plain_words = re.sub(r"[^A-Za-z0-9_.]+", "-", words).strip("-.")[:60] or GIVEN
         label, number = plain_words, 2
         while label in (*labels, BASELINE):
@@ -240,14 +238,15 @@ def _labels(choices: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _unescaped(value: str) -> str:
-    """Return a value without the backslash that Hydra writes before a colon."""
-    return value.replace("\\:", ":")
+    """Return a value as it is typed, without the backslashes and quotes that Hydra writes."""
+    value = re.sub(r"\\([\\()\[\]{}:=, \t$])", r"\1", value)
+    return value[1:-1] if re.fullmatch(r"'[^']*'|\"[^\"]*\"", value) else value
 
 
-def _short(value: str) -> str:
+def _short(key: str, value: str) -> str:
     """Return a value, or the class and not the path of a recipe that names code."""
     value = _unescaped(value)
-    if not names_code(value):
+    if key != RECIPE or not names_code(value):
         return value
     return value.rpartition(":")[2] if ":" in value else Path(value).stem
 
@@ -313,6 +312,8 @@ def _with_different_names(
             ", ".join(_in_words(key, value, other.values) for key, value in choice.items())
             for choice, other in zip(choices, others, strict=True)
         ]
+        if len(set(names)) < len(names):  # recipes of one class in several folders
+            names = [" ".join(f"{k}={_unescaped(v)}" for k, v in c.items()) for c in choices]
     return Comparison(
         Configuration(BASELINE, BASELINE, base.overrides, base.values),
         tuple(
@@ -325,7 +326,7 @@ def _with_different_names(
 def _in_words(key: str, value: str, values: Mapping[str, object]) -> str:
     """Return a setting as reports call it; a schedule is what changes, and from where on."""
     if key != SCHEDULE:
-        return f"{key.removeprefix('model.')}={_short(value)}"
+        return f"{key.removeprefix('model.')}={_short(key, value)}"
     changes = parse_schedule(values[SCHEDULE])
     return "; ".join(f"{c.text} from {c.start}" for c in changes) or "no change of precision"
 

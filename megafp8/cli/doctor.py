@@ -25,6 +25,7 @@ from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.units import format_bytes, format_duration
+from megafp8.parallel.launch import job_environment
 from megafp8.secrets import say
 
 DISK_BYTES = 64 << 20  # that are written to measure the speed of the disk
@@ -247,6 +248,7 @@ def self_test() -> str | None:
                     capture_output=True,
                     text=True,
                     timeout=SELF_TEST_SECONDS,
+                    env=job_environment(),
                 )
             except subprocess.TimeoutExpired:
                 return f"self-test: {steps} steps were not done after {SELF_TEST_SECONDS} s"

@@ -28,6 +28,7 @@ from megafp8.ops.waiting import prepare_threads
 from megafp8.parallel.ends import MAX_RESTARTS, REQUEUES
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
+    follow_parent,
     has_launcher,
     is_rank,
     launch,
@@ -161,6 +162,7 @@ def main(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> int:
 
     After Ctrl-C before training there is nothing to save.
     """
+    follow_parent()
     prepare_allocator(os.environ)  # torch has not been imported yet
     try:
         adopt_step(os.environ)

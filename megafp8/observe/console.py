@@ -13,6 +13,7 @@ continues.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
 import sys
@@ -340,8 +341,8 @@ class PlainConsole(Console):
 
 
 def silence(stream: TextIO, error: Exception) -> None:
-    """Point a closed pipe at the null device, so that Python's own last flush succeeds too."""
-    if isinstance(error, BrokenPipeError):
+    """Point a closed pipe or terminal at the null device, so that Python's last flush succeeds."""
+    if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
         with contextlib.suppress(OSError, ValueError):
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, stream.fileno())

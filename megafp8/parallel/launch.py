@@ -28,7 +28,8 @@ from megafp8.parallel.ends import LAST_END, lost_connection, tell_end
 from megafp8.specs import ParallelSpec
 
 OUR_CODES = {int(code) for code in ExitCode} - {int(ExitCode.CRASHED)}
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a run to save and leave; the last one comes when its terminal is closed."""
 POLL_SECONDS = 0.05
 RESTARTED = (int(ExitCode.CRASHED), int(ExitCode.HUNG))
 """What another start may mend; a setting or a loss that is not finite it will not."""
@@ -40,11 +41,14 @@ flushed or read. At most 1 GiB is flushed at once, so that 9 MB/s for each rank 
 """
 GRACE_SECONDS = 5.0  # time for ranks that see another rank's error to report their own
 LAUNCHER = "MEGAFP8LAUNCHER_PID"
+PARENT = "MEGAFP8_PARENT_PID"
+"""The variable by which a command that runs training jobs tells them to end with it."""
 _HERE = "127.0.0.1"  # all ranks of our launcher are on this machine
 _SHUTDOWN = "MEGAFP8_SHUTDOWN_SECONDS"
 _NOTES = "MEGAFP8_NOTES"
 _PROGRESS_NAME = "progress"
 _CHECKPOINT_NAME = "checkpoint"  # holds the path of the newest one
+_FOLLOWER = "MEGAFP8_FOLLOWER_PID"  # the job that follows a command; its ranks inherit it
 _PR_SET_PDEATHSIG = 1  # prctl.h
 
 
@@ -61,10 +65,32 @@ def has_launcher() -> bool:
 def signals_are_passed_on() -> bool:
     """Return whether the launcher of this rank, ours or torchrun, passes its signals on.
 
-    What ends a whole job, such as systemd, signals the launcher and its ranks, so that each rank
-    gets the signal twice.
+    A command that runs jobs (`follow_parent`) does so too. What ends a whole job, such as systemd,
+    signals the launcher and its ranks, so that each rank gets the signal twice.
     """
-    return is_rank() and not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ)
+    if is_rank() and not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):
+        return True
+    return os.environ.get(_FOLLOWER) == str(os.getpid())
+
+
+def heard_signals() -> list[signal.Signals]:
+    """Return the signals at which a run saves: not SIGHUP under `nohup`, which ignores it."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in SIGNALS if not (ignored and number == signal.SIGHUP)]
+
+
+def leave_dead_terminal() -> None:
+    """Send what is printed to the null device if the terminal is gone, as after SIGHUP.
+
+    Otherwise the next line would raise an error, before a run is saved.
+    """
+    for stream in (1, 2):
+        try:
+            os.write(stream, b"")
+        except OSError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream)
+            os.close(nothing)
 
 
 def prepare_allocator(environment: MutableMapping[str, str]) -> None:
@@ -95,10 +121,31 @@ def follow_launcher() -> None:
     A process without our launcher is not changed.
     """
     launcher = os.environ.get(LAUNCHER)
-    if launcher is None or not is_rank() or sys.platform != "linux":
+    if launcher is not None and is_rank():
+        _end_with(int(launcher))
+
+
+def follow_parent() -> None:
+    """Make this process end when the command ends that runs it as one of its jobs (Linux only).
+
+    The job's own processes do not see the variable: its ranks follow their launcher.
+    """
+    parent = os.environ.pop(PARENT, None)
+    if parent is not None and not is_rank():
+        _end_with(int(parent))
+        os.environ[_FOLLOWER] = str(os.getpid())
+
+
+def job_environment() -> dict[str, str]:
+    """Return the environment for a job that is to end when this process ends, however it ends."""
+    return {**os.environ, PARENT: str(os.getpid())}
+
+
+def _end_with(parent: int) -> None:
+    if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(launcher):  # the launcher died before the call above
+    if os.getppid() != parent:  # it died before the call above
         os._exit(int(ExitCode.CRASHED))
 
 
@@ -151,11 +198,15 @@ def launch(
     """
     patience = _patience(os.environ)
     signals: list[signal.Signals] = []
+    ends_at_second = not signals_are_passed_on()
 
     def receive(number: int, frame: FrameType | None) -> None:
-        signals.append(signal.Signals(number))
+        if number == signal.SIGHUP:
+            leave_dead_terminal()
+        if not signals or ends_at_second:
+            signals.append(signal.Signals(number))
 
-    previous = {number: signal.signal(number, receive) for number in SIGNALS}
+    previous = {number: signal.signal(number, receive) for number in heard_signals()}
     try:
         for restart in range(max_restarts + 1):
             counts = {

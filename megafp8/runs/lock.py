@@ -48,9 +48,9 @@ class RunLock:
         with run_errors_reported(path, "opening the lock"):
             descriptor = os.open(path, _FLAGS | os.O_RDWR | os.O_CREAT, 0o644)
         if not _try_lock(descriptor, path):
-            holder = _holder(descriptor)
             os.close(descriptor)
-            raise LockedError(f"{run_dir} is in use by {holder}. Wait for it, or use another name")
+            used = f"{run_dir} is in use by {_named(path)}"
+            raise LockedError(f"{used}. Wait for it, or use another name")
         content = {"host": socket.gethostname(), "pid": os.getpid()}
         try:
             with run_errors_reported(path, "writing the lock"):
@@ -109,9 +109,14 @@ def _try_lock(descriptor: int, path: Path) -> bool:
     return False
 
 
-def _holder(descriptor: int) -> str:
+def holder(run_dir: Path) -> str | None:
+    """Return in words which living process holds `run_dir`; None if none does."""
+    return _named(run_dir / LOCK_NAME) if is_locked(run_dir) else None
+
+
+def _named(path: Path) -> str:
     try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
+        holder = json.loads(path.read_bytes()[:4096])
         return f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -17,9 +17,7 @@ from types import FrameType
 import torch
 
 from megafp8.ops.memory import process_limits
-from megafp8.parallel.launch import signals_are_passed_on
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from megafp8.parallel.launch import heard_signals, leave_dead_terminal, signals_are_passed_on
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h of glibc
 _IN_HUGE_PAGES = 1 << 30
@@ -44,7 +42,7 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        for number in SIGNALS:
+        for number in heard_signals():
             self._previous[number] = signal.signal(number, self._receive)
         return self
 
@@ -53,6 +51,8 @@ class StopRequest:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            leave_dead_terminal()
         if self.signal is not None:
             if self._leaves_at_second:
                 os._exit(128 + number)  # the exit code that a shell reports after a signal

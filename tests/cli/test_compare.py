@@ -22,6 +22,7 @@ from megafp8.runs.lock import LOCK_NAME, RunLock
 from megafp8.specs import recipes
 from tests.config.helpers import run_spec
 from tests.report.made import make_run
+from tests.train.runs import wait_until
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ComparedJob]:
     monkeypatch.setattr(recipes, "_loaded", {})
     jobs: list[ComparedJob] = []
 
-    def run(job: ComparedJob, *, quiet: bool) -> int:
+    def run(job: ComparedJob, signals: object, *, quiet: bool) -> int:
         jobs.append(job)
         if not job.directory.exists():
             fp8 = job.label != "baseline"
@@ -164,13 +165,17 @@ def test_worse_undecided_and_failed_runs(
     assert compare.main(again) == compare.WORSE
     set_loss(2, 2.2345)
     assert compare.main(again) == compare.UNDECIDED
-    monkeypatch.setattr(compare_runs, "_run", lambda job, *, quiet: 3 * (job.label == "given"))
+    monkeypatch.setattr(
+        compare_runs, "_run", lambda job, signals, *, quiet: 3 * (job.label == "given")
+    )
     assert compare.main(again) == compare.WORSE
     assert "did not finish (seed 1 ended with exit code 3" in capsys.readouterr().out
-    monkeypatch.setattr(compare_runs, "_run", lambda job, *, quiet: int(job.label == "baseline"))
+    monkeypatch.setattr(
+        compare_runs, "_run", lambda job, signals, *, quiet: int(job.label == "baseline")
+    )
     assert compare.main(again) == 2
     assert "the baseline's run ended with exit code 1" in capsys.readouterr().err
-    monkeypatch.setattr(compare_runs, "_run", lambda job, *, quiet: 75)
+    monkeypatch.setattr(compare_runs, "_run", lambda job, signals, *, quiet: 75)
     assert compare.main(again) == 75
 
 
@@ -192,7 +197,7 @@ def test_a_directory_without_a_run_is_free(
 ) -> None:
     """A command whose data do not exist ends before its first run; another one may follow."""
     with monkeypatch.context() as patch:
-        patch.setattr(compare_runs, "_run", lambda job, *, quiet: 2)
+        patch.setattr(compare_runs, "_run", lambda job, signals, *, quiet: 2)
         wrong = ["model.fp8=True", "model.data.data_prefix=no/such", "--out", "out"]
         assert compare.main(wrong) == 2
     assert {file.name for file in Path("out").iterdir()} == {compare.INPUT_FILE, LOCK_NAME}
@@ -235,8 +240,9 @@ def test_ctrl_c_while_a_run_starts_is_an_interruption(
 ) -> None:
     """A run that has not begun to train cannot save, and ends with the signal's own code."""
 
-    def interrupted(job: ComparedJob, *, quiet: bool) -> int:
-        signal.raise_signal(signal.SIGINT)
+    def interrupted(job: ComparedJob, signals: Any, *, quiet: bool) -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until(lambda: signals.received, "the main thread has received the signal")
         return 128 + signal.SIGINT
 
     monkeypatch.setattr(compare_runs, "_run", interrupted)
@@ -248,7 +254,9 @@ def test_a_mistake_is_no_verdict(
     made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", "--out", "out"]) == 0
-    monkeypatch.setattr(compare_runs, "_run", lambda job, *, quiet: 2 * (job.label == "given"))
+    monkeypatch.setattr(
+        compare_runs, "_run", lambda job, signals, *, quiet: 2 * (job.label == "given")
+    )
     assert compare.main(["model.fp8=True", "--out", "out"]) == 2
     assert "the configuration's run ended with exit code 2" in capsys.readouterr().err
 
@@ -474,11 +482,11 @@ def test_a_rule_that_changes_while_runs_train_ends_the_comparison(
     file.write_text(ONE)
     run = compare_runs._run
 
-    def run_and_edit(job: ComparedJob, *, quiet: bool) -> int:
+    def run_and_edit(job: ComparedJob, signals: object, *, quiet: bool) -> int:
         file.write_text(ONE.replace("return x_MK", "return x_MK / 2"))
         if is_deleted:
             file.unlink()
-        return run(job, quiet=quiet)
+        return run(job, signals, quiet=quiet)
 
     monkeypatch.setattr(compare_runs, "_run", run_and_edit)
     assert compare.main(["model.fp8=True", "model.fp8_recipe=lab.py:One", "--out", "out"]) == 2
@@ -537,6 +545,74 @@ def test_configurations_of_one_recipe_are_named_by_what_differs(
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[-2:]] == [
         "fp8_margin=0", "fp8_margin=1",
     ]  # fmt: skip
+
+
+NAMED: dict[str, tuple[list[str], list[str]]] = {
+    "modules": (
+        ["model.fp8_recipe=nvfp4", "model.fp8_amax_history_len=1024",
+         "model.fp8_modules=[],['layers.0.*:high_precision'],['layers.1.*:high_precision']"],
+        ["fp8_modules=[]", "fp8_modules=['layers.0.*:high_precision']",
+         "fp8_modules=['layers.1.*:high_precision']"],
+    ),
+    "numbers with a dot": (
+        ["model.hidden_dropout=0.1,0.2", "--base", "model.fp8=False", "model.hidden_dropout=0.1"],
+        ["hidden_dropout=0.1", "hidden_dropout=0.2"],
+    ),
+    "recipes of one name": (
+        ["model.fp8_recipe=a/lab.py:One,b/lab.py:One,b/lab.py:Two"],
+        [f"model.fp8_recipe={name}" for name in ("a/lab.py:One", "b/lab.py:One", "b/lab.py:Two")],
+    ),
+    "quoted": (
+        ["exp_manager.wandb_logger_kwargs.group=3.10,'3.1'",
+         "exp_manager.create_wandb_logger=True", "exp_manager.wandb_logger_kwargs.project=p",
+         "--base", "model.fp8=False", "exp_manager.wandb_logger_kwargs.group=x"],
+        ["exp_manager.wandb_logger_kwargs.group=3.10", "exp_manager.wandb_logger_kwargs.group=3.1"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_rows_of_different_configurations_have_different_names(
+    kind: str, made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`[…:high_precision]` was named by what follows its last colon, which several have."""
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "lab.py").write_text(ONE + ONE.replace("One", "Two"))
+    given, names = NAMED[kind]
+    assert compare.main(["model.fp8=True", *given, "--out", "out"]) == 0
+    said = capsys.readouterr().out.splitlines()[-len(names) :]
+    assert [line.split("  ")[0] for line in said] == names
+    labels = [job.label for job in made]
+    assert len(set(labels)) == len(labels) == len(names) + 1
+    page = Path("out/report.html").read_text()
+    assert all(html.escape(name) in page for name in names)
+
+
+def test_a_run_that_another_process_trains_is_no_mistake(
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`Correct that first` was said of a run that only went on after its comparison was ended."""
+    held = Path("out/given-1234")
+    held.mkdir(parents=True)
+    given = ["model.fp8=True", "model.seed=1234", "--out", "out"]
+    with RunLock.acquire(held):
+        assert compare.main(given) == 2 and not made
+    said = capsys.readouterr().err
+    assert f"{held} is in use by process {os.getpid()} on " in said and "the same command" in said
+    assert "Correct" not in said
+    with monkeypatch.context() as patch:  # the other process begins after the look
+
+        def run(job: ComparedJob, signals: object, *, quiet: bool) -> int:
+            locks.append(RunLock.acquire(held)) if job.label == "given" else None
+            return 2 * (job.label == "given")
+
+        locks: list[RunLock] = []
+        patch.setattr(compare_runs, "_run", run)
+        assert compare.main(given) == 2
+        locks[0].release()
+    said = capsys.readouterr().err
+    assert f"{held} is in use by process {os.getpid()} on " in said and "Correct" not in said
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "lab.py:One"])

@@ -1,15 +1,18 @@
-"""Test that Ctrl-C during the imports of a command ends it with one line and no traceback."""
+"""Test how commands end that are interrupted, and that the runs which they train end with them."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ROOT
+from tests.train.runs import ENVIRONMENT, ROOT, wait_until
 
 INTERRUPTED = """\
 import os, signal, time
@@ -58,3 +61,111 @@ def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
         tmp_path, "unused", "-c", "import megafp8.cli; raise ValueError('a bug')"
     )
     assert code == 1 and "Traceback" in errors and errors.endswith("ValueError: a bug\n")
+
+
+# ---- a command that trains runs in processes of their own
+
+PARENT = """\
+import pathlib, sys
+from megafp8.cli import compare_runs
+from megafp8.cli.compare_runs import ComparedJob, run_all
+compare_runs.training_program = lambda: [sys.argv[1]]
+jobs = [ComparedJob("given", seed, (), pathlib.Path(sys.argv[2], str(seed))) for seed in (1, 2)]
+codes, interrupted = run_all(jobs, int(sys.argv[3]))
+print(sorted(codes.values()), flush=True)
+sys.exit(interrupted or 0)
+"""
+CHILD = """\
+import os, pathlib, signal, sys, time
+from megafp8.parallel.launch import follow_parent, heard_signals
+follow_parent()
+folder = pathlib.Path(sys.argv[-1].partition("=")[2].strip("'"))
+received = []
+for number in heard_signals():
+    signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
+folder.with_suffix(".pid").write_text(str(os.getpid()))
+while not received or pathlib.Path("never").exists():
+    time.sleep(0.01)
+time.sleep(0.2)  # a second signal would come now
+folder.with_suffix(".saved").write_text(" ".join(received))
+sys.exit(75)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def comparing(
+    folder: Path, at_once: int = 1, *, before: str = ""
+) -> Iterator[tuple[subprocess.Popen[bytes], list[int]]]:
+    """Yield a process that trains two runs, which train nothing, and those runs that have begun."""
+    (folder / "child.py").write_text(CHILD)
+    (folder / "parent.py").write_text(PARENT)
+    words = [sys.executable, "parent.py", "child.py", str(folder), str(at_once)]
+    with open(folder / "out.txt", "wb") as output:
+        process = subprocess.Popen(
+            ["sh", "-c", f'{before} exec "$@"', "sh", *words],
+            cwd=folder,
+            env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        files = [folder / f"{seed}.pid" for seed in range(1, at_once + 1)]
+        has_text = lambda: all(file.exists() and file.read_text() for file in files)  # noqa: E731
+        wait_until(lambda: has_text() or process.poll() is not None, "the runs", 60)
+        runs = [int(file.read_text()) for file in files]
+        yield process, runs
+        wait_until(lambda: not any(map(is_alive, runs)), "no run is left", 30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
+def test_a_signal_to_a_comparison_is_passed_on_once(
+    name: str, at_once: int, tmp_path: Path
+) -> None:
+    """It ended by SIGTERM alone, and its run went on; Ctrl-C comes to the whole group."""
+    with comparing(tmp_path, at_once) as (process, runs):
+        assert [os.getsid(run) for run in runs] == runs, "Ctrl-C does not come to the runs"
+        os.killpg(process.pid, signal.Signals[name])
+        assert process.wait(60) == 75, (tmp_path / "out.txt").read_text()
+        saved = [tmp_path / f"{seed}.saved" for seed in range(1, at_once + 1)]
+        assert [file.read_text() for file in saved] == [name] * at_once
+    assert "[75, 75]" in (tmp_path / "out.txt").read_text()
+    assert not (tmp_path / "2.pid").exists() or at_once == 2, "no run begins after a signal"
+
+
+def test_a_second_signal_ends_the_runs_of_a_comparison_at_once(tmp_path: Path) -> None:
+    (tmp_path / "never").touch()
+    with comparing(tmp_path) as (process, _):
+        process.terminate()
+        process.send_signal(
+            signal.SIGINT
+        )  # of another kind: it cannot fall together with the first
+        assert process.wait(60) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    assert not (tmp_path / "1.saved").exists()
+
+
+def test_a_killed_comparison_leaves_no_run(tmp_path: Path) -> None:
+    with comparing(tmp_path, 2) as (process, _):
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+    assert not (tmp_path / "1.saved").exists()
+
+
+def test_a_comparison_under_nohup_hears_no_hang_up(tmp_path: Path) -> None:
+    with comparing(tmp_path, before="trap '' HUP;") as (process, (run,)):
+        os.killpg(process.pid, signal.SIGHUP)
+        os.kill(run, signal.SIGHUP)
+        process.terminate()
+        assert process.wait(60) == 75
+    assert (tmp_path / "1.saved").read_text() == "SIGTERM"

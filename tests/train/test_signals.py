@@ -1,15 +1,21 @@
-"""SIGTERM, SIGINT and SIGUSR1 save and exit with code 75; the same command continues."""
+"""SIGTERM, SIGINT, SIGUSR1 and SIGHUP save and exit with code 75; the same command continues."""
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
 
 import pytest
 
-from tests.train.runs import STEPS, Done, Place, assert_same
+from tests.train.runs import ENVIRONMENT, ROOT, STEPS, Done, Place, assert_same, wait_until
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_saves_and_leaves(
     place: Place, undisturbed: tuple[Place, Done], name: str
 ) -> None:
@@ -66,3 +72,44 @@ def test_a_signal_in_validation_and_while_data_are_late(
     assert place.steps()[-1] == saved
     assert place.run().code == 0
     assert_same(place, undisturbed[0])
+
+
+# ---- a closed terminal
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_whose_terminal_is_closed_saves(place: Place, ranks: int) -> None:
+    """It was ended by SIGHUP without a checkpoint; what it prints then cannot be written."""
+    main, terminal = pty.openpty()
+    words = place.argv("trainer.max_steps=100000", f"trainer.devices={ranks}")
+    words += ["model.tensor_model_parallel_size=2"] * (ranks == 2)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+        cwd=place.cwd,
+        env={**ENVIRONMENT, "TERM": "xterm"},
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its terminal, as a shell's
+    )
+    os.close(terminal)
+    os.set_blocking(main, False)
+    try:
+
+        def trains() -> bool:
+            try:
+                os.read(main, 1 << 16)  # otherwise the terminal is full
+            except BlockingIOError:
+                pass
+            return process.poll() is not None or place.last_step() >= 2
+
+        wait_until(trains, "two steps", 120)
+        os.close(main)
+        assert process.wait(60) == 75
+    finally:
+        process.kill()
+        process.wait()
+    last = place.steps()[-1]
+    assert place.summary()["status"] == "saved on SIGHUP" and place.summary()["step"] == last
+    assert "SIGHUP: saving after this step" not in (place.dir() / "console.log").read_text()
