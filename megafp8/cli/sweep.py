@@ -7,10 +7,11 @@ objective, and the other jobs run on. A table of all jobs is printed at the end.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -144,9 +145,10 @@ class Sweep:
             loaded = self._load(job)
             cfg = loaded.cfg
             cfg.exp_manager.explicit_log_dir = str(job.directory)
+            given = {LOG_DIR, *_names_in_wandb(cfg, job)}
             loaded = replace(
                 loaded,
-                origins={**loaded.origins, LOG_DIR: Origin("the sweep")},
+                origins={**loaded.origins, **dict.fromkeys(given, Origin("the sweep"))},
                 inert=tuple(setting for setting in loaded.inert if not is_hydras(setting.key)),
             )
             options = replace(self.options, overrides=job.overrides)
@@ -297,6 +299,17 @@ def _needs_number(settings: Any) -> bool:
 
 def _directory(settings: Any) -> Path:
     return Path(str(settings.sweep.dir)) / str(settings.sweep.subdir)
+
+
+def _names_in_wandb(cfg: DictConfig, job: SweepJob) -> Iterator[str]:
+    """Set the group and the name of a job in Weights & Biases; yield the keys that were set."""
+    sweep, section = Path(str(HydraConfig.get().sweep.dir)).absolute().name, cfg.exp_manager
+    names = {"group": (sweep, "WANDB_RUN_GROUP"), "name": (f"{sweep}-{job.num}", "WANDB_NAME")}
+    for key, (name, variable) in names.items():
+        kwargs = section.wandb_logger_kwargs
+        if section.create_wandb_logger and kwargs[key] is None and variable not in os.environ:
+            kwargs[key] = name
+            yield f"exp_manager.wandb_logger_kwargs.{key}"
 
 
 def _settings_written(job: SweepJob) -> tuple[int, int] | None:

@@ -69,20 +69,21 @@ class MetricsFile:
         except OSError as error:
             self._lost(error)
 
-    def log(self, values: Mapping[str, object], *, unless_last: bool = False) -> None:
+    def log(self, values: Mapping[str, object], *, unless_last: bool = False) -> bool:
         """Append one line. `values` must hold `step`; `val_loss` marks a validation line.
 
-        With `unless_last`, nothing is appended if the file ends with the same line already.
+        With `unless_last`, nothing is appended if the file ends with the same line already. The
+        result is then False, and True otherwise.
         """
         assert "step" in values, f"a metrics line needs its step, got only {sorted(values)}"
         if self._descriptor is None:
-            return
+            return True
         keys = sorted(values, key=lambda key: (_RANK.get(key, len(_RANK)), key))
         line = (to_json({key: values[key] for key in keys}) + "\n").encode()
         try:
             size = os.fstat(self._descriptor).st_size
             if unless_last and self.path.read_bytes().splitlines(keepends=True)[-1:] == [line]:
-                return
+                return False
             try:
                 written = os.write(self._descriptor, line)
                 if written != len(line):
@@ -93,6 +94,7 @@ class MetricsFile:
             os.fsync(self._descriptor)
         except OSError as error:
             self._lost(error)
+        return True
 
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after `step`, when training goes back to an older checkpoint."""

@@ -72,6 +72,8 @@ class RunSummary:
     report_file: str | None = None
     checkpoint: str | None = None
     tensorboard_dir: str | None = None
+    wandb: str | None = None  # the run's address in Weights & Biases, or how to upload it
+    trackers_failed: str | None = None  # which failed in this process, and why
     extra: Mapping[str, object] = field(default_factory=dict)  # more keys of summary.json
 
     @classmethod
@@ -162,6 +164,8 @@ class RunSummary:
             ("report", self.report_file),
             ("checkpoint", self.checkpoint),
             ("curves", self.tensorboard_dir and f"tensorboard --logdir {self.tensorboard_dir}"),
+            ("Weights & Biases", self.wandb),
+            ("beware", self.trackers_failed),
             ("continue with", self.continue_command),
             ("beware", self.continue_note),
         ):

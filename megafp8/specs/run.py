@@ -88,7 +88,10 @@ class ObserveSpec:
     wandb_entity: str | None = None
     wandb_group: str | None = None
     wandb_tags: tuple[str, ...] = ()
+    wandb_job_type: str | None = None
+    wandb_notes: str | None = None
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    wandb_must_start: bool = False
     progress_bar: bool = True
     health: HealthSpec = HealthSpec()
 

@@ -416,6 +416,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
                 window = run.spec.train.log_every_n_steps
                 run.curve = logged_curve(run.metrics.path, run.state.step, window)
             run.health.rewind(run.state.step)
+            run.trackers.rewind(run.state.step)
             run.console.warn(f"{finding}; going back to step {run.state.step}")
             return True
     run.state.num_skipped += 1

@@ -242,6 +242,8 @@ def _run_to_the_end(run: Run, path: Path, command_line: CommandLine, began: floa
     finally:
         run.close()
     if mesh.is_main:
+        failed = "; ".join(run.trackers.failures) or None
+        summary = dataclasses.replace(summary, wandb=run.trackers.where, trackers_failed=failed)
         try:
             write_summary(path / "summary.json", summary)
         except OSError as error:
@@ -322,7 +324,9 @@ def open_run(
     on_main(mesh, lambda: keep_files_of_model(data.tokenizer, _models_of(spec), path))
     if state.phases:  # the run may continue in another precision than it began in
         share = share_of(spec, state)
-    metrics, trackers = _open_logs(path, spec, state, console)
+    logs: list[tuple[MetricsFile | None, CompositeTracker]] = []
+    on_main(mesh, lambda: logs.append(_open_logs(path, spec, state, console)))
+    metrics, trackers = logs[0] if mesh.is_main else (None, CompositeTracker([]))
     files_of_health = path if mesh.is_main else None
     run = Run(
         spec=spec,
@@ -426,12 +430,16 @@ def _background_saver(saver: Saver, state: TrainState) -> BackgroundSaver:
 
 def _open_logs(
     path: Path, spec: RunSpec, state: TrainState, console: Console
-) -> tuple[MetricsFile | None, CompositeTracker]:
-    """Return the metrics file and the trackers: None and no tracker on ranks that do not write."""
-    if not state.mesh.is_main:
-        return None, CompositeTracker([])
+) -> tuple[MetricsFile, CompositeTracker]:
+    """Return the metrics file and the trackers of the rank that writes them."""
     metrics = MetricsFile(path / METRICS_NAME, resume_step=state.step, warn=console.warn)
     trackers = open_trackers(
-        spec.observe, path, resume_step=state.step, config=spec.resolved, warn=console.warn
+        spec.observe,
+        path,
+        resume_step=state.step,
+        config=spec.resolved,
+        metrics=metrics.path,
+        say=console.event,
+        warn=console.warn,
     )
     return metrics, trackers

@@ -56,9 +56,9 @@ def validate(run: Run, *, whole: bool = False, is_last: bool = False) -> float:
     val_loss, _ = evaluate(run.state, _shown(run, batches, total))
     bits = bits_per_byte(val_loss, run.bytes_per_token)
     values = {"val_loss": val_loss, "consumed_samples": run.state.consumed_samples}
-    if run.metrics is not None:
-        run.metrics.log({"step": run.state.step, **values}, unless_last=is_last)
-    run.trackers.log(run.state.step, values)
+    line = {"step": run.state.step, **values}
+    if run.metrics is None or run.metrics.log(line, unless_last=is_last):
+        run.trackers.log(run.state.step, values)
     run.saver.metrics["val_loss"] = val_loss
     seconds = time.perf_counter() - began
     result = Validation(step=run.state.step, val_loss=val_loss, bits_per_byte=bits, seconds=seconds)

@@ -83,6 +83,31 @@ def test_sweep(shell: Shell, tmp_path: Path) -> None:
         assert line.endswith(f"job={number} dir={folder} log_dir={folder} sweep=True")
 
 
+def test_the_jobs_of_a_sweep_are_one_group_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WANDB_NAME", raising=False)
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    seen: list[tuple[str | None, str | None]] = []
+
+    def task(cfg: DictConfig, info: AppInfo) -> int:
+        kwargs = cfg.exp_manager.wandb_logger_kwargs
+        seen.append((kwargs.group, kwargs.name))
+        return 0
+
+    words = ["-m", "model.seed=1,2", "hydra.sweep.dir=there/rates"]
+    wandb = "exp_manager.create_wandb_logger=True"
+    section = "exp_manager.wandb_logger_kwargs"
+    assert run_app(words, task) == 0
+    assert run_app([*words[:2], "hydra.sweep.dir=rates", wandb], task) == 0
+    given = [f"{section}.group=g", f"{section}.name=n"]
+    assert run_app([*words[:2], "hydra.sweep.dir=more", wandb, *given], task) == 0
+    assert seen == [
+        *[(None, None)] * 2, ("rates", "rates-0"), ("rates", "rates-1"), *[("g", "n")] * 2
+    ]  # fmt: skip
+
+
 def test_sweep_over_presets(shell: Shell) -> None:
     done = shell("-m", "precision=bf16,fp8_delayed_hybrid", "model=gpt3_125m")
     assert done.stderr == "" and done.returncode == 0

@@ -165,6 +165,8 @@ def test_a_script_without_fp8_says_nothing_of_it() -> None:
         ("--save /tmp/ck --load /tmp/ck", "exp_manager.explicit_log_dir", "/tmp/ck"),
         ("--norm-epsilon=1e-6", "model.layernorm_epsilon", 1e-6),
         ("--hidden-dropout 0.0 --hidden-dropout 0.2", "model.hidden_dropout", 0.2),
+        ("--wandb-project p --wandb-entity team",
+         "exp_manager.wandb_logger_kwargs.entity", "team"),
     ],
 )  # fmt: skip
 def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -445,6 +446,18 @@ def in_rank(rank: int | None, *fault: Any) -> None:
 def environment(values: dict[str, str]) -> None:
     """Set environment variables, as the program that starts a job may."""
     os.environ.update(values)
+
+
+def broken_wandb(error: str) -> None:
+    """Put a wandb in place that cannot begin a run, not even offline."""
+
+    def init(**_: object) -> None:
+        raise RuntimeError(error)
+
+    module = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.init = init  # type: ignore[attr-defined]
+    sys.modules["wandb"] = module
 
 
 def signalled_in_validation(number: int, times: int) -> None:

@@ -237,6 +237,24 @@ def test_ranks_by_their_data() -> None:
     )
 
 
+def test_a_tracker_that_breaks_when_a_run_continues_ends_no_run(place: Place) -> None:
+    """A job that is started again while Weights & Biases is down trains on."""
+    given = "exp_manager.create_wandb_logger=True"
+    fault = ["broken_wandb", "Invalid project name: init broke"]
+    first = place.run("trainer.max_steps=4")
+    assert first.code == 0
+    done = place.run(given, fault=fault)
+    assert done.code == 0, done.output
+    said = "Weights & Biases failed (RuntimeError: Invalid project name: init broke)"
+    assert f"warning: {said}; training continues without it" in done.output
+    assert place.summary()["trackers_failed"] == said and place.steps()[-1] == STEPS
+    assert place.summary()["wandb"] is None and said in done.output.rpartition("status")[2]
+    required = "exp_manager.wandb_logger_kwargs.must_start=True"
+    done = place.run(given, required, f"trainer.max_steps={STEPS + 2}", fault=fault)
+    assert done.code == 2 and "create_wandb_logger=True: Weights & Biases" in done.output
+    assert place.steps()[-1] == STEPS
+
+
 def test_resume_if_exists_off(place: Place) -> None:
     stopped_at(place, 2)
     done = place.run("exp_manager.resume_if_exists=False")

@@ -270,6 +270,11 @@ EFFECTS: dict[str, Effect] = {
     "exp_manager.wandb_logger_kwargs.entity": WANDB_KEYS,
     "exp_manager.wandb_logger_kwargs.group": WANDB_KEYS,
     "exp_manager.wandb_logger_kwargs.tags": WANDB_KEYS,
+    "exp_manager.wandb_logger_kwargs.job_type": WANDB_KEYS,
+    "exp_manager.wandb_logger_kwargs.notes": WANDB_KEYS,
+    "exp_manager.wandb_logger_kwargs.must_start": ShownBy(
+        "tests/observe/test_trackers.py::test_a_lost_connection_ends_no_run"
+    ),
     "exp_manager.wandb_logger_kwargs.mode": WANDB_KEYS,
     f"{CALLBACK}.every_n_train_steps": Runs(1),
     f"{CALLBACK}.train_time_interval": ShownBy(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from megafp8.cli import generate
 from megafp8.observe.metrics import read_metrics
 from megafp8.report.record import read_run
+from tests.observe.test_trackers import offline_folders, scalars, wandb_file
 from tests.train.runs import STEPS, TWO_RANKS, Done, Place, assert_same, timeless_metrics
 
 
@@ -124,6 +127,33 @@ def test_rollback_of_a_passing_fault(place: Place, undisturbed: tuple[Place, Don
         mine, theirs = (p.checkpoint(step) / "rank0.safetensors" for p in (place, reference))
         assert mine.read_bytes() == theirs.read_bytes()
     assert timeless_metrics(place) == timeless_metrics(reference)
+
+
+def test_rollback_rewinds_the_trackers(place: Place, undisturbed: tuple[Place, Done]) -> None:
+    """TensorBoard has each step of metrics.jsonl once; Weights & Biases has rows that rise."""
+    fault: list[object] = ["nan_gradient", bad_tensor(undisturbed[0]), [7], 1]
+    more = ["exp_manager.create_tensorboard_logger=True", "trainer.log_every_n_steps=1"]
+    more += ["exp_manager.checkpoint_callback_params.every_n_train_steps=4"]
+    has_wandb = importlib.util.find_spec("wandb") is not None
+    if has_wandb:
+        more.append("exp_manager.create_wandb_logger=True")
+        environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+        fault = ["both", fault, ["environment", environment]]
+    done = place.run(policy("rollback"), *more, fault=fault)
+    assert done.code == 0 and "going back to step 4" in done.output, done.output
+    rows = read_metrics(place.dir() / "metrics.jsonl")
+    for tag, key in (("lm loss", "loss"), ("val_loss", "val_loss"), ("grad_norm", "grad_norm"),
+                     ("consumed_samples", "consumed_samples"), ("lr", "lr"),
+                     ("train_step_timing in s", "step_seconds")):  # fmt: skip
+        expected = {row["step"]: np.float32(row[key]) for row in rows if key in row}
+        assert scalars(place.dir(), tag) == list(expected.items()), tag
+    if has_wandb:
+        (folder,) = offline_folders(place.dir())
+        _, in_wandb = wandb_file(folder)
+        losses = [(row["_step"], row["lm loss"]) for row in in_wandb]
+        assert losses == [(row["step"], row["loss"]) for row in rows if "loss" in row]
+        assert f"wandb sync {folder.relative_to(place.cwd)}" in done.output
+        assert place.summary()["wandb"].endswith(f"wandb sync {folder.relative_to(place.cwd)}")
 
 
 def test_rollback_before_the_first_checkpoint(

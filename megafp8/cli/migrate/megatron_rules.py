@@ -28,6 +28,7 @@ _SELF_GIVEN = (
     "tensorboard_dir",
     "wandb_project",
     "wandb_exp_name",
+    "wandb_entity",
     "data_cache_path",
 )
 _YARN = {

@@ -43,7 +43,8 @@ class WandbLogger:
 
     project: str | None = key(
         None,
-        "Project of the run in Weights & Biases.",
+        "Project of the run in Weights & Biases. `null`: as the environment's `WANDB_PROJECT` "
+        "says, otherwise `megafp8`.",
         nemo=None,
         group="logs",
         spec="observe.wandb_project",
@@ -52,7 +53,8 @@ class WandbLogger:
     )
     name: str | None = key(
         None,
-        "Name of the run in Weights & Biases.",
+        "Name of the run in Weights & Biases. `null`: that of the run's directory; in a sweep the "
+        "sweep's, with the number of the job.",
         nemo=None,
         group="logs",
         spec="observe.wandb_name",
@@ -67,7 +69,7 @@ class WandbLogger:
     )
     group: str | None = key(
         None,
-        "Group of runs in Weights & Biases.",
+        "Group of runs in Weights & Biases. `null`: none; in a sweep the name of its directory.",
         group="logs",
         spec="observe.wandb_group",
         needs=WANDB,
@@ -77,6 +79,28 @@ class WandbLogger:
         "Tags of the run in Weights & Biases.",
         group="logs",
         spec="observe.wandb_tags",
+        needs=WANDB,
+    )
+    job_type: str | None = key(
+        None,
+        "Type of the run within its group in Weights & Biases.",
+        group="logs",
+        spec="observe.wandb_job_type",
+        needs=WANDB,
+    )
+    notes: str | None = key(
+        None,
+        "A text about the run in Weights & Biases.",
+        group="logs",
+        spec="observe.wandb_notes",
+        needs=WANDB,
+    )
+    must_start: bool = key(
+        False,
+        "Do not train, nor continue, unless Weights & Biases has begun to record as `mode` says. "
+        "False: a lost connection costs a warning, and the run is recorded offline.",
+        group="logs",
+        spec="observe.wandb_must_start",
         needs=WANDB,
     )
     mode: str | None = key(
