@@ -12,7 +12,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.job import command_parser, parse_options, reports_errors, resolved_table
+from megafp8.cli.epochs import with_epochs
+from megafp8.cli.job import (
+    command_parser,
+    gives_steps,
+    parse_options,
+    reports_errors,
+    resolved_table,
+)
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE, passing_gradients, phase_name
 from megafp8.config.keys import MAX_VOCABULARY
@@ -71,7 +78,8 @@ def main(argv: Sequence[str]) -> int:
         trusts_recipes=given.trusts_recipes,
     )
     asked = loaded.cfg.trainer.accelerator
-    spec = resolve(loaded.cfg, lambda: asked == "gpu" or _sees_gpu())
+    cfg, _ = with_epochs(loaded.cfg, gives_steps(loaded))
+    spec = resolve(cfg, lambda: asked == "gpu" or _sees_gpu())
     from megafp8.runs import directory
     from megafp8.train import dryrun
     from megafp8.train.build import check_on_cpu

@@ -57,6 +57,7 @@ class AppInfo:
         directory: The directory of a job of a sweep, which is also its
             `exp_manager.explicit_log_dir`.
         trusts_recipes: Whether recipes that YAML files name as code may be imported.
+        gives_steps: Whether a user set `trainer.max_steps`.
     """
 
     overrides: tuple[str, ...]
@@ -68,6 +69,7 @@ class AppInfo:
     record: Mapping[str, object] = field(default_factory=dict, compare=False)
     directory: Path | None = None
     trusts_recipes: bool = False
+    gives_steps: bool = True
 
 
 Task = Callable[[DictConfig, AppInfo], int]
@@ -85,8 +87,15 @@ def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
         inert=tuple(loaded.inert_lines()),
         record=record(loaded),
         trusts_recipes=options.trusts_recipes,
+        gives_steps=gives_steps(loaded),
         **more,
     )
+
+
+def gives_steps(loaded: Loaded) -> bool:
+    """Whether `trainer.max_steps` is a setting of the user, and not of one of our jobs."""
+    origin = str(loaded.origins.get("trainer.max_steps", DEFAULT))
+    return origin not in (str(DEFAULT), f"{FINETUNE_JOB}.yaml")
 
 
 def training_program() -> list[str]:

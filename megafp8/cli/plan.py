@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.job import command_parser, parse_options, reports_errors
+from megafp8.cli.epochs import with_epochs
+from megafp8.cli.job import command_parser, gives_steps, parse_options, reports_errors
 from megafp8.cli.plan_page import page
 from megafp8.cli.plan_text import (
     USABLE,
@@ -226,7 +227,8 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         trains=False,
         trusts_recipes=given.trusts_recipes,
     )
-    spec = _for_version(resolve(loaded.cfg, lambda: True), words)
+    cfg, _ = with_epochs(loaded.cfg, gives_steps(loaded))
+    spec = _for_version(resolve(cfg, lambda: True), words)
     data, whose = spec.data, ""
     if vocab_size is None:
         known = asked_vocabulary(loaded.origins, data.prefix, data.tokenizer.vocab_size)

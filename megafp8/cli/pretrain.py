@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megafp8 import __version__
+from megafp8.cli.epochs import with_epochs
 from megafp8.cli.job import FINETUNE_JOB, STARTED_AS, training_program
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
@@ -110,6 +111,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
     if not is_rank() and sys.stdout.isatty():  # the import takes seconds, or many from a slow disk
         say(f"megafp8 {__version__}: loading PyTorch …")
+    cfg, notes = with_epochs(cfg, info.gives_steps)
     spec = resolve(cfg, gpu_available)
     prepare_connections(spec.parallel, os.environ)  # the ranks that this process starts inherit it
     argv = list(info.overrides)
@@ -152,7 +154,7 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
         spec,
         is_sweep=info.is_sweep,
         command=command,
-        notes=info.inert,
+        notes=(*info.inert, *notes),
         record=info.record,
     )
 

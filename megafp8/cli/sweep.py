@@ -25,7 +25,8 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from megafp8.cli.job import Options, Task, app_info, directory_problems, report_error
+from megafp8.cli.epochs import with_epochs
+from megafp8.cli.job import Options, Task, app_info, directory_problems, gives_steps, report_error
 from megafp8.cli.sweep_limits import keep_texts, sweeper_problems
 from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.cli.sweep_results import (
@@ -182,7 +183,8 @@ class Sweep:
         from megafp8.runs.finished import finished_run  # the module imports torch
 
         try:
-            cfg = self._load(job).cfg
+            loaded = self._load(job)
+            cfg, _ = with_epochs(loaded.cfg, gives_steps(loaded))
             cfg.exp_manager.explicit_log_dir = str(job.directory)
             spec = resolve(cfg, self.options.gpu_available or (lambda: False))
             finished = finished_run(spec, is_sweep=True)

@@ -204,7 +204,7 @@ def _train(values: Values) -> TrainSpec:
         limit_val_batches=_validation_batches(limit, trial),
         val_share=limit if isinstance(limit, float) and limit > 0 and not trial else None,
         last_validation_is_whole=limit is None and not trial,
-        rampup=_rampup(values["model.rampup_batch_size"]),
+        rampup=rampup_of(values["model.rampup_batch_size"]),
         fast_dev_run=bool(trial),
     )
 
@@ -219,7 +219,8 @@ def _validation_batches(limit: float | None, trial: int) -> int:
     return min(batches, trial) if trial else batches
 
 
-def _rampup(sizes: Sequence[int] | None) -> RampupSpec | None:
+def rampup_of(sizes: Sequence[int] | None) -> RampupSpec | None:
+    """Return how the batch grows, given `model.rampup_batch_size`; None: it does not grow."""
     if sizes is None:
         return None
     start, increment, samples = sizes

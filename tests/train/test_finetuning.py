@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli import export, generate, import_hf
+from megafp8.cli.epochs import with_epochs
+from megafp8.cli.job import gives_steps
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import data_spec, resolve
 from megafp8.data.instructions import PackedExamples, PreparedInstructions, prepare_instructions
@@ -305,6 +307,54 @@ def test_a_chat_from_an_import_to_transformers(
     assert mine["text"] == tokenizer.decode(out, skip_special_tokens=True)
     assert (mine["end"] == "token") == (out[-1] == tokenizer.eos_token_id)
     assert mine["text"].startswith("Return "), "it has learned to answer"
+
+
+def test_epochs_are_so_many_steps(tuning: Finetuning) -> None:
+    """The header says how many before the first one, and the schedule of rates ends with them."""
+    flags = [base(tuning), "trainer.precision=32", "model.optim.sched.min_lr=1e-3"]
+    done = tuning.run(*flags, "trainer.max_epochs=2", "trainer.max_steps=1000")
+    assert done.code == 0, done.output
+    samples = int(re.search(r"54 training examples in (\d+) samples", done.output)[1])  # type: ignore[index]
+    steps = -(-2 * samples // 4)
+    line = f"trainer.max_epochs=2: 2 x {samples} samples are {steps} steps"
+    assert -1 < done.output.find(line) < done.output.find("loaded the weights from")
+    rows = [row for row in tuning.metrics() if "loss" in row]
+    assert len(rows) == tuning.summary()["total_steps"] == steps
+    assert rows[-1]["lr"] == pytest.approx(1e-3, rel=0.2) and rows[2]["lr"] > 5e-3
+    longer = done.output.partition("continue with")[2]
+    assert f"trainer.max_steps={2 * steps}" in longer and "max_epochs" not in longer
+
+
+def test_epochs_and_steps_end_a_run_at_what_comes_first(
+    undisturbed: tuple[Place, Done], tmp_path: Path
+) -> None:
+    write(tmp_path / "mine.jsonl", *({"input": "ab " * 9, "output": "c"} for _ in range(50)))
+    argv = [f"{FILES}={tmp_path / 'mine.jsonl'}", f"restore_from_path={undisturbed[0].dir()}",
+            "model.data.train_ds.packed_sequence=False", "model.global_batch_size=4",
+            "model.micro_batch_size=2", "trainer.max_epochs=3"]  # fmt: skip
+
+    def settled(*more: str) -> tuple[int, list[str]]:
+        loaded = load_all([*argv, *more], config_name="finetune_gpt", trains=False)
+        cfg, notes = with_epochs(loaded.cfg, gives_steps(loaded))
+        return cfg.trainer.max_steps, notes
+
+    said = "trainer.max_epochs=3: 3 x 45 samples are 34 steps with model.global_batch_size=4"
+    assert settled() == (34, [said])
+    assert settled("trainer.max_steps=34") == (34, [said])
+    assert settled("trainer.max_steps=900") == (34, [said])
+    assert settled("trainer.max_steps=20")[0] == 20
+    assert settled("trainer.max_steps=20")[1] == [
+        f"{said}; trainer.max_steps=20 ends the run before"
+    ]
+    grows = settled("model.rampup_batch_size=[2,2,40]")
+    assert grows[0] == 20 + -(-(135 - 40) // 4)
+    profile = ["model.nsys_profile.enabled=True", "model.nsys_profile.start_step=40",
+               "model.nsys_profile.end_step=40"]  # fmt: skip
+    with pytest.raises(ConfigError, match="start_step=40: is never reached.*are 34 steps"):
+        settled(*profile)
+    with pytest.raises(ConfigError, match="trainer.max_epochs=3.*has no effect"):
+        load(["trainer.max_epochs=3"])
+    assert load(["trainer.max_epochs=-1"]).trainer.max_steps == 900
 
 
 # --- errors of the command ------------------------------------------------------------------------

@@ -94,6 +94,7 @@ EFFECTS: dict[str, Effect] = {
     "trainer.max_restarts": ShownBy(
         "tests/parallel/test_launch.py::test_a_rank_that_dies_is_started_again"
     ),
+    "trainer.max_epochs": ShownBy("tests/train/test_finetuning.py::test_epochs_are_so_many_steps"),
     "trainer.gradient_clip_algorithm": Trains("value", ("trainer.gradient_clip_val=0.001",)),
     "model.rampup_batch_size": ShownBy(
         "tests/train/test_rampup.py::test_sizes_samples_and_rates_of_a_run"

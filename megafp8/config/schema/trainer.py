@@ -16,6 +16,7 @@ from megafp8.config.keys import (
     one_of,
     or_null,
 )
+from megafp8.config.schema.data import OF_EXAMPLES
 from megafp8.config.values import (
     PRECISIONS,
     is_interval,
@@ -74,6 +75,18 @@ class Trainer:
         group="length",
         kind="length",
         valid=at_least(1),
+    )
+    max_epochs: int | None = key(
+        None,
+        "Number of times that fine-tuning reads all its examples. The start of the run says how "
+        "many steps these are; they take the place of the job's own `trainer.max_steps`, and if "
+        "that is given too, the run ends at what comes first. `null` and -1: `trainer.max_steps`.",
+        nemo=-1,
+        group="length",
+        kind="length",
+        valid=Valid("null, -1 or at least 1", lambda v: v is None or v == -1 or 1 <= v <= 2**31),
+        needs=OF_EXAMPLES,
+        spelling=lambda v: None if v == -1 else v,
     )
     log_every_n_steps: int = key(
         10,

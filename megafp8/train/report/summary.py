@@ -210,11 +210,15 @@ def continue_command(
     """
     if not finished:
         return shlex.join(command)
-    arguments = [word for word in command if not word.startswith("trainer.max_steps=")]
+    lengths = ("trainer.max_steps=", "trainer.max_epochs=")
+    arguments = [word for word in command if not word.startswith(lengths)]
     names_run = ("exp_manager.name=", "exp_manager.explicit_log_dir=")
     if not any(key in argument for argument in arguments for key in names_run):
         is_plain = re.fullmatch(r"(?!null$)[\w.-]+", path.name, re.ASCII | re.IGNORECASE)
         arguments.append(f"exp_manager.name={path.name if is_plain else quoted(path.name)}")
+    epochs = with_defaults(spec.resolved).get("trainer.max_epochs")
+    if epochs is not None and f"trainer.max_epochs={epochs}" not in command:  # a file has them
+        arguments.append("trainer.max_epochs=null")
     arguments.append(f"trainer.max_steps={2 * max(spec.train.max_steps, step)}")
     return shlex.join(arguments)
 
