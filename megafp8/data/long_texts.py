@@ -49,16 +49,22 @@ def noted(
     lists: Iterable[list[str]], tokenizer: Tokenizer, notify: Callable[[str], None]
 ) -> Iterator[list[str]]:
     """Yield the lists; the first text that is very long and cannot be cut is a line."""
-    is_noted = not isinstance(tokenizer, JsonTokenizer) or _rule_of(tokenizer) is not None
+    is_noted = not isinstance(tokenizer, JsonTokenizer)
     for texts in lists:
-        if not is_noted and (longest := max(map(len, texts))) > _NOTED:
+        text = "" if is_noted else max(texts, key=len)
+        if len(text) > _NOTED and (longest := _uncut(text, _rule_of(tokenizer))) > _NOTED:
             is_noted = True
             notify(
                 f"a text of {longest / 1e6:.0f} million characters is tokenized at once, as this "
-                "tokenizer may join any parts of it: some "
+                "tokenizer may join any parts of it, which takes some "
                 f"{longest / 1e7:.0f} to {longest / 4e6:.0f} GB of memory"
             )
         yield texts
+
+
+def _uncut(text: str, agrees: Agrees | None) -> int:
+    """Return the characters before the first cut of a text."""
+    return len(text) if agrees is None else len(next(_parts(text, agrees)))
 
 
 @cache

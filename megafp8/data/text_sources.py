@@ -444,5 +444,11 @@ def first_texts(texts: Iterator[str], characters: int) -> Iterator[str]:
 
 
 def paths_of(names: Sequence[str]) -> tuple[Path, ...]:
-    """Return the paths that `names` name."""
+    """Return the paths that `names` name.
+
+    Raises:
+        DataError: A name is empty, as that of an unset variable, which would be this folder.
+    """
+    if not all(names):
+        raise DataError("preprocess", "FILE", "has an empty name", "Leave it out, or give a path")
     return tuple(expanded(name) for name in names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples
+from megafp8.data.dataset import record_file
 from megafp8.data.indexed import dataset_path, require_files
 from megafp8.data.instructions import PreparedInstructions, prepare_instructions
 from megafp8.data.loader import DocumentRules
@@ -101,20 +102,32 @@ class RunData(Protocol):
         ...
 
 
-def warnings_of(data: RunData) -> list[str]:
+def warnings_of(spec: DataSpec, data: RunData) -> list[str]:
     """Return lines about documents that are read in a way that is seldom meant.
 
-    Copies of a dataset are noticed by their tokens, whatever their names are.
+    Copies are noticed by their content, whatever their names are.
     """
-    if not isinstance(data, PreparedData):
-        return []
-    lines = [
-        f"data: {one} and {other} have the same tokens: each of their samples comes twice"
-        for one, other in data.repeated
-    ]
-    if names := ", ".join(data.validated_in_training):
+    lines: list[str] = []
+    shared: Sequence[str] = ()
+    if spec.instructions is not None:
+        trained = {_content_of(file) for file in spec.instructions.train_files}
+        validated = spec.instructions.validation_files
+        shared = [file for file in validated if _content_of(file) in trained]
+    elif isinstance(data, PreparedData):
+        shared = data.validated_in_training
+        for one, other in data.repeated:
+            same = f"data: {one} and {other} have the same tokens"
+            lines.append(f"{same}: each of their samples comes twice")
+    if shared:
+        names = ", ".join(shared)
         lines.append(f"data: {names}: the validation loss is of documents that are trained on")
     return lines
+
+
+def _content_of(file: str) -> str:
+    """Return a hash of a file of examples; of what is no file, its name."""
+    path = expanded(file)
+    return record_file(path).sha256 if path.is_file() else file
 
 
 def epochs_of(data: RunData, num_samples: int) -> str | None:

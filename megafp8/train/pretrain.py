@@ -306,7 +306,7 @@ def open_run(
     on_cpu = mesh.device.type == "cpu"
     waiting = Waiting(torch.get_num_threads(), os.environ) if on_cpu else None
     data = open_on_all(spec.data, mesh, console.event)
-    for line in warnings_of(data):
+    for line in warnings_of(spec.data, data):
         console.warn(line)
     spec = with_validation_batches(spec.with_vocabulary(data.vocab_size), data)
     on_main(mesh, lambda: refuse_tokens_beyond(data, spec.model.vocab_size))

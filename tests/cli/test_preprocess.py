@@ -479,6 +479,14 @@ def test_mistakes_are_named(
     assert said in text and "Traceback" not in text
 
 
+def test_an_empty_name_is_not_this_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.txt").write_text("not meant")
+    assert "FILE: has an empty name" in wrong(capsys, "", "--output", "o", "--tokenizer", "bytes")
+
+
 @pytest.mark.parametrize("name", ["bad.jsonl", "bad.parquet", "bad.txt", "none.txt", "odd.xyz"])
 def test_files_that_are_not_what_they_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str

@@ -123,15 +123,17 @@ def test_training_documents_that_are_validated_on_are_said(folder: Path, tmp_pat
         ([a], [copied], [copied]),
         ([c, b], [c, linked], [c, linked]),
     ):
-        lines = warnings_of(opened(folder, split(train, validation)))
+        data = opened(folder, split(train, validation))
+        lines = warnings_of(data_spec(None), data)
         said = [f"data: {', '.join(want)}: the validation loss is of documents that are trained on"]
         assert lines == (said if want else []), (train, validation)
-    assert warnings_of(opened(folder, a)) == []
+    assert warnings_of(data_spec(None), opened(folder, a)) == []
 
 
 def test_a_dataset_that_is_twice_in_a_blend_is_said(folder: Path, tmp_path: Path) -> None:
     a, b = (str(folder / name) for name in "ab")
-    (line,) = warnings_of(opened(folder, tuple(Weighted("1", path) for path in (a, b, a))))
+    data = opened(folder, tuple(Weighted("1", path) for path in (a, b, a)))
+    (line,) = warnings_of(data_spec(None), data)
     assert f"{a} and {a} have the same tokens: each of their samples comes twice" in line
     data = opened(folder, (Weighted("1", a), Weighted("1", a)))
     assert np.array_equal(data.train[0], data.train[1]), "they do"

@@ -122,12 +122,15 @@ def test_training_learns_the_same_from_parts(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_long_text_that_cannot_be_cut_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_texts, "_NOTED", 30)
-    lists = [["x" * 9], ["y" * 31, ""], ["z" * 50]]
-    said: list[str] = []
-    whole, cut = make(None), byte_tokenizer()
-    assert list(long_texts.noted(lists, whole, said.append)) == lists
-    assert len(said) == 1 and "tokenized at once" in said[0]
-    assert list(long_texts.noted(lists, cut, said.append)) == lists and len(said) == 1
+    monkeypatch.setattr(long_texts, "LONG", 8)
+    words, one_word = [["x" * 9], ["a b " * 31, ""], ["c d" * 50]], [["\0" * 31]]
+    for tokenizer, lists, count in (
+        (make(None), words, 1), (make(None), [["x" * 30]], 0),
+        (byte_tokenizer(), words, 0), (byte_tokenizer(), one_word, 1),
+    ):  # fmt: skip
+        said: list[str] = []
+        assert list(long_texts.noted(lists, tokenizer, said.append)) == lists
+        assert len(said) == count and all("tokenized at once" in line for line in said)
 
 
 PROGRAM = """

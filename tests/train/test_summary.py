@@ -21,7 +21,7 @@ from megafp8.report.record import read_run, typical
 from megafp8.train.report.summary import unigram_bits_per_byte, xz_bits_per_byte
 from tests.config.helpers import run_spec
 from tests.data.helpers import write_dataset
-from tests.train.runs import Place
+from tests.train.runs import Finetuning, Place
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -125,3 +125,15 @@ def test_a_run_without_validation_documents(place: Place) -> None:
     assert json.loads(samples)["prompt"]
     done = place.run(*words, "trainer.limit_val_batches=0", "trainer.max_steps=6")
     assert done.code == 0 and place.summary()["step"] == 6, done.output
+
+
+def test_examples_that_are_trained_and_validated_on_are_said(tuning: Finetuning) -> None:
+    copied = tuning.cwd / "copied.jsonl"
+    shutil.copy(tuning.cwd / "mine.jsonl", copied)
+    done = tuning.run(
+        f"restore_from_path={tuning.data}", f"model.data.validation_ds.file_names={copied}",
+        "trainer.max_steps=2", "trainer.val_check_interval=2",
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    said = f"data: {copied}: the validation loss is of documents that are trained on"
+    assert f"warning: {said}" in done.output and tuning.summary()["data_warnings"] == said

@@ -96,7 +96,7 @@ def summarize(
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
         epochs=None if spec.train.overfit_batches else epochs_of(run.data, state.consumed_samples),
-        data_warnings="; ".join(warnings_of(run.data)) or None,
+        data_warnings="; ".join(warnings_of(spec.data, run.data)) or None,
         wall_seconds=time.monotonic() - began,
         **_speed(run, path),
         peak=run.peak.text(fp8=spec.precision.fp8 is not None),
