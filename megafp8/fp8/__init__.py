@@ -1,4 +1,4 @@
-"""Hold everything of FP8; seen from outside, turn the linears of any PyTorch model into FP8 ones.
+"""Hold everything of FP8; seen from outside, turn the linears of a PyTorch model into FP8 ones.
 
     from megafp8 import fp8
 

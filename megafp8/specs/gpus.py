@@ -36,11 +36,13 @@ def why_no_product(capability: Capability, layout: LayoutName | None) -> str | N
     return None
 
 
-def why_not_in_te(capability: Capability, te_class: str) -> str | None:
+def why_not_in_te(capability: Capability, te_class: str, power_2_scale: bool = True) -> str | None:
     """Return why Transformer Engine cannot run a class of its recipes on a GPU, or None if it can.
 
     The source is `check_recipe_support` of version 2.20.2 (transformer_engine/pytorch/
-    quantization.py), which also wants CUDA 12.9 for `Float8BlockScaling`.
+    quantization.py), which also wants CUDA 12.9 for `Float8BlockScaling`. Whether scales are powers
+    of two is asserted by the casts of blocks (transformer_engine/common/transpose/
+    quantize_transpose_vector_blockwise.cu), since Blackwell multiplies such blocks as MXFP8.
     """
     least = {
         "Float8BlockScaling": (9, 0),
@@ -52,6 +54,8 @@ def why_not_in_te(capability: Capability, te_class: str) -> str | None:
         return f"{te_class} begins at compute capability {first[0]}.{first[1]}"
     if te_class == "MXFP8BlockScaling" and capability >= (12, 0):
         return f"{te_class} has not all products from compute capability 12.0 on"
+    if te_class == "Float8BlockScaling" and capability >= (10, 0) and not power_2_scale:
+        return f"{te_class} needs model.fp8_power_2_scale=True from compute capability 10.0 on"
     return None
 
 

@@ -210,8 +210,12 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
     if device.type != "cpu":
         why_not = te_names.why_not_installed(device)
         if why_not is None and load:
-            classes = (None if recipe is None else te_class(recipe.name) for recipe in recipes)
-            reasons = (te_names.why_te_cannot(device, name) for name in classes)
+            reasons = (
+                te_names.why_te_cannot(device, te_class(recipe.name), recipe.power_2_scale)
+                if recipe is not None
+                else te_names.why_te_cannot(device, None)
+                for recipe in recipes
+            )
             why_not = next((reason for reason in reasons if reason is not None), None)
         if why_not is not None:
             yield why_not

@@ -146,7 +146,9 @@ def import_te() -> TeNames:
     )
 
 
-def why_te_cannot(device: torch.device, recipe: str | None) -> str | None:
+def why_te_cannot(
+    device: torch.device, recipe: str | None, power_2_scale: bool = True
+) -> str | None:
     """Return why Transformer Engine cannot run a class of recipes here, or None where it can."""
     if (reason := why_not_installed(device)) is not None:
         return reason
@@ -156,7 +158,7 @@ def why_te_cannot(device: torch.device, recipe: str | None) -> str | None:
         version = importlib.metadata.version("transformer-engine")
         return f"transformer-engine {version} cannot be loaded ({_first_line(error)}). {INSTALL}"
     capability = torch.cuda.get_device_capability(device)
-    if recipe is None or (reason := why_not_in_te(capability, recipe)) is None:
+    if recipe is None or (reason := why_not_in_te(capability, recipe, power_2_scale)) is None:
         return None
     return f"this GPU has compute capability {capability[0]}.{capability[1]}, and {reason}"
 

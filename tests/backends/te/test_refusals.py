@@ -97,6 +97,11 @@ def test_a_recipe_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch)
         "this GPU has compute capability 8.9, and Float8BlockScaling begins at compute capability "
         "9.0"
     )
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert te_names.why_te_cannot(cuda, "Float8BlockScaling", power_2_scale=True) is None
+    assert te_names.why_te_cannot(cuda, "Float8CurrentScaling", power_2_scale=False) is None
+    found = te_names.why_te_cannot(cuda, "Float8BlockScaling", power_2_scale=False)
+    assert found is not None and "model.fp8_power_2_scale=True" in found
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
