@@ -497,3 +497,19 @@ def test_a_short_file_is_told_of_the_default_job(tmp_path: Path) -> None:
     found = load_problems(config_dir=tmp_path, config_name="mine")
     found = [problem for problem in found if problem.reason == "must be given"]
     assert found and all("defaults: [pretrain_gpt, _self_]" in p.hint for p in found)
+
+
+def test_a_file_of_nemos_fine_tuning_is_told_of_each_key_that_stands_elsewhere_here() -> None:
+    """Those that docs/guide/finetuning.md names."""
+    train = "max_seq_length global_batch_size micro_batch_size num_workers add_sep min_seq_length"
+    keys = [
+        "model.restore_from_path",
+        *(f"model.data.train_ds.{name}" for name in train.split()),
+        "model.data.validation_ds.label_key",
+        "model.data.validation_ds.metric.name",
+        "model.data.validation_ds.write_predictions_to_file",
+        "model.data.test_ds.file_names",
+        "model.peft.peft_scheme",
+    ]
+    found = load_problems(*(f"++{key}=1" for key in keys), config_name="finetune_gpt")
+    assert {problem.key for problem in found} >= set(keys)

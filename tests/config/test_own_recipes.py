@@ -27,6 +27,7 @@ from megafp8.specs.recipes import (
     source_of,
 )
 from megafp8.specs.traits import ROW, TENSOR, Scales, Traits, alike
+from tests.config.helpers import the_problem
 
 OWN = Path(__file__).parents[1] / "own_recipes"
 BLOCKS = f"{OWN}/blocks_of_32.py:BlocksOf32"
@@ -208,6 +209,22 @@ def test_a_simulated_weight_is_not_kept_in_fp8() -> None:
     casts = alike(TENSOR, serves_both=True)
     assert Traits(input=casts, weight=casts, grad_output=casts).keeps_weight
     assert not Traits(input=casts, weight=casts, grad_output=casts, is_simulated=True).keeps_weight
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["model.fp8_params=True"], "model.fp8_params"),
+        (["model.fp8_backend=te"], "model.fp8_recipe"),
+        (["model.fp8_backend=torchao"], "model.fp8_recipe"),
+        (["model.enable_cuda_graph=True", "trainer.accelerator=gpu"], "model.enable_cuda_graph"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [BLOCKS, f"{OWN}/simulated_int8.py:Int8"])
+def test_what_a_recipe_does_not_declare_is_refused_by_name(
+    recipe: str, settings: list[str], key: str
+) -> None:
+    assert the_problem("model.fp8=True", f"model.fp8_recipe={recipe}", *settings).key == key
 
 
 def test_without_fp8_nothing_is_imported(marked: Path) -> None:

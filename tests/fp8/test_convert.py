@@ -27,6 +27,7 @@ from megafp8.fp8 import converted as modules_of_others
 from megafp8.fp8 import engine
 from megafp8.fp8.converted import Converted
 from megafp8.fp8.formats import E4M3
+from megafp8.ops import torch_private
 from megafp8.specs.run import HealthSpec
 from tests.fp8.models import gpt2, llama, mlp, noise, old_weight_norm, train
 
@@ -266,6 +267,23 @@ def test_a_dtype_of_later_is_refused_as_conversion_does(recipe: Any) -> None:
     model.half()
     with state.microbatch():
         model(noise(16, 32, seed=0, dtype=torch.float16)).sum().backward()
+
+
+def test_tensor_parallelism_of_dtensor_is_refused_by_name() -> None:
+    model = mlp()
+    state = fp8.convert(model, "tensorwise")
+    torch_private.join_simulated_group(rank=0, world_size=2)
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        weight = model.get_parameter("0.weight").data
+        part = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+        model.get_submodule("0").register_parameter("weight", nn.Parameter(part))
+        with pytest.raises(fp8.Fp8Error, match="0: its weight is a DTensor"), state.microbatch():
+            model(noise(16, 32, seed=0))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Fused(nn.Module):

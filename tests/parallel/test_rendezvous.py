@@ -143,6 +143,13 @@ def test_a_rank_says_that_it_waits_for_rank_0(
     assert capsys.readouterr().err.count("waiting: rank 7 waits up to 60 s for rank 0 at") == 1
 
 
+def test_the_page_has_these_waits() -> None:
+    page = (Path(__file__).parents[2] / "docs/guide/slurm.md").read_text("utf-8")
+    assert f"says so after {rendezvous.UNREACHABLE_SECONDS:.0f} s." in page
+    assert page.count(f"after {rendezvous._NOTICE_SECONDS:.0f} s") == 2
+    assert f"wait for each other ({rendezvous.JOIN_SECONDS:.0f})" in page
+
+
 def test_a_torch_that_expects_another_greeting_still_joins(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
