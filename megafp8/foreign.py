@@ -237,7 +237,7 @@ def _texts_loader() -> Any:
 
     kept = {f"tag:yaml.org,2002:{name}" for name in ("null", "merge")}
 
-    class Texts(yaml.SafeLoader):
+    class Texts(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
         yaml_implicit_resolvers: ClassVar[Any] = {
             first: [one for one in resolvers if one[0] in kept]
             for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -44,7 +44,7 @@ def keep_texts(sweeper: Any) -> None:
     params: Any = sweeper.get("params")
     for key, value in params.items() if isinstance(params, DictConfig) else ():
         if isinstance(value, str):
-            params[key] = texts_quoted(f"{key}={value}", ()).partition("=")[2]
+            params[key] = texts_quoted(f"{key!s}={value}", ()).partition("=")[2]
 
 
 def _batch_problems(sweeper: Any) -> list[SettingError]:
