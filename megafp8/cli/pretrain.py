@@ -29,7 +29,7 @@ from megafp8.ops.waiting import prepare_threads
 from megafp8.parallel.ends import MAX_RESTARTS, REQUEUES
 from megafp8.parallel.environment import check_environment
 from megafp8.parallel.launch import (
-    follow_parent,
+    follow_launcher,
     has_launcher,
     is_rank,
     launch,
@@ -164,7 +164,7 @@ def main(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> int:
 
     After Ctrl-C before training there is nothing to save.
     """
-    follow_parent()
+    follow_launcher()
     prepare_allocator(os.environ)  # torch has not been imported yet
     try:
         adopt_step(os.environ)

@@ -65,8 +65,8 @@ def has_launcher() -> bool:
 def signals_are_passed_on() -> bool:
     """Return whether the launcher of this rank, ours or torchrun, passes its signals on.
 
-    A command that runs jobs (`follow_parent`) does so too. What ends a whole job, such as systemd,
-    signals the launcher and its ranks, so that each rank gets the signal twice.
+    A command that runs jobs (`job_environment`) does so too. What ends a whole job, such as
+    systemd, signals the launcher and its ranks, so that each rank gets the signal twice.
     """
     if is_rank() and not {LAUNCHER, "TORCHELASTIC_RUN_ID"}.isdisjoint(os.environ):
         return True
@@ -116,37 +116,23 @@ def prepare_connections(parallel: ParallelSpec, environment: MutableMapping[str,
 
 
 def follow_launcher() -> None:
-    """Make this process end when our launcher ends, however it ends (Linux only).
+    """Make this process end when our launcher, or the command whose job it is, ends (Linux only).
 
-    A process without our launcher is not changed.
+    It does so however that one ends. A process without either is not changed. The ranks of a job do
+    not see the command's variable: they follow their launcher.
     """
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is not None and is_rank():
-        _end_with(int(launcher))
-
-
-def follow_parent() -> None:
-    """Make this process end when the command ends that runs it as one of its jobs (Linux only).
-
-    The job's own processes do not see the variable: its ranks follow their launcher.
-    """
-    parent = os.environ.pop(PARENT, None)
-    if parent is not None and not is_rank():
-        _end_with(int(parent))
-        os.environ[_FOLLOWER] = str(os.getpid())
+    parent = os.environ.get(LAUNCHER) if is_rank() else os.environ.pop(PARENT, None)
+    if parent is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it died before the call above
+        os._exit(int(ExitCode.CRASHED))
+    os.environ[_FOLLOWER] = str(os.getpid())
 
 
 def job_environment() -> dict[str, str]:
     """Return the environment for a job that is to end when this process ends, however it ends."""
     return {**os.environ, PARENT: str(os.getpid())}
-
-
-def _end_with(parent: int) -> None:
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before the call above
-        os._exit(int(ExitCode.CRASHED))
 
 
 def run_process(main: Callable[[], int]) -> NoReturn:
@@ -191,7 +177,8 @@ def launch(
 
     The first signal that asks to save and leave is passed on to every rank; the second one ends all
     ranks at once. If ranks die or hang, all ranks are started again, up to `max_restarts` times,
-    and resume the run from its newest checkpoint.
+    and resume the run from its newest checkpoint. After the last time it is said how each start
+    ended, and on which host.
 
     Raises:
         RunError: MEGAFP8_SHUTDOWN_SECONDS is no number of seconds.
@@ -199,6 +186,7 @@ def launch(
     patience = _patience(os.environ)
     signals: list[signal.Signals] = []
     ends_at_second = not signals_are_passed_on()
+    ends: list[str] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -212,13 +200,16 @@ def launch(
             counts = {
                 "TORCHELASTIC_RESTART_COUNT": str(restart),  # torch's names of the restart counts
                 "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+                LAST_END: ends[-1] if ends else "",
             }
             command = [sys.executable, "-u", *program, *argv]
-            code = _run(command, num_ranks, counts, signals, patience)
-            if signals or code not in RESTARTED or restart == max_restarts:
+            code = _run(command, num_ranks, counts, signals, patience, ends)
+            if signals or code not in RESTARTED:
+                return code
+            if restart == max_restarts:
+                _tell_all(ends)
                 return code
             _tell(f"starting all ranks again: restart {restart + 1} of {max_restarts}")
-            os.environ[LAST_END] = f"the ranks on {socket.gethostname()} ended with code {code}"
         raise AssertionError("unreachable")
     finally:
         for number, handler in previous.items():
@@ -231,11 +222,12 @@ def _run(
     counts: Mapping[str, str],
     signals: Sequence[signal.Signals],
     patience: float,
+    ends: list[str],
 ) -> int:
     """Run all ranks once and return the job's exit code; no process of the job is left then.
 
     `counts` are the ranks' variables of restarts, `signals` those received so far, and `patience`
-    the seconds without progress after which ranks are ended.
+    the seconds without progress after which ranks are ended. How it ended is added to `ends`.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # missing in its stubs
 
@@ -263,7 +255,7 @@ def _run(
                     command, env={**os.environ, **rank_variables, **counts}, start_new_session=True
                 )
             )
-        return _watch(ranks, signals, notes, patience)
+        return _watch(ranks, signals, notes, patience, ends)
     finally:
         _end(ranks)
         shutil.rmtree(notes, ignore_errors=True)
@@ -337,6 +329,7 @@ def _watch(
     signals: Sequence[signal.Signals],
     notes: Path,
     patience: float,
+    ends: list[str],
 ) -> int:
     """Wait for the ranks and return the job's exit code.
 
@@ -367,7 +360,7 @@ def _watch(
                 was_killed = _code(ranks[first_failed]) < 0
                 deadline = time.monotonic() + (0 if was_killed else GRACE_SECONDS)
     asked = signals[0] if signals else None
-    return _code_of_job(ranks, first_failed, asked, notes, patience)
+    return _code_of_job(ranks, first_failed, asked, notes, patience, ends)
 
 
 def _code_of_job(
@@ -376,9 +369,10 @@ def _code_of_job(
     asked: signal.Signals | None,
     notes: Path,
     patience: float = SHUTDOWN_SECONDS,
+    ends: list[str] | None = None,
 ) -> int:
     """Return the job's exit code and report the rank that failed first, unless it reported
-    itself.
+    itself. How the job failed is added to `ends`.
     """
     codes = [rank.poll() for rank in ranks]
     if first_failed is None:
@@ -389,7 +383,10 @@ def _code_of_job(
         if asked is not None and code in (-asked, 128 + asked):
             _tell(f"{asked.name}: left before training began")
             return 128 + asked
+        ends = [] if ends is None else ends
         if code in OUR_CODES:
+            how = "hung" if code == ExitCode.HUNG else f"ended with exit code {code}"
+            ends.append(f"rank {first_failed} on {socket.gethostname()} {how}")
             return code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         error = ""
@@ -397,10 +394,8 @@ def _code_of_job(
             code > 0 and (noted := _first_note(notes)) is not None
         ):  # the other ranks die because this one did
             first_failed, error = noted[0], f": {noted[1]}"
-        _tell(
-            f"rank {first_failed} died ({how}){error}; the other ranks were ended. "
-            f"{_continuation(notes)}"
-        )
+        ends.append(f"rank {first_failed} died ({how}) on {socket.gethostname()}{error}")
+        _tell(f"{ends[-1]}; the other ranks were ended. {_continuation(notes)}")
         return int(ExitCode.CRASHED)
     if None in codes:
         rank = codes.index(None)
@@ -472,6 +467,17 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             pass
     for rank in ranks:
         rank.wait()
+
+
+def _tell_all(ends: Sequence[str]) -> None:
+    """Say how each start ended, after the last one that `trainer.max_restarts` allows."""
+    if len(ends) > 1:
+        starts = "".join(f"\n  start {number}: {end}" for number, end in enumerate(ends, start=1))
+        _tell(
+            f"trainer.max_restarts={len(ends) - 1} allows no other start. On "
+            f"{socket.gethostname()} the starts ended so:{starts}\nThe same command begins a new "
+            "count. If this machine is at fault, use another one that sees the run's directory"
+        )
 
 
 def _tell(text: str) -> None:

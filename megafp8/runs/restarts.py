@@ -1,4 +1,4 @@
-"""Stop a job that is restarted again and again without progress.
+"""Stop a job that is restarted again and again without progress, and say where it failed and how.
 
 Slurm, torchrun and megafp8's launcher restart jobs and say how often they have. `restarts.json` in
 the run's directory counts restarts. A start by a user begins a new count.
@@ -21,51 +21,56 @@ from megafp8.observe.metrics import read_metrics
 from megafp8.parallel.ends import LAST_END
 from megafp8.parallel.launch import LAUNCHER
 from megafp8.parallel.slurm import restart_count
+from megafp8.secrets import hide_values
 
 RECORD = "restarts.json"
-MAX_WITHOUT_PROGRESS = 3
-_NODE = re.compile(r"(?P<a>\S+): tasks? |\bon (?P<b>\S+) ")
+_NODE = re.compile(r"(?P<a>\S+): tasks? |\bon (?P<b>[\w.-]+)")
+MAX_WITHOUT_PROGRESS = 3  # starts that begin at the same step
+
+
+def most_without_progress(asked: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many starts in a row may begin at the same step.
+
+    Slurm itself sets no limit, so that there it is the first start and `trainer.max_restarts` more,
+    if that was `asked` for.
+    """
+    is_slurms = "SLURM_JOB_ID" in environment and LAUNCHER not in environment
+    return asked + 1 if asked and is_slurms else MAX_WITHOUT_PROGRESS
 
 
 def check_progress(
     run_dir: Path,
     step: int,
     environment: Mapping[str, str] = os.environ,
-    *,
-    max_restarts: int = 0,
-) -> list[str]:
-    """Count this start of the run, which continues from `step`, that of the newest checkpoint.
+    most: int = MAX_WITHOUT_PROGRESS,
+) -> str | None:
+    """Count this start of the run, and return in words how the one before it ended, if one did.
 
     Call it before the metrics of later steps are dropped, since they show which step the last start
     reached.
 
     Args:
         run_dir: The run's directory.
-        step: The step of the newest checkpoint, or 0.
-        environment: Says who has started the run, and how the start before ended.
-        max_restarts: `trainer.max_restarts`. On Slurm, as many restarts without progress end the
-            run; our own launcher counts all of them by itself.
-
-    Returns:
-        A line for each start before this one at the same step.
+        step: The step of the newest checkpoint, from which this start continues.
+        environment: Where the starter's variables are.
+        most: How many starts in a row may begin at the same step.
 
     Raises:
-        RunError: This is one consecutive restart at the same step too many; the message lists them,
-            and names the node on which all of them ended, if it is one.
+        RunError: This is one more; the message lists the starts, where they ran and how they ended.
     """
     job, restart = starter(environment)
     if job is None:
         (run_dir / RECORD).unlink(missing_ok=True)
-        return []
+        return None
     record = _record(run_dir) if restart > 0 else {}
-    same_job = record.get("job") == job
-    starts: list[dict[str, Any]] = []
-    if same_job and record.get("step") == step:
-        starts = list(record.get("starts", []))
-        if starts:
-            starts[-1]["reached"] = max(step, _last_logged(run_dir))
-            if why := environment.get(LAST_END):
-                starts[-1]["ended"] = why
+    starts: list[dict[str, Any]] = list(record["starts"]) if record.get("job") == job else []
+    before = None
+    if starts:
+        starts[-1]["reached"] = max(step, _last_logged(run_dir))
+        starts[-1]["ended"] = hide_values(environment.get(LAST_END, "")) or None
+        before = _in_words(starts[-1], record.get("step"))
+        if record.get("step") != step:
+            starts = []
     starts.append(
         {
             "restart": restart,
@@ -76,10 +81,9 @@ def check_progress(
     )
     fields = {"job": job, "step": step, "starts": starts}
     write_json_atomically(run_dir / RECORD, fields)
-    limit = (max_restarts if "SLURM_JOB_ID" in environment else 0) or MAX_WITHOUT_PROGRESS
-    if len(starts) > limit:
+    if len(starts) > most:
         raise RunError(_report(run_dir, step, starts))
-    return _lines(step, starts)
+    return None if before is None else f"restart {restart}: the start before it {before}"
 
 
 def starter(environment: Mapping[str, str]) -> tuple[str | None, int]:
@@ -120,14 +124,14 @@ def _record(run_dir: Path) -> dict[str, Any]:
     return record if well_formed else {}
 
 
-def _lines(step: int, starts: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each start but the last one."""
-    return [
-        f"{start.get('time')} on {start.get('nodes') or start.get('host')}: "
-        f"reached step {start.get('reached', step)}, saved none"
-        + (f"; ended: {start['ended']}" if start.get("ended") else "")
-        for start in starts[:-1]
-    ]
+def _place(start: Mapping[str, Any]) -> str:
+    return str(start.get("nodes") or start.get("host") or "an unknown machine")
+
+
+def _in_words(start: Mapping[str, Any], began: object) -> str:
+    """Return where a start ran, from which step to which, and how it ended."""
+    ended = f", and ended: {start['ended']}" if start.get("ended") else ""
+    return f"on {_place(start)} began at step {began} and reached step {start['reached']}{ended}"
 
 
 def failing_node(starts: list[dict[str, Any]]) -> str | None:
@@ -138,14 +142,22 @@ def failing_node(starts: list[dict[str, Any]]) -> str | None:
 
 
 def _report(run_dir: Path, step: int, starts: list[dict[str, Any]]) -> str:
-    count, lines = len(starts) - 1, "\n".join(f"  {line}" for line in _lines(step, starts))
+    lines = [
+        f"  {start.get('time')} on {_place(start)}: reached step {start.get('reached', step)}, "
+        "saved none" + (f"; {start['ended']}" if start.get("ended") else "")
+        for start in starts[:-1]
+    ]
+    places = {_place(start) for start in starts}
+    where = f"All of them ran on {places.pop()}. " if len(places) == 1 else ""
     node = failing_node(starts[:-1])
-    exclude = "other nodes (--exclude)" if node is None else f"other nodes (--exclude={node})"
-    all_there = "" if node is None else f"All of them ended on {node}. "
+    if node and not where:
+        where = f"All of them ended on {node}. "
     return (
-        f"{run_dir}: {count} restarts have begun at step {step}, and none reached "
-        f"its next checkpoint:\n{lines}\n{all_there}"
+        f"{run_dir}: {len(starts) - 1} restarts have begun at step {step}, and none reached "
+        "its next checkpoint:\n" + "\n".join(lines) + f"\n{where}"
         "The log shows how each one ended. If time or memory ran out, use a longer time limit, "
         "more frequent checkpoints (exp_manager.checkpoint_callback_params.every_n_train_steps) or "
-        f"{exclude}. Submitting the job or running the command again begins a new count"
+        f"other nodes (--exclude{f'={node}' if node else ''}). Submitting the job or running the "
+        "command again begins a new "
+        "count"
     )

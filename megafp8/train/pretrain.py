@@ -314,11 +314,10 @@ def open_run(
     state = build(spec, mesh)
     share = share_of(spec, state)
     saver = _start(path, spec, state, data, console)
-    max_restarts = spec.train.max_restarts
-    for line in on_main(
-        mesh, lambda: restarts.check_progress(path, state.step, max_restarts=max_restarts)
-    ):
-        console.event(f"an earlier start at this step: {line}", kind="restart")
+    most = restarts.most_without_progress(spec.train.max_restarts)
+    before = on_main(mesh, lambda: restarts.check_progress(path, state.step, most=most))
+    if before is not None:
+        console.event(before, kind="restart")
     length = spec.model.max_position_embeddings
     on_main(mesh, lambda: save_tokenizer(data.tokenizer, path, length))
     on_main(mesh, lambda: keep_files_of_model(data.tokenizer, _models_of(spec), path))

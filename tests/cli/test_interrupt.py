@@ -77,8 +77,8 @@ sys.exit(interrupted or 0)
 """
 CHILD = """\
 import os, pathlib, signal, sys, time
-from megafp8.parallel.launch import follow_parent, heard_signals
-follow_parent()
+from megafp8.parallel.launch import follow_launcher, heard_signals
+follow_launcher()
 folder = pathlib.Path(sys.argv[-1].partition("=")[2].strip("'"))
 received = []
 for number in heard_signals():

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -132,8 +133,12 @@ def test_ranks_that_leave_before_training_have_not_died(driver: Driver, tmp_path
 
 
 def test_not_more_often_than_asked(driver: Driver, tmp_path: Path) -> None:
-    code, _, noted = starts(driver, tmp_path, 1, 9, "killed")
+    code, said, noted = starts(driver, tmp_path, 1, 9, "killed")
     assert code not in (0, 2) and noted == ["02", "12"]
+    host = socket.gethostname()
+    ends = [f"  start {n}: rank 0 died (signal SIGKILL) on {host}" for n in (1, 2)]
+    assert "\n".join(ends) in said and "trainer.max_restarts=1 allows no other start" in said
+    assert f"On {host} the starts ended so" in said and "use another one" in said
 
 
 @pytest.mark.parametrize("code", [2, 3])

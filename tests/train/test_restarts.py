@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -152,6 +153,33 @@ def test_a_killed_rank_of_nvfp4(place: Place, tmp_path: Path) -> None:
     done = calm.run(*FOUR_BITS)
     assert done.code == 0, done.output
     assert_same(place, calm, same_settings=False)
+
+
+@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["one rank", "two ranks"])
+def test_a_machine_that_fails_after_each_restart_is_named_and_left(
+    place: Place, undisturbed: tuple[Place, Done], ranks: list[str]
+) -> None:
+    """The job ends after as many restarts as asked for, and loses the steps since its last save."""
+    fails = ["in_rank", len(ranks) // 2, "fail", 6]
+    done = place.run("trainer.max_restarts=1", *ranks, fault=fails)
+    assert done.code == 1, done.output
+    host = socket.gethostname()
+    died = f"rank {len(ranks) // 2} died (exit code 1) on {host}: ValueError: the number is 42"
+    assert "restart 1 of 1" in done.output and "max_restarts=1 allows no other" in done.output
+    assert f"  start 1: {died}\n  start 2: {died}\n" in done.output
+    assert place.steps()[-1] == 4 and place.last_step() == 5  # a checkpoint each second step
+    said = (
+        f"restart 1: the start before it on {host} began at step 0 and reached step 5, and ended:"
+    )
+    assert f"{said} {died}" in done.output
+    lines = (place.dir() / "events.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [e["text"] for e in events if e["kind"] == "restart"] == [f"{said} {died}"]
+    record = json.loads((place.dir() / "restarts.json").read_text())
+    assert record["step"] == 4 and [start["host"] for start in record["starts"]] == [host]
+    if not ranks:  # the machine is mended
+        assert place.run().code == 0
+        assert_same(place, undisturbed[0], same_settings=False)
 
 
 @pytest.mark.slow

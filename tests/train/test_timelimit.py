@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megafp8.errors import RunError
-from megafp8.runs.restarts import check_progress
+from megafp8.parallel.launch import LAST_END, LAUNCHER
+from megafp8.runs.restarts import check_progress, most_without_progress
 from megafp8.train.process import TimeLimit
 from tests.train.runs import Done, Place
 
@@ -92,13 +93,13 @@ def test_three_restarts_without_progress(tmp_path: Path) -> None:
 def test_a_node_that_fails_again_is_named_after_the_users_number(
     ends: list[str], node: str | None, tmp_path: Path
 ) -> None:
-    assert check_progress(tmp_path, 8, restarted(0), max_restarts=2) == []
+    assert check_progress(tmp_path, 8, restarted(0), most=2) is None
     first = restarted(1) | {"MEGAFP8_LAST_END": ends[0]}
-    (line,) = check_progress(tmp_path, 8, first, max_restarts=2)
-    assert line.endswith(f"on node0: reached step 8, saved none; ended: {ends[0]}")
+    line = check_progress(tmp_path, 8, first, most=2)
+    assert line is not None and line.endswith(f"reached step 8, and ended: {ends[0]}")
     with pytest.raises(RunError) as caught:
         second = restarted(2) | {"MEGAFP8_LAST_END": ends[1]}
-        check_progress(tmp_path, 8, second, max_restarts=2)
+        check_progress(tmp_path, 8, second, most=2)
     text = str(caught.value)
     assert "2 restarts have begun at step 8" in text and all(end in text for end in ends)
     assert (f"All of them ended on {node}. " in text) == (node is not None)
@@ -122,6 +123,33 @@ def test_restarts_by_a_launcher_count_too(tmp_path: Path) -> None:
         check_progress(tmp_path, 0, restarted(2) | launched(0) | launched(2))
     check_progress(tmp_path, 0, launched(0, limit=0))
     assert not (tmp_path / "restarts.json").exists()
+
+
+def test_a_node_that_fails_again_and_again_is_named_with_how_each_start_ended(
+    tmp_path: Path,
+) -> None:
+    """The number is the user's, and each start says in the log how the one before it ended."""
+    here = {"SLURM_JOB_NODELIST": "node7", LAST_END: "rank 3 died (signal SIGKILL) on node7"}
+    most = most_without_progress(2, restarted(0))
+    said = []
+    for count in range(3):
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 8 + count}) + "\n")
+        said.append(check_progress(tmp_path, 8, restarted(count) | here, most))
+    began = "the start before it on node7 began at step 8 and reached step"
+    ended = "and ended: rank 3 died (signal SIGKILL) on node7"
+    assert said == [None, *(f"restart {n}: {began} {8 + n}, {ended}" for n in (1, 2))]
+    with pytest.raises(RunError) as caught:
+        check_progress(tmp_path, 8, restarted(3) | here, most)
+    text = str(caught.value)
+    assert "3 restarts have begun at step 8" in text and "All of them ran on node7. " in text
+    assert text.count("saved none; rank 3 died (signal SIGKILL) on node7") == 3
+
+
+def test_whose_number_of_restarts_counts() -> None:
+    """Slurm has no limit of its own; our launcher counts to `trainer.max_restarts` itself."""
+    assert most_without_progress(7, restarted(1)) == 8
+    assert most_without_progress(0, restarted(1)) == most_without_progress(7, {}) == 3
+    assert most_without_progress(7, restarted(1) | {LAUNCHER: "12"}) == 3
 
 
 def test_progress_begins_a_new_count(tmp_path: Path) -> None:
