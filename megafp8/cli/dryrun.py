@@ -27,7 +27,7 @@ from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, ExitCode
-from megafp8.observe.units import format_bytes
+from megafp8.observe.units import format_bytes, plural
 from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
@@ -200,7 +200,7 @@ def job_lines(
     pipeline = parallel.pipeline
     stages = pipeline.stages_per_rank
     yield (
-        f"model: {model.num_layers} layers x {model.hidden_size}, "
+        f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
         f"{layout.num_params:,} parameters, "
         f"vocabulary {model.vocab_size}" + (f" ({whose})" if whose else "")
     )

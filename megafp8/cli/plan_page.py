@@ -26,7 +26,7 @@ from megafp8.cli.plan_text import (
     verdict,
     whether_it_fits,
 )
-from megafp8.observe.units import format_bytes
+from megafp8.observe.units import format_bytes, plural
 from megafp8.plan.search import Found
 from megafp8.report.page import PAGE_START, stylesheet
 from megafp8.secrets import shown
@@ -88,7 +88,7 @@ def page(
     """
     spec, sections = plan.spec, list(_sections(plan, tokens))
     title = (
-        f"Plan: {spec.model.num_layers} layers x {spec.model.hidden_size} on "
+        f"Plan: {plural(spec.model.num_layers, 'layer')} x {spec.model.hidden_size} on "
         f"{spec.parallel.world_size} x {plan.hardware.name}"
     )
     replaced = [f"{instead}. This is the plan of the best layout:"] if instead else []

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megafp8.observe.units import format_bytes, format_count
+from megafp8.observe.units import format_bytes, format_count, plural
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import RankMemory
 from megafp8.plan.phases import PhaseTime
@@ -178,7 +178,7 @@ def about_job(plan: Plan, vocabulary: str) -> Iterator[str]:
     spec, hardware = plan.spec, plan.hardware
     model, parallel, train = spec.model, spec.parallel, spec.train
     yield (
-        f"model: {model.num_layers} layers x {model.hidden_size}, "
+        f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
         f"{format_count(num_params(plan))} parameters, vocabulary {model.vocab_size}"
         + (f" ({vocabulary}; --vocab-size gives another)" if vocabulary else "")
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megafp8.report.record import Line, RunRecord
 
+MOST_SEEDS = 200  # that are advised
 # Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom (any table of statistics).
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 WINDOW = 0.05  # of the logged steps over which a curve of gaps is averaged
@@ -81,8 +82,7 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     mean = statistics.fmean(gaps.values())
     half_width = None
     if len(gaps) > 1:
-        error = statistics.stdev(gaps.values()) / math.sqrt(len(gaps))
-        half_width = STUDENT[min(len(gaps) - 1, len(STUDENT)) - 1] * error
+        half_width = _half_width(statistics.stdev(gaps.values()), len(gaps))
     bases = [base for base, _ in finals.values()]
     averaged = averaged_gap(pairs)
     beyond = [abs(gap) > tolerance for _, gap in averaged]
@@ -97,17 +97,17 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
     if word == "same" and (not can_tell or behind or not is_checked):
         word = "undecided"
     measured = "validation loss" if validated else "training loss"
-    sure = "" if half_width is None else f" ± {100 * half_width:.2f} %"
-    seeds = f"{len(gaps)} seeds" if len(gaps) > 1 else "one seed"
-    note = "" if len(gaps) > 1 else "; more seeds would say how sure this is"
+    note = ""
     if not can_tell:
         fell = f"{'rose' if learned < 0 else 'fell'} by {100 * abs(learned):.2f} %"
         if math.isnan(learned):
             fell = "is not known"
+        longer = "train longer"
         if any(fall > 2 * tolerance and not fall > noise for fall, noise in falls):
-            fell += ", which its scatter from step to step explains"
+            fell += ", which its scatter between the logged steps could explain"
+            longer += ", or log each step (trainer.log_every_n_steps=1)"
         so = "too little to compare" if word == "undecided" else f"so {names[0]} hardly learned"
-        note += f"; the training loss of {names[0]} {fell}, {so}: train longer"
+        note += f"; the training loss of {names[0]} {fell}, {so}: {longer}"
     elif behind:
         note += (
             f"; {names[0]} has {behind[0]:.3f} bits per byte, and the frequencies of the tokens "
@@ -118,9 +118,10 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
             f"; {names[0]} was not compared with the frequencies of the tokens alone: validate at "
             "the end"
         )
+    sure = _how_sure(list(gaps.values()), half_width, tolerance)
     sentence = (
-        f"{word}: {names[1]} has {100 * mean:+.2f} %{sure} of the {measured} of {names[0]} "
-        f"({seeds}, tolerance {100 * tolerance:g} %{note})"
+        f"{word}: the {measured} of {names[1]} {_in_words(mean)} that of {names[0]}; {sure} "
+        f"(tolerance {100 * tolerance:g} %){note}"
     )
     return Verdict(
         word=word,
@@ -135,6 +136,34 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
         largest=max(averaged, key=lambda item: abs(item[1]), default=None),
         learned=learned,
     )
+
+
+def _in_words(gap: float) -> str:
+    """Return how a loss with a relative gap compares with the baseline's."""
+    if not math.isfinite(gap):
+        return "is not finite, beside"
+    if abs(gap) < 5e-5:
+        return "is within 0.01 % of"
+    return f"is {100 * abs(gap):.2f} % {'higher' if gap > 0 else 'lower'} than"
+
+
+def _half_width(deviation: float, seeds: int) -> float:
+    """Return half of the 95 % interval of the mean of as many gaps, two or more."""
+    return STUDENT[min(seeds - 1, len(STUDENT)) - 1] * deviation / math.sqrt(seeds)
+
+
+def _how_sure(gaps: Sequence[float], half_width: float | None, tolerance: float) -> str:
+    """Return the interval in words, and how many seeds would show a gap of the tolerance."""
+    if half_width is None:
+        return "one seed; more seeds would say how sure this is"
+    text = f"with {len(gaps)} seeds the 95 % interval is ± {100 * half_width:.2f} %"
+    if not tolerance < half_width < math.inf:
+        return text
+    deviation = statistics.stdev(gaps)
+    most = range(len(gaps) + 1, MOST_SEEDS + 1)
+    enough = next((n for n in most if _half_width(deviation, n) <= tolerance), None)
+    number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
+    return f"{text}, and {number} seeds would show a gap of {100 * tolerance:g} %"
 
 
 def _word(mean: float, half_width: float, tolerance: float) -> str:

@@ -129,7 +129,7 @@ def test_the_command_reports_and_says_the_verdict_last(
     assert compare.main(argv) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith(
-        "verdict: same: FP8 delayed has +0.00 % ± 0.00 % of the "
+        "verdict: same: the validation loss of FP8 delayed is within 0.01 % of that of BF16; with "
     )
     assert "differs: model.fp8: False and True" in said
     assert [(job.label, job.seed) for job in made[:3]] == [
@@ -429,7 +429,7 @@ def test_several_recipes_have_one_baseline_and_one_table(
     set_loss("tensorwise", 1, 2.27)
     assert compare.main(argv) == compare.WORSE
     said = capsys.readouterr().out
-    assert "verdict: worse: simulated One (lab.py) has +2.02 % ± " in said
+    assert "verdict: worse: the validation loss of simulated One (lab.py) is 2.02 % higher" in said
     assert [line.split("  ")[0] for line in said.splitlines()[-4:]] == [
         "configuration", "FP8 delayed", "simulated One (lab.py)", "FP8 tensorwise",
     ]  # fmt: skip

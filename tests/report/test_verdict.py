@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,12 +67,35 @@ def pairs(gaps: Sequence[float], **more: Any) -> list[Pair]:
 )
 def test_the_word_follows_from_the_interval_of_the_gap(gaps: list[float], word: str) -> None:
     verdict = judge(pairs(gaps), 0.005, NAMES)
-    assert verdict.word == word and verdict.sentence.startswith(f"{word}: FP8 delayed has ")
+    assert verdict.word == word and verdict.sentence.startswith(f"{word}: the ")
     if len(gaps) > 1:
         error = statistics.stdev(gaps) / math.sqrt(len(gaps))
         assert verdict.half_width == pytest.approx(STUDENT[len(gaps) - 2] * error)
     else:
         assert "more seeds" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("gaps", "said"),
+    [
+        (
+            [-0.004, -0.006],
+            "is 0.50 % lower than that of BF16; with 2 seeds the 95 % interval is ± 1.27",
+        ),
+        ([0.001, 0.009, 0.004], "is 0.47 % higher than that of BF16; with 3 seeds"),
+        ([0.0, 0.00001], "is within 0.01 % of that of BF16; with 2 seeds"),
+        ([math.nan], "is not finite, beside that of BF16; one seed"),
+        ([-0.3, 0.3], "and more than 200 seeds would show a gap of 0.5 %"),
+    ],
+)
+def test_the_verdict_says_how_many_seeds_would_decide(gaps: list[float], said: str) -> None:
+    sentence = judge(pairs(gaps), 0.005, NAMES).sentence
+    assert said in sentence
+    advised = re.search(r"about (\d+) seeds would show a gap of 0.5 %", sentence)
+    assert bool(advised) == (said.startswith(("is 0.50", "is 0.47")))
+    if advised is not None:
+        wide = lambda n: STUDENT[min(n - 1, 10) - 1] * statistics.stdev(gaps) / math.sqrt(n)  # noqa: E731
+        assert wide(int(advised[1])) <= 0.005 < wide(int(advised[1]) - 1)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +135,7 @@ def test_a_fall_that_scatter_explains_is_not_learned() -> None:
     scattered = [8.3681, 8.3120, 8.2843, 8.3550, 8.3630, 8.3043, 8.3609, 8.3460, 8.2559]
     verdict = judge(with_losses(scattered), 0.005, NAMES)
     assert verdict.learned > 0.013 and verdict.word == "undecided"
-    assert "fell by 1.36 %, which its scatter from step to step explains" in verdict.sentence
+    assert "fell by 1.36 %, which its scatter between the logged steps could" in verdict.sentence
     learned = [loss - 0.1 * step for step, loss in enumerate(scattered)]
     assert judge(with_losses(learned), 0.005, NAMES).word == "same"
 

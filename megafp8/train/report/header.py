@@ -60,7 +60,7 @@ def describe_run(
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
     layout += sharing(spec, state.mesh.device.type)
     return [
-        f"model: {model.num_layers} layers x {model.hidden_size}, "
+        f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
         f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
         f"data: {_tokens(data.num_train_tokens)} training tokens, "
         f"{_tokens(data.num_validation_tokens)} validation tokens",
