@@ -69,7 +69,7 @@ class AppInfo:
     record: Mapping[str, object] = field(default_factory=dict, compare=False)
     directory: Path | None = None
     trusts_recipes: bool = False
-    gives_steps: bool = True
+    gives_steps: bool = False
 
 
 Task = Callable[[DictConfig, AppInfo], int]
