@@ -65,6 +65,17 @@ def opened(name: str) -> Iterator[io.BufferedReader]:
         yield stack.enter_context(buffered)
 
 
+def make_fsspec_strict() -> None:
+    """Let fsspec, by which `datasets` streams files, refuse a `.zst` file that ends early, too."""
+    from fsspec.compression import register_compression
+
+    def reader(file: IO[bytes], mode: str = "rb", **_: object) -> io.BufferedReader:
+        name = str(getattr(file, "path", None) or getattr(file, "name", "a .zst file"))
+        return io.BufferedReader(_Decompressed(name, file, _zstandard()), _MOST)
+
+    register_compression("zstd", reader, "zst", force=True)
+
+
 class _Decompressed(io.RawIOBase):
     """Reads what the frames of a compressed file hold, one after another.
 

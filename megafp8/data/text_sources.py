@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, get_args
 
-from megafp8.data.compressed import COMPRESSED
+from megafp8.data.compressed import COMPRESSED, make_fsspec_strict
 from megafp8.data.records import (
     arrow_texts,
     csv_texts,
@@ -414,6 +414,7 @@ def load_datasets() -> ModuleType:
             del os.environ[TORCH_VARIABLE]
         else:
             os.environ[TORCH_VARIABLE] = before
+    make_fsspec_strict()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(logging.CRITICAL)
     library: ModuleType = datasets

@@ -164,6 +164,27 @@ def test_either_package_of_zstandard_reads_the_same(
         texts(path)
 
 
+@pytest.mark.parametrize("options", ["", "  keep_linebreaks: true\n"])
+@pytest.mark.parametrize("hidden", ["backports", "zstandard"])
+def test_a_named_dataset_is_whole_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, hidden: str
+) -> None:
+    """With options of its own `datasets` reads the file, by whichever package is there."""
+    for name in ("backports.zstd", "zstandard"):
+        pytest.importorskip(name, reason=f"needs the package {name}")
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: a.txt.zst\n{options}---\n"
+    (tmp_path / "README.md").write_text(card)
+    content = zst(b"a line\n" * 20_000)
+    path = tmp_path / "a.txt.zst"
+    source = TextSource(dataset=str(tmp_path))
+    monkeypatch.setitem(sys.modules, hidden, None)
+    path.write_bytes(content)
+    assert len(list(source.texts())) == 20_000
+    path.write_bytes(content[:-3])
+    with pytest.raises(DataError, match="ends in the middle of its compressed content"):
+        list(source.texts())
+
+
 def test_urls_are_decompressed_too(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one"))
