@@ -99,7 +99,6 @@ PAGES = {
         added={
             "megafp8 preprocess corpus.jsonl": "--vocab-size 300",
             "python pretrain_gpt.py": f"{STEPS} {MODEL}",
-            "megafp8 preprocess index": MODEL,
         },
         not_run={
             "OMP_NUM_THREADS=1 python benchmarks/documents.py": "measures for minutes",

@@ -137,7 +137,7 @@ def test_a_signal_to_a_comparison_is_passed_on_once(
     with comparing(tmp_path, at_once) as (process, runs):
         assert [os.getsid(run) for run in runs] == runs, "Ctrl-C does not come to the runs"
         os.killpg(process.pid, signal.Signals[name])
-        assert process.wait(60) == 75, (tmp_path / "out.txt").read_text()
+        assert process.wait() == 75, (tmp_path / "out.txt").read_text()
         saved = [tmp_path / f"{seed}.saved" for seed in range(1, at_once + 1)]
         assert [file.read_text() for file in saved] == [name] * at_once
     assert "[75, 75]" in (tmp_path / "out.txt").read_text()
@@ -151,14 +151,14 @@ def test_a_second_signal_ends_the_runs_of_a_comparison_at_once(tmp_path: Path) -
         process.send_signal(
             signal.SIGINT
         )  # of another kind: it cannot fall together with the first
-        assert process.wait(60) in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        assert process.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert not (tmp_path / "1.saved").exists()
 
 
 def test_a_killed_comparison_leaves_no_run(tmp_path: Path) -> None:
     with comparing(tmp_path, 2) as (process, _):
         process.kill()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "1.saved").exists()
 
 
@@ -167,5 +167,5 @@ def test_a_comparison_under_nohup_hears_no_hang_up(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGHUP)
         os.kill(run, signal.SIGHUP)
         process.terminate()
-        assert process.wait(60) == 75
+        assert process.wait() == 75
     assert (tmp_path / "1.saved").read_text() == "SIGTERM"

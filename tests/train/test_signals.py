@@ -106,7 +106,7 @@ def test_a_run_whose_terminal_is_closed_saves(place: Place, ranks: int) -> None:
 
         wait_until(trains, "two steps", 120)
         os.close(main)
-        assert process.wait(60) == 75
+        assert process.wait() == 75
     finally:
         process.kill()
         process.wait()
