@@ -104,7 +104,7 @@ def test_a_run_whose_terminal_is_closed_saves(place: Place, ranks: int) -> None:
                 pass
             return process.poll() is not None or place.last_step() >= 2
 
-        wait_until(trains, "two steps", 120)
+        wait_until(trains, "two steps")
         os.close(main)
         assert process.wait() == 75
     finally:
