@@ -470,3 +470,37 @@ def test_a_long_line_is_told_from_a_script_in_one_pass(letters: str) -> None:
 def test_what_a_script_looks_like(text: str) -> None:
     assert looks_like_script(text)
     assert not looks_like_script("\n".join(f"# {line}" for line in text.splitlines()))
+
+
+AUTOMODEL = """
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained}
+fp8: {enabled: true, recipe_name: rowwise, filter_fqns: [lm_head]}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "framework"),
+    [
+        (AUTOMODEL, "a.yaml", "NeMo Automodel"),
+        ("model: {name: x}\nfp8: {enabled: true}", "a.yaml", "NeMo Automodel"),
+        ("base_model: x/y\nadapter: lora\nsequence_len: 8", "a.yml", "Axolotl"),
+        ("model_name_or_path: x\nstage: sft\nfp8: true", "a.yaml", "LLaMA-Factory"),
+        ("model: x\ntrain_type: full", "a.yaml", "ms-swift"),
+        ("actor_rollout_ref: {model: {path: x}}", "a.yaml", "verl"),
+        ("[job]\ndump_folder = './x'", "llama.toml", "torchtitan"),
+    ],
+)
+def test_a_file_of_a_neighbour_is_one_line(text: str, source: str, framework: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        migrate(text, source)
+    said = str(caught.value)
+    assert said.startswith(f"{source}: is a file of {framework}, which is not translated")
+    assert "\n" not in said
+    if text == AUTOMODEL:
+        assert "model.fp8=True model.fp8_recipe=rowwise" in said
+
+
+@pytest.mark.parametrize("arguments", ["[]", "{a: 1}", "null", "3", "[[1]]", "[a, b]", "[{b: 1}]"])
+def test_arguments_of_another_form_are_no_traceback(arguments: str) -> None:
+    text = "model: {_target_: megatron.bridge.models.GPTProvider, num_layers: 2}\n"
+    migrate(f"{text}logger:\n  x: {{_target_: y, _args_: {arguments}}}\n", "a.yaml").report()

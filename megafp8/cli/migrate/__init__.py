@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megafp8.cli import job
 from megafp8.cli.migrate import accelerate, bridge, megatron, nemo
@@ -99,12 +100,16 @@ def migrate(
         megatron.translate_script(text, migration, arguments, environment or {}, beside)
         return migration
     refuse_for_yaml(source, arguments, environment or {})
+    if source.endswith(".toml"):
+        raise _not_translated(source, "torchtitan", None)
     try:
         tree = parse_yaml(text)
     except ForeignFileError as error:
         raise SettingError(source, None, str(error), "Correct the file") from error
     if not isinstance(tree, dict) or not tree:
         raise SettingError(source, None, "has no settings", _GIVE_ONE)
+    if (neighbour := _neighbour_of(tree, text)) is not None:
+        raise _not_translated(source, neighbour, tree.get("fp8"))
     if bridge.is_bridges(tree):
         bridge.translate_bridge(tree, migration)
     elif any(mark in tree for mark in accelerate.MARKS):
@@ -113,6 +118,47 @@ def migrate(
     else:
         nemo.translate_nemo(tree, migration)
     return migration
+
+
+_NEIGHBOURS: dict[str, tuple[frozenset[str], ...]] = {
+    "verl": (frozenset({"actor_rollout_ref"}),),
+    "Axolotl": (frozenset({"base_model", "datasets"}), frozenset({"base_model", "adapter"})),
+    "LLaMA-Factory": (
+        frozenset({"model_name_or_path", "stage"}),
+        frozenset({"model_name_or_path", "finetuning_type"}),
+    ),
+    "ms-swift": (frozenset({"model", "train_type"}), frozenset({"model", "tuner_type"})),
+    "torchtitan": (frozenset({"job", "training", "parallelism"}),),
+}
+"""Other frameworks, and the sections or keys by which their files are known."""
+
+
+def _neighbour_of(tree: Mapping[Any, Any], text: str) -> str | None:
+    """Return the framework whose file this is, if it is one that is not translated."""
+    if "nemo_automodel" in text:
+        return "NeMo Automodel"
+    if {"fp8", "model"} <= tree.keys() and _section(tree, "fp8").keys() & {
+        "filter_fqns",
+        "enabled",
+    }:
+        return "NeMo Automodel"
+    found = (name for name, marks in _NEIGHBOURS.items() if any(m <= tree.keys() for m in marks))
+    return next(found, None)
+
+
+def _section(tree: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _not_translated(source: str, framework: str, fp8: object) -> SettingError:
+    """Return the error of a file that is not translated, with the settings of its FP8 section."""
+    hint = "Write a YAML of megafp8 by hand (docs/guide/training.md)"
+    if isinstance(fp8, Mapping):
+        recipe = fp8.get("recipe_name") or "tensorwise"
+        hint += f". Its FP8 is model.fp8={bool(fp8.get('enabled', True))}"
+        hint += f" model.fp8_recipe={recipe}; a model's head is never in FP8 here"
+    return SettingError(source, None, f"is a file of {framework}, which is not translated", hint)
 
 
 def refuse_for_yaml(

@@ -112,11 +112,17 @@ def _is_config(fields: Mapping[Any, Any]) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return the name of what a field's `_target_` names, such as torch.bfloat16."""
-    if isinstance(value, dict) and "_target_" in value:
-        inner = [item for key, item in value.items() if not str(key).startswith("_")]
-        return str(value.get("_args_", [value["_target_"]])[0]) if not inner else value
-    return value
+    """Return the name of what a field's `_target_` names, such as torch.bfloat16.
+
+    That of an enumeration's member is its only argument. Other objects are returned as they are.
+    """
+    if not isinstance(value, dict) or "_target_" not in value:
+        return value
+    if any(not str(key).startswith("_") for key in value):
+        return value
+    arguments = value.get("_args_", [value["_target_"]])
+    is_one = isinstance(arguments, list) and len(arguments) == 1
+    return value if not is_one or isinstance(arguments[0], dict | list) else str(arguments[0])
 
 
 def _recipe(tree: Mapping[Any, Any], leaves: dict[tuple[str, str], Any], m: Migration) -> None:

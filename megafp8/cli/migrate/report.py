@@ -132,6 +132,10 @@ def check_written(m: Migration, *, keeps: bool = False) -> None:
     A setting that refers to another one is checked when the whole file is loaded. `keeps` leaves a
     setting that is wrong only beside others in the file, where the user may change the others.
     """
+    for setting in list(flatten("", m.out, "")):
+        if "???" in str(setting.value):  # OmegaConf's mark of a value that is missing
+            remove_from(m.out, setting.key)
+            m.decide(setting.key, setting.value, "is not a plain value", "Give the value itself")
     written = {
         s.key: s for s in flatten("", m.out, "") if s.key in all_keys() and "${" not in str(s.value)
     }
