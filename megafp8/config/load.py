@@ -401,7 +401,8 @@ def _secret_in(
         return f"the value of the environment variable {name}"
     if has_login(value):
         return "an address with a password or token"
-    return None if redacted(value, path, known, secrets) == value else "a secret"
+    shown = redacted(value, path, known, secrets)
+    return None if shown is value or shown == value else "a secret"  # NaN differs from itself
 
 
 def _secrets_of_the_command_line(inert: Sequence[Setting]) -> list[SettingError]:
