@@ -21,7 +21,7 @@ from megafp8.cli.export import DTYPES, dtype_named, home_of
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.errors import SettingError
 from megafp8.data.conversations import Chat, ConversationError, is_conversation, question_of
-from megafp8.data.examples import Example, read_prompts
+from megafp8.data.examples import Example, is_text, read_prompts
 from megafp8.data.tokenize import Tokenizer, continuation, frame_of
 from megafp8.errors import CheckpointError, DataError, ExitCode, RunError
 from megafp8.runs.tokenizer import end_ids, find_tokenizer, read_generation, with_all_files
@@ -207,8 +207,9 @@ def generate_text(options: argparse.Namespace) -> None:
     from megafp8.train.load_model import load_model, shape_of
 
     sampling = Sampling(options.temperature, **_draws(options))
-    typed = [Example({"prompt": text}, "--prompt", "") for text in options.prompt]
-    prompts = [*typed, *(read_prompts(options.prompts) if options.prompts else [])]
+    typed = enumerate(options.prompt, start=1)
+    prompts = [Example({"prompt": text}, "--prompt", f"number {n}") for n, text in typed]
+    prompts = [*prompts, *(read_prompts(options.prompts) if options.prompts else [])]
     if not prompts:
         raise SettingError("--prompt", None, "is missing", "Give --prompt TEXT or --prompts FILE")
     if options.system is not None and not options.chat:
@@ -285,6 +286,9 @@ def _text_of(example: Example) -> str:
         if is_conversation(example):
             hint += ", or add --chat for conversations"
         raise DataError(example.where, "prompt", reason, hint)
+    if not is_text(prompt):
+        hint = "Write it in UTF-8, and whole characters"
+        raise DataError(example.where, "prompt", "has bytes or halves that are no character", hint)
     return prompt
 
 

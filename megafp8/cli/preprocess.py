@@ -24,6 +24,7 @@ from megafp8.data.named_tokenizers import (
     TOKENIZER_CONFIG,
     huggingface_tokenizer,
     load_folder,
+    load_tokenizer,
     tiktoken_tokenizer,
 )
 from megafp8.data.preprocess import Counts, preprocess
@@ -159,7 +160,9 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
             add_eos=options.add_eos,
         )
     if model is not None:
-        kept = keep_files(model, beside_data(output))
+        words = output.with_name(sidecar.files[2].name)
+        made = load_tokenizer(words, sidecar.end_of_document)
+        kept = keep_files(model, beside_data(output), made)
         say(f"kept for exports, in {beside_data(output)}: {', '.join(kept)}")
     return sidecar
 

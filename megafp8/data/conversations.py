@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megafp8.data.examples import Example, Faults
+from megafp8.data.examples import Example, Faults, is_text
 from megafp8.data.named_tokenizers import transformers_tokenizer
 from megafp8.data.tokenize import Tokenizer, frame_of
 from megafp8.errors import DataError
@@ -234,11 +234,9 @@ def _message(place: str, role: str, content: object) -> dict[str, Any]:
         what = "missing" if content is None else f"of type {type(content).__name__}, not a text"
         hint = "Write the text of the turn in quotes; images and sounds are not read"
         raise ConversationError(place, f"its content is {what}", hint)
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
+    if not is_text(content):
         reason = "has half of a surrogate pair, which is no character"
-        raise ConversationError(place, reason, "Write the whole character") from error
+        raise ConversationError(place, reason, "Write the whole character")
     return {"role": role, "content": content}
 
 

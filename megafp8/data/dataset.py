@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -236,14 +237,14 @@ def _combine(hashes: list[str]) -> str:
 class OpenedDataset:
     """Holds one dataset; `fingerprint` depends on content and tokenizer, not on paths and times.
 
-    `begin` are the tokens with which each document begins, and `add_eos` says whether it ends with
-    the token that ends a document, as far as its preparation recorded it.
+    `begin` are the tokens with which each document begins, None if no preparation of ours recorded
+    it, and `add_eos` says whether it ends with the token that ends a document.
     """
 
     dataset: IndexedDataset
     tokenizer: Tokenizer
     fingerprint: str
-    begin: tuple[int, ...] = ()
+    begin: tuple[int, ...] | None = None
     add_eos: bool = True
 
     @cached_property
@@ -295,8 +296,10 @@ def open_prefix(
         eod = end_of_document_beside(prefix) if sidecar is None else sidecar.end_of_document
         _check_same(prefix, words, given, eod)
     fingerprint: str | None = None
-    begin: tuple[int, ...] = ()
-    add_eos = True
+    begin: tuple[int, ...] | None = None
+    add_eos = _described(prefix, "add_eos") is not False
+    with suppress(ValueError):
+        begin = _begin_in(_described(prefix, "begin"))
     if sidecar is not None:
         for line in verify_files(sidecar, paths, description=description_beside(prefix)):
             notify(line)

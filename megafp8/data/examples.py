@@ -55,6 +55,15 @@ class Faults:
             raise DataError(example.where, field, reason, hint)
 
 
+def is_text(value: str) -> bool:
+    """Whether all of a string are characters: JSON's escapes may give half of a surrogate pair."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def read_examples(name: str) -> list[Example]:
     """Return the examples of one file: JSONL, a JSON list, Parquet, or a dataset by name.
 

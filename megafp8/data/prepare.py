@@ -257,7 +257,7 @@ class _Opener:
                 "Prepare all datasets of a blend with the same tokenizer",
             )
         self._opened[prefix] = opened
-        if opened.begin != opened.tokenizer.begin:
+        if opened.begin is not None and opened.begin != opened.tokenizer.begin:
             self._notify(_begins_otherwise(prefix, opened))
         if not opened.add_eos and document_rules(spec, 0) is not None:
             raise DataError(
@@ -309,7 +309,7 @@ def _begins_otherwise(prefix: str, opened: OpenedDataset) -> str:
     tokens = opened.tokenizer.tokens()
     data, own = (
         "".join(tokens.get(number, "?") for number in ids) or "no such token"
-        for ids in (opened.begin, opened.tokenizer.begin)
+        for ids in (opened.begin or (), opened.tokenizer.begin)
     )
     return (
         f"note: data: the documents of {prefix} begin with {data}, and the tokenizer begins a text "

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megafp8.data.conversations import Chat, is_conversation, tokenized_conversations
-from megafp8.data.examples import Example, Faults
+from megafp8.data.examples import Example, Faults, is_text
 from megafp8.data.tokenize import Frame, Tokenizer, frame_of
 from megafp8.specs.data import CONVERSATIONS, InstructionSpec, template_fields
 
@@ -103,7 +103,7 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
         for name in names:
             value = example.fields.get(name)
             what = "the answer" if name == spec.label_key else "a field of the prompt"
-            if isinstance(value, str) and _is_text(value):
+            if isinstance(value, str) and is_text(value):
                 texts[name] = value
             elif isinstance(value, str):
                 reason = "has half of a surrogate pair, which is no character"
@@ -135,15 +135,6 @@ def checked_fields(spec: InstructionSpec, examples: Sequence[Example]) -> list[d
         fields.append(texts)
     faults.raise_first()
     return fields
-
-
-def _is_text(value: str) -> bool:
-    """Whether all of a string are characters: JSON's escapes may give half of a surrogate pair."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def tokenized(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import (
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
+    huggingface_tokenizer,
     load_folder,
     load_tokenizer,
     named_tokens,
@@ -183,10 +185,11 @@ def with_all_files(home: Path, *models: object) -> Path:
     return home
 
 
-def keep_files(model: Path, target: Path) -> list[str]:
+def keep_files(model: Path, target: Path, tokenizer: Tokenizer) -> list[str]:
     """Copy a model's files of the tokenizer and of generation to a new folder; return their names.
 
-    If the model's folder has none of these files, nothing is made.
+    If the model's folder has none of these files, nothing is made. If it has no `tokenizer.json`,
+    since transformers made `tokenizer` of other files, the new folder gets that one.
 
     Raises:
         DataError: A file holds a secret, or is a link that leaves the folder, a FIFO or a device.
@@ -199,6 +202,10 @@ def keep_files(model: Path, target: Path) -> list[str]:
     generation = read_generation(model)
     with whole_folder(target, last=TOKENIZER_CONFIG) as build:
         copy_files([name for name in names if name != GENERATION_CONFIG], model, build)
+        if JSON_FILE not in names and tokenizer.file_name == JSON_FILE:
+            with run_errors_reported(target / JSON_FILE, "writing the tokenizer"):
+                tokenizer.save(build / JSON_FILE)
+            names = [JSON_FILE, *names]
         if generation:
             write_json_atomically(build / GENERATION_CONFIG, generation)
     return names
@@ -226,11 +233,14 @@ def keep_files_of_model(tokenizer: Tokenizer, models: Sequence[str | Path], run:
         return
     homes = [home_of_model(path) for path in models]
     for place in (place for home in homes for place in (home / KEPT, home)):
-        found = (
-            find_tokenizer(place) if place.is_dir() and not _has_tokenizer_alone(place) else None
-        )
+        if not place.is_dir() or _has_tokenizer_alone(place):
+            continue
+        found = find_tokenizer(place)
+        if found is None and "vocab.json" in files_in(place):
+            with suppress(DataError):  # transformers is not installed, or cannot load it
+                found = huggingface_tokenizer(str(place))
         if found is not None and same_tokens(tokenizer, found):
-            keep_files(place, run / KEPT)
+            keep_files(place, run / KEPT, tokenizer)
             return
 
 
@@ -242,7 +252,8 @@ def check_tokenizer(tokenizer: Tokenizer, model: str | Path) -> str | None:
         model: A run, one of its checkpoints, or an imported model.
 
     Returns:
-        A note for the user where the model's folder has no tokenizer to compare with.
+        A note for the user where the model's folder has no tokenizer to compare with, or one that
+        begins a text otherwise.
 
     Raises:
         ConfigError: The model has another tokenizer, so that its tokens mean other text.
@@ -252,7 +263,11 @@ def check_tokenizer(tokenizer: Tokenizer, model: str | Path) -> str | None:
     if found is None:
         return f"note: {home} has no tokenizer, with which that of the data could be compared"
     if same_tokens(tokenizer, found):
-        return None
+        if tokenizer.begin == found.begin:
+            return None
+        words = found.tokens()
+        begin = "".join(words[number] for number in found.begin) or "no token of its own"
+        return f"note: the model's tokenizer begins a text with {begin}; that of the data does not"
     mine, theirs = tokenizer.tokens(), found.tokens()
     number = next((n for n in sorted(mine) if mine[n] != theirs.get(n)), 0)
     raise ConfigError(

@@ -170,6 +170,8 @@ def test_prompts_of_a_file(chat: Made, tmp_path: Path, capsys: pytest.CaptureFix
         (["--prompts", "empty.txt"], "prompts: there is none"),
         (["--prompts", "bad.jsonl"], "bad.jsonl, line 2: prompt: is missing"),
         (["--prompts", "latin.txt"], "latin.txt: text: is not UTF-8"),
+        (["--prompt", "na\udcefve"], "--prompt, number 1: prompt: has bytes or"),
+        (["--chat", "--prompt", "na\udcefve"], "--prompt, number 1: prompt: has half"),
     ],
 )
 def test_prompts_that_cannot_be_read(

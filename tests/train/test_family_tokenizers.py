@@ -29,6 +29,7 @@ from megafp8.errors import DataError
 from megafp8.runs.run_data import check_data, open_data
 from megafp8.runs.tokenizer import (
     beside_data,
+    check_tokenizer,
     find_tokenizer,
     keep_files,
     keep_files_of_model,
@@ -262,11 +263,11 @@ def test_files_of_another_tokenizer_are_not_exported(tmp_path: Path) -> None:
     assert own is not None
     save_tokenizer(own, run, 32)
     assert with_all_files(run, None) == run
-    keep_files(tmp_path / "llama3", beside_data(tmp_path / "data"))
+    keep_files(tmp_path / "llama3", beside_data(tmp_path / "data"), own)
     keep_files_of_model(own, [tmp_path / "no", run, beside_data(tmp_path / "data")], run)
     assert not (run / "tokenizer").exists() and with_all_files(run, None) == run
     assert with_all_files(run, None, str(tmp_path / "qwen")) == tmp_path / "qwen"
-    keep_files(tmp_path / "llama3", run / "tokenizer")  # as earlier versions did
+    keep_files(tmp_path / "llama3", run / "tokenizer", own)  # as earlier versions did
     assert with_all_files(run, None) == run
     shutil.rmtree(run / "tokenizer")
     keep_files_of_model(own, [tmp_path / "llama3", tmp_path / "qwen"], run)
@@ -408,6 +409,9 @@ def test_two_kinds_of_files_of_a_tokenizer_have_the_same_tokens(tmp_path: Path) 
             same_tokens(own, tokenizer) == same_tokens(tokenizer, own) == (name == "sentencepiece")
         )
     assert not same_tokens(found["qwen"], found["llama3"])  # type: ignore[arg-type]
+    note = "note: the model's tokenizer begins a text with <s>; that of the data does not"
+    assert check_tokenizer(own, tmp_path / "sentencepiece") == note
+    assert check_tokenizer(found["llama3"], tmp_path / "llama3") is None  # type: ignore[arg-type]
 
 
 def test_a_moved_import_starts_runs_by_its_own_yaml(chains: Chains, tmp_path: Path) -> None:
@@ -479,6 +483,23 @@ def test_an_import_has_the_tokenizer_that_transformers_builds(
         same_tokenizer(tmp_path / "out", loaded)
     words = [str(tmp_path / "ours"), "--prompt", "def ", "--tokens", "1"]
     assert generate.main(words) == 0
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_files_without_tokenizer_json_are_kept(named: bool, tmp_path: Path) -> None:
+    """Of a folder that a job names itself, and of the one that its data was prepared with."""
+    published(tmp_path / "theirs", "qwen")
+    without_json(tmp_path / "theirs")
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    prefix = prepared(tmp_path / "theirs", tmp_path / "data")
+    run = tmp_path / "run"
+    run.mkdir()
+    own = load_tokenizer(tmp_path / "data.tokenizer.json", loaded.eos_token)
+    save_tokenizer(own, run, 32)
+    keep_files_of_model(own, [tmp_path / "theirs" if named else beside_data(prefix)], run)
+    kept = with_all_files(run)
+    assert kept == run / "tokenizer"
+    same_tokenizer(kept, loaded)
 
 
 def test_a_tokenizer_that_nothing_reads_is_named_at_the_import(
