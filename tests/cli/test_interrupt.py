@@ -119,10 +119,10 @@ def comparing(
     try:
         files = [folder / f"{seed}.pid" for seed in range(1, at_once + 1)]
         has_text = lambda: all(file.exists() and file.read_text() for file in files)  # noqa: E731
-        wait_until(lambda: has_text() or process.poll() is not None, "the runs", 60)
+        wait_until(lambda: has_text() or process.poll() is not None, "the runs")
         runs = [int(file.read_text()) for file in files]
         yield process, runs
-        wait_until(lambda: not any(map(is_alive, runs)), "no run is left", 30)
+        wait_until(lambda: not any(map(is_alive, runs)), "no run is left")
     finally:
         process.kill()
         process.wait()
