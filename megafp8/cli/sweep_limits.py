@@ -44,7 +44,10 @@ def keep_texts(sweeper: Any) -> None:
     params: Any = sweeper.get("params")
     for key, value in params.items() if isinstance(params, DictConfig) else ():
         if isinstance(value, str):
-            params[key] = texts_quoted(f"{key!s}={value}", ()).partition("=")[2]
+            text = "=".join((str(key), value))
+            with suppress(HydraException, ValueError, RecursionError):  # the sweeper reports it
+                hydras_parser().parse_override(text)
+                params[key] = texts_quoted(text, ()).partition("=")[2]
 
 
 def _batch_problems(sweeper: Any) -> list[SettingError]:

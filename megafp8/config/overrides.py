@@ -114,9 +114,10 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
     if text.startswith("="):
         hint = "Write KEY=VALUE without blanks around the equals sign"
         return SettingError(text, None, "has no key", hint, origin=COMMAND_LINE)
-    text = texts_quoted(text, config_dirs)
     try:
         override = hydras_parser().parse_override(text)
+        if (with_quotes := texts_quoted(text, config_dirs)) != text:
+            text, override = with_quotes, hydras_parser().parse_override(with_quotes)
     except (HydraException, ValueError, RecursionError) as error:
         return _grammar_problem(text, error)
     key = override.key_or_group
@@ -163,7 +164,7 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
 
 
 def texts_quoted(text: str, config_dirs: Sequence[Path]) -> str:
-    """Put quotes around numbers, True and False where a text is asked for.
+    """Put quotes around numbers, True and False where a valid override asks for a text.
 
     Hydra would read the name `3.10` as the number 3.1, and `12e5` as 1200000.0.
     """
