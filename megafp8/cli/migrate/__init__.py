@@ -155,9 +155,9 @@ def _not_translated(source: str, framework: str, fp8: object) -> SettingError:
     """Return the error of a file that is not translated, with the settings of its FP8 section."""
     hint = "Write a YAML of megafp8 by hand (docs/guide/training.md)"
     if isinstance(fp8, Mapping):
-        recipe = fp8.get("recipe_name") or "tensorwise"
-        hint += f". Its FP8 is model.fp8={bool(fp8.get('enabled', True))}"
-        hint += f" model.fp8_recipe={recipe}; a model's head is never in FP8 here"
+        recipe = f" model.fp8_recipe={fp8['recipe_name']}" if fp8.get("recipe_name") else ""
+        hint += f". Its FP8 is model.fp8={bool(fp8.get('enabled', True))}{recipe}"
+        hint += "; a model's head is never in FP8 here"
     return SettingError(source, None, f"is a file of {framework}, which is not translated", hint)
 
 
