@@ -117,7 +117,6 @@ def test_other_forms_are_none(value: object) -> None:
         ("[1,2,3,4]", "has 2 where the path of the weight 1 belongs"),
         ("[1,'',2,/b]", "has an empty path"),
         ("[]", "names no dataset"),
-        ("7", "is of type int"),
         ("{validation:[/a]}", "names no data to train on"),
         ("{train:/a,valid:/b}", "has the unknown split valid"),
         ("{train:[1,/a],validation:[0,/b,1,/c]}", "validation: gives /b the weight 0"),

@@ -176,7 +176,7 @@ def test_single_values_of_a_description_are_checked(text: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "hint"),
     [
-        ("one two".encode("utf-16"), "It is UTF-16: .*iconv -f UTF-16"),
+        ("one two".encode("utf-16"), r"is in UTF-16\. .*iconv -f UTF-16"),
         ("café".encode("latin-1"), "It is not UTF-8: iconv"),
         (b"PK\x03\x04\x00\x00\xff\xfe", "It has NUL bytes"),
     ],

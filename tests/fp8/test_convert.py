@@ -777,9 +777,9 @@ def test_the_example_of_the_documentation_runs(
     assert (tmp_path / "checkpoint.pt").exists()
 
 
-def test_the_guide_lists_the_stable_names() -> None:
-    guide = (Path(__file__).parents[2] / "docs/guide/own_model.md").read_text("utf-8")
-    _, _, section = guide.partition("## Which names are stable")
+def test_the_reference_lists_the_stable_names() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/architecture.md").read_text("utf-8")
+    _, _, section = page.partition("### Stable names")
     lists = "\n- ".join(section.partition("\n## ")[0].split("\n- ")[1:]).partition("\n\n")[0]
     assert sorted(re.findall(r"`(\w+)`", lists)) == sorted(fp8.__all__)
 

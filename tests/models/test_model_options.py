@@ -94,6 +94,7 @@ OTHER: dict[str, tuple[object, list[str]]] = {
     "apply_query_key_layer_scaling": (True, []),
     "fp32_residual_connection": (True, []),
     "make_vocab_size_divisible_by": (64, []),
+    "override_vocab_size": (512, []),
 }
 MARKED = set(function_keys())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -93,8 +94,9 @@ def test_a_rank_is_killed(place: Place, two_undisturbed: Place) -> None:
     assert sorted(ranks) == [0, 1]
     ranks[1].kill()
     assert process.wait() == 1
-    said = "megafp8: rank 1 died (signal SIGKILL); the other ranks were ended. The same command "
-    assert said + "continues from runs/job/checkpoints/step_" in place.command_output
+    said = f"megafp8: rank 1 died (signal SIGKILL) on {socket.gethostname()}; the other ranks were "
+    said += "ended. The same command continues from runs/job/checkpoints/step_"
+    assert said in place.command_output
     wait_for_end(list(ranks.values()))
     done = place.run(*TWO_RANKS)
     assert done.code == 0, done.output

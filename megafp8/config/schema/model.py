@@ -449,7 +449,6 @@ class Architecture:
         "Rows of the embedding and of the head. `null`: one for each token, padded by "
         "`make_vocab_size_divisible_by`. With fewer rows than the tokenizer has tokens, as in some "
         "imported models, a text with a token beyond them is refused.",
-        nemo=None,
         group="model",
         spec="vocab_rows",
         valid=or_null(at_least(1, MAX_VOCABULARY)),
