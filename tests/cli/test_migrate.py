@@ -268,6 +268,12 @@ def test_every_spelling_of_the_history(prefix: str) -> None:
         assert model["fp8_margin"] == 2
 
 
+def test_a_value_that_stands_for_none_must_be_decided() -> None:
+    m = migrate("mixed_precision: fp8\nfp8_config: {interval: '???', margin: 2}\n", "a.yaml")
+    assert keys_of(m.undecided) == {"model.fp8_interval"}
+    assert m.out["model"]["fp8_margin"] == 2 and "fp8_interval" not in m.out["model"]
+
+
 def test_two_spellings_that_disagree_must_be_decided() -> None:
     m = migrate(TE_BLOCK + "    amax_history_length: 16\n", "x")
     assert keys_of(m.undecided) == {"fp8_config.amax_history_length"}

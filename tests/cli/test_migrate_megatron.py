@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafp8.cli.audit import request
 from megafp8.cli.migrate import main, migrate
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.errors import SettingError
@@ -377,6 +381,11 @@ def test_files_of_others_are_not_taken_for_bridges() -> None:
     assert any("trainer.devices=2" in line for line in accelerate.changes)
 
 
+SAVED: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parent / "bridge_run_config.yaml").read_text()
+)
+"""What Bridge's own classes have saved."""
+
 ODD = st.one_of(
     st.none(), st.booleans(), st.integers(-5, 10**20), st.floats(allow_nan=False),
     st.text(max_size=9),
@@ -396,6 +405,65 @@ def test_odd_values_of_bridge_give_no_traceback(fields: dict[str, Any], section:
     assert migrate(yaml.safe_dump(tree), "run_config.yaml").report()
 
 
+ODD_OBJECTS: list[Any] = [
+    {"_target_": "y", "_args_": arguments}
+    for arguments in ([], {"a": 1}, None, 3, "a", [[]], [{}], [None], ["a", "b"])
+]
+ODD_OBJECTS += [{"_target_": name} for name in (None, 3, [], {}, ["a"])]
+ODD_OBJECTS += [{"_args_": [1]}, {"_target_": "y", "a": {"_target_": "z", "_args_": {}}}]
+
+
+@pytest.mark.parametrize("thing", ODD_OBJECTS, ids=str)
+def test_odd_objects_of_bridge_give_no_traceback(thing: Any) -> None:
+    """Wherever one stands: as a section, as a field, or in one of a section that is not known."""
+    for section in ("model", "logger", "mixed_precision", "dataset", "optimizer", "nothing"):
+        field = "lr" if section == "optimizer" else "fp8" if section == "mixed_precision" else "x"
+        inside = {"num_layers": 2, "activation_func": thing, "init_method": thing, field: thing}
+        for value in (thing, inside):
+            text = yaml.safe_dump(RUN_CONFIG | {section: value})
+            assert migrate(text, "run_config.yaml").text("run_config.yaml")
+            with suppress(SettingError):
+                request.read(text, "run_config.yaml", [], {})
+
+
+def _places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = (
+        tree.items() if isinstance(tree, dict) else enumerate(tree if type(tree) is list else ())
+    )
+    for name, item in items:
+        yield (*path, name)
+        yield from _places(item, (*path, name))
+
+
+ACCELERATE = """\
+{mixed_precision: fp8, distributed_type: DEEPSPEED, num_processes: 8, num_machines: 2,
+ deepspeed_config: {zero_stage: 2, gradient_accumulation_steps: 2, offload_param_device: none},
+ fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}, dynamo_config: {dynamo_backend: INDUCTOR},
+ parallelism_config: {parallelism_config_tp_size: 2},
+ megatron_lm_config: {megatron_lm_tp_degree: 2},
+ fp8_config: {backend: TE, margin: 2, interval: 4, amax_history_len: 16, fp8_format: E4M3,
+              use_autocast_during_eval: true, override_linear_precision: [false, false, true]}}
+"""
+GOOD = [RUN_CONFIG, SAVED, yaml.safe_load(ACCELERATE), yaml.safe_load(ACCELERATE) | {
+    "distributed_type": "FSDP"}]  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_good_file_with_odd_values_gives_no_traceback(data: st.DataObject) -> None:
+    tree = copy.deepcopy(data.draw(st.sampled_from(GOOD)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        *above, name = data.draw(st.sampled_from(list(_places(tree))))
+        part = tree
+        for step in above:
+            part = part[step]
+        part[name] = copy.deepcopy(data.draw(st.one_of(ODD, st.sampled_from(ODD_OBJECTS))))
+    with suppress(SettingError):
+        text = yaml.safe_dump(tree)
+        assert migrate(text, "a.yaml").text("a.yaml")
+        request.read(text, "a.yaml", [], {})
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.text("a1.-'$\"{} ,", max_size=6)), max_size=4))
 def test_odd_values_of_flags_give_no_traceback(pairs: list[tuple[str, str]]) -> None:
@@ -413,11 +481,6 @@ def test_here_documents_that_are_submitted_are_read() -> None:
 
 
 # --- what today's files add -----------------------------------------------------------------------
-
-SAVED: dict[str, Any] = yaml.safe_load(
-    (Path(__file__).parent / "bridge_run_config.yaml").read_text()
-)
-"""What Bridge's own classes have saved."""
 
 
 def saved(**sections: dict[str, Any]) -> Migration:
