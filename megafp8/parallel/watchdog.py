@@ -51,7 +51,7 @@ class Limit:
             `TIMES_LONGEST` of the run's longest step, and `LEAST_SECONDS` at least. The first
             `FREE_STEPS` steps, which compile, have none, and neither has what comes after a step:
             validation, and a save.
-        clock: Returns seconds.
+        clock: Returns seconds; `time.monotonic` unless given.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Limit:
         given: float | None,
         *,
         is_unwatched: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.given = given or None
         self.is_automatic = given is None and is_unwatched
-        self._clock = clock
-        self._last = clock()
+        self._clock = clock or time.monotonic
+        self._last = self._clock()
         self._num_steps, self._longest = 0, 0.0
         self._in_step = True
 
