@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.data.records import json_records, not_an_object
+from megafp8.data.records import check_arrow_end, json_records, not_an_object
 from megafp8.data.text_sources import files_of_dataset, load_datasets, reading_errors_reported
 from megafp8.errors import DataError
 from megafp8.files import expanded
@@ -189,6 +189,9 @@ def _rows_of_table(path: Path) -> Iterator[Example]:
                     f"has the splits {', '.join(table)}",
                     f"Give one of them: {path / next(iter(table), 'train')}",
                 )
+            for each in table.cache_files:
+                with open(each["filename"], "rb") as file:
+                    check_arrow_end(file, each["filename"])
         else:
             yield from _rows_of_file("parquet", str(path))
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -137,7 +137,8 @@ class PreparedInstructions:
     fingerprint: str
     rules: DocumentRules | None
     train_examples: tuple[Tokenized, ...]
-    validation_examples: tuple[Tokenized, ...]
+    validation_examples: tuple[Tokenized, ...]  # those of training where no validation is asked for
+    num_validation_tokens: int
 
     @property
     def periodic_validation(self) -> FiniteSource:
@@ -152,17 +153,12 @@ class PreparedInstructions:
     @property
     def num_train_tokens(self) -> int:
         """Return the counted tokens of the training examples."""
-        return sum(int(examples.counted_T.sum()) for examples in self.train_examples)
-
-    @property
-    def num_validation_tokens(self) -> int:
-        """Return the counted tokens of the validation examples."""
-        return sum(int(examples.counted_T.sum()) for examples in self.validation_examples)
+        return _num_counted(self.train_examples)
 
     @property
     def num_final_tokens(self) -> int:
         """Return the counted tokens of a run's last validation, which takes all examples."""
-        return self.num_validation_tokens
+        return _num_counted(self.validation_examples)
 
     def validation_tokens(self) -> NDArray[np.int64]:
         """Return the counted tokens of the validation examples, in order."""
@@ -223,12 +219,15 @@ def prepare_instructions(
         num_left_out = sum(part.num_examples for part in train_parts)
         train_parts, validation_parts = [a for a, _ in pairs], [b for _, b in pairs]
         num_left_out -= sum(part.num_examples for pair in pairs for part in pair)
+    num_validation_tokens = _num_counted(validation_parts)
     if given.probabilities is None:
         every = [part.example(n) for part in train_parts for n in range(part.num_examples)]
         train_parts = [joined(every, sum(part.num_cut for part in train_parts))]
     trains = [_packed(part, spec, shuffle=given.shuffle) for part in train_parts]
+    if not num_validation_tokens:  # then none is asked for
+        validation_parts = train_parts
     validations = [_packed(part, spec, shuffle=False) for part in validation_parts]
-    _report(trains, validations, num_left_out, notify)
+    _report(trains, validations if num_validation_tokens else (), num_left_out, notify)
     streams = [ShuffledEpochs(train, spec.seed, given.shuffle) for train in trains]
     digest = hashlib.sha256(tokenizer.digest.encode())
     for source in (*trains, *validations):
@@ -248,7 +247,12 @@ def prepare_instructions(
         rules=_rules(spec, tokenizer.eod_id),
         train_examples=tuple(train_parts),
         validation_examples=tuple(validation_parts),
+        num_validation_tokens=num_validation_tokens,
     )
+
+
+def _num_counted(parts: Iterable[Tokenized]) -> int:
+    return sum(int(examples.counted_T.sum()) for examples in parts)
 
 
 def _read(
@@ -289,7 +293,9 @@ def _counts_all_after_the_first(examples: Tokenized) -> bool:
 def _split(part: Tokenized, spec: DataSpec, name: str) -> tuple[Tokenized, Tokenized]:
     """Return training and validation examples of a file, by `model.data.splits_string`."""
     try:
-        splits = split_documents(part.lengths_N, spec.splits, spec.seed, name)
+        splits = split_documents(
+            part.lengths_N, spec.splits, spec.seed, name, needs_validation=spec.validates
+        )
     except DataError as error:
         hint = "Give a file of its own by model.data.validation_ds.file_names, or more examples"
         raise DataError(name, "examples", error.reason, hint) from error

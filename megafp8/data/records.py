@@ -170,15 +170,26 @@ def arrow_texts(name: str, column: str) -> Iterator[str | None]:
             table = pa.ipc.open_file(file)
             batches = (table.get_batch(number) for number in range(table.num_record_batches))
         else:
-            file.seek(-min(len(_ARROW_END), file.seek(0, io.SEEK_END)), io.SEEK_END)
-            if file.read() != _ARROW_END:
-                reason = "ends without the mark that ends a stream of Arrow batches"
-                raise DataError(name, "file", reason, "Copy or save it again")
-            file.seek(0)
+            check_arrow_end(file, name)
             table = batches = pa.ipc.open_stream(file)
         path = _path_in(name, column, table.schema)
         for batch in batches:
             yield from _texts_in(batch, path)
+
+
+def check_arrow_end(file: IO[bytes], name: str) -> None:
+    """Check that a stream of Arrow batches is whole: its readers take a cut one for a shorter one.
+
+    Afterwards `file` is at its beginning.
+
+    Raises:
+        DataError: The mark of its end is missing.
+    """
+    file.seek(-min(len(_ARROW_END), file.seek(0, io.SEEK_END)), io.SEEK_END)
+    if file.read() != _ARROW_END:
+        reason = "ends without the mark that ends a stream of Arrow batches"
+        raise DataError(name, "file", reason, "Copy or save it again")
+    file.seek(0)
 
 
 def _path_in(name: str, column: str, schema: Any) -> list[str]:

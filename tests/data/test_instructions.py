@@ -412,6 +412,12 @@ def test_datasets_give_the_same_examples(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": table}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="has the splits train"):
         read_examples(str(tmp_path / "splits"))
+    (saved,) = (tmp_path / "folder").glob("data-*.arrow")
+    content = saved.read_bytes()
+    for end in range(8, len(content), 8):  # messages end at such places
+        saved.write_bytes(content[:end])
+        with pytest.raises(DataError, match="ends without the mark|cannot be read"):
+            read_examples(str(tmp_path / "folder"))
     (tmp_path / "bad.parquet").write_bytes(b"no table")
     with pytest.raises(DataError, match=r"bad\.parquet"):
         read_examples(str(tmp_path / "bad.parquet"))

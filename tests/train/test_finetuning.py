@@ -325,6 +325,28 @@ def test_epochs_are_so_many_steps(tuning: Finetuning) -> None:
     assert f"trainer.max_steps={2 * steps}" in longer and "max_epochs" not in longer
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_every_example_trains_where_no_validation_is_asked_for(
+    tuning: Finetuning, copies: int
+) -> None:
+    mine = tuning.cwd / "mine.jsonl"
+    (tuning.cwd / "b.jsonl").write_text(mine.read_text())
+    files = f"{FILES}=[{','.join([str(mine), str(tuning.cwd / 'b.jsonl')][:copies])}]"
+    flags = [base(tuning), files, "model.data.splits_string='100,0,0'"]
+    refused = tuning.run(*flags)
+    flags += ["trainer.limit_val_batches=0"]
+    assert refused.code == 2 and "leave the validation split empty" in refused.output
+    for steps in (4, 6):
+        done = tuning.run(*flags, f"trainer.max_steps={steps}")
+        assert done.code == 0, done.output
+        assert f"data: {60 * copies} training examples in " in done.output
+        assert "; 0 validation examples" in done.output
+        summary = tuning.summary()
+        assert summary["val_loss"] is None and summary["step"] == steps
+    rows = (tuning.dir() / "samples.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["prompt"]
+
+
 def test_epochs_and_steps_end_a_run_at_what_comes_first(
     undisturbed: tuple[Place, Done], tmp_path: Path
 ) -> None:
