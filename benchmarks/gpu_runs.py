@@ -28,8 +28,8 @@ from gpu_common import RESULTS, Results, device_and_name, spread, timed
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.cast import spread as spread_scale
-from megafp8.fp8.engine import EMULATED, engine_of, unsupported
-from megafp8.fp8.gemm import GemmCounter, gemm
+from megafp8.fp8.engine import engine_of, unsupported
+from megafp8.fp8.gemm import EMULATED, GemmCounter, gemm
 from megafp8.fp8.quantizer import Role, WantsFp8
 from megafp8.fp8.scaling import ScalingState
 from megafp8.ops.scaled_mm import BLOCK, PACKED, Layout, scaled_mm

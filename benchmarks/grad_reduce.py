@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 
-from megafp8.fp8.formats import STORAGE_FORMATS
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.grad_reduce import Bucket
 from megafp8.parallel.mesh import join

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.models.init import normal, parameter
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.fp8_weights import WholeFp8Weights

@@ -12,7 +12,7 @@ import torch
 
 from megafp8.backends.protocol import Backend
 from megafp8.errors import ConfigError
-from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.dtypes import DTYPES
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import GradSink
 from megafp8.models.random import RandomStreams

@@ -22,11 +22,11 @@ from torch import nn
 from megafp8.backends.native import NativeBackend, planned_of
 from megafp8.backends.protocol import Backend
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.formats import DTYPE_NAMES, formats_of
+from megafp8.fp8.dtypes import DTYPE_NAMES
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role
-from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.scaling import ScalingState, formats_of
 from megafp8.fp8.weights import GatheredFp8
 from megafp8.ops import bf16
 from megafp8.parallel.mesh import Mesh

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megafp8.fp8.block_casts import block_values
-from megafp8.fp8.engine import runs_triton
 from megafp8.fp8.formats import E2M1, E4M3, SIMULATED, Fp8Format
 from megafp8.fp8.kernels.compile import KINDS, library, library_for
+from megafp8.fp8.kernels.triton_launch import runs_triton
 from megafp8.ops.scaled_mm import PACKED, Layout
 from megafp8.ops.swizzle import fp4_numbers, swizzled, unswizzled
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from megafp8.fp8.formats import Fp8Format
+from megafp8.fp8.gemm import EMULATED, Engine
 from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import torch_private
-from megafp8.ops.scaled_mm import Layout, ScaledMatmul, writes_fp32
+from megafp8.ops.scaled_mm import Layout, writes_fp32
 from megafp8.specs.gpus import why_no_product
 from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
@@ -19,39 +16,6 @@ from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
 LAYOUTS: tuple[Layout, ...] = ("tensor", "row", "block", "square", "mx", "nv")
 PACKED_FROM = (12, 8)
 """The first CUDA whose cuBLASLt takes scales in tiles, of 32 elements and of 16."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Say how a device casts to FP8 and which FP8 products its tensor cores run.
-
-    `uses_triton` runs casts as Triton kernels. `layouts` are the kinds of scales that `matmul`
-    takes; products with other scales are emulated. Tensor cores read both operands with the dim
-    that they sum over innermost. So where they multiply, a tensor that two products read is kept in
-    two orientations, written by one cast. `fp32_results` are the layouts for which `matmul` writes
-    FP32.
-    """
-
-    uses_triton: bool = False
-    layouts: frozenset[Layout] = frozenset()
-    fp32_results: frozenset[Layout] = frozenset({"tensor"})
-    matmul: ScaledMatmul = torch_private.scaled_mm
-
-    def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
-        """Whether tensor cores multiply operands with scales of this layout.
-
-        `work` is the dtype of the result, if it is known: scales of rows and blocks are guaranteed
-        for BF16 results only.
-        """
-        in_bf16 = work is None or work == torch.bfloat16 or layout == "tensor"
-        return layout in self.layouts and in_bf16
-
-    def orients(self, layout: Layout) -> bool:
-        """Whether a cast writes a separate orientation for each product."""
-        return self.uses_triton and self.multiplies(layout)
-
-
-EMULATED = Engine()
 
 
 def engine_of(device: torch.device) -> Engine:
@@ -92,14 +56,3 @@ def slow_parts(device: torch.device, recipes: Iterable[ModulePrecision]) -> list
     if (why := triton_launch.unavailable(device)) is not None:
         found.append(f"casts to FP8 run as separate torch operations ({why})")
     return found
-
-
-@cache
-def runs_triton(device: torch.device) -> bool:
-    """Whether Triton's kernels run on this device."""
-    return engine_of(device).uses_triton
-
-
-def in_e5m2(a: Fp8Format, b: Fp8Format) -> bool:
-    """Whether both operands are E5M2; tensor cores need one operand in E4M3."""
-    return a.name == b.name == "e5m2"

@@ -17,22 +17,70 @@ which of the two ran.
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 
 from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.engine import EMULATED, Engine, in_e5m2
-from megafp8.fp8.formats import DTYPE_NAMES, SIMULATED
-from megafp8.fp8.grad_sink import GradSum
+from megafp8.fp8.dtypes import DTYPE_NAMES
+from megafp8.fp8.formats import SIMULATED, Fp8Format
 from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import bf16, cpu
+from megafp8.ops import bf16, cpu, torch_private
 from megafp8.ops.addmm import Scales, factor, mm_into, scaled_addmm, times_scales
 from megafp8.ops.meta import device_kind
-from megafp8.ops.scaled_mm import ALIGNMENT, scaled_mm
+from megafp8.ops.scaled_mm import ALIGNMENT, Layout, ScaledMatmul, scaled_mm
 
 Fp8Backend = Literal["tensor cores", "emulated"]
 Operand = torch.Tensor | Fp8Tensor
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Say how a device casts to FP8 and which FP8 products its tensor cores run.
+
+    `uses_triton` runs casts as Triton kernels. `layouts` are the kinds of scales that `matmul`
+    takes; products with other scales are emulated. Tensor cores read both operands with the dim
+    that they sum over innermost. So where they multiply, a tensor that two products read is kept in
+    two orientations, written by one cast. `fp32_results` are the layouts for which `matmul` writes
+    FP32.
+    """
+
+    uses_triton: bool = False
+    layouts: frozenset[Layout] = frozenset()
+    fp32_results: frozenset[Layout] = frozenset({"tensor"})
+    matmul: ScaledMatmul = torch_private.scaled_mm
+
+    def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
+        """Whether tensor cores multiply operands with scales of this layout.
+
+        `work` is the dtype of the result, if it is known: scales of rows and blocks are guaranteed
+        for BF16 results only.
+        """
+        in_bf16 = work is None or work == torch.bfloat16 or layout == "tensor"
+        return layout in self.layouts and in_bf16
+
+    def orients(self, layout: Layout) -> bool:
+        """Whether a cast writes a separate orientation for each product."""
+        return self.uses_triton and self.multiplies(layout)
+
+
+EMULATED = Engine()
+
+
+class Sum(Protocol):
+    """Name the FP32 sum that a product is meant for.
+
+    `total` has the product's shape. With `is_first` the product overwrites it.
+    """
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Return the sum itself."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing has been added yet."""
 
 
 class GemmCounter:
@@ -81,7 +129,7 @@ def gemm(
     bias: torch.Tensor | None = None,
     engine: Engine = EMULATED,
     use_fast_accum: bool = False,
-    into: GradSum | None = None,
+    into: Sum | None = None,
 ) -> torch.Tensor:
     """Return a @ b (+ bias) for 2-d operands, both FP8 or both plain, in the dtype `work`.
 
@@ -148,6 +196,11 @@ def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dty
     return multiplies_both and not in_e5m2(a.fmt, b.fmt)
 
 
+def in_e5m2(a: Fp8Format, b: Fp8Format) -> bool:
+    """Whether both operands are E5M2; tensor cores need one operand in E4M3."""
+    return a.name == b.name == "e5m2"
+
+
 def _tensor_core_product(
     a: Fp8Tensor,
     b: Fp8Tensor,
@@ -157,7 +210,7 @@ def _tensor_core_product(
     work: torch.dtype,
     engine: Engine,
     use_fast_accum: bool,
-    into: GradSum | None,
+    into: Sum | None,
 ) -> torch.Tensor:
     """Multiply both operands as [rows, K], transposing one that lies the other way in memory."""
     a_MK, a_scale = _rows_of(a, transpose_a)

@@ -22,8 +22,7 @@ from torch import nn
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import TokenOrder
-from megafp8.fp8.engine import EMULATED
-from megafp8.fp8.gemm import GemmCounter, gemm
+from megafp8.fp8.gemm import EMULATED, GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSink, GradSum
 from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
 from megafp8.fp8.scaling import Pending, ReduceMax

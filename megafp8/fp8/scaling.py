@@ -30,8 +30,9 @@ import torch.distributed as dist
 
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import ONE_SAMPLE, Draws, Moment, Tokens
-from megafp8.fp8.engine import EMULATED, Engine, engine_of
-from megafp8.fp8.formats import Fp8Format, formats_of
+from megafp8.fp8.engine import engine_of
+from megafp8.fp8.formats import FORMATS, Fp8Format
+from megafp8.fp8.gemm import EMULATED, Engine
 from megafp8.ops import torch_private
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Seen
@@ -516,3 +517,8 @@ class NoScaling:
     def recomputation(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""
         return nullcontext()
+
+
+def formats_of(recipe: Fp8Recipe) -> tuple[Fp8Format, Fp8Format]:
+    """Return the formats of (inputs and weights, output gradients) under a recipe."""
+    return FORMATS[recipe.forward_format], FORMATS[recipe.backward_format]

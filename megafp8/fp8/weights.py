@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from megafp8.fp8.cast import Fp8Tensor, quantize, with_nans
-from megafp8.fp8.engine import Engine
 from megafp8.fp8.formats import Fp8Format
+from megafp8.fp8.gemm import Engine
 from megafp8.fp8.quantizer import LinearQuantizer, Operands
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.ops import torch_private

@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import Dither, ScaledTensor
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.models.init import key_of
 from megafp8.optim.clipping import clip, coefficient_on_device
 from megafp8.optim.kernels import TORCH, choose_kernel, count, prepare_state, set_count

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from megafp8.fp8.cast import amax_of, raise_amax
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import ScaledTensor, resize_memory
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.ops import torch_private
 from megafp8.optim.masters import ALL_IN_FP32, Masters
 from megafp8.optim.partitions import Segment

@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import ScaledTensor, sums_of_squares
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.ops import torch_private
 from megafp8.optim.fp8_weights import Fp8Weights, MasterPart, WholeFp8Weights, move
 from megafp8.optim.partitions import (

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 
 from megafp8.fp8.cast import amax_of
-from megafp8.fp8.engine import runs_triton
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.kernels.compile import library
+from megafp8.fp8.kernels.triton_launch import runs_triton
 from megafp8.fp8.scaled import Dither, ScaledTensor, StoredInC
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.specs.optim import StorageName
 
 Dithers = tuple[Dither | None, Dither | None, Dither | None]

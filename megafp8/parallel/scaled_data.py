@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from megafp8.fp8.cast import amax_of
-from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
+from megafp8.fp8.stored_formats import STORAGE_FORMATS, StorageFormat
 from megafp8.parallel.collectives import Axis, as_sendable
 from megafp8.specs.division import Places, ScatteredRow
 

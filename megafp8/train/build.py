@@ -11,7 +11,7 @@ from torch import nn
 
 from megafp8.backends import choose
 from megafp8.backends.protocol import Backend
-from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.dtypes import DTYPES
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState

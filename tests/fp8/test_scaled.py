@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megafp8.fp8 import scaled
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.kernels.compile import Library
 from megafp8.fp8.scaled import Dither, ScaledTensor, add_up, scales_for
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.specs.optim import ITEM_BYTES, StorageName
 from tests.c_kernels import need_kernels
 from tests.spec import scaled as spec

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import Pending
+from megafp8.fp8.stored_formats import STORAGE_FORMATS, StorageFormat
 from megafp8.parallel import scaled_data
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, join

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megafp8.fp8.formats import STORAGE_FORMATS, StorageFormat
 from megafp8.fp8.grad_sink import GradSum
 from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.stored_formats import STORAGE_FORMATS, StorageFormat
 from megafp8.models.init import pieces_of
 from megafp8.optim.clipping import clip, grad_norm
 from megafp8.optim.partitions import Segment

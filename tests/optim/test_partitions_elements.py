@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import Constants, Tensors, fresh_amaxes, update, update_part
 from megafp8.parallel.mesh import single_rank

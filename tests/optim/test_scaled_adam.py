@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.kernels.triton_launch import unavailable
 from megafp8.fp8.scaled import Dither, ScaledTensor
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
 from megafp8.specs.optim import StorageName

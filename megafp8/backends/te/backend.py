@@ -27,7 +27,7 @@ from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.te_layers import findings
 from megafp8.config.te_settings import settings_of
 from megafp8.config.values import plain
-from megafp8.fp8.formats import DTYPES
+from megafp8.fp8.dtypes import DTYPES
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.fp8_weights import Fp8Weights

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.fp8.formats import DTYPE_NAMES
+from megafp8.fp8.dtypes import DTYPE_NAMES
 from megafp8.fp8.gemm import GemmCounter
 from megafp8.specs.traits import GemmName
 from megafp8.te_cpu.tensors import bytes_of, size_of

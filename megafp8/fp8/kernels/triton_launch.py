@@ -39,6 +39,12 @@ def unavailable(device: torch.device) -> str | None:
 
 
 @functools.cache
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton's kernels run on this GPU; for a CPU this is false, whatever interprets."""
+    return device.type == "cuda" and unavailable(device) is None
+
+
+@functools.cache
 def _unsafe_cache() -> str | None:
     return why_unsafe(CACHE)
 

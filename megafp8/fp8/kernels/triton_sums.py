@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.formats import StorageFormat
 from megafp8.fp8.kernels.triton_launch import as_bytes, casts_in_hardware
 from megafp8.fp8.kernels.triton_rounding import widened
 from megafp8.fp8.kernels.triton_stored import new_scale, number, old_scale, raised, stored_code
+from megafp8.fp8.stored_formats import StorageFormat
 
 BLOCK = 1024  # elements of a program
 WARPS = 4  # 8 elements a thread: 32 bytes of FP32, 8 bytes of FP8

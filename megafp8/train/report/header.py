@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.formats import DTYPE_NAMES, DTYPES
+from megafp8.fp8.dtypes import DTYPE_NAMES, DTYPES
 from megafp8.fp8.gemm import wide_dtype
 from megafp8.models.init import pieces_of
 from megafp8.models.packed import uses_varlen

@@ -353,8 +353,8 @@ MORE_ADAM = (  # parts that are switched alone
 
 def call_adam(found: Compilations, *, all_kinds: bool) -> None:
     """Update a weight of 512 x 512 by Adam; with `all_kinds` also one of an odd size."""
-    from megafp8.fp8.formats import STORAGE_FORMATS
     from megafp8.fp8.scaled import Dither, ScaledTensor
+    from megafp8.fp8.stored_formats import STORAGE_FORMATS
     from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Tensors, update_triton
 
     shapes = ((512, 512), (33, 50)) if all_kinds else ((512, 512),)
@@ -371,9 +371,9 @@ def call_adam(found: Compilations, *, all_kinds: bool) -> None:
 
 def call_sums(found: Compilations, *, all_kinds: bool) -> None:
     """Add products to a gradient of 512 x 512, and sum its squares."""
-    from megafp8.fp8.formats import STORAGE_FORMATS
     from megafp8.fp8.kernels.triton_sums import sums_of_squares
     from megafp8.fp8.scaled import ScaledTensor, add_by_triton
+    from megafp8.fp8.stored_formats import STORAGE_FORMATS
 
     found.is_odd = False
     for name in ("fp8", "fp8_e5m2", "fp16") if all_kinds else ("fp8",):

@@ -26,7 +26,8 @@ from megafp8.backends import native
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.fp8 import scaling
-from megafp8.fp8.engine import LAYOUTS, Engine
+from megafp8.fp8.engine import LAYOUTS
+from megafp8.fp8.gemm import Engine
 from megafp8.fp8.kernels import triton_launch
 from megafp8.ops import torch_private
 from megafp8.ops.meta import planning_for

@@ -16,7 +16,7 @@ import torch
 from megafp8.backends.native_block import FusedLayer
 from megafp8.fp8 import chain
 from megafp8.fp8.cast import Fp8Tensor, quantize
-from megafp8.fp8.engine import EMULATED, Engine
+from megafp8.fp8.gemm import EMULATED, Engine
 from megafp8.fp8.kernels import triton_launch
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.scaling import ScalingState

@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from megafp8.fp8.formats import E4M3, E5M2, STORAGE_FORMATS
+from megafp8.fp8.formats import E4M3, E5M2
 from megafp8.fp8.kernels import (
     triton_blocks,
     triton_cast,
@@ -30,6 +30,7 @@ from megafp8.fp8.kernels import (
 )
 from megafp8.fp8.recipes.nvfp4 import SIGN_BITS
 from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, from numpy

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.kernels import triton_adam, triton_stored
 from megafp8.fp8.scaled import Dither, ScaledTensor, random_bits
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import NO_DITHERS, Constants, Dithers, Tensors
 

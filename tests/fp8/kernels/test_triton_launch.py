@@ -12,7 +12,7 @@ from torch import nn
 
 from megafp8 import fp8
 from megafp8.fp8 import scaling
-from megafp8.fp8.engine import Engine
+from megafp8.fp8.gemm import Engine
 from megafp8.fp8.kernels import triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megafp8.fp8 import scaled
-from megafp8.fp8.formats import STORAGE_FORMATS
 from megafp8.fp8.kernels import triton_sums
 from megafp8.fp8.scaled import ScaledTensor, add_by_triton
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
 
