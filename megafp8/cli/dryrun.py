@@ -26,7 +26,7 @@ from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
-from megafp8.errors import ConfigError, ExitCode
+from megafp8.errors import ConfigError, DataError, ExitCode
 from megafp8.observe.units import format_bytes, plural
 from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.plan.phases import largest_phase
@@ -160,7 +160,11 @@ def with_known_vocabulary(
                 f"--vocab-size {data.tokenizer.vocab_size}"
             )
     elif vocab_size is None:
-        vocab_size = open_data(data, print).vocab_size
+        try:
+            vocab_size = open_data(data, print).vocab_size
+        except DataError as error:
+            hint = f"{error.hint}, or --vocab-size N, with which no data are opened"
+            raise DataError(error.file, error.field, error.reason, hint) from error
         whose = "of the built-in corpus" if data.prefix == BUILTIN_CORPUS else "of the data"
         whose += "; --vocab-size gives another"
     elif not 1 <= vocab_size <= MAX_VOCABULARY:

@@ -143,7 +143,8 @@ def _found_elsewhere(wanted: Sequence[str]) -> list[str]:
     """Return lines about the names of other programs that have a word in them."""
     lines = []
     for key in nemo_keys().values():
-        if _has(key.path, wanted):
+        said = re.findall(r"[A-Z]{3,}", key.note)  # MLA or MTP, for which nothing else is named
+        if _has(key.path, wanted) or any(word.lower() in wanted for word in said):
             accepted = key.free.text if key.free else ", ".join(map(_plain, key.accepts))
             text = f"It has no effect: {key.note}. {key.hint}. [accepted: {accepted}]"
             lines += [f"  {key.path}", *_wrapped(text, HELP_WIDTH, "      ", "      ")]

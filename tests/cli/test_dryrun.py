@@ -115,6 +115,18 @@ def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None
     assert "context 2" in capsys.readouterr().out
 
 
+def test_a_tokenizer_that_is_not_here_needs_only_a_size(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = [f"model.data.data_prefix={make_dataset(tmp_path)}",
+              "model.tokenizer.library=huggingface",
+              f"model.tokenizer.type={tmp_path}/none"]  # fmt: skip
+    given = [word for word in SMALL if "vocab_size" not in word]
+    assert main([*given, *theirs]) == 2
+    assert "or --vocab-size N, with which no data are opened" in capsys.readouterr().err
+    assert main([*given, *theirs, "--vocab-size=300"]) == 0
+
+
 def test_the_data_say_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = make_dataset(tmp_path / "tiny")
     given = [word for word in SMALL if "vocab_size" not in word]

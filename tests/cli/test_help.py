@@ -73,6 +73,8 @@ def test_help_with_words_shows_the_keys_that_have_them(capsys: pytest.CaptureFix
         ("fp8_output_proj", ["  model.fp8_output_proj", "[accepted: False]"]),
         ("fp8_param", ["  model.fp8_param_gather", "It stands for model.fp8_params=True."]),
         ("fp4_param", ["  model.fp4_param", "It is refused if it is True."]),
+        ("mla", ["  model.multi_latent_attention", "[accepted: False, null]"]),
+        ("mtp", ["  model.mtp_num_layers", "[accepted: null, 0]"]),
         ("lion", ["  model.optim.name=adamw"]),
         ("muon_nesterov", ["  model.optim.muon_nesterov", "model.optim.muon_use_nesterov=True."]),
         ("muon_split_qkv", ["  model.optim.name=adamw"]),

@@ -106,7 +106,7 @@ def test_mock_data_become_random_tokens(tmp_path: Path) -> None:
     for prefix in (["/a"], [], None):
         nemo_yaml(tmp_path, **{"model.data.data_impl": "mock", "model.data.data_prefix": prefix})
         m = migrate((tmp_path / "theirs.yaml").read_text(), "theirs.yaml")
-        assert "model.data.data_impl: mock -> model.data.data_prefix=mock" in m.changes
+        assert "model.data.data_impl: mock -> model.data.data_prefix=mock" in m.renamed
         assert m.out["model"]["data"]["data_prefix"] == "mock"
         assert not [line for line in m.undecided if line.startswith("model.data")]
         dropped = [line for line in m.inert if line.startswith("model.data.data_prefix:")]
@@ -288,7 +288,7 @@ def test_no_key_of_the_block_goes_unnamed(backend: str) -> None:
         "enable_fsdp_float8_all_gather": False,
     }  # fmt: skip
     m = migrate(yaml.safe_dump({"mixed_precision": "fp8", "fp8_config": block}), "x")
-    named = keys_of([*m.undecided, *m.changes, *m.inert])
+    named = keys_of([*m.undecided, *m.translated, *m.inert])
     assert {f"fp8_config.{key}" for key in block} - {"fp8_config.optimization_level"} <= named
     assert {"fp8_config.amax_histories", "fp8_config.fp8_new"} <= keys_of(m.undecided)
 
@@ -401,7 +401,7 @@ def test_a_file_with_open_decisions_is_refused(
     assert main([str(file)]) == 2
     out = capsys.readouterr().out
     assert out.startswith("must be decided: 1\n  fp8_config.magrin: 0")
-    assert "run it with" not in out and "A run refuses the file" in out
+    assert "megafp8 pretrain" not in out and "A run refuses the file" in out
     problem = the_problem(config_dir=tmp_path, config_name="acc.megafp8")
     assert problem.key == "undecided" and "fp8_config.magrin" in problem.reason
 

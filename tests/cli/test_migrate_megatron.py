@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import os
+import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,9 +19,11 @@ from hypothesis import strategies as st
 
 from megafp8.cli.audit import request
 from megafp8.cli.migrate import main, migrate
+from megafp8.cli.migrate.next_steps import next_steps
 from megafp8.cli.migrate.report import Migration
 from megafp8.config.errors import SettingError
 from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import RunSpec
@@ -124,7 +128,7 @@ def test_no_setting_is_lost_silently() -> None:
     m = script("--no-position-embedding --position-embedding-type rope --quick-geglu")
     assert any(line.startswith("--no-position-embedding: ") for line in m.inert)
     bridge = migrate(yaml.safe_dump(RUN_CONFIG), "run_config.yaml")
-    lines = "\n".join([*bridge.changes, *bridge.inert, *bridge.undecided])
+    lines = "\n".join([*bridge.translated, *bridge.inert, *bridge.undecided])
     for section, fields in RUN_CONFIG.items():
         for name in fields if isinstance(fields, dict) else ():
             assert name == "_target_" or f"{section}.{name}" in lines, (section, name)
@@ -245,6 +249,84 @@ def test_samples_are_steps_of_the_batch() -> None:
     assert value(m, "model.optim.sched.warmup_steps") == 10
 
 
+def test_renamed_settings_are_told_from_those_that_keep_name_and_value() -> None:
+    m = script("--seed 5 --clip-grad 0.5 --swiglu")
+    assert "--seed: 5 -> model.seed=5" in m.kept
+    assert "--clip-grad: 0.5 -> trainer.gradient_clip_val=0.5" in m.renamed
+    assert any(line.startswith("--swiglu: ") for line in m.changes)
+    assert "renamed: " in m.report() and "kept as they are: " in m.report()
+
+
+SLURM = """\
+#!/bin/bash
+#SBATCH -N 3 --account=lab   # who pays
+#SBATCH --gres=gpu:a100:4
+#SBATCH --time 01:00:00
+#SBATCH --cpus-per-task=12
+#SBATCH --exclusive
+srun python {launcher} pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 \\
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 12 \\
+    --train-iters 100 --lr 1e-3 --bf16 --mock-data --tokenizer-type NullTokenizer --vocab-size 511
+#SBATCH --partition=ignored
+"""
+BY_TORCHRUN = "-m torch.distributed.run --nnodes $SLURM_NNODES --nproc-per-node $SLURM_GPUS_ON_NODE"
+
+
+@pytest.mark.parametrize("launcher", ["", BY_TORCHRUN])
+def test_what_a_script_asks_of_slurm_is_kept_or_named(
+    launcher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a job" / "train.sh"
+    file.parent.mkdir()
+    file.write_text(SLURM.format(launcher=launcher))
+    assert main([str(file)]) == 0
+    out = capsys.readouterr().out
+    last = out.splitlines()[-1]
+    options = "--nodes=3 --ntasks-per-node=4 --gpus-per-node=4 --account=lab --time=01:00:00"
+    where = f"--config-dir '{file.parent}' --config-name train.megafp8"
+    assert last.endswith(f"&& sbatch {options} examples/slurm/pretrain.sbatch {where}")
+    assert (Path(last.split()[1]) / "examples/slurm/pretrain.sbatch").is_file()
+    for named in ("--account=lab", "--gres: gpu:a100:4", "--cpus-per-task: 12", "--exclusive"):
+        assert f"  #SBATCH {named}" in out
+    assert "ignored" not in out, "Slurm reads no option below the first command"
+    parallel = run_spec(config_dir=file.parent, config_name="train.megafp8", gpu=True).parallel
+    assert parallel.world_size == 12
+
+
+def test_tasks_and_gpus_of_slurm_that_differ_must_be_decided() -> None:
+    text = SLURM.format(launcher="").replace("--exclusive", "--ntasks-per-node=8")
+    assert decided(migrate(text, "train.sh")) == ["trainer.devices"]
+    one = migrate(text.replace("node=8", "node=1"), "train.sh")  # torchrun in one task
+    assert value(one, "trainer.devices") == 4
+
+
+@pytest.mark.parametrize("shell", ["$(touch x)", "`touch x`", "a b; touch x", "'"])
+def test_a_value_for_slurm_is_quoted(shell: str, tmp_path: Path) -> None:
+    text = SLURM.format(launcher="").replace("lab ", f"'{shell}' ")
+    m = migrate(text, "train.sh")
+    (said,) = [line for line in next_steps(tmp_path / "n.yaml", m) if "sbatch" in line]
+    words = shlex.split(said)
+    assert shell == "'" or f"--account={shell}" in words
+    assert words[words.index("sbatch") + 1] == "--nodes=3"
+
+
+ONLY_FLAGS = {
+    "decoder_seq_length", "enable_mhc_connections", "encoder_num_layers",
+    "init_method_xavier_uniform", "num_experts", "quick_geglu", "spec", "yaml_cfg",
+}  # fmt: skip
+"""Names of the command line that Megatron's configuration of a model does not have."""
+
+
+def test_models_that_are_refused_in_a_script_are_known_below_model() -> None:
+    known = {path.rpartition(".")[2] for path in [*nemo_keys(), *all_keys()]}
+    refused = {
+        name
+        for name, about in megatron_flags().groups
+        if isinstance(about, Refused) and about.changes_model and "*" not in name
+    }
+    assert len(refused) > 20 and refused - known - ONLY_FLAGS == {"transformer_layer_spec"}
+
+
 def test_the_table_names_keys_that_exist() -> None:
     table = megatron_flags()
     for name, row in table.passed.items():
@@ -272,13 +354,24 @@ def test_names_of_flags(flag: str, name: str, means: bool) -> None:
     assert megatron_flags().of_flag(flag) == (name, means)
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_slurm", [False, True])
+def test_the_command_line(
+    has_slurm: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/sbatch" if has_slurm else None)
     out = tmp_path / "out.yaml"
     line = "torchrun --nproc-per-node=2 " + SCRIPT.partition("--nnodes 1 ")[2]
     line = line.replace("${MODEL[@]}", "--num-layers 2 --hidden-size 64 --num-attention-heads 4 "
                         "--seq-length 32 --max-position-embeddings 32")  # fmt: skip
     assert main(["--line", line, "-o", str(out)]) == 0
-    assert "run it with" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    where = f"--config-dir {tmp_path} --config-name out"
+    assert f"megafp8 plan {where}\n" in said and (f"pretrain {where}\n" in said) is not has_slurm
+    assert (" sbatch --nodes=1 --ntasks-per-node=2 --gpus-per-node=2 exam" in said) is has_slurm
+    assert f"megafp8 dryrun {where} trainer.accelerator=gpu\n" in said
     assert run_spec(config_dir=tmp_path, config_name="out").model.num_layers == 2
     file = tmp_path / "train"
     file.write_text(SCRIPT + "--weight-decay $WD $1\n")
@@ -378,7 +471,7 @@ mixed_precision: bf16-with-fp8-current-scaling-mixed
 
 def test_files_of_others_are_not_taken_for_bridges() -> None:
     accelerate = migrate("mixed_precision: fp8\nnum_processes: 2\n", "a.yaml")
-    assert any("trainer.devices=2" in line for line in accelerate.changes)
+    assert any("trainer.devices=2" in line for line in accelerate.renamed)
 
 
 SAVED: dict[str, Any] = yaml.safe_load(
@@ -491,7 +584,7 @@ def saved(**sections: dict[str, Any]) -> Migration:
 def test_a_file_that_bridge_has_saved_needs_the_number_of_ranks_alone(tmp_path: Path) -> None:
     m = saved()
     assert decided(m) == ["trainer.devices"]
-    lines = "\n".join([*m.changes, *m.inert])
+    lines = "\n".join([*m.translated, *m.inert])
     for section, fields in SAVED.items():
         for name in fields if isinstance(fields, dict) else ():
             assert name == "_target_" or f"{section}.{name}" in lines, (section, name)

@@ -49,7 +49,7 @@ def test_fsdps_other_keys(tmp_path: Path) -> None:
         "fsdp_transformer_layer_cls_to_wrap": "GPT2Block", "fsdp_version": 2,
     }  # fmt: skip
     m = accelerate(distributed_type="FSDP", fsdp_config=section)
-    named = keys_of([*m.changes, *m.inert])
+    named = keys_of([*m.translated, *m.inert])
     assert not m.undecided and {f"fsdp_config.{key}" for key in section} <= named
     recompute = run_spec(**write(tmp_path, m)).model.recompute
     assert recompute is not None and recompute.granularity == "full"
@@ -279,5 +279,5 @@ def test_any_file_of_accelerate_names_each_of_its_keys(tree: dict[str, Any]) -> 
     m = migrate(yaml.safe_dump({"mixed_precision": "bf16", **tree}), "x.yaml")
     assert isinstance(yaml.safe_load(m.text("x.yaml")), dict)
     sections = {key for key, value in tree.items() if key.endswith("_config") and value}
-    named = keys_of([*m.undecided, *m.changes, *m.inert])
+    named = keys_of([*m.undecided, *m.translated, *m.inert])
     assert set(tree) - sections <= named | {"fp8_config"}

@@ -83,7 +83,7 @@ def another(key: NemoKey) -> Any:
     candidates = others.get(type(key.nemo), []) + ["other"]
     candidates += ["megatron_falcon_gpt"] if is_text(key.path) else [7]  # there 7 is a text
     values = {"trainer.max_steps": 900, "trainer.precision": "bf16", "model.bias": True,
-              "model.encoder_seq_length": 256,
+              "model.encoder_seq_length": 256, "model.init_method_std": 0.02,
               "model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
               "model.tensor_model_parallel_size": 1,
               "model.pipeline_model_parallel_size": 1}  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 from megafp8.cli import job
 from megafp8.cli.migrate import accelerate, bridge, megatron, nemo
+from megafp8.cli.migrate.next_steps import next_steps
 from megafp8.cli.migrate.report import (
     Migration,
     check_written,
@@ -70,8 +71,8 @@ def main(argv: Sequence[str]) -> int:
     if migration.undecided:
         say("A run refuses the file until what is listed first is decided")
         return ExitCode.USER_ERROR
-    name, folder = target.name.removesuffix(".yaml"), target.absolute().parent
-    say(f"run it with: megafp8 pretrain --config-dir {folder} --config-name {name}")
+    for line in next_steps(target, migration):
+        say(hide_values(line, known))
     return ExitCode.FINISHED
 
 

@@ -12,6 +12,12 @@ from typing import Any
 
 from megafp8.cli.migrate import megatron_rules
 from megafp8.cli.migrate.megatron_settings import GivenSetting, MegatronSettings
+from megafp8.cli.migrate.next_steps import (
+    report_slurm,
+    size_in_slurm,
+    slurm_environment,
+    slurm_options,
+)
 from megafp8.cli.migrate.report import Migration
 from megafp8.cli.migrate.shell import read_script
 from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
@@ -74,16 +80,18 @@ def translate_script(
     Raises:
         SettingError: The script starts no training of Megatron's.
     """
-    script = read_script(text, arguments, environment, beside)
+    slurm = slurm_options(text)
+    script = read_script(text, arguments, slurm_environment(slurm) | {**environment}, beside)
     commands = training_commands(script)
     command = commands[0]
     others = [f"line {other.line}" for other in commands[1:] if other.words != command.words]
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
     _program(command.words[place_of_program(command.words) or 0], m)
-    settings = _settings_of(command, script.holes, m)
+    settings = _settings_of(command, script.holes, slurm, m)
     settings.beside = beside
     megatron_rules.translate(settings, m)
     _undecided_of_script(script, command, others, m)
+    report_slurm(slurm, m)
 
 
 def training_commands(script: Script) -> list[ShellCommand]:
@@ -124,10 +132,12 @@ def _program(path: str, m: Migration) -> None:
                  "Look whether it gives them other meanings, and remove this line")  # fmt: skip
 
 
-def _settings_of(command: ShellCommand, holes: Holes, m: Migration) -> MegatronSettings:
+def _settings_of(
+    command: ShellCommand, holes: Holes, slurm: Mapping[str, str], m: Migration
+) -> MegatronSettings:
     start = place_of_program(command.words) or 0
     settings = MegatronSettings(source="a default of " + megatron_flags().version)
-    _ranks(command.words[:start], holes, m)
+    _ranks(command.words[:start], holes, slurm, m)
     flag, values = "", list[str]()
     for word in (*command.words[start + 1 :], "--end"):
         if not FLAG.fullmatch(word):
@@ -198,14 +208,18 @@ def _float(text: str) -> Any:
     return float(text) if is_number else text
 
 
-def _ranks(words: Sequence[str], holes: Holes, m: Migration) -> None:
-    """Translate the numbers of ranks and nodes that torchrun or srun is given."""
+def _ranks(words: Sequence[str], holes: Holes, slurm: Mapping[str, str], m: Migration) -> None:
+    """Translate the numbers of ranks and nodes that torchrun, srun or sbatch is given."""
     for key, names in _LAUNCHERS.items():
         value = None
         for place, word in enumerate(words):
             name, _, said = word.lstrip("-").partition("=")
             if word.startswith("--") and name in names:
                 value = said or (words[place + 1] if place + 1 < len(words) else "")
+        if value is None and key in size_in_slurm(slurm):
+            shown, number = size_in_slurm(slurm)[key]
+            m.change(shown, number, {key: number})
+            continue
         if value is None and key == "trainer.num_nodes":
             continue
         if value is not None and value.isdecimal() and len(value) < 8:

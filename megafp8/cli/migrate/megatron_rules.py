@@ -66,7 +66,7 @@ def translate(s: MegatronSettings, m: Migration) -> None:
 
 def _name_the_silent(s: MegatronSettings, m: Migration) -> None:
     """Report the settings that a rule has read and of which no line speaks, since they are off."""
-    said = "\n".join([*m.changes, *m.inert, *m.undecided])
+    said = "\n".join([*m.translated, *m.inert, *m.undecided])
     for name in s.taken & s.given.keys():
         given = s.given[name]
         if not re.search(rf"(?<![\w.-]){re.escape(given.shown)}(?![\w-])", said):

@@ -27,24 +27,36 @@ class Migration:
         kept: Lines of the report about the keys that are unchanged.
         inert: Lines about the keys that are dropped, since they have no effect.
         changes: Lines about the keys that are translated.
+        renamed: Lines about those whose value is the same below another name.
         undecided: Lines about the keys that the user must decide.
         assumed: Lines about what the file leaves out and another program's default says, by the
             name of the setting or of our key.
+        slurm_options: What the old script asks of Slurm and the new job's command has too.
     """
 
     out: dict[str, Any] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     inert: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)
+    renamed: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     assumed: dict[str, str] = field(default_factory=dict)
+    slurm_options: list[str] = field(default_factory=list)
+
+    @property
+    def translated(self) -> list[str]:
+        """Return all lines about settings of the old file that the new one has."""
+        return [*self.changes, *self.renamed, *self.kept]
 
     def change(self, old: str, value: Any, new: dict[str, Any], note: str = "") -> None:
         """Record that `old: value` is translated into the settings `new`."""
         for path, item in new.items():
             set_in(self.out, path, item)
         text = ", ".join(f"{path}={plain(item)}" for path, item in new.items())
-        self.changes.append(f"{old}: {plain(value)} -> {text}" + (f" ({note})" if note else ""))
+        lines = self.changes
+        if not note and len(new) == 1 and _is_same(value, *new.values()):
+            lines = self.kept if _last_name(old) == _last_name(*new) else self.renamed
+        lines.append(f"{old}: {plain(value)} -> {text}" + (f" ({note})" if note else ""))
 
     def assume(self, key: str, value: Any, source: str) -> None:
         """Record that our key has the default that `source` has for what the file leaves out."""
@@ -64,13 +76,14 @@ class Migration:
         parts = (
             ("must be decided", self.undecided),
             ("changed", self.changes),
+            ("renamed", self.renamed),
             ("assumed", list(self.assumed.values())),
             ("dropped as inert", self.inert),
-            ("kept", self.kept),
+            ("kept as they are", self.kept),
         )
         lines = []
         for title, items in parts:
-            if title == "assumed" and not items:
+            if title in ("renamed", "assumed") and not items:
                 continue
             lines.append(f"{title}: {len(items) or 'nothing'}")
             lines += [f"  {item}" for item in items]
@@ -171,6 +184,15 @@ def leave_out_secrets(m: Migration, known: Collection[str]) -> None:
             remove_from(m.out, setting.key)
             reason, hint = "contains a secret", "Write it without, or give it on the command line"
             m.decide(setting.key, setting.value, reason, hint)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _last_name(key: str) -> str:
+    """Return the last name of a key or a flag: `num_layers` of `--num-layers`."""
+    return key.lstrip("-").rpartition(".")[2].replace("-", "_")
 
 
 def _shown(value: Any, key: str) -> str:
