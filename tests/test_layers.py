@@ -52,9 +52,8 @@ WITHOUT_TORCH = (
     "report",
 )
 NEEDED_BY_TE_CPU = {
-    *("errors", "files", "specs.te_versions", "specs.traits", "specs.recipe"),
-    *("ops.meta", "ops.swizzle", "ops.torch_private", "fp8.block_casts", "fp8.cast", "fp8.formats"),
-    *("fp8.gemm", "fp8.philox", "fp8.recipes.mxfp8", "fp8.recipes.nvfp4", "fp8.scales"),
+    *("ops.caches", "ops.meta", "ops.scaled_mm", "ops.swizzle", "fp8.block_casts", "fp8.cast"),
+    *("fp8.formats", "fp8.gemm", "fp8.mxfp8", "fp8.nvfp4", "fp8.philox", "fp8.scales"),
 }
 BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import megafp8
 TE_ALONE = (

@@ -22,10 +22,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from megafp8.ops import torch_private
+from megafp8.ops import torch_private, torch_products
+from megafp8.te_cpu import torch_private as of_te_cpu
 from tests.test_layers import ROOT, source_files
 
-OWN_FILES = ("megafp8/ops/torch_private.py", "megafp8/ops/torch_pipelining.py")
+OWN_FILES = (
+    "megafp8/ops/torch_private.py",
+    "megafp8/ops/torch_pipelining.py",
+    "megafp8/ops/torch_products.py",
+    "megafp8/te_cpu/torch_private.py",
+)
 OF_OTHERS = {
     "*": ("os._exit", "sys._getframe", "sys._current_frames", "*._asdict"),
     # Hydra and OmegaConf
@@ -170,7 +176,7 @@ def test_hooks_of_a_module_are_seen() -> None:
 
 def test_the_product_of_tensor_cores_takes_scales_and_an_output_dtype() -> None:
     a, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
-    result = torch_private.scaled_mm(
+    result = torch_products.scaled_mm(
         a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32, use_fast_accum=False
     )
     assert torch.equal(result, torch.full((16, 16), 4.0))
@@ -276,15 +282,15 @@ def test_private_functions_can_be_wrapped(
 
         return wrap
 
-    torch_private.wrap_make_wrapper_subclass(noted("subclass"))
-    undo = torch_private.wrap_coalescing_manager(noted("together"))
+    of_te_cpu.wrap_make_wrapper_subclass(noted("subclass"))
+    undo = of_te_cpu.wrap_coalescing_manager(noted("together"))
     torch.distributed._coalescing_manager()  # a context, which is not entered
     undo()
     assert called == ["together"] and torch.distributed._coalescing_manager is coalescing
     called.clear()
     made = torch.Tensor._make_wrapper_subclass(Bytes, (2, 3), dtype=torch.float32)
     assert called == ["subclass"] and made.shape == (2, 3)
-    undo = torch_private.wrap_default_device(lambda device: "meta")
+    undo = of_te_cpu.wrap_default_device(lambda device: "meta")
     with torch.device("cpu"):
         assert torch.zeros(2).is_meta
     undo()

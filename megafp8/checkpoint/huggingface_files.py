@@ -25,13 +25,9 @@ from megafp8.checkpoint.huggingface import (
     to_theirs,
 )
 from megafp8.errors import CheckpointError, RunError
-from megafp8.files import (
-    give_ordinary_mode,
-    os_errors_reported,
-    put,
-    write_json_atomically,
-)
+from megafp8.files import give_ordinary_mode, os_errors_reported, write_json_atomically
 from megafp8.foreign import MIB, Fields, ForeignFileError, member, read_object, shown_value
+from megafp8.ops.caches import put
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"

@@ -38,7 +38,8 @@ from megafp8.checkpoint.step_directories import (
 )
 from megafp8.checkpoint.verify import check_size, check_structure, verify, why_damaged
 from megafp8.errors import CheckpointError
-from megafp8.files import fsync_directory, os_errors_reported, remove_tree
+from megafp8.files import os_errors_reported, remove_tree
+from megafp8.ops.caches import fsync_directory
 
 __all__ = [
     "Placement",

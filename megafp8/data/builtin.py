@@ -27,8 +27,9 @@ from megafp8.data.indexed import IndexedDataset, IndexedWriter, bin_path, idx_pa
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import END_OF_DOCUMENT, train_tokenizer
 from megafp8.errors import DataError
-from megafp8.files import built_beside, expanded, move_away, sync
-from megafp8.files import cache_folder as user_cache
+from megafp8.files import expanded
+from megafp8.ops.caches import built_beside, move_away, sync
+from megafp8.ops.caches import cache_folder as user_cache
 
 # Installed packages are not Python's own; the rest are tests, demos, bundled and generated files.
 EXCLUDED_FOLDERS = frozenset(

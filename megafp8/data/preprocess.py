@@ -34,8 +34,9 @@ from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource, units
 from megafp8.data.tokenize import TOKENIZER_FILES, Frame, Tokenizer, document_end, frame_of
 from megafp8.errors import DataError
-from megafp8.files import draft_of, locked, move_away, put, write_atomically
+from megafp8.files import draft_of, write_atomically
 from megafp8.foreign import read_json
+from megafp8.ops.caches import locked, move_away, put
 from megafp8.secrets import hide_values, redacted
 
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code

@@ -26,7 +26,7 @@ from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.dtypes import DTYPE_NAMES
 from megafp8.fp8.formats import SIMULATED, Fp8Format
 from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import bf16, cpu, torch_private
+from megafp8.ops import bf16, cpu, torch_products
 from megafp8.ops.addmm import Scales, factor, mm_into, scaled_addmm, times_scales
 from megafp8.ops.meta import device_kind
 from megafp8.ops.scaled_mm import ALIGNMENT, Layout, ScaledMatmul, scaled_mm
@@ -49,7 +49,7 @@ class Engine:
     uses_triton: bool = False
     layouts: frozenset[Layout] = frozenset()
     fp32_results: frozenset[Layout] = frozenset({"tensor"})
-    matmul: ScaledMatmul = torch_private.scaled_mm
+    matmul: ScaledMatmul = torch_products.scaled_mm
 
     def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
         """Whether tensor cores multiply operands with scales of this layout.

@@ -1,9 +1,9 @@
-"""Keep every private name of torch that the project uses, but those of its pipelines, in this file.
+"""Keep the private names of torch that training uses, but those of its pipelines, in this file.
 
 A private name may change with any version of torch, so this is the first file to read when a new
-version breaks something. Unless its docstring says otherwise, each was tried with torch 2.11 and
-2.13 on CPUs. The functions for CUDA have never run. `tests/test_torch_private.py` runs each one
-here, and finds private names that other files use.
+version breaks something; `OWN_FILES` of `tests/test_torch_private.py` lists the others. Unless its
+docstring says otherwise, each was tried with torch 2.11 and 2.13 on CPUs. The functions for CUDA
+have never run. That test runs each one here, and finds private names that other files use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import FunctionMeta
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -46,32 +45,6 @@ version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 parameters_of: Callable[[nn.Module], dict[str, nn.Parameter]] = attrgetter("_parameters")
 """Return a module's own parameters by name, sooner than the module's attributes of these names."""
-
-
-# ------------------------------------------------------------------------------------- arithmetic
-
-
-def scaled_mm(
-    a: torch.Tensor, b: torch.Tensor, *, scale_a: Any, scale_b: Any, **options: Any
-) -> torch.Tensor:
-    """Return the FP8 product of tensor cores, or that of FP4, whose scales are pairs of tensors.
-
-    The second tensor of such a pair is a factor of the whole operand. The refusals of both products
-    were tried on CPUs and on meta, their results never.
-    """
-    if isinstance(scale_a, torch.Tensor):
-        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
-    blocks = [int(F.ScalingType.BlockWise1x16.value), int(F.ScalingType.TensorWise.value)]
-    tiles = [int(F.SwizzleType.SWIZZLE_32_4_4.value), int(F.SwizzleType.NO_SWIZZLE.value)]
-    scales = (list(scale_a), blocks, tiles, list(scale_b), blocks, tiles)
-    rest: tuple[Any, ...] = (options["bias"], options["out_dtype"], [], options["use_fast_accum"])
-    out = options.get("out")
-    product: torch.Tensor = (
-        _aten._scaled_mm_v2(a, b, *scales, *rest)
-        if out is None
-        else _aten._scaled_mm_v2.out(a, b, *scales, *rest, out=out)
-    )
-    return product
 
 
 # ------------------------------------------------------------------------- tensors and their bytes
@@ -210,46 +183,6 @@ def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:
     torch.autograd.graph._engine_run_backward(
         (output,), (grad_output,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def wrap_default_device(place: Callable[[Any], Any]) -> Callable[[], None]:
-    """Let `torch.set_default_device` and `with torch.device(...)` choose `place` of a device.
-
-    The result undoes it.
-    """
-    from torch.utils._device import DeviceContext, _device_constructors
-
-    _device_constructors()  # torch notes once which functions make tensors: its own ones, so far
-    context: Any = DeviceContext
-    original = context.__init__
-    context.__init__ = lambda self, device: original(self, place(device))
-    return lambda: setattr(context, "__init__", original)
-
-
-def wrap_make_wrapper_subclass(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Callable[[], None]:
-    """Replace the function that makes tensor subclasses without storage by `wrap` of it.
-
-    The result puts the original back.
-    """
-    tensor: Any = torch.Tensor
-    original = tensor._make_wrapper_subclass
-    tensor._make_wrapper_subclass = staticmethod(wrap(original))
-    return lambda: setattr(tensor, "_make_wrapper_subclass", staticmethod(original))
-
-
-def wrap_coalescing_manager(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Callable[[], None]:
-    """Replace the context that sends several collectives together by `wrap` of it.
-
-    The result puts the original back.
-    """
-    distributed: Any = torch.distributed
-    original = distributed._coalescing_manager
-    distributed._coalescing_manager = wrap(original)
-    return lambda: setattr(distributed, "_coalescing_manager", original)
 
 
 # ------------------------------------------------------------------------------------- compilation

@@ -32,12 +32,12 @@ from megafp8.errors import ConfigError, DataError
 from megafp8.files import (
     draft_of,
     expanded,
-    put,
     run_errors_reported,
     whole_folder,
     write_json_atomically,
 )
 from megafp8.foreign import ForeignFileError, member, read_object
+from megafp8.ops.caches import put
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.secrets import hide_values, is_secret_name
 

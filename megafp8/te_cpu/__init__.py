@@ -9,8 +9,8 @@ the compiled extension `transformer_engine_torch` with the arithmetic of an H100
 `device="cuda"` means the CPU in this process; see `cuda.py` for what is patched.
 """
 
-from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.te_cpu.loading import describe, load
+from megafp8.te_cpu.versions import DEFAULT_VERSION
 from megafp8.te_cpu.wheel import Sources, loaded
 
 __all__ = ["DEFAULT_VERSION", "Sources", "describe", "load", "loaded"]

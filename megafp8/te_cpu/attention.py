@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from megafp8.te_cpu.enums import QkvFormat
-from megafp8.te_cpu.missing import SizeError, missing
+from megafp8.te_cpu.errors import SizeError
+from megafp8.te_cpu.missing import missing
 
 MASKED = -10000.0
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megafp8.ops import torch_private
+from megafp8.te_cpu import torch_private
 
 CPU = torch.device("cpu")
 CUDA_VERSION = "13.0"

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from megafp8.errors import ConfigError
-from megafp8.ops import torch_private
-from megafp8.specs.te_versions import DEFAULT_VERSION
-from megafp8.te_cpu import cuda, nv, wheel
+from megafp8.te_cpu import cuda, nv, torch_private, wheel
+from megafp8.te_cpu.errors import VersionError
 from megafp8.te_cpu.extension import make_extension
 from megafp8.te_cpu.missing import FromAbsentPackage, ImportPhase
+from megafp8.te_cpu.versions import DEFAULT_VERSION
 from megafp8.te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
 
 NEEDED = ("einops", "packaging", "pydantic")
@@ -60,21 +59,21 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
     """Return `transformer_engine.pytorch` of `version`, on the CPU; each call returns one module.
 
     Raises:
-        ConfigError: The version cannot be had, another one is imported already, or a package that
+        VersionError: The version cannot be had, another one is imported already, or a package that
             it needs is missing.
     """
     if (already := loaded()) is not None:
         if already.version != version:
             reason = f"{already.version} is loaded in this process already"
-            raise ConfigError(PACKAGE, version, reason, "Use one version in a process")
+            raise VersionError(PACKAGE, version, reason, "Use one version in a process")
         return importlib.import_module("transformer_engine.pytorch")
     if "transformer_engine" in sys.modules:
         reason = "an installed transformer_engine has been imported in this process already"
-        raise ConfigError(PACKAGE, version, reason, "Load the CPU's first, or in another process")
+        raise VersionError(PACKAGE, version, reason, "Load the CPU's first, or in another process")
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         names = " ".join(missing)
-        raise ConfigError(
+        raise VersionError(
             PACKAGE,
             version,
             f"its Python needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
@@ -87,7 +86,7 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
     except (ImportError, AttributeError, AssertionError, TypeError, RuntimeError) as error:
         first = next(iter(str(error).splitlines()), "")
         reason = f"its Python cannot be loaded here ({type(error).__name__}: {first})"
-        raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}") from error
+        raise VersionError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}") from error
 
 
 def _import(sources: Sources) -> ModuleType:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.errors import UserError
+from megafp8.te_cpu.errors import MissingKernelError
 
 # What leads to functions that are not here: the beginning of a name, and the setting.
 SETTINGS = {
@@ -34,14 +34,6 @@ SETTINGS = {
     "init_nvshmem": "NVSHMEM",
     "Float8BlockScaleTensorFormat.COMPACT": "sequence parallelism with the blockwise recipe",
 }
-
-
-class MissingKernelError(UserError, NotImplementedError):
-    """A function of Transformer Engine's compiled extension that does not exist on the CPU."""
-
-
-class SizeError(UserError, ValueError):
-    """A tensor has sizes that Transformer Engine's kernels do not take."""
 
 
 def missing(name: str, detail: str = "") -> MissingKernelError:

@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megafp8.fp8 import block_casts, cast
 from megafp8.fp8.cast import Fp8Tensor, times_scale
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.recipes.mxfp8 import BLOCK, LARGEST_CODE, Mxfp8, power_of
+from megafp8.fp8.mxfp8 import BLOCK, LARGEST_CODE, power_of, quantize_rows
 from megafp8.ops.swizzle import rounded_up
-from megafp8.specs.recipe import Cast, Scaled
 from megafp8.te_cpu.enums import FORMATS
-from megafp8.te_cpu.missing import SizeError, missing
+from megafp8.te_cpu.errors import SizeError
+from megafp8.te_cpu.missing import missing
 from megafp8.te_cpu.wheel import version_in_use
 
 NAME = "MXFP8Tensor"
@@ -89,26 +89,19 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
     return out
 
 
-def _no_bytes(shape: tuple[int, ...]) -> torch.Tensor:
-    raise AssertionError("MXFP8 rounds to nearest")
-
-
 def quantize_blocks(
     x_MK: torch.Tensor, block: tuple[int, int], version: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers in E4M3 [M, K] and the codes of the scales of blocks, as a version does.
 
-    From 2.13 on the rule is that of our own recipe.
+    From 2.13 on the rule is that of `fp8/mxfp8.py`.
     """
-    along: Literal["last", "first"] = "last" if block == ROW else "first"
-    asked = Cast("input", Mxfp8.traits.input.last, E4M3, True, along, None, _no_bytes)
     if block_casts.runs_in_c(x_MK):
-        payload, scale, _ = Mxfp8().in_c(x_MK, block, asked)
+        payload, scale = block_casts.mxfp8(x_MK, along_columns=block == COLUMN)
     elif block == ROW:
-        payload, scale, _ = Mxfp8().cast(x_MK, asked)
+        payload, scale = quantize_rows(x_MK)
     else:
-        turned: Scaled = Mxfp8().cast(x_MK.t().contiguous(), asked)
-        payload, scale = turned.payload.t(), turned.dequant_scale.t()
+        payload, scale = (each.t() for each in quantize_rows(x_MK.t().contiguous()))
     code = scale.contiguous().view(torch.int32) >> 23  # a subnormal one, 2^-127, has the code 0
     if version < (2, 13):
         payload = _with_older_factors(x_MK, payload, code, block, version)

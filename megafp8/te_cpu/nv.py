@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from megafp8.fp8 import block_casts, cast
 from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.formats import E4M3
-from megafp8.fp8.philox import Rows, random_bytes
-from megafp8.fp8.recipes.nvfp4 import (
+from megafp8.fp8.nvfp4 import (
     BLOCK,
     LARGEST,
     LARGEST_E2M1,
@@ -34,9 +33,11 @@ from megafp8.fp8.recipes.nvfp4 import (
     quantize_blocks,
     rotated,
 )
+from megafp8.fp8.philox import Rows, random_bytes
 from megafp8.ops.swizzle import fp4_numbers, rounded_up
 from megafp8.te_cpu.draws import DRAWS
-from megafp8.te_cpu.missing import SizeError, missing
+from megafp8.te_cpu.errors import SizeError
+from megafp8.te_cpu.missing import missing
 from megafp8.te_cpu.wheel import version_in_use
 
 NAME = "NVFP4Tensor"

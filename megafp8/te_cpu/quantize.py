@@ -15,7 +15,7 @@ import torch
 from megafp8.fp8 import cast
 from megafp8.fp8.cast import times_scale
 from megafp8.fp8.scales import amax_of_blocks, scale_of_amax
-from megafp8.specs.traits import BLOCK
+from megafp8.ops.scaled_mm import BLOCK
 from megafp8.te_cpu import mx, nv
 from megafp8.te_cpu.cuda import to_cpu
 from megafp8.te_cpu.enums import FORMATS, WIDE

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 
 from megafp8.fp8.cast import Fp8Tensor
+from megafp8.ops.scaled_mm import BLOCK
 from megafp8.ops.swizzle import rounded_up
-from megafp8.specs.traits import BLOCK
 from megafp8.te_cpu import mx, nv
 from megafp8.te_cpu.enums import FORMATS, ScaleFormat
 from megafp8.te_cpu.missing import missing

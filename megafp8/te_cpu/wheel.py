@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.errors import ConfigError
-from megafp8.files import built_beside, cache_folder, locked, move_away, own_folder
-from megafp8.specs.te_versions import DEFAULT_VERSION, HASHES, release_of, why_not_on_cpu
+from megafp8.ops.caches import built_beside, cache_folder, locked, move_away, own_folder
+from megafp8.te_cpu.errors import VersionError
+from megafp8.te_cpu.versions import DEFAULT_VERSION, HASHES, release_of, why_not
 
 PACKAGE = "transformer-engine"
 EXTENSION = "transformer_engine_torch"
@@ -71,7 +71,7 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
     wheel's own record; damaged files are unpacked again.
 
     Raises:
-        ConfigError: The version is malformed or too old, cannot be fetched, or has another hash.
+        VersionError: The version is malformed or too old, cannot be fetched, or has another hash.
     """
     _check_version(version)
     folder = _own(te_folder(), version) / version
@@ -101,7 +101,7 @@ def _own(folder: Path, version: str) -> Path:
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
         hint = "Name a folder of your own with XDG_CACHE_HOME or MEGAFP8_TE_SOURCES"
-        raise ConfigError(PACKAGE, version, reason, hint) from error
+        raise VersionError(PACKAGE, version, reason, hint) from error
 
 
 def is_cached(version: str = DEFAULT_VERSION) -> bool:
@@ -116,8 +116,8 @@ def fill_command(version: str = DEFAULT_VERSION) -> str:
 
 
 def _check_version(version: str) -> None:
-    if (reason := why_not_on_cpu(version)) is not None:
-        raise ConfigError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}, or leave it out")
+    if (reason := why_not(version)) is not None:
+        raise VersionError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}, or leave it out")
 
 
 def _wheel_in(folder: Path) -> Path | None:
@@ -130,7 +130,7 @@ def _check_hash(version: str, wheel: Path) -> None:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if known is not None and found != known:
         reason = f"{wheel} has the SHA-256 {found}, and PyPI's wheel of this version has {known}"
-        raise ConfigError(PACKAGE, version, reason, "Delete the file, and it is fetched again")
+        raise VersionError(PACKAGE, version, reason, "Delete the file, and it is fetched again")
 
 
 def _is_intact(folder: Path, wheel: Path) -> bool:
@@ -163,7 +163,7 @@ def _unpack(wheel: Path, target: Path) -> None:
                 move_away(target)
     except (OSError, zipfile.BadZipFile) as error:
         reason = f"{wheel} cannot be unpacked ({error})"
-        raise ConfigError(PACKAGE, target.parent.name, reason, "Delete the file") from error
+        raise VersionError(PACKAGE, target.parent.name, reason, "Delete the file") from error
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -181,8 +181,8 @@ def _download(version: str, folder: Path) -> Path:
         return wheel.rename(folder / wheel.name)
 
 
-def _absent(version: str, folder: Path, why: str) -> ConfigError:
-    return ConfigError(
+def _absent(version: str, folder: Path, why: str) -> VersionError:
+    return VersionError(
         PACKAGE,
         version,
         f"its Python is not in {folder} and could not be fetched ({why})",
@@ -201,7 +201,7 @@ def _filling(folder: Path, version: str) -> Iterator[None]:
     except OSError as error:
         reason = f"its cache cannot be written ({error})"
         hint = "Name another folder with MEGAFP8_TE_SOURCES"
-        raise ConfigError(PACKAGE, version, reason, hint) from error
+        raise VersionError(PACKAGE, version, reason, hint) from error
 
 
 def main(versions: Sequence[str]) -> int:
@@ -209,9 +209,9 @@ def main(versions: Sequence[str]) -> int:
     for version in versions or (DEFAULT_VERSION,):
         try:
             print(f"{PACKAGE} {version}: {sources(version).folder}")
-        except ConfigError as error:
+        except VersionError as error:
             print(error, file=sys.stderr)
-            return int(error.exit_code)
+            return 2
     return 0
 
 

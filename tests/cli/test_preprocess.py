@@ -27,7 +27,7 @@ from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource
 from megafp8.data.tokenize import byte_tokenizer, train_tokenizer
-from megafp8.files import locked
+from megafp8.ops.caches import locked
 from tests.data.helpers import tiny_documents
 
 TEXTS = [document.text for document in tiny_documents(60)]

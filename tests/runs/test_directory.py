@@ -20,6 +20,7 @@ import pytest
 
 from megafp8 import files
 from megafp8.errors import ConfigError, ExitCode, RunError
+from megafp8.ops import caches
 from megafp8.runs import directory
 from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
 from megafp8.runs.find import DIVERGED, FINISHED
@@ -440,5 +441,5 @@ def test_the_lock_follows_no_link(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"\.lock: opening the lock .*remove the link"):
         RunLock.acquire(tmp_path / "run")
     assert not is_locked(tmp_path / "run") and precious.read_text() == "weights"
-    with pytest.raises(OSError), files.locked(tmp_path / "run" / ".lock"):
+    with pytest.raises(OSError), caches.locked(tmp_path / "run" / ".lock"):
         pass

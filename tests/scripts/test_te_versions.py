@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.specs.te_versions import FIRST_WITH_NVFP4, HASHES, is_before, release_of
+from megafp8.specs import te_versions as specs_of_te
+from megafp8.specs.te_versions import FIRST_WITH_NVFP4, is_before
+from megafp8.te_cpu import versions
+from megafp8.te_cpu.versions import HASHES, release_of
 from scripts import te_versions
 from tests.spec import nvfp4
 from tests.spec.formats import Floats32
@@ -20,6 +23,14 @@ ROWS = [
     for line in te_versions.TABLE.read_text().splitlines()
     if line.startswith("| 2.")
 ]
+
+
+def test_settings_know_the_versions_of_the_table() -> None:
+    """They are checked without `te_cpu`, which may not be installed."""
+    for name in ("OLDEST", "DEFAULT_VERSION", "NEWEST_TRIED"):
+        assert getattr(specs_of_te, name) == getattr(versions, name)
+    for version in ("2.12", "2.3.0", "2.12.0", "2.99.1", "3.0.0"):
+        assert specs_of_te.why_not_on_cpu(version) == versions.why_not(version)
 
 
 def test_the_committed_table_has_every_version_and_each_ran() -> None:

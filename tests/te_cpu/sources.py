@@ -9,15 +9,15 @@ import os
 
 import pytest
 
-from megafp8.errors import ConfigError
 from megafp8.te_cpu import wheel
+from megafp8.te_cpu.errors import VersionError
 
 
 @functools.cache
 def _why_not(version: str) -> str:
     try:
         wheel.sources(version)
-    except ConfigError as error:
+    except VersionError as error:
         return str(error)
     return ""
 

@@ -33,14 +33,9 @@ from megafp8.te_cpu import (
     updates,
 )
 from megafp8.te_cpu.enums import DType, QkvFormat
+from megafp8.te_cpu.errors import MissingKernelError, SizeError
 from megafp8.te_cpu.extension import kernels, make_extension
-from megafp8.te_cpu.missing import (
-    FromAbsentPackage,
-    ImportPhase,
-    Missing,
-    MissingKernelError,
-    SizeError,
-)
+from megafp8.te_cpu.missing import FromAbsentPackage, ImportPhase, Missing
 from megafp8.te_cpu.wheel import Sources
 from tests.spec import formats, mxfp8
 from tests.spec.data import data

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megafp8 import te_cpu
-from megafp8.errors import ConfigError
 from megafp8.te_cpu import loading
+from megafp8.te_cpu.errors import VersionError
 from tests.te_cpu.sources import need_sources
 
 
@@ -47,7 +47,7 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = seen()
     monkeypatch.setattr(loading, "make_extension", fail)
     for _ in range(2):
-        with pytest.raises(ConfigError, match=r"cannot be loaded here \(RuntimeError: planted\)"):
+        with pytest.raises(VersionError, match=r"cannot be loaded here \(RuntimeError: planted\)"):
             te_cpu.load()
         assert seen() == before
         with pytest.raises((AssertionError, RuntimeError)):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.errors import ConfigError
 from megafp8.te_cpu import wheel
+from megafp8.te_cpu.errors import VersionError
 
 VERSION = "2.12.0"
 CODE = "transformer_engine/common/__init__.py"
@@ -84,7 +84,7 @@ def test_damaged_files_are_unpacked_again(
 def test_a_foreign_wheel_is_refused(cache: Path) -> None:
     wheel.sources(VERSION)
     foreign = make_wheel(cache / VERSION, "A = 3\n")
-    with pytest.raises(ConfigError, match=r"SHA-256.*Delete the file") as error:
+    with pytest.raises(VersionError, match=r"SHA-256.*Delete the file") as error:
         wheel.sources(VERSION)
     assert str(foreign) in error.value.reason
 
@@ -93,7 +93,7 @@ def test_a_wheel_that_arrives_damaged_is_not_kept(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wheel, "KNOWN_HASHES", {VERSION: "0" * 64})
-    with pytest.raises(ConfigError, match="SHA-256"):
+    with pytest.raises(VersionError, match="SHA-256"):
         wheel.sources(VERSION)
     assert not wheel.is_cached(VERSION)
 
@@ -109,7 +109,7 @@ def test_without_network_the_command_is_shown(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     no_network(monkeypatch)
-    with pytest.raises(ConfigError, match="No matching distribution") as error:
+    with pytest.raises(VersionError, match="No matching distribution") as error:
         wheel.sources(VERSION)
     command = f"pip download --no-deps -d {cache / VERSION} transformer-engine=={VERSION}"
     assert command in error.value.hint
@@ -128,7 +128,7 @@ def test_what_the_command_downloads_is_used(cache: Path, monkeypatch: pytest.Mon
     [("newest", "whole"), ("../..", "whole"), ("2.12", "whole"), ("2.3.0", "2.4")],
 )
 def test_versions_that_cannot_be(cache: Path, version: str, word: str) -> None:
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(VersionError, match=word):
         wheel.sources(version)
     assert not cache.exists()
 
@@ -136,5 +136,5 @@ def test_versions_that_cannot_be(cache: Path, version: str, word: str) -> None:
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MEGAFP8_TE_SOURCES", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="MEGAFP8_TE_SOURCES"):
+    with pytest.raises(VersionError, match="MEGAFP8_TE_SOURCES"):
         wheel.sources(VERSION)

@@ -18,6 +18,7 @@ from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.dryrun import scaling_tensors, without_values
 from megafp8.backends.te.layer import layers_in
+from megafp8.backends.te.on_cpu import load_on_cpu
 from megafp8.backends.te.parts import TransformerEngineParts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.backends.te.stored_weights import StoredWeights
@@ -223,7 +224,7 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
     if not load:
         return
     if device.type == "cpu":
-        te_cpu.load(precision.te_version or te_cpu.DEFAULT_VERSION)
+        load_on_cpu(precision.te_version)
     for recipe in recipes:
         if recipe is None or recipe.is_unused:
             continue

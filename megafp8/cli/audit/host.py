@@ -97,7 +97,9 @@ def _why_not_imported(error: Exception, job: dict[str, Any]) -> str:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name and name.partition(".")[0] not in job["packages"]:
         return f"its code needs {name}, which this Python does not have. Run: pip install {name}"
-    if isinstance(error, UserError):
+    from megafp8.te_cpu.errors import TeCpuError
+
+    if isinstance(error, UserError | TeCpuError):
         return str(error)
     where = _place(error, job) or "an unknown place"
     return (f"its code cannot be imported here ({_said(error)}, at {where}). Give another version "
@@ -193,12 +195,12 @@ def _is_ours(error: BaseException) -> bool:
 
     Our code then has raised it or one that led to it, or it names what our code has answered.
     """
-    from megafp8.te_cpu.missing import MissingKernelError, SizeError
+    from megafp8.te_cpu.errors import TeCpuError
 
     seen: BaseException | None = error
     while seen is not None:
         frames = _frames(seen)
-        if isinstance(seen, MissingKernelError | SizeError) or _OF_STAND_IN.search(str(seen)):
+        if isinstance(seen, TeCpuError) or _OF_STAND_IN.search(str(seen)):
             return True
         last = frames[-1].filename if frames else ""
         if last.startswith(_OURS) and not last.startswith(_OF_AUDIT):

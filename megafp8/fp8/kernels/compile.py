@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from megafp8.files import cache_folder, check_own_file, own_folder, put
 from megafp8.fp8.formats import E4M3, E5M2
+from megafp8.ops.caches import cache_folder, check_own_file, own_folder, put
 from megafp8.ops.meta import device_kind
 
 SOURCE = Path(__file__).with_name("fp8_cpu.c")

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from megafp8.files import why_unsafe
 from megafp8.fp8.formats import Fp8Format
+from megafp8.ops.caches import why_unsafe
 
 CACHE = {"TRITON_CACHE_DIR": "triton"}  # the variable of Triton's folder of compiled code
 FP8_CAPABILITY = (8, 9)  # the first NVIDIA GPUs that convert to FP8 in hardware

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
+from megafp8.specs.recipe import Cast, Made, Recipe, Scaled, lazy
 from megafp8.specs.traits import Cost, Traits, alike, blocks
 
 if TYPE_CHECKING:
     import torch
 
+    from megafp8.fp8 import mxfp8 as arithmetic
+else:  # settings are checked without torch
+    arithmetic = lazy("megafp8.fp8.mxfp8")
+
 BLOCK = 32
-LARGEST_CODE = 254
-"""The code of the largest scale, 2^127; the code 255 of E8M0 stands for NaN."""
 
 
 class Mxfp8(Recipe):
@@ -63,26 +65,4 @@ class Mxfp8(Recipe):
 
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
         """Quantize each block of 32 elements with the scale of its amax."""
-        tiles = x_MK.float().unflatten(1, (-1, BLOCK))
-        amax = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(-1)
-        code = _code(amax * (1.0 / cast.fmt.max))
-        numbers = tiles * power_of(LARGEST_CODE - code)[..., None]
-        payload = numbers.clamp_(-cast.fmt.max, cast.fmt.max).to(cast.fmt.dtype)
-        return Scaled(payload.flatten(1), power_of(code))
-
-
-def _code(v: torch.Tensor) -> torch.Tensor:
-    """Return the least code c (int32) with 2^(c - 127) >= v, for FP32 v >= 0; 254 at most."""
-    import torch
-
-    bits = v.contiguous().view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    is_least = (exponent == 0) & (mantissa <= 0x400000)  # 2^-127 is large enough
-    return (exponent + ((mantissa > 0) & ~is_least)).clamp_(max=LARGEST_CODE)
-
-
-def power_of(code: torch.Tensor) -> torch.Tensor:
-    """Return 2^(code - 127) in FP32, for codes in int32; that of 0 is subnormal."""
-    import torch
-
-    return torch.where(code == 0, 0x400000, code << 23).to(torch.int32).view(torch.float32)
+        return Scaled(*arithmetic.quantize_rows(x_MK, cast.fmt))

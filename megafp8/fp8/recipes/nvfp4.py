@@ -7,24 +7,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megafp8.specs.recipe import Cast, Made, Recipe, Scaled
+from megafp8.specs.recipe import Cast, Made, Recipe, Scaled, lazy
 from megafp8.specs.traits import Casts, Cost, Scales, Traits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
 
+    from megafp8.fp8 import nvfp4 as arithmetic
     from megafp8.fp8.philox import Counters
+else:  # settings are checked without torch
+    arithmetic = lazy("megafp8.fp8.nvfp4")
 
 BLOCK = 16
-LARGEST_E2M1, LARGEST_E4M3 = 6.0, 448.0
-LARGEST = LARGEST_E2M1 * LARGEST_E4M3
 ROTATION = "hadamard"
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""The signs of Transformer Engine's rotation, the same in every layer."""
-SIGN_BITS = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
-"""The same as bits: a bit is set where the sign is negative."""
 _LINE, _SQUARE = Scales(1, BLOCK, has_outer=True), Scales(BLOCK, BLOCK, has_outer=True)
 
 
@@ -80,7 +75,7 @@ class Nvfp4(Recipe):
         if m % block[0] or n % block[1]:
             return None
         if cast.along == "first" and casts.rotation is not None:
-            x_MN = rotate_columns(x_MN, torch.tensor(SIGNS, dtype=torch.float32))
+            x_MN = rotate_columns(x_MN, torch.tensor(arithmetic.SIGNS, dtype=torch.float32))
         amax = amax_of(x_MN)
         if cast.reduce_max is not None:
             cast.reduce_max(amax)
@@ -89,8 +84,8 @@ class Nvfp4(Recipe):
             is_turned = cast.along == "first"
             byte = cast.draw((n, m) if is_turned else (m, n))
             byte = byte.t().contiguous() if is_turned else byte
-        payload, scale = nvfp4(x_MN, block, encoding(amax), byte)
-        return Scaled(payload, scale, amax.div(amax.new_full((), LARGEST)))
+        payload, scale = nvfp4(x_MN, block, arithmetic.encoding(amax), byte)
+        return Scaled(payload, scale, arithmetic.outer_of(amax))
 
     def in_triton(
         self,
@@ -120,7 +115,7 @@ class Nvfp4(Recipe):
                 return None
             counters = found[0], found[-1]
         is_square = casts.last == _SQUARE
-        signs = SIGN_BITS if casts.rotation is not None and need.first else None
+        signs = arithmetic.SIGN_BITS if casts.rotation is not None and need.first else None
         amaxes, sums = triton_fp4.amaxes_fp4(x_MN, signs=signs, with_sums=with_sum)
         if (reduce_max := asked[0].reduce_max) is not None:
             for amax in amaxes[: 1 if signs is None else 2]:
@@ -138,45 +133,14 @@ class Nvfp4(Recipe):
         """Quantize blocks by their own amaxes and that of the whole tensor."""
         casts = self.traits.casts[cast.role]
         if cast.along == "first" and casts.rotation is not None:
-            x_MK = rotated(x_MK)
+            x_MK = arithmetic.rotated(x_MK)
         x_MK = x_MK.float()
         amax = x_MK.abs().amax().nan_to_num_(nan=float("inf"), posinf=float("inf"))
         if cast.reduce_max is not None:
             cast.reduce_max(amax)
         byte = cast.draw(tuple(x_MK.shape)) if casts.is_random else None
-        payload, scale = quantize_blocks(x_MK, cast.scales.across or 1, amax, byte)
-        return Scaled(payload.to(cast.fmt.dtype), scale, amax.div(amax.new_full((), LARGEST)))
-
-
-def quantize_blocks(
-    x_MK: torch.Tensor,
-    rows: int,
-    amax: torch.Tensor,
-    byte: torch.Tensor | None,
-    scale_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of E2M1 in FP32 [M, K], and the scales of blocks of `rows` x 16, in FP32.
-
-    `amax` (0-d FP32) is that of the whole tensor. `byte` [M, K] asks for random rounding.
-    `scale_of` returns the scales before they are rounded, of the amaxes of blocks and the factor of
-    the tensor's amax; without it the rule is that of `Nvfp4`.
-    """
-    import torch
-
-    m, k = x_MK.shape
-    tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
-    factor = encoding(amax)
-    of_block = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
-    wide = (scale_of or _times_sixth)(of_block, factor).clamp_(max=LARGEST_E4M3)
-    scale = wide.to(torch.float8_e4m3fn).float()
-    inverse = (1.0 / (scale * (1.0 / factor))).clamp_(max=_largest(amax))
-    numbers = tiles * inverse[:, None, :, None]
-    return to_e2m1(numbers.reshape(m, k), byte), scale
-
-
-def _times_sixth(of_block: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    sixth = factor.new_full((), LARGEST_E2M1).reciprocal_()
-    return of_block * (factor * sixth)
+        payload, scale = arithmetic.quantize_blocks(x_MK, cast.scales.across or 1, amax, byte)
+        return Scaled(payload.to(cast.fmt.dtype), scale, arithmetic.outer_of(amax))
 
 
 def _counters(cast: Cast) -> Counters | None:
@@ -184,56 +148,3 @@ def _counters(cast: Cast) -> Counters | None:
 
     assert isinstance(cast.draw, Draw), "only linears cast in Triton"
     return cast.draw.counters()
-
-
-def _largest(like: torch.Tensor) -> float:
-    import torch
-
-    return float(torch.finfo(like.dtype).max)
-
-
-def encoding(amax: torch.Tensor) -> torch.Tensor:
-    """Return the factor that brings an amax (0-d FP32) to the largest element times scale."""
-    import torch
-
-    scale = amax.new_full((), LARGEST).div(amax)  # a number by a tensor would be rounded twice
-    scale = scale.clamp_(max=_largest(amax))
-    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
-
-
-def to_e2m1(x: torch.Tensor, byte: torch.Tensor | None) -> torch.Tensor:
-    """Round FP32 numbers to those of E2M1: to nearest, or up with the chance byte / 256.
-
-    A tie goes to the even code, which an even multiple of the step has. Larger magnitudes become 6,
-    and NaN too.
-    """
-    magnitude = x.abs()
-    if byte is None:
-        magnitude = magnitude.clamp_(max=LARGEST_E2M1)
-        step = _step(magnitude)
-        rounded = (magnitude / step).round_() * step
-    else:  # the product is exact, so that the sum has one rounding
-        moved = magnitude + byte.float() * (_step(magnitude) / 256)
-        moved = moved.clamp_(max=LARGEST_E2M1)
-        step = _step(moved)
-        rounded = (moved / step).floor_() * step
-    return rounded.copysign_(x).where(~x.isnan(), LARGEST_E2M1)
-
-
-def _step(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the distance of E2M1's numbers: 0.5 below 2, 1 below 4, 2 from there on."""
-    one = magnitude.new_ones(())
-    return one.where(magnitude >= 2, 0.5) + one.where(magnitude >= 4, 0.0)
-
-
-def rotated(x_MK: torch.Tensor, signs: Sequence[int] = SIGNS) -> torch.Tensor:
-    """Return x with each 16 elements of a row times Hadamard's matrix with signs, in BF16."""
-    import torch
-
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < BLOCK:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    matrix *= torch.tensor(signs, dtype=torch.float64)[:, None] / 4
-    turned = x_MK.double().unflatten(1, (-1, BLOCK)) @ matrix.to(x_MK.device)
-    result: torch.Tensor = turned.flatten(1).float().bfloat16()
-    return result

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from megafp8 import te_cpu
-from megafp8.errors import ConfigError
-from megafp8.te_cpu.missing import MissingKernelError
+from megafp8.te_cpu.errors import MissingKernelError, VersionError
 from tests.backends.te.real import VERSION, autocast, recipes, te
 from tests.spec import current, formats
 
@@ -229,7 +228,7 @@ def test_the_loaded_version_is_reported_and_stays() -> None:
     wanted = f"Transformer Engine {VERSION}, its own Python; kernels emulated on the CPU"
     assert te_cpu.describe() == wanted
     other = "2.20.2" if VERSION != "2.20.2" else "2.12.0"
-    with pytest.raises(ConfigError, match="is loaded in this process already"):
+    with pytest.raises(VersionError, match="is loaded in this process already"):
         te_cpu.load(other)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,20 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8 import te_cpu
 from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te.layer import HeadDropout
-from megafp8.errors import ConfigError
+from megafp8.backends.te.on_cpu import load_on_cpu
+from megafp8.errors import ConfigError, UserError
 from megafp8.models.random import RandomStreams
 from megafp8.optim.kernels import fused_adam
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import AutoBackend, BackendName, ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
+from megafp8.te_cpu.errors import MissingKernelError, SizeError, VersionError
+from megafp8.te_cpu.missing import missing
 from tests.tiny import gpt_spec, run_spec
 
 MODEL = gpt_spec(activation="gelu-tanh")
@@ -31,6 +36,24 @@ def spec_of(backend: BackendName, fp8: Fp8Recipe | None, **changes: Any) -> RunS
     spec = run_spec(fp8=fp8, model=dataclasses.replace(MODEL, **changes))
     precision = dataclasses.replace(spec.precision, backend=backend)
     return dataclasses.replace(spec, precision=precision)
+
+
+def test_errors_of_te_cpu_become_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that a backward pass raises later: a user reads them without a traceback."""
+
+    def load(version: str) -> None:
+        raise VersionError("transformer-engine", version, "it is not there", "Fetch it")
+
+    monkeypatch.setattr(te_cpu, "load", load)
+    for kind in (MissingKernelError, SizeError):
+        monkeypatch.setattr(kind, "raised_as", None)
+        assert type(kind("planted")) is kind
+    with pytest.raises(ConfigError, match=r"transformer-engine=2.20.2: it is not there. Fetch it"):
+        load_on_cpu("2.20.2")
+    for error, kind in ((missing("moe_x"), NotImplementedError), (SizeError("17"), ValueError)):
+        assert isinstance(error, UserError) and isinstance(error, kind)
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error) and str(copy) == str(error)
 
 
 def test_rotary_positions_that_begin_again_are_refused() -> None:

@@ -223,8 +223,8 @@ def _call_blocks(say: Any, x: torch.Tensor, *, packed: bool) -> None:
     """Cast for MXFP8 and, where blocks are whole, for NVFP4, in the form that the GPU reads."""
     from megafp8.fp8.kernels.triton_blocks import cast_mx
     from megafp8.fp8.kernels.triton_fp4 import amaxes_fp4, cast_fp4
+    from megafp8.fp8.nvfp4 import SIGN_BITS
     from megafp8.fp8.philox import Counters, Rows
-    from megafp8.fp8.recipes.nvfp4 import SIGN_BITS
 
     rows, cols = x.shape
     say("blocks of 32")

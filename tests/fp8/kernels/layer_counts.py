@@ -29,7 +29,7 @@ from megafp8.fp8 import scaling
 from megafp8.fp8.engine import LAYOUTS
 from megafp8.fp8.gemm import Engine
 from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import torch_private
+from megafp8.ops import torch_products
 from megafp8.ops.meta import planning_for
 from megafp8.parallel import parts
 from megafp8.parallel.mesh import single_rank
@@ -150,7 +150,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launched)
 
     def matmul(*operands: torch.Tensor, out: torch.Tensor | None = None, **rest: Any) -> Any:
-        product = torch_private.scaled_mm(*operands, **rest)  # torch has no `out` on meta
+        product = torch_products.scaled_mm(*operands, **rest)  # torch has no `out` on meta
         if isinstance(rest["scale_a"], tuple):  # torch multiplies the factors of both operands
             tally.add("mul", [rest["scale_a"][1], rest["scale_b"][1]])
         return product if out is None else out

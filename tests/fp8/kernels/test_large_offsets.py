@@ -28,7 +28,7 @@ from megafp8.fp8.kernels import (
     triton_norm,
     triton_sums,
 )
-from megafp8.fp8.recipes.nvfp4 import SIGN_BITS
+from megafp8.fp8.nvfp4 import SIGN_BITS
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 

@@ -8,7 +8,7 @@ import torch
 
 from megafp8.fp8.kernels.triton_blocks import BlockCast, Operand, cast_mx
 from megafp8.fp8.kernels.triton_fp4 import amaxes_fp4, cast_fp4
-from megafp8.fp8.recipes.nvfp4 import SIGN_BITS
+from megafp8.fp8.nvfp4 import SIGN_BITS
 from megafp8.ops.swizzle import swizzled, swizzled_size, unswizzled
 from tests.fp8.kernels.tensor_cores import from_tiles, unpacked
 from tests.fp8.test_blackwell import KINDS, SPECIAL, made

@@ -1,0 +1,28 @@
+"""Load Transformer Engine's Python over the kernels of `te_cpu`, whose errors become ours."""
+
+from __future__ import annotations
+
+from megafp8 import te_cpu
+from megafp8.errors import ConfigError, UserError
+from megafp8.te_cpu.errors import MissingKernelError, SizeError, VersionError
+
+
+class TeKernelError(UserError, MissingKernelError):
+    """Report a setting that needs a kernel of Transformer Engine which the CPU does not have."""
+
+
+class TeSizeError(UserError, SizeError):
+    """Report sizes of the model or of its batches that Transformer Engine's kernels do not take."""
+
+
+def load_on_cpu(version: str | None) -> None:
+    """Load a version, or the default one.
+
+    Raises:
+        ConfigError: The version cannot be had or loaded here.
+    """
+    MissingKernelError.raised_as, SizeError.raised_as = TeKernelError, TeSizeError
+    try:
+        te_cpu.load(version or te_cpu.DEFAULT_VERSION)
+    except VersionError as error:
+        raise ConfigError(error.key, error.value, error.reason, error.hint) from error

@@ -1,0 +1,103 @@
+"""Quantize to NVFP4: E2M1 with a scale in E4M3 for 16 elements, and one FP32 factor a tensor.
+
+The rule is that of Transformer Engine's `NVFP4BlockScaling` from version 2.14 on
+(common/cast/nvfp4/core_nvfp4.cuh). One point differs: a NaN makes the factor of its tensor
+infinite, so that it cannot be lost.
+"""
+
+# M rows   K elements of a row
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+BLOCK = 16
+LARGEST_E2M1, LARGEST_E4M3 = 6.0, 448.0
+LARGEST = LARGEST_E2M1 * LARGEST_E4M3
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The signs of Transformer Engine's rotation, the same in every layer."""
+SIGN_BITS = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
+"""The same as bits: a bit is set where the sign is negative."""
+
+
+def quantize_blocks(
+    x_MK: torch.Tensor,
+    rows: int,
+    amax: torch.Tensor,
+    byte: torch.Tensor | None,
+    scale_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of E2M1 in FP32 [M, K], and the scales of blocks of `rows` x 16, in FP32.
+
+    `amax` (0-d FP32) is that of the whole tensor. `byte` [M, K] asks for random rounding.
+    `scale_of` returns the scales before they are rounded, of the amaxes of blocks and the factor of
+    the tensor's amax; without it the rule is the one above.
+    """
+    m, k = x_MK.shape
+    tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
+    factor = encoding(amax)
+    of_block = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
+    wide = (scale_of or _times_sixth)(of_block, factor).clamp_(max=LARGEST_E4M3)
+    scale = wide.to(torch.float8_e4m3fn).float()
+    inverse = (1.0 / (scale * (1.0 / factor))).clamp_(max=_largest(amax))
+    numbers = tiles * inverse[:, None, :, None]
+    return to_e2m1(numbers.reshape(m, k), byte), scale
+
+
+def _times_sixth(of_block: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    sixth = factor.new_full((), LARGEST_E2M1).reciprocal_()
+    return of_block * (factor * sixth)
+
+
+def _largest(like: torch.Tensor) -> float:
+    return float(torch.finfo(like.dtype).max)
+
+
+def encoding(amax: torch.Tensor) -> torch.Tensor:
+    """Return the factor that brings an amax (0-d FP32) to the largest element times scale."""
+    scale = amax.new_full((), LARGEST).div(amax)  # a number by a tensor would be rounded twice
+    scale = scale.clamp_(max=_largest(amax))
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def outer_of(amax: torch.Tensor) -> torch.Tensor:
+    """Return the factor of the whole tensor from number times scale to value (0-d FP32)."""
+    return amax.div(amax.new_full((), LARGEST))
+
+
+def to_e2m1(x: torch.Tensor, byte: torch.Tensor | None) -> torch.Tensor:
+    """Round FP32 numbers to those of E2M1: to nearest, or up with the chance byte / 256.
+
+    A tie goes to the even code, which an even multiple of the step has. Larger magnitudes become 6,
+    and NaN too.
+    """
+    magnitude = x.abs()
+    if byte is None:
+        magnitude = magnitude.clamp_(max=LARGEST_E2M1)
+        step = _step(magnitude)
+        rounded = (magnitude / step).round_() * step
+    else:  # the product is exact, so that the sum has one rounding
+        moved = magnitude + byte.float() * (_step(magnitude) / 256)
+        moved = moved.clamp_(max=LARGEST_E2M1)
+        step = _step(moved)
+        rounded = (moved / step).floor_() * step
+    return rounded.copysign_(x).where(~x.isnan(), LARGEST_E2M1)
+
+
+def _step(magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the distance of E2M1's numbers: 0.5 below 2, 1 below 4, 2 from there on."""
+    one = magnitude.new_ones(())
+    return one.where(magnitude >= 2, 0.5) + one.where(magnitude >= 4, 0.0)
+
+
+def rotated(x_MK: torch.Tensor, signs: Sequence[int] = SIGNS) -> torch.Tensor:
+    """Return x with each 16 elements of a row times Hadamard's matrix with signs, in BF16."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < BLOCK:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    matrix *= torch.tensor(signs, dtype=torch.float64)[:, None] / 4
+    turned = x_MK.double().unflatten(1, (-1, BLOCK)) @ matrix.to(x_MK.device)
+    result: torch.Tensor = turned.flatten(1).float().bfloat16()
+    return result
