@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.cli.commands import COMMANDS
+from megafp8.cli.commands import APART, COMMANDS
 from megafp8.config.layers import conf_dir
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys, nemo_sections
@@ -156,10 +156,12 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         )
         if command is None:
             continue
-        if command[3] and command[3] not in COMMANDS:
+        modules = {name: f"megafp8.cli.{entry.module}" for name, entry in COMMANDS.items()}
+        modules |= {name: entry.module for name, entry in APART.items()}
+        if command[3] and command[3] not in modules:
             yield f"command megafp8 {command[3]}"
             continue
-        name = f"megafp8.cli.{COMMANDS[command[3]].module}" if command[3] else command[1]
+        name = modules[command[3]] if command[3] else command[1]
         file = _source_of(name) if name else ROOT / command[2]
         if file is None or not file.is_file() or name in ("pytest", "pip"):
             continue

@@ -1,18 +1,27 @@
 """Find a subcommand of `megafp8` by its name, and run it.
 
-Nothing is imported for the list of commands; a subcommand's module is imported when it is run.
+A subcommand is one of the trainer's own, or of another package: an entry point of the group
+`megafp8.commands`, a function that takes the arguments and returns an exit code. For the list of
+commands nothing is imported but Python's reader of entry points; a subcommand's module is imported
+when it is run.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from megafp8 import __version__
 from megafp8.cli import USER_ERROR  # the import handles Ctrl-C during those that follow
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "megafp8.commands"
+"""The group of entry points of other packages' subcommands."""
 
 
 class Command(NamedTuple):
@@ -29,8 +38,6 @@ COMMANDS = {
     "preprocess": Command("preprocess", "make a dataset and its tokenizer from text"),
     "import": Command("import_hf", "import a model of Hugging Face's transformers"),
     "export": Command("export", "write a run's model for Hugging Face's transformers"),
-    "migrate": Command("migrate", "translate a script of Megatron, or a YAML of NeMo and others"),
-    "audit": Command("audit", "say which FP8 flags of a Megatron or Accelerate job do nothing"),
     "plan": Command("plan", "predict memory, messages and time of a job, or search a layout"),
     "dryrun": Command("dryrun", "count the memory of a job's ranks, without starting them"),
     "compare": Command("compare", "train with FP8 and without, and say whether the loss differs"),
@@ -41,7 +48,22 @@ COMMANDS = {
     "doctor": Command("doctor", "show what this machine has for training"),
     "completion": Command("completion", "print what makes a shell complete commands and keys"),
 }
-"""The subcommands, in the order in which a user meets them."""
+"""The trainer's own subcommands, in the order in which a user meets them."""
+APART = {
+    "migrate": Command(
+        "megafp8.cli.migrate", "translate a script of Megatron, or a YAML of NeMo and others"
+    ),
+    "audit": Command(
+        "megafp8.cli.audit", "say which FP8 flags of a Megatron or Accelerate job do nothing"
+    ),
+}
+"""The subcommands of this repository's other packages, by whole modules.
+
+They need no entry point where the package can be imported, as in a clone without any install; where
+it cannot, they are named with the line that installs it.
+"""
+FOLDERS = ("fp8_numerics", "te_cpu", ".", "megafp8_migrate")
+"""The packages of this repository, each after those that it needs."""
 TRAINING = ("pretrain", "finetune")
 """The subcommands whose process may be a rank, which ends without running destructors."""
 
@@ -59,13 +81,76 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"megafp8 {__version__}")
         return 0
-    command = COMMANDS.get(name)
-    if command is None:
-        print(f"error: {_unknown(name)}", file=sys.stderr)
-        return USER_ERROR
     if name in TRAINING:
         return _train(name, rest)
-    return int(import_module(f"megafp8.cli.{command.module}").main(rest))
+    if name in COMMANDS:
+        return int(import_module(f"megafp8.cli.{COMMANDS[name].module}").main(rest))
+    try:
+        run = _of_another_package(name)
+        if run is not None:
+            return int(run(rest))
+        missing = APART[name].module if name in APART else ""
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing.partition(".")[0] not in FOLDERS:
+            raise
+    folder = missing.partition(".")[0]
+    needs = f"megafp8 {name} needs the package {folder}. {how_to_install(folder)}" if folder else ""
+    print(f"error: {needs or _unknown(name)}", file=sys.stderr)
+    return USER_ERROR
+
+
+def _of_another_package(name: str) -> Callable[[Sequence[str]], int] | None:
+    """Return the function that runs a subcommand of another package; None if none is found."""
+    if name in APART:
+        module = APART[name].module
+        return import_module(module).main if _is_there(module) else None
+    point = entry_points().get(name)
+    return None if point is None else point.load()
+
+
+def _is_there(module: str) -> bool:
+    """Whether a module can be imported; a folder that is no package is no module."""
+    from importlib.util import find_spec
+
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # of the package that has it
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def entry_points() -> dict[str, EntryPoint]:
+    """Return the subcommands of other packages by name; ours are not replaced."""
+    from importlib import metadata
+
+    known = COMMANDS.keys() | APART.keys()
+    return {
+        point.name: point for point in metadata.entry_points(group=GROUP) if point.name not in known
+    }
+
+
+def how_to_install(folder: str) -> str:
+    """Return the sentence that says how a package of this repository is installed.
+
+    Its neighbours are in the same line, since pip would look for them in an index otherwise.
+    """
+    from pathlib import Path
+
+    needed = FOLDERS[: FOLDERS.index(folder) + 1]
+    clone = Path(__file__).parents[2]
+    if not all((clone / name / "pyproject.toml").is_file() for name in needed):
+        return "In a clone of megafp8: pip install " + " ".join(f"-e {name}" for name in needed)
+    from shlex import quote
+
+    paths = (quote(str(clone / name)) for name in needed)
+    return "Install it: pip install " + " ".join(f"-e {path}" for path in paths)
+
+
+def all_commands() -> dict[str, str]:
+    """Return what every subcommand does, those of other packages last."""
+    about = {name: command.about for name, command in (*COMMANDS.items(), *APART.items())}
+    return about | {name: f"a command of {point.module}" for name, point in entry_points().items()}
 
 
 def _train(name: str, argv: Sequence[str]) -> NoReturn:
@@ -80,8 +165,9 @@ def _train(name: str, argv: Sequence[str]) -> NoReturn:
 
 def overview() -> str:
     """Return the list of subcommands, which fits a screen."""
-    width = max(map(len, COMMANDS))
-    rows = (f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items())
+    commands = all_commands()
+    width = max(map(len, commands))
+    rows = (f"  {name:<{width}}  {about}" for name, about in commands.items())
     return "\n".join(
         [
             "usage: megafp8 COMMAND [ARGUMENTS]",
@@ -99,7 +185,8 @@ def run_old_name(module: str) -> NoReturn:
 
     This way of starting will end with version 0.3.
     """
-    name = next(name for name, command in COMMANDS.items() if command.module == module)
+    named = (name for name, command in COMMANDS.items() if command.module == module)
+    name = next(named, module)
     print(
         f"note: `python -m megafp8.cli.{module}` is `megafp8 {name}` now; version 0.3 will not "
         "have the old name",
@@ -114,6 +201,7 @@ def _unknown(name: str) -> str:
 
     if "=" in name or name in ("-m", "--multirun", "--cfg"):
         return f"{name} is not a command. Settings follow a command: megafp8 pretrain {name} …"
-    near = get_close_matches(name, COMMANDS, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"Commands are {', '.join(COMMANDS)}"
+    commands = all_commands()
+    near = get_close_matches(name, commands, 1)
+    hint = f"Did you mean {near[0]}?" if near else f"Commands are {', '.join(commands)}"
     return f"megafp8 has no command {name}. {hint}"

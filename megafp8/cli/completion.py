@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.cli.commands import COMMANDS
+from megafp8.cli.commands import all_commands
 from megafp8.cli.job import command_parser, reports_errors, show
 from megafp8.config.overrides import PRESET_GROUPS
 from megafp8.config.schema import all_keys
@@ -53,7 +53,7 @@ def _settings() -> list[str]:
 
 def _bash() -> str:
     words = {
-        "COMMANDS": " ".join(COMMANDS),
+        "COMMANDS": " ".join(all_commands()),
         "WITH_SETTINGS": " | ".join(WITH_SETTINGS),
         "SETTINGS": " ".join(_settings()),
     }
@@ -68,8 +68,8 @@ def _fish() -> str:
     return "".join(
         [
             *(
-                f"complete -c megafp8 -n __fish_use_subcommand -f -a {name} -d '{command.about}'\n"
-                for name, command in COMMANDS.items()
+                f"complete -c megafp8 -n __fish_use_subcommand -f -a {name} -d '{about}'\n"
+                for name, about in all_commands().items()
             ),
             f"complete -c megafp8 -n '{rest}' -a '{' '.join(_settings())}'\n",
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megafp8 import __version__
-from megafp8.cli.commands import COMMANDS, main
+from megafp8.cli.commands import APART, COMMANDS, FOLDERS, Command, how_to_install, main
 from megafp8.cli.completion import WITH_SETTINGS
 from megafp8.cli.pretrain import typed_words
 from megafp8.config.schema import all_keys
@@ -34,7 +35,7 @@ def test_the_list_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFi
     for argv in ([], ["--help"], ["-h"]):
         assert main(argv) == 0
         text = capsys.readouterr().out
-        assert all(f"\n  {name} " in text for name in COMMANDS)
+        assert all(f"\n  {name} " in text for name in [*COMMANDS, *APART])
         assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"megafp8 {__version__}\n"
@@ -44,9 +45,8 @@ def test_every_command_line_module_is_a_command() -> None:
     """A module of cli/ that can be run by its own name is in the table."""
     folder = ROOT / "megafp8" / "cli"
     old = {path.stem for path in folder.glob("*.py") if "run_old_name(" in path.read_text()}
-    old = (old - {"commands"}) | {"migrate"}
-    new = {"pretrain", "finetune", "completion", "audit"}
-    assert old | new == {command.module for command in COMMANDS.values()}
+    new = {"pretrain", "finetune", "completion"}
+    assert old - {"commands", "migrate"} | new == {command.module for command in COMMANDS.values()}
     for command in COMMANDS.values():
         assert callable(import_module(f"megafp8.cli.{command.module}").main)
 
@@ -68,6 +68,90 @@ def test_a_wrong_command_is_an_error_with_a_hint(
     assert hint in shown.err and shown.err.startswith("error: ") and not shown.out
 
 
+def package_with_commands(folder: Path, *entries: str) -> dict[str, str]:
+    """Install a package whose only module prints its arguments; return the environment."""
+    (folder / "shouts.py").write_text("def main(argv): return print('!', *argv) or 7\n")
+    (folder / "shouts-1.0.dist-info").mkdir()
+    (folder / "shouts-1.0.dist-info/METADATA").write_text("Name: shouts\nVersion: 1.0\n")
+    text = "\n".join(["[megafp8.commands]", *entries])
+    (folder / "shouts-1.0.dist-info/entry_points.txt").write_text(text)
+    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+
+
+def test_commands_of_installed_packages_are_found_by_their_entry_points(tmp_path: Path) -> None:
+    others = package_with_commands(tmp_path, "shout = shouts:main")
+    done = run("shout", "a", "--b", **others)
+    assert (done.returncode, done.stdout) == (7, "! a --b\n")
+    assert "\n  shout       a command of shouts\n" in run("--help", **others).stdout
+    assert "Did you mean shout?" in run("shoutt", **others).stderr
+    for shell in ("bash", "fish"):
+        assert "shout" in run("completion", shell, **others).stdout
+
+
+@pytest.mark.parametrize("name", ["runs", "migrate"])
+def test_no_package_replaces_a_command_of_ours(name: str, tmp_path: Path) -> None:
+    others = package_with_commands(tmp_path, f"{name} = shouts:main")
+    done = run(name, "--help", **others)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: megafp8 {name} ")
+    assert "shouts" not in run("--help", **others).stdout
+
+
+def test_commands_are_found_without_any_metadata() -> None:
+    """A copy of the repository on PYTHONPATH is enough, before anything is installed."""
+    probe = (
+        "from importlib import metadata; metadata.entry_points = lambda **_: metadata.EntryPoints()"
+    )
+    code = f"{probe}; from megafp8.cli.commands import main; main(['migrate', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("usage: megafp8 migrate"), done.stderr
+
+
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_command_whose_package_is_missing_is_named_with_the_line_that_installs_it(
+    has_folder: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A folder with what Python has compiled may be left of a package that was removed."""
+    if has_folder:
+        (tmp_path / "megafp8_migrate_gone/__pycache__").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(APART, "migrate", Command("megafp8_migrate_gone", "translate"))
+    monkeypatch.setattr("megafp8.cli.commands.FOLDERS", (".", "megafp8_migrate_gone"))
+    assert main(["migrate", "train.sh"]) == 2
+    said = capsys.readouterr().err
+    line = "In a clone of megafp8: pip install -e . -e megafp8_migrate_gone"
+    assert said == f"error: megafp8 migrate needs the package megafp8_migrate_gone. {line}\n"
+
+
+def test_what_a_command_of_ours_misses_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_without(argv: object) -> None:
+        raise ModuleNotFoundError("No module named 'te_cpu'", name="te_cpu.loading")
+
+    module = import_module(APART["audit"].module)
+    monkeypatch.setattr(module, "main", run_without)
+    assert main(["audit"]) == 2
+    assert "megafp8 audit needs the package te_cpu. In" in capsys.readouterr().err
+
+
+def test_the_line_that_installs_names_folders_and_no_package_of_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clone = tmp_path / "a clone"
+    for name in FOLDERS:
+        (clone / name).mkdir(parents=True, exist_ok=True)
+        (clone / name / "pyproject.toml").touch()
+    monkeypatch.setattr("megafp8.cli.commands.__file__", str(clone / "megafp8/cli/commands.py"))
+    for folder in FOLDERS:
+        said, _, line = how_to_install(folder).partition("pip install ")
+        words = shlex.split(line)
+        assert said == "Install it: " and words[::2] == ["-e"] * (len(words) // 2)
+        assert Path(words[-1]) == clone / folder and all(Path(p).is_dir() for p in words[1::2])
+
+
 def imported_by(*argv: str) -> set[str]:
     """Return which of torch, hydra and omegaconf a command imports before it ends."""
     program = (
@@ -86,7 +170,7 @@ def test_the_list_of_commands_imports_no_library() -> None:
     assert imported_by("--help") == set()
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *APART])
 def test_no_help_waits_for_torch(name: str) -> None:
     assert "torch" not in imported_by(name, "--help")
 
@@ -182,12 +266,13 @@ def test_bash_completes_commands_and_settings() -> None:
     assert completed(["plan", "preci"]) == ["precision="]
     assert completed(["runs", "model.f"]) == []
     assert set(WITH_SETTINGS) <= COMMANDS.keys()
+    assert {"migrate", "audit"} <= set(completed([""]))
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_the_same_words(shell: str) -> None:
     done = run("completion", shell)
     assert done.returncode == 0
-    assert all(name in done.stdout for name in COMMANDS) and "model.fp8=" in done.stdout
+    assert all(name in done.stdout for name in [*COMMANDS, *APART]) and "model.fp8=" in done.stdout
     if (program := shutil.which(shell)) is not None:
         subprocess.run([program, "-n"], input=done.stdout, text=True, check=True)

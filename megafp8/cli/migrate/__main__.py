@@ -2,4 +2,5 @@
 
 from megafp8.cli.commands import run_old_name
 
-run_old_name("migrate")
+if __name__ == "__main__":
+    run_old_name("migrate")
