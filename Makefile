@@ -40,7 +40,7 @@ test-cpus: setup-dev ## run the numeric tests as on each older CPU that this one
 test-gpu: setup-dev ## run the tests that need a CUDA device
 	@$(PY) -m pytest -m "gpu" -q $(ARGS)
 
-gpu-check: setup-dev ## check a GPU machine in ten minutes; results are in gpu-check/ (ARGS="ranks" for another stage)
+gpu-check: setup-dev ## check a GPU machine in eight minutes; results are in gpu-check/ (ARGS="ranks" for another stage)
 	@$(PY) scripts/gpu_check.py --out gpu-check $(ARGS)
 
 test-slurm: setup-dev ## run the tests that start a real Slurm of two nodes (root)

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Check on a GPU machine what megafp8 claims about GPUs, in stages of ten minutes at most.
+"""Check on a GPU machine what megafp8 claims about GPUs, in stages of some minutes each.
 
-    first   the default, nine minutes at most: what a new machine tells soonest, most telling part
-            first: device, products, a layer of each recipe, tests, the README's command, steps in
-            each precision, where the time goes, and the same run twice
+    first   the default, 7.5 minutes at most: what a new machine tells soonest, most telling part
+            first: device, products, a layer of each recipe, kernels, tests, the README's command,
+            steps in BF16 and FP8, where the time goes, the same run twice, steps in others
+    again   2.5 minutes at most: the parts of `first` that failed or had no time (`--after FILE`,
+            the results.jsonl of that command), or those that `--only` names
     runs    do operations work: versions, products in each layout, casts, attention, one layer
     right   are they right: the tests marked `gpu`, and memory checks of the casts
     fast    are they fast: products, layers and steps in BF16 and FP8
@@ -18,16 +20,14 @@
     python scripts/gpu_check.py ranks --out DIR       # or each other stage
     python scripts/gpu_check.py --out DIR --tiny      # on a CPU: check that this program runs
 
-Half an hour on a GPU, in three commands of ten minutes at most, tells most in this order. Between
-them the machine is not needed: read the table, and mend on a CPU what failed. `--seconds` leaves
-a minute and a half for the start of each machine, and `--only` names the parts to run.
+Fifteen minutes on a GPU, two minutes for each start of the machine included, are two commands.
+Between them the machine is not needed: read the table, and mend on a CPU what failed.
 
-    1  first --seconds 540                               what runs, is right, and takes how long
-    2  first --only FAILED PARTS, or right --seconds 480    the mended parts, or all tests
-    3  fast --seconds 480                                the figures of docs/evidence/performance.md
+    1  first                                        7.5 minutes
+    2  again --after OLD/results.jsonl --out NEW    2.5 minutes
 
-A third command is worth its start with four minutes left, for `fast --only products "layer 16384
-tokens"`. A single GPU of 80 GB is enough: what needs more is skipped, with both numbers of bytes.
+Each other stage has ten minutes at most, and `--seconds` gives a command less. A single GPU of
+80 GB is enough: what needs more is skipped, with both numbers of bytes.
 
 A stage has parts, each with a deadline, and the failure of one part does not stop the others. Each
 row and the end of each part are written to DIR/results.jsonl at once, and then DIR/table.txt, which
@@ -67,7 +67,7 @@ BROUGHT = ("hydra", "omegaconf", "antlr4")
 """What the wheels bring of the packages that every part needs."""
 FOR_MIGRATE = "tree-sitter"  # and its grammar: no part reads a launch script
 ALL_STAGES = ("runs", "right", "fast", "trains")
-STAGES = ("first", *ALL_STAGES, "ranks", "own", "te")
+STAGES = ("first", "again", *ALL_STAGES, "ranks", "own", "te")
 LAYOUTS = (
     "dp 2, ZeRO-1",
     "dp 2, FSDP",
@@ -81,12 +81,13 @@ LAYOUTS = (
     "tp 2 x cp 2 x dp 2, sp",
 )
 """The parts of `ranks`, which benchmarks/gpu_ranks.py describes."""
-FIRST_STEPS = ("bf16", "fp8", "fp8 graphs", "fp8 O2", "te fp8", "fp8 mxfp8", "fp4 nvfp4")
+FIRST_STEPS = ("bf16", "fp8")
+MORE_STEPS = ("fp8 graphs", "fp8 O2", "te fp8", "fp8 mxfp8", "fp4 nvfp4")
 COMMIT = "MEGAFP8_COMMIT"  # benchmarks/gpu_common.py reads it
 COUNTS = ("passed", "failures", "errors", "skipped")  # of a part that runs tests
 MOST_NAMES = 40  # of failed tests in a table
 STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
-ALL_SECONDS = 1750.0  # and all of them thirty
+LIMITS = {"first": 450.0, "again": 150.0}  # of stages that share fifteen minutes with two starts
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
     "tests/gpu", "tests/fp8/kernels", "tests/models/test_documents.py",
@@ -121,7 +122,7 @@ def benchmark(name: str, *arguments: str) -> tuple[str, ...]:
 def parts_of(stage: str, args: argparse.Namespace) -> list[Part]:
     """Return the parts of a stage; parts that others depend on come first."""
     results = results_of(args)
-    if stage == "first":
+    if stage in ("first", "again"):
         return first_parts(args)
     if stage == "ranks":
         names = ("reference", *LAYOUTS)
@@ -186,19 +187,28 @@ def first_parts(args: argparse.Namespace) -> list[Part]:
     can train, and the others where the time goes.
     """
     results = results_of(args)
-    variants = FIRST_STEPS[:4] if args.tiny else FIRST_STEPS
-    steps = ("--variants", *variants, "--warm-up", "10", "--steps", "10", "--seconds", "45")
-    steps += ("--accumulation", "2")  # the second microbatch adds to the gradients of the first
     tests = GPU_TESTS[4:5] if args.tiny else FIRST_TESTS
-    runs = {"device": 40, "products": 40, "layers": 75}
+    kernels = GPU_TESTS[5:6] if args.tiny else GPU_TESTS[1:2]
+    runs = {"device": 25, "products": 35, "layers": 65}
     return [
         *(Part(name, limit, benchmark("gpu_runs", name, *results)) for name, limit in runs.items()),
-        tests_part("tests", 110, tests, args, chosen=UNCOMPILED),
-        Part("command", 60, benchmark("gpu_trains", "command", *results)),
-        Part("steps", 160, benchmark("gpu_step", *steps, *results)),
-        Part("profile", 40, benchmark("gpu_profile", *results)),
-        Part("repeats", 45, benchmark("gpu_trains", "repeats", "--steps", "20", *results)),
+        tests_part("kernels", 65, kernels, args),
+        tests_part("tests", 65, tests, args, chosen=UNCOMPILED),
+        Part("command", 45, benchmark("gpu_trains", "command", *results)),
+        steps_part("steps", 70, FIRST_STEPS, results),
+        Part("profile", 30, benchmark("gpu_profile", *results)),
+        Part("repeats", 30, benchmark("gpu_trains", "repeats", "--steps", "20", *results)),
+        steps_part("more steps", 20, MORE_STEPS[:2] if args.tiny else MORE_STEPS, results),
     ]
+
+
+def steps_part(
+    name: str, seconds: float, variants: tuple[str, ...], results: tuple[str, ...]
+) -> Part:
+    """Return a part that measures a few steps of 1.3B in each of the `variants`."""
+    steps = ("--variants", *variants, "--warm-up", "10", "--steps", "10", "--seconds", "35")
+    steps += ("--accumulation", "2")  # the second microbatch adds to the gradients of the first
+    return Part(name, seconds, benchmark("gpu_step", *steps, *results))
 
 
 def right_parts(args: argparse.Namespace) -> list[Part]:
@@ -505,6 +515,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config", type=Path, help="the YAML file of the stage `own`")
     parser.add_argument("--out", type=Path, required=True, help="a folder for all results")
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts to run, and no other")
+    parser.add_argument("--after", type=Path, help="results.jsonl of `first`, for `again`")
     parser.add_argument("--archive", type=Path, help="a .tar.gz file that keeps all of --out")
     parser.add_argument("--commit", help="the commit of a tree without a repository, for results")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels")
@@ -519,12 +530,22 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         parser.error(f"unknown stage {', '.join(sorted(unknown))}: use {', '.join(known)}")
     if (args.config is None) == ("own" in args.stages):
         parser.error("--config names the file of the stage `own`, which needs it")
+    if "again" in args.stages and (args.only is None) == (args.after is None):
+        parser.error("`again` needs --after, the results.jsonl of `first`, or --only and its parts")
+    if args.after is not None:
+        args.only = mended(args.after) or parser.error(f"no part failed in {args.after}")
     args.out = args.out.absolute()
     asked = [stage for name in args.stages for stage in (ALL_STAGES if name == "all" else [name])]
     known_parts = [part.name for stage in asked for part in parts_of(stage, args)]
     if unknown := sorted(set(args.only or ()) - {*known_parts}):
         parser.error(f"no part is called {', '.join(unknown)}: use {', '.join(known_parts)}")
     return args
+
+
+def mended(results: Path) -> list[str]:
+    """Return the parts that did not pass by the results of an earlier command."""
+    lines = map(json.loads, results.read_text().splitlines())
+    return [line["part"] for line in lines if line.get("outcome", "passed") != "passed"]
 
 
 def stages_of(asked: list[str], header: dict[str, Any]) -> list[str]:
@@ -543,12 +564,8 @@ def main(argv: list[str]) -> int:
         return fetch_wheels(Path(argv[1]))
     args = arguments(argv)
     (args.out / "logs").mkdir(parents=True, exist_ok=True)
-    is_one = len(args.stages) == 1 and args.stages != ["all"]
-    default = STAGE_SECONDS if is_one else ALL_SECONDS
-    stage_seconds = STAGE_SECONDS
-    if args.tiny:  # this only checks that parts run, on however busy a machine
-        default = stage_seconds = 10 * ALL_SECONDS
-    end = time.monotonic() + (args.seconds or default)
+    end = time.monotonic() + (args.seconds or float("inf"))
+    slow = 40.0 if args.tiny else 1.0  # a trial checks that parts run, on however busy a machine
     with tempfile.TemporaryDirectory(prefix="megafp8-check-") as site:
         brought = unpacked(args.wheels, Path(site))
         environment = environment_with(Path(site)) | ({COMMIT: args.commit} if args.commit else {})
@@ -562,7 +579,8 @@ def main(argv: list[str]) -> int:
         check.note(header=found)
         print(header_text(found), flush=True)
         for stage in stages_of(args.stages, found):
-            deadline = min(end, time.monotonic() + stage_seconds)
+            limit = slow * LIMITS.get(stage, STAGE_SECONDS)
+            deadline = min(end, time.monotonic() + limit)
             parts = parts_of(stage, args)
             wanted = [part for part in parts if args.only is None or part.name in args.only]
             check.stage(stage, wanted, deadline)
