@@ -22,12 +22,18 @@ ENV PIP_BREAK_SYSTEM_PACKAGES=1 \
 
 WORKDIR /workspace/megafp8
 
-# Dependencies are installed first, from the two files that determine them, so that a change of code or
-# text keeps this layer. (The package's metadata needs a README and a licence; the real files follow.)
-COPY pyproject.toml ./
+# Dependencies are installed first, from the files that determine them, so that a change of code or
+# text keeps this layer. (A distribution's metadata needs a README and a licence; the real files follow.)
+COPY VERSION setup.py pyproject.toml ./
 COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
-RUN touch README.md LICENSE \
+COPY fp8_numerics/pyproject.toml fp8_numerics/
+COPY te_cpu/pyproject.toml te_cpu/
+COPY megafp8_migrate/pyproject.toml megafp8_migrate/
+RUN touch README.md LICENSE && ln -s ../VERSION megafp8/VERSION \
+    && for file in */pyproject.toml; do \
+        cd "${file%/*}" && touch README.md __init__.py && ln -s ../LICENSE ../VERSION ../setup.py . && cd .. || exit; \
+    done \
     && TORCH_PIN="${TORCH_PIN}" PYTHON=python3 bash scripts/setup_env.sh --in-place --extras "${EXTRAS}"
 
 COPY . .

@@ -83,4 +83,4 @@ docs-site: setup-dev ## build the site of the documentation in build/site (ARGS=
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(or $(ARGS),build) --strict
 
 clean: ## delete caches and build outputs, but not .venv and runs/
-	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info */*.egg-info

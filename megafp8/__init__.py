@@ -1,3 +1,5 @@
 """Pretrain GPT models with FP8 on any device."""
 
-__version__ = "0.2.0.dev0"
+from pathlib import Path
+
+__version__ = Path(__file__).with_name("VERSION").read_text("utf-8").strip()

@@ -65,7 +65,6 @@ WHEELS = ("hydra-core==1.3.2", "omegaconf>=2.3,<2.4", "antlr4-python3-runtime==4
 IMPORTED_AS = {"hydra-core": "hydra", "pyyaml": "yaml"}
 BROUGHT = ("hydra", "omegaconf", "antlr4")
 """What the wheels bring of the packages that every part needs."""
-FOR_MIGRATE = "tree-sitter"  # and its grammar: no part reads a launch script
 ALL_STAGES = ("runs", "right", "fast", "trains")
 STAGES = ("first", "again", *ALL_STAGES, "ranks", "own", "te")
 LAYOUTS = (
@@ -426,11 +425,15 @@ def environment_with(site: Path) -> dict[str, str]:
 
 
 def needed() -> list[str]:
-    """Return the modules that a run needs, by the dependencies in pyproject.toml."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in project["dependencies"]]
-    wanted = [name for name in names if not name.startswith(FOR_MIGRATE)]
-    return [*(IMPORTED_AS.get(name, name) for name in wanted), "antlr4"]
+    """Return the modules that a run needs, by the dependencies in pyproject.toml.
+
+    The distributions of this repository are left out: their folders are in it.
+    """
+    files = [ROOT / "pyproject.toml", *ROOT.glob("*/pyproject.toml")]
+    projects = [tomllib.loads(file.read_text())["project"] for file in files]
+    ours = {project["name"] for project in projects}
+    names = [re.split(r"[^\w-]", text, maxsplit=1)[0] for text in projects[0]["dependencies"]]
+    return [*(IMPORTED_AS.get(name, name) for name in names if name not in ours), "antlr4"]
 
 
 def missing(environment: dict[str, str]) -> list[str]:

@@ -4,6 +4,7 @@
 #   scripts/setup_env.sh [--dev]      make .venv (with the developers' tools); `make` calls this
 #   scripts/setup_env.sh --in-place [--extras "NAME …"]   make no .venv: install into PYTHON itself, with
 #                                     these extras of pyproject.toml, and keep its torch (for containers)
+# All distributions of this repository are installed: that of pyproject.toml here and those of */pyproject.toml.
 #
 # Environment: PYTHON (the interpreter), VENV (default .venv), TORCH_PIN (version of torch; without it a
 # CUDA build is the newest that the project is tested with), TORCH_BUILD (cuda, cpu, or auto, the default:
@@ -30,6 +31,9 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
+
+editable=()
+for file in */pyproject.toml; do editable+=(--editable "./${file%/*}"); done
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'setup: error: %s\n' "$*" >&2; exit 1; }
@@ -175,31 +179,34 @@ if $in_place; then
     say "installing the other dependencies${extras:+, with the extras $extras}"
     # Torch is left out of the list: pip might replace an image's own build because of its version.
     # shellcheck disable=SC2086  # a list of words
-    mapfile -t others < <("$py" -c '
-import re, sys, tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = project["optional-dependencies"]
+    mapfile -t wanted < <("$py" -c '
+import glob, re, sys, tomllib
+projects = [tomllib.load(open(file, "rb"))["project"] for file in ["pyproject.toml", *glob.glob("*/pyproject.toml")]]
+extras = {key: lines for one in projects for key, lines in one.get("optional-dependencies", {}).items()}
 unknown = [name for name in sys.argv[1:] if name not in extras]
 if unknown:
     sys.exit(f"setup: error: no extra {unknown[0]} (there are {chr(44).join(extras)})")
-for line in project["dependencies"] + [line for name in sys.argv[1:] for line in extras[name]]:
-    if re.match(r"[A-Za-z0-9_-]+", line).group() != "torch":
-        print(line)' te-cpu $extras)
-    [ ${#others[@]} -gt 0 ] || exit 2
+lines = [line for one in projects for line in one["dependencies"]]
+lines += [line for name in sys.argv[1:] for line in extras[name]]
+installed_otherwise = {"torch", *(one["name"] for one in projects)}
+for line in dict.fromkeys(lines):
+    if re.match(r"[A-Za-z0-9_-]+", line).group() not in installed_otherwise:
+        print(line)' $extras)
+    [ ${#wanted[@]} -gt 0 ] || exit 2
     # A build of Transformer Engine that the base has is kept.
-    mapfile -t engine < <(printf '%s\n' "${others[@]}" | grep '^transformer-engine')
-    mapfile -t others < <(printf '%s\n' "${others[@]}" | grep -v '^transformer-engine')
+    mapfile -t engine < <(printf '%s\n' "${wanted[@]}" | grep '^transformer-engine')
+    mapfile -t wanted < <(printf '%s\n' "${wanted[@]}" | grep -v '^transformer-engine')
     if "$py" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("transformer_engine"))'; then
         engine=()
     fi
-    run_logged "$py" -m pip install --no-cache-dir "${others[@]}" || give_up "the dependencies could not be installed"
+    run_logged "$py" -m pip install --no-cache-dir "${wanted[@]}" || give_up "the dependencies could not be installed"
     if [ ${#engine[@]} -gt 0 ]; then # without the flag pip builds it against the newest torch of the index
         core=core_cu$("$py" -c 'import torch; print(torch.version.cuda.split(".")[0])')
         run_logged "$py" -m pip install --no-cache-dir wheel packaging pybind11 ninja cmake \
             && run_logged "$py" -m pip install --no-cache-dir --no-build-isolation "${engine[0]/pytorch]/pytorch,$core]}" \
             || give_up "Transformer Engine could not be built (docs/reference/backends.md says what it needs)"
     fi
-    run_logged "$py" -m pip install --no-cache-dir --no-deps --editable . || give_up "megafp8 could not be installed"
+    run_logged "$py" -m pip install --no-cache-dir --no-deps "${editable[@]}" --editable . || give_up "megafp8 could not be installed"
     say "ready"
     exit
 fi
@@ -214,7 +221,7 @@ fi
 
 py=$VENV/bin/python
 log=$VENV/setup.log
-stamp_hash() { cat pyproject.toml scripts/setup_env.sh <(echo "$TORCH_PIN" "$PWD") | cksum | tr -c '0-9\n' -; }
+stamp_hash() { cat VERSION setup.py pyproject.toml */pyproject.toml scripts/setup_env.sh <(echo "$TORCH_PIN" "$PWD") | cksum | tr -c '0-9\n' -; }
 stamp=.stamp-$(stamp_hash)
 
 # Succeed if all packages are complete: pip writes RECORD last, so that a package without it is not.
@@ -249,7 +256,7 @@ fi
 : >"$log"
 has_torch || install_torch
 say "installing megafp8 and its dependencies${extras:+, tools for tests included}"
-run_logged "$py" -m pip install --editable ".[te-cpu${extras:+,$extras}]" || give_up "the dependencies could not be installed"
+run_logged "$py" -m pip install "${editable[@]}" --editable ".${extras:+[$extras]}" || give_up "the dependencies could not be installed"
 if [ -n "$extras" ]; then # tests need it, and download it themselves if this fails
     run_logged "$py" -m megafp8.te_cpu \
         || say "  Transformer Engine's Python could not be fetched: $(tail -n 1 "$log")"

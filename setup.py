@@ -1,0 +1,109 @@
+"""Build one of this repository's distributions, which the pyproject.toml beside it describes.
+
+The folders of the other distributions have links to this file. It does what a pyproject.toml
+cannot: their package is the folder itself, with all packages below it; and an install that lacks
+another of these distributions is refused, with the line that works, before pip asks an index for
+its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from setuptools import setup
+
+HERE = Path(__file__).absolute().parent  # of the link
+ROOT = HERE if (HERE / "megafp8").is_dir() else HERE.parent
+KINDS = ("c", "h", "json", "md", "safetensors", "yaml")
+DATA = ["py.typed", "VERSION", *(f"**/*.{kind}" for kind in KINDS)]
+
+
+def project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def needed(name: str, places: dict[str, Path], extras: list[str]) -> list[str]:
+    """Return which of the distributions at `places` the distribution `name` needs, lowest first."""
+    table = project(places[name])
+    optional = table.get("optional-dependencies", {})
+    lines = [*table["dependencies"], *(line for e in extras for line in optional.get(e, ()))]
+    names = [re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines]
+    below = [other for other in names if other in places and other != name]
+    found = [lower for other in below for lower in (*needed(other, places, []), other)]
+    return list(dict.fromkeys(found))
+
+
+def is_installed(name: str) -> bool:
+    """Whether the environment that pip installs into, which may be another one, has `name`."""
+    code = f"import importlib.metadata as m; m.version({name!r})"
+    return not subprocess.run([sys.executable, "-I", "-c", code], capture_output=True).returncode
+
+
+def refuse_if_another_is_missing() -> None:
+    """Exit with the line that works if pip would ask an index for one of our distributions."""
+    process = Path(f"/proc/{os.getppid()}")  # pip's, or that of uv
+    places = {
+        project(path.parent)["name"]: path.parent.resolve()
+        for path in (ROOT / "pyproject.toml", *ROOT.glob("*/pyproject.toml")) if path.is_file()
+    }  # fmt: skip
+    try:
+        words = (process / "cmdline").read_bytes().decode().split("\0")[:-1]
+        cwd = Path(os.readlink(process / "cwd"))
+    except (OSError, UnicodeDecodeError):
+        return
+    kind = next((word for word in words if word in ("install", "wheel")), None)
+    elsewhere = re.compile(r"--(no-deps|find-links|requirement|(extra-)?index-url)|-[rfi]")
+    if kind is None or any(elsewhere.match(word) for word in words):
+        return
+    own, mine, given = project(HERE)["name"], None, set()
+    for number, word in enumerate(words):
+        path, _, extras = word.partition("[")
+        for name, place in places.items():
+            if (cwd / path).resolve() == place or re.match(rf"{re.escape(name)}-\d", path):
+                given.add(name)
+                mine = (number, extras.rstrip("]").split(",")) if name == own else mine
+    if mine is None:
+        return
+    number, extras = mine
+    lacking = [n for n in needed(own, places, extras) if n not in given and not is_installed(n)]
+    if lacking:
+        mark = ["-e"] if words[number - 1] in ("-e", "--editable") else []
+        more = [w for n in lacking for w in (*mark, _from(cwd, places[n]))]
+        rest = words[words.index(kind) + 1 :]
+        at = number - len(mark) - words.index(kind) - 1
+        tool = ["uv", "pip"] if Path(words[0]).name == "uv" else ["pip"]
+        line = shlex.join([*tool, kind, *rest[:at], *more, *rest[at:]])
+        sys.exit(
+            f"{own} needs {' and '.join(lacking)} of the same repository, which no package index "
+            f"has. Install all of them in one command:\n    {line}"
+        )
+
+
+def _from(cwd: Path, place: Path) -> str:
+    path = os.path.relpath(place, cwd)
+    return path if path.startswith(".") else f"./{path}"
+
+
+def packages() -> list[str]:
+    """Return the package of this folder and those below it."""
+    below = sorted(file.parent.relative_to(HERE) for file in HERE.glob("**/__init__.py"))
+    return [".".join((HERE.name, *path.parts)) for path in below if "build" not in path.parts]
+
+
+refuse_if_another_is_missing()
+if HERE == ROOT:
+    setup()
+else:
+    setup(
+        script_name="setup.py",  # so named it is no module of the package
+        packages=packages(),
+        package_dir={HERE.name: "."},
+        package_data={HERE.name: DATA},
+        options={"build": {"build_base": str(ROOT / "build" / HERE.name)}},
+    )

@@ -1,0 +1,111 @@
+"""The distributions of this repository are installed together, and every check covers them all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+from scripts.packages import ROOT, packages, projects
+
+PIP = """
+import subprocess, sys
+done = subprocess.run([sys.executable, "setup.py", "egg_info"], cwd=sys.argv[1])
+sys.exit(done.returncode)
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Python without packages, for which setuptools would only say what it builds."""
+    place = tmp_path_factory.mktemp("python")
+    venv.create(place, with_pip=False, symlinks=True)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "setuptools.py").write_text("def setup(**words): print('building')\n")
+    (place / "pip.py").write_text(PIP)
+    return place / "bin" / "python"
+
+
+def install(python: Path, folder: str, words: str) -> str:
+    """Let a process with the words of pip build a folder; return what it prints."""
+    command = [str(python), str(python.parents[1] / "pip.py"), str(ROOT / folder), *words.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert bool(done.returncode) != (done.stdout == "building\n"), done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("folder", "words", "line"),
+    [
+        (".", "install .", "pip install ./fp8_numerics ."),
+        (".", "install -q -e .[te-cpu,data]",
+         "pip install -q -e ./fp8_numerics -e ./te_cpu -e '.[te-cpu,data]'"),
+        (".", "wheel .", "pip wheel ./fp8_numerics ."),
+        (".", f"install {ROOT}", f"pip install ./fp8_numerics {ROOT}"),
+        (".", "install ./te_cpu .", "pip install ./te_cpu ./fp8_numerics ."),
+        ("te_cpu", "install ./te_cpu", "pip install ./fp8_numerics ./te_cpu"),
+        ("megafp8_migrate", "install -e ./megafp8_migrate",
+         "pip install -e ./fp8_numerics -e . -e ./te_cpu -e ./megafp8_migrate"),
+    ],
+)  # fmt: skip
+def test_an_install_without_what_it_needs_ends_with_the_line_that_works(
+    python: Path, folder: str, words: str, line: str
+) -> None:
+    """A name that no index has must not be asked for: pip would find nothing, or a stranger's."""
+    said = install(python, folder, words)
+    assert " of the same repository, which no package index has. Install all" in said
+    assert said.splitlines()[-1] == f"    {line}"
+    assert install(python, folder, line.replace("pip ", "").replace("'", "")) == "building\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["install --no-deps .", "install -r wanted.txt .", "install --find-links wheels .", "check ."],
+)
+def test_an_install_that_may_find_them_elsewhere_is_not_refused(python: Path, words: str) -> None:
+    assert install(python, ".", words) == "building\n"
+
+
+def test_what_is_installed_already_is_not_asked_for_again(python: Path) -> None:
+    (site,) = python.parents[1].glob("lib/python*/site-packages")
+    record = site / "fp8_numerics-0.dist-info" / "METADATA"
+    record.parent.mkdir()
+    record.write_text("Name: fp8-numerics\nVersion: 0\n")
+    try:
+        assert install(python, ".", "install -e .") == "building\n"
+    finally:
+        record.unlink()
+        record.parent.rmdir()
+
+
+def test_all_distributions_have_one_version_and_one_licence() -> None:
+    """Each reads the file VERSION of the repository, by a link in its folder."""
+    for name, project in projects().items():
+        folder = ROOT / name
+        assert project["dynamic"] == ["version"] and "version" not in project
+        assert project["license"] == "Apache-2.0"
+        for link in ("VERSION", "setup.py", "LICENSE")[: 1 if name == "megafp8" else 3]:
+            assert (folder / link).resolve() == ROOT / link and (folder / link).is_symlink(), link
+    shown = subprocess.run(
+        [sys.executable, "-m", "megafp8", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.stdout.split()[1] == (ROOT / "VERSION").read_text().strip()
+
+
+def test_the_image_gets_what_determines_the_dependencies() -> None:
+    """The layer of dependencies copies each pyproject.toml, and makes the links beside them."""
+    layer = (ROOT / "Dockerfile").read_text("utf-8").partition("COPY . .")[0]
+    for name in packages()[1:]:
+        assert f"COPY {name}/pyproject.toml {name}/\n" in layer
+    assert "COPY VERSION setup.py pyproject.toml ./\n" in layer
+
+
+def test_settings_of_the_tools_name_all_packages() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
+    assert tuple(tool["mypy"]["files"]) == tuple(sorted(packages()))
+    assert f"!{{{','.join(sorted(packages()))}}}/**" in tool["ruff"]["lint"]["per-file-ignores"]
