@@ -1,4 +1,4 @@
-"""Run commands of one tree in forked children: `python serve.py TREE`, requests on stdin.
+"""Run commands of one tree in forked children: `python serve.py TREE PACKAGE…`, requests on stdin.
 
 A child does what a `python SCRIPT` of that tree does, without the seconds that importing torch
 takes. A request is a line of JSON; the answer is a line when the command has ended:
@@ -7,7 +7,8 @@ takes. A request is a line of JSON; the answer is a line when the command has en
      "kill_at": a path or null, "timeout": seconds}  ->  exit code (negative: a signal's number)
 
 The commands are killed as soon as the file `kill_at` exists. This file imports no module of the
-tree by name; modules that one command has imported are loaded for the commands after it.
+tree by name; modules that one command has imported are loaded for the commands after it. A command
+that has imported a PACKAGE from elsewhere than the tree fails, whatever the tree contains.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from typing import NoReturn
 
 GRACE_SECONDS = 10.0  # for the other ranks, after one has failed
 TIMED_OUT = 124  # the exit code of the program `timeout`
+FROM_ELSEWHERE = 70  # the exit code of a command that has imported a package of another tree
 
 
-def serve(tree: Path) -> None:
+def serve(tree: Path, packages: list[str]) -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -39,11 +41,11 @@ def serve(tree: Path) -> None:
     torch.manual_seed(0)  # a run that draws no number saves this initial state
     for line in sys.stdin:
         request = json.loads(line)
-        code = run(tree, request)
+        code = run(tree, packages, request)
         print(code, file=answers, flush=True)
 
 
-def run(tree: Path, request: dict) -> int:
+def run(tree: Path, packages: list[str], request: dict) -> int:
     """Run a command on its ranks, and return the exit code."""
     size, seen = request["ranks"], Path(request["log"]).with_suffix(".modules")
     port = free_port() if size > 1 else 0
@@ -52,7 +54,7 @@ def run(tree: Path, request: dict) -> int:
         child = os.fork()
         if not child:
             os.setpgid(0, 0)
-            be_rank(tree, request, rank, port, seen)
+            be_rank(tree, packages, request, rank, port, seen)
         with contextlib.suppress(OSError):  # parent and child both try, and one is first
             os.setpgid(child, child)
         children.append(child)
@@ -69,7 +71,9 @@ def run(tree: Path, request: dict) -> int:
     return code
 
 
-def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoReturn:
+def be_rank(
+    tree: Path, packages: list[str], request: dict, rank: int, port: int, seen: Path
+) -> NoReturn:
     """Run one rank of a command in this forked process, and exit."""
     code = 1
     try:
@@ -81,7 +85,7 @@ def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoRe
         if request["ranks"] > 1:
             os.environ.update(environment(rank, request["ranks"], port))
         if rank == 0:
-            os._exit = noting_modules(seen)  # ranks exit by this function too
+            os._exit = noting_modules(tree, packages, seen)  # ranks exit by this function too
         code = command(tree, request["run"], request["argv"])
     except BaseException:
         traceback.print_exc()
@@ -90,13 +94,19 @@ def be_rank(tree: Path, request: dict, rank: int, port: int, seen: Path) -> NoRe
     os._exit(code)
 
 
-def noting_modules(path: Path) -> Callable[[int], NoReturn]:
-    """Return an `os._exit` that first writes the names of the tree's imported modules."""
+def noting_modules(tree: Path, packages: list[str], path: Path) -> Callable[[int], NoReturn]:
+    """Return an `os._exit` that first writes the names of the imported modules of the packages."""
     leave = os._exit
 
     def noting(code: int) -> NoReturn:
-        names = [name for name in sys.modules if name.partition(".")[0] == "megafp8"]
+        names = [name for name in sys.modules if name.partition(".")[0] in packages]
         path.write_text("\n".join(names))
+        for name in packages:
+            file = getattr(sys.modules.get(name), "__file__", None)
+            if file and not Path(file).resolve().is_relative_to(tree.resolve()):
+                print(f"error: {name} is imported from {file}, not from {tree}", file=sys.stderr)
+                sys.stderr.flush()
+                leave(FROM_ELSEWHERE)
         leave(code)
 
     return noting
@@ -167,4 +177,4 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        serve(Path(sys.argv[1]))
+        serve(Path(sys.argv[1]), sys.argv[2:])

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from scripts.packages import packages
+
 SERVER = Path(__file__).with_name("serve.py")
 TIMEOUT_SECONDS = 300.0  # of one command
 
@@ -45,7 +47,7 @@ class Tree:
             for name, value in os.environ.items()
             if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not name.startswith("SLURM_")
         } | {
-            "PYTHONPATH": str(self.code),  # this version, not an installed megafp8
+            "PYTHONPATH": str(self.code),  # this version of each package, not an installed one
             "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONWARNINGS": "ignore",
             "OMP_NUM_THREADS": "1",
@@ -72,7 +74,7 @@ class Tree:
         """Process that runs the commands, started with the first of them."""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, str(SERVER), str(self.code)],
+                [sys.executable, str(SERVER), str(self.code), *packages()],
                 env=self._environment,
                 cwd=self.code,
                 stdin=subprocess.PIPE,

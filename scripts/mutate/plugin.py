@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from scripts.mutate.runner import ASKED, Asked
+from scripts.packages import packages
 
 COMPILERS = ("cc", "gcc", "clang")
 
@@ -41,7 +42,7 @@ class Recorder:
             self.coverage = Coverage(
                 data_file=None,
                 config_file=False,
-                include=[f"{asked.cover}/megafp8/*"],
+                include=[f"{asked.cover}/{name}/*" for name in packages(Path(asked.cover))],
                 messages=False,
             )
             self.coverage.start()

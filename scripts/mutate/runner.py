@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from scripts.packages import is_ours, packages
+
 FAST = "not slow and not gpu and not slurm and not hosts"
 PRELOADED = (
     *("numpy", "pytest", "coverage", "hypothesis", "yaml", "hydra", "omegaconf", "sympy"),
@@ -71,7 +73,7 @@ def copy_tree(root: Path, folder: Path) -> None:
     compiler.chmod(0o755)
     # Compiled once; a file that is mutated has another hash, and is compiled in each process.
     mode = ["--invalidation-mode", "checked-hash"]
-    words = [sys.executable, "-m", "compileall", "-q", *mode, "megafp8", "tests"]
+    words = [sys.executable, "-m", "compileall", "-q", *mode, *packages(folder), "tests"]
     subprocess.run(words, cwd=folder, check=True)
 
 
@@ -92,7 +94,7 @@ def preload() -> None:
     for name in PRELOADED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    mutated = [name for name in sys.modules if name.partition(".")[0] in ("megafp8", "tests")]
+    mutated = [name for name in sys.modules if is_ours(name) or name.startswith("tests")]
     assert not mutated, mutated
 
 

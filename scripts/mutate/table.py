@@ -12,6 +12,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent.json")
 BY_HAND = Path(__file__).with_name("by_hand.json")
 PARTS = {
     "C sources": "*.[ch]",
+    "numerics": "fp8_numerics/",
     "fp8": "megafp8/fp8/",
     "parallel": "megafp8/parallel/",
     "optim": "megafp8/optim/",

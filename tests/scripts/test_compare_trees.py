@@ -18,6 +18,7 @@ from scripts.compare_trees import differences
 from scripts.compare_trees.__main__ import compare
 from scripts.compare_trees.jobs import HANDED_OVER, JOBS, Job, chosen
 from scripts.compare_trees.tree import CannotCompareError, commit_of, extract
+from scripts.packages import packages
 
 ROOT = Path(__file__).parents[2]
 
@@ -136,6 +137,24 @@ def test_a_planted_difference(
     assert "1 the same, 1 different" in output  # the data are equal
 
 
+def test_a_package_of_another_tree_is_noticed(
+    trees: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An installed package would make both trees compute the same, whatever the copies have."""
+    (trees / "installed" / "fp8_numerics").mkdir(parents=True)
+    (trees / "installed" / "fp8_numerics" / "__init__.py").write_text("")
+    line = f"sys.path.append({str(trees / 'installed')!r}); import fp8_numerics\n"
+    plant(trees, "begin = 1\n", "begin = 1\n" + line)
+    assert compare(trees, [ALONE]) == 1
+    assert "head: exit code 70: error: fp8_numerics is imported from" in capsys.readouterr().out
+    own = trees / "head" / "tree" / "fp8_numerics"
+    own.mkdir()
+    (own / "__init__.py").write_text("")
+    for path in trees.glob("head/fp32*"):
+        path.rename(path.with_name(f"old-{path.name}"))
+    assert compare(trees, [ALONE]) == 0
+
+
 def test_amounts(tmp_path: Path) -> None:
     """Differences of each kind of number are shown in bits and as a distance."""
     one = {
@@ -168,6 +187,40 @@ def test_jobs_have_names_of_their_own() -> None:
     assert [job.name for job in chosen(["bf16", "zero/p*"])] == ["bf16", "zero/params"]
     with pytest.raises(CannotCompareError, match="nothing/like"):
         chosen(["nothing/like*"])
+
+
+CHANGED_CAST = """
+
+
+_right = quantize
+
+
+def quantize(*args, **words):
+    payload, grid = _right(*args, **words)
+    payload.view(torch.uint8).flatten()[:1].bitwise_xor_(1)
+    return Quantized(payload, None if grid is None else payload.to(grid.dtype))
+"""
+
+
+@pytest.mark.slow
+def test_one_changed_bit_of_the_copys_cast(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The copy's cast is the one that runs, wherever this repository's packages are installed."""
+    for name in ("base", "head"):
+        extract(ROOT, None, tmp_path / name / "tree")
+    tree = tmp_path / "head" / "tree"
+    (cast,) = [
+        path
+        for folder in packages(tree)
+        for path in (tree / folder).rglob("cast.py")
+        if "\ndef quantize(" in path.read_text()
+    ]
+    with open(cast, "a") as file:
+        file.write(CHANGED_CAST)
+    assert compare(tmp_path, chosen(["bf16/delayed"])) == 1
+    rows = capsys.readouterr().out
+    assert "1 the same, 1 different" in rows and "loss, step 1 of metrics.jsonl" in rows
 
 
 @pytest.mark.slow
