@@ -29,7 +29,7 @@ for word; do
     before=$word
 done
 key=$({{
-    echo "$words"; {compiler} --version; stat -L -c "%s %Y" {compiler}
+    echo "$words"; {compiler} --version | sed "1s/^[^ ]* //"; stat -L -c "%s %Y" {compiler}
     grep -m 1 -i -E "^(flags|features)" /proc/cpuinfo 2> /dev/null; cat {sources}
 }} | sha256sum | cut -c 1-32)
 [ -n "$key" ] || exec {compiler} "$@"

@@ -53,9 +53,8 @@ def compiler_for(level: str, folder: Path, compiler: str = "cc") -> Path:
     """
     found = compiled.compiler(compiler, folder)
     path = folder / f"{compiler}-{level}"
-    path.write_text(
-        f'#!/bin/sh\n[ "$1" != --version ] || echo {level}\nexec {found} "$@" -march={level}\n'
-    )
+    asked = "" if level == "native" else f" -march={level}"  # the kernels ask for `native`
+    path.write_text(f'#!/bin/sh\n[ "$1" != --version ] || echo {level}\nexec {found} "$@"{asked}\n')
     path.chmod(0o755)
     return path
 

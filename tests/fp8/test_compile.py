@@ -110,8 +110,11 @@ def test_failing_compiler_leaves_torch(
 def test_compiler_that_breaks_the_rounding_is_found_out(
     cc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """-ffast-math folds (y + M) - M to y. (Not when linking: that would flush subnormals here.)"""
-    script = f'case " $* " in *" -c "*) exec {cc} "$@" -ffast-math;; *) exec cc "$@";; esac'
+    """-ffast-math folds (y + M) - M to y. (Not when linking: that would flush subnormals here.)
+
+    -O1 suffices for it, and takes a tenth of the time of -O3.
+    """
+    script = f'case " $* " in *" -c "*) exec {cc} "$@" -O1 -ffast-math;; *) exec cc "$@";; esac'
     use_compiler(monkeypatch, tmp_path, script)
     assert_torch_path("rounds differently")
 
@@ -260,7 +263,7 @@ def test_compiler_without_optional_flags_still_serves(
     cc: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refuse = 'for a in "$@"; do case "$a" in -fopenmp|-mprefer*) exit 1;; esac; done'
-    use_compiler(monkeypatch, tmp_path, f'{refuse}; exec {cc} "$@"')
+    use_compiler(monkeypatch, tmp_path, f'{refuse}; exec {cc} "$@" -O1')  # which is soon done
     assert library().lib is not None, library().note
     assert_casts_follow_specification()
 
