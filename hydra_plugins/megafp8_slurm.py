@@ -7,6 +7,7 @@ for a job that was killed, since such a job leaves no result. This launcher asks
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -130,6 +131,8 @@ if SlurmLauncher is not None:
             """Submit the jobs, wait for them, and return their results."""
             import submitit
 
+            from megafp8.config.overrides import quoted
+
             submitit.SlurmJob.watcher = make_watcher()
             jobs = self.submit(job_overrides, initial_job_idx)
             say(f"jobs submitted: {len(jobs)}, from {jobs[0].job_id} on")
@@ -138,8 +141,14 @@ if SlurmLauncher is not None:
                 codes = [self._code(job, num, list(words)) for num, (job, words) in numbered]
             except KeyboardInterrupt:
                 array = jobs[0].job_id.partition("_")[0]
+                sweep: Any = self.config
+                folder = quoted(str(Path(str(sweep.hydra.sweep.dir)).absolute()))
                 say(f"interrupted: the jobs continue in Slurm. scancel {array} ends them")
-                say("the same command with hydra.sweep.dir=DIR of this sweep takes them up again")
+                say(
+                    "when they have ended, the same command with "
+                    f"{shlex.quote(f'hydra.sweep.dir={folder}')} collects their results, and "
+                    "continues those that have not finished"
+                )
                 raise
             if failed := [code for code in codes if code]:
                 raise SystemExit(failed[0])

@@ -35,6 +35,8 @@ FINETUNE_JOB = "finetune_gpt"
 STARTED_AS = "MEGAFP8_STARTED_AS"
 """The variable with the words by which a user started training, such as `megafp8 pretrain`. A
 process has it if these words are not Python and a script; its ranks inherit it."""
+ADDED = "MEGAFP8_ADDED"
+"""The variable with the arguments that a batch script has added to those of its user."""
 OTHER_RANKS_WAIT_SECONDS = 2.0
 """How long other ranks wait before they report an error.
 

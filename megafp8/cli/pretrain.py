@@ -7,6 +7,7 @@ clone of the repository `python pretrain_gpt.py` does the same.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megafp8 import __version__
 from megafp8.cli.epochs import with_epochs
-from megafp8.cli.job import FINETUNE_JOB, STARTED_AS, training_program
+from megafp8.cli.job import ADDED, FINETUNE_JOB, STARTED_AS, training_program
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
@@ -79,7 +80,7 @@ def _typed_command() -> list[str]:
     Ranks that were started by a launcher have its command line, so that the usual words stand in.
     """
     if (started_as := os.environ.get(STARTED_AS)) is not None:
-        return started_as.split()
+        return shlex.split(started_as)
     usual = ["python", Path(sys.argv[0]).name]
     typed = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     is_plain = len(typed) == 2 and Path(typed[1]).name == usual[1] and not is_rank()
@@ -89,12 +90,13 @@ def _typed_command() -> list[str]:
 def typed_words() -> list[str]:
     """Return the words of the user's command.
 
-    The ranks of `megafp8 finetune` get its job as an option, which the user did not type.
+    The ranks of `megafp8 finetune` get its job as an option, and those of a batch script the layout
+    of its job, which the user did not type.
     """
-    command, words = _typed_command(), sys.argv[1:]
+    command, added = _typed_command(), os.environ.get(ADDED, "").split()
     if has_launcher() and command[-1] == "finetune":
-        words = [word for word in words if word != f"--config-name={FINETUNE_JOB}"]
-    return [*command, *words]
+        added.append(f"--config-name={FINETUNE_JOB}")
+    return [*command, *(word for word in sys.argv[1:] if word not in added)]
 
 
 def task(cfg: DictConfig, info: AppInfo) -> int:

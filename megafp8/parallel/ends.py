@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from megafp8.errors import ExitCode
 
@@ -42,12 +42,21 @@ _LOST_CONNECTION = (  # gloo, torch's store, NCCL
 )
 
 
-def end_line(code: int, environment: Mapping[str, str], *, is_lost: bool = False) -> str:
+def end_line(
+    code: int,
+    environment: Mapping[str, str],
+    *,
+    is_lost: bool = False,
+    hanging: Sequence[int] = (),
+) -> str:
     """Return the line of a rank that ends with `code`.
 
-    `is_lost` says that the rank ends because its connection to another one broke.
+    `is_lost` says that the rank ends because its connection to another one broke, and `hanging`
+    has the ranks for which it has waited in vain.
     """
     word = LOST if is_lost else WORDS.get(code, "ended")
+    if hanging:
+        word += f" of rank {', '.join(map(str, hanging))}"
     may_restart = code in (ExitCode.CRASHED, ExitCode.HUNG)
     if may_restart and (restarts := environment.get(MAX_RESTARTS, "0")) != "0":
         word += f"; trainer.max_restarts={restarts}"
@@ -55,10 +64,11 @@ def end_line(code: int, environment: Mapping[str, str], *, is_lost: bool = False
     return f"megafp8: rank {rank} on {host} ends with code {code} ({word})"
 
 
-def tell_end(code: int, *, is_lost: bool = False) -> None:
+def tell_end(code: int, *, is_lost: bool = False, hanging: Sequence[int] = ()) -> None:
     """Print how this rank ends, if a batch script reads it and there is something to say."""
     if REQUEUES in os.environ and code != ExitCode.FINISHED:
-        print(end_line(code, os.environ, is_lost=is_lost), file=sys.stderr, flush=True)
+        line = end_line(code, os.environ, is_lost=is_lost, hanging=hanging)
+        print(line, file=sys.stderr, flush=True)
 
 
 def lost_connection(error: BaseException) -> str | None:

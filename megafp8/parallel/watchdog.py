@@ -27,6 +27,7 @@ from torch.distributed import DistError
 
 from megafp8.errors import ExitCode
 from megafp8.files import note_progress
+from megafp8.fp8.scaling import Pending
 from megafp8.parallel.ends import tell_end
 from megafp8.parallel.mesh import Mesh
 
@@ -36,7 +37,7 @@ WITHOUT_GIL_SECONDS = 6.0  # then a rank that cannot run Python is ended
 LEAST_SECONDS = 600.0  # that an automatic limit leaves: torch's own for gloo and NCCL is no less
 TIMES_LONGEST = 20.0
 FREE_STEPS = 2
-_WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py")
+_WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py", "megafp8/te_cpu/cuda.py")
 _READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "validate", "process"))
 # Here a rank reads a result that a GPU still computes.
 _READING += ("torch/cuda/", "megafp8/fp8/health.py")
@@ -174,7 +175,9 @@ class Watchdog:
             time.sleep(LINGER_SECONDS)
         if rank == 0:
             time.sleep(LINGER_SECONDS)
-        tell_end(int(ExitCode.HUNG))
+        size = self.mesh.world.size
+        missing = set(range(size)) - reports.keys() if reports else set()
+        tell_end(int(ExitCode.HUNG), hanging=sorted(missing | _hanging(reports, size).keys()))
         os._exit(int(ExitCode.HUNG))
 
     def _report(self) -> dict[str, Any]:
@@ -263,7 +266,9 @@ def is_waiting(frame: FrameType | None, is_queued: bool = False) -> bool:
     if frame is None:
         return False
     path = frame.f_code.co_filename.replace(os.sep, "/")
-    return any(part in path for part in (_WAITING + _READING if is_queued else _WAITING))
+    return frame.f_code is Pending.wait.__code__ or any(
+        part in path for part in (_WAITING + _READING if is_queued else _WAITING)
+    )
 
 
 def _stacks() -> str:

@@ -7,7 +7,8 @@
 #
 # Each node is a slurmd in its own network and UTS namespace on the bridge megafp8br0 (10.88.0.0/24).
 # There is no systemd, no cgroup and no accounting; GPUs are imitated by null devices. Partition `high`
-# preempts partition `batch` after a GraceTime. The script needs root, and on Debian 12:
+# preempts partition `batch` after a GraceTime. On the nodes DIR/image is a folder with the files of this
+# machine, which bubblewrap takes for an unpacked image. The script needs root, and on Debian 12:
 #   apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge iproute2
 # All its files are in DIR; process ids are in DIR/pids.
 set -euo pipefail
@@ -118,11 +119,14 @@ munged --socket="$dir/munge-run/socket" --key-file="$dir/munge/key" --pid-file="
 echo "munged $(cat "$dir/munge-run/pid")" >>"$dir/pids"
 slurmctld -D -i -f "$dir/slurm.conf" >"$dir/log/slurmctld.out" 2>&1 </dev/null &
 echo "slurmctld $!" >>"$dir/pids"
+mkdir -p "$dir"/image/{usr,etc}
+for name in bin sbin lib lib64; do [ ! -L "/$name" ] || cp -P "/$name" "$dir/image/"; done
 for i in $(seq 1 "$nodes"); do
     mkdir -p "$dir/spool/node$i"
     # `ip netns exec` would mount /sys again, and slurmd does not start without /sys/fs/cgroup.
     nsenter --net="/run/netns/megafp8-node$i" unshare --uts --mount sh -c \
-        "mount --bind '$dir/hosts' /etc/hosts && hostname node$i && exec slurmd -D -N node$i -f '$dir/slurm.conf'" \
+        "mount --bind '$dir/hosts' /etc/hosts && mount --bind /usr '$dir/image/usr' && mount --bind /etc '$dir/image/etc' \
+        && hostname node$i && exec slurmd -D -N node$i -f '$dir/slurm.conf'" \
         >"$dir/log/slurmd.node$i.out" 2>&1 </dev/null &
     echo "slurmd.node$i $!" >>"$dir/pids"
 done

@@ -231,6 +231,18 @@ def test_a_rank_shows_the_words_that_its_user_typed(
     assert typed_words() == ["megafp8", "finetune", *words]
 
 
+def test_a_rank_of_a_batch_script_shows_the_line_that_submitted_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started_as = r"env CONTAINER_MOUNTS=/my\ data,/runs sbatch --nodes=2 /a/pretrain.sbatch"
+    monkeypatch.setenv("MEGAFP8_STARTED_AS", started_as)
+    monkeypatch.setenv("MEGAFP8_ADDED", "trainer.num_nodes=2 trainer.devices=4")
+    given = ["trainer.num_nodes=2", "a=1", "trainer.devices=4"]
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *given])
+    submitted = ["env", "CONTAINER_MOUNTS=/my data,/runs", "sbatch", "--nodes=2"]
+    assert typed_words() == [*submitted, "/a/pretrain.sbatch", "a=1"]
+
+
 @pytest.mark.parametrize("command", [["pretrain_gpt.py"], ["-m", "megafp8", "pretrain"]])
 def test_a_python_without_the_packages_says_which_to_use(command: list[str]) -> None:
     """`-S` leaves out installed packages, as the system's Python does after `make`."""

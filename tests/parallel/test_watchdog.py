@@ -17,6 +17,7 @@ import torch
 
 from megafp8.errors import ExitCode
 from megafp8.fp8.health import HealthProbe, TableProbe
+from megafp8.fp8.scaling import Pending
 from megafp8.optim.clipping import grad_norm
 from megafp8.parallel import watchdog
 from megafp8.parallel.collectives import Axis, Traffic
@@ -51,6 +52,18 @@ def test_who_hangs() -> None:
 
 def test_this_test_does_not_wait_for_other_ranks() -> None:
     assert not is_waiting(sys._getframe()) and not is_waiting(None)
+
+
+def test_a_rank_that_waits_for_a_started_collective_waits() -> None:
+    """The thread is in `Work.wait` of torch, which has no Python frame of its own."""
+    seen: list[bool] = []
+
+    class Work:
+        def wait(self) -> None:
+            seen.append(is_waiting(sys._getframe(1)))
+
+    Pending(torch.zeros(1), (Work(),)).wait()  # type: ignore[arg-type]
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("reads", [ReadBack.wait, HealthProbe.detach, TableProbe.detach, evaluate])
@@ -125,6 +138,7 @@ def test_ranks_on_gpus_name_the_one_that_is_behind(
     left: list[int] = []
     monkeypatch.setattr(os, "_exit", left.append)
     monkeypatch.setattr(watchdog, "LINGER_SECONDS", 0.0)
+    monkeypatch.setenv("MEGAFP8_REQUEUES", "1")
     dogs = [watchdog.Watchdog(mesh, Limit(9.0)) for mesh in NcclRanks(3, culprit=1).meshes]
     for dog in dogs:
         dog._main, dog._what = reader.ident or 0, "step 7"
@@ -139,6 +153,7 @@ def test_ranks_on_gpus_name_the_one_that_is_behind(
     assert left == [int(ExitCode.HUNG)] * 3
     assert "rank 1 hangs in step 7, after 6 collectives" in said, said
     assert "rank(s) 0, 2 wait for others" in said and said.count("hangs in") == 1
+    assert said.count("ends with code 4 (hang of rank 1)") == 3, "a batch script reads it"
 
 
 class Clock:

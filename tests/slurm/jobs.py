@@ -16,6 +16,7 @@ from tests.train.runs import TIMING_KEYS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples/slurm/pretrain.sbatch"
+WAYS = ("srun", "torchrun", "bubblewrap", "torchrun in bubblewrap")
 STEPS = 16
 JOB = [
     "trainer.accelerator=cpu",
@@ -84,6 +85,15 @@ class Cluster:
         argv.append(f"exp_manager.exp_dir={self.folder / 'runs'}")
         given = {word.partition("=")[0] for word in more}
         return [word for word in argv if word.partition("=")[0] not in given] + list(more)
+
+    def start_with(self, way: str) -> dict[str, str]:
+        """Return the variables of one of the ways to start ranks, `WAYS`."""
+        given = {"LAUNCHER": "torchrun" if "torchrun" in way else "srun"}
+        if "bubblewrap" in way:
+            mounts = {str(ROOT), str(self.folder), sys.prefix, sys.base_prefix}
+            given["CONTAINER_IMAGE"] = str(self.folder / "cluster" / "image")
+            given["CONTAINER_MOUNTS"] = ",".join(sorted(mounts))
+        return given
 
     def submit(
         self,

@@ -10,7 +10,7 @@ from datetime import datetime
 
 import pytest
 
-from tests.slurm.jobs import ROOT, Cluster, Job
+from tests.slurm.jobs import ROOT, WAYS, Cluster, Job
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
 
@@ -80,10 +80,20 @@ def test_another_number_of_ranks(cluster: Cluster) -> None:
     assert "but 4 were started" in line
 
 
-def test_a_refused_setting_is_one_line_under_torchrun(cluster: Cluster) -> None:
-    job = cluster.submit("bad", "trainer.max_stepz=3", environment={"LAUNCHER": "torchrun"})
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refused_setting_is_one_line(cluster: Cluster, way: str) -> None:
+    job = cluster.submit("bad", "trainer.max_stepz=3", environment=cluster.start_with(way))
     assert "trainer.max_stepz" in error_of(job)
     assert job.field("ExitCode") == "2:0" and len(job.log.splitlines()) < 20, job.log
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_that_is_not_finite(cluster: Cluster, way: str) -> None:
+    more = ["model.optim.lr=1e4", "trainer.gradient_clip_val=0", "trainer.max_restarts=2"]
+    name = f"infinite {way}"
+    job = cluster.submit(name, *more, environment=cluster.start_with(way))
+    assert job.wait(90) == "FAILED" and job.field("ExitCode") == "3:0", job.log
+    assert job.restarts == 0, "another start would come to the same"
 
 
 def test_a_port_in_use(cluster: Cluster) -> None:

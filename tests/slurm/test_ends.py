@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from megafp8.parallel.ends import end_line
+from megafp8.runs.restarts import failing_node
 
 SCRIPT = Path(__file__).parents[2] / "examples/slurm/pretrain.sbatch"
 
 
-def line(code: int, rank: int = 3, *, is_lost: bool = False, restarts: int = 0) -> str:
+def line(
+    code: int,
+    rank: int = 3,
+    *,
+    is_lost: bool = False,
+    restarts: int = 0,
+    hanging: Sequence[int] = (),
+) -> str:
     environment = {"RANK": str(rank), "MEGAFP8_MAX_RESTARTS": str(restarts)}
-    return f"{rank}: {end_line(code, environment, is_lost=is_lost)}"
+    return f"{rank}: {end_line(code, environment, is_lost=is_lost, hanging=hanging)}"
 
 
 def srun(task: int, how: str) -> str:
@@ -77,19 +89,29 @@ ENDS = {
 }
 
 
-def run_script(folder: Path, row: Row, requeue: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run the script with programs that imitate Slurm's; `scontrol requeue` leaves a file."""
+def run_script(
+    folder: Path, row: Row, requeue: int = 1, name: str = "first", **given: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with programs that imitate Slurm's.
+
+    They leave files: `requeued`, `updated` with the arguments of `scontrol update`, and `variables`
+    with those of the ranks. `given` are more variables of the job.
+    """
     programs = folder / "bin"
     programs.mkdir(parents=True, exist_ok=True)
     (folder / "said").write_text("".join(f"{text}\n" for text in row.says))
     wait = f"kill -{row.signal} $PPID; sleep 0.3" if row.signal else ":"
     (programs / "srun").write_text(
-        f"#!/bin/sh\ntrap '' USR1\ncat {folder}/said >&2\n{wait}\nexit {row.srun}\n"
+        f"#!/bin/sh\ntrap '' USR1\nenv >{folder}/variables\ncat {folder}/said >&2\n{wait}\n"
+        f"exit {row.srun}\n"
     )
+    job = f"JobId=7 Requeue={requeue} TimeLimit=02:00:00 Command=/a/pretrain.sbatch"
     (programs / "scontrol").write_text(
-        "#!/bin/sh\n"
-        f'case "$1" in requeue) touch {folder}/requeued; kill -TERM $PPID;; '
-        f"show) echo JobId=7 Requeue={requeue} Command=/a/pretrain.sbatch;; esac\n"
+        '#!/bin/sh\ncase "$1 $2" in\n'
+        f"requeue*) touch {folder}/requeued; kill -TERM $PPID ;;\n"
+        f'update*) echo "$@" >>{folder}/updated ;;\n'
+        f"'show hostnames') printf 'node1\\nnode2\\n' ;;\n"
+        f"show*) echo {job} ;;\nesac\n"
     )
     for program in programs.iterdir():
         program.chmod(0o755)
@@ -107,10 +129,11 @@ def run_script(folder: Path, row: Row, requeue: int = 1) -> subprocess.Completed
         "CONTAINER_IMAGE": "",
         "PYTHON": sys.executable,
         "MEGAFP8_DIR": str(folder),
+        **given,
     }
     (folder / "pretrain_gpt.py").touch()
     return subprocess.run(
-        ["bash", str(SCRIPT), "exp_manager.name=first", "some.key=0123456789abcdef"],
+        ["bash", str(SCRIPT), f"exp_manager.name={name}", "some.key=0123456789abcdef"],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -150,7 +173,100 @@ def test_the_log_says_why_a_job_is_not_requeued(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_killed_again_at_once_is_not_requeued_for_ever(tmp_path: Path) -> None:
-    done = [run_script(tmp_path, ENDS["out of memory, srun"]) for _ in range(4)]
+    row = ENDS["out of memory, srun"]
+    done = [run_script(tmp_path, row, SLURM_RESTART_COUNT=str(count)) for count in range(4)]
     assert "not requeued" not in done[2].stdout
     assert "three restarts ended by a signal within two minutes: not requeued" in done[3].stdout
     assert "node2: task 3: Out Of Memory" in done[3].stdout
+
+
+def variables(folder: Path) -> dict[str, str]:
+    lines = (folder / "variables").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if "=" in line)
+
+
+def test_the_next_start_knows_how_the_last_one_ended(tmp_path: Path) -> None:
+    """A start that left no word of its end, as on a lost node, does not get that of another."""
+    for count, row in enumerate(["killed, srun", "saved, srun"]):
+        run_script(tmp_path, ENDS[row], SLURM_RESTART_COUNT=str(count))
+    assert variables(tmp_path)["MEGAFP8_LAST_END"] == "node2: task 3: Killed"
+    run_script(tmp_path, ENDS["finished"], SLURM_RESTART_COUNT="3")
+    assert variables(tmp_path)["MEGAFP8_LAST_END"].startswith("Slurm requeued it (a lost node")
+    assert not list((tmp_path / "logs").iterdir()), "the job is over"
+    run_script(tmp_path, ENDS["finished"], SLURM_RESTART_COUNT="0")
+    assert "MEGAFP8_LAST_END" not in variables(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("says", "ended"),
+    [
+        ((line(4, 0, restarts=2, hanging=[3]), srun(3, "Killed")), "rank 3 on node2 hung"),
+        ((line(4, 0, restarts=2),), "a rank hung"),
+        ((*LOST, line(1, 3, restarts=2), srun(0, "Killed")), "rank 3 on {host} crashed"),
+        ((*LOST, srun(3, "Segmentation fault")), "node2: task 3: Segmentation fault"),
+        (LOST, "a rank was lost"),  # by others, whose nodes are not to blame
+        (SAVED, "saved"),
+    ],
+)
+def test_the_rank_and_node_to_blame_are_named(
+    tmp_path: Path, says: tuple[str, ...], ended: str
+) -> None:
+    run_script(tmp_path, Row(says, 1, 1))
+    run_script(tmp_path, ENDS["finished"], SLURM_RESTART_COUNT="1")
+    host = socket.gethostname()
+    last = variables(tmp_path)["MEGAFP8_LAST_END"]
+    assert last == ended.format(host=host)
+    node = next((word for word in (host, "node2") if word in last), None)
+    assert failing_node([{"ended": last}]) == node
+
+
+@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+def test_a_signal_is_no_node(tmp_path: Path, signal: str) -> None:
+    run_script(tmp_path, Row(SAVED, 75, 75, True, signal))
+    run_script(tmp_path, ENDS["finished"], SLURM_RESTART_COUNT="1")
+    last = variables(tmp_path)["MEGAFP8_LAST_END"]
+    assert last == f"saved after {signal}" and failing_node([{"ended": last}]) is None
+
+
+def test_the_line_that_continues_is_the_one_that_submitted_the_job(tmp_path: Path) -> None:
+    given = {"LAUNCHER": "torchrun", "SRUN_ARGS": "--mpi=none -v", "SLURM_JOB_PARTITION": "big"}
+    run_script(tmp_path, ENDS["finished"], **given)
+    words = shlex.split(variables(tmp_path)["MEGAFP8_STARTED_AS"])
+    sbatch = words.index("sbatch")
+    assert words[0] == "env" and {"LAUNCHER=torchrun", "SRUN_ARGS=--mpi=none -v"} < set(words)
+    assert f"MEGAFP8_DIR={tmp_path}" in words[:sbatch]
+    options = ["--ntasks-per-node=2", "--gpus-per-node=0", "--time=02:00:00", "--partition=big"]
+    assert words[sbatch + 1 :] == [*options, "/a/pretrain.sbatch"], "--nodes=2 is in the script"
+    assert variables(tmp_path)["MEGAFP8_ADDED"] == "trainer.num_nodes=2 trainer.devices=2"
+
+
+def test_a_notice_longer_than_the_time_limit_is_named(tmp_path: Path) -> None:
+    said = "s after the start: if it is the notice of --signal, the time limit is hardly longer"
+    assert said in run_script(tmp_path, ENDS["the time limit"]).stdout
+    assert "hardly longer" not in run_script(tmp_path, ENDS["stopped by hand"]).stdout
+
+
+def test_accounting_has_the_name_of_the_run(tmp_path: Path) -> None:
+    run_script(tmp_path, ENDS["finished"])
+    run_script(tmp_path, ENDS["finished"], SLURM_JOB_NAME="megafp8:first")  # a restart
+    assert (tmp_path / "updated").read_text() == "update JobId=7 JobName=megafp8:first\n" * 2
+
+
+@pytest.mark.parametrize("name", ["a-secret-of-mine", "0123456789" * 4, "$(touch oops)"])
+def test_a_name_that_may_be_a_secret_is_not_shown(tmp_path: Path, name: str) -> None:
+    done = run_script(tmp_path, ENDS["finished"], name=name, MY_TOKEN="a-secret-of-mine")
+    assert name not in done.stdout + done.stderr and not (tmp_path / "updated").exists()
+
+
+def test_logs_are_in_the_repository_but_their_content_is_not(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    shutil.copy(SCRIPT.parents[2] / "logs" / ".gitignore", tmp_path / "logs")
+    (tmp_path / "logs" / "7.out").touch()
+    (tmp_path / "logs" / ".ends-7").touch()
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    listing = subprocess.run(
+        ["git", "status", "--porcelain", "-uall"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert listing.stdout == "?? logs/.gitignore\n"
+    assert "logs" in (SCRIPT.parents[2] / ".dockerignore").read_text().split()
+    assert "#SBATCH --output=logs/%j.out\n" in SCRIPT.read_text(), "%x would change with the name"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -120,9 +121,14 @@ def test_an_interrupted_sweep_names_its_jobs(
     monkeypatch.setattr(WatchedSlurmLauncher, "submit", lambda *_: jobs)
     monkeypatch.setattr(WatchedSlurmLauncher, "_code", interrupt)
     launcher = WatchedSlurmLauncher.__new__(WatchedSlurmLauncher)
+    launcher.config = OmegaConf.create({"hydra": {"sweep": {"dir": "multi run/12-30"}}})
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         launcher.launch([["a=1"]], 0)
-    assert "scancel 7 ends them" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "scancel 7 ends them" in said
+    given = next(word for word in shlex.split(said) if word.startswith("hydra.sweep.dir="))
+    assert given == f"hydra.sweep.dir='{tmp_path}/multi run/12-30'", "Hydra reads it as one value"
 
 
 def test_a_squeue_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 
 import pytest
 
-from tests.slurm.jobs import STEPS, Cluster, Job, has_pending
+from tests.slurm.jobs import STEPS, WAYS, Cluster, Job, has_pending
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(420)]
 Metrics = list[list[tuple[str, str]]]
@@ -22,11 +23,54 @@ def assert_finished_as(job: Job, undisturbed: Metrics) -> None:
     assert not job.pids_of_ranks()
 
 
-def test_two_nodes_with_two_ranks_each(cluster: Cluster, undisturbed: Metrics) -> None:
+CRASHES = """import signal
+
+
+def crash(*_):
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+signal.signal(signal.SIGQUIT, crash)
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_goes_on_after_every_end(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
+    """One job comes to one end after the other, alike in each way to start its ranks.
+
+    Python reads `sitecustomize.py` when it starts: a rank that gets SIGQUIT raises an exception.
+    """
     steps = [int(dict(line)["step"]) for line in undisturbed if "lr" in dict(line)]
     assert steps == list(range(1, STEPS + 1))
-    job = cluster.submit("torchrun", environment={"LAUNCHER": "torchrun"})
-    assert_finished_as(job, undisturbed)  # the other launcher, the same ranks
+    planted = cluster.folder / "planted"
+    planted.mkdir(exist_ok=True)
+    (planted / "sitecustomize.py").write_text(CRASHES)
+    path = f"{planted}:{cluster.environment['PYTHONPATH']}"
+    job = cluster.submit(
+        f"ends_{way.replace(' ', '_')}", "trainer.max_restarts=3", "trainer.step_timeout=30",
+        environment=cluster.start_with(way) | {"PYTHONPATH": path},
+    )  # fmt: skip
+    ends = {
+        "75 after USR1": lambda: cluster.run("scancel", "--batch", "--signal=USR1", job.number),
+        "137": lambda: os.kill(job.pids_of_workers()[3], signal.SIGKILL),
+        "1": lambda: os.kill(job.pids_of_workers()[2], signal.SIGQUIT),
+        "4": lambda: os.kill(job.pids_of_workers()[3], signal.SIGSTOP),
+    }
+    for number, (code, bring_about) in enumerate(ends.items(), start=1):
+        last = job.last_step()
+        job.until_step(last + 1)
+        bring_about()
+        job.until(lambda number=number: job.restarts == number, f"the restart after {code}", 180)
+        seen = re.findall(r"the step has ended with code (.*)", job.log)
+        assert seen == list(ends)[:number], job.log
+    assert "rank 2 on node2 crashed" in job.log and "rank 3 on node2 hung" not in job.log
+    job.until_step(job.last_step() + 1)
+    assert "rank 3 on node2 hung" in job.log, "what the last start says of the one before it"
+    cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    job.until(lambda: job.restarts == 5, "the restart after the loss of a node")
+    assert_finished_as(job, undisturbed)
 
 
 def test_the_time_limit_saves_and_requeues(cluster: Cluster, undisturbed: Metrics) -> None:
@@ -59,44 +103,12 @@ def test_preemption(cluster: Cluster, undisturbed: Metrics) -> None:
     assert Job(cluster, "other", other).field("JobState") == "COMPLETED"
 
 
-def test_kill_9_of_a_rank(cluster: Cluster, undisturbed: Metrics) -> None:
-    job = cluster.submit("killed")
-    job.until_step(5)
-    ranks = job.pids_of_ranks()
-    assert sorted(ranks) == [0, 1, 2, 3]
-    os.kill(ranks[3], signal.SIGKILL)
-    job.until(lambda: job.restarts == 1, "the restart")
-    assert "the step has ended with code 137\n" in job.log, job.log
-    assert_finished_as(job, undisturbed)
-
-
-@pytest.mark.parametrize("launcher", ["torchrun"])
-def test_kill_9_of_a_rank_of_another_launcher(
-    cluster: Cluster, undisturbed: Metrics, launcher: str
-) -> None:
-    job = cluster.submit("killed_there", environment={"LAUNCHER": launcher})
-    job.until_step(5)
-    victim = job.pids_of_workers()[3]
-    os.kill(victim, signal.SIGKILL)
-    job.until(lambda: job.restarts == 1, "the restart")
-    assert "the step has ended with code 137\n" in job.log, job.log
-    assert_finished_as(job, undisturbed)
-
-
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_hang(cluster: Cluster, undisturbed: Metrics, restarts: int) -> None:
-    """The rank that is stopped is named; the job's code is 4, and it starts again if asked."""
-    more = [f"trainer.max_restarts={restarts}"] if restarts else []
-    job = cluster.submit(f"hang{restarts}", "trainer.step_timeout=30", *more)
+def test_a_hang_ends_a_job_that_asks_for_no_restarts(cluster: Cluster) -> None:
+    job = cluster.submit("hang", "trainer.step_timeout=30")
     job.until_step(5)
     os.kill(job.pids_of_ranks()[3], signal.SIGSTOP)
-    if not restarts:
-        assert job.wait(180) == "FAILED" and job.field("ExitCode") == "4:0", job.log
-        assert "rank 3 hangs: it does not even answer" in job.log
-        return
-    job.until(lambda: job.restarts == 1, "the restart", 180)
-    assert "requeued: the same job continues (trainer.max_restarts=2)" in job.log
-    assert_finished_as(job, undisturbed)
+    assert job.wait(180) == "FAILED" and job.field("ExitCode") == "4:0", job.log
+    assert "rank 3 hangs: it does not even answer" in job.log and job.restarts == 0
 
 
 def test_a_job_that_may_not_be_requeued(cluster: Cluster, undisturbed: Metrics) -> None:
@@ -108,11 +120,10 @@ def test_a_job_that_may_not_be_requeued(cluster: Cluster, undisturbed: Metrics) 
     assert_finished_as(cluster.submit("kept"), undisturbed)
 
 
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics, launcher: str) -> None:
-    job = cluster.submit(
-        f"max_time_{launcher}", "trainer.max_time=00:00:30", environment={"LAUNCHER": launcher}
-    )
+@pytest.mark.parametrize("way", WAYS)
+def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
+    name = f"max_time_{way.replace(' ', '_')}"
+    job = cluster.submit(name, "trainer.max_time=00:00:30", environment=cluster.start_with(way))
     job.until_step(1)
     for pid in (ranks := job.pids_of_workers().values()):
         os.kill(pid, signal.SIGSTOP)
@@ -126,6 +137,7 @@ def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics, lau
 
 
 def test_saved_and_stopped_by_hand(cluster: Cluster, undisturbed: Metrics) -> None:
+    """The line that the log shows then is the one that submitted the job."""
     job = cluster.submit("stopped")
     job.until_step(2)
     cluster.run("scancel", "--batch", "--signal=USR2", job.number)
@@ -133,8 +145,17 @@ def test_saved_and_stopped_by_hand(cluster: Cluster, undisturbed: Metrics) -> No
     assert job.restarts == 0 and not job.pids_of_ranks()
     assert "saved on SIGUSR1" in job.log
 
-    again = cluster.submit("stopped")  # the same command continues
+    assert job.field("JobName") == "megafp8:stopped"
+    found = re.search(r"continue with +(env .*)", job.log)
+    assert found is not None and "trainer.num_nodes" not in found[1], job.log
+
+    def submit_again() -> Job:
+        said = cluster.run("bash", "-c", found[1])
+        return Job(cluster, "stopped", said.split()[-1])
+
+    again = submit_again()
     again.until_step(job.last_step() + 2)
     cluster.run("scancel", again.number)
     assert again.wait(60) == "CANCELLED"
     assert again.restarts == 0 and not again.pids_of_ranks()
+    assert_finished_as(submit_again(), undisturbed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,12 +63,16 @@ def test_a_killed_job_is_reported(cluster: Cluster) -> None:
         process.wait()
 
 
-def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
-    metrics = cluster.folder / "killed" / "0" / "metrics.jsonl"
+def await_first_job(cluster: Cluster, name: str, process: subprocess.Popen[str]) -> None:
+    metrics = cluster.folder / name / "0" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.stat().st_size):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.2)
+
+
+def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
+    await_first_job(cluster, "killed", process)
     number = cluster.run("squeue", "--noheader", "--array", "--states=R", "--format=%i|%A|%K")
     first = next(line.split("|") for line in number.split() if line.split("|")[2] == "0")
     victims = Job(cluster, "killed", first[1]).pids_of_submitit()
@@ -86,11 +91,7 @@ def test_a_requeued_job_is_final_when_it_has_run_again(cluster: Cluster) -> None
         cluster, "requeued", "hydra/launcher=submitit_slurm", "trainer.devices=1",
         "model.tensor_model_parallel_size=1", "trainer.max_steps=60,2",
     )  # fmt: skip
-    metrics = cluster.folder / "requeued" / "0" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.2)
+    await_first_job(cluster, "requeued", process)
     number = cluster.run("squeue", "--noheader", "--array", "--states=R", "--format=%i|%K")
     first = next(line.split("|")[0] for line in number.split() if line.split("|")[1] == "0")
     cluster.run("scontrol", "requeue", first)
@@ -100,3 +101,28 @@ def test_a_requeued_job_is_final_when_it_has_run_again(cluster: Cluster) -> None
     results = json.loads((cluster.folder / "requeued" / "sweep.json").read_text())
     assert "saved on a signal" not in output and "is validated against" not in output, output
     assert str(results).count("'code': 0") == 2, results
+    slice_of_the_end = json.loads((cluster.folder / "requeued/0/summary.json").read_text())
+    assert results[0]["wall_seconds"] > slice_of_the_end["wall_seconds"], "both slices count"
+
+
+def test_the_lines_of_an_interrupted_sweep_are_true(cluster: Cluster) -> None:
+    """The one ends its jobs; the other, in the same words, takes them up again."""
+    given = ["hydra/launcher=submitit_slurm", "trainer.devices=1", "trainer.max_steps=60,2"]
+    given.append("model.tensor_model_parallel_size=1")
+    process = sweep(cluster, "interrupted", *given)
+    await_first_job(cluster, "interrupted", process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in output, output
+    ends = re.search(r"(scancel \d+) ends them", output)
+    assert ends is not None and f"hydra.sweep.dir={cluster.folder}/interrupted" in output, output
+    cluster.run(*ends[1].split())
+    deadline = time.monotonic() + 60
+    while cluster.run("squeue", "--noheader"):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    process = sweep(cluster, "interrupted", *given)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    results = json.loads((cluster.folder / "interrupted" / "sweep.json").read_text())
+    assert [result["outcome"] for result in results] == ["finished", "finished"]
