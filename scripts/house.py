@@ -1,13 +1,13 @@
-"""Count the package's files, lines and functions, and the stations of a token and of a setting.
+"""Count the packages' files, lines and functions, and the stations of a token and of a setting.
 
     python -m scripts.house                    counts of this tree
     python -m scripts.house --walk             run two small steps; list stations, count imports
     python -m scripts.house --sample [SEED]    draw 25 functions, to be read for how clear they are
     python -m scripts.house --tree FOLDER      the same for another tree, such as a git worktree
 
-A token's path is every file of megafp8 with a function that takes or returns an array or a tensor
-while two training steps run on a CPU with delayed scaling. The path of the settings is every
-function of megafp8 and of pretrain_gpt.py that receives the command line, the whole tree of
+A token's path is every file of the packages with a function that takes or returns an array or a
+tensor while two training steps run on a CPU with delayed scaling. The path of the settings is every
+function of the packages and of pretrain_gpt.py that receives the command line, the whole tree of
 settings or the `RunSpec` and passes it on to another function, from `main` to the first call of
 `build`. Functions that only read it, such as rules, do not count.
 
@@ -33,6 +33,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+from scripts import packages
+
 ROOT = Path(__file__).parents[1]
 NUM_STEPS = 2
 JOB = (
@@ -44,7 +46,7 @@ JOB = (
 )  # fmt: skip
 SETTINGS = ("Options", "DictConfig", "RunSpec", "Loaded", "Merged", "Composed")
 RULES = ("findings", "unused", "effective", "_contradictions")  # all below them only read settings
-OF_TE = ("megafp8.backends.te", "megafp8.te_cpu")
+OF_TE = ("megafp8.backends.te", "megafp8.te_cpu", "te_cpu")
 SAMPLE_SEED, SAMPLE_SIZE, SHORTEST_OF_SAMPLE = 20261123, 25, 8  # of functions, and their lines
 MOST_KEYS = 100  # a dict of settings with more keys than this is the whole tree
 
@@ -65,8 +67,8 @@ def main() -> None:
 
 
 def print_counts(tree: Path) -> None:
-    """Print one line for each count of the files below `tree`/megafp8."""
-    files = sorted(tree.glob("megafp8/**/*.py"))
+    """Print one line for each count of the files of all packages, and one for each package."""
+    files = packages.sources(tree)
     sources = [path.read_text("utf-8") for path in files]
     lines = [len(source.splitlines()) for source in sources]
     functions = sorted(length for source in sources for length in function_lengths(source))
@@ -86,6 +88,11 @@ def print_counts(tree: Path) -> None:
     )  # fmt: skip
     print(f"names of classes in several files {sum(num > 1 for num in classes.values())}")
     print(f"late constants {sum(late_constants(source) for source in sources)}")
+    for name in packages.packages(tree):
+        mine = [s for p, s in zip(files, sources, strict=True) if p.is_relative_to(tree / name)]
+        num_lines = sum(len(source.splitlines()) for source in mine)
+        code = sum(code_lines(source) for source in mine)
+        print(f"{name}: files {len(mine)}, lines {num_lines}, of code {code}")
 
 
 def function_lengths(source: str) -> Iterable[int]:
@@ -115,13 +122,16 @@ def late_constants(source: str) -> int:
 
 
 def sample(tree: Path, seed: int = SAMPLE_SEED) -> list[str]:
-    """Return where 25 functions are: one of each package and each module beside them, then others.
+    """Return where 25 functions are: one of each part, then others.
+
+    A part is a package beside megafp8, a package inside megafp8, or a module beside those.
 
     They are drawn by `seed` from all functions of at least 8 lines, in the order of the source.
     """
     functions: dict[str, list[str]] = {}
-    for path in sorted(tree.glob("megafp8/**/*.py")):
-        package = path.relative_to(tree / "megafp8").parts[0].removesuffix(".py")
+    for path in packages.sources(tree):
+        top, *below = path.relative_to(tree).parts
+        package = below[0].removesuffix(".py") if top == packages.MAIN else top
         found = [
             node for node in ast.walk(ast.parse(path.read_text("utf-8")))
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -154,9 +164,10 @@ def code_lines(source: str) -> int:
 def walk(tree: Path) -> None:
     """Run the job in `tree`, in a process of its own, and print the stations."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--inside", str(tree), *JOB,
+        command = [sys.executable, "-m", "scripts.house", "--inside", str(tree), *JOB,
                    f"exp_manager.explicit_log_dir={folder}/run"]  # fmt: skip
-        subprocess.run(command, cwd=folder, check=True)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}  # of this file; the job has `tree`
+        subprocess.run(command, cwd=folder, env=environment, check=True)
 
 
 class Stations:
@@ -177,7 +188,7 @@ class Stations:
         if event not in ("call", "return") or not code.co_filename.startswith(str(self.tree)):
             return
         name = Path(code.co_filename).relative_to(self.tree).as_posix()
-        if not name.startswith(("megafp8/", "pretrain_gpt.py")):
+        if not (packages.is_ours(name.partition("/")[0], self.tree) or name == "pretrain_gpt.py"):
             return
         if event == "call" and name.endswith("train/build.py") and code.co_name == "build":
             self.is_built = True
@@ -210,9 +221,9 @@ class Stations:
         for what, names in (("functions", self.settings), ("files", self.files)):
             print(f"\n{len(names)} {what}, in the order of their first call:")
             print("\n".join(f"  {name}" for name in names), flush=True)
-        ours = [name for name in sys.modules if name.partition(".")[0] == "megafp8"]
+        ours = [name for name in sys.modules if packages.is_ours(name, self.tree)]
         print(f"\n{len(self.files_of_steps)} of these without data, from train_step on")
-        print(f"{len(ours)} modules of megafp8 imported, "
+        print(f"{len(ours)} modules of the packages imported, "
               f"{sum(name.startswith(OF_TE) for name in ours)} of them Transformer Engine's",
               flush=True)  # fmt: skip
 

@@ -6,6 +6,7 @@ A package is a folder with a pyproject.toml, but that of megafp8 is at the top o
 from __future__ import annotations
 
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ AT_THE_TOP = ("finetune_gpt.py", "pretrain_gpt.py", "setup.py")
 LEFT_BY_BUILDS = ("build", "dist")
 
 
+@cache
 def packages(tree: Path = ROOT) -> tuple[str, ...]:
     """Return the packages of a tree by the names under which they are imported, megafp8 first."""
     return (MAIN, *sorted(file.parent.name for file in tree.glob("*/pyproject.toml")))

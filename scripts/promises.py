@@ -14,12 +14,16 @@ import argparse
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs/guide").glob("*.md")))
+from scripts.packages import ROOT, packages
+
+PAGES = (
+    "README.md",
+    *(f"{name}/README.md" for name in packages()[1:]),
+    *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs/guide").glob("*.md")),
+)
 TABLE = ROOT / "tests/promises.yaml"
 SHORTEST = 3  # words; the cells of a table that say one word belong to their row
 _WORDS = re.compile(r"\b(always|any|never|bit for bit|refuse[sd]?)\b", re.IGNORECASE)

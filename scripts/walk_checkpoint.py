@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Any
 
 from scripts.house import JOB
+from scripts.packages import packages, sources
 
 ROOT = Path(__file__).parents[1]
 PASSES = {("saver.py", "save"): "save", ("load.py", "load_newest"): "load"}
@@ -33,7 +34,7 @@ class Passes:
     """Records the functions that run inside the named passes; `sys.setprofile` calls it."""
 
     def __init__(self, tree: Path) -> None:
-        self._package = f"{tree / 'megafp8'}/"
+        self._packages = tuple(f"{tree / name}/" for name in packages(tree))
         self._active: tuple[str, FrameType] | None = None
         self._comparing: FrameType | None = None
         self.seen: dict[str, set[tuple[str, str]]] = {}
@@ -42,7 +43,7 @@ class Passes:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """Look at one call or return."""
         code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(self._package):
+        if event not in ("call", "return") or not code.co_filename.startswith(self._packages):
             return
         if event == "return":
             if self._active is not None and self._active[1] is frame:
@@ -54,12 +55,16 @@ class Passes:
         if self._active is None and name is not None:
             self._active = name, frame
         if self._active is not None:
-            function = code.co_filename.removeprefix(self._package), code.co_qualname
+            function = self._name(code.co_filename), code.co_qualname
             self.seen.setdefault(self._active[0], set()).add(function)
             if self._comparing is None and code.co_name in COMPARISONS:
                 self._comparing = frame
             if self._comparing is None:
                 self.besides.setdefault(self._active[0], set()).add(function)
+
+    def _name(self, file: str) -> str:
+        package = next(name for name in self._packages if file.startswith(name))
+        return file.removeprefix(package)
 
 
 def run_inside(tree: Path, arguments: list[str]) -> None:
@@ -101,14 +106,14 @@ def walk(tree: Path) -> None:
 
 
 def recipe_names(tree: Path) -> tuple[int, int]:
-    """Return in how many lines and files of megafp8 a text is the name of a recipe.
+    """Return in how many lines and files of the packages a text is the name of a recipe.
 
     The names are those of this tree.
     """
     from megafp8.specs.recipes import RECIPES
 
     lines = set()
-    for path in (tree / "megafp8").rglob("*.py"):
+    for path in sources(tree):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Constant) and node.value in RECIPES:
                 lines.add((path, node.lineno))

@@ -1,1 +1,1 @@
-"""Run Transformer Engine's own Python on a CPU, over kernels for CPUs."""
+"""Run Transformer Engine's own Python on a CPU: `load` imports it over kernels for CPUs."""

@@ -99,6 +99,7 @@ IMITATIONS = {
 REAL_ALONE = ("AVX512-BF16", "AMX", "Arm")
 
 NUMERIC = (
+    *(name for name in ("tests/fp8_numerics", "tests/te_cpu") if (ROOT / name).is_dir()),
     "tests/backends",
     "tests/fp8",
     "tests/models",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -22,18 +21,19 @@ from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.config.schema import all_keys, all_sections
 from megafp8.errors import UserError
+from scripts.packages import BESIDE, MAIN, ROOT, packages, projects
 from tests.test_layers import FLOORS
 
-ROOT = Path(__file__).parents[1]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
     for path in (
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "README.md",
+        *(ROOT / name / "README.md" for name in packages()[1:]),
         ROOT / "CONTRIBUTING.md",
     )
 }
-FOLDERS = ("megafp8", "tests", "docs", "conf", "scripts", "benchmarks", "examples", "hydra_plugins")
+FOLDERS = (*packages(), *BESIDE, "docs", "conf")
 FILE = re.compile(r"[\w./*-]+\.(?:py|md|sh|yaml|toml|c|json|sbatch|yml|ini|cfg)")
 LEFT_BY_RUNS = re.compile(
     r"(?:.*/)?(?:config\.yaml|(?:summary|run|sweep|job|restarts|manifest|dataset|config"
@@ -147,7 +147,9 @@ def bad_tests(page: str, text: str) -> Iterator[str]:
 def bad_modules(page: str, text: str) -> Iterator[str]:
     """Yield modules that do not exist, and options that the module or script does not have."""
     for code in code_of(text):
-        for name in re.findall(r"(?<![\w./-])(?:megafp8|tests|scripts)(?:\.\w+)+", code):
+        for name in re.findall(
+            rf"(?<![\w./-])(?:{'|'.join(packages())}|tests|scripts)(?:\.\w+)+", code
+        ):
             if name not in NOT_OURS and not FILE.fullmatch(name) and _source_of(name) is None:
                 yield f"module {name}"
         command = re.match(
@@ -218,13 +220,13 @@ def _sources() -> str:
 
 def bad_names(page: str, text: str) -> Iterator[str]:
     """Yield variables of the environment and extras of the package that do not exist."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    known = {name: project.get("optional-dependencies", ()) for name, project in projects().items()}
     for code in code_of(text):
         for name in re.findall(r"MEGAFP8_\w+", code):
             if name not in _sources():
                 yield f"variable {name}"
-        for extra in re.findall(r"\.\[([\w-]+)\]", code):
-            if extra not in project["optional-dependencies"]:
+        for package, extra in re.findall(r"\.(?:/(\w+))?\[([\w-]+)\]", code):
+            if extra not in known[package or MAIN]:
                 yield f"extra {extra}"
 
 
@@ -264,22 +266,24 @@ def test_what_a_page_names_exists(page: str) -> None:
 
 def modules_of(folder: Path) -> set[str]:
     """Return the names of all modules in a package and in its subpackages."""
-    files = (path for path in folder.rglob("*") if path.suffix in (".py", ".c"))
+    kinds = (".py", ".c")
+    files = (p for p in folder.rglob("*") if p.suffix in kinds and not p.is_symlink())
     names = {path.stem if path.suffix == ".py" else path.name for path in files}
     return names - {"__init__", "__main__"}
 
 
-@pytest.mark.parametrize("package", FLOORS)
+@pytest.mark.parametrize("package", [*FLOORS, *(f"{name}/" for name in packages()[1:])])
 def test_the_architecture_page_lists_each_packages_modules(package: str) -> None:
     page = PAGES["docs/reference/architecture.md"]
     item = re.search(
-        rf"^- (\d+) \*\*`{package}`\*\*(.*?)(?=^- |^$)", page, re.DOTALL | re.MULTILINE
+        rf"^- ?(\d*) \*\*`{package}`\*\*(.*?)(?=^- |^$)", page, re.DOTALL | re.MULTILINE
     )
     assert item is not None, f"no item about {package}"
     listed = set(re.findall(r"[\w.]+(?!\w*/)", item[2].partition("*Modules:*")[2]))
     listed -= {name for name in re.findall(r"(\w+)/", item[2])}
-    there = modules_of(ROOT / "megafp8" / package)
-    assert item[1] == str(FLOORS[package]), f"{package} is on floor {FLOORS[package]}"
+    there = modules_of(ROOT / package if package.endswith("/") else ROOT / MAIN / package)
+    floor = FLOORS.get(package, "")
+    assert item[1] == str(floor), f"{package} is on floor {floor}"
     missing, gone = sorted(there - listed), sorted(listed - there)
     assert not missing, (
         f"add {missing} to the item about {package} in docs/reference/architecture.md"
@@ -311,6 +315,8 @@ def test_the_architecture_page_lists_each_packages_modules(package: str) -> None
         ("`python pretrain_gpt.py model.hidden_size=101`", "model.hidden_size=101: "),
         ("`MEGAFP8_NOWHERE`", "variable MEGAFP8_NOWHERE"),
         ("`pip install '.[nowhere]'`", "extra nowhere"),
+        ("`pip install './te_cpu[nowhere]'`", "extra nowhere"),
+        ("`te_cpu.nowhere`", "module te_cpu.nowhere"),
     ],
 )
 def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
@@ -330,3 +336,10 @@ def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
 )
 def test_what_exists_is_accepted(text: str) -> None:
     assert not [found for check in CHECKS for found in check("docs/guide/page.md", text)]
+
+
+def test_the_architecture_page_begins_with_the_packages_and_is_short() -> None:
+    lines = PAGES["docs/reference/architecture.md"].splitlines()
+    assert len(lines) < 250
+    beginning = "\n".join(lines[:30])
+    assert all(f"\n- **`{name}/`**: " in beginning for name in packages())

@@ -13,13 +13,12 @@ import re
 import tokenize
 from collections.abc import Iterator
 from fnmatch import fnmatch
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "megafp8"
-FOLDERS = ("megafp8", "benchmarks", "examples", "hydra_plugins", "scripts")
+from scripts.packages import AT_THE_TOP, ROOT, packages, sources
+
+FOLDERS = (*packages(), "benchmarks", "conformance", "examples", "hydra_plugins", "scripts")
 
 NOT_YET: tuple[str, ...] = ()
 """Patterns of the files that are not written in plain English yet; a new file is checked."""
@@ -27,6 +26,7 @@ NOT_YET: tuple[str, ...] = ()
 PAGES = [
     *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "docs").rglob("*.md"))),
     "README.md",
+    *(f"{name}/README.md" for name in packages()[1:]),
     "CONTRIBUTING.md",
 ]
 
@@ -139,8 +139,8 @@ def complaints(path: str, source: str) -> Iterator[str]:
 
 def checked_files() -> list[tuple[str, str]]:
     """Return the path and the source of every file that must be in plain English."""
-    files = [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
-    paths = [file.relative_to(ROOT).as_posix() for file in [*files, ROOT / "pretrain_gpt.py"]]
+    files = [*sources(ROOT, *FOLDERS), *(ROOT / name for name in AT_THE_TOP)]
+    paths = [file.relative_to(ROOT).as_posix() for file in files]
     done = [path for path in paths if not any(fnmatch(path, pattern) for pattern in NOT_YET)]
     return [(path, (ROOT / path).read_text("utf-8")) for path in done]
 
@@ -179,7 +179,7 @@ def test_a_listed_phrase_is_found_in_a_page() -> None:
 
 
 def test_every_pattern_matches_a_file() -> None:
-    paths = [file.relative_to(ROOT).as_posix() for file in PACKAGE.rglob("*.py")]
+    paths = [file.relative_to(ROOT).as_posix() for file in sources(ROOT)]
     stale = [pattern for pattern in NOT_YET if not any(fnmatch(path, pattern) for path in paths)]
     assert not stale, f"no file matches {stale}: remove it from NOT_YET"
 

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from megafp8.data.builtin import PREFIX, build_dataset
+from scripts.packages import packages
 from tests.cli.test_migrate import TE_BLOCK
 from tests.cli.test_migrate_megatron import RUN_CONFIG, SCRIPT
 from tests.data.helpers import tiny_corpus, tiny_documents
@@ -214,7 +215,11 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
 
 COMMANDS = {
     page: commands
-    for page in ["README.md", *(f"docs/guide/{p.name}" for p in (ROOT / "docs/guide").glob("*.md"))]
+    for page in (
+        "README.md",
+        *(f"{name}/README.md" for name in packages()[1:]),
+        *(f"docs/guide/{p.name}" for p in (ROOT / "docs/guide").glob("*.md")),
+    )
     if (commands := commands_of((ROOT / page).read_text("utf-8")))
 }
 

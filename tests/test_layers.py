@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from scripts.packages import AT_THE_TOP, BESIDE, ROOT, packages, sources
+
+MAY_IMPORT = {
+    "fp8_numerics": (),
+    "te_cpu": ("fp8_numerics",),
+    "megafp8": ("fp8_numerics", "te_cpu"),
+    "megafp8_migrate": ("fp8_numerics", "te_cpu", "megafp8"),
+}
+"""The packages of this repository, and which of the others each of them may import."""
+IMPORTS_TE_CPU = "megafp8/backends/te/*"  # of the files of megafp8
 
 FLOORS = {
     "specs": 0,
@@ -59,6 +68,7 @@ BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import meg
 TE_ALONE = (
     "megafp8/backends/te/*",
     "megafp8/te_cpu/*",
+    "te_cpu/*",
     "megafp8/optim/kernels.py",
     "benchmarks/te_trace.py",
 )
@@ -107,13 +117,18 @@ def violations(path: str, source: str) -> list[str]:
             found.append(f"{path}: only {' and '.join(own)} may import {top}")
         if top == "torch" and package in WITHOUT_TORCH:
             found.append(f"{path}: '{package}' must not import torch")
-        if module[0] != "megafp8" or path == "megafp8/__main__.py":
+        if module[0] not in MAY_IMPORT or path == "megafp8/__main__.py":
             continue  # the top floor
-        if top != "megafp8":
-            above = Path(name.split(".")[0] + ".py")
-            if (ROOT / above).exists() or top in ("examples", "benchmarks", "tests"):
+        if top not in MAY_IMPORT:
+            if f"{top}.py" in AT_THE_TOP or top in BESIDE:
                 found.append(f"{path}: must not import '{top}' from above the package")
             continue
+        if top != module[0] and top not in MAY_IMPORT[module[0]]:
+            found.append(f"{path}: '{module[0]}' must not import '{top}'")
+        elif top == "te_cpu" and module[0] == "megafp8" and not fnmatch(path, IMPORTS_TE_CPU):
+            found.append(f"{path}: only {IMPORTS_TE_CPU} may import te_cpu")
+        if top != module[0] or top != "megafp8":
+            continue  # other packages have no floors
         target = rest.split(".")[0]
         if target not in FLOORS:
             if target.startswith("__") or not target:
@@ -172,12 +187,8 @@ def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
 
 
 def source_files() -> list[Path]:
-    folders = ("megafp8", "examples", "benchmarks")
-    files = [
-        *ROOT.glob("*.py"),
-        *(file for name in folders for file in (ROOT / name).rglob("*.py")),
-    ]
-    return sorted(files)
+    folders = (*packages(), "examples", "benchmarks")
+    return sorted([*(ROOT / name for name in AT_THE_TOP), *sources(ROOT, *folders)])
 
 
 def test_every_file_keeps_to_its_floor() -> None:
@@ -209,11 +220,8 @@ KNOWN_CIRCLES: list[list[str]] = []
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
-    sources = {
-        path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
-        for path in (ROOT / "megafp8").rglob("*.py")
-    }
-    new = [circle for circle in circles(sources) if circle not in KNOWN_CIRCLES]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sources(ROOT)}
+    new = [circle for circle in circles(texts) if circle not in KNOWN_CIRCLES]
     assert new == [], "files import each other in a circle"
 
 
@@ -232,12 +240,13 @@ def test_a_planted_circle_is_found(first: str, second: str) -> None:
 
 
 def test_every_package_has_a_floor() -> None:
-    packages = {
+    assert set(MAY_IMPORT) == set(packages()), "say in MAY_IMPORT which packages it may import"
+    inside = {
         path.stem
         for path in (ROOT / "megafp8").iterdir()
         if (path.suffix == ".py" and not path.stem.startswith("__")) or any(path.glob("**/*.py"))
     }
-    assert packages <= set(FLOORS), f"without a floor: {sorted(packages - set(FLOORS))}"
+    assert inside <= set(FLOORS), f"without a floor: {sorted(inside - set(FLOORS))}"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +274,13 @@ def test_every_package_has_a_floor() -> None:
         ("megafp8/backends/te/parts.py", "import torchao"),
         ("megafp8/cli/doctor.py", "import_module('transformer_engine')"),
         ("pretrain_gpt.py", "import torchao"),
+        ("fp8_numerics/cast.py", "from megafp8.errors import UserError"),
+        ("fp8_numerics/kernels/compile.py", "def late():\n    import te_cpu"),
+        ("te_cpu/loading.py", "from megafp8 import __version__"),
+        ("te_cpu/gemm.py", "import megafp8_migrate"),
+        ("megafp8/train/build.py", "from te_cpu import loading"),
+        ("megafp8/cli/commands.py", "import_module('megafp8_migrate.audit')"),
+        ("megafp8_migrate/nemo.py", "from tests import tiny"),
     ],
 )
 def test_a_planted_violation_is_found(path: str, source: str) -> None:
@@ -283,6 +299,11 @@ def test_a_planted_violation_is_found(path: str, source: str) -> None:
         ("megafp8/te_cpu/loading.py", "import transformer_engine.common"),
         ("megafp8/backends/torchao.py", "import torchao"),
         ("pretrain_gpt.py", "from megafp8.train import loop\nimport megafp8.cli"),
+        ("megafp8/specs/recipe.py", "from fp8_numerics.formats import E4M3"),
+        ("megafp8/backends/te/layer.py", "from te_cpu import loading"),
+        ("te_cpu/gemm.py", "from fp8_numerics import cast\nfrom te_cpu import quantize"),
+        ("te_cpu/loading.py", "import transformer_engine.common"),
+        ("megafp8_migrate/audit/host.py", "import te_cpu\nfrom megafp8.cli import job"),
     ],
 )
 def test_what_is_allowed_is_allowed(path: str, source: str) -> None:
@@ -304,6 +325,26 @@ for name in {WITHOUT_TORCH}:
             importlib.import_module(found.name)
         assert "torch" not in sys.modules, found.name + " loads torch"
 assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("package", "unwanted"),
+    [("fp8_numerics", ("torch", "megafp8", "te_cpu")), ("te_cpu", ("megafp8", "megafp8_migrate"))],
+)
+def test_a_package_loads_no_other_one(package: str, unwanted: tuple[str, ...]) -> None:
+    """`import fp8_numerics` loads no torch, and no module of te_cpu loads a module of megafp8."""
+    program = f"""
+import importlib, pkgutil, sys
+package = importlib.import_module({package!r})
+for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    name = found.name.rpartition(".")[2]
+    if package.__name__ == "te_cpu" and name not in ("__main__", "setup"):
+        importlib.import_module(found.name)
+loaded = [name for name in {unwanted!r} if name in sys.modules]
+assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.packages import ROOT, packages, projects
+from scripts.packages import AT_THE_TOP, BESIDE, ROOT, packages, projects, sources
+from tests.test_english import checked_files
+from tests.test_layers import source_files
 
 PIP = """
 import subprocess, sys
@@ -109,3 +111,26 @@ def test_settings_of_the_tools_name_all_packages() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]
     assert tuple(tool["mypy"]["files"]) == tuple(sorted(packages()))
     assert f"!{{{','.join(sorted(packages()))}}}/**" in tool["ruff"]["lint"]["per-file-ignores"]
+
+
+def test_every_python_file_is_in_a_package_or_a_listed_folder() -> None:
+    """What is in no list, no check would read."""
+    words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this copy of the tree has no repository that lists its files")
+    paths = [Path(name) for name in listed.stdout.split("\0") if name]
+    links = {Path(name) / "setup.py" for name in packages()[1:]}
+    known = (*packages(), *BESIDE)
+    stray = [p for p in paths if (p.parts[0] if len(p.parts) > 1 else "") not in known]
+    assert sorted(map(str, stray)) == list(AT_THE_TOP)
+    assert links <= {*paths}
+    ours = {p for p in paths if p.parts[0] in packages()} - links
+    assert {path.relative_to(ROOT) for path in sources(ROOT)} == ours
+
+
+def test_each_check_reads_each_package() -> None:
+    english = {path for path, _ in checked_files()}
+    floors = {path.relative_to(ROOT).as_posix() for path in source_files()}
+    for path in sources(ROOT):
+        assert path.relative_to(ROOT).as_posix() in english & floors

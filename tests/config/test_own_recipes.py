@@ -27,6 +27,7 @@ from megafp8.specs.recipes import (
     source_of,
 )
 from megafp8.specs.traits import ROW, TENSOR, Scales, Traits, alike
+from scripts.packages import ROOT, sources
 from tests.config.helpers import the_problem
 
 OWN = Path(__file__).parents[1] / "own_recipes"
@@ -390,16 +391,17 @@ def names_of_recipes(path: Path) -> set[str]:
 
 def test_no_package_names_a_recipe() -> None:
     """Beside a recipe's own file, the list of names and a translation of other programs' files."""
-    package = Path(recipes.__file__).parents[1]
     found = {
-        str(path.relative_to(package)): names_of_recipes(path)
-        for path in package.rglob("*.py")
+        path.relative_to(ROOT).as_posix(): names_of_recipes(path)
+        for path in sources(ROOT)
         if path.parent.name != "recipes" and names_of_recipes(path)
     }
     for name in ("tensors", "mx", "nv"):
-        found.pop(f"te_cpu/{name}.py", None)  # `rowwise` is Transformer Engine's orientation
-    for name in ("optim/muon.py", "config/schema/optim.py", "specs/optim.py"):
-        assert found.pop(name, set()) <= {"blockwise"}  # Megatron's mode of Muon
-    found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
-    translations = [f"cli/migrate/{name}.py" for name in ("accelerate", "megatron_modules")]
-    assert sorted(found) == [*translations, "specs/recipes.py"], found
+        found.pop(
+            f"megafp8/te_cpu/{name}.py", None
+        )  # `rowwise` is Transformer Engine's orientation
+    for name in ("optim/muon", "config/schema/optim", "specs/optim"):
+        assert found.pop(f"megafp8/{name}.py", set()) <= {"blockwise"}  # Megatron's mode of Muon
+    found.pop("megafp8/te_cpu/missing.py", None)  # names of Transformer Engine's folders
+    translations = [f"megafp8/cli/migrate/{name}.py" for name in ("accelerate", "megatron_modules")]
+    assert sorted(found) == [*translations, "megafp8/specs/recipes.py"], found

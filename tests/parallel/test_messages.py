@@ -17,12 +17,12 @@ from megafp8.plan.utilization import Peak
 from megafp8.runs.directory import RunChoice
 from megafp8.runs.lock import RunLock
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from scripts.packages import ROOT, sources
 from tests.parallel import rank_messages
 from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 
-ROOT = Path(__file__).resolve().parents[2]
 PICKLED = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
     "send_object_list", "recv_object_list", "rpc_sync", "rpc_async",
@@ -32,7 +32,7 @@ code of torch reads.)"""
 
 
 def test_no_module_uses_a_collective_that_pickles() -> None:
-    files = [*(ROOT / "megafp8").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    files = [*sources(ROOT), *(ROOT / "examples").glob("*.py")]
     assert len(files) > 200
     for file in (*files, ROOT / "pretrain_gpt.py", ROOT / "finetune_gpt.py"):
         for node in ast.walk(ast.parse(file.read_text())):

@@ -41,6 +41,19 @@ def test_counts_of_a_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "lines of a function: median 6, 90 % up to 6, most 6",
         "names of classes in several files 0",
         "late constants 0",
+        "megafp8: files 2, lines 514, of code 506",
+    ]
+
+
+def test_each_package_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in ("megafp8/one.py", "numerics/two.py", "numerics/build/lib/numerics/two.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(SOURCE)
+    (tmp_path / "numerics" / "pyproject.toml").write_text("")
+    house.print_counts(tmp_path)
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "megafp8: files 1, lines 13, of code 5",
+        "numerics: files 1, lines 13, of code 5",
     ]
 
 

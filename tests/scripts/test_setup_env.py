@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.ops.torch_build import driver_version, why_no_gpu
+from scripts.packages import packages
 from tests.ranks import ROOT
 
 PYTHON = """\
@@ -160,7 +161,10 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there() -> None:
     """Each line that names its extra `pytorch` has the flag; without it pip takes another torch."""
     texts = {
         path: path.read_text("utf-8")
-        for pattern in ("*.md", "docs/**/*.md", "megafp8/**/*.py", "pyproject.toml", "scripts/*.sh")
+        for pattern in (
+            *("*.md", "docs/**/*.md", "pyproject.toml", "scripts/*.sh"),
+            *(f"{name}/**/*.{kind}" for name in packages() for kind in ("md", "py", "toml")),
+        )
         for path in ROOT.glob(pattern)
         if path.name != "CHANGELOG.md"
     }
