@@ -101,6 +101,13 @@ def test_a_migrated_file_keeps_the_form_of_gelu(
     assert theirs.activation == ("gelu" if fusion is False else "gelu-tanh")
 
 
+def test_a_launchers_switch_of_the_masks_fusion_is_kept(tmp_path: Path) -> None:
+    fusion = "model.get_attention_mask_from_fusion"
+    launcher_yaml(tmp_path, **{"model.data.reset_attention_mask": True, fusion: False})
+    m = migrate((tmp_path / "5b.yaml").read_text(), "5b.yaml")
+    assert m.out["model"]["get_attention_mask_from_fusion"] is False
+
+
 def test_mock_data_become_random_tokens(tmp_path: Path) -> None:
     """A migrated file has the data that a run of NeMo's file as it is has."""
     for prefix in (["/a"], [], None):

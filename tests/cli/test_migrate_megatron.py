@@ -26,8 +26,10 @@ from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.optim.schedules import learning_rate
+from megafp8.secrets import is_secret_name
 from megafp8.specs import RunSpec
 from tests.config.helpers import run_spec
+from tests.config.test_megatron_names import TABLE as PRECISION_NAMES
 
 pytest.importorskip("tree_sitter_bash", reason="needs tree-sitter-bash, which reads scripts")
 
@@ -308,6 +310,22 @@ def test_a_value_for_slurm_is_quoted(shell: str, tmp_path: Path) -> None:
     words = shlex.split(said)
     assert shell == "'" or f"--account={shell}" in words
     assert words[words.index("sbatch") + 1] == "--nodes=3"
+
+
+@pytest.mark.parametrize(
+    "name", sorted({name for part in PRECISION_NAMES.values() for name in part})
+)
+def test_every_name_of_precisions_is_known(name: str) -> None:
+    assert megatron_flags().is_known(name)
+
+
+def test_no_setting_of_megatrons_is_named_like_a_secret() -> None:
+    flags = megatron_flags()
+    groups = (word for pattern, _ in flags.groups for word in pattern.split("*"))
+    known = {*flags.passed, *flags.together, *flags.names_of_flags, *groups}
+    assert len(known) > 500
+    names = {*known, *(name.replace("_", "-") for name in known)}
+    assert [name for name in sorted(names) if is_secret_name(name)] == []
 
 
 ONLY_FLAGS = {

@@ -18,11 +18,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("some text\n" * 20)
     (tmp_path / "t.jsonl").write_text('{"text": "some"}\n{"text": "more"}\n')
-    (tmp_path / "nemo.yaml").write_text("model: {num_layers: 2}\n")
-    (tmp_path / "number.yaml").write_text("defaults: 5\nmodel: {num_layers: 2}\n")
-    (tmp_path / "accelerate.yaml").write_text(
-        "mixed_precision: fp8\nfp8_config: {backend: TE, margin: 1}\n"
-    )
     return tmp_path
 
 
@@ -66,26 +61,6 @@ def test_preprocess(words: tuple[str, ...], said: str, capsys: pytest.CaptureFix
 def test_both_kinds_of_files_have_both_options() -> None:
     words = ("t.txt", "t.jsonl", *BYTES, "--document", "line", "--text-key", "text")
     assert main(["preprocess", *words]) == 0
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("migrate", "nemo.yaml", "more"), "argument=more: has no effect"),
-        (("migrate", "nemo.yaml", "--env", "TP=2"), "--env=TP=2: has no effect"),
-        (("audit", "accelerate.yaml", "more"), "argument=more: has no effect"),
-    ],
-)
-def test_a_yaml_has_no_arguments(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused(words, capsys)
-    assert not list(Path().glob("*.megafp8.yaml"))
-
-
-def test_defaults_of_a_yaml_that_are_no_list(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", "number.yaml", "-o", "new.yaml"]) == 2
-    assert "defaults" in capsys.readouterr().out
 
 
 def test_a_folder_of_the_doctor_is_shown_without_control_characters(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.cli import generate, migrate, preprocess, runs
+from megafp8.cli import generate, preprocess, runs
 from megafp8.observe.console import settings_lines
 
 ESCAPE = "\x1b]0;owned\x07"
@@ -35,60 +35,6 @@ def is_safe(text: str) -> bool:
 @pytest.fixture
 def printed(capfd: pytest.CaptureFixture[str]) -> pytest.CaptureFixture[str]:
     return capfd
-
-
-NEMO = f"""
-name: "a{TOKEN}"
-trainer: {{precision: bf16, logger: "\\e]0;owned", strategy: "{"x" * 9000}"}}
-exp_manager:
-  exp_dir: /runs/{TOKEN}
-  create_wandb_logger: true
-  wandb_logger_kwargs: {{project: p, api_key: {KEY}, name: "https://me:{KEY}@host/"}}
-env_vars: {{WANDB_API_KEY: {KEY}}}
-model:
-  hidden_size: 64
-  data: {{data_prefix: [1, /data/{TOKEN}/x]}}
-  tokenizer: {{library: huggingface, type: "https://me:{KEY}@host/t"}}
-  api_key: [{KEY}]
-"""
-
-
-def test_a_migrated_file_has_no_secret(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "mine\n#.yaml"
-    file.write_text(NEMO)
-    assert migrate.main([str(file), "-o", str(tmp_path / "new.yaml")]) == 2
-    out, err = printed.readouterr()
-    assert is_safe(out) and is_safe(err), out + err
-    text = (tmp_path / "new.yaml").read_text()
-    assert TOKEN not in text and KEY not in text, text
-    assert "contains a secret" in text and "hidden_size: 64" in text
-
-
-OF_MEGATRON = f"""
-export DB_PASS={KEY}
-python pretrain_gpt.py --num-layers 2 --train-iters 10 --lr 1e-3 --wandb-api-key {KEY} \\
-    --openai-key={KEY} --wandb-exp-name name-$DB_PASS --data-path "https://h/x?token={KEY}"
-"""
-OF_BRIDGE = f"""
-model: {{num_layers: 2}}
-train: {{train_iters: 20}}
-logger: {{wandb-api-key: {KEY}, wandb_exp_name: {KEY}, wandb_project: "https://{KEY}@host/x"}}
-env: {{GITHUB_PAT: {KEY}, hfToken: [{KEY}]}}
-"""
-
-
-@pytest.mark.parametrize(("name", "text"), [("x.sh", OF_MEGATRON), ("x.yaml", OF_BRIDGE)])
-def test_a_migrated_script_or_file_of_bridge_has_no_secret(
-    name: str, text: str, tmp_path: Path, printed: pytest.CaptureFixture[str]
-) -> None:
-    if name == "x.sh":
-        pytest.importorskip("tree_sitter_bash", reason="needs tree-sitter-bash")
-    (tmp_path / name).write_text(text)
-    assert migrate.main([str(tmp_path / name), "-o", str(tmp_path / "new.yaml")]) == 2
-    out, err = printed.readouterr()
-    new = (tmp_path / "new.yaml").read_text()
-    assert "written" in out and is_safe(out) and not err, out + err
-    assert KEY not in new and "***" in new and "num_layers: 2" in new, new
 
 
 def test_the_list_of_runs(tmp_path: Path, printed: pytest.CaptureFixture[str]) -> None:

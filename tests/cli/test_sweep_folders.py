@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.cli import migrate, plan, preprocess, report
+from megafp8.cli import plan, preprocess, report
 from megafp8.cli.compare import main as compare
 from megafp8.cli.main import run_app
 from megafp8.cli.sweep_results import SweepJob, print_results, result_of
@@ -81,8 +81,6 @@ def test_reports_and_comparisons_leave_such_a_page(
 
 # --- every command that writes to a path of a user's ----------------------------------------------
 
-NEMO = "trainer: {precision: bf16}\nmodel: {hidden_size: 64}\n"
-
 
 def run_place(folder: Path) -> int:
     try:
@@ -113,8 +111,6 @@ DOORS: dict[str, tuple[Sequence[str], Callable[[], int]]] = {
     "report --output": (["out/x"], lambda: report.main(["made", "--output", "out/x"])),
     "report": (["made/report.html"], lambda: report.main(["made"])),
     "plan --page": (["out/x"], lambda: plan.main(["--page", "out/x"])),
-    "migrate -o": (["out/x"], lambda: migrate.main(["nemo.yaml", "-o", "out/x"])),
-    "migrate": (["nemo.megafp8.yaml"], lambda: migrate.main(["nemo.yaml"])),
     "export, import": (["out/x"], lambda: folder_for_a_model(Path("out/x"))),
     "sweep": (
         ["out/sweep.json", "out/multirun.yaml", "out/report.html", "out/optimization_results.yaml"],
@@ -167,7 +163,6 @@ def test_no_command_overwrites_what_is_not_ours(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make_run(Path("made"))
-    Path("nemo.yaml").write_text(NEMO)
     Path("text.txt").write_text("a text")
     Path("elsewhere").write_text("{}")
     Path("model").mkdir()

@@ -35,7 +35,6 @@ def test_the_command_line_imports_no_torch() -> None:
         "megafp8.cli.main",
         "megafp8.cli.help",
         "megafp8.cli.sweep",
-        "megafp8.cli.migrate",
     ]
     imports = "; ".join(f"import {name}" for name in modules)
     code = f"import sys; {imports}; assert 'torch' not in sys.modules, 'torch was imported'"

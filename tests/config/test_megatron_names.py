@@ -14,7 +14,6 @@ import yaml
 
 from megafp8.config.layers import conf_dir
 from megafp8.config.load import load_all
-from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.megatron_names import REFUSED_PRESETS
 from megafp8.config.overrides import preset_names
 from megafp8.specs import Fp8Recipe
@@ -75,11 +74,6 @@ def test_every_name_does_what_the_table_says(name: str, row: dict[str, Any]) -> 
     assert is_equal is (kind == "inert")
     if kind == "inert":
         assert any(f"inert: {section}.{name}=" in x for x in load_all([setting]).inert_lines())
-
-
-@pytest.mark.parametrize("name", sorted({name for part in TABLE.values() for name in part}))
-def test_every_name_is_known_to_migrate(name: str) -> None:
-    assert megatron_flags().is_known(name)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megafp8.cli.migrate import migrate
 from megafp8.config.errors import SettingError
 from megafp8.config.load import Loaded, load_all
 from megafp8.config.resolve import resolve
@@ -394,9 +393,6 @@ def test_a_mask_of_documents_is_dropped_where_nemo_drops_it(tmp_path: Path) -> N
     ):
         where = launcher_yaml(tmp_path, **({mask: True} | own))
         assert spec_of(load_all([*PATHS, override], **where)).data.reset_attention_mask
-    where = launcher_yaml(tmp_path, **{mask: True, fusion: False})
-    m = migrate((tmp_path / "5b.yaml").read_text(), "5b.yaml")
-    assert m.out["model"]["get_attention_mask_from_fusion"] is False
     old = spec_of(load_all([*PATHS, f"{mask}=True"], **launcher_yaml(tmp_path, **{mask: True})))
     new = spec_of(load_all(PATHS, **launcher_yaml(tmp_path, **{mask: True})))
     with pytest.raises(ConfigError, match=f"Give {mask}=True to continue it"):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from megafp8.checkpoint.huggingface import logical_shape, mapping
 from megafp8.checkpoint.huggingface_files import write_folder
 from megafp8.checkpoint.manifest import Manifest, check_state, read_manifest, write_manifest
-from megafp8.cli import migrate, report, runs
+from megafp8.cli import commands, report, runs
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.dataset import load_sidecar, recorded_vocab_size
@@ -311,7 +311,7 @@ def _make_nemos(folder: Path) -> None:
 
 
 def _read_nemos(folder: Path) -> str | None:
-    code = migrate.main([str(folder / "nemo.yaml")])
+    code = commands.main(["migrate", str(folder / "nemo.yaml")])
     return None if code in (0, 2) else f"exit code {code}"
 
 

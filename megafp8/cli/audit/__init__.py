@@ -24,7 +24,7 @@ from megafp8.cli import job
 from megafp8.cli.audit import report, request, runs, sources
 from megafp8.cli.audit.reads import Code
 from megafp8.cli.migrate import environment_of, read_text
-from megafp8.config.errors import SettingError
+from megafp8.config.api import SettingError
 from megafp8.errors import ExitCode
 from megafp8.secrets import say
 from megafp8.specs.te_versions import DEFAULT_VERSION

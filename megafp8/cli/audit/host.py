@@ -32,16 +32,23 @@ RANKS = 2
 RUN_SECONDS = 240.0
 """The longest time that one run may take."""
 _OF_STAND_IN = re.compile(
-    r"torch\.cuda\.|megafp8|transformer_engine_torch|\bgloo\b|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
+    r"torch\.cuda\.|megafp8|te_cpu|fp8_numerics|transformer_engine_torch|\bgloo\b|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
     r"|compute capability|\bsm_?\d{2}|\b(on|to) (a |the )?(gpu|cuda)\b"
     r"|\b(gpu|cuda) (device|tensor)",
     re.IGNORECASE,
 )
 """What an error says that may come from the CPU in place of a GPU: a type, a file, a device."""
-_OURS, _OF_AUDIT = (f"{Path(__file__).resolve().parents[up]}/" for up in (2, 0))
+_PACKAGES = ("megafp8", "megafp8_migrate", "te_cpu", "fp8_numerics")
+_OF_AUDIT = f"{Path(__file__).resolve().parent}/"
 NEEDED = {"megatron": ("triton",), "bridge": ("triton",), "accelerate": ()}
 """Packages that a framework imports, and that CPU builds of torch come without."""
 RUNNERS = {"megatron": "with_megatron", "bridge": "with_bridge", "accelerate": "with_accelerate"}
+
+
+def folders_of_ours() -> list[Path]:
+    """Return the folders of our packages, each as this process imports it."""
+    specs = (importlib.util.find_spec(name) for name in _PACKAGES)
+    return [Path(spec.origin).resolve().parent for spec in specs if spec and spec.origin]
 
 
 def main() -> int:
@@ -197,13 +204,14 @@ def _is_ours(error: BaseException) -> bool:
     """
     from megafp8.te_cpu.errors import TeCpuError
 
+    ours = tuple(f"{folder}/" for folder in folders_of_ours())
     seen: BaseException | None = error
     while seen is not None:
         frames = _frames(seen)
         if isinstance(seen, TeCpuError) or _OF_STAND_IN.search(str(seen)):
             return True
         last = frames[-1].filename if frames else ""
-        if last.startswith(_OURS) and not last.startswith(_OF_AUDIT):
+        if last.startswith(ours) and not last.startswith(_OF_AUDIT):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -11,9 +11,8 @@ from typing import Any
 from megafp8.cli.migrate import accelerate, bridge, megatron, refuse_for_yaml, texts_in
 from megafp8.cli.migrate.shell import read_script
 from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
-from megafp8.config.errors import SettingError
+from megafp8.config.api import SettingError, plain
 from megafp8.config.megatron_flags import megatron_flags
-from megafp8.config.values import plain
 from megafp8.foreign import ForeignFileError, parse_yaml
 
 _PRECISION = re.compile(

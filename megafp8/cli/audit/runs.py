@@ -18,6 +18,7 @@ from typing import IO, Any, Self
 import yaml
 
 from megafp8.cli.audit import verdict
+from megafp8.cli.audit.host import folders_of_ours
 from megafp8.cli.audit.reads import Code, Reading
 from megafp8.cli.audit.report import LAYOUTS
 from megafp8.cli.audit.request import Flag, Request, is_plain
@@ -229,8 +230,8 @@ def _environment(request: Request) -> dict[str, str]:
     """Return this process's environment without settings of frameworks, and the script's."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_THEIRS)}
     environment |= request.environment
-    package = str(Path(__file__).resolve().parents[3])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    folders = dict.fromkeys(str(folder.parent) for folder in folders_of_ours())
+    path = os.pathsep.join(filter(None, (*folders, os.environ.get("PYTHONPATH"))))
     return environment | {
         "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONPATH": path,
         "PYTHONDONTWRITEBYTECODE": "1",

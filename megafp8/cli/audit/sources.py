@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megafp8.config.errors import SettingError
+from megafp8.config.api import SettingError
 from megafp8.foreign import ForeignFileError, check_regular
 
 MAX_BYTES = 1 << 28

@@ -21,8 +21,7 @@ from megafp8.cli.migrate.report import (
     rewrite,
     write_beside,
 )
-from megafp8.config.errors import CombinedConfigError, SettingError
-from megafp8.config.load import load
+from megafp8.config.api import CombinedConfigError, SettingError, load
 from megafp8.errors import ExitCode
 from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, member, parse_yaml, read_bytes
 from megafp8.secrets import hide_values, named_secrets, say, secrets_in

@@ -9,7 +9,7 @@ from typing import Any
 from megafp8.cli.migrate import sections
 from megafp8.cli.migrate.ignored import note_of
 from megafp8.cli.migrate.report import Migration
-from megafp8.config.values import plain
+from megafp8.config.api import plain
 
 MARKS = ("fp8_config", "mixed_precision", "compute_environment", "num_processes")
 """Top-level keys by which a file of Accelerate is recognized."""

@@ -13,10 +13,8 @@ from typing import Any
 from megafp8.cli.migrate import megatron_rules
 from megafp8.cli.migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8.cli.migrate.report import Migration
-from megafp8.config.layers import conf_dir
+from megafp8.config.api import REFUSED_PRESETS, conf_dir, preset_names
 from megafp8.config.megatron_flags import megatron_flags
-from megafp8.config.megatron_names import REFUSED_PRESETS
-from megafp8.config.overrides import preset_names
 
 SECTIONS = (
     "model", "train", "optimizer", "scheduler", "ddp", "dataset", "tokenizer", "checkpoint",

@@ -21,9 +21,8 @@ from megafp8.cli.migrate.next_steps import (
 from megafp8.cli.migrate.report import Migration
 from megafp8.cli.migrate.shell import read_script
 from megafp8.cli.migrate.shell_values import Holes, Script, ShellCommand
-from megafp8.config.errors import SettingError
+from megafp8.config.api import SettingError, plain
 from megafp8.config.megatron_flags import megatron_flags
-from megafp8.config.values import plain
 
 _OTHER_MODELS = re.compile(
     "bert|t5|ict|retro|mamba|hybrid|vision|vlm|mimo|dino|biencoder|clip|llava"

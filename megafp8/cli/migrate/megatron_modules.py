@@ -13,7 +13,7 @@ from typing import Any
 
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.report import Migration
-from megafp8.config.keys import MAX_LAYERS
+from megafp8.config.api import MAX_LAYERS
 from megafp8.foreign import ForeignFileError, parse_yaml
 from megafp8.specs.recipes import names_where
 

@@ -18,8 +18,8 @@ from megafp8.cli.migrate.megatron_schedule import schedule
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.megatron_window import window
 from megafp8.cli.migrate.report import Migration, check_written
+from megafp8.config.api import all_keys
 from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
-from megafp8.config.schema import all_keys
 from megafp8.specs.recipes import DEFAULT_RECIPE, names_where
 
 _SELF_GIVEN = (

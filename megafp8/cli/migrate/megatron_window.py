@@ -8,8 +8,7 @@ from typing import Any
 
 from megafp8.cli.migrate.megatron_settings import MegatronSettings
 from megafp8.cli.migrate.report import Migration
-from megafp8.config.keys import MAX_LAYERS
-from megafp8.config.values import is_skip_frequency, window_problem
+from megafp8.config.api import MAX_LAYERS, is_skip_frequency, window_problem
 
 WINDOW, SKIPS = "model.window_size", "model.window_attn_skip_freq"
 

@@ -13,19 +13,31 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli.migrate.ignored import note_of
 from megafp8.cli.migrate.report import Migration, set_in
-from megafp8.config import spellings
-from megafp8.config.checks import check_values
-from megafp8.config.checks.precision import HYBRID, why_not_hybrid
-from megafp8.config.errors import Origin, SettingError
-from megafp8.config.gelu import FUSION, GELU, asks_for_tanh
-from megafp8.config.launcher_paths import LAUNCHER_GIVES, launcher_paths_once
-from megafp8.config.layers import DEFAULT_CONFIG
-from megafp8.config.load import MASK_FUSION, tree_with_nemo_keys
-from megafp8.config.nemo import nemo_keys
-from megafp8.config.rules import unused
-from megafp8.config.schema import all_keys
-from megafp8.config.settings import Setting, flatten, put_in, read_value, read_values
-from megafp8.config.values import plain
+from megafp8.config.api import (
+    DEFAULT_CONFIG,
+    FUSION,
+    GELU,
+    HYBRID,
+    LAUNCHER_GIVES,
+    MASK_FUSION,
+    Origin,
+    Setting,
+    SettingError,
+    all_keys,
+    asks_for_tanh,
+    check_values,
+    flatten,
+    launcher_paths_once,
+    nemo_keys,
+    plain,
+    put_in,
+    read_value,
+    read_values,
+    spellings,
+    tree_with_nemo_keys,
+    unused,
+    why_not_hybrid,
+)
 from megafp8.specs.data import MOCK_DATA
 
 _KEPT_AS_THEY_ARE = ("defaults", "hydra")

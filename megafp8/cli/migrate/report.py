@@ -9,12 +9,19 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped,unused-ignore]
 
-from megafp8.config.checks import check_values
-from megafp8.config.errors import SettingError
-from megafp8.config.rules import unmet_need, unused
-from megafp8.config.schema import all_keys, schema_tree
-from megafp8.config.settings import UNDECIDED, flatten, put_in, read_value
-from megafp8.config.values import plain
+from megafp8.config.api import (
+    UNDECIDED,
+    SettingError,
+    all_keys,
+    check_values,
+    flatten,
+    plain,
+    put_in,
+    read_value,
+    schema_tree,
+    unmet_need,
+    unused,
+)
 from megafp8.secrets import redacted
 
 

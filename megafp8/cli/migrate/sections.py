@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megafp8.cli.migrate.report import Migration
-from megafp8.config.values import plain
+from megafp8.config.api import plain
 
 Handler = Callable[[str, Any, Migration], None]
 

@@ -20,7 +20,7 @@ from megafp8.cli.migrate import shell_values
 from megafp8.cli.migrate.shell_assign import Assignments, assigned_in, without_comments
 from megafp8.cli.migrate.shell_values import Script, ShellCommand, joined
 from megafp8.cli.migrate.shell_words import MAX_STEPS, NAME, size_of, text_of
-from megafp8.config.errors import SettingError
+from megafp8.config.api import SettingError
 
 if TYPE_CHECKING:
     from tree_sitter import Node

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.migrate import shell_values
 from megafp8.cli.migrate.shell_values import BREAK, Script, WordPart, fields_of, joined
-from megafp8.config.errors import SettingError
+from megafp8.config.api import SettingError
 
 if TYPE_CHECKING:
     from tree_sitter import Node
