@@ -32,7 +32,7 @@ RANKS = 2
 RUN_SECONDS = 240.0
 """The longest time that one run may take."""
 _OF_STAND_IN = re.compile(
-    r"torch\.cuda\.|megafp8|te_cpu|fp8_numerics|transformer_engine_torch|\bgloo\b|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
+    r"torch\.cuda\.|megafp8|transformer_engine_torch|\bgloo\b|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
     r"|compute capability|\bsm_?\d{2}|\b(on|to) (a |the )?(gpu|cuda)\b"
     r"|\b(gpu|cuda) (device|tensor)",
     re.IGNORECASE,
