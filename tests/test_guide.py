@@ -147,7 +147,7 @@ PAGES = {
         links={"wheels": "tests/cli/megatron_stand_in"},
         not_run={
             "pip download": "downloads; a stand-in for Megatron is in its place",
-            "python -m scripts.foreign_files": "needs clones of Megatron-LM and Megatron Bridge",
+            "python -m scripts.foreign_files": "needs clones of NVIDIA's repositories",
         },
         codes={"megafp8 migrate --line": 2, "megafp8 migrate run_config.yaml": 2},
         te=("2.12.0", "2.20.2"),

@@ -48,8 +48,8 @@ WHEELS = "MEGAFP8_AUDIT_WHEELS"
 TEXT = """\
 # Which flags do nothing
 
-`python -m scripts.audit_table --source wheels --clone Megatron-LM` has written this page: what
-[`megafp8 audit`](../guide/migrate.md#which-of-your-flags-do-nothing) says of {versions}, over
+`python -m scripts.audit_table --source wheels --clone Megatron-LM` has written this page:
+what [`megafp8 audit`](../guide/migrate.md#which-of-your-flags-do-nothing) says of {versions}, over
 Transformer Engine's own Python on a CPU. The command above each table repeats it; `wheels` is a
 folder that these commands fill:
 
@@ -61,8 +61,8 @@ The last parts are of example scripts of Megatron-LM at {commit}; `my` is the fo
 "No effect" says that the recipe and two training steps on two ranks are the same to the byte
 without the flag, and that no condition on an environment variable stands around the lines that read
 it. The kernels on the CPU answer as those of an H100; what happens inside of a GPU's kernels is not
-seen. `{variable}=wheels pytest -m slow tests/scripts/test_audit_table.py` repeats all parts but the
-last ones.
+seen. `{variable}=wheels pytest -m slow tests/scripts/test_audit_table.py` repeats all
+parts but the last ones.
 """
 
 
