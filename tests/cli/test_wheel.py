@@ -1,4 +1,4 @@
-"""Test the wheel: an install from the file alone trains, without a clone beside it."""
+"""Test the wheels: each package works from its files, without a clone beside it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import shutil
 import site
 import subprocess
 import sys
+import time
 import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from tests.test_layers import ROOT
+from scripts.packages import MAIN, ROOT, packages, projects
 
 SMALL = (
     "model.num_layers=1 model.hidden_size=32 model.num_attention_heads=2 "
@@ -24,63 +25,132 @@ SMALL = (
 OWN = ROOT / "tests" / "own_recipes" / "blocks_of_32.py"
 
 
+NEEDED = {
+    "fp8_numerics": (),
+    "te_cpu": ("fp8_numerics",),
+    "megafp8": ("fp8_numerics",),
+    "megafp8_migrate": ("fp8_numerics", "te_cpu", "megafp8"),
+}
+"""The wheels of this repository that each of them needs."""
+
+
 def what_builds_leave() -> dict[str, int]:
     """Return the paths, with their times, that a build in this tree would write."""
-    paths = (*ROOT.glob("build/lib*"), *ROOT.glob("build/bdist*"), *ROOT.glob("*.egg-info/*"))
+    patterns = ("build/lib*", "build/bdist*", "build/*/lib*", "*.egg-info/*", "*/*.egg-info/*")
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
     return {str(path): path.stat().st_mtime_ns for path in paths}
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the wheel, built without a network from a copy of what it is made of.
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the wheel of each package, built without a network from a copy of what it is made of.
 
     A build leaves `build/lib` in its tree, and what lies there from an earlier build comes into the
     next wheel, with modules that are gone.
     """
     folder = tmp_path_factory.mktemp("wheel")
     copy, before = folder / "tree", what_builds_leave()
-    for name in ("megafp8", "conf", "hydra_plugins"):
-        ignored = shutil.ignore_patterns("__pycache__")
+    for name in (*packages(), "conf", "hydra_plugins"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignored)
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy2(path, copy)
-    words = ["-m", "pip", "wheel", str(copy), "--no-deps", "--no-build-isolation", "-q", "-w"]
+    trees = [str(copy if name == MAIN else copy / name) for name in packages()]
+    words = ["-m", "pip", "wheel", *trees, "--no-deps", "--no-build-isolation", "-q", "-w"]
     subprocess.run([sys.executable, *words, str(folder)], check=True)
     assert what_builds_leave() == before
-    (file,) = folder.glob("megafp8-*.whl")
-    return file
+    made = {}
+    for name, project in projects().items():
+        (made[name],) = folder.glob(f"{project['name'].replace('-', '_')}-*.whl")
+    assert len(list(folder.glob("*.whl"))) == len(made)
+    return made
 
 
-def test_the_wheel_has_all_that_trains(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
+@pytest.mark.parametrize("package", packages())
+def test_a_wheel_has_all_files_of_its_package(wheels: dict[str, Path], package: str) -> None:
+    names = set(zipfile.ZipFile(wheels[package]).namelist())
+    built = ("pyproject.toml", "setup.py", "LICENSE")
     ours = {
         path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "megafp8").rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
-    ours |= {f"megafp8/conf/{path.relative_to(ROOT / 'conf').as_posix()}"
-             for path in (ROOT / "conf").rglob("*.yaml")}  # fmt: skip
-    ours |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "hydra_plugins").glob("*.py")}
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and path.suffix != ".pyc" and ".egg-info" not in str(path)
+        and not (package != MAIN and path.name in built)
+    }  # fmt: skip
+    if package == MAIN:
+        ours |= {f"megafp8/conf/{path.relative_to(ROOT / 'conf').as_posix()}"
+                 for path in (ROOT / "conf").rglob("*.yaml")}  # fmt: skip
+        ours |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "hydra_plugins").glob("*.py")}
     assert ours <= names, sorted(ours - names)
+    others = {name for name in names - ours if ".dist-info/" not in name}
+    assert not others, f"modules that are not in the tree, or of another package: {others}"
+
+
+def clean(place: Path) -> dict[str, str]:
+    """Return variables of the environment with which nothing of this repository is found."""
+    unwanted = ("PYTHONPATH", "VIRTUAL_ENV")
+    kept = {name: value for name, value in os.environ.items() if name not in unwanted}
+    return kept | {"XDG_CACHE_HOME": str(place / "cache"), "HOME": str(place)}
+
+
+def new_environment(place: Path, wheels: dict[str, Path], package: str) -> Path:
+    """Install a package with only the wheels that it needs; return the new environment's Python.
+
+    The libraries of this environment are lent to the new one, without our packages. No index is
+    asked, so that a library or a wheel which is missing ends the install.
+    """
+    venv.create(place, with_pip=False, symlinks=True)
+    python, lent = place / "bin" / "python", place / "lent"
+    (target,) = place.glob("lib/python*/site-packages")
+    (target / "lent.pth").write_text(f"{lent}\n")
+    lent.mkdir()
+    ours = {*packages(), *(project["name"].replace("-", "_") for project in projects().values())}
+    for folder in map(Path, site.getsitepackages()):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            is_ours = path.name.partition("-")[0] in ours or path.name.startswith("__editable__")
+            if not is_ours:
+                (lent / path.name).symlink_to(path)
+    needed = [str(wheels[name]) for name in (*NEEDED[package], package)]
+    began = time.monotonic()
+    words = ["--python", str(python), "install", "-q", "--no-index", "--no-warn-script-location"]
+    pip = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", *words]
+    subprocess.run([*pip, *needed], cwd=place, env=clean(place), check=True)
+    seconds, mine = time.monotonic() - began, set(NEEDED[package]) | {package}
+    assert {path.name for path in target.iterdir() if path.name in packages()} == mine
+    size = sum(path.stat().st_size for name in mine for path in (target / name).rglob("*")
+               if path.is_file())  # fmt: skip
+    print(f"{package}: {len(needed)} wheels installed in {seconds:.1f} s, {size / 1e6:.2f} MB")
+    return python
+
+
+USE = {
+    "fp8_numerics": "import fp8_numerics, sys; assert 'torch' not in sys.modules",
+    "te_cpu": "import te_cpu, sys; assert 'megafp8' not in sys.modules",
+    "megafp8_migrate": """
+import subprocess, sys
+line = "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --fp8-format hybrid"
+command = [sys.executable, "-P", "-m", "megafp8", "migrate", "--line", line]
+done = subprocess.run(command, capture_output=True, text=True)
+assert "fp8" in done.stdout + done.stderr and "Traceback" not in done.stderr, done.stderr
+""",
+}
 
 
 @pytest.mark.slow
-def test_an_install_from_the_wheel_trains(wheel: Path, tmp_path: Path) -> None:
-    """The libraries of this environment are lent to a new one, and megafp8 is the wheel's."""
+@pytest.mark.parametrize("package", USE)
+def test_each_other_wheel_works_with_only_those_that_it_needs(
+    wheels: dict[str, Path], package: str, tmp_path: Path
+) -> None:
+    python = new_environment(tmp_path / "venv", wheels, package)
+    code = USE[package] + f"\nassert __import__({package!r}).__file__.startswith({str(tmp_path)!r})"
+    subprocess.run([str(python), "-P", "-c", code], cwd=tmp_path, env=clean(tmp_path), check=True)
+
+
+@pytest.mark.slow
+def test_an_install_from_the_wheel_trains(wheels: dict[str, Path], tmp_path: Path) -> None:
     place = tmp_path / "venv"
-    venv.create(place, with_pip=False, symlinks=True)
-    python = place / "bin" / "python"
-    (packages,) = place.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(packages)
-    lent = [path for path in site.getsitepackages() if Path(path).is_dir()]
-    (packages / "lent.pth").write_text("".join(f"{path}\n" for path in lent))
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
-    } | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "HOME": str(tmp_path)}
+    python = new_environment(place, wheels, MAIN)
+    environment = clean(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
