@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -83,6 +84,26 @@ def test_what_is_installed_already_is_not_asked_for_again(python: Path) -> None:
     finally:
         record.unlink()
         record.parent.rmdir()
+
+
+def test_a_copy_takes_every_package_from_itself(tmp_path: Path) -> None:
+    """A folder on PYTHONPATH, and that of a script, come before what is installed."""
+    for name in packages():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    names = ", ".join(map(repr, packages()))
+    code = f"from importlib.util import find_spec\nfor n in ({names}): print(find_spec(n).origin)"
+    (tmp_path / "pretrain_gpt.py").write_text(code)
+    without = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for words, environment in (
+        (["-c", code], without | {"PYTHONPATH": str(tmp_path)}),
+        ([str(tmp_path / "pretrain_gpt.py")], without),
+    ):
+        done = subprocess.run(
+            [sys.executable, *words], cwd="/", env=environment, capture_output=True, text=True
+        )
+        origins = [Path(line).parent for line in done.stdout.splitlines()]
+        assert origins == [tmp_path / name for name in packages()], done.stderr
 
 
 def test_all_distributions_have_one_version_and_one_licence() -> None:
