@@ -32,9 +32,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from tests.compiled import FOLDER, KEPT, drop_old, facts_of
+from tests.fp8.kernels import occupancy
+from tests.fp8.kernels.occupancy import SHARED_LIMIT, resident_warps
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a block, CUDA C guide
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh")
 _ARITHMETIC = r"\b((?:cvt|div|rcp|sqrt|rsqrt|fma)\.[\w.]+|\w+(?:\.\w+)*\.ftz\.[\w.]+)"
@@ -116,7 +117,7 @@ def known_facts(compiled: Any, capability: int) -> dict[str, Any]:
     """Return the facts of a binary, which the tools are asked for once: each takes 0.1 s."""
     metadata = (triton.__version__, capability, compiled.metadata.num_warps)
     decided_by = (
-        Path(__file__).read_bytes(),
+        *(path.read_bytes() for path in (Path(__file__), Path(occupancy.__file__))),
         repr((*metadata, compiled.metadata.shared)).encode(),
         compiled.asm["ptx"].encode(),
         compiled.asm["cubin"],
@@ -147,19 +148,6 @@ def facts(compiled: Any, capability: int) -> dict[str, Any]:
     }
     row["resident_warps"] = resident_warps(num_warps, row["registers"], row["shared"], capability)
     return row
-
-
-def resident_warps(num_warps: int, registers: int, shared: int, capability: int) -> int:
-    """Return how many warps of such blocks an SM holds.
-
-    An SM has 65536 registers, given to each warp in units of 256, room for 64 warps and 32 blocks,
-    and one KiB of shared memory more than a block may ask for, less one KiB for each block (CUDA
-    C++ programming guide, compute capabilities).
-    """
-    of_a_warp = -(-registers * 32 // 256) * 256
-    blocks = min(65536 // (of_a_warp * num_warps), 64 // num_warps, 32)
-    blocks = min(blocks, (SHARED_LIMIT[capability] + 1024) // (shared + 1024))
-    return blocks * num_warps
 
 
 def _tool(name: str, *args: str) -> str:
