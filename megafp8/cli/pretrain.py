@@ -37,7 +37,7 @@ from megafp8.parallel.launch import (
     prepare_allocator,
     prepare_connections,
 )
-from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus
+from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus, srun_of_step
 from megafp8.runs.place import check_place
 from megafp8.runs.run_data import check_data
 from megafp8.secrets import say
@@ -81,7 +81,7 @@ def _typed_command() -> list[str]:
     """
     if (started_as := os.environ.get(STARTED_AS)) is not None:
         return shlex.split(started_as)
-    usual = ["python", Path(sys.argv[0]).name]
+    usual = [*srun_of_step(os.environ), "python", Path(sys.argv[0]).name]
     typed = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
     is_plain = len(typed) == 2 and Path(typed[1]).name == usual[1] and not is_rank()
     return typed if is_plain else usual

@@ -61,6 +61,20 @@ def adopt_step(environment: MutableMapping[str, str]) -> bool:
     return True
 
 
+def srun_of_step(environment: Mapping[str, str]) -> list[str]:
+    """Return the words with which `srun` starts the ranks of this step again.
+
+    There are none if `srun` did not start this rank, or not the same number on each node.
+    """
+    if not in_step(environment) or "TORCHELASTIC_RUN_ID" in environment:
+        return []
+    per_node = tasks_per_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    if len(set(per_node)) > 1:
+        return []
+    layout = [f"--nodes={len(per_node)}", f"--ntasks-per-node={per_node[0]}"]
+    return ["srun", *layout, "--kill-on-bad-exit=1"]
+
+
 def check_ranks(spec: ParallelSpec, environment: Mapping[str, str]) -> None:
     """Raise ConfigError unless as many ranks were started as the settings need."""
     size, local = (environment.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))

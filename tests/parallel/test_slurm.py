@@ -15,6 +15,7 @@ from megafp8.parallel.slurm import (
     in_step,
     master_port,
     restart_count,
+    srun_of_step,
     tasks_per_node,
 )
 from megafp8.specs import ParallelSpec
@@ -66,6 +67,14 @@ def test_a_shell_is_no_rank(environment: dict[str, str]) -> None:
     mine = dict(environment)
     assert not in_step(mine) and not adopt_step(mine)
     assert mine == environment
+
+
+def test_the_srun_that_starts_the_ranks_again() -> None:
+    words = ["srun", "--nodes=2", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
+    assert srun_of_step(TASK_3) == words
+    assert srun_of_step(TASK_3 | {"TORCHELASTIC_RUN_ID": "7"}) == [], "a rank of torchrun"
+    uneven = {"SLURM_STEP_TASKS_PER_NODE": "1,2", "SLURM_STEP_NUM_TASKS": "3", "SLURM_NTASKS": "3"}
+    assert srun_of_step({}) == srun_of_step(BATCH) == srun_of_step(TASK_3 | uneven) == []
 
 
 def test_what_is_set_stays() -> None:

@@ -90,8 +90,7 @@ def test_a_refused_setting_is_one_line(cluster: Cluster, way: str) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_that_is_not_finite(cluster: Cluster, way: str) -> None:
     more = ["model.optim.lr=1e4", "trainer.gradient_clip_val=0", "trainer.max_restarts=2"]
-    name = f"infinite {way}"
-    job = cluster.submit(name, *more, environment=cluster.start_with(way))
+    job = cluster.submit(f"infinite {way}", *more, environment=cluster.start_with(way))
     assert job.wait(90) == "FAILED" and job.field("ExitCode") == "3:0", job.log
     assert job.restarts == 0, "another start would come to the same"
 

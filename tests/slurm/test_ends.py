@@ -105,7 +105,9 @@ def run_script(
         f"#!/bin/sh\ntrap '' USR1\nenv >{folder}/variables\ncat {folder}/said >&2\n{wait}\n"
         f"exit {row.srun}\n"
     )
-    job = f"JobId=7 Requeue={requeue} TimeLimit=02:00:00 Command=/a/pretrain.sbatch"
+    given_name = f"exp_manager.name={name}"
+    words = f"'/a b/pretrain.sbatch' '{given_name}' some.key=0123456789abcdef"
+    job = f"JobId=7 Requeue={requeue} TimeLimit=02:00:00 Command={words} WorkDir=/a"
     (programs / "scontrol").write_text(
         '#!/bin/sh\ncase "$1 $2" in\n'
         f"requeue*) touch {folder}/requeued; kill -TERM $PPID ;;\n"
@@ -133,7 +135,7 @@ def run_script(
     }
     (folder / "pretrain_gpt.py").touch()
     return subprocess.run(
-        ["bash", str(SCRIPT), f"exp_manager.name={name}", "some.key=0123456789abcdef"],
+        ["bash", str(SCRIPT), given_name, "some.key=0123456789abcdef"],
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -236,7 +238,7 @@ def test_the_line_that_continues_is_the_one_that_submitted_the_job(tmp_path: Pat
     assert words[0] == "env" and {"LAUNCHER=torchrun", "SRUN_ARGS=--mpi=none -v"} < set(words)
     assert f"MEGAFP8_DIR={tmp_path}" in words[:sbatch]
     options = ["--ntasks-per-node=2", "--gpus-per-node=0", "--time=02:00:00", "--partition=big"]
-    assert words[sbatch + 1 :] == [*options, "/a/pretrain.sbatch"], "--nodes=2 is in the script"
+    assert words[sbatch + 1 :] == [*options, "/a b/pretrain.sbatch"], "--nodes=2 is in the script"
     assert variables(tmp_path)["MEGAFP8_ADDED"] == "trainer.num_nodes=2 trainer.devices=2"
 
 

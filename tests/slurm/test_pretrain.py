@@ -48,7 +48,7 @@ def test_a_job_goes_on_after_every_end(cluster: Cluster, undisturbed: Metrics, w
     (planted / "sitecustomize.py").write_text(CRASHES)
     path = f"{planted}:{cluster.environment['PYTHONPATH']}"
     job = cluster.submit(
-        f"ends_{way.replace(' ', '_')}", "trainer.max_restarts=3", "trainer.step_timeout=30",
+        f"ends_{way}", "trainer.max_restarts=3", "trainer.step_timeout=30",
         environment=cluster.start_with(way) | {"PYTHONPATH": path},
     )  # fmt: skip
     ends = {
@@ -88,8 +88,9 @@ def test_the_time_limit_saves_and_requeues(cluster: Cluster, undisturbed: Metric
     assert f"continuing after step {saved} of {STEPS}" in job.log
 
 
-def test_preemption(cluster: Cluster, undisturbed: Metrics) -> None:
-    job = cluster.submit("preempted")
+@pytest.mark.parametrize("way", WAYS)
+def test_preemption(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
+    job = cluster.submit(f"preempted_{way}", environment=cluster.start_with(way))
     job.until_step(2)
     other = cluster.run(
         "sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive",
@@ -122,8 +123,8 @@ def test_a_job_that_may_not_be_requeued(cluster: Cluster, undisturbed: Metrics) 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
-    name = f"max_time_{way.replace(' ', '_')}"
-    job = cluster.submit(name, "trainer.max_time=00:00:30", environment=cluster.start_with(way))
+    environment = cluster.start_with(way)
+    job = cluster.submit(f"max_time_{way}", "trainer.max_time=00:00:30", environment=environment)
     job.until_step(1)
     for pid in (ranks := job.pids_of_workers().values()):
         os.kill(pid, signal.SIGSTOP)
@@ -136,22 +137,24 @@ def test_max_time_saves_and_requeues(cluster: Cluster, undisturbed: Metrics, way
     assert_finished_as(job, undisturbed)
 
 
-def test_saved_and_stopped_by_hand(cluster: Cluster, undisturbed: Metrics) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_saved_and_stopped_by_hand(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
     """The line that the log shows then is the one that submitted the job."""
-    job = cluster.submit("stopped")
+    name = f"stopped_{way}"
+    job = cluster.submit(name, environment=cluster.start_with(way))
     job.until_step(2)
     cluster.run("scancel", "--batch", "--signal=USR2", job.number)
     assert job.wait(60) == "FAILED" and job.field("ExitCode") == "75:0"
     assert job.restarts == 0 and not job.pids_of_ranks()
     assert "saved on SIGUSR1" in job.log
 
-    assert job.field("JobName") == "megafp8:stopped"
+    assert job.field("JobName") == f"megafp8:{name}"
     found = re.search(r"continue with +(env .*)", job.log)
     assert found is not None and "trainer.num_nodes" not in found[1], job.log
 
     def submit_again() -> Job:
         said = cluster.run("bash", "-c", found[1])
-        return Job(cluster, "stopped", said.split()[-1])
+        return Job(cluster, name, said.split()[-1])
 
     again = submit_again()
     again.until_step(job.last_step() + 2)
