@@ -7,12 +7,16 @@ for a job that was killed, since such a job leaves no result. This launcher asks
 
 from __future__ import annotations
 
+import math
 import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hydra.core.singleton import Singleton
@@ -117,6 +121,31 @@ def exit_code(result: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
+@contextmanager
+def saving_at(notice: signal.Signals) -> Iterator[Callable[[], bool]]:
+    """Let a run save at submitit's notice of a time limit or preemption, as it does at SIGTERM.
+
+    Submitit's own handler requeues the job and ends the process at once. It does so here while no
+    run handles SIGTERM. The value tells whether a run was asked to save.
+    """
+    requeue, of_submitit = signal.getsignal(notice), signal.getsignal(signal.SIGTERM)
+    asked = False
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if signal.getsignal(signal.SIGTERM) != of_submitit:
+            asked = True
+            signal.raise_signal(signal.SIGTERM)
+        elif callable(requeue):
+            requeue(number, frame)
+
+    signal.signal(notice, receive)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(notice, requeue)
+
+
 if SlurmLauncher is not None:
 
     class WatchedSlurmLauncher(SlurmLauncher):
@@ -153,6 +182,17 @@ if SlurmLauncher is not None:
             if failed := [code for code in codes if code]:
                 raise SystemExit(failed[0])
             return [job.results()[0] for job in jobs]
+
+        def __call__(self, *given: Any) -> Any:
+            """Run a job inside of Slurm, and let it save before submitit requeues it."""
+            from submitit.core.job_environment import JobEnvironment
+
+            notice = signal.Signals[f"SIG{JobEnvironment.USR_SIG}"]
+            with saving_at(notice) as is_requeued:
+                result = super().__call__(*given)
+            if is_requeued() and not math.isfinite(result.return_value):
+                signal.raise_signal(notice)  # submitit requeues the job, and ends this process
+            return result
 
         def submit(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Any]:
             """Submit jobs as submitit's launcher does, but do not wait for them."""

@@ -60,6 +60,10 @@ ENDS = {
     "saved, srun": Row((*SAVED, srun(0, "Exited with exit code 75")), 75, 75, True),
     "saved, torchrun": Row((*SAVED, EXITED_1), 1, 75, True),
     "saved, a neighbour is killed meanwhile by torchrun": Row((*SAVED[:3], EXITED_1), 1, 75, True),
+    "saved, a node's torchrun is ended by srun meanwhile": Row(
+        (*SAVED, srun(0, "Exited with exit code 75"), srun(1, "Exited with exit code 143")),
+        *(143, 75, True),
+    ),
     "killed, srun": Row((*LOST, srun(3, "Killed"), EXITED_1), 137, 137, True),
     "killed, torchrun": Row((*LOST, *TORCHRUN), 1, 137, True),
     "killed, torchrun that says nothing": Row((*LOST, EXITED_1), 1, 137, True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 from dataclasses import asdict
 from pathlib import Path
 
@@ -129,6 +130,35 @@ def test_an_interrupted_sweep_names_its_jobs(
     assert "scancel 7 ends them" in said
     given = next(word for word in shlex.split(said) if word.startswith("hydra.sweep.dir="))
     assert given == f"hydra.sweep.dir='{tmp_path}/multi run/12-30'", "Hydra reads it as one value"
+
+
+@pytest.mark.parametrize("val_loss", [float("inf"), 2.5])
+def test_a_job_saves_before_submitit_requeues_it(
+    val_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher object runs the job inside of Slurm, where submitit has set its handlers."""
+    events: list[str] = []
+    notice = signal.SIGUSR2
+    before = {number: signal.getsignal(number) for number in (notice, signal.SIGTERM)}
+    done = JobReturn(status=JobStatus.COMPLETED)
+    done.return_value = val_loss
+
+    def run(*_: object) -> JobReturn:
+        signal.raise_signal(notice)  # while the packages are imported
+        signal.signal(signal.SIGTERM, lambda *_: events.append("saved"))
+        signal.raise_signal(notice)
+        return done
+
+    monkeypatch.setattr(SlurmLauncher, "__call__", run)
+    signal.signal(signal.SIGTERM, lambda *_: events.append("bypassed"))
+    signal.signal(notice, lambda *_: events.append("requeued"))
+    try:
+        launcher = WatchedSlurmLauncher.__new__(WatchedSlurmLauncher)
+        assert launcher() is done
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert events == ["requeued", "saved", *(["requeued"] if val_loss > 3 else [])]
 
 
 def test_a_squeue_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

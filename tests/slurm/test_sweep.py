@@ -24,7 +24,7 @@ def sweep(cluster: Cluster, name: str, *more: str) -> subprocess.Popen[str]:
     argv = cluster.argv("unused", *few, *more)
     argv = [word for word in argv if not word.startswith("exp_manager.")]
     argv += [
-        f"hydra.sweep.dir={cluster.folder}/{name}",
+        f"hydra.sweep.dir='{cluster.folder}/{name}'",
         "exp_manager.create_tensorboard_logger=False",
     ]
     return subprocess.Popen(
@@ -85,23 +85,30 @@ def kill_first_job(cluster: Cluster, process: subprocess.Popen[str]) -> None:
     assert "job 1 (" not in output  # the other job continues
 
 
-def test_a_requeued_job_is_final_when_it_has_run_again(cluster: Cluster) -> None:
-    """Preemption does the same: the job saves, leaves a result, and Slurm starts it again."""
+@pytest.mark.parametrize("by", ["scontrol requeue", "scancel --signal=USR2"])
+def test_a_requeued_job_is_final_when_it_has_run_again(cluster: Cluster, by: str) -> None:
+    """Preemption does the first: the job saves, leaves a result, and Slurm starts it again.
+
+    The other is what a time limit does: the job saves, and submitit requeues it.
+    """
+    name = f"requeued by {by.split()[0]}"
     process = sweep(
-        cluster, "requeued", "hydra/launcher=submitit_slurm", "trainer.devices=1",
+        cluster, name, "hydra/launcher=submitit_slurm", "trainer.devices=1",
         "model.tensor_model_parallel_size=1", "trainer.max_steps=60,2",
     )  # fmt: skip
-    await_first_job(cluster, "requeued", process)
+    await_first_job(cluster, name, process)
     number = cluster.run("squeue", "--noheader", "--array", "--states=R", "--format=%i|%K")
     first = next(line.split("|")[0] for line in number.split() if line.split("|")[1] == "0")
-    cluster.run("scontrol", "requeue", first)
+    cluster.run(*by.split(), first)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
-    assert "was saved, and Slurm runs it again" in output, output
-    results = json.loads((cluster.folder / "requeued" / "sweep.json").read_text())
+    assert ("was saved, and Slurm runs it again" in output) == (by == "scontrol requeue"), output
+    log = (cluster.folder / name / "0" / "console.log").read_text()
+    assert "saved on SIGTERM" in log and "error: " not in log, log
+    results = json.loads((cluster.folder / name / "sweep.json").read_text())
     assert "saved on a signal" not in output and "is validated against" not in output, output
     assert str(results).count("'code': 0") == 2, results
-    slice_of_the_end = json.loads((cluster.folder / "requeued/0/summary.json").read_text())
+    slice_of_the_end = json.loads((cluster.folder / name / "0" / "summary.json").read_text())
     assert results[0]["wall_seconds"] > slice_of_the_end["wall_seconds"], "both slices count"
 
 
