@@ -33,7 +33,7 @@ has not been run so yet. The last column has the reason where a suite could not 
 machine. Skipped tests need a device or a
 package that the machine lacks; the logs are in `build/nightly`."""
 COLUMNS = ("suite", "passed", "failed", "skipped", "minutes", "date", "commit", "reason, machine")
-SLURM = ("slurmctld", "slurmd", "munged", "ip", "nsenter")
+SLURM = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "bwrap")
 NOT_RUN = "not run"
 NOT_FAST = "not gpu and not slow and not slurm and not hosts"
 
@@ -128,7 +128,8 @@ SUITES = (
     ),
     Suite(
         "slurm", "jobs on a Slurm of two nodes", _pytest("-m", "slurm"),
-        SLURM, "--no-install-recommends slurmctld slurmd slurm-client munge iproute2", root=True,
+        SLURM, "--no-install-recommends slurmctld slurmd slurm-client munge iproute2 bubblewrap",
+        root=True,
     ),
     Suite(
         "hosts", "torchrun on two imitated hosts", _pytest("-m", "hosts"),
@@ -143,7 +144,7 @@ SUITES = (
     Suite(
         "slurm-container", "a Slurm job in the unpacked image is preempted and continues",
         ("make", "--no-print-directory", "test-slurm-container"),
-        (*SLURM, "buildah", "podman", "mmdebstrap", "bwrap"),
+        (*SLURM, "buildah", "podman", "mmdebstrap"),
         "--no-install-recommends buildah podman runc mmdebstrap bubblewrap slurmctld slurmd "
         "slurm-client munge iproute2", root=True,
     ),

@@ -12,8 +12,8 @@ from tests.asked import asked_for
 from tests.slurm.jobs import ROOT, Cluster
 from tests.train.runs import make_dataset
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "ip")
-PACKAGES = "slurmctld slurmd slurm-client munge iproute2"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "ip", "bwrap")
+PACKAGES = "slurmctld slurmd slurm-client munge iproute2 bubblewrap"
 UP, DOWN = (ROOT / "scripts/slurm" / f"test_cluster_{way}.sh" for way in ("up", "down"))
 
 

@@ -12,9 +12,9 @@ from tests.slurm.conftest import refuse_without_programs
 
 def test_the_packages_to_install_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(pytest.UsageError, match="slurmctld, slurmd, munged, ip cannot be found"):
+    with pytest.raises(pytest.UsageError, match="slurmctld, slurmd, munged, ip, bwrap cannot"):
         refuse_without_programs()
-    for name in ("slurmctld", "slurmd", "munged", "ip"):
+    for name in ("slurmctld", "slurmd", "munged", "ip", "bwrap"):
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
     refuse_without_programs()
