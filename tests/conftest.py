@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,6 +18,11 @@ if not any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1
 # cores, and the bits of a sum can depend on the number of threads, while tests compare the bits of
 # processes. The variable must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Under `nohup` a process ignores SIGHUP, and a run then does not save on it. A handler ends where a
+# process starts another program, so that the runs which tests start hear the signal.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 import pytest
 from hypothesis import HealthCheck, settings
