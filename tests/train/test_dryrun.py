@@ -404,7 +404,8 @@ def sharded(name: str, parallel: ParallelSpec) -> RunSpec:
     fsdp, backend = case.pop("fsdp", FsdpSpec()), case.pop("backend", "native")
     if parallel.num_nodes > 1:
         fsdp = replace(fsdp, strategy="hybrid")
-    case["shape"] = SMALL | case.get("shape", {})
+    layers = {"num_layers": 3} if parallel.pp == 1 else {}  # one is gathered beside another's pass
+    case["shape"] = SMALL | layers | case.get("shape", {})
     spec = run_spec_of(replace(parallel, fsdp=fsdp), **case)
     return replace(spec, precision=replace(spec.precision, backend=backend))
 

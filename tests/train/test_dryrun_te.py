@@ -55,7 +55,8 @@ def spec_of(name: str, parallel: ParallelSpec) -> RunSpec:
     fsdp = case.pop("fsdp", FsdpSpec())
     if parallel.num_nodes > 1:
         fsdp = replace(fsdp, strategy="hybrid")
-    case["shape"] = SMALL | {"activation": "gelu-tanh"} | case.get("shape", {})
+    layers = {"num_layers": 3} if parallel.pp == 1 else {}
+    case["shape"] = SMALL | layers | {"activation": "gelu-tanh"} | case.get("shape", {})
     return with_te(run_spec_of(replace(parallel, fsdp=fsdp), **case))
 
 
