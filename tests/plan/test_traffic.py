@@ -58,7 +58,8 @@ def case(
     layout: ParallelSpec, ranks: int = 2, *, compute: str = "bf16", **choices: Any
 ) -> tuple[int, Case]:
     layout = replace(layout, devices_per_node=ranks // layout.num_nodes)
-    choices = {"model": MODEL, "num_microbatches": 8} | choices
+    number = 4 if ranks == 2 and layout.pp == 1 else 8  # stages and replicas take several each
+    choices = {"model": MODEL, "num_microbatches": number} | choices
     return ranks, Case(compute=compute, parallel=layout, **choices)
 
 
