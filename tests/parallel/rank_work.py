@@ -41,7 +41,7 @@ class Case:
     compute: str = "fp32"
     fp8: Fp8Recipe | None = None
     model: GPTSpec = field(default_factory=gpt_spec)
-    steps: int = 20
+    steps: int = 10
     num_microbatches: int = 2  # of the global batch
     batch: int = 2
     parallel: ParallelSpec = ParallelSpec()
