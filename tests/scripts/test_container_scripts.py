@@ -40,6 +40,34 @@ def run(script: str, *words: str, **more: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.parametrize("has_base", [False, True])
+def test_the_image_starts_in_its_folder_and_behind_the_bases_entrypoint(
+    has_base: bool, tmp_path: Path
+) -> None:
+    """The script runs with folders of this machine in place of those of the image."""
+    places = {"/workspace/megafp8": tmp_path, "/opt/nvidia": tmp_path / "nvidia"}
+    text = (SCRIPTS / "entrypoint.sh").read_text()
+    for place, here in places.items():
+        assert place in text
+        text = text.replace(place, str(here))
+    programs = {tmp_path / "python3": 'echo "$PWD $*"'}
+    if has_base:
+        (tmp_path / "nvidia").mkdir()
+        programs[tmp_path / "nvidia" / "nvidia_entrypoint.sh"] = 'echo NVIDIA; exec "$@"'
+    for path, script in programs.items():
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    done = subprocess.run(
+        ["sh", "-c", text, "entrypoint.sh", "a=1", "b=x y"],
+        cwd="/",
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+    expected = f"{tmp_path} pretrain_gpt.py a=1 b=x y\n"
+    assert done.stdout == ("NVIDIA\n" if has_base else "") + expected
+
+
 @pytest.mark.parametrize("words", [[], ["a", "b"]])
 def test_unpack_without_a_folder_prints_its_usage(words: list[str], tmp_path: Path) -> None:
     done = run("unpack.sh", *words, STORE=str(tmp_path))

@@ -98,16 +98,17 @@ def run_script(
 ) -> subprocess.CompletedProcess[str]:
     """Run the script with programs that imitate Slurm's.
 
-    They leave files: `requeued`, `updated` with the arguments of `scontrol update`, and `variables`
-    with those of the ranks. `given` are more variables of the job.
+    They leave files: `requeued`, `updated` with the arguments of `scontrol update`, `command` with
+    those of `srun`, and `variables` with those of the ranks. `given` are more variables of the job.
     """
     programs = folder / "bin"
     programs.mkdir(parents=True, exist_ok=True)
     (folder / "said").write_text("".join(f"{text}\n" for text in row.says))
     wait = f"kill -{row.signal} $PPID; sleep 0.3" if row.signal else ":"
     (programs / "srun").write_text(
-        f"#!/bin/sh\ntrap '' USR1\nenv >{folder}/variables\ncat {folder}/said >&2\n{wait}\n"
-        f"exit {row.srun}\n"
+        "#!/bin/sh\n[ $1 != --help ] || { echo --container-image; exit; }\n"
+        f"echo \"$@\" >{folder}/command\ntrap '' USR1\nenv >{folder}/variables\n"
+        f"cat {folder}/said >&2\n{wait}\nexit {row.srun}\n"
     )
     given_name = f"exp_manager.name={name}"
     words = f"'/a b/pretrain.sbatch' '{given_name}' some.key=0123456789abcdef"
@@ -244,6 +245,19 @@ def test_the_line_that_continues_is_the_one_that_submitted_the_job(tmp_path: Pat
     options = ["--ntasks-per-node=2", "--gpus-per-node=0", "--time=02:00:00", "--partition=big"]
     assert words[sbatch + 1 :] == [*options, "/a b/pretrain.sbatch"], "--nodes=2 is in the script"
     assert variables(tmp_path)["MEGAFP8_ADDED"] == "trainer.num_nodes=2 trainer.devices=2"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_pyxis_gets_image_mounts_folder_and_a_home(tmp_path: Path, launcher: str) -> None:
+    """The host's HOME, which pyxis passes on, is no folder of the image."""
+    given = {"CONTAINER_IMAGE": "nvcr.io#a/b:1", "CONTAINER_MOUNTS": "/data,/r:/runs"}
+    run_script(tmp_path, ENDS["finished"], **given, LAUNCHER=launcher, PYTHON="", MEGAFP8_DIR="")
+    words = (tmp_path / "command").read_text().split()
+    assert "--container-image=nvcr.io#a/b:1" in words and "--no-container-mount-home" in words
+    assert "--container-mounts=/data,/r:/runs" in words
+    assert "--container-workdir=/workspace/megafp8" in words
+    home = words.index("HOME=/tmp")
+    assert words[home - 1] == "env" and words[home + 1] == "python3"
 
 
 def test_a_notice_longer_than_the_time_limit_is_named(tmp_path: Path) -> None:
