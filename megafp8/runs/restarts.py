@@ -147,11 +147,11 @@ def _report(run_dir: Path, step: int, starts: list[dict[str, Any]]) -> str:
         "saved none" + (f"; {start['ended']}" if start.get("ended") else "")
         for start in starts[:-1]
     ]
-    places = {_place(start) for start in starts}
-    where = f"All of them ran on {places.pop()}. " if len(places) == 1 else ""
-    node = failing_node(starts[:-1])
-    if node and not where:
+    places, node = {_place(start) for start in starts}, failing_node(starts[:-1])
+    if node and node not in places:
         where = f"All of them ended on {node}. "
+    else:
+        where = f"All of them ran on {places.pop()}. " if len(places) == 1 else ""
     return (
         f"{run_dir}: {len(starts) - 1} restarts have begun at step {step}, and none reached "
         "its next checkpoint:\n" + "\n".join(lines) + f"\n{where}"

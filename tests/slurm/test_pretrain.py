@@ -34,22 +34,26 @@ signal.signal(signal.SIGQUIT, crash)
 """
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_job_goes_on_after_every_end(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
-    """One job comes to one end after the other, alike in each way to start its ranks.
+def crashing(cluster: Cluster) -> dict[str, str]:
+    """Return variables with which a rank that gets SIGQUIT raises an exception.
 
-    Python reads `sitecustomize.py` when it starts: a rank that gets SIGQUIT raises an exception.
+    Python reads `sitecustomize.py` when it starts.
     """
-    steps = [int(dict(line)["step"]) for line in undisturbed if "lr" in dict(line)]
-    assert steps == list(range(1, STEPS + 1))
     planted = cluster.folder / "planted"
     planted.mkdir(exist_ok=True)
     (planted / "sitecustomize.py").write_text(CRASHES)
-    path = f"{planted}:{cluster.environment['PYTHONPATH']}"
+    return {"PYTHONPATH": f"{planted}:{cluster.environment['PYTHONPATH']}"}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_job_goes_on_after_every_end(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
+    """One job comes to one end after the other, alike in each way to start its ranks."""
+    steps = [int(dict(line)["step"]) for line in undisturbed if "lr" in dict(line)]
+    assert steps == list(range(1, STEPS + 1))
     job = cluster.submit(
         f"ends_{way}", "trainer.max_restarts=3", "trainer.step_timeout=30",
-        environment=cluster.start_with(way) | {"PYTHONPATH": path},
+        environment=cluster.start_with(way) | crashing(cluster),
     )  # fmt: skip
     ends = {
         "75 after USR1": lambda: cluster.run("scancel", "--batch", "--signal=USR1", job.number),
@@ -102,6 +106,23 @@ def test_preemption(cluster: Cluster, undisturbed: Metrics, way: str) -> None:
     assert_finished_as(job, undisturbed)
     assert f"continuing after step {saved} of {STEPS}" in job.log
     assert Job(cluster, "other", other).field("JobState") == "COMPLETED"
+
+
+def test_crashes_without_progress_end_the_job(cluster: Cluster) -> None:
+    more = [
+        "trainer.max_restarts=1",
+        "exp_manager.checkpoint_callback_params.every_n_train_steps=99",
+    ]
+    job = cluster.submit("crashes", *more, environment=crashing(cluster))
+    first_step = re.compile(rf"step +1/{STEPS} \| loss")
+    for restarts in (1, 2):
+        job.until(lambda n=restarts: len(first_step.findall(job.log)) == n, "step 1 of a start")
+        os.kill(job.pids_of_ranks()[2], signal.SIGQUIT)
+        job.until(lambda restarts=restarts: job.restarts == restarts, "the restart")
+    assert job.wait(90) == "FAILED" and job.field("ExitCode") == "2:0", job.log
+    assert "2 restarts have begun at step 0, and none reached its next checkpoint" in job.log
+    assert job.log.count("saved none; rank 2 on node2 crashed") == 2, job.log
+    assert "All of them ended on node2" in job.log and "--exclude=node2" in job.log
 
 
 def test_a_hang_ends_a_job_that_asks_for_no_restarts(cluster: Cluster) -> None:
