@@ -27,9 +27,9 @@ from pathlib import Path
 
 import torch
 
-from megafp8.fp8.cast import decode, quantize
-from megafp8.fp8.formats import E4M3
-from megafp8.fp8.kernels.compile import library
+from fp8_numerics.cast import decode, quantize
+from fp8_numerics.formats import E4M3
+from fp8_numerics.kernels.compile import library
 
 
 def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:

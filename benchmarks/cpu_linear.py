@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from fp8_numerics.gemm import GemmCounter
+from fp8_numerics.kernels.compile import library
 from megafp8.backends import torchao as torchao_linear
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ComputeGrad, MainGradSink
-from megafp8.fp8.kernels.compile import library
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.specs import Fp8Recipe

@@ -28,11 +28,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from fp8_numerics import cpu
+from fp8_numerics.kernels.compile import library
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
-from megafp8.fp8.kernels.compile import library
-from megafp8.ops import cpu
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import RunSpec
 from megafp8.train.build import build

@@ -38,10 +38,10 @@ def start(preset: str, ranks: int) -> dict[str, float]:
     """Build a rank's model and master weights; return bytes and seconds."""
     import torch
 
+    from fp8_numerics.gemm import GemmCounter
     from megafp8.backends import choose
     from megafp8.config.load import load
     from megafp8.config.resolve import resolve
-    from megafp8.fp8.gemm import GemmCounter
     from megafp8.models.random import RandomStreams
     from megafp8.parallel.fsdp import local_of
     from megafp8.parallel.mesh import join

@@ -27,8 +27,8 @@ from gpu_common import (
     timed,
 )
 
+from fp8_numerics.scaled_mm import scaled_mm
 from megafp8.fp8.engine import unsupported
-from megafp8.ops.scaled_mm import scaled_mm
 
 
 def floor_seconds(size: int, precision: str, name: str) -> float:

@@ -25,14 +25,14 @@ import torch
 import torch.nn.functional as F
 from gpu_common import RESULTS, Results, device_and_name, spread, timed
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.cast import spread as spread_scale
+from fp8_numerics.gemm import EMULATED, GemmCounter, gemm
+from fp8_numerics.scaled_mm import BLOCK, PACKED, Layout, scaled_mm
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.cast import spread as spread_scale
 from megafp8.fp8.engine import engine_of, unsupported
-from megafp8.fp8.gemm import EMULATED, GemmCounter, gemm
 from megafp8.fp8.quantizer import Role, WantsFp8
 from megafp8.fp8.scaling import ScalingState
-from megafp8.ops.scaled_mm import BLOCK, PACKED, Layout, scaled_mm
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES, find_recipe
 

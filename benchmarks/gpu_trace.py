@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 import megafp8
+from fp8_numerics.formats import FORMATS
 from megafp8.backends import choose
 from megafp8.backends.te.state import TeScaling
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import ConfigError
-from megafp8.fp8.formats import FORMATS
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import RunSpec
 from megafp8.train.build import build

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.traces import Sample, Trace
+from fp8_numerics.formats import Fp8Format
 from megafp8.backends.te.state import TeScaling
-from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.scaling import Direction, ScaleTable
 
 UPDATE = (

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.errors import DataError
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.scaling import Direction, ScaleTable, ScalingState
 from megafp8.specs import Fp8Recipe
 

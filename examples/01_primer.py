@@ -9,10 +9,10 @@ the first step of any run.
 import torch
 import torch.nn.functional as F
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3, E5M2, Fp8Format
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3, E5M2, Fp8Format
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.scaling import ScalingState

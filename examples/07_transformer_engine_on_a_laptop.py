@@ -9,7 +9,7 @@ import warnings
 
 import torch
 
-from megafp8 import te_cpu
+import te_cpu
 
 te = te_cpu.load()
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fp8_numerics.caches import put
 from megafp8.errors import CheckpointError, RunError, UnreadableError
 from megafp8.foreign import ForeignFileError, parse_json, read_bytes, read_object
-from megafp8.ops.caches import put
 from megafp8.secrets import hide_values, shown
 
 _HINTS = {

@@ -258,7 +258,7 @@ has_torch || install_torch
 say "installing megafp8 and its dependencies${extras:+, tools for tests included}"
 run_logged "$py" -m pip install "${editable[@]}" --editable ".${extras:+[$extras]}" || give_up "the dependencies could not be installed"
 if [ -n "$extras" ]; then # tests need it, and download it themselves if this fails
-    run_logged "$py" -m megafp8.te_cpu \
+    run_logged "$py" -m te_cpu \
         || say "  Transformer Engine's Python could not be fetched: $(tail -n 1 "$log")"
 fi
 rm -f "$VENV"/.stamp-*

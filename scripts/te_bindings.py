@@ -16,8 +16,8 @@ import re
 import subprocess
 from dataclasses import dataclass
 
-from megafp8.te_cpu import enums
-from megafp8.te_cpu.extension import kernels
+from te_cpu import enums
+from te_cpu.extension import kernels
 
 PYBIND = "transformer_engine/pytorch/csrc/extensions/pybind.cpp"
 HELPER = "transformer_engine/common/util/pybind_helper.h"

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megafp8.te_cpu.wheel import sources
+from te_cpu.wheel import sources
 
 OUTPUT = Path(__file__).parents[1] / "tests/backends/te/te_signatures.json"
 PACKAGE = "transformer_engine"

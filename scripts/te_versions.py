@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from megafp8 import te_cpu
-from megafp8.fp8.nvfp4 import BLOCK, LARGEST, rotated
+import te_cpu
+from fp8_numerics.nvfp4 import BLOCK, LARGEST, rotated
 from megafp8.specs.te_versions import FIRST_WITH_NVFP4, is_before
-from megafp8.te_cpu import nv
-from megafp8.te_cpu.versions import DEFAULT_VERSION, HASHES, OLDEST, release_of
-from megafp8.te_cpu.wheel import PACKAGE
+from te_cpu import nv
+from te_cpu.versions import DEFAULT_VERSION, HASHES, OLDEST, release_of
+from te_cpu.wheel import PACKAGE
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "docs/reference/te_versions.md"
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         wrong += [version] * bool(why_wrong(results))
     unknown = [] if options.versions else released_and_unknown()
     if unknown:
-        print(f"not in megafp8/te_cpu/versions.py: {', '.join(unknown)}")
+        print(f"not in te_cpu/versions.py: {', '.join(unknown)}")
     return int(bool(unknown or wrong))
 
 

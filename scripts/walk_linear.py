@@ -3,7 +3,7 @@
     python -m scripts.walk_linear              the counts of each recipe
     python -m scripts.walk_linear delayed -v   the functions of one recipe, by their calls
 
-Counted are the calls of functions in megafp8's files (`sys.setprofile`), after warm-up, while the
+Counted are the calls of our own functions (`sys.setprofile`), after warm-up, while the
 first microbatch of a step runs through eight linears (128 x 128, with biases, 64 tokens in BF16),
 from `begin_microbatch` to `end_backward`: casts of the weights and updates of the scales count. All
 of it is divided by the number of linears. `deepest` is the largest number of such functions that
@@ -23,16 +23,17 @@ from typing import Any
 import torch
 from torch import nn
 
+import fp8_numerics
 import megafp8
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES, find_recipe
 
-PACKAGE = Path(megafp8.__file__).parent
+PACKAGES = [Path(str(package.__file__)).parent for package in (megafp8, fp8_numerics)]
 NUM_LINEARS, WIDTH, TOKENS = 8, 128, 64
 
 
@@ -46,11 +47,12 @@ class Walk:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """Look at one call or return."""
         path = Path(frame.f_code.co_filename)
-        if event not in ("call", "return") or not path.is_relative_to(PACKAGE):
+        package = next((each for each in PACKAGES if path.is_relative_to(each)), None)
+        if event not in ("call", "return") or package is None:
             return
         self._depth += 1 if event == "call" else -1
         if event == "call":
-            file = path.relative_to(PACKAGE).as_posix()
+            file = path.relative_to(package).as_posix()
             self.calls[file, frame.f_code.co_qualname] += 1
             self.deepest = max(self.deepest, self._depth)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megafp8.fp8.kernels.compile import library
+from fp8_numerics.kernels.compile import library
 
 
 def need_kernels() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megafp8.fp8.kernels.compile import INCLUDED, SOURCE
+from fp8_numerics.kernels.compile import INCLUDED, SOURCE
 
 FOLDER = Path(__file__).parents[1] / "build" / "compiled"
 KEPT = {"code": 64, "facts": 2048}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megafp8.te_cpu.wheel import te_folder
+from te_cpu.wheel import te_folder
 from tests import compiled
 
 ROOT = Path(__file__).parents[1]
@@ -113,9 +113,9 @@ NUMERIC = (
     "tests/train/test_dryrun.py",
 )
 QUICK = (
-    "tests/fp8/test_cast.py::test_special_values",
-    "tests/fp8/test_cast.py::test_ties_and_their_neighbours",
-    "tests/fp8/test_cast.py::test_decoding_of_every_code",
+    "tests/fp8_numerics/test_cast.py::test_special_values",
+    "tests/fp8_numerics/test_cast.py::test_ties_and_their_neighbours",
+    "tests/fp8_numerics/test_cast.py::test_decoding_of_every_code",
     "tests/fp8/test_linear.py::test_output_and_gradients_follow_the_specification",
     "tests/optim/test_scaled_adam.py::test_c_has_torchs_bits_at_every_size",
     "tests/train/test_step.py::test_training_learns",

@@ -329,7 +329,7 @@ def test_what_does_not_exist_is_found(text: str, complaint: str) -> None:
     [
         "[a](training.md#continuing), [b](../../README.md), [c](https://example.org)",
         "`UserError` in [errors.py](../../megafp8/errors.py)",
-        "`megafp8/fp8/kernels/triton_*.py`, `fp8/gemm.py`, `test_docs.py`",
+        "`megafp8/fp8/kernels/triton_*.py`, `fp8_numerics/gemm.py`, `test_docs.py`",
         "`from megafp8 import fp8`, `megafp8.errors`, `megafp8 dryrun --rank N`",
         "`make check`, `model.optim.lr=1e-3`, `model=gpt3_125m`, `trainer.logger`",
     ],

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from fp8_numerics.caches import built_beside, locked
 from megafp8.errors import RunError
 from megafp8.files import read_json_object, run_errors_reported, write_json_atomically
-from megafp8.ops.caches import built_beside, locked
 
 
 def test_a_folder_that_the_file_system_refuses_was_not_removed(tmp_path: Path) -> None:

@@ -22,15 +22,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from megafp8.ops import torch_private, torch_products
-from megafp8.te_cpu import torch_private as of_te_cpu
+from fp8_numerics import torch_private as torch_products
+from megafp8.ops import torch_private
+from te_cpu import torch_private as of_te_cpu
 from tests.test_layers import ROOT, source_files
 
 OWN_FILES = (
     "megafp8/ops/torch_private.py",
     "megafp8/ops/torch_pipelining.py",
-    "megafp8/ops/torch_products.py",
-    "megafp8/te_cpu/torch_private.py",
+    "fp8_numerics/torch_private.py",
+    "te_cpu/torch_private.py",
 )
 OF_OTHERS = {
     "*": ("os._exit", "sys._getframe", "sys._current_frames", "*._asdict"),
@@ -38,7 +39,7 @@ OF_OTHERS = {
     "megafp8/c*/*.py": ("*._get_node", "*._value", "*._target_"),
     # what Transformer Engine's Python keeps in its tensors and quantizers
     "megafp8/backends/te/*": ("[!t]*._*", "tensor._*", "tex._*"),
-    "megafp8/te_cpu/*": ("[!t]*._*", "tensor._*", "tex._*"),
+    "te_cpu/*": ("[!t]*._*", "tensor._*", "tex._*"),
     "megafp8/cli/audit/with_accelerate.py": ("launch._*",),
     "megafp8/data/*tokenizer*.py": ("self._encoding._*",),
     "benchmarks/*": ("quantizer(x)._data",),

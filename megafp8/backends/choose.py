@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from fp8_numerics.dtypes import DTYPES
+from fp8_numerics.gemm import GemmCounter
 from megafp8.backends.protocol import Backend
 from megafp8.errors import ConfigError
-from megafp8.fp8.dtypes import DTYPES
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import GradSink
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.agreement import first_known

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fp8_numerics.dtypes import DTYPE_NAMES, DTYPES
+from fp8_numerics.gemm import Engine, GemmCounter, wide_dtype
+from fp8_numerics.kernels.compile import library
+from fp8_numerics.kernels.triton_launch import runs_triton
 from megafp8.backends.native_block import FusedParts
 from megafp8.backends.native_dryrun import as_on_a_gpu
 from megafp8.backends.protocol import Backend, Stores
-from megafp8.fp8.dtypes import DTYPE_NAMES, DTYPES
-from megafp8.fp8.gemm import Engine, GemmCounter, wide_dtype
-from megafp8.fp8.kernels.compile import library
-from megafp8.fp8.kernels.triton_launch import runs_triton
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import (

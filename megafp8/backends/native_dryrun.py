@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.gemm import Engine
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import Engine
 from megafp8.fp8.quantizer import READERS, LinearQuantizer, Operands, column_sum, operands_of
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.parts import linears_of

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from megafp8.fp8.gemm import GemmCounter
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import NoScaling, ScalingState

@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_numerics import bf16
+from fp8_numerics.dtypes import DTYPE_NAMES
+from fp8_numerics.gemm import GemmCounter
 from megafp8.backends.native import NativeBackend, planned_of
 from megafp8.backends.protocol import Backend
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.dtypes import DTYPE_NAMES
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ScalingState, formats_of
 from megafp8.fp8.weights import GatheredFp8
-from megafp8.ops import bf16
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import Fp8Recipe, RunSpec

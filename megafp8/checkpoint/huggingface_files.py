@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fp8_numerics.caches import put
 from megafp8.checkpoint.huggingface import (
     ConversionError,
     Mapped,
@@ -27,7 +28,6 @@ from megafp8.checkpoint.huggingface import (
 from megafp8.errors import CheckpointError, RunError
 from megafp8.files import give_ordinary_mode, os_errors_reported, write_json_atomically
 from megafp8.foreign import MIB, Fields, ForeignFileError, member, read_object, shown_value
-from megafp8.ops.caches import put
 from megafp8.specs import GPTSpec
 
 CONFIG = "config.json"

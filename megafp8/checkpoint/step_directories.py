@@ -13,8 +13,8 @@ import re
 import secrets
 from pathlib import Path
 
+from fp8_numerics.caches import fsync_directory
 from megafp8.files import os_errors_reported, remove_tree
-from megafp8.ops.caches import fsync_directory
 
 MANIFEST_NAME = "manifest.json"
 

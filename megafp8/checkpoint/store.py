@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fp8_numerics.caches import fsync_directory
 from megafp8.checkpoint.best import NONE, Best
 from megafp8.checkpoint.manifest import (
     Manifest,
@@ -39,7 +40,6 @@ from megafp8.checkpoint.step_directories import (
 from megafp8.checkpoint.verify import check_size, check_structure, verify, why_damaged
 from megafp8.errors import CheckpointError
 from megafp8.files import os_errors_reported, remove_tree
-from megafp8.ops.caches import fsync_directory
 
 __all__ = [
     "Placement",

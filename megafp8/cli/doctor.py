@@ -169,7 +169,7 @@ def _nccl() -> MachinePart:
 
 
 def _cpu() -> MachinePart:
-    from megafp8.ops import cpu
+    from fp8_numerics import cpu
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     flags = cpu.read_flags() or frozenset()

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp8_numerics.caches import built_beside, move_away, sync
+from fp8_numerics.caches import cache_folder as user_cache
 from megafp8.data.dataset import (
     FORMAT_VERSION,
     OpenedDataset,
@@ -28,8 +30,6 @@ from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.tokenize import END_OF_DOCUMENT, train_tokenizer
 from megafp8.errors import DataError
 from megafp8.files import expanded
-from megafp8.ops.caches import built_beside, move_away, sync
-from megafp8.ops.caches import cache_folder as user_cache
 
 # Installed packages are not Python's own; the rest are tests, demos, bundled and generated files.
 EXCLUDED_FOLDERS = frozenset(

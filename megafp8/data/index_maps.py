@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fp8_numerics.caches import built_beside, locked, move_away
 from megafp8.data.indexed import IndexedDataset
 from megafp8.foreign import read_json
-from megafp8.ops.caches import built_beside, locked, move_away
 
 # Sequences at a time: their lengths and ends stay in the processor's cache.
 _BLOCK = 1 << 14

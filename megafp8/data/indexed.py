@@ -26,9 +26,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from fp8_numerics.caches import put
 from megafp8.errors import DataError
 from megafp8.files import draft_of, expanded
-from megafp8.ops.caches import put
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

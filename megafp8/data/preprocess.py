@@ -27,6 +27,7 @@ from typing import IO
 
 import numpy as np
 
+from fp8_numerics.caches import locked, move_away, put
 from megafp8.data.dataset import SIDECAR_SUFFIX, Sidecar, record_file
 from megafp8.data.indexed import bin_path, idx_path, token_dtype, write_index
 from megafp8.data.long_texts import encode_batch, noted
@@ -36,7 +37,6 @@ from megafp8.data.tokenize import TOKENIZER_FILES, Frame, Tokenizer, document_en
 from megafp8.errors import DataError
 from megafp8.files import draft_of, write_atomically
 from megafp8.foreign import read_json
-from megafp8.ops.caches import locked, move_away, put
 from megafp8.secrets import hide_values, redacted
 
 THREADS_VARIABLE = "RAYON_NUM_THREADS"  # sets the threads of the Rust libraries and of our code

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from fp8_numerics.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
 from megafp8.errors import UserError
 from megafp8.fp8.draws import WHOLE, Part
-from megafp8.fp8.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
 from megafp8.fp8.recipes.delayed import Delayed
 from megafp8.fp8.rule import CastRule, RuleUpdate

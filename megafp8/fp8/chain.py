@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.fused import ActivationProducer, Producer
 from megafp8.fp8.heads import Heads
 from megafp8.fp8.linear import GradOutput, Linear, linear_backward, linear_forward, sum_rows

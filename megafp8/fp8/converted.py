@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fp8_numerics.cast import amax_of, with_nans
+from fp8_numerics.gemm import GemmCounter
+from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.errors import UserError
-from megafp8.fp8.cast import amax_of, with_nans
 from megafp8.fp8.engine import slow_parts
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import ComputeGrad
-from megafp8.fp8.kernels.triton_launch import on_device_of
 from megafp8.fp8.linear import LinearFunction, NoComm
 from megafp8.fp8.quantizer import LinearQuantizer
 from megafp8.fp8.scaling import ScalingState

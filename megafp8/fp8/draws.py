@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megafp8.fp8.philox import WIDTH, Counters, Key, Rows, random_bytes
+from fp8_numerics.philox import WIDTH, Counters, Key, Rows, random_bytes
 
 EVALUATION = -1
 """The step whose draws are those of evaluations."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
-from megafp8.fp8.gemm import EMULATED, Engine
-from megafp8.fp8.kernels import triton_launch
-from megafp8.ops.scaled_mm import Layout, writes_fp32
+from fp8_numerics.gemm import EMULATED, Engine
+from fp8_numerics.kernels import triton_launch
+from fp8_numerics.scaled_mm import Layout, writes_fp32
 from megafp8.specs.gpus import why_no_product
 from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.formats import E4M3, Fp8Format
+from fp8_numerics.formats import E4M3, Fp8Format
 
 Kind = Literal["gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
 KINDS: dict[str, Kind] = {
@@ -169,7 +169,7 @@ class ActivationProducer:
         return (grad_x,)
 
     def _cast(self, x_TX: torch.Tensor, grad_TI: torch.Tensor | None, into: CastInto) -> Produced:
-        from megafp8.fp8.kernels.triton_cast import cast
+        from fp8_numerics.kernels.triton_cast import cast
 
         return cast_by(cast, x_TX, into, activation=self.kind, grad_MN=grad_TI)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.kernels.compile import library
+from fp8_numerics.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.ops import torch_private
 

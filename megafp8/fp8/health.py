@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor, amax_of
+from fp8_numerics.cast import Fp8Tensor, amax_of
 from megafp8.fp8.scaling import Direction, ScaleTable, ScalingState
 from megafp8.specs.precision import Fp8Recipe
 from megafp8.specs.recipes import traits_of

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import EMULATED, GemmCounter, gemm
 from megafp8.fp8.draws import TokenOrder
-from megafp8.fp8.gemm import EMULATED, GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSink, GradSum
 from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
 from megafp8.fp8.scaling import Pending, ReduceMax

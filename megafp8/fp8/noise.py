@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs.run import TensorNoise
 

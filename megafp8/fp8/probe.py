@@ -10,8 +10,8 @@ from functools import cached_property
 
 import torch
 
+from fp8_numerics.cast import Fp8Tensor, spread
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor, spread
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ReduceMax, ScalingState

@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor, quantize
+from fp8_numerics.cast import Fp8Tensor, quantize
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.gemm import wide_dtype
+from fp8_numerics.swizzle import swizzled_size
 from megafp8.fp8.draws import WHOLE, Part
-from megafp8.fp8.formats import Fp8Format
 from megafp8.fp8.fused import Make, Produced
-from megafp8.fp8.gemm import wide_dtype
 from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
-from megafp8.ops.swizzle import swizzled_size
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.traits import TENSOR, GemmName, Scales
@@ -266,7 +266,7 @@ def cast_whole(
     """
     engine, fmt = tensor.state.engine, tensor.fmt
     if engine.uses_triton:
-        from megafp8.fp8.kernels.triton_cast import cast
+        from fp8_numerics.kernels.triton_cast import cast
 
         # One pass writes each orientation that is needed, or one payload for both products.
         orients = engine.orients("tensor")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor, amax_of, spread
+from fp8_numerics.cast import Fp8Tensor, amax_of, spread
 from megafp8.fp8.probe import (
     Probe,
     RanksDifferError,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 
+from fp8_numerics import block_casts
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E2M1
 from megafp8.errors import UserError
-from megafp8.fp8 import block_casts
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import Draw
-from megafp8.fp8.formats import E2M1
 from megafp8.fp8.quantizer import (
     Operands,
     SavedForm,

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import amax_of, quantize
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.kernels.compile import library
-from megafp8.fp8.kernels.triton_launch import runs_triton
-from megafp8.fp8.scales import power_2_below
+from fp8_numerics.cast import amax_of, quantize
+from fp8_numerics.formats import E4M3, E5M2
+from fp8_numerics.kernels.compile import library
+from fp8_numerics.kernels.triton_launch import runs_triton
+from fp8_numerics.meta import device_kind
+from fp8_numerics.scales import power_2_below
 from megafp8.fp8.stored_formats import STORAGE_FORMATS, StorageFormat
-from megafp8.ops.meta import device_kind
 from megafp8.specs.optim import StorageName
 
 LARGEST_SCALE = 2.0**126

@@ -28,11 +28,11 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import FORMATS, Fp8Format
+from fp8_numerics.gemm import EMULATED, Engine
 from megafp8.fp8.draws import ONE_SAMPLE, Draws, Moment, Tokens
 from megafp8.fp8.engine import engine_of
-from megafp8.fp8.formats import FORMATS, Fp8Format
-from megafp8.fp8.gemm import EMULATED, Engine
 from megafp8.ops import torch_private
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Seen

@@ -10,12 +10,12 @@ from functools import partial
 
 import torch
 
+from fp8_numerics.gemm import GemmCounter
+from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
 from megafp8.fp8.coverage import Coverage, names
 from megafp8.fp8.draws import Tokens
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
-from megafp8.fp8.kernels.triton_launch import on_device_of
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HealthRecord, complaints
 from megafp8.specs.precision import Fp8Recipe

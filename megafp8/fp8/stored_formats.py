@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.formats import E4M3, E5M2
+from fp8_numerics.formats import E4M3, E5M2
 from megafp8.specs.optim import StorageName
 
 

@@ -23,9 +23,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import Fp8Tensor, quantize, with_nans
-from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.gemm import Engine
+from fp8_numerics.cast import Fp8Tensor, quantize, with_nans
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.gemm import Engine
 from megafp8.fp8.quantizer import LinearQuantizer, Operands
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.ops import torch_private
@@ -393,7 +393,7 @@ class AgreedScale:
     def quantized(self, part_MN: torch.Tensor) -> Fp8Tensor:
         """Return a part of the weight in FP8, with `dequant_scale` itself, not a copy of it."""
         if self.engine.uses_triton:
-            from megafp8.fp8.kernels.triton_cast import cast
+            from fp8_numerics.kernels.triton_cast import cast
 
             payload = cast(part_MN.contiguous(), self.quant_scale, self.fmt).payload
             assert payload is not None

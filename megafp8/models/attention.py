@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8_numerics.bf16 import is_widened
 from megafp8.models.documents import Area, Documents, band
 from megafp8.models.packed import BlockOf, attend_blocks, attend_varlen, uses_varlen
 from megafp8.models.positions import Rotary, alibi_bias, alibi_slopes, rotary
 from megafp8.models.random import RandomStreams
 from megafp8.ops.attention import AttentionTile, attention, has_small_products
-from megafp8.ops.bf16 import is_widened
 from megafp8.specs import GPTSpec
 
 CountFlops = Callable[[int], None]

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.ops import addmm, bf16, torch_private
-from megafp8.ops.meta import device_kind
+from fp8_numerics import addmm, bf16
+from fp8_numerics.meta import device_kind
+from megafp8.ops import torch_private
 from megafp8.specs.data import IGNORE
 from megafp8.specs.model import head_chunk
 

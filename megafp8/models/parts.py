@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fp8_numerics import bf16
 from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
-from megafp8.ops import bf16
 from megafp8.specs import GPTSpec
 from megafp8.specs.geometry import Piece, whole_pieces
 from megafp8.specs.layer import LayerLinear

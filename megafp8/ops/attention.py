@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from fp8_numerics.bf16 import is_widened
 from megafp8.ops import torch_private
-from megafp8.ops.bf16 import is_widened
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

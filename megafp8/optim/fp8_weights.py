@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import raise_amax
+from fp8_numerics.cast import raise_amax
 from megafp8.fp8.weights import StoredFp8
 from megafp8.parallel.collectives import Axis
 from megafp8.specs.geometry import boxes_of_run

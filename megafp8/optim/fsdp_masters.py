@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import amax_of, raise_amax
+from fp8_numerics.cast import amax_of, raise_amax
 from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.ops import torch_private

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.cast import amax_of
-from megafp8.fp8.kernels.compile import library
-from megafp8.fp8.kernels.triton_launch import runs_triton
+from fp8_numerics.cast import amax_of
+from fp8_numerics.kernels.compile import library
+from fp8_numerics.kernels.triton_launch import runs_triton
 from megafp8.fp8.scaled import Dither, ScaledTensor, StoredInC
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.specs.optim import StorageName

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megafp8.fp8.dtypes import DTYPES
+from fp8_numerics.dtypes import DTYPES
 from megafp8.fp8.weights import GatheredForm, GatheredFp8
 from megafp8.models.gpt import GPT
 from megafp8.models.init import initial_values, pieces_of

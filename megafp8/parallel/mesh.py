@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megafp8.ops.meta import planning_for
+from fp8_numerics.meta import planning_for
 from megafp8.ops.torch_private import fsdp_without_values, join_simulated_group
 from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_numerics.dtypes import DTYPE_NAMES
+from fp8_numerics.formats import FORMATS
+from fp8_numerics.gemm import GemmCounter, gemm
+from fp8_numerics.kernels.triton_launch import runs_triton
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Part, columns_of
-from megafp8.fp8.dtypes import DTYPE_NAMES
-from megafp8.fp8.formats import FORMATS
-from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSink, GradSum, look_up
 from megafp8.fp8.heads import Heads, split_heads
-from megafp8.fp8.kernels.triton_launch import runs_triton
 from megafp8.fp8.linear import Linear, LinearComm, NoComm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState

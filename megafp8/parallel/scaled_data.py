@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import amax_of
+from fp8_numerics.cast import amax_of
 from megafp8.fp8.scaled import ScaledTensor, add_up, cast_stored, resize_memory, scales_for
 from megafp8.fp8.scaling import Pending
 from megafp8.fp8.stored_formats import STORAGE_FORMATS, StorageFormat

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.draws import TokenOrder
 from megafp8.fp8.quantizer import Operand, Role
 from megafp8.fp8.scaling import Pending, ReduceMax

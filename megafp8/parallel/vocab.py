@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_numerics.kernels.triton_launch import runs_triton
 from megafp8.fp8.grad_sink import GradSink
-from megafp8.fp8.kernels.triton_launch import runs_triton
 from megafp8.models.loss import AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence

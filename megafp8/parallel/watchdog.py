@@ -37,7 +37,7 @@ WITHOUT_GIL_SECONDS = 6.0  # then a rank that cannot run Python is ended
 LEAST_SECONDS = 600.0  # that an automatic limit leaves: torch's own for gloo and NCCL is no less
 TIMES_LONGEST = 20.0
 FREE_STEPS = 2
-_WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py", "megafp8/te_cpu/cuda.py")
+_WAITING = ("torch/distributed/", "megafp8/parallel/collectives.py", "te_cpu/cuda.py")
 _READING = tuple(f"megafp8/train/{name}.py" for name in ("step", "validate", "process"))
 # Here a rank reads a result that a GPU still computes.
 _READING += ("torch/cuda/", "megafp8/fp8/health.py")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fp8_numerics.caches import put
 from megafp8.data.conversations import Chat
 from megafp8.data.library_tokenizers import load_sentencepiece, load_tiktoken
 from megafp8.data.named_tokenizers import (
@@ -37,7 +38,6 @@ from megafp8.files import (
     write_json_atomically,
 )
 from megafp8.foreign import ForeignFileError, member, read_object
-from megafp8.ops.caches import put
 from megafp8.runs.find import CHECKPOINTS_DIR
 from megafp8.secrets import hide_values, is_secret_name
 

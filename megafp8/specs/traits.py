@@ -276,7 +276,7 @@ class Traits:
 def packed_bytes(kind: PackedName, rows: int, inner: int) -> int:
     """Return the bytes of an operand [rows, inner] that is packed for Blackwell's tensor cores.
 
-    Scales lie in whole tiles of 128 rows x 4 blocks, as `ops/swizzle.py` says.
+    Scales lie in whole tiles of 128 rows x 4 blocks, as `fp8_numerics/swizzle.py` says.
     """
     block, bits, factor = _PACKED[kind]
     tiles = -(-rows // 128) * -(-inner // (4 * block))

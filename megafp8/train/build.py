@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from fp8_numerics.dtypes import DTYPES
+from fp8_numerics.gemm import GemmCounter
 from megafp8.backends import choose
 from megafp8.backends.protocol import Backend
-from megafp8.fp8.dtypes import DTYPES
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT

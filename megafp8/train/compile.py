@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_numerics.caches import why_unsafe
+from fp8_numerics.kernels import triton_launch
 from megafp8.errors import ConfigError
 from megafp8.fp8.grad_sink import DeferringSink, DotGradSink
-from megafp8.fp8.kernels import triton_launch
 from megafp8.fp8.linear import Linear
 from megafp8.models.attention import AttentionContext, AttentionCore
 from megafp8.models.block import TransformerLayer
 from megafp8.models.parts import Dropout
 from megafp8.ops import torch_private
-from megafp8.ops.caches import why_unsafe
 from megafp8.parallel.parts import linears_of
 
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", **triton_launch.CACHE}

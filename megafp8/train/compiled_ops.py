@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8 import linear as eager
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.quantizer import Operand, SavedForm
 from megafp8.models.parts import Dropout

@@ -27,8 +27,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from fp8_numerics.gemm import Fp8Backend, GemmCounter
 from megafp8.errors import ConfigError
-from megafp8.fp8.gemm import Fp8Backend, GemmCounter
 from megafp8.fp8.grad_sink import GradSum, MainGradSink
 from megafp8.fp8.quantizer import Operands
 from megafp8.fp8.scaling import NoScaling, ScalingState

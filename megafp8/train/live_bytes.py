@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megafp8.ops.meta import is_in_kernel
+from fp8_numerics.meta import is_in_kernel
 from megafp8.ops.torch_private import (
     TorchDispatchMode,
     storage_key,

@@ -6,8 +6,8 @@ import time
 
 import torch
 
-from megafp8.fp8.dtypes import DTYPES
-from megafp8.fp8.gemm import GemmCounter, gemm
+from fp8_numerics.dtypes import DTYPES
+from fp8_numerics.gemm import GemmCounter, gemm
 from megafp8.observe.units import format_duration
 from megafp8.specs import RunSpec
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fp8_numerics.gemm import GemmCounter
 from megafp8.backends.protocol import Backend
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_numerics.cast import amax_of
 from megafp8.checkpoint.manifest import COUNTS, SKIPPED_IN_A_ROW, Placement, check_state
 from megafp8.checkpoint.reader import SCALES, Reader
 from megafp8.errors import CheckpointError
-from megafp8.fp8.cast import amax_of
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.init import pieces_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-CORE = ("test_cast", "test_gemm", "test_recipes", "test_linear")
+CORE = ("fp8_numerics/test_cast", "fp8/test_gemm", "fp8/test_recipes", "fp8/test_linear")
 RANKS = "parallel/test_fp8_linears"
 FRONT_DOOR_FILES = ("conversion", "converted", "coverage", "recipe_settings", "state")
 FRONT_DOOR = (
@@ -20,7 +20,7 @@ FRONT_DOOR = (
 )
 LOW_PRECISION = ("optim/test_masters", "optim/test_masters_ranks")
 SCALED = ("fp8/test_scaled", "optim/test_scaled_adam")
-IN_C = ("fp8/test_compile", "fp8/test_cast", *SCALED)
+IN_C = ("fp8/test_compile", "fp8_numerics/test_cast", *SCALED)
 REAL_TE = tuple(
     f"backends/te/real_{name}"
     for name in ("layers", "calls", "attention", "training", "levels", "options")
@@ -33,34 +33,36 @@ def _fp8(*names: str) -> tuple[str, ...]:
 
 TESTS: dict[str, tuple[str, ...]] = {
     **{
-        f"megafp8/fp8/{name}": ("fp8/test_blackwell",)
+        f"fp8_numerics/{name}": ("fp8/test_blackwell",)
         for name in ("kernels/blocks*", "block_casts.py")
     },
     **{
-        f"megafp8/fp8/recipes/{name}.py": (
+        f"{folder}/{name}.py": (
             *_fp8("test_blackwell", "test_packed", "kernels/test_triton_blocks"),
         )
+        for folder in ("fp8_numerics", "megafp8/fp8/recipes")
         for name in ("mxfp8", "nvfp4")
     },
-    "megafp8/fp8/cast.py": (*_fp8(*CORE, "test_packed", "kernels/test_engine"), RANKS),
+    "fp8_numerics/conformance/check.py": ("fp8_numerics/test_conformance",),
+    "fp8_numerics/cast.py": (*CORE, *_fp8("test_packed", "kernels/test_engine"), RANKS),
     "megafp8/fp8/recipes/rowwise.py": (
         *_fp8("test_recipes", "test_linear", "test_own_recipes", "kernels/test_engine"),
         RANKS,
     ),
-    "megafp8/fp8/kernels/draws_cpu.h": ("fp8/test_draws",),
+    "fp8_numerics/kernels/draws_cpu.h": ("fp8/test_draws",),
     **{
-        f"megafp8/fp8/kernels/{name}.h": (*SCALED, "optim/test_partitions_elements")
+        f"fp8_numerics/kernels/{name}.h": (*SCALED, "optim/test_partitions_elements")
         for name in ("scaled_*", "stored_cpu")
     },
-    "megafp8/fp8/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
-    "megafp8/fp8/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
-    "megafp8/ops/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),
+    "fp8_numerics/kernels/*.[ch]": (*IN_C[1:], IN_C[0]),
+    "fp8_numerics/kernels/compile.py": (*IN_C[:2], "fp8/kernels/test_cpu_levels"),
+    "fp8_numerics/scaled_mm.py": ("ops/test_scaled_mm", *_fp8("kernels/test_engine")),
     "megafp8/fp8/engine.py": (
         "ops/test_scaled_mm",
         *_fp8("kernels/test_engine", "kernels/test_layer_counts"),
     ),
-    "megafp8/fp8/gemm.py": _fp8("test_gemm", "kernels/test_engine", "test_linear"),
-    "megafp8/ops/addmm.py": ("ops/test_addmm", *_fp8("test_gemm")),
+    "fp8_numerics/gemm.py": _fp8("test_gemm", "kernels/test_engine", "test_linear"),
+    "fp8_numerics/addmm.py": ("fp8_numerics/test_addmm", *_fp8("test_gemm")),
     "megafp8/fp8/scaling.py": (
         *_fp8("test_scaling", "test_traces", "kernels/test_engine"),
         RANKS,
@@ -81,23 +83,26 @@ TESTS: dict[str, tuple[str, ...]] = {
         RANKS,
     ),
     **{
-        f"megafp8/fp8/{name}.py": (
+        f"{name}.py": (
             *_fp8("test_recipes", "test_linear", "test_own_recipes", "test_blackwell"),
             RANKS,
         )
-        for name in ("build", "rule", "scales", "recipes/*")
+        for name in (
+            *(f"megafp8/fp8/{name}" for name in ("build", "rule", "recipes/*")),
+            "fp8_numerics/scales",
+        )
     },
     **{
         f"megafp8/fp8/{name}.py": _fp8("test_probe", "test_check")
         for name in ("checker", "probe", "refute")
     },
     **{
-        f"megafp8/fp8/{name}.py": ("fp8/test_draws", "fp8/test_own_recipes")
-        for name in ("draws", "philox")
+        f"{name}.py": ("fp8/test_draws", "fp8/test_own_recipes")
+        for name in ("megafp8/fp8/draws", "fp8_numerics/philox")
     },
     "megafp8/fp8/trainer.py": ("fp8/test_trainer",),
     **{f"megafp8/fp8/{name}.py": FRONT_DOOR for name in FRONT_DOOR_FILES},
-    "megafp8/fp8/*.py": (*_fp8(*CORE), RANKS),
+    **{f"{folder}/*.py": (*CORE, RANKS) for folder in ("megafp8/fp8", "fp8_numerics")},
     "megafp8/parallel/sequence.py": (
         "parallel/test_pieces",
         RANKS,
@@ -130,7 +135,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "optim/test_scaled_adam",
         *LOW_PRECISION,
     ),
-    "megafp8/te_cpu/*.py": ("te_cpu/test_kernels", "te_cpu/test_loading", *REAL_TE),
+    "te_cpu/*.py": ("te_cpu/test_kernels", "te_cpu/test_loading", *REAL_TE),
 }
 LEFT_OUT = (
     "*/__init__.py",
@@ -139,7 +144,7 @@ LEFT_OUT = (
     "megafp8/fp8/chain.py",
     "megafp8/fp8/fused.py",
     "megafp8/fp8/heads.py",
-    "megafp8/te_cpu/wheel.py",
+    "te_cpu/wheel.py",
 )
 
 

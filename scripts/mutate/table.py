@@ -16,7 +16,7 @@ PARTS = {
     "fp8": "megafp8/fp8/",
     "parallel": "megafp8/parallel/",
     "optim": "megafp8/optim/",
-    "TE's side": "megafp8/te_cpu/",
+    "TE's side": "te_cpu/",
     "ops": "megafp8/ops/",
 }
 TITLE = "# Would a test notice? Mutations of the code that handles FP8"

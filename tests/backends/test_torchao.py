@@ -12,8 +12,8 @@ from torch import nn
 
 pytest.importorskip("torchao.float8")
 
+from fp8_numerics.gemm import GemmCounter
 from megafp8.backends.torchao import TorchaoLinear, import_torchao, make_config, why_torchao_cannot
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of
 from megafp8.observe.health import HEALTH_FILE, read_health

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from megafp8.specs.recipes import RECIPES
-from megafp8.te_cpu.wheel import DEFAULT_VERSION
+from te_cpu.wheel import DEFAULT_VERSION
 from tests.limits import HANG_SECONDS
 from tests.te_cpu.sources import need_sources
 

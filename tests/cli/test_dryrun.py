@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megafp8.cli.dryrun import main
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.config.test_presets import PARAMETERS
 from tests.te_cpu.sources import need_sources
 from tests.train.runs import ROOT, Driver, make_dataset

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fp8_numerics.caches import locked
 from megafp8.cli.preprocess import main
 from megafp8.data import preprocess as preprocess_module
 from megafp8.data.dataset import open_prefix
@@ -27,7 +28,6 @@ from megafp8.data.indexed import IndexedDataset, bin_path, idx_path
 from megafp8.data.named_tokenizers import load_tokenizer
 from megafp8.data.text_sources import TextSource
 from megafp8.data.tokenize import byte_tokenizer, train_tokenizer
-from megafp8.ops.caches import locked
 from tests.data.helpers import tiny_documents
 
 TEXTS = [document.text for document in tiny_documents(60)]

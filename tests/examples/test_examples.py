@@ -18,7 +18,7 @@ from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
 from megafp8.data.examples import read_examples
 from megafp8.specs.recipes import RECIPES
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.data.helpers import tiny_corpus, tiny_documents
 from tests.te_cpu.sources import need_sources
 from tests.train.runs import Driver

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.te_cpu.sources import need_sources
 from tests.train.runs import Driver
 

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8 import fp8
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import load_recipe

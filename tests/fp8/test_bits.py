@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import GemmCounter
 from megafp8 import fp8
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.scaling import ScalingState

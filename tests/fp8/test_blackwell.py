@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8 import block_casts
+from fp8_numerics import block_casts
+from fp8_numerics.cast import Fp8Tensor, spread
+from fp8_numerics.kernels.compile import library
+from fp8_numerics.meta import planning_for
+from fp8_numerics.philox import Rows, random_bytes
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor, spread
-from megafp8.fp8.kernels.compile import library
-from megafp8.fp8.philox import Rows, random_bytes
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.fp8.scaling import ScalingState
-from megafp8.ops.meta import planning_for
 from megafp8.specs.recipe import Cast, Scaled
 from megafp8.specs.recipes import problem
 from megafp8.specs.traits import ROLES

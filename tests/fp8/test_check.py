@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import all_gather, is_initialized
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3
 from megafp8 import fp8
 from megafp8.cli.recipe import main
 from megafp8.fp8 import ROW, TENSOR, Cast, Casts, Recipe, Scaled, Scales, Traits, alike, blocks
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3
 from megafp8.fp8.probe import Probe, same_scales
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.gpus import ways

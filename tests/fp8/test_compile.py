@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_numerics import formats
+from fp8_numerics.caches import cache_folder, check_own_file, why_unsafe
+from fp8_numerics.cast import decode, quantize
+from fp8_numerics.gemm import EMULATED
+from fp8_numerics.kernels import compile as compile_kernels
+from fp8_numerics.kernels.compile import Library, library
 from megafp8.backends.native import kernels_of
-from megafp8.fp8 import formats
-from megafp8.fp8.cast import decode, quantize
-from megafp8.fp8.gemm import EMULATED
-from megafp8.fp8.kernels import compile as compile_kernels
-from megafp8.fp8.kernels.compile import Library, library
-from megafp8.ops.caches import cache_folder, check_own_file, why_unsafe
 from megafp8.specs import Fp8Recipe
 from megafp8.train import compile as compile_train
 from tests import c_kernels, compiled

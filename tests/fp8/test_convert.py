@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import prune
 
+from fp8_numerics.formats import E4M3
 from megafp8 import fp8
 from megafp8.fp8 import converted as modules_of_others
 from megafp8.fp8 import engine
 from megafp8.fp8.converted import Converted
-from megafp8.fp8.formats import E4M3
 from megafp8.ops import torch_private
 from megafp8.specs.run import HealthSpec
 from tests.fp8.models import gpt2, llama, mlp, noise, old_weight_norm, train

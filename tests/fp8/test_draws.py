@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_numerics import philox
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.kernels.compile import library
+from fp8_numerics.philox import Key, Rows, philox4x32, random_bytes
 from megafp8 import fp8
-from megafp8.fp8 import philox
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import WHOLE, Draw, Draws, Moment, Part, TokenOrder, Tokens, columns_of
-from megafp8.fp8.kernels.compile import library
-from megafp8.fp8.philox import Key, Rows, philox4x32, random_bytes
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from tests.fp8.models import mlp

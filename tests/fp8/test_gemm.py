@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.gemm import GemmCounter, gemm
+from fp8_numerics import cpu
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3, E5M2
+from fp8_numerics.gemm import GemmCounter, gemm
 from megafp8.fp8.grad_sink import GradSum
-from megafp8.ops import cpu
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

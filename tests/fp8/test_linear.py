@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8_numerics import cpu
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import SavedForm
 from megafp8.fp8.scaling import ScalingState
-from megafp8.ops import cpu
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.traits import ROW
 from tests.spec import linear as spec

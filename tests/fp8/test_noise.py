@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor, spread
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor, spread
 from megafp8.fp8.noise import NoiseProbe
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.accuracy import noise_of_gradient

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from fp8_numerics import block_casts
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import GemmCounter, gemm
 from megafp8 import fp8
-from megafp8.fp8 import block_casts
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.draws import Tokens
-from megafp8.fp8.gemm import GemmCounter, gemm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.rule import RuleError
 from megafp8.fp8.scaling import ScaleTable, ScalingState

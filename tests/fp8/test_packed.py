@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import Engine
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import LAYOUTS
-from megafp8.fp8.gemm import Engine
 from megafp8.fp8.quantizer import LinearQuantizer
 from megafp8.fp8.recipe_settings import recipe_named
 from megafp8.fp8.scaling import ScalingState

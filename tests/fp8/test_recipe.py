@@ -77,7 +77,7 @@ def test_some_product_stays_in_fp8() -> None:
 
 def test_one_table_says_which_recipes_have_a_history(tmp_path: Path) -> None:
     """In a copy where `tensorwise` has one, every place outside the plan and TE follows."""
-    for folder in ("megafp8", "conf"):
+    for folder in ("megafp8", "fp8_numerics", "conf"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc"))
     table = tmp_path / "megafp8/fp8/recipes/tensorwise.py"
     source = table.read_text("utf-8")

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_numerics.kernels.compile import Library
 from megafp8.fp8 import scaled
-from megafp8.fp8.kernels.compile import Library
 from megafp8.fp8.scaled import Dither, ScaledTensor, add_up, scales_for
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.specs.optim import ITEM_BYTES, StorageName

@@ -16,11 +16,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8 import rule
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.backends import torchao as torchao_linear
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe

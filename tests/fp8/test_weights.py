@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8

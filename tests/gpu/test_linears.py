@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import engine_of
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import Role

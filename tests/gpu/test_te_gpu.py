@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.te_trace import RecordedTeScaling, cast_sample
 from benchmarks.traces import replay
+from fp8_numerics.formats import E4M3
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te.state import TeScaling
-from megafp8.fp8.formats import E4M3
 from megafp8.models.init import pieces_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, RunSpec

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
+from fp8_numerics import cpu
 from megafp8.models import packed
 from megafp8.models.attention import (
     QKV,
@@ -29,7 +30,6 @@ from megafp8.models.attention import (
 from megafp8.models.documents import SHORT, Documents, document_ids
 from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
-from megafp8.ops import cpu
 from megafp8.ops.torch_private import TorchDispatchMode
 from megafp8.specs.model import BLOCK_QUERIES as QUERIES
 from megafp8.train.live_bytes import LiveBytes

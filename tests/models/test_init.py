@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megafp8.fp8.gemm import GemmCounter
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of

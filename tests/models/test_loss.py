@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8_numerics.meta import planning_for
 from megafp8.models import loss as loss_module
 from megafp8.models.loss import HeadLoss
-from megafp8.ops.meta import planning_for
 from megafp8.specs import model as model_spec
 from megafp8.specs.data import IGNORE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.gemm import GemmCounter
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.gemm import GemmCounter
+from fp8_numerics.gemm import GemmCounter
 from megafp8.models.gpt import GPT
 from megafp8.specs.model import RecomputeSpec
 from tests.models.test_options import DROPOUT, LLAMA, batch, native

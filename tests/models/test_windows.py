@@ -13,12 +13,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fp8_numerics import cpu
 from megafp8.models import documents, packed
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore, attention_context
 from megafp8.models.documents import SHORT, Area, Documents, document_ids
 from megafp8.models.positions import alibi_slopes
 from megafp8.models.random import RandomStreams
-from megafp8.ops import cpu
 from megafp8.ops.attention import AttentionTile
 from megafp8.specs.model import BLOCK_QUERIES as QUERIES
 from megafp8.specs.model import twice_seen

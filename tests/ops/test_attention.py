@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from fp8_numerics import cpu
 from megafp8.models.attention import AttentionCore
 from megafp8.models.random import RandomStreams
 from megafp8.ops import attention as attention_module
-from megafp8.ops import cpu, torch_private
+from megafp8.ops import torch_private
 from megafp8.ops.attention import (
     AttentionTile,
     attend,

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fp8_numerics import cpu
+from fp8_numerics.bf16 import fp32_products, linear, mm
+from fp8_numerics.meta import planning_for
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.ops import cpu
-from megafp8.ops.bf16 import fp32_products, linear, mm
-from megafp8.ops.meta import planning_for
 from megafp8.parallel.mesh import simulated_rank, single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.train.build import build

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megafp8.fp8.kernels.compile import library
+from fp8_numerics.kernels.compile import library
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import Pending
 from megafp8.fp8.stored_formats import STORAGE_FORMATS, StorageFormat

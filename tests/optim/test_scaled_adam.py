@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.kernels.triton_launch import unavailable
+from fp8_numerics.kernels.triton_launch import unavailable
 from megafp8.fp8.scaled import Dither, ScaledTensor
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim import scaled_adam

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fp8_numerics.cast import times_scale
+from fp8_numerics.scales import scale_of_amax, scale_of_amax_torchao
 from megafp8.fp8 import ROW, TENSOR, Cast, Recipe, Scaled, Traits, alike, blocks
-from megafp8.fp8.cast import times_scale
-from megafp8.fp8.scales import scale_of_amax, scale_of_amax_torchao
 
 
 def _amax(x_MK: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

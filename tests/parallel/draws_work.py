@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.draws import Draw, Tokens
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.cut import places_of

@@ -10,8 +10,8 @@ from unittest.mock import patch
 
 import torch
 
+from fp8_numerics.cast import Fp8Tensor, spread
 from megafp8.fp8 import linear as native
-from megafp8.fp8.cast import Fp8Tensor, spread
 from megafp8.fp8.draws import Draw
 from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megafp8 import te_cpu
+import te_cpu
 from megafp8.data.loader import DocumentRules, Microbatch
 from megafp8.fp8.scaling import ScaleTable
 from megafp8.models.init import pieces_of

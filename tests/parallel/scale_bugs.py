@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8 import linear, quantizer, weights
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.quantizer import Operands
 from megafp8.parallel import sequence, tensor
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3
-from megafp8.fp8.gemm import GemmCounter
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3
+from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis

@@ -10,7 +10,7 @@ import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.parallel import matrix, rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (

@@ -14,7 +14,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec
 from megafp8.specs.precision import BackendName
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Piece, Sums, sums_of
 from tests.parallel.test_tensor_parallel import LLAMA, assembled

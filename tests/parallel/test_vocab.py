@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8.kernels import triton_launch
+from fp8_numerics.kernels import triton_launch
 from megafp8.models.loss import HeadLoss, plain_matmul, through_autograd
 from megafp8.parallel import vocab
 from megafp8.parallel.collectives import Axis

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from fp8_numerics import caches
 from megafp8 import files
 from megafp8.errors import ConfigError, ExitCode, RunError
-from megafp8.ops import caches
 from megafp8.runs import directory
 from megafp8.runs.directory import RunChoice, RunLock, choose_run, is_locked
 from megafp8.runs.find import DIVERGED, FINISHED

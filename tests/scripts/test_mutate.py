@@ -21,7 +21,9 @@ from scripts.mutate.runner import Report, _outcome
 from tests.ranks import ROOT
 
 needs_library = pytest.mark.usefixtures("library")
-ROW = table.Row("k", "megafp8/fp8/cast.py", 3, "a + b", "a - b", "killed", "tests/x.py", 1.0, "abc")
+ROW = table.Row(
+    "k", "fp8_numerics/cast.py", 3, "a + b", "a - b", "killed", "tests/x.py", 1.0, "abc"
+)
 
 
 @pytest.fixture
@@ -31,7 +33,7 @@ def library() -> None:
 
 def test_every_file_has_tests_that_exist() -> None:
     files = scope.files(ROOT)
-    assert "megafp8/fp8/gemm.py" in files and "megafp8/fp8/kernels/fp8_cpu.c" in files
+    assert "fp8_numerics/gemm.py" in files and "fp8_numerics/kernels/fp8_cpu.c" in files
     assert not [f for f in files if "triton" in f]
     numeric = (ROOT / name for name in ("fp8_numerics", "te_cpu"))
     kinds = (".py", ".c", ".h")
@@ -166,18 +168,18 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
 ) -> None:
     known = tmp_path / "equivalent.json"
     known.write_text(
-        '[{"file": "megafp8/fp8/gemm.py", "before": "a + b", "after": "a - b", "why": "Unused."}]'
+        '[{"file": "fp8_numerics/gemm.py", "before": "a + b", "after": "a - b", "why": "Unused."}]'
     )
     monkeypatch.setattr(table, "EQUIVALENT", known)
     rows = [
         ROW,
         replace(ROW, key="2", verdict="survived"),
-        replace(ROW, key="3", verdict="timeout", file="megafp8/fp8/kernels/fp8_cpu.c"),
-        replace(ROW, key="4", verdict="survived", file="megafp8/fp8/gemm.py"),
-        replace(ROW, key="5", verdict="equivalent", file="megafp8/fp8/gemm.py"),
+        replace(ROW, key="3", verdict="timeout", file="fp8_numerics/kernels/fp8_cpu.c"),
+        replace(ROW, key="4", verdict="survived", file="fp8_numerics/gemm.py"),
+        replace(ROW, key="5", verdict="equivalent", file="fp8_numerics/gemm.py"),
     ]
     page = table.page(rows, 7, 200)
-    assert "| fp8 | 2 | 1 | 1 | 0 |" in page and "| C sources | 0 | 0 | 0 | 1 |" in page
+    assert "| numerics | 2 | 1 | 1 | 0 |" in page and "| C sources | 0 | 0 | 0 | 1 |" in page
     assert (
         "1 of 2 decided mutants killed, 50.0 %" in page
         and ": 198 are left" in page
@@ -193,7 +195,7 @@ def test_the_page_counts_by_part_and_leaves_out_what_is_equivalent(
     assert "Of 2: 1 killed, 1 not noticed." in page and "- `a.py`: `x` → `z` (W)" in page
     assert "`y`" not in page
     known.write_text("[]")  # without its reason, one that was not tried is not decided
-    assert "| fp8 | 3 | 1 | 2 | 1 |" in table.page(rows, 7, 200)
+    assert "| numerics | 3 | 1 | 2 | 1 |" in table.page(rows, 7, 200)
 
 
 @pytest.mark.parametrize("calls_itself", [False, True])

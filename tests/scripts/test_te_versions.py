@@ -11,9 +11,9 @@ import torch
 
 from megafp8.specs import te_versions as specs_of_te
 from megafp8.specs.te_versions import FIRST_WITH_NVFP4, is_before
-from megafp8.te_cpu import versions
-from megafp8.te_cpu.versions import HASHES, release_of
 from scripts import te_versions
+from te_cpu import versions
+from te_cpu.versions import HASHES, release_of
 from tests.spec import nvfp4
 from tests.spec.formats import Floats32
 from tests.te_cpu.sources import need_sources

@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from megafp8.te_cpu import wheel
-from megafp8.te_cpu.errors import VersionError
+from te_cpu import wheel
+from te_cpu.errors import VersionError
 
 
 @functools.cache

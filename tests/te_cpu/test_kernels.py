@@ -21,22 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megafp8.te_cpu import (
-    activations,
-    attention,
-    cuda,
-    masters,
-    mx,
-    norms,
-    quantize,
-    tensors,
-    updates,
-)
-from megafp8.te_cpu.enums import DType, QkvFormat
-from megafp8.te_cpu.errors import MissingKernelError, SizeError
-from megafp8.te_cpu.extension import kernels, make_extension
-from megafp8.te_cpu.missing import FromAbsentPackage, ImportPhase, Missing
-from megafp8.te_cpu.wheel import Sources
+from te_cpu import activations, attention, cuda, masters, mx, norms, quantize, tensors, updates
+from te_cpu.enums import DType, QkvFormat
+from te_cpu.errors import MissingKernelError, SizeError
+from te_cpu.extension import kernels, make_extension
+from te_cpu.missing import FromAbsentPackage, ImportPhase, Missing
+from te_cpu.wheel import Sources
 from tests.spec import formats, mxfp8
 from tests.spec.data import data
 from tests.spec.formats import same_codes

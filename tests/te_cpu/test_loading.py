@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8 import te_cpu
-from megafp8.te_cpu import loading
-from megafp8.te_cpu.errors import VersionError
+import te_cpu
+from te_cpu import loading
+from te_cpu.errors import VersionError
 from tests.te_cpu.sources import need_sources
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.te_cpu import wheel
-from megafp8.te_cpu.errors import VersionError
+from te_cpu import wheel
+from te_cpu.errors import VersionError
 
 VERSION = "2.12.0"
 CODE = "transformer_engine/common/__init__.py"

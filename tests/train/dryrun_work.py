@@ -20,18 +20,18 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from megafp8 import te_cpu
+import te_cpu
 from megafp8.data.loader import Microbatch
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec, RunSpec
-from megafp8.te_cpu.tensors import is_quantized, memory_of
 from megafp8.train.build import build, make_masters
 from megafp8.train.dryrun import RankShare, rank_share
 from megafp8.train.dryrun_step import forward, stages_of
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from te_cpu.tensors import is_quantized, memory_of
 from tests.limits import HANG_SECONDS
 from tests.ranks import Rank
 

@@ -17,10 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megafp8.fp8 import block_casts, cast, gemm, grad_sink, scaled
-from megafp8.fp8.kernels.compile import Library
-from megafp8.ops import addmm
-from megafp8.ops.addmm import Scales, times_scales
+from fp8_numerics import addmm, block_casts, cast, gemm
+from fp8_numerics.addmm import Scales, times_scales
+from fp8_numerics.kernels.compile import Library
+from megafp8.fp8 import grad_sink, scaled
 from megafp8.train import graphs
 from megafp8.train.graphs import RecordedGraph
 

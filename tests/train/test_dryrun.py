@@ -16,13 +16,12 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from megafp8.ops import cpu
+from fp8_numerics import cpu
 from megafp8.parallel.mesh import single_rank
 from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
-from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.build import build
 from megafp8.train.dryrun import (
     RankShare,
@@ -32,6 +31,7 @@ from megafp8.train.dryrun import (
     whole_layout,
 )
 from megafp8.train.dryrun_step import forward, stages_of
+from te_cpu import DEFAULT_VERSION
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources
 from tests.tiny import gpt_spec, optim_spec, run_spec

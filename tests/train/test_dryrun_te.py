@@ -14,9 +14,9 @@ from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.te_versions import FIRST_WITH_NVFP4, is_before
-from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.dryrun import RankShare
 from megafp8.train.live_bytes import LiveBytes
+from te_cpu import DEFAULT_VERSION
 from tests.plan.test_memory import NARROW, RECIPES, of_fsdp
 from tests.ranks import run_ranks
 from tests.te_cpu.sources import need_sources

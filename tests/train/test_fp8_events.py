@@ -11,8 +11,8 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
-from megafp8.fp8.formats import E4M3
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3
 from megafp8.models.parts import Parts
 from megafp8.parallel.parts import NativeParts, linears_of
 from megafp8.specs import Fp8Recipe

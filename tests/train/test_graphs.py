@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import UserError
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.health import HealthProbe
 from megafp8.fp8.scaling import ScaleTable, ScalingState
 from megafp8.fp8.weights import StoredFp8

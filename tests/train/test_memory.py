@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.data.loader import Microbatch
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.parallel.parts import linears_of
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName

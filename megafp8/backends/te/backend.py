@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from megafp8 import te_cpu
+import te_cpu
+from fp8_numerics.dtypes import DTYPES
 from megafp8.backends.protocol import Backend, Stores
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
@@ -28,7 +29,6 @@ from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.te_layers import findings
 from megafp8.config.te_settings import settings_of
 from megafp8.config.values import plain
-from megafp8.fp8.dtypes import DTYPES
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.optim.fp8_weights import Fp8Weights
@@ -37,7 +37,7 @@ from megafp8.parallel.parts import PartsArgs
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import AttentionInFp8, PlannedGemms
 from megafp8.specs.recipes import find_recipe, te_class
-from megafp8.te_cpu.tensors import memory_of
+from te_cpu.tensors import memory_of
 
 
 class TeBackend(Backend):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.backends.te.layer import layers_in
-from megafp8.te_cpu.cuda import placing, to_cpu
+from te_cpu.cuda import placing, to_cpu
 
 _DATA = torch.Tensor.data
 _ON_CPU = ("workspace", "sign_vector", "hadamard_matrix", "rht_matrix")

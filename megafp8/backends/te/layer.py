@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8_numerics.dtypes import DTYPE_NAMES
 from megafp8.backends.te.products import observe_products
 from megafp8.backends.te.state import TeRegion
 from megafp8.backends.te.stored_weights import ParameterData, StoredWeights
-from megafp8.fp8.dtypes import DTYPE_NAMES
 from megafp8.fp8.grad_sink import GradSum
 from megafp8.models.attention import AttentionContext
 from megafp8.models.documents import Documents

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megafp8 import te_cpu
+import te_cpu
 from megafp8.errors import ConfigError, UserError
-from megafp8.te_cpu.errors import MissingKernelError, SizeError, VersionError
+from te_cpu.errors import MissingKernelError, SizeError, VersionError
 
 
 class TeKernelError(UserError, MissingKernelError):

@@ -30,7 +30,7 @@ from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import AttentionInFp8
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.te_cpu.tensors import is_quantized
+from te_cpu.tensors import is_quantized
 
 Part = tuple[str, str, tuple[tuple[str, Direction, str], ...]]
 

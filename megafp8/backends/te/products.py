@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.fp8.dtypes import DTYPE_NAMES
-from megafp8.fp8.gemm import GemmCounter
+from fp8_numerics.dtypes import DTYPE_NAMES
+from fp8_numerics.gemm import GemmCounter
 from megafp8.specs.traits import GemmName
-from megafp8.te_cpu.tensors import bytes_of, size_of
+from te_cpu.tensors import bytes_of, size_of
 
 # By (transA, transB): "TN" is input @ weight^T, "NN" grad_output @ weight, "NT" grad_output^T @
 # input.

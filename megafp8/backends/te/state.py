@@ -22,7 +22,7 @@ from megafp8.backends.te.names import TeNames
 from megafp8.fp8.draws import ONE_SAMPLE, Tokens
 from megafp8.fp8.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
-from megafp8.te_cpu.draws import DRAWS
+from te_cpu.draws import DRAWS
 
 META_KEYS: dict[Direction, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 

@@ -32,7 +32,8 @@ RANKS = 2
 RUN_SECONDS = 240.0
 """The longest time that one run may take."""
 _OF_STAND_IN = re.compile(
-    r"torch\.cuda\.|megafp8|transformer_engine_torch|\bgloo\b|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
+    r"torch\.cuda\.|megafp8|fp8_numerics|te_cpu|transformer_engine_torch|\bgloo\b"
+    r"|(?<![-_])\bcpu\b(?![-_])|\bH100\b"
     r"|compute capability|\bsm_?\d{2}|\b(on|to) (a |the )?(gpu|cuda)\b"
     r"|\b(gpu|cuda) (device|tensor)",
     re.IGNORECASE,
@@ -71,7 +72,7 @@ def main() -> int:
 
 def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     """Import Transformer Engine and the framework; return what trains one rank."""
-    from megafp8.te_cpu.loading import NEEDED as OF_TE
+    from te_cpu.loading import NEEDED as OF_TE
 
     needed = (*OF_TE, *NEEDED[job["framework"]])
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
@@ -81,7 +82,7 @@ def _prepare(job: dict[str, Any]) -> Callable[..., Any]:
     import typing_extensions
 
     from megafp8.cli.audit.recording import StepRecorder
-    from megafp8.te_cpu import cuda, load
+    from te_cpu import cuda, load
 
     typing: Any = importlib.import_module("typing")
     if not hasattr(typing, "override"):  # wheels for Python 3.12 import it
@@ -104,7 +105,7 @@ def _why_not_imported(error: Exception, job: dict[str, Any]) -> str:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if name and name.partition(".")[0] not in job["packages"]:
         return f"its code needs {name}, which this Python does not have. Run: pip install {name}"
-    from megafp8.te_cpu.errors import TeCpuError
+    from te_cpu.errors import TeCpuError
 
     if isinstance(error, UserError | TeCpuError):
         return str(error)
@@ -202,7 +203,7 @@ def _is_ours(error: BaseException) -> bool:
 
     Our code then has raised it or one that led to it, or it names what our code has answered.
     """
-    from megafp8.te_cpu.errors import TeCpuError
+    from te_cpu.errors import TeCpuError
 
     ours = tuple(f"{folder}/" for folder in folders_of_ours())
     seen: BaseException | None = error

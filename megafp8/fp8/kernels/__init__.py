@@ -1,6 +1,5 @@
-"""Hold the kernels: C for CPUs, compiled on first use, and Triton for GPUs.
+"""Hold the Triton kernels of training: norms, activations, heads, loss, stored states.
 
-Every kernel has a path of torch operations. Casts, amaxes and scales have the same bits on both.
-Sums over tokens (the gradient of a bias), norms and activations add up or round in another order,
-and agree within the bounds of their tests.
+Every kernel has a path of torch operations. Norms and activations add up or round in another order,
+and agree within the bounds of their tests. The casts are in `fp8_numerics.kernels`.
 """

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.triton_launch import casts_in_hardware
+from fp8_numerics.kernels.triton_launch import casts_in_hardware
 from megafp8.fp8.kernels.triton_stored import new_scale, number, old_scale, raised, stored_code
 from megafp8.fp8.scaled import Dither, ScaledTensor
 

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.kernels.triton_cast import CastResults
-from megafp8.fp8.kernels.triton_rounding import widened
-from megafp8.fp8.kernels.triton_tile import TILE_ROWS, emit_tile, emitted
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.kernels.triton_cast import CastResults
+from fp8_numerics.kernels.triton_rounding import widened
+from fp8_numerics.kernels.triton_tile import TILE_ROWS, emit_tile, emitted
 
 
 def pack_heads(

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.triton_launch import casts_in_hardware, check_matrix
-from megafp8.fp8.kernels.triton_rounding import narrowed, rounded, widened
+from fp8_numerics.kernels.triton_launch import casts_in_hardware, check_matrix
+from fp8_numerics.kernels.triton_rounding import narrowed, rounded, widened
 
 BLOCK = 4096  # logits that a program holds at once
 WARPS = 8

@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.kernels.triton_launch import casts_in_hardware, check_matrix
-from megafp8.fp8.kernels.triton_rounding import narrowed, rounded, widened
-from megafp8.fp8.kernels.triton_tile import (
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.kernels.triton_launch import casts_in_hardware, check_matrix
+from fp8_numerics.kernels.triton_rounding import narrowed, rounded, widened
+from fp8_numerics.kernels.triton_tile import (
     TILE_COLS,
     TILE_ROWS,
     TILE_WARPS,

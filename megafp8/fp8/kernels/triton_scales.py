@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.formats import Fp8Format
-from megafp8.fp8.kernels.triton_rounding import FLOAT32_MAX, dequant_of
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.kernels.triton_rounding import FLOAT32_MAX, dequant_of
 from megafp8.specs import Fp8Recipe
 
 CHUNK = 1024  # entries of a history that a program holds at once

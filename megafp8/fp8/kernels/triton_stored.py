@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.triton_rounding import (
+from fp8_numerics.kernels.triton_rounding import (
     INF_BITS,
     fp8_codes,
     magnitude_bits,

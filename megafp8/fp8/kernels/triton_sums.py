@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megafp8.fp8.kernels.triton_launch import as_bytes, casts_in_hardware
-from megafp8.fp8.kernels.triton_rounding import widened
+from fp8_numerics.kernels.triton_launch import as_bytes, casts_in_hardware
+from fp8_numerics.kernels.triton_rounding import widened
 from megafp8.fp8.kernels.triton_stored import new_scale, number, old_scale, raised, stored_code
 from megafp8.fp8.stored_formats import StorageFormat
 

@@ -12,9 +12,9 @@ from megafp8.specs.traits import Cost, Traits, alike, blocks
 if TYPE_CHECKING:
     import torch
 
-    from megafp8.fp8 import mxfp8 as arithmetic
+    from fp8_numerics import mxfp8 as arithmetic
 else:  # settings are checked without torch
-    arithmetic = lazy("megafp8.fp8.mxfp8")
+    arithmetic = lazy("fp8_numerics.mxfp8")
 
 BLOCK = 32
 
@@ -41,7 +41,7 @@ class Mxfp8(Recipe):
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
         """Quantize blocks of rows or of columns as `cast` does."""
-        from megafp8.fp8.block_casts import mxfp8
+        from fp8_numerics.block_casts import mxfp8
 
         return Scaled(*mxfp8(x_MN, along_columns=block[0] > 1))
 
@@ -55,7 +55,7 @@ class Mxfp8(Recipe):
         with_sum: bool,
     ) -> Made:
         """Quantize blocks of rows and of columns in one launch."""
-        from megafp8.fp8.kernels.triton_blocks import cast_mx
+        from fp8_numerics.kernels.triton_blocks import cast_mx
 
         rows, columns, sums = cast_mx(
             x_MN, packed=packed, with_rows=need.last, with_columns=need.first, with_sums=with_sum

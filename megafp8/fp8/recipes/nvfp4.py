@@ -13,10 +13,10 @@ from megafp8.specs.traits import Casts, Cost, Scales, Traits
 if TYPE_CHECKING:
     import torch
 
-    from megafp8.fp8 import nvfp4 as arithmetic
-    from megafp8.fp8.philox import Counters
+    from fp8_numerics import nvfp4 as arithmetic
+    from fp8_numerics.philox import Counters
 else:  # settings are checked without torch
-    arithmetic = lazy("megafp8.fp8.nvfp4")
+    arithmetic = lazy("fp8_numerics.nvfp4")
 
 BLOCK = 16
 ROTATION = "hadamard"
@@ -68,8 +68,8 @@ class Nvfp4(Recipe):
         """Quantize blocks as `cast` does; None where a size is not whole blocks."""
         import torch
 
-        from megafp8.fp8.block_casts import nvfp4, rotate_columns
-        from megafp8.fp8.cast import amax_of
+        from fp8_numerics.block_casts import nvfp4, rotate_columns
+        from fp8_numerics.cast import amax_of
 
         casts, (m, n) = self.traits.casts[cast.role], x_MN.shape
         if m % block[0] or n % block[1]:
@@ -101,7 +101,7 @@ class Nvfp4(Recipe):
         Rows that are not whole blocks are taken where no block goes across them, and also where the
         last one may end early: neither a rotation nor two numbers in a byte can be cut off.
         """
-        from megafp8.fp8.kernels import triton_fp4
+        from fp8_numerics.kernels import triton_fp4
 
         casts = self.traits.casts[asked[0].role]
         is_cut = packed or casts.rotation is not None or casts.last == _SQUARE

@@ -13,15 +13,16 @@ from megafp8.specs.traits import ROW, Cost, Traits, alike
 if TYPE_CHECKING:
     import torch
 
-    from megafp8.fp8 import cast, quantizer, scales
-    from megafp8.fp8.cast import Fp8Tensor
-    from megafp8.fp8.kernels import triton_cast, triton_current
+    from fp8_numerics import cast, scales
+    from fp8_numerics.cast import Fp8Tensor
+    from fp8_numerics.kernels import triton_cast, triton_current
+    from megafp8.fp8 import quantizer
     from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
-    cast, scales = lazy("megafp8.fp8.cast"), lazy("megafp8.fp8.scales")
+    cast, scales = lazy("fp8_numerics.cast"), lazy("fp8_numerics.scales")
     quantizer = lazy("megafp8.fp8.quantizer")
-    triton_cast = lazy("megafp8.fp8.kernels.triton_cast")
-    triton_current = lazy("megafp8.fp8.kernels.triton_current")
+    triton_cast = lazy("fp8_numerics.kernels.triton_cast")
+    triton_current = lazy("fp8_numerics.kernels.triton_current")
 
 
 class Rowwise(Recipe):

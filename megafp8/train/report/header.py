@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.dtypes import DTYPE_NAMES, DTYPES
-from megafp8.fp8.gemm import wide_dtype
+from fp8_numerics import bf16, cpu
+from fp8_numerics.dtypes import DTYPE_NAMES, DTYPES
+from fp8_numerics.gemm import wide_dtype
 from megafp8.models.init import pieces_of
 from megafp8.models.packed import uses_varlen
 from megafp8.observe.units import plural
-from megafp8.ops import bf16, cpu
 from megafp8.ops.peak import measured_tflops
 from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Masters

@@ -14,19 +14,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megafp8 import te_cpu
+import te_cpu
 from megafp8.data.loader import Microbatch
 from megafp8.models.init import pieces_of
 from megafp8.parallel.agreement import gather
 from megafp8.parallel.mesh import Mesh, join, single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from te_cpu.tensors import is_quantized
 from tests.backends.te.same_codes import IN_FP32, Casts
 from tests.ranks import Rank
 from tests.tiny import microbatch

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8 import te_cpu
+import te_cpu
 from megafp8.backends.te.state import TeRegion
 from megafp8.parallel.mesh import Mesh, single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec

@@ -11,8 +11,8 @@ import torch
 from megafp8 import fp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
-from megafp8.te_cpu import mx, quantize
-from megafp8.te_cpu.errors import MissingKernelError, SizeError
+from te_cpu import mx, quantize
+from te_cpu.errors import MissingKernelError, SizeError
 from tests.backends.te.real import VERSION, autocast, linears, recipes, run_of, te
 from tests.backends.te.same_codes import OF_A_FLIP, run
 from tests.spec import mxfp8

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from benchmarks.te_trace import RecordedTeScaling
+from fp8_numerics.gemm import GemmCounter
 from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.config.te_environment import UNFUSED_UPDATE
 from megafp8.errors import ConfigError
-from megafp8.fp8.gemm import GemmCounter
 from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -32,12 +32,12 @@ from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
+from te_cpu.tensors import is_quantized
 from tests.backends.te.real import DELAYED, VERSION, recipes, run_of, spec_of, step, tables_of, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.documents import borders_of

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8 import te_cpu
-from megafp8.te_cpu.errors import MissingKernelError, VersionError
+import te_cpu
+from te_cpu.errors import MissingKernelError, VersionError
 from tests.backends.te.real import VERSION, autocast, recipes, te
 from tests.spec import current, formats
 

@@ -32,7 +32,6 @@ from megafp8.specs import Fp8Recipe, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.te_cpu.tensors import is_quantized, memory_of
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.dryrun import held_bytes, rank_share, simulated
@@ -43,6 +42,7 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
+from te_cpu.tensors import is_quantized, memory_of
 from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.same_codes import IN_FP32, OF_A_FLIP, run, with_same_codes

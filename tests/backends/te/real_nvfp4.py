@@ -13,9 +13,9 @@ import torch
 from megafp8 import fp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.model import RecomputeSpec
-from megafp8.te_cpu import nv, quantize
-from megafp8.te_cpu.draws import DRAWS
-from megafp8.te_cpu.errors import MissingKernelError, SizeError
+from te_cpu import nv, quantize
+from te_cpu.draws import DRAWS
+from te_cpu.errors import MissingKernelError, SizeError
 from tests.backends.te.real import VERSION, autocast, linears, recipes, run_of, step, te
 from tests.backends.te.same_codes import OF_A_FLIP_IN_FP4, run
 from tests.spec import nvfp4

@@ -13,12 +13,12 @@ import torch
 
 from benchmarks.te_trace import RecordedTeScaling, cast_sample
 from benchmarks.traces import replay
+from fp8_numerics.formats import E4M3
 from megafp8.backends import choose
 from megafp8.backends.te.layer import TeLayer
 from megafp8.backends.te.state import TeScaling
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
-from megafp8.fp8.formats import E4M3
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
@@ -28,7 +28,6 @@ from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import AutoBackend, ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.te_cpu.tensors import is_quantized
 from megafp8.train import state_dict
 from megafp8.train.build import build
 from megafp8.train.generate import sample
@@ -38,6 +37,7 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
+from te_cpu.tensors import is_quantized
 from tests.backends.te.real import (
     DELAYED,
     VERSION,

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from fp8_numerics import cast
+from fp8_numerics.cast import Quantized
 from megafp8.data.loader import Microbatch
-from megafp8.fp8 import cast, quantizer, weights
-from megafp8.fp8.cast import Quantized
+from megafp8.fp8 import quantizer, weights
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.tiny import microbatch

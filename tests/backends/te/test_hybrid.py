@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.backends.te import rank_hybrid
 from tests.backends.te.same_codes import OF_A_FLIP
 from tests.ranks import run_ranks

@@ -17,8 +17,8 @@ import torch
 
 from megafp8.specs import PipelineSpec
 from megafp8.specs.model import RecomputeSpec
-from megafp8.te_cpu import DEFAULT_VERSION
 from megafp8.train.dryrun import rank_share
+from te_cpu import DEFAULT_VERSION
 from tests.backends.te.same_codes import OF_A_FLIP
 from tests.optim import masters_work
 from tests.optim.masters_work import Trained

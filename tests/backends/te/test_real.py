@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.te_cpu import DEFAULT_VERSION
+from te_cpu import DEFAULT_VERSION
 from tests.backends.te import rank_documents, rank_work
 from tests.backends.te.rank_work import Found
 from tests.backends.te.same_codes import IN_FP32, OF_A_FLIP, OF_A_FLIP_IN_FP4, Bounds

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8 import te_cpu
+import te_cpu
 from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
 from megafp8.backends.te.layer import HeadDropout
@@ -24,8 +24,8 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import AutoBackend, BackendName, ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
-from megafp8.te_cpu.errors import MissingKernelError, SizeError, VersionError
-from megafp8.te_cpu.missing import missing
+from te_cpu.errors import MissingKernelError, SizeError, VersionError
+from te_cpu.missing import missing
 from tests.tiny import gpt_spec, run_spec
 
 MODEL = gpt_spec(activation="gelu-tanh")

@@ -15,7 +15,7 @@ import pytest
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
-from megafp8.te_cpu import wheel
+from te_cpu import wheel
 from tests.backends.te.recipe_signatures import VERSIONS, MMParams, QParams, recipe_classes
 from tests.te_cpu.sources import need_sources
 
@@ -122,7 +122,7 @@ print("ok")
 def test_the_real_classes(version: str) -> None:
     """In a process of its own: importing the package changes this one."""
     if version != wheel.DEFAULT_VERSION and not wheel.is_cached(version):
-        pytest.skip(f"not in the cache: run `python -m megafp8.te_cpu {version}`")
+        pytest.skip(f"not in the cache: run `python -m te_cpu {version}`")
     need_sources(version)
     path = os.pathsep.join((str(wheel.sources(version).folder), str(ROOT)))
     environment = {**os.environ, "PYTHONPATH": path, "NVTE_BACKWARD_OVERRIDE": "high_precision",

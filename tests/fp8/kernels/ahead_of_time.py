@@ -91,16 +91,8 @@ class Compilations:
             return compiled
 
         JITFunction.run = run  # type: ignore[method-assign]
-        from megafp8.fp8.kernels import (
-            triton_adam,
-            triton_blocks,
-            triton_current,
-            triton_fp4,
-            triton_loss,
-            triton_norm,
-            triton_sums,
-            triton_tile,
-        )
+        from fp8_numerics.kernels import triton_blocks, triton_current, triton_fp4, triton_tile
+        from megafp8.fp8.kernels import triton_adam, triton_loss, triton_norm, triton_sums
 
         modules = (triton_adam, triton_blocks, triton_current, triton_fp4)
         for module in (*modules, triton_loss, triton_norm, triton_sums, triton_tile):
@@ -180,9 +172,9 @@ def _scalars() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _call_casts(say: Any, x: torch.Tensor) -> None:
-    from megafp8.fp8.formats import E4M3, E5M2
-    from megafp8.fp8.kernels import triton_cast as casts
-    from megafp8.fp8.kernels import triton_current as current
+    from fp8_numerics.formats import E4M3, E5M2
+    from fp8_numerics.kernels import triton_cast as casts
+    from fp8_numerics.kernels import triton_current as current
     from megafp8.fp8.kernels import triton_loss as loss
 
     scale, amax = _scalars()
@@ -209,10 +201,10 @@ def _call_casts(say: Any, x: torch.Tensor) -> None:
 
 def _call_blocks(say: Any, x: torch.Tensor, *, packed: bool) -> None:
     """Cast for MXFP8 and, where blocks are whole, for NVFP4, in the form that the GPU reads."""
-    from megafp8.fp8.kernels.triton_blocks import cast_mx
-    from megafp8.fp8.kernels.triton_fp4 import amaxes_fp4, cast_fp4
-    from megafp8.fp8.nvfp4 import SIGN_BITS
-    from megafp8.fp8.philox import Counters, Rows
+    from fp8_numerics.kernels.triton_blocks import cast_mx
+    from fp8_numerics.kernels.triton_fp4 import amaxes_fp4, cast_fp4
+    from fp8_numerics.nvfp4 import SIGN_BITS
+    from fp8_numerics.philox import Counters, Rows
 
     rows, cols = x.shape
     say("blocks of 32")
@@ -238,7 +230,7 @@ def _call_blocks(say: Any, x: torch.Tensor, *, packed: bool) -> None:
 
 def _call_heads(say: Any, x: torch.Tensor) -> None:
     """Split [rows, cols] into heads of 128, or of 10 where that is no divisor."""
-    from megafp8.fp8.formats import E5M2
+    from fp8_numerics.formats import E5M2
     from megafp8.fp8.fused import CastInto
     from megafp8.fp8.heads import Heads
     from megafp8.models.positions import rotary
@@ -260,8 +252,8 @@ def _call_heads(say: Any, x: torch.Tensor) -> None:
 
 
 def _call_activation(say: Any, x: torch.Tensor, kind: Any) -> None:
-    from megafp8.fp8.formats import E4M3, E5M2
-    from megafp8.fp8.kernels.triton_cast import GATED, cast
+    from fp8_numerics.formats import E4M3, E5M2
+    from fp8_numerics.kernels.triton_cast import GATED, cast
 
     scale, amax = _scalars()
     width = 2 * x.shape[1] if kind in GATED else x.shape[1]
@@ -284,7 +276,7 @@ def _call_activation(say: Any, x: torch.Tensor, kind: Any) -> None:
 
 
 def _call_norm(say: Any, x: torch.Tensor, is_layernorm: bool) -> None:
-    from megafp8.fp8.formats import E4M3
+    from fp8_numerics.formats import E4M3
     from megafp8.fp8.kernels.triton_norm import norm_backward, norm_cast
 
     scale, amax = _scalars()
@@ -311,7 +303,7 @@ def call_blocks(found: Compilations) -> None:
 
 def call_updates(found: Compilations) -> None:
     """Roll the amax histories of `delayed` as recipes configure them."""
-    from megafp8.fp8.formats import E4M3
+    from fp8_numerics.formats import E4M3
     from megafp8.fp8.kernels.triton_scales import update_scales
     from megafp8.fp8.scaling import ScaleTable
     from megafp8.specs import Fp8Recipe

@@ -19,7 +19,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_trito
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    from megafp8.fp8.kernels.triton_launch import unavailable
+    from fp8_numerics.kernels.triton_launch import unavailable
 
     device = torch.device(request.param)
     if (reason := unavailable(device)) is not None:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from megafp8.fp8.cast import Fp8Tensor
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.specs.precision import RecipeName
 from tests.spec import formats
 from tests.spec.formats import Codes, Floats32

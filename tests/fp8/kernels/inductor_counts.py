@@ -20,10 +20,10 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import FusedSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
 
+from fp8_numerics.meta import planning_for
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.ops import torch_private
-from megafp8.ops.meta import planning_for
 from megafp8.parallel.mesh import single_rank
 from megafp8.train.build import build
 

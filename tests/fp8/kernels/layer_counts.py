@@ -22,15 +22,15 @@ from torch._dynamo import trace_rules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fp8_numerics import torch_private as torch_products
+from fp8_numerics.gemm import Engine
+from fp8_numerics.kernels import triton_launch
+from fp8_numerics.meta import planning_for
 from megafp8.backends import native
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.fp8 import scaling
 from megafp8.fp8.engine import LAYOUTS
-from megafp8.fp8.gemm import Engine
-from megafp8.fp8.kernels import triton_launch
-from megafp8.ops import torch_products
-from megafp8.ops.meta import planning_for
 from megafp8.parallel import parts
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.parts import linears_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from fp8_numerics.gemm import EMULATED
 from megafp8.fp8 import chain
-from megafp8.fp8.gemm import EMULATED
 from megafp8.parallel.mesh import join
 from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec
 from megafp8.train.step import forward_backward, reduce_gradients

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from megafp8.ops import torch_products
-from megafp8.ops.scaled_mm import PACKED, Layout, scaled_mm
-from megafp8.ops.swizzle import swizzled_size
+from fp8_numerics import torch_private as torch_products
+from fp8_numerics.scaled_mm import PACKED, Layout, scaled_mm
+from fp8_numerics.swizzle import swizzled_size
 from tests.fp8.kernels.tensor_cores import TensorCores, picked_scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8 import formats
-from megafp8.fp8.cast import amax_of, decode, quantize
-from megafp8.fp8.formats import Fp8Format
+from fp8_numerics import formats
+from fp8_numerics.cast import amax_of, decode, quantize
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.kernels.compile import COMPILE_FLAGS, SOURCE, library
 from megafp8.fp8.grad_sink import accumulate
-from megafp8.fp8.kernels.compile import COMPILE_FLAGS, SOURCE, library
 from megafp8.fp8.scaled import ScaledTensor, add_up
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim import scaled_adam

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3, E5M2
+from fp8_numerics.gemm import EMULATED, Engine, GemmCounter, gemm
 from megafp8.backends import native
 from megafp8.backends.native import kernels_of
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.cast import Fp8Tensor
 from megafp8.fp8.engine import LAYOUTS, engine_of
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.gemm import EMULATED, Engine, GemmCounter, gemm
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, NoComm
 from megafp8.fp8.quantizer import Operands, Role, WantsFp8

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_numerics.cast import Fp8Tensor, quantize
+from fp8_numerics.gemm import EMULATED, Engine
+from fp8_numerics.kernels import triton_launch
 from megafp8.backends.native_block import FusedLayer
 from megafp8.fp8 import chain
-from megafp8.fp8.cast import Fp8Tensor, quantize
-from megafp8.fp8.gemm import EMULATED, Engine
-from megafp8.fp8.kernels import triton_launch
 from megafp8.fp8.linear import Linear
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe, GPTSpec, ParallelSpec

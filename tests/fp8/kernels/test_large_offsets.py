@@ -18,17 +18,10 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
-from megafp8.fp8.formats import E4M3, E5M2
-from megafp8.fp8.kernels import (
-    triton_blocks,
-    triton_cast,
-    triton_current,
-    triton_fp4,
-    triton_loss,
-    triton_norm,
-    triton_sums,
-)
-from megafp8.fp8.nvfp4 import SIGN_BITS
+from fp8_numerics.formats import E4M3, E5M2
+from fp8_numerics.kernels import triton_blocks, triton_cast, triton_current, triton_fp4
+from fp8_numerics.nvfp4 import SIGN_BITS
+from megafp8.fp8.kernels import triton_loss, triton_norm, triton_sums
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 

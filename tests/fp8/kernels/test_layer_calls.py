@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+import fp8_numerics
 import megafp8
 from tests.fp8.kernels.layer_counts import GPT, LLAMA, RECIPES, counting, second_microbatch
 
 TESTS = str(Path(__file__).parents[2])
-PACKAGE = str(Path(megafp8.__file__).parent)
+PACKAGES = tuple(str(Path(str(each.__file__)).parent) for each in (megafp8, fp8_numerics))
 TORCH = str(Path(torch.__file__).parent)
 OF_META = ("_meta_registrations", "_refs", "_prims", "_decomp", "_library", "_ops", "_subclasses")
 IN_CPP_ON_GPUS = tuple(f"{TORCH}/{name}" for name in OF_META)
@@ -84,7 +85,7 @@ CALLS = {
 def test_python_calls_of_a_layer(shape: str, recipe: str) -> None:
     pytest.importorskip("triton")
     found = calls_of_a_layer(recipe, shape)
-    own = sum(count for name, count in found.items() if name.startswith(PACKAGE))
+    own = sum(count for name, count in found.items() if name.startswith(PACKAGES))
     of_gpt, of_llama, aim = CALLS[recipe]
     most = of_gpt if shape == "gpt" else of_llama
     what = f"{own} of {found.total()} calls; most often {found.most_common(20)}"

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.fp8.formats import FORMATS
-from megafp8.fp8.kernels.triton_cast import cast
+from fp8_numerics.formats import FORMATS
+from fp8_numerics.kernels.triton_cast import cast
 from tests.fp8.kernels.helpers import assert_payload, codes, floats
 from tests.spec.delayed import amax_of
 

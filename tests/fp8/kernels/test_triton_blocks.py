@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8.kernels.triton_blocks import BlockCast, Operand, cast_mx
-from megafp8.fp8.kernels.triton_fp4 import amaxes_fp4, cast_fp4
-from megafp8.fp8.nvfp4 import SIGN_BITS
-from megafp8.ops.swizzle import swizzled, swizzled_size, unswizzled
+from fp8_numerics.kernels.triton_blocks import BlockCast, Operand, cast_mx
+from fp8_numerics.kernels.triton_fp4 import amaxes_fp4, cast_fp4
+from fp8_numerics.nvfp4 import SIGN_BITS
+from fp8_numerics.swizzle import swizzled, swizzled_size, unswizzled
 from tests.fp8.kernels.tensor_cores import from_tiles, unpacked
 from tests.fp8.test_blackwell import KINDS, SPECIAL, made
 from tests.spec import formats, mxfp8, nvfp4

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8.formats import FORMATS
-from megafp8.fp8.kernels.triton_cast import cast, transpose_payload
+from fp8_numerics.formats import FORMATS
+from fp8_numerics.kernels.triton_cast import cast, transpose_payload
 from tests.fp8.kernels.helpers import assert_payload, codes, floats, hard_matrix
 from tests.spec.delayed import amax_of
 

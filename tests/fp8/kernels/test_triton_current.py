@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8 import cast
-from megafp8.fp8.formats import FORMATS
-from megafp8.fp8.kernels import triton_current as current
-from megafp8.fp8.kernels.triton_current import (
+from fp8_numerics import cast
+from fp8_numerics.formats import FORMATS
+from fp8_numerics.kernels import triton_current as current
+from fp8_numerics.kernels.triton_current import (
     BothWays,
     cast_blocks,
     cast_rowwise,
     cast_square_blocks,
 )
-from megafp8.fp8.scales import scale_of_amax, scale_of_amax_torchao
+from fp8_numerics.scales import scale_of_amax, scale_of_amax_torchao
 from tests.fp8.kernels.helpers import SPEC, assert_payload, floats, hard_matrix
 from tests.spec.delayed import FLT_MAX, amax_of
 from tests.spec.formats import Floats32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megafp8.fp8.formats import FORMATS
+from fp8_numerics.formats import FORMATS
 from megafp8.fp8.fused import CastInto
 from megafp8.fp8.heads import Heads, split_heads
 from megafp8.fp8.kernels.triton_heads import pack_heads

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from fp8_numerics.gemm import Engine
+from fp8_numerics.kernels import triton_launch
 from megafp8 import fp8
 from megafp8.fp8 import scaling
-from megafp8.fp8.gemm import Engine
-from megafp8.fp8.kernels import triton_launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy
 

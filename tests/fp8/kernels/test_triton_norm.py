@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megafp8.fp8.formats import FORMATS
+from fp8_numerics.formats import FORMATS
 from megafp8.fp8.kernels import triton_norm
 from megafp8.fp8.kernels.triton_norm import norm_backward, norm_cast
 from tests.fp8.kernels.helpers import assert_payload, codes, floats, hard_matrix

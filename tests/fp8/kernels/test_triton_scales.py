@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megafp8.fp8.formats import FORMATS
+from fp8_numerics.formats import FORMATS
 from megafp8.fp8.kernels.triton_scales import update_scales
 from megafp8.fp8.scaling import ScaleTable
 from megafp8.specs import Fp8Recipe

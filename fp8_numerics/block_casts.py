@@ -1,0 +1,103 @@
+"""Cast with a scale for each block in C on CPUs, along rows or along columns, and come back.
+
+A cast along columns reads the tensor as it lies in memory, where a rule in torch operations
+transposes it. The bits are those of `mxfp8.py` and `nvfp4.py`.
+"""
+
+# M, N the tensor's own dims
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from fp8_numerics.kernels.compile import KINDS, library_for
+
+Block = tuple[int, int]
+_KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
+OUT_KINDS = (torch.float32, torch.bfloat16)
+
+
+def runs_in_c(x: torch.Tensor) -> bool:
+    """Whether the C kernels cast this tensor."""
+    return x.dtype in _KINDS and library_for(x) is not None
+
+
+def mxfp8(x_MN: torch.Tensor, *, along_columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers in E4M3 [M, N] and scales for blocks of 32 elements of rows or columns."""
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
+    assert lib is not None
+    rows, cols = x_MN.shape
+    payload = x_MN.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
+    shape = (-(-rows // 32), cols) if along_columns else (rows, -(-cols // 32))
+    scale = x_MN.new_empty(shape, dtype=torch.float32)
+    lib.megafp8_mxfp8(
+        *_matrix(x_MN), int(along_columns), _at(payload), _at(scale), torch.get_num_threads()
+    )
+    return payload, scale
+
+
+def nvfp4(
+    x_MN: torch.Tensor, block: Block, encoding: torch.Tensor, byte: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of E2M1 [M, N], kept in E4M3, and a scale for each block.
+
+    `block` is 1 x 16, 16 x 1 or 16 x 16, and divides the sizes. `encoding` (0-d FP32) is the factor
+    of the tensor's amax, and `byte` [M, N] asks for random rounding.
+    """
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
+    assert lib is not None and (byte is None or byte.is_contiguous())
+    rows, cols = x_MN.shape
+    payload = x_MN.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
+    scale = x_MN.new_empty(rows // block[0], cols // block[1], dtype=torch.float32)
+    lib.megafp8_nvfp4(
+        *_matrix(x_MN),
+        *(ctypes.c_size_t(size) for size in block),
+        *(_at(t) for t in (encoding, byte, payload, scale)),
+        torch.get_num_threads(),
+    )
+    return payload, scale
+
+
+def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Return 16 elements of a column at a time times signs (FP32 [16]) and H / 4, in BF16."""
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
+    assert lib is not None
+    out = torch.empty_like(x_MN, dtype=torch.bfloat16)
+    lib.megafp8_rotate(*_matrix(x_MN), _at(signs), _at(out), torch.get_num_threads())
+    return out
+
+
+def block_values(
+    payload_MN: torch.Tensor, scale: torch.Tensor, block: Block, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Return number * scale, rounded once to FP32 or BF16; None where no kernel does it."""
+    lib = library_for(payload_MN)
+    if lib is None or dtype not in OUT_KINDS or payload_MN.dtype != torch.float8_e4m3fn:
+        return None
+    if payload_MN.t().is_contiguous() and not payload_MN.is_contiguous():
+        turned = block_values(payload_MN.t(), scale.t(), block[::-1], dtype)
+        return None if turned is None else turned.t()
+    payload_MN, scale = payload_MN.contiguous(), scale.contiguous()
+    out = torch.empty_like(payload_MN, dtype=dtype)
+    lib.megafp8_block_values(
+        _at(payload_MN),
+        *(ctypes.c_size_t(size) for size in payload_MN.shape),
+        _at(scale),
+        *(ctypes.c_size_t(size) for size in block),
+        _at(out),
+        _KINDS[dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _matrix(x_MN: torch.Tensor) -> tuple[object, ...]:
+    """Return a contiguous matrix as the kernels take it: address, rows, columns, kind."""
+    rows, cols = (ctypes.c_size_t(size) for size in x_MN.shape)
+    return _at(x_MN), rows, cols, _KINDS[x_MN.dtype]
+
+
+def _at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

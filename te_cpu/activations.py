@@ -1,0 +1,84 @@
+"""Activations, gated or not, their gradients, and these with the gradient of a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from te_cpu.quantize import finish
+from te_cpu.tensors import Quantizer
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gelu_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the GELU of `x` in its tanh form, which is Transformer Engine's."""
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).square()
+
+
+# (name, name of the gated form, function)
+FUNCTIONS: tuple[tuple[str, str, Function], ...] = (
+    ("gelu", "geglu", gelu_of),
+    ("qgelu", "qgeglu", _quick_gelu),
+    ("relu", "reglu", torch.relu),
+    ("srelu", "sreglu", _squared_relu),
+    ("silu", "swiglu", F.silu),
+)
+
+
+def _gated(function: Function) -> Function:
+    """Map [..., 2 N] to [..., N]: the function of the first half is multiplied by the second."""
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return function(gate) * up
+
+    return gated
+
+
+def _kernels_of(name: str, function: Function) -> tuple[Callable[..., Any], ...]:
+    """Return the activation, `d…` and `dbias_d…`, which also gives the sum of each column."""
+
+    def gradient(grad: torch.Tensor, fwd_input: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = fwd_input.detach().float().requires_grad_()
+            (found,) = torch.autograd.grad(function(x), x, grad.detach().float())
+        return found
+
+    def forward(input: torch.Tensor, quantizer: Quantizer) -> Any:
+        return finish(function(input.detach().float()), input.dtype, quantizer)
+
+    def backward(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer) -> Any:
+        return finish(gradient(grad, fwd_input), grad.dtype, quantizer)
+
+    def backward_with_bias(
+        grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Quantizer
+    ) -> list[Any]:
+        found = gradient(grad, fwd_input)
+        bias = found.reshape(-1, found.shape[-1]).sum(0).to(grad.dtype)
+        return [bias, finish(found, grad.dtype, quantizer)]
+
+    forward.__name__, backward.__name__ = name, f"d{name}"
+    backward_with_bias.__name__ = f"dbias_d{name}"
+    return forward, backward, backward_with_bias
+
+
+KERNELS = tuple(
+    kernel
+    for plain, gated, function in FUNCTIONS
+    for name, form in ((plain, function), (gated, _gated(function)))
+    for kernel in _kernels_of(name, form)
+    if not kernel.__name__.startswith("dbias") or name == plain
+)
+dgelu = next(kernel for kernel in KERNELS if kernel.__name__ == "dgelu")

@@ -1,0 +1,323 @@
+"""Answer on a CPU what Transformer Engine's Python asks of `torch.cuda`.
+
+The patches hold for the whole process. Questions about a GPU (is one there, which one) are answered
+with an H100 to Transformer Engine's own code alone: everyone else still learns the truth. Two
+things change for everyone: `device="cuda"` and `.cuda()` mean the CPU, and what waits for a GPU
+(`synchronize`, streams, events) returns at once.
+
+The functions that take a device are replaced one by one. A mode of torch would see all calls of all
+functions, which takes longer than the tiny tensors of a test.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from te_cpu import torch_private
+
+CPU = torch.device("cpu")
+CUDA_VERSION = "13.0"
+PROPERTIES = SimpleNamespace(
+    name="CPU in place of an H100",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=80 << 30,
+)
+
+
+class Stream:
+    """A CPU has no streams: everything has happened already."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def wait(self) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return Event() if event is None else event
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """Records nothing; two events are 0 ms apart."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+_IS_CUDA, _TYPE, _STREAM = torch.Tensor.is_cuda, torch.Tensor.type, Stream()
+_ASKING = ["transformer_engine"]
+"""The packages whose code is answered as if there were a GPU."""
+
+# Answered so to Transformer Engine's code; the originals answer everyone else.
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "_lazy_init": lambda: None,
+    "_lazy_call": lambda call, **kwargs: call(),
+    "is_available": lambda: True,
+    "is_bf16_supported": lambda *args, **kwargs: True,
+    "current_device": lambda: 0,
+    "set_device": lambda device: None,
+    "device_count": lambda: 1,
+    "get_device_properties": lambda device=None: PROPERTIES,
+    "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
+    "get_device_name": lambda device=None: PROPERTIES.name,
+    "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+    "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    "manual_seed": lambda seed: torch.manual_seed(seed),
+    "memory_allocated": lambda device=None: 0,
+    "max_memory_allocated": lambda device=None: 0,
+}
+# What takes a device, by who has it. The windows of `torch.signal` are made of these.
+TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (torch, (
+        "arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty",
+        "empty_like", "empty_permuted", "empty_quantized", "empty_strided", "eye", "from_file",
+        "full", "full_like", "hamming_window", "hann_window", "kaiser_window", "linspace",
+        "logspace", "normal", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like",
+        "randn", "randn_like", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor",
+        "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
+        "sparse_csr_tensor", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like",
+    )),
+    (torch.fft, ("fftfreq", "rfftfreq")),
+    (torch.nested, ("as_nested_tensor", "nested_tensor")),
+    (torch.Tensor, (
+        "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "to",
+    )),
+)  # fmt: skip
+
+SENT_TOGETHER = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all_single", "broadcast",
+    "reduce_scatter", "reduce_scatter_tensor",
+)  # fmt: skip
+"""The collectives that others put into one message with torch's coalescing manager."""
+_together: list[bool] = []
+"""Has an element for each such manager that is open."""
+
+Place = Callable[[Any, FrameType], Any]
+"""Returns where to make what is asked for on a device; the frame is that of who asks."""
+_places: list[Place] = []
+
+
+@contextmanager
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    yield
+
+
+# For everyone: they do nothing on a CPU, and fail without these.
+FOR_EVERYONE: dict[str, Any] = {
+    "Stream": Stream,
+    "Event": Event,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "stream": _nothing,
+    "device": _nothing,
+    "synchronize": lambda device=None: None,
+    "is_current_stream_capturing": lambda: False,
+    "empty_cache": lambda: None,
+    "default_generators": (torch.default_generator,),
+}
+
+
+def install(undo: ExitStack) -> None:
+    """Make the patches. They stay until `undo` is closed, or for as long as the process lives."""
+    undo.callback(_places.clear)
+    _places.append(lambda device, asking: to_cpu(device))
+    undo.callback(torch_private.wrap_default_device(to_cpu))  # before functions are replaced
+    for owner, names in TAKE_A_DEVICE:
+        for name in names:
+            _replace(owner, name, _placed(getattr(owner, name), is_to=name == "to"), undo)
+    for name, value in (("is_cuda", property(_is_cuda)), ("type", _type), ("cuda", _stay)):
+        _replace(torch.Tensor, name, value, undo)
+    for name, answer in ANSWERS.items():
+        asked = _to_transformer_engine(answer, getattr(torch.cuda, name))
+        _replace(torch.cuda, name, asked, undo)
+    for name, value in FOR_EVERYONE.items():
+        _replace(torch.cuda, name, value, undo)
+    for name in ("range", "range_push", "range_pop"):
+        _replace(torch.cuda.nvtx, name, _nothing, undo)
+    _patch_cuda_version(undo)
+    undo.callback(_patch_wrapper_tensors())
+    undo.callback(torch_private.wrap_coalescing_manager(_without_coalescing))
+    for name in SENT_TOGETHER:
+        _replace(torch.distributed, name, _arrived(getattr(torch.distributed, name)), undo)
+
+
+def _replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+    if name in vars(owner):
+        undo.callback(setattr, owner, name, vars(owner)[name])
+    else:  # a class has inherited it
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def answer_also(packages: Iterable[str]) -> None:
+    """Answer from now on to other packages, such as `megatron`, as to Transformer Engine.
+
+    They may also name a device by its index alone (`torch.device(0)`), which Transformer Engine
+    does not.
+    """
+    _ASKING.extend(packages)
+    ExitStack().enter_context(IndexIsTheCpu())  # for as long as the process lives
+
+
+@contextmanager
+def placing(place: Place) -> Iterator[None]:
+    """Let `place` say, inside the context, where tensors are made; a dry run has its own answer."""
+    _places.append(place)
+    try:
+        yield
+    finally:
+        _places.remove(place)
+
+
+def _placed(function: Callable[..., Any], *, is_to: bool) -> Callable[..., Any]:
+    """Return a function that asks `placing` before it makes a tensor; `to` has a position too."""
+
+    @functools.wraps(function)
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = _places[-1](kwargs["device"], sys._getframe(1))
+        elif is_to and len(args) > 1:
+            args = (args[0], to_cpu(args[1]), *args[2:])
+        return function(*args, **kwargs)
+
+    return placed
+
+
+def _is_cuda(tensor: torch.Tensor) -> bool:
+    return _asked_by_transformer_engine() or _IS_CUDA.__get__(tensor)  # type: ignore[attr-defined]
+
+
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = _TYPE(tensor, *args, **kwargs)
+    # A tensor of Transformer Engine's asks once more, from a file of Transformer Engine.
+    is_named = isinstance(found, str) and not found.startswith("torch.cuda.")
+    if is_named and _asked_by_transformer_engine():
+        return found.replace("torch.", "torch.cuda.", 1)
+    return found
+
+
+def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor
+
+
+def _asked_by_transformer_engine() -> bool:
+    """Whether the caller's caller is in a file of Transformer Engine, or of `answer_also`."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith(tuple(_ASKING))
+
+
+def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any]) -> Any:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        function = answer if _asked_by_transformer_engine() else real
+        return function(*args, **kwargs)
+
+    return asked
+
+
+def _patch_cuda_version(undo: ExitStack) -> None:
+    """Give `torch.version.cuda` a version to Transformer Engine, which reads it as numbers."""
+    real = torch.version.cuda
+
+    class Version(ModuleType):
+        @property
+        def cuda(self) -> str | None:
+            return CUDA_VERSION if _asked_by_transformer_engine() else real
+
+    undo.callback(setattr, torch.version, "__class__", torch.version.__class__)
+    torch.version.__class__ = Version
+
+
+def _patch_wrapper_tensors() -> Callable[[], None]:
+    """Make tensor subclasses on the CPU.
+
+    In a dry run, where the meta device is the default, they are made there. The result undoes it.
+    """
+
+    def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+        def make_on_cpu(*args: Any, **kwargs: Any) -> Any:
+            asked = kwargs.get("device")
+            if asked is not None and (found := to_cpu(asked)) is not asked:
+                is_dry_run = torch.get_default_device().type == "meta"
+                kwargs["device"] = torch.device("meta") if is_dry_run else found
+            return make(*args, **kwargs)
+
+        return make_on_cpu
+
+    return torch_private.wrap_make_wrapper_subclass(on_cpu)
+
+
+def _without_coalescing(coalescing: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a context manager for messages, in place of torch's `coalescing`.
+
+    Inside it Transformer Engine's messages are sent one by one, since gloo cannot send several
+    together. The manager's result is what the caller waits for; here nothing is left to wait for,
+    since `_arrived` has waited for each message, also for one that is to be sent in the background.
+    """
+
+    @contextmanager
+    def one_by_one() -> Iterator[Stream]:
+        _together.append(True)
+        try:
+            yield Stream()
+        finally:
+            _together.pop()
+
+    def manager(*args: Any, **kwargs: Any) -> Any:
+        return one_by_one() if _asked_by_transformer_engine() else coalescing(*args, **kwargs)
+
+    return manager
+
+
+def _arrived(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a collective that ends with its messages where torch would send several together."""
+
+    @functools.wraps(send)
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        work = send(*args, **kwargs)
+        if _together and work is not None:
+            work.wait()
+        return work
+
+    return sent
+
+
+def to_cpu(device: Any) -> Any:
+    """Return the CPU for any name of a CUDA device (an index is one); other devices as they are."""
+    is_index = type(device) is int
+    is_name = isinstance(device, str) and device.split(":")[0] == "cuda"
+    is_device = isinstance(device, torch.device) and device.type == "cuda"
+    return CPU if is_index or is_name or is_device else device
+
+
+class IndexIsTheCpu(TorchFunctionMode):
+    """Lets `torch.device(0)` be the CPU: nothing else can take the place of that class."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.device and type(args[0]) is int:
+            return CPU
+        return func(*args, **(kwargs or {}))

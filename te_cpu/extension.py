@@ -1,0 +1,93 @@
+"""Make the module that stands in for `transformer_engine_torch`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fp8_numerics.meta import as_one_kernel
+from te_cpu import activations, attention, gemm, masters, norms, quantize, updates
+from te_cpu.enums import enumerations
+from te_cpu.missing import Missing
+from te_cpu.wheel import Sources
+
+
+def get_cublasLt_version() -> int:  # noqa: N802  # Transformer Engine's name
+    return 130101
+
+
+def get_cudnn_version() -> int:
+    return 91900
+
+
+def get_num_cublas_streams() -> int:
+    return 4
+
+
+def device_supports_multicast(device_id: int = -1) -> bool:
+    return False
+
+
+def ubuf_built_with_mpi() -> bool:
+    return False
+
+
+class FP8TensorMeta:
+    """Scales and histories of a module's tensors, which Python fills in."""
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    amax_history: torch.Tensor
+
+
+LIBRARY: tuple[Callable[..., Any], ...] = (
+    get_cublasLt_version,
+    get_cudnn_version,
+    get_num_cublas_streams,
+    device_supports_multicast,
+    ubuf_built_with_mpi,
+)
+
+
+def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
+    """Return all functions by name, as this version calls them."""
+    topics = (quantize, gemm, norms, activations, attention, updates, masters)
+    found = [kernel for topic in topics for kernel in topic.KERNELS]
+    by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}
+    if version < (2, 10):
+        by_name["fused_rope_backward"] = attention.fused_rope_backward_to_2_9
+    return by_name
+
+
+def make_extension(sources: Sources) -> ModuleType:
+    """Return the module, made for `sources`. A name that it lacks is a `Missing`."""
+    module = ModuleType("transformer_engine_torch", __doc__)
+    version = tuple(int(number) for number in sources.version.split(".")[:2])
+    module.__dict__.update(enumerations(version))
+    for name, kernel in kernels(version).items():
+        module.__dict__[name] = _without_gradients(kernel)
+    module.__dict__["FP8TensorMeta"] = FP8TensorMeta
+    module.__dict__["sources"] = sources
+    module.__dict__["__getattr__"] = _missing
+    return module
+
+
+def _without_gradients(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled functions record nothing for autograd: Transformer Engine has its own functions."""
+
+    @functools.wraps(kernel)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), as_one_kernel():
+            return kernel(*args, **kwargs)
+
+    return called
+
+
+def _missing(name: str) -> Missing:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Missing(name)

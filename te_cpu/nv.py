@@ -1,0 +1,288 @@
+"""Transformer Engine's tensors in NVFP4: two numbers in a byte, and a scale in E4M3 for 16 of them.
+
+Row-wise bytes [..., K / 2] lie in the tensor's own shape. Column-wise bytes [K, M / 2] are those of
+the transposed tensor, since FP4 tensor cores multiply in one orientation alone. Each side has its
+own scales and the FP32 amax of what was quantized there: for columns that is the rotated tensor, if
+the quantizer rotates. Scales are padded as cuBLASLt reads them, and never swizzled.
+
+The rule is that of our own recipe from version 2.14 on. Before, the amax of a block is divided by 6
+before it is multiplied by the factor of the tensor's amax, and so rounded at other places.
+"""
+
+# M rows   K elements of one
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fp8_numerics import block_casts, cast
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E4M3
+from fp8_numerics.nvfp4 import (
+    BLOCK,
+    LARGEST,
+    LARGEST_E2M1,
+    SIGN_BITS,
+    SIGNS,
+    encoding,
+    quantize_blocks,
+    rotated,
+)
+from fp8_numerics.philox import Rows, random_bytes
+from fp8_numerics.swizzle import fp4_numbers, rounded_up
+from te_cpu.draws import DRAWS
+from te_cpu.errors import SizeError
+from te_cpu.missing import missing
+from te_cpu.wheel import version_in_use
+
+NAME = "NVFP4Tensor"
+SIDES = ("rowwise", "columnwise")
+
+
+def is_nv(tensor: Any) -> bool:
+    """Whether a tensor is one of Transformer Engine's in NVFP4, of either kind."""
+    return type(tensor).__name__.startswith(NAME)
+
+
+def module() -> Any:
+    """Return the module that defines the tensors."""
+    return importlib.import_module("transformer_engine.pytorch.tensor.nvfp4_tensor")
+
+
+def row_shape(tensor: Any) -> torch.Size:
+    """Return the shape of a tensor; of column-wise bytes alone only [M, K] can be known."""
+    if tensor._rowwise_data is not None:
+        *rows, pairs = tensor._rowwise_data.shape
+        return torch.Size([*rows, 2 * pairs])
+    columns = tensor._columnwise_data
+    return torch.Size([2 * columns[0].numel(), columns.shape[0]])
+
+
+def scale_shapes(shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the shapes of the row-wise and of the column-wise scales, padded for cuBLASLt."""
+    m, k = int(torch.Size(shape[:-1]).numel()), shape[-1]
+    return (
+        [rounded_up(m, 128), rounded_up(k // BLOCK, 4)],
+        [rounded_up(k, 128), rounded_up(m // BLOCK, 4)],
+    )
+
+
+def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[str, Any]:
+    """Return what a tensor of `shape` is made with, and memory for what is asked for.
+
+    Raises:
+        SizeError: The sizes are not whole blocks.
+    """
+    m, k = torch.Size(shape[:-1]).numel(), shape[-1]
+    if k % BLOCK or m % BLOCK:
+        raise SizeError(
+            f"Transformer Engine's NVFP4 takes multiples of {BLOCK}, and a tensor is {shape}. "
+            "Change the sizes or the number of tokens, or use model.fp8_backend=native"
+        )
+    made: dict[str, Any] = {"fp4_dtype": quantizer.dtype, "quantizer": quantizer}
+    used = quantizer.rowwise_usage, quantizer.columnwise_usage
+    sizes = [*shape[:-1], k // 2], [k, m // 2]
+    for side, is_used, size, scales in zip(SIDES, used, sizes, scale_shapes(shape), strict=True):
+        data = torch.empty(size, dtype=torch.uint8, device=device)
+        scale = torch.zeros(scales, dtype=torch.uint8, device=device)
+        made[f"{side}_data"] = data if is_used else None
+        made[f"{side}_scale_inv"] = scale if is_used else None
+        made[f"amax_{side}"] = torch.zeros(1, device=device) if is_used else None
+    if hasattr(quantizer, "optimize_for_gemm"):
+        made["with_gemm_swizzled_scales"] = False
+    return made
+
+
+def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
+    """Write the cast of `x` [..., K], its scales and its amaxes into `out`, for each side of it."""
+    _refuse(quantizer, x)
+    x_MK = x.reshape(-1, x.shape[-1])
+    turned = [side == "columnwise" for side in SIDES if _data(out, side) is not None]
+    matrices = [_matrix(quantizer, x_MK, turned=each) for each in turned]
+    amaxes = [_amax_of(matrix) for matrix in matrices]
+    _reduce(quantizer, amaxes)
+    rows = BLOCK if quantizer.with_2d_quantization else 1
+    for is_turned, matrix, amax in zip(turned, matrices, amaxes, strict=True):
+        byte = _bytes_of(matrix, is_turned=is_turned) if quantizer.stochastic_rounding else None
+        payload, scale = quantize_rows(matrix, rows, amax, byte, version_in_use())
+        _store(out, SIDES[is_turned], payload, scale.repeat_interleave(rows, 0), amax)
+    return out
+
+
+def _refuse(quantizer: Any, x: torch.Tensor) -> None:
+    """Raise an error for what the kernels here, or those of a GPU, do not do."""
+    for name, setting in (
+        ("row_scaled_nvfp4", "row_scaled_activation"),
+        ("nvfp4_use_4over6", "nvfp4_4over6"),
+    ):
+        if getattr(quantizer, name, False):
+            raise missing("quantize", f" of NVFP4 with {setting}")
+    if quantizer.with_rht and x.dtype != torch.bfloat16:
+        raise SizeError(
+            f"Transformer Engine's NVFP4 rotates tensors in BF16 alone, and one is {x.dtype}. "
+            "Use trainer.precision=bf16 or model.fp4_disable_rht=True (disable_rht)"
+        )
+    if quantizer.with_rht and not quantizer.with_post_rht_amax:
+        raise missing("quantize", " of NVFP4 with the amax from before the rotation")
+
+
+def _data(tensor: Any, side: str) -> torch.Tensor | None:
+    found: torch.Tensor | None = getattr(tensor, f"_{side}_data")
+    return found
+
+
+def _matrix(quantizer: Any, x_MK: torch.Tensor, *, turned: bool) -> torch.Tensor:
+    """Return what is quantized in rows: the tensor, or for columns its transpose, rotated maybe."""
+    if not turned:
+        return x_MK.contiguous()
+    if not quantizer.with_rht:
+        return x_MK.t().contiguous()
+    mask = quantizer.rht_matrix_random_sign_mask_t
+    assert mask in (0, SIGN_BITS), f"signs of the rotation that are not known: {mask:#x}"
+    signs = SIGNS if mask else (1,) * BLOCK
+    if block_casts.runs_in_c(x_MK):
+        turned_MK = block_casts.rotate_columns(x_MK, torch.tensor(signs, dtype=torch.float32))
+        return turned_MK.t().contiguous()
+    return rotated(x_MK.t().contiguous(), signs)
+
+
+def _amax_of(matrix: torch.Tensor) -> torch.Tensor:
+    """Return max|x|, 0-d FP32, of all that is not NaN."""
+    found = cast.amax_of(matrix)
+    if torch.isfinite(found):
+        return found
+    return cast.amax_of(matrix.float().nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
+
+
+def _reduce(quantizer: Any, amaxes: list[torch.Tensor]) -> None:
+    """Take the largest amax of each side over the ranks that gather the tensor, if they do."""
+    if not quantizer.with_amax_reduction:
+        return
+    group = quantizer._canonicalized_amax_reduction_group()
+    largest = torch.stack(amaxes)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group)
+    amaxes[:] = largest.unbind()
+
+
+def _bytes_of(matrix: torch.Tensor, *, is_turned: bool) -> torch.Tensor:
+    """Return a random byte for each element; rows and columns of a tensor draw apart."""
+    rows, columns = matrix.shape
+    places = Rows(torch.zeros(rows, dtype=torch.int64), torch.arange(rows))
+    return random_bytes(DRAWS.next("columns" if is_turned else "rows"), places, [range(columns)])
+
+
+def quantize_rows(
+    x_MK: torch.Tensor,
+    rows: int,
+    amax: torch.Tensor,
+    byte: torch.Tensor | None,
+    version: tuple[int, ...],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return numbers of E2M1, kept in E4M3 [M, K], and the FP32 scales of blocks of rows x 16."""
+    is_older = version < (2, 14)
+    if not is_older and block_casts.runs_in_c(x_MK):
+        return block_casts.nvfp4(x_MK, (rows, BLOCK), encoding(amax), byte)
+    numbers, scale = quantize_blocks(x_MK, rows, amax, byte, _sixth_first if is_older else None)
+    return numbers.to(E4M3.dtype), scale
+
+
+def _sixth_first(of_block: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return the scales before they are rounded to E4M3, by the rule up to 2.13."""
+    return of_block / LARGEST_E2M1 * factor
+
+
+def _store(
+    out: Any, side: str, payload: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor
+) -> None:
+    """Write one side: bytes of two numbers, and a scale for 16 elements of every row."""
+    data = _data(out, side)
+    assert data is not None
+    data.copy_(_packed(payload).view(data.shape))
+    stored = getattr(out, f"_{side}_scale_inv")
+    codes = scale.to(E4M3.dtype).view(torch.uint8)
+    stored.zero_()[: codes.shape[0], : codes.shape[1]].copy_(codes)
+    getattr(out, f"_amax_{side}").fill_(amax)
+
+
+def _packed(payload: torch.Tensor) -> torch.Tensor:
+    """Return two numbers of E2M1 a byte, the even one in the low half, of numbers in E4M3."""
+    bits = payload.view(torch.uint8)
+    magnitude = bits & 0x7F
+    codes = torch.where(magnitude < 0x38, magnitude // 0x30, (magnitude - 0x30) // 4)
+    codes = codes | (bits & 0x80) >> 4
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def padded_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Return a matrix of scales with zeros up to multiples of 128 rows and 4 columns."""
+    rows, columns = scale.shape
+    return F.pad(scale, (0, rounded_up(columns, 4) - columns, 0, rounded_up(rows, 128) - rows))
+
+
+def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
+    """Return the matrix [M, K] that a product reads, of row-wise or of column-wise bytes."""
+    side = SIDES[by_column]
+    data, scale_inv = _data(tensor, side), getattr(tensor, f"_{side}_scale_inv")
+    assert data is not None, f"this product needs {side} numbers, which are not there"
+    assert not getattr(tensor, "_with_gemm_swizzled_scales", False), "scales in tiles"
+    payload = fp4_numbers(data.reshape(data.shape[0] if by_column else -1, _pairs(tensor, side)))
+    rows, columns = payload.shape
+    scale = scale_inv[:rows, : columns // BLOCK].contiguous().view(E4M3.dtype).float()
+    outer = getattr(tensor, f"_amax_{side}").reshape(()) / LARGEST
+    block = (1, BLOCK)
+    if by_column:
+        payload, scale, block = payload.t(), scale.t(), (BLOCK, 1)
+    rotation = _rotation(tensor) if by_column else None
+    return Fp8Tensor(
+        payload, scale, E4M3, block=block, is_exact_in_bf16=True, layout="other", outer=outer,
+        rotation=rotation,
+    )  # fmt: skip
+
+
+def _pairs(tensor: Any, side: str) -> int:
+    """Return the number of bytes of a row of one side; a column may lie in several dims."""
+    data = _data(tensor, side)
+    assert data is not None
+    return data[0].numel() if side == "columnwise" else data.shape[-1]
+
+
+def _rotation(tensor: Any) -> str | None:
+    """Return the name of the rotation of a tensor's columns."""
+    quantizer = tensor._quantizer
+    if not quantizer.with_rht:
+        return None
+    return "hadamard" if quantizer.rht_matrix_random_sign_mask_t else "hadamard without signs"
+
+
+def scale_of_product(a: Any, b: Any, *, columns: tuple[bool, bool], alpha: float) -> torch.Tensor:
+    """Return the factor of a product of two tensors, 0-d FP32: of both amaxes, and `alpha`.
+
+    `columns` says whose column-wise numbers are read. The order of the roundings is that of
+    compute_nvfp4_per_tensor_scale_kernel (common/recipe/nvfp4.cu).
+    """
+    of_a, of_b = (
+        getattr(tensor, f"_amax_{SIDES[by_column]}").reshape(())
+        for tensor, by_column in zip((a, b), columns, strict=True)
+    )
+    factor: torch.Tensor = torch.full_like(of_a, alpha) * of_a * of_b
+    return factor * torch.full_like(of_a, LARGEST * LARGEST).reciprocal_()
+
+
+def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of row-wise numbers in the tensor's shape, with the roundings of a GPU.
+
+    The FP32 factor of a block is its scale times the amax times 1 / 2688, each product rounded
+    (common/cast/nvfp4/dequantize_nvfp4.cuh).
+    """
+    if tensor._rowwise_data is None:
+        raise missing("dequantize", " of NVFP4 that has column-wise numbers alone")
+    side = operand(tensor, by_column=False)
+    amax = tensor._amax_rowwise.reshape(())
+    factor = side.dequant_scale * amax * torch.full_like(amax, LARGEST).reciprocal_()
+    values_MK: torch.Tensor = side.payload.float() * factor.repeat_interleave(BLOCK, 1)
+    return values_MK.reshape(row_shape(tensor)).to(dtype)

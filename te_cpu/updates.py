@@ -1,0 +1,76 @@
+"""Do what happens between steps: delayed scaling's histories and scales, and Adam's update."""
+
+from __future__ import annotations
+
+import torch
+
+from te_cpu.enums import FORMATS
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def fused_amax_and_scale_update_after_reduction(
+    amax_reduction_buffer: torch.Tensor,
+    amax_histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    amax_compute_algo: str,
+    fp8_dtype: int,
+    margin: float,
+) -> None:
+    """Shift each tensor's history [length, tensors] by one update and make its new scale.
+
+    Slot 0 is where the next amax is staged, slots 1 and on are past updates, oldest first. A
+    tensor whose reduced amax is 0 has not been cast and keeps what it has staged; where that is 0
+    too, its history stays as it is. The largest is taken by `fmaxf`, which passes over NaN. A scale
+    stays where the amax is 0 or infinite, and is the largest finite number where it overflows.
+    """
+    largest = FORMATS[fp8_dtype].max * 2.0**-margin
+    reduced = amax_reduction_buffer.split([history.shape[1] for history in amax_histories])
+    for amax, history, scale in zip(reduced, amax_histories, scales, strict=True):
+        last = torch.where(amax != 0, amax, history[0])
+        was_cast = last != 0
+        shifted = torch.cat([history[1:], last[None]])
+        window = shifted.nan_to_num(nan=0.0, posinf=torch.inf).amax(0)
+        new = torch.where(was_cast, window, torch.zeros_like(window))
+        if amax_compute_algo == "most_recent":
+            new = last
+        shifted[0] = 0
+        history.copy_(torch.where(was_cast, shifted, history))
+        made = torch.div(torch.full_like(new, largest), new).clamp(max=FLOAT32_MAX)
+        scale.copy_(torch.where(torch.isfinite(new) & (new > 0), made, scale))
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[list[torch.Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Update lists of parameters, moments and, for parameters of less than FP32, masters.
+
+    `tensor_lists` are gradients, parameters, first moments, second moments and masters. `mode` 0
+    adds the weight decay to the gradient, 1 to the update.
+    """
+    first_part = 1 - beta1**step if bias_correction else 1.0
+    second_part = 1 - beta2**step if bias_correction else 1.0
+    for grad, param, first, second, *master in zip(*tensor_lists, strict=True):
+        weight = master[0] if master else param
+        old = weight.float()
+        g = grad.float() + (weight_decay * old if mode == 0 else 0.0)
+        m = beta1 * first.float() + (1 - beta1) * g
+        v = beta2 * second.float() + (1 - beta2) * g * g
+        update = (m / first_part) / ((v / second_part).sqrt() + epsilon)
+        new = old - lr * (update + (weight_decay * old if mode == 1 else 0.0))
+        first.copy_(m), second.copy_(v), weight.copy_(new)
+        if master:
+            param.copy_(new)
+
+
+KERNELS = (fused_amax_and_scale_update_after_reduction, multi_tensor_adam)

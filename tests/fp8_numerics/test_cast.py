@@ -1,0 +1,383 @@
+"""The cast, compiled and by torch operations, equals the specification bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import itertools
+import math
+import pickle
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8_numerics import cast, formats
+from fp8_numerics.cast import Quantized, decode, quantize, quantize_torch
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.kernels.compile import Library, library
+from tests.c_kernels import need_kernels, threads_started
+from tests.spec import delayed
+from tests.spec import formats as spec
+
+FLT_MAX = float(np.finfo(np.float32).max)
+SCALES = [1.0, 2.0**-9, 3.7, 448 / 3.1e-4, 2.0**127, FLT_MAX, 2.0**-126, 2.0**-149]
+Quantize = Callable[..., Quantized]
+
+both_formats = pytest.mark.parametrize("fmt", [formats.E4M3, formats.E5M2], ids=lambda f: f.name)
+halves = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def quantize_path(request: pytest.FixtureRequest) -> Quantize:
+    if request.param == "torch":
+        return quantize_torch
+    need_kernels()
+    return quantize
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_follows_specification(
+    quantize_path: Quantize, x: torch.Tensor, scale: float, fmt: Fp8Format
+) -> Quantized:
+    """Payload, amax and the grid of either dtype of one cast."""
+    quant_scale, amax = torch.tensor(scale), torch.zeros(())
+    result = quantize_path(x, quant_scale, fmt, amax=amax, grid_dtype=torch.bfloat16)
+    for grid_dtype in (torch.float32, None):
+        again = quantize_path(x, quant_scale, fmt, amax=None, grid_dtype=grid_dtype)
+        assert torch.equal(again.payload.view(torch.uint8), result.payload.view(torch.uint8))
+        if grid_dtype is not None:
+            assert_is_decoding(again, fmt, grid_dtype)
+    values = x.float().numpy()
+    expected = spec.quantize(values, np.float32(scale), spec.FORMATS[fmt.name])
+    codes = result.payload.view(torch.uint8).numpy()
+    assert result.payload.dtype == fmt.dtype and result.payload.shape == x.shape
+    if not spec.same_codes(codes, expected, spec.FORMATS[fmt.name]):
+        at = np.flatnonzero(codes != expected)[:5]
+        pytest.fail(f"{values.flat[at]} * {scale}: {codes.flat[at]}, not {expected.flat[at]}")
+    assert amax.item() == delayed.amax_of(values), "amax"
+    assert_is_decoding(result, fmt, torch.bfloat16)
+    return result
+
+
+def assert_is_decoding(result: Quantized, fmt: Fp8Format, grid_dtype: torch.dtype) -> None:
+    """The grid holds the payload's numbers, signs of zeros included."""
+    assert result.grid is not None and result.grid.dtype == grid_dtype
+    assert result.grid.shape == result.payload.shape
+    codes = result.payload.view(torch.uint8).numpy()
+    numbers = spec.dequantize(codes, spec.FORMATS[fmt.name])
+    grid = result.grid.double().numpy()
+    np.testing.assert_array_equal(grid, numbers)
+    real = ~np.isnan(numbers)
+    np.testing.assert_array_equal(np.signbit(grid[real]), np.signbit(numbers[real]))
+
+
+def all_halves(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def random_float32_bits(count: int, seed: int) -> torch.Tensor:
+    bits = np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
+    return torch.from_numpy(bits.view(np.float32))
+
+
+@both_formats
+@halves
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_16_bit_pattern(
+    quantize_path: Quantize, dtype: torch.dtype, fmt: Fp8Format, scale: float
+) -> None:
+    assert_follows_specification(quantize_path, all_halves(dtype), scale, fmt)
+
+
+@both_formats
+@pytest.mark.parametrize("scale", SCALES)
+def test_random_float32_bit_patterns(quantize_path: Quantize, fmt: Fp8Format, scale: float) -> None:
+    """Unlike the 16-bit patterns these have mantissa bits below the rounding position."""
+    x = random_float32_bits(60_000, seed=1)
+    assert_follows_specification(quantize_path, x, scale, fmt)
+    in_range = x[x.isfinite()].remainder(8.0) / scale if scale > 1e-30 else x
+    assert_follows_specification(quantize_path, in_range, scale, fmt)
+
+
+@both_formats
+def test_ties_and_their_neighbours(quantize_path: Quantize, fmt: Fp8Format) -> None:
+    """Every midpoint between two codes, and the float32 numbers next to it on both sides."""
+    grid = spec.FORMATS[fmt.name].finite_magnitudes
+    ties = ((grid[:-1] + grid[1:]) / 2).astype(np.float32)
+    near = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e30))]
+    x = torch.from_numpy(np.concatenate([*near, *(-n for n in near)]))
+    assert_follows_specification(quantize_path, x, 1.0, fmt)
+
+
+@both_formats
+def test_special_values(quantize_path: Quantize, fmt: Fp8Format) -> None:
+    largest = fmt.max
+    x = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1.2e-38, largest, largest * 1.001, 1e30, -1e30])
+    finite = assert_follows_specification(quantize_path, x, 1.0, fmt).payload.view(torch.uint8)
+    assert finite[:4].tolist() == [0x00, 0x80, 0x00, 0x80]
+    assert finite[5:].float().view(-1).tolist() == [finite[5]] * 3 + [finite[5] | 0x80]
+    infinite = torch.tensor([math.inf, -math.inf, 1.0])
+    saturated = assert_follows_specification(quantize_path, infinite, 1.0, fmt).payload.float()
+    assert saturated.tolist() == [largest, -largest, 1.0]
+    with_nan = torch.tensor([math.nan, -math.nan, 1.0, math.inf])
+    casted = assert_follows_specification(quantize_path, with_nan, 1.0, fmt).payload.float()
+    assert casted.isnan().tolist() == [True, True, False, False]
+
+
+@both_formats
+def test_scale_of_a_tiny_amax_is_flt_max_and_zeros_stay_zeros(
+    quantize_path: Quantize, fmt: Fp8Format
+) -> None:
+    x = torch.tensor([0.0, -0.0, 1e-40, -1e-42, 1e-45, 1e-38])
+    result = assert_follows_specification(quantize_path, x, FLT_MAX, fmt)
+    assert result.payload.float()[:2].tolist() == [0.0, 0.0]
+    assert not result.payload.float().isnan().any()
+
+
+@both_formats
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (1,), (3, 0), (7, 13), (2, 3, 5), ()])
+def test_odd_and_empty_shapes(
+    quantize_path: Quantize, fmt: Fp8Format, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    assert_follows_specification(quantize_path, x, 30.0, fmt)
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_non_contiguous_input(quantize_path: Quantize, fmt: Fp8Format, dtype: torch.dtype) -> None:
+    x = torch.randn(33, 21, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for view in (x.t(), x[::2, 1::3], x[:, 4]):
+        assert not view.is_contiguous()
+        assert_follows_specification(quantize_path, view, 11.0, fmt)
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensors_that_threads_share(
+    quantize_path: Quantize, fmt: Fp8Format, dtype: torch.dtype, num_threads: int
+) -> None:
+    """Above 65,536 elements; the amax sits at the first, the last and the seams' elements."""
+    count = 200_003
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for position in (0, count - 1, count // 2, 100_032 - 1, 100_032):
+        peak = x.clone()
+        peak[position] = -77.0
+        amax = torch.zeros(())
+        quantize_path(peak, torch.tensor(3.0), fmt, amax=amax, grid_dtype=None)
+        assert amax.item() == 77.0
+    result = assert_follows_specification(quantize_path, x, 3.0, fmt)
+    assert torch.equal(decode(result.payload, fmt, torch.bfloat16), result.grid)
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 13), (0, 5), (301, 257), (3, 40_000), (999, 100)])
+@pytest.mark.parametrize("with_kernels", [True, False], ids=["compiled", "torch"])
+def test_column_sums_come_with_the_same_cast(
+    monkeypatch: pytest.MonkeyPatch,
+    fmt: Fp8Format,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    with_kernels: bool,
+    num_threads: int,
+) -> None:
+    """Rows added in FP32: within rows * 2**-24 of the sum of magnitudes."""
+    if with_kernels:
+        need_kernels()
+    else:
+        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for view, grid_dtype in itertools.product((x, x.t()), (torch.float32, torch.bfloat16)):
+        amaxes, scale = torch.zeros(2), torch.tensor(50.0)
+        alone = quantize(view, scale, fmt, amax=amaxes[0], grid_dtype=grid_dtype)
+        sums = torch.full(view.shape[1:], torch.nan)
+        both = quantize(view, scale, fmt, amax=amaxes[1], grid_dtype=grid_dtype, column_sum=sums)
+        assert alone.grid is not None and alone.grid.dtype == grid_dtype
+        assert torch.equal(both.payload.view(torch.uint8), alone.payload.view(torch.uint8))
+        assert torch.equal(both.grid, alone.grid) and amaxes[0] == amaxes[1]
+        bound = view.shape[0] * 2.0**-24 * view.double().abs().sum(0)
+        assert ((sums.double() - view.double().sum(0)).abs() <= bound).all()
+
+
+@both_formats
+def test_decoding_of_every_code(fmt: Fp8Format) -> None:
+    """Compiled and by torch; 131,072 codes reach the threads and a vector loop's remainder."""
+    numbers = spec.FORMATS[fmt.name].table
+    for codes in (np.arange(256), np.tile(np.arange(256), 512), np.arange(37)):
+        payload = torch.from_numpy(codes.astype(np.uint8)).view(fmt.dtype)
+        decoded = [decode(payload, fmt, dtype) for dtype in (torch.bfloat16, torch.float32)]
+        assert [each.dtype for each in decoded] == [torch.bfloat16, torch.float32]
+        for each in (*decoded, payload.to(torch.bfloat16)):
+            values = each.double().numpy()
+            np.testing.assert_array_equal(values, numbers[codes])
+            real = ~np.isnan(values)
+            np.testing.assert_array_equal(
+                np.signbit(values[real]), np.signbit(numbers[codes][real])
+            )
+
+
+@both_formats
+def test_grid_only_when_asked_for(quantize_path: Quantize, fmt: Fp8Format) -> None:
+    x, one = torch.randn(5), torch.ones(())
+    assert quantize_path(x, one, fmt, amax=None, grid_dtype=None).grid is None
+    assert quantize_path(x, one, fmt, amax=None, grid_dtype=torch.float32).grid is not None
+
+
+def test_staged_amax_is_a_running_maximum(quantize_path: Quantize) -> None:
+    amax, one = torch.zeros(3), torch.ones(())
+    seen = []
+    for values in ([1.0, -3.0], [2.0], [], [5.5, 0.0], [-5.0], [math.nan], [1.0]):
+        quantize_path(torch.tensor(values), one, formats.E4M3, amax=amax[1], grid_dtype=None)
+        seen.append(amax[1].item())
+    assert seen == [3.0, 3.0, 3.0, 5.5, 5.5, math.inf, math.inf]
+    assert amax[[0, 2]].tolist() == [0.0, 0.0], "only its own slot"
+
+
+def test_no_amax_records_nothing_and_changes_no_bits(quantize_path: Quantize) -> None:
+    x, amax = torch.randn(100), torch.full((), 0.125)
+    with_amax = quantize_path(x, torch.tensor(9.0), formats.E4M3, amax=amax, grid_dtype=None)
+    before = amax.clone()
+    without = quantize_path(x, torch.tensor(9.0), formats.E4M3, amax=None, grid_dtype=None)
+    assert amax == before
+    assert torch.equal(with_amax.payload.view(torch.uint8), without.payload.view(torch.uint8))
+
+
+def test_input_is_not_changed(quantize_path: Quantize) -> None:
+    x = torch.tensor([1e9, -1e9, 3.3, math.inf])
+    before = x.clone()
+    quantize_path(x, torch.ones(()), formats.E4M3, amax=torch.zeros(()), grid_dtype=torch.float32)
+    assert torch.equal(x, before)
+
+
+def test_device_without_kernels_takes_the_torch_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
+    x = random_float32_bits(1000, seed=3)
+    for fmt in (formats.E4M3, formats.E5M2):
+        result = assert_follows_specification(quantize, x, 2.0, fmt)
+        decoded = decode(result.payload, fmt, torch.bfloat16)
+        assert torch.equal(decoded.nan_to_num(1.5), result.grid.nan_to_num(1.5))
+
+
+# Properties
+
+float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+powers_of_two = st.integers(-20, 20).map(lambda exponent: 2.0**exponent)
+some_format = st.sampled_from([formats.E4M3, formats.E5M2])
+some_path = st.sampled_from([quantize, quantize_torch])
+
+
+def cast_values(path: Quantize, x: torch.Tensor, scale: float, fmt: Fp8Format) -> torch.Tensor:
+    """Quantized and back, in FP64."""
+    result = path(x, torch.tensor(scale), fmt, amax=None, grid_dtype=None)
+    return result.payload.double() / scale
+
+
+@given(some_path, st.lists(float32s, min_size=1), powers_of_two, some_format)
+@settings(max_examples=50)
+def test_casting_twice_is_casting_once(
+    path: Quantize, values: list[float], scale: float, fmt: Fp8Format
+) -> None:
+    once = cast_values(path, torch.tensor(values), scale, fmt)
+    assert torch.equal(cast_values(path, once.float(), scale, fmt), once)
+
+
+@given(some_path, st.lists(float32s, min_size=1), powers_of_two, some_format)
+@settings(max_examples=50)
+def test_scale_by_two_is_input_by_two(
+    path: Quantize, values: list[float], scale: float, fmt: Fp8Format
+) -> None:
+    x = torch.tensor(values)
+    x = x[x.abs() < 1e38]
+    doubled = path(2 * x, torch.tensor(scale), fmt, amax=None, grid_dtype=None).payload
+    scaled = path(x, torch.tensor(2 * scale), fmt, amax=None, grid_dtype=None).payload
+    assert torch.equal(doubled.view(torch.uint8), scaled.view(torch.uint8))
+
+
+@given(some_path, st.lists(float32s, min_size=2), powers_of_two, some_format)
+@settings(max_examples=50)
+def test_cast_keeps_order_and_signs(
+    path: Quantize, values: list[float], scale: float, fmt: Fp8Format
+) -> None:
+    x = torch.tensor(values).sort().values
+    casted = cast_values(path, x, scale, fmt)
+    assert (casted.diff() >= 0).all()
+    assert torch.equal(casted.signbit(), x.signbit())
+    assert torch.equal(cast_values(path, -x, scale, fmt), -casted)
+
+
+@given(some_path, st.floats(2.0**-149, FLT_MAX, width=32), some_format)
+@settings(max_examples=50)
+def test_zeros_stay_zeros(path: Quantize, scale: float, fmt: Fp8Format) -> None:
+    zeros = path(
+        torch.tensor([0.0, -0.0]), torch.tensor(scale), fmt, amax=None, grid_dtype=None
+    ).payload
+    assert zeros.view(torch.uint8).tolist() == [0x00, 0x80]
+
+
+@pytest.mark.slow
+@both_formats
+def test_every_float32_pattern_compiled_equals_torch(fmt: Fp8Format) -> None:
+    """All 2**32 patterns at scale 1: 75 s on one core."""
+    need_kernels()
+    size, one = 1 << 24, torch.ones(())
+    base = torch.arange(size, dtype=torch.int32)
+    for chunk in range(256):
+        x = (base + ((chunk << 24) - (1 << 32 if chunk > 127 else 0))).view(torch.float32)
+        compiled = quantize(x, one, fmt, amax=None, grid_dtype=torch.float32)
+        by_torch = quantize_torch(x, one, fmt, amax=None, grid_dtype=torch.float32)
+        left, right = compiled.payload.view(torch.uint8), by_torch.payload.view(torch.uint8)
+        assert torch.equal(left, right), f"chunk {chunk}: {x[left != right][:5]}"
+        assert compiled.grid is not None and by_torch.grid is not None
+        left, right = compiled.grid.view(torch.int32), by_torch.grid.view(torch.int32)
+        differ = (left != right) & ~x.isnan()
+        assert not differ.any(), f"chunk {chunk}: {x[differ][:5]}"
+
+
+def test_a_copy_of_a_format_is_the_format() -> None:
+    """Casts ask which object it is; a copied model cast E4M3 tensors to the bits of E5M2."""
+    for fmt in formats.FORMATS.values():
+        assert copy.deepcopy(fmt) is fmt and pickle.loads(pickle.dumps(fmt)) is fmt
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_amaxes_along_a_dim_and_of_nothing(dim: int) -> None:
+    """A NaN is an infinity; along a dim of size 0 there is one zero for each of the others."""
+    x_MN = torch.tensor([[1.0, -3.0, 2.0], [math.nan, 0.5, -0.0]], dtype=torch.bfloat16)
+    wanted = torch.tensor([[3.0], [math.inf]] if dim else [[math.inf, 3.0, 2.0]])
+    found = cast.amax_along(x_MN, dim)
+    assert found.dtype == torch.float32 and torch.equal(found, wanted)
+    empty = cast.amax_along(torch.empty(0, 5).t() if dim else torch.empty(0, 5), dim)
+    assert torch.equal(empty, torch.zeros((5, 1) if dim else (1, 5)))
+
+
+@pytest.mark.parametrize("size", [65_535, 65_536])
+def test_casts_of_small_tensors_start_no_threads(size: int) -> None:
+    need_kernels()
+    lib = library().lib
+    assert lib is not None
+    kinds = (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.uint8)
+    made = [torch.ones(size).to(dtype) for dtype in kinds]
+    x, grid, total, half, payload = (ctypes.c_void_p(tensor.data_ptr()) for tensor in made)
+    n, row, scale = ctypes.c_size_t(size), ctypes.c_size_t(1), x
+    calls = [
+        lambda: lib.megafp8_quantize(x, n, 0, 0, scale, payload, grid, 0, None, 2),
+        lambda: lib.megafp8_quantize_and_sum(
+            x, row, n, 0, 0, scale, payload, grid, 0, None, total, 2
+        ),
+        lambda: lib.megafp8_decode(payload, n, 0, grid, 0, 2),
+        lambda: lib.megafp8_accumulate(total, half, n, 2),
+    ]
+    more = lib.megafp8_has_threads() if size == 65_536 else 0
+    assert [threads_started(call) for call in calls] == [more] * 4
