@@ -21,9 +21,9 @@ import yaml
 
 from megafp8.data.builtin import PREFIX, build_dataset
 from scripts.packages import packages
-from tests.cli.test_migrate import TE_BLOCK
-from tests.cli.test_migrate_megatron import RUN_CONFIG, SCRIPT
 from tests.data.helpers import tiny_corpus, tiny_documents
+from tests.megafp8_migrate.test_megatron import RUN_CONFIG, SCRIPT
+from tests.megafp8_migrate.test_migrate import TE_BLOCK
 from tests.te_cpu.sources import need_sources
 from tests.test_docs import _tests
 from tests.test_layers import ROOT
@@ -144,7 +144,7 @@ PAGES = {
             "run_config.yaml": yaml.safe_dump(RUN_CONFIG),
             "accelerate.yaml": TE_BLOCK,
         },
-        links={"wheels": "tests/cli/megatron_stand_in"},
+        links={"wheels": "tests/megafp8_migrate/megatron_stand_in"},
         not_run={
             "pip download": "downloads; a stand-in for Megatron is in its place",
             "python -m scripts.foreign_files": "needs clones of NVIDIA's repositories",

@@ -40,7 +40,7 @@ OF_OTHERS = {
     # what Transformer Engine's Python keeps in its tensors and quantizers
     "megafp8/backends/te/*": ("[!t]*._*", "tensor._*", "tex._*"),
     "te_cpu/*": ("[!t]*._*", "tensor._*", "tex._*"),
-    "megafp8/cli/audit/with_accelerate.py": ("launch._*",),
+    "megafp8_migrate/audit/with_accelerate.py": ("launch._*",),
     "megafp8/data/*tokenizer*.py": ("self._encoding._*",),
     "benchmarks/*": ("quantizer(x)._data",),
 }

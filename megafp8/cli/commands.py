@@ -51,10 +51,10 @@ COMMANDS = {
 """The trainer's own subcommands, in the order in which a user meets them."""
 APART = {
     "migrate": Command(
-        "megafp8.cli.migrate", "translate a script of Megatron, or a YAML of NeMo and others"
+        "megafp8_migrate", "translate a script of Megatron, or a YAML of NeMo and others"
     ),
     "audit": Command(
-        "megafp8.cli.audit", "say which FP8 flags of a Megatron or Accelerate job do nothing"
+        "megafp8_migrate.audit", "say which FP8 flags of a Megatron or Accelerate job do nothing"
     ),
 }
 """The subcommands of this repository's other packages, by whole modules.

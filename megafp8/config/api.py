@@ -1,7 +1,7 @@
 """Name what `megafp8 migrate` and `megafp8 audit` use of the configuration, and no more.
 
 They are a package of their own, which imports no other module of `megafp8.config`:
-tests/cli/test_migrate_files.py holds that.
+tests/megafp8_migrate/test_files.py holds that.
 """
 
 from __future__ import annotations

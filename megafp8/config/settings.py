@@ -18,7 +18,7 @@ from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.schema import all_keys, all_sections, schema_tree
 
 UNDECIDED = "undecided"
-"""The key of a file that `megafp8.cli.migrate` wrote, with what the user must decide."""
+"""The key of a file that `megafp8 migrate` wrote, with what the user must decide."""
 
 OTHER_NAMES = dict.fromkeys(
     ("gpus", "num_gpus", "gpus_per_node", "ngpus", "nproc_per_node"), "trainer.devices"

@@ -30,7 +30,7 @@ CASES = {
     "Megatron-core, two tensor-parallel ranks": f"{FOLDER}/tensor_parallel.sh",
     "Megatron-core, a flag that its parser does not have": f"{FOLDER}/unknown_flag.sh",
     "Megatron Bridge": f"{FOLDER}/bridge.yaml",
-    "Megatron Bridge, a file that a run has saved": "tests/cli/bridge_run_config.yaml",
+    "Megatron Bridge, a file that a run has saved": "tests/megafp8_migrate/bridge_run_config.yaml",
     "Accelerate": f"{FOLDER}/accelerate.yaml",
     "Accelerate, by the names that its questionnaire writes": f"{FOLDER}/accelerate_config.yaml",
 }
@@ -61,7 +61,7 @@ The last parts are of example scripts of Megatron-LM at {commit}; `my` is the fo
 "No effect" says that the recipe and two training steps on two ranks are the same to the byte
 without the flag, and that no condition on an environment variable stands around the lines that read
 it. The kernels on the CPU answer as those of an H100; what happens inside of a GPU's kernels is not
-seen. `{variable}=wheels pytest -m slow tests/scripts/test_audit_table.py` repeats all
+seen. `{variable}=wheels pytest -m slow tests/megafp8_migrate/test_audit_table.py` repeats all
 parts but the last ones.
 """
 

@@ -401,5 +401,5 @@ def test_no_package_names_a_recipe() -> None:
     for name in ("optim/muon", "config/schema/optim", "specs/optim"):
         assert found.pop(f"megafp8/{name}.py", set()) <= {"blockwise"}  # Megatron's mode of Muon
     found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
-    translations = [f"megafp8/cli/migrate/{name}.py" for name in ("accelerate", "megatron_modules")]
-    assert sorted(found) == [*translations, "megafp8/specs/recipes.py"], found
+    translations = [f"megafp8_migrate/{name}.py" for name in ("accelerate", "megatron_modules")]
+    assert sorted(found) == ["megafp8/specs/recipes.py", *translations], found
