@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MAIN = "megafp8"
-BESIDE = ("benchmarks", "conformance", "examples", "hydra_plugins", "scripts", "tests")
+BESIDE = ("benchmarks", "examples", "hydra_plugins", "scripts", "tests")
 """Folders with Python that are no distribution's package; `hydra_plugins` is in megafp8's."""
 AT_THE_TOP = ("finetune_gpt.py", "pretrain_gpt.py", "setup.py")
 LEFT_BY_BUILDS = ("build", "dist")

@@ -78,7 +78,7 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
             version,
             f"its Python needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} "
             "not installed",
-            f"Run `pip install {names}`, or install megafp8 with the extra te-cpu",
+            f"Run `pip install {names}`, or install te-on-cpu with what it needs",
         )
     sources = wheel.sources(version)
     try:

@@ -59,14 +59,9 @@ WITHOUT_TORCH = (
     "plan",
     "report",
 )
-NEEDED_BY_TE_CPU = {
-    *("block_casts", "caches", "cast", "formats", "gemm", "meta", "mxfp8", "nvfp4"),
-    *("philox", "scaled_mm", "scales", "swizzle"),
-}
 BESIDE_OURS = "benchmarks/plain_gpt.py"  # plain PyTorch: it must not import megafp8
 TE_ALONE = (
     "megafp8/backends/te/*",
-    "te_cpu/*",
     "te_cpu/*",
     "megafp8/optim/kernels.py",
     "benchmarks/te_trace.py",
@@ -199,19 +194,6 @@ def test_every_file_keeps_to_its_floor() -> None:
         for line in violations(file.relative_to(ROOT).as_posix(), file.read_text("utf-8"))
     ]
     assert not found, "\n" + "\n".join(found)
-
-
-def test_the_kernels_under_transformer_engine_need_little() -> None:
-    """`te_cpu` needs casts, formats and products, and nothing of the trainer."""
-    found = set()
-    for file in (ROOT / "te_cpu").glob("*.py"):
-        module = ("te_cpu", file.stem)
-        for name in imported_names(file.read_text("utf-8"), module, is_package=False):
-            if name.startswith(("megafp8", "fp8_numerics.")):
-                path = ROOT / name.replace(".", "/")
-                is_module = path.is_dir() or path.with_suffix(".py").exists()
-                found.add((name if is_module else name.rpartition(".")[0])[len("fp8_numerics.") :])
-    assert found == NEEDED_BY_TE_CPU
 
 
 KNOWN_CIRCLES: list[list[str]] = []

@@ -13,7 +13,17 @@ import sys
 from types import TracebackType
 
 USER_ERROR = 2  # ExitCode.USER_ERROR; this module is imported before all others
-NEEDED = ("omegaconf", "hydra", "yaml", "numpy", "torch", "safetensors", "tokenizers", "rich")
+NEEDED = (
+    "fp8_numerics",
+    "omegaconf",
+    "hydra",
+    "yaml",
+    "numpy",
+    "torch",
+    "safetensors",
+    "tokenizers",
+    "rich",
+)
 _former_hook = sys.excepthook
 
 
@@ -32,7 +42,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         print(
             f"error: {sys.executable} has no package {error.name}, which megafp8 needs. Use the "
             "Python that has it (after `make setup`: source .venv/bin/activate), or install "
-            "megafp8 with its packages: pip install -e .",
+            "megafp8 with its packages: pip install -e ./fp8_numerics -e .",
             file=sys.stderr,
             flush=True,
         )

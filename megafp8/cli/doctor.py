@@ -117,7 +117,8 @@ def _own_version() -> str:
     try:
         conf_dir()
     except UserError:
-        return f"{__version__} in {where}, without conf/: install it with pip install -e ."
+        hint = "pip install -e ./fp8_numerics -e ."
+        return f"{__version__} in {where}, without conf/: install it with {hint}"
     return f"{__version__} in {where}, Python {platform.python_version()}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from scripts.packages import MAIN, ROOT, packages, projects
+from te_cpu.wheel import DEFAULT_VERSION, te_folder
+from tests.te_cpu.sources import need_sources
 
 SMALL = (
     "model.num_layers=1 model.hidden_size=32 model.num_attention_heads=2 "
@@ -123,27 +126,36 @@ def new_environment(place: Path, wheels: dict[str, Path], package: str) -> Path:
     return python
 
 
-USE = {
-    "fp8_numerics": "import fp8_numerics, sys; assert 'torch' not in sys.modules",
-    "te_cpu": "import te_cpu, sys; assert 'megafp8' not in sys.modules",
-    "megafp8_migrate": """
-import subprocess, sys
-line = "pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --fp8-format hybrid"
-command = [sys.executable, "-P", "-m", "megafp8", "migrate", "--line", line]
-done = subprocess.run(command, capture_output=True, text=True)
-assert "fp8" in done.stdout + done.stderr and "Traceback" not in done.stderr, done.stderr
-""",
-}
+def use_of(package: str) -> str:
+    """Return the lines of Python in a package's README, and a check of where they came from."""
+    text = (ROOT / package / "README.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert 5 <= len([line for line in code.splitlines() if line]) <= 12, "about ten lines of use"
+    names = [name for name in packages() if name not in (*NEEDED[package], package)]
+    return (
+        code
+        + f"""
+import sys
+assert sys.modules[{package!r}].__file__.startswith(sys.prefix)
+assert not [name for name in {names!r} if name in sys.modules]
+"""
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", USE)
+@pytest.mark.parametrize("package", packages()[1:])
 def test_each_other_wheel_works_with_only_those_that_it_needs(
     wheels: dict[str, Path], package: str, tmp_path: Path
 ) -> None:
+    """The README's lines run in a new environment, and load no other package of ours."""
+    if package == "te_cpu":
+        need_sources(DEFAULT_VERSION)
     python = new_environment(tmp_path / "venv", wheels, package)
-    code = USE[package] + f"\nassert __import__({package!r}).__file__.startswith({str(tmp_path)!r})"
-    subprocess.run([str(python), "-P", "-c", code], cwd=tmp_path, env=clean(tmp_path), check=True)
+    environment = clean(tmp_path) | {"MEGAFP8_TE_SOURCES": str(te_folder())}
+    command = [str(python), "-P", "-c", use_of(package)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
 
 
 @pytest.mark.slow
