@@ -157,7 +157,7 @@ def test_a_search_proposes_fsdp_inside_pipelines() -> None:
 
 def test_a_search_ranks_by_the_time_of_the_whole_run() -> None:
     """A job that spends its steps in the other phase is as fast as that phase."""
-    spec = job(ranks=8)
+    spec = job(ranks=2)
     last = spec.train.max_steps
     recipes = Fp8Recipe(), Fp8Recipe(modules=(ModuleRule("*", "high_precision"),))
     times = []
