@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import json
 import os
@@ -19,7 +20,7 @@ from megafp8.report.comparison import Outcome, costs_of, worst
 from megafp8.report.record import RunRecord
 from megafp8.report.verdict import Pair
 from megafp8.runs.lock import LOCK_NAME, RunLock
-from megafp8.specs import recipes
+from megafp8.specs import RunSpec, recipes
 from tests.config.helpers import run_spec
 from tests.report.made import make_run
 from tests.train.runs import wait_until
@@ -81,6 +82,11 @@ def test_all_keys_of_fp8_lm_are_tried() -> None:
     }
 
 
+@functools.cache
+def plain() -> RunSpec:
+    return run_spec(*PLAIN)
+
+
 @pytest.mark.parametrize("key", LOW_PRECISION)
 @pytest.mark.parametrize(
     "place", ["command line", "file", "command line and file", "the same in both"]
@@ -107,7 +113,7 @@ def test_the_baseline_has_no_key_of_fp8_lm(
                  config_dir=tmp_path, config_name="mine")
         for job in made
     )  # fmt: skip
-    assert base.optim == run_spec(*PLAIN).optim and base.precision.fp8 is None
+    assert base.optim == plain().optim and base.precision.fp8 is None
     assert other.optim != base.optim and other.precision.fp8 is not None
 
 
