@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -99,11 +99,11 @@ def _server() -> ForkServerContext:
 
 def _wait(processes: list[ForkServerProcess], folder: str) -> None:
     end = time.monotonic() + HANG_SECONDS
-    while any(process.exitcode is None for process in processes):
+    while living := [process.sentinel for process in processes if process.exitcode is None]:
         failed = [rank for rank, process in enumerate(processes) if process.exitcode]
         if failed or time.monotonic() > end + 10:
             break
-        time.sleep(0.02)
+        connection.wait(living, timeout=1.0)  # until one of them ends
     failed = [rank for rank, process in enumerate(processes) if process.exitcode]
     if failed:
         errors = [Path(folder, f"stderr{rank}").read_text(errors="replace") for rank in failed]
