@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -69,28 +70,50 @@ def test_steps_are_the_specifications(
     update: Any, kinds: tuple[StorageName, ...], is_l2: bool, stochastic: bool
 ) -> None:
     """Four steps of an odd shape; what is stored has the very bits."""
+    formats = [STORAGE_FORMATS[kind] for kind in kinds]
+    start, steps = specified(kinds, is_l2, stochastic)
+    param = ScaledTensor.of(start.clone(), formats[0])
+    m, v, grad = (ScaledTensor.zeros(start.shape, fmt) for fmt in formats[1:])
+    for t, (raw, keys, slow) in enumerate(steps, start=1):
+        store_clipped(grad, raw)
+        constants = Constants(0.01, (0.9, 0.98), 1e-8, 0.1, is_l2, t)
+        dithers: Any = tuple(None if key is None else Dither(key) for key in keys)
+        update(Tensors(param, m, v, grad), constants, dithers)
+        for ours, theirs in zip((param, m, v), slow, strict=True):
+            assert torch.equal(ours.values(), torch.from_numpy(theirs))
+
+
+def store_clipped(grad: ScaledTensor, raw: torch.Tensor) -> None:
+    """Store a gradient as clipping leaves it."""
+    grad.store(raw)
+    grad.dequant_scale.mul_(0.3 if grad.fmt.max else 1)
+
+
+@functools.cache
+def specified(
+    kinds: tuple[StorageName, ...], is_l2: bool, stochastic: bool
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, list[int | None], list[Any]]]]:
+    """Return the start, and of four steps the gradient, the keys and what the specification stores.
+
+    Every way of updating is compared with it.
+    """
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(7, 31, generator=generator)
-    formats = [STORAGE_FORMATS[kind] for kind in kinds]
-    param = ScaledTensor.of(start, formats[0])
-    m, v, grad = (ScaledTensor.zeros(start.shape, fmt) for fmt in formats[1:])
+    grad, steps = ScaledTensor.zeros(start.shape, STORAGE_FORMATS[kinds[3]]), []
     slow = [torch.from_numpy(spec.stored(start.numpy(), kinds[0])).numpy()]
     slow += [torch.zeros(start.shape).numpy()] * 2
     for t in range(1, 5):
         raw = torch.randn(start.shape, generator=generator) * 10.0 ** (-t)
-        grad.store(raw)
-        grad.dequant_scale.mul_(0.3 if grad.fmt.max else 1)  # as clipping leaves it
-        g = grad.values().numpy()
-        constants = Constants(0.01, (0.9, 0.98), 1e-8, 0.1, is_l2, t)
+        store_clipped(grad, raw)
         keys = [10 * t + k if stochastic else None for k in range(3)]
-        dithers: Any = tuple(None if key is None else Dither(key) for key in keys)
-        update(Tensors(param, m, v, grad), constants, dithers)
-        fresh = spec.adam(slow, g, spec.Adam(0.01, 0.9, 0.98, 1e-8, 0.1, is_l2, t))
+        fresh = spec.adam(
+            slow, grad.values().numpy(), spec.Adam(0.01, 0.9, 0.98, 1e-8, 0.1, is_l2, t)
+        )
         slow = [
             spec.stored(x, kind, key) for x, kind, key in zip(fresh, kinds[:3], keys, strict=True)
         ]
-        for ours, theirs in zip((param, m, v), slow, strict=True):
-            assert torch.equal(ours.values(), torch.from_numpy(theirs))
+        steps.append((raw, keys, slow))
+    return start, steps
 
 
 @pytest.mark.parametrize("m_kind, v_kind", [*itertools.product(["fp8", "fp16"], repeat=2)])
