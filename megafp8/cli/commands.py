@@ -133,14 +133,16 @@ def entry_points() -> dict[str, EntryPoint]:
 def how_to_install(folder: str) -> str:
     """Return the sentence that says how a package of this repository is installed.
 
-    Its neighbours are in the same line, since pip would look for them in an index otherwise.
+    Its neighbours are in the same line, since pip would look for them in an index otherwise, as it
+    does for a folder's name without `./` or `-e` before it.
     """
     from pathlib import Path
 
     needed = FOLDERS[: FOLDERS.index(folder) + 1]
     clone = Path(__file__).parents[2]
     if not all((clone / name / "pyproject.toml").is_file() for name in needed):
-        return "In a clone of megafp8: pip install " + " ".join(f"-e {name}" for name in needed)
+        paths = (name if name == "." else f"./{name}" for name in needed)
+        return "In a clone of megafp8: pip install " + " ".join(f"-e {path}" for path in paths)
     from shlex import quote
 
     paths = (quote(str(clone / name)) for name in needed)

@@ -110,7 +110,7 @@ def test_a_command_whose_package_is_missing_is_named_with_the_line_that_installs
     monkeypatch.setattr("megafp8.cli.commands.FOLDERS", (".", "megafp8_migrate_gone"))
     assert main(["migrate", "train.sh"]) == 2
     said = capsys.readouterr().err
-    line = "In a clone of megafp8: pip install -e . -e megafp8_migrate_gone"
+    line = "In a clone of megafp8: pip install -e . -e ./megafp8_migrate_gone"
     assert said == f"error: megafp8 migrate needs the package megafp8_migrate_gone. {line}\n"
 
 
