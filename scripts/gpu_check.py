@@ -417,8 +417,8 @@ def unpacked(wheels: Path, folder: Path) -> list[str]:
 
 
 def environment_with(site: Path) -> dict[str, str]:
-    """Return the environment of the parts, which finds unpacked wheels, project and tests."""
-    path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    """Return the environment of the parts, which finds this tree first, and unpacked wheels."""
+    path = [str(ROOT), str(site), os.environ.get("PYTHONPATH", "")]
     mine = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONUNBUFFERED": "1"}
     mine |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONNOUSERSITE": "1"}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ, **mine}

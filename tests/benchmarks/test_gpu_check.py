@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from megafp8.specs.recipes import RECIPES
+from scripts.packages import packages
 from te_cpu.wheel import DEFAULT_VERSION
 from tests.limits import HANG_SECONDS
 from tests.te_cpu.sources import need_sources
@@ -120,6 +121,19 @@ def test_layers_run_on_a_bare_machine_with_the_wheels(tmp_path: Path, bare: str)
     assert outcomes(tmp_path) == {"layers": "passed"}
     keys = [line["key"] for line in lines(tmp_path) if "row" in line]
     assert keys == ["bf16", *RECIPES]
+
+
+def test_this_tree_is_checked_and_no_wheel_of_another(tmp_path: Path) -> None:
+    """A folder of wheels may have one of a package of this repository, built from another tree."""
+    gpu_check, names = loaded(), packages()
+    with zipfile.ZipFile(tmp_path / "ours-0.1-py3-none-any.whl", "w") as wheel:
+        for name in names:
+            wheel.writestr(f"{name}/__init__.py", "raise AssertionError('of another tree')\n")
+    site = tmp_path / "site"
+    assert gpu_check.unpacked(tmp_path, site)
+    command = [sys.executable, "-c", f"import {', '.join(names)}"]
+    environment = gpu_check.environment_with(site)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
 
 
 def test_a_failing_or_endless_part_stops_no_other(tmp_path: Path) -> None:
