@@ -11,6 +11,7 @@ one folder for each version. Each folder has the wheel and, unpacked in `sources
 
 from __future__ import annotations
 
+import argparse
 import base64
 import csv
 import hashlib
@@ -204,16 +205,19 @@ def _filling(folder: Path, version: str) -> Iterator[None]:
         raise VersionError(PACKAGE, version, reason, hint) from error
 
 
-def main(versions: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Fetch versions and say where they are."""
-    for version in versions or (DEFAULT_VERSION,):
+    parser = argparse.ArgumentParser(
+        prog="python -m te_cpu",
+        description="Fetch Transformer Engine's Python into the cache, and say where it is.",
+        epilog=f"The cache is {te_folder()}; MEGAFP8_TE_SOURCES names another folder.",
+    )
+    about = f"a version of Transformer Engine, by default {DEFAULT_VERSION}"
+    parser.add_argument("versions", metavar="VERSION", nargs="*", help=about)
+    for version in parser.parse_args(argv).versions or (DEFAULT_VERSION,):
         try:
             print(f"{PACKAGE} {version}: {sources(version).folder}")
         except VersionError as error:
             print(error, file=sys.stderr)
             return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

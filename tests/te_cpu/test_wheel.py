@@ -117,6 +117,17 @@ def test_without_network_the_command_is_shown(
     assert command in capsys.readouterr().err
 
 
+def test_the_command_explains_itself_and_refuses_options(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for argument, code in (("--help", 0), ("--version", 2)):
+        with pytest.raises(SystemExit, match=f"^{code}$"):
+            wheel.main([argument])
+        said = capsys.readouterr()
+        assert "usage: python -m te_cpu [-h] [VERSION ...]" in said.out + said.err
+    assert not cache.exists()
+
+
 def test_what_the_command_downloads_is_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_wheel(cache / VERSION)
     no_network(monkeypatch)
