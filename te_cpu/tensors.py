@@ -8,7 +8,7 @@ others, or both; which, its quantizer says (`rowwise_usage`, `columnwise_usage`)
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,13 +21,6 @@ from te_cpu.enums import FORMATS, ScaleFormat
 from te_cpu.missing import missing
 
 Quantizer = Any  # of transformer_engine.pytorch.tensor
-# Where quantized tensors keep their bytes, row-wise or column-wise; either has all of them.
-BYTES = ("_data", "_transpose", "_rowwise_data", "_columnwise_data")
-# Where they keep bytes, scales of whole tensors and of blocks, and amaxes that are scales too.
-MEMORY = (
-    *(*BYTES, "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv"),
-    *("_amax_rowwise", "_amax_columnwise"),
-)
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -36,35 +29,6 @@ def is_quantized(tensor: Any) -> bool:
     One kind is a subclass of `torch.Tensor`, which a parameter may be; the other one is not.
     """
     return hasattr(tensor, "_fp8_dtype") or hasattr(tensor, "_fp4_dtype")
-
-
-def bytes_of(tensor: Any) -> torch.Tensor | None:
-    """Return the bytes of a quantized tensor; None for one in high precision."""
-    if not is_quantized(tensor):
-        return None
-    for name in BYTES:
-        if (found := getattr(tensor, name, None)) is not None:
-            assert isinstance(found, torch.Tensor)
-            return found
-    return None
-
-
-def size_of(tensor: Any) -> int:
-    """Return the number of elements of a tensor; the bytes of one in FP4 hold two each."""
-    found = bytes_of(tensor)
-    if found is None:
-        return int(tensor.numel())
-    return found.numel() * (2 if hasattr(tensor, "_fp4_dtype") else 1)
-
-
-def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors whose memory a tensor occupies; an ordinary one yields itself."""
-    if not is_quantized(tensor):
-        yield tensor
-        return
-    for name in MEMORY:
-        if isinstance(found := getattr(tensor, name, None), torch.Tensor):
-            yield found
 
 
 def kind_of(quantizer: Quantizer) -> str:
@@ -183,7 +147,8 @@ def coerce(quantizer: Quantizer, tensor: Any) -> Any:
     """Give a tensor that is to be written the memory that the quantizer's usages ask for now."""
     assert quantizer.rowwise_usage or quantizer.columnwise_usage, "a quantizer without a usage"
     if is_nv(quantizer):
-        data = bytes_of(tensor)
+        rows, columns = tensor._rowwise_data, tensor._columnwise_data
+        data = columns if rows is None else rows
         assert data is not None, "an NVFP4Tensor without data"
         made = nv.arguments(quantizer, list(nv.row_shape(tensor)), data.device)
         return _coerce_sides(made, tensor)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megafp8.backends.te.quantized import memory_of
 from megafp8.models.gpt import GPT
 from megafp8.parallel.mesh import Mesh, join
 from megafp8.specs import LossScaleSpec, ParallelSpec
@@ -19,7 +20,6 @@ from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint, placements
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import evaluate
-from te_cpu.tensors import memory_of
 from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank
 from tests.tiny import microbatch, run_spec

@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import te_cpu
+from megafp8.backends.te.quantized import is_quantized, memory_of
 from megafp8.data.loader import Microbatch
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import join
@@ -31,7 +32,6 @@ from megafp8.train.dryrun_step import forward, stages_of
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from te_cpu.tensors import is_quantized, memory_of
 from tests.limits import HANG_SECONDS
 from tests.ranks import Rank
 

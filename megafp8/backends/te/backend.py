@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import nn
 
-import te_cpu
 from fp8_numerics.dtypes import DTYPES
 from megafp8.backends.protocol import Backend, Stores
 from megafp8.backends.te import names as te_names
@@ -19,8 +18,8 @@ from megafp8.backends.te import parts as te_parts
 from megafp8.backends.te import recipe as te_recipe
 from megafp8.backends.te.dryrun import scaling_tensors, without_values
 from megafp8.backends.te.layer import layers_in
-from megafp8.backends.te.on_cpu import load_on_cpu
 from megafp8.backends.te.parts import TransformerEngineParts
+from megafp8.backends.te.quantized import memory_of
 from megafp8.backends.te.state import TeEvents, TeRegion, TeScaling
 from megafp8.backends.te.stored_weights import StoredWeights
 from megafp8.backends.te.weights import TeFp8Weights, fp8_weights
@@ -37,7 +36,6 @@ from megafp8.parallel.parts import PartsArgs
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import AttentionInFp8, PlannedGemms
 from megafp8.specs.recipes import find_recipe, te_class
-from te_cpu.tensors import memory_of
 
 
 class TeBackend(Backend):
@@ -59,7 +57,12 @@ class TeBackend(Backend):
             self.scaling = self._tables = TeScaling(recipe, region)
         else:
             in_evaluation = recipe is not None and recipe.fp8_in_evaluation
-            self.scaling = TeEvents(region, fp8_in_evaluation=in_evaluation, seed=spec.train.seed)
+            self.scaling = TeEvents(
+                region,
+                fp8_in_evaluation=in_evaluation,
+                seed=spec.train.seed,
+                draws=None if mesh.device.type == "cuda" else te_names.kernels_on_cpu().DRAWS,
+            )
         user_buffers = spec.precision.user_buffers and mesh.device.type == "cuda"
         if user_buffers:
             names.initialize_user_buffers(
@@ -145,10 +148,8 @@ class TeBackend(Backend):
         return f"by Transformer Engine's thd and padding_causal{unproven}"
 
     def describe(self) -> str:
-        on_cpu = self.device.type == "cpu" and te_cpu.loaded() is not None
-        return (
-            te_cpu.describe() if on_cpu else te_names.describe_version(te_names.import_te().version)
-        )
+        kernels = te_names.kernels_on_cpu().describe() if self.device.type == "cpu" else None
+        return kernels or te_names.describe_version(te_names.import_te().version)
 
     def planned(self, model: nn.Module) -> Iterator[PlannedGemms]:
         return (layer.planned() for layer in layers_in(model))
@@ -224,7 +225,7 @@ def _why_not_here(spec: RunSpec, device: torch.device, *, load: bool) -> Iterato
     if not load:
         return
     if device.type == "cpu":
-        load_on_cpu(precision.te_version)
+        te_names.kernels_on_cpu().load(precision.te_version)
     for recipe in recipes:
         if recipe is None or recipe.is_unused:
             continue

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megafp8.backends.te.layer import layers_in
-from te_cpu.cuda import placing, to_cpu
+from megafp8.backends.te.names import kernels_on_cpu
 
 _DATA = torch.Tensor.data
 _ON_CPU = ("workspace", "sign_vector", "hadamard_matrix", "rht_matrix")
@@ -71,7 +71,7 @@ def cuda_is_meta() -> Iterator[None]:
     assert "data" not in vars(tensor), "this context is open already"
     tensor.data = property(_DATA.__get__, give)  # type: ignore[attr-defined]
     try:
-        with placing(_on_meta):
+        with kernels_on_cpu().placing(_on_meta):
             yield
     finally:
         del tensor.data
@@ -85,7 +85,7 @@ def _on_meta(device: Any, asking: FrameType) -> Any:
     """
     if any(word in asking.f_code.co_name for word in _ON_CPU):
         return "cpu"
-    return device if to_cpu(device) is device else "meta"
+    return device if kernels_on_cpu().to_cpu(device) is device else "meta"
 
 
 def _one_operation(dropout: float) -> Callable[..., torch.Tensor]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -128,6 +129,25 @@ def names_in(pytorch: Any, recipe: Any, extension: Any, version: str) -> TeNames
         _autocast_is_new=is_new,
         _model_init=init,
     )
+
+
+def kernels_on_cpu() -> ModuleType:
+    """Return `on_cpu`, which runs Transformer Engine's Python over the kernels of `te_cpu`.
+
+    Raises:
+        ConfigError: The package te-on-cpu is not installed. On a GPU no run needs it.
+    """
+    try:
+        return importlib.import_module("megafp8.backends.te.on_cpu")
+    except ModuleNotFoundError as error:
+        if error.name != "te_cpu":
+            raise
+        raise ConfigError(
+            "model.fp8_backend",
+            "te",
+            "needs the package te-on-cpu where there is no GPU, and it is not installed",
+            "In a clone: pip install -e ./te_cpu; or set model.fp8_backend=native",
+        ) from error
 
 
 def import_te() -> TeNames:

@@ -13,6 +13,7 @@ from torch import nn
 
 from megafp8.backends.te.dryrun import cuda_is_meta
 from megafp8.backends.te.layer import HeadDropout, TeLayer
+from megafp8.backends.te.quantized import is_quantized
 from megafp8.backends.te.state import TeGemm, TeRegion, TeScaling, TeTensor
 from megafp8.backends.te.weights import (
     forget_staged_amax,
@@ -30,7 +31,6 @@ from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization
 from megafp8.specs.precision import AttentionInFp8
 from megafp8.specs.recipes import HIGH_PRECISION
-from te_cpu.tensors import is_quantized
 
 Part = tuple[str, str, tuple[tuple[str, Direction, str], ...]]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from fp8_numerics.dtypes import DTYPE_NAMES
 from fp8_numerics.gemm import GemmCounter
+from megafp8.backends.te.quantized import bytes_of, size_of
 from megafp8.specs.traits import GemmName
-from te_cpu.tensors import bytes_of, size_of
 
 # By (transA, transB): "TN" is input @ weight^T, "NN" grad_output @ weight, "NT" grad_output^T @
 # input.

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -22,7 +22,6 @@ from megafp8.backends.te.names import TeNames
 from megafp8.fp8.draws import ONE_SAMPLE, Tokens
 from megafp8.fp8.scaling import Direction, NoScaling, ScaleTable, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
-from te_cpu.draws import DRAWS
 
 META_KEYS: dict[Direction, str] = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 
@@ -169,21 +168,31 @@ class TeRegion:
             yield
 
 
+class Draws(Protocol):
+    """What is told which microbatch the random bytes belong to that kernels on a CPU draw."""
+
+    def begin(self, seed: int, step: int, microbatch: str) -> None:
+        """Let the casts that follow belong to a microbatch of a step."""
+
+
 class TeEvents(NoScaling):
     """Receive the events of a step for recipes without a lasting state, and for BF16."""
 
-    def __init__(self, region: TeRegion, *, fp8_in_evaluation: bool, seed: int) -> None:
+    def __init__(
+        self, region: TeRegion, *, fp8_in_evaluation: bool, seed: int, draws: Draws | None
+    ) -> None:
         self.region, self._fp8_in_evaluation = region, fp8_in_evaluation
-        self._seed = seed
+        self._seed, self._draws = seed, draws
 
     def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
         """Open the region for microbatch `index`; kernels on a CPU draw by step and tokens."""
-        DRAWS.begin(self._seed, step, repr(tokens))
+        self.return_to(step, tokens)
         self.region.begin(index)
 
     def return_to(self, step: int, tokens: Tokens) -> None:
         """Let the kernels on a CPU draw for an earlier microbatch, whose backward pass begins."""
-        DRAWS.begin(self._seed, step, repr(tokens))
+        if self._draws is not None:
+            self._draws.begin(self._seed, step, repr(tokens))
 
     def end_forward(self) -> None:
         """Close the region."""

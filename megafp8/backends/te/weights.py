@@ -19,10 +19,10 @@ from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
 from megafp8.backends.te.names import TeNames
+from megafp8.backends.te.quantized import is_quantized
 from megafp8.optim.fp8_weights import MasterPart
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import group_of
-from te_cpu.tensors import is_quantized
 
 # Elements that one block of threads computes, as Transformer Engine calls its functions.
 CHUNK = 2048 * 32

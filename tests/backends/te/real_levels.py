@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from megafp8.backends.te.layer import TeLayer, layers_in
+from megafp8.backends.te.quantized import is_quantized, memory_of
 from megafp8.backends.te.stored_weights import ParameterData
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters
@@ -42,7 +43,6 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
-from te_cpu.tensors import is_quantized, memory_of
 from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.same_codes import IN_FP32, OF_A_FLIP, run, with_same_codes

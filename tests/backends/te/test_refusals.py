@@ -15,8 +15,8 @@ import torch
 import te_cpu
 from megafp8.backends import choose
 from megafp8.backends.te import names as te_names
+from megafp8.backends.te import on_cpu
 from megafp8.backends.te.layer import HeadDropout
-from megafp8.backends.te.on_cpu import load_on_cpu
 from megafp8.errors import ConfigError, UserError
 from megafp8.models.random import RandomStreams
 from megafp8.optim.kernels import fused_adam
@@ -49,7 +49,7 @@ def test_errors_of_te_cpu_become_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kind, "raised_as", None)
         assert type(kind("planted")) is kind
     with pytest.raises(ConfigError, match=r"transformer-engine=2.20.2: it is not there. Fetch it"):
-        load_on_cpu("2.20.2")
+        on_cpu.load("2.20.2")
     for error, kind in ((missing("moe_x"), NotImplementedError), (SizeError("17"), ValueError)):
         assert isinstance(error, UserError) and isinstance(error, kind)
         copy = pickle.loads(pickle.dumps(error))
