@@ -4,7 +4,7 @@ The rule, on every device and for FP32, BF16 and FP16 input, is Transformer Engi
 (`cvt.rn.satfinite`): y = float32(x) * quant_scale in FP32; clamp to the largest finite magnitude,
 so that infinities saturate; round to the nearest FP8 number, ties to even. A NaN stays a NaN. The
 amax is max|x| of the unscaled input; a NaN anywhere makes it +inf, so that it survives a MAX
-reduction.
+reduction. E4M3FNUZ and E5M2FNUZ have no negative zero, and are cast by torch operations alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def quantize(
     the gradient of a bias. It is overwritten.
     """
     lib = library().lib if x.is_cpu else library_for(x)  # one call less where casts are many
-    if lib is None:
+    if lib is None or not fmt.has_kernels:
         if column_sum is not None:
             column_sum.copy_(x.float().sum(0))
         return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
@@ -89,7 +89,7 @@ def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.T
     """Return the numbers of an FP8 payload in FP32 or BF16; both hold every FP8 number exactly."""
     assert dtype in (torch.float32, torch.bfloat16), dtype
     lib = library().lib if payload.is_cpu else library_for(payload)
-    if lib is not None:
+    if lib is not None and fmt.has_kernels:
         payload = payload.contiguous()
         grid = torch.empty_like(payload, dtype=dtype)
         lib.megafp8_decode(

@@ -43,6 +43,7 @@ PAIRS = frozenset(
     | {("block", "square"), ("square", "block")}
 )
 """The layouts of two operands that a product takes."""
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 Outers = tuple[torch.Tensor, torch.Tensor]
 ScaledMatmul = Callable[..., torch.Tensor]
 
@@ -110,8 +111,12 @@ def scaled_mm(
     added after.
 
     Raises:
-        ValueError: Two E5M2 operands, or scales that do not fit the payloads or each other.
+        ValueError: Two E5M2 operands, operands in E4M3FNUZ or E5M2FNUZ, or scales that do not fit
+            the payloads or each other.
     """
+    for dtype in (a_MK.dtype, b_NK.dtype):
+        if dtype in FNUZ:
+            raise ValueError(f"{dtype}: products of this format are only emulated (gemm.EMULATED)")
     if a_MK.dtype == b_NK.dtype == torch.float8_e5m2:
         raise ValueError("two E5M2 operands: FP8 tensor cores need at least one in E4M3")
     if a_MK.shape[1] != b_NK.shape[1]:

@@ -24,6 +24,11 @@ import numpy as np
 FOLDER = Path(__file__).with_name("vectors")
 GIVEN = ("random", "amaxes")
 TYPES = {"F32": np.float32, "U8": np.uint8}
+SEVERAL_NANS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "e4m3": lambda code: code & 127 == 127,
+    "e5m2": lambda code: code & 127 > 124,
+}
+"""Whether codes are NaN, in the formats with more than one of them."""
 Arrays = dict[str, np.ndarray]
 Run = Callable[[dict[str, Any], Arrays], Arrays | None]
 
@@ -50,9 +55,8 @@ def difference(case: dict[str, Any], name: str, wanted: np.ndarray, got: np.ndar
     same = got == wanted
     if wanted.dtype == np.float32:
         same = got.view(np.uint32) == wanted.view(np.uint32)
-    elif name == "codes" and case["format"] != "e2m1":
-        is_nan = {"e4m3": lambda c: c & 127 == 127, "e5m2": lambda c: c & 127 > 124}
-        same |= is_nan[case["format"]](got) & is_nan[case["format"]](wanted)
+    elif name == "codes" and (is_nan := SEVERAL_NANS.get(case["format"])):
+        same |= is_nan(got) & is_nan(wanted)
     if same.all():
         return ""
     at = tuple(int(i) for i in np.argwhere(~same)[0])

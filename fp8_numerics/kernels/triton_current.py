@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_numerics.formats import E4M3, Fp8Format
+from fp8_numerics.formats import Fp8Format
 from fp8_numerics.kernels.triton_launch import (
     as_bytes,
     casts_in_hardware,
@@ -82,7 +82,7 @@ def scales_of(
     quant_scale, dequant_scale = torch.empty_like(amax), torch.empty_like(amax)
     _scale_kernel[(1,)](
         amax, quant_scale, dequant_scale, 1,
-        IS_E4M3=fmt is E4M3, TORCHAO=torchao, POWER_2=power_2, LANES=1, num_warps=1,
+        IS_E4M3=fmt.is_e4m3, TORCHAO=torchao, POWER_2=power_2, LANES=1, num_warps=1,
     )  # fmt: skip
     return quant_scale, dequant_scale
 
@@ -98,7 +98,7 @@ def cast_rowwise(
     """Cast by torchao's rule, with one scale a row [M, 1] and another one a column [N, 1]."""
     check_matrix("x_MN", x_MN)
     num_rows, num_cols = x_MN.shape
-    device = x_MN.device
+    device, is_e4m3 = x_MN.device, fmt.is_e4m3
     # Rows first, then columns: one allocation, one launch for all scales.
     count = num_rows + num_cols
     amax = torch.zeros(count, device=device)
@@ -115,7 +115,7 @@ def cast_rowwise(
     if x_MN.numel() > 0:
         _line_cast_kernel[grid](
             x_MN, num_rows, num_cols, quant_scale, *_pointers(payload, payload_t, x_MN),
-            IS_E4M3=fmt is E4M3, WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
+            IS_E4M3=is_e4m3, WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
             HARDWARE=casts_in_hardware(device), TILE_ROWS=TILE_ROWS, TILE_COLS=TILE_COLS,
             num_warps=TILE_WARPS,
         )  # fmt: skip
@@ -176,7 +176,7 @@ def _launch_blocks(
     if x_MN.numel() > 0:
         _block_cast_kernel[-(-num_rows // BLOCK), -(-num_cols // BLOCK)](
             x_MN, num_rows, num_cols, *_pointers(*payloads, x_MN), *scales,
-            IS_E4M3=fmt is E4M3, POWER_2=power_2, SQUARE=scales[0] is scales[1],
+            IS_E4M3=fmt.is_e4m3, POWER_2=power_2, SQUARE=scales[0] is scales[1],
             WITH_ROWS=with_rows, WITH_COLUMNS=with_columns,
             HARDWARE=casts_in_hardware(x_MN.device), BLOCK=BLOCK, num_warps=BLOCK_WARPS,
         )  # fmt: skip
@@ -227,7 +227,7 @@ def _scale_lines(
     lanes = 1024
     _scale_kernel[(-(-amax.numel() // lanes),)](
         amax, quant_scale, dequant_scale, amax.numel(),
-        IS_E4M3=fmt is E4M3, TORCHAO=True, POWER_2=power_2, LANES=lanes,
+        IS_E4M3=fmt.is_e4m3, TORCHAO=True, POWER_2=power_2, LANES=lanes,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_numerics.formats import E4M3, Fp8Format
+from fp8_numerics.formats import Fp8Format
 from fp8_numerics.kernels.triton_launch import amax_bits, as_bytes, casts_in_hardware, empty_payload
 from fp8_numerics.kernels.triton_rounding import (
     fp8_codes,
@@ -62,7 +62,7 @@ class Emitted(NamedTuple):
             "payload_t": payload_t,
             "plain": plain,
             "partial_sums": partial_sums,
-            "IS_E4M3": fmt is E4M3,
+            "IS_E4M3": fmt.is_e4m3,
             "WITH_AMAX": amax is not None,
             "WITH_ROWS": self.payload is not None,
             "WITH_COLUMNS": self.payload_t is not None,

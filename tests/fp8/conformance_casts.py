@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fp8_numerics.cast import Fp8Tensor, quantize
-from fp8_numerics.formats import E4M3, FORMATS
+from fp8_numerics.formats import ALL_FORMATS, E4M3
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.quantizer import Role, WantsFp8
 from megafp8.fp8.scaling import Pending, ScaleTable, ScalingState
@@ -34,7 +34,7 @@ def run(case: dict[str, Any], tensors: Arrays) -> Arrays | None:
     x = torch.from_numpy(tensors["x"])
     if rule == "delayed":
         amax = torch.zeros(())
-        scale, fmt = torch.tensor(case["scale"]), FORMATS[case["format"]]
+        scale, fmt = torch.tensor(case["scale"]), ALL_FORMATS[case["format"]]
         made = quantize(x, scale, fmt, amax=amax, grid_dtype=None)
         return {"codes": codes_of(made.payload), "amax": amax.numpy()}
     if rule == "nvfp4_random":

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 WRONG: dict[str, list[Any]] = {
     "name": ["delayd", 8, ["delayed"], None],
-    "forward_format": ["e3m4", None, ["e4m3"]],
+    "forward_format": ["e3m4", "e4m3fnuz", None, ["e4m3"]],
     "backward_format": ["E5M2", 5],
     "margin": ["1", 0.5, True, 3000, None],
     "interval": [0, 2.0, "1", True],

@@ -16,9 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8_numerics import cast, formats
-from fp8_numerics.cast import Quantized, decode, quantize, quantize_torch
+from fp8_numerics.cast import (
+    Fp8Tensor,
+    Quantized,
+    decode,
+    quantize,
+    quantize_scaled,
+    quantize_torch,
+)
 from fp8_numerics.formats import Fp8Format
+from fp8_numerics.gemm import GemmCounter, gemm
 from fp8_numerics.kernels.compile import Library, library
+from fp8_numerics.scaled_mm import scaled_mm
+from fp8_numerics.scales import scale_of_amax
 from tests.c_kernels import need_kernels, threads_started
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -59,10 +69,10 @@ def assert_follows_specification(
         if grid_dtype is not None:
             assert_is_decoding(again, fmt, grid_dtype)
     values = x.float().numpy()
-    expected = spec.quantize(values, np.float32(scale), spec.FORMATS[fmt.name])
+    expected = spec.quantize(values, np.float32(scale), spec.ALL_FORMATS[fmt.name])
     codes = result.payload.view(torch.uint8).numpy()
     assert result.payload.dtype == fmt.dtype and result.payload.shape == x.shape
-    if not spec.same_codes(codes, expected, spec.FORMATS[fmt.name]):
+    if not spec.same_codes(codes, expected, spec.ALL_FORMATS[fmt.name]):
         at = np.flatnonzero(codes != expected)[:5]
         pytest.fail(f"{values.flat[at]} * {scale}: {codes.flat[at]}, not {expected.flat[at]}")
     assert amax.item() == delayed.amax_of(values), "amax"
@@ -75,7 +85,7 @@ def assert_is_decoding(result: Quantized, fmt: Fp8Format, grid_dtype: torch.dtyp
     assert result.grid is not None and result.grid.dtype == grid_dtype
     assert result.grid.shape == result.payload.shape
     codes = result.payload.view(torch.uint8).numpy()
-    numbers = spec.dequantize(codes, spec.FORMATS[fmt.name])
+    numbers = spec.dequantize(codes, spec.ALL_FORMATS[fmt.name])
     grid = result.grid.double().numpy()
     np.testing.assert_array_equal(grid, numbers)
     real = ~np.isnan(numbers)
@@ -113,7 +123,7 @@ def test_random_float32_bit_patterns(quantize_path: Quantize, fmt: Fp8Format, sc
 @both_formats
 def test_ties_and_their_neighbours(quantize_path: Quantize, fmt: Fp8Format) -> None:
     """Every midpoint between two codes, and the float32 numbers next to it on both sides."""
-    grid = spec.FORMATS[fmt.name].finite_magnitudes
+    grid = spec.ALL_FORMATS[fmt.name].finite_magnitudes
     ties = ((grid[:-1] + grid[1:]) / 2).astype(np.float32)
     near = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e30))]
     x = torch.from_numpy(np.concatenate([*near, *(-n for n in near)]))
@@ -214,7 +224,7 @@ def test_column_sums_come_with_the_same_cast(
 @both_formats
 def test_decoding_of_every_code(fmt: Fp8Format) -> None:
     """Compiled and by torch; 131,072 codes reach the threads and a vector loop's remainder."""
-    numbers = spec.FORMATS[fmt.name].table
+    numbers = spec.ALL_FORMATS[fmt.name].table
     for codes in (np.arange(256), np.tile(np.arange(256), 512), np.arange(37)):
         payload = torch.from_numpy(codes.astype(np.uint8)).view(fmt.dtype)
         decoded = [decode(payload, fmt, dtype) for dtype in (torch.bfloat16, torch.float32)]
@@ -347,8 +357,79 @@ def test_every_float32_pattern_compiled_equals_torch(fmt: Fp8Format) -> None:
 
 def test_a_copy_of_a_format_is_the_format() -> None:
     """Casts ask which object it is; a copied model cast E4M3 tensors to the bits of E5M2."""
-    for fmt in formats.FORMATS.values():
+    for fmt in formats.ALL_FORMATS.values():
         assert copy.deepcopy(fmt) is fmt and pickle.loads(pickle.dumps(fmt)) is fmt
+
+
+amds_formats = pytest.mark.parametrize(
+    "fmt", [formats.E4M3FNUZ, formats.E5M2FNUZ], ids=lambda f: f.name
+)
+
+
+@amds_formats
+@pytest.mark.parametrize("scale", [1.0, 2.0**-9, 3.7, FLT_MAX])
+def test_amds_formats_are_cast_by_torch_operations(fmt: Fp8Format, scale: float) -> None:
+    """Every BF16 number, random FP32 bits, ties and their neighbours, and all 256 codes."""
+    grid = spec.ALL_FORMATS[fmt.name].finite_magnitudes
+    ties = ((grid[:-1] + grid[1:]) / 2).astype(np.float32)
+    near = [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e30))]
+    near.append(np.array([0, 2.0**-149, fmt.max, fmt.max * 1.001, np.inf], dtype=np.float32))
+    bits = random_float32_bits(60_000, seed=1)
+    for x in (
+        all_halves(torch.bfloat16),
+        bits,
+        bits[bits.isfinite()].remainder(300.0),
+        torch.from_numpy(np.concatenate([*near, *(-n for n in near)])),
+    ):
+        made = assert_follows_specification(quantize, x, scale, fmt)
+        for dtype in (torch.bfloat16, torch.float32):
+            assert_is_decoding(
+                Quantized(made.payload, decode(made.payload, fmt, dtype)), fmt, dtype
+            )
+    codes = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert_is_decoding(Quantized(codes, decode(codes, fmt, dtype)), fmt, dtype)
+
+
+@amds_formats
+def test_a_tensor_and_a_product_in_amds_formats(fmt: Fp8Format) -> None:
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+    scale = scale_of_amax(cast.amax_of(x), fmt, power_2=False)
+    amax, sums = torch.zeros(()), torch.empty(32)
+    made = Fp8Tensor.quantize(x, scale, fmt, amax=amax)
+    assert torch.equal(
+        quantize_scaled(x * scale, fmt).view(torch.uint8), made.payload.view(torch.uint8)
+    )
+    quantize(x, scale, fmt, amax=None, grid_dtype=None, column_sum=sums)
+    assert amax == x.abs().max() and torch.equal(sums, x.sum(0))
+    values = made.dequantize(torch.float32)
+    step = 2.0**-4 if "e4m3" in fmt.name else 2.0**-3
+    assert ((values - x).abs() <= step * x.abs() + 2.0**-9 / scale).all() and values.abs().max() > 1
+    product = gemm(
+        made, made, transpose_b=True, work=torch.float32, counter=GemmCounter(), place="here"
+    )
+    torch.testing.assert_close(product, values @ values.t())
+
+
+@amds_formats
+def test_other_engines_refuse_amds_formats_by_name(fmt: Fp8Format) -> None:
+    pytest.importorskip("triton")
+    from fp8_numerics.kernels import triton_current, triton_tile
+
+    x, one = torch.ones(16, 16), torch.ones(())
+    into = triton_tile.emitted(16, 16, fmt, x.device, with_rows=True, with_columns=False)
+    for launch in (
+        lambda: into.arguments(one, fmt, None),
+        lambda: triton_current.scales_of(one, fmt, power_2=False),
+        lambda: triton_current.cast_rowwise(x, fmt, power_2=True),
+        lambda: triton_current.cast_blocks(x, fmt, power_2=True),
+    ):
+        with pytest.raises(ValueError, match=rf"^{fmt.name}: kernels cast to e4m3 and e5m2 alone"):
+            launch()
+    a, b = torch.ones(16, 16).to(fmt.dtype), torch.ones(16, 16).to(torch.float8_e4m3fn)
+    for pair in ((a, b), (b, a)):
+        with pytest.raises(ValueError, match=rf"{fmt.dtype}: products of this format are only emu"):
+            scaled_mm(*pair, one, one, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -1,12 +1,15 @@
-"""The two FP8 formats and the cast into them, by enumeration of their 256 codes.
+"""The FP8 formats and the cast into them, by enumeration of their 256 codes.
 
 Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning" (arXiv 2209.05433), table 1, and
-Transformer Engine's cast, which saturates (`cvt.rn.satfinite`). Rules of the cast:
+Transformer Engine's cast, which saturates (`cvt.rn.satfinite`). The two formats of AMD are those of
+Noune et al. 2022, "8-bit Numerical Formats for Deep Neural Networks" (arXiv 2206.02915), with the
+same cast. Rules of the cast:
 
 1. y = x * quant_scale, rounded to float32. BF16, FP16 and FP32 inputs are exact in float32.
 2. Clamp y to [-max, max]; infinities saturate too.
 3. Take the nearest finite code; of two equally near ones the one with the even mantissa.
-4. The sign of y is kept, also where it rounds to zero: -0 and small negatives give 0x80.
+4. The sign of y is kept, also where it rounds to zero: -0 and small negatives give 0x80. AMD's
+   formats have one zero, 0x00.
 5. NaN gives a NaN code. Which one is not specified: compare payloads with `same_codes`.
 """
 
@@ -25,7 +28,6 @@ Floats32 = NDArray[np.float32]
 Floats64 = NDArray[np.float64]
 
 CODES = range(256)
-NAN_CODE = 0x7F  # a NaN in both formats
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,19 @@ class Format:
 
     With `has_infinity` (IEEE 754's way) the highest exponent holds infinity and NaNs. Without it
     ("fn") that exponent holds numbers too, except that all ones in exponent and mantissa are NaN.
+    With `is_fnuz` all codes are numbers but 0x80, the only NaN, and the bias is larger by one.
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     has_infinity: bool
+    is_fnuz: bool = False
+
+    @property
+    def nan_code(self) -> int:
+        """A NaN of the format."""
+        return 0x80 if self.is_fnuz else 0x7F
 
     def value(self, code: int) -> float:
         """The number that one code stands for (exact: a double holds far more digits)."""
@@ -48,9 +57,12 @@ class Format:
         mantissa = code & ((1 << self.mantissa_bits) - 1)
         highest_exponent = (1 << self.exponent_bits) - 1
         highest_mantissa = (1 << self.mantissa_bits) - 1
-        bias = (1 << (self.exponent_bits - 1)) - 1
+        bias = (1 << (self.exponent_bits - 1)) - (0 if self.is_fnuz else 1)
 
-        if exponent == highest_exponent:
+        if self.is_fnuz:
+            if code == self.nan_code:
+                return math.nan
+        elif exponent == highest_exponent:
             if self.has_infinity:
                 return sign * math.inf if mantissa == 0 else math.nan
             if mantissa == highest_mantissa:
@@ -80,7 +92,11 @@ class Format:
 
 E4M3 = Format("e4m3", exponent_bits=4, mantissa_bits=3, has_infinity=False)
 E5M2 = Format("e5m2", exponent_bits=5, mantissa_bits=2, has_infinity=True)
+E4M3FNUZ = Format("e4m3fnuz", 4, 3, has_infinity=False, is_fnuz=True)
+E5M2FNUZ = Format("e5m2fnuz", 5, 2, has_infinity=False, is_fnuz=True)
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+FNUZ_FORMATS = {"e4m3fnuz": E4M3FNUZ, "e5m2fnuz": E5M2FNUZ}
+ALL_FORMATS = FORMATS | FNUZ_FORMATS
 
 
 def scaled(x: Floats32, quant_scale: np.float32) -> Floats32:
@@ -97,13 +113,16 @@ def quantize_value(x: float, quant_scale: np.float32, fmt: Format) -> int:
         raise ValueError(f"{x!r} is not a float32")
     y = float(scaled(np.array([x], dtype=np.float32), quant_scale)[0])
     if math.isnan(y):
-        return NAN_CODE
+        return fmt.nan_code
     clamped = Fraction(min(max(y, -fmt.max), fmt.max))
     candidates = [
         code
         for code in CODES
         if math.isfinite(fmt.value(code))
-        and math.copysign(1.0, fmt.value(code)) == math.copysign(1.0, y)
+        and (
+            math.copysign(1.0, fmt.value(code)) == math.copysign(1.0, y)
+            or (fmt.is_fnuz and code == 0)
+        )
     ]
 
     def distance_then_oddness(code: int) -> tuple[Fraction, int]:
@@ -129,8 +148,9 @@ def quantize(x: Floats32, quant_scale: np.float32, fmt: Format) -> Codes:
     is_tie = magnitude == midpoints[lower]
     codes = np.where(is_tie & (codes % 2 == 1), codes + 1, codes)
 
-    codes = np.where(np.signbit(y), codes + 0x80, codes)
-    codes = np.where(np.isnan(y), NAN_CODE, codes)
+    has_sign = np.signbit(y) & ((codes > 0) | (not fmt.is_fnuz))
+    codes = np.where(has_sign, codes + 0x80, codes)
+    codes = np.where(np.isnan(y), fmt.nan_code, codes)
     return codes.astype(np.uint8)
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import save
 from fp8_numerics.conformance.check import FOLDER
 from tests.spec import current, delayed, formats, mxfp8, nvfp4
 from tests.spec.data import data
-from tests.spec.formats import FORMATS, Floats32
+from tests.spec.formats import FNUZ_FORMATS, FORMATS, Floats32
 
 SHAPE = (32, 256)
 WHOLE = (1 << 30, 1 << 30)
@@ -40,10 +40,25 @@ GROUPS: dict[str, tuple[tuple[int, int], current.Rule, bool]] = {
 
 
 def inputs() -> dict[str, Floats32]:
-    """Return the matrices that are quantized; their numbers are exact in BF16 but for `fp32`."""
+    """Return the matrices that are quantized; `fp32` and `fnuz` are not exact in BF16."""
     found = {kind: data(kind, SHAPE) for kind in INPUTS}
     found["fp32"] = np.random.default_rng(20261123).standard_normal(SHAPE).astype(np.float32)
     return found | {kind: data("normal", shape) for kind, shape in ODD.items()}
+
+
+def ties() -> Floats32:
+    """Return where the casts to AMD's formats change their code, and the numbers beside it."""
+    found = []
+    for fmt in FNUZ_FORMATS.values():
+        grid = fmt.finite_magnitudes
+        middle = ((grid[:-1] + grid[1:]) / 2).astype(np.float32)
+        found += [
+            middle,
+            np.nextafter(middle, np.float32(0)),
+            np.nextafter(middle, np.float32(9e9)),
+        ]
+    x = np.concatenate([*found, np.array([0, 2.0**-149, 240.1, 57345], dtype=np.float32)])
+    return np.stack([x, -x])
 
 
 def casts() -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
@@ -99,6 +114,18 @@ def _first_of_groups(scale: Floats32, group: tuple[int, int]) -> Floats32:
     return np.ascontiguousarray(scale[:: group[0], :: group[1]])
 
 
+def amds_casts() -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
+    """Yield the casts to AMD's formats, which have no recipe here: codes by a given scale."""
+    given = {"fnuz": ties()} | inputs()
+    for kind, scale in (
+        *(("fnuz", 1.0), ("fp32", 50.0), ("wide", 1.5), ("zeros", 3.0), ("inf", 1.5), ("nan", 1.5)),
+    ):
+        for name, fmt in FNUZ_FORMATS.items():
+            case = {"rule": "delayed", "input": kind, "format": name, "scale": scale}
+            codes = formats.quantize(given[kind], np.float32(scale), fmt)
+            yield case, {"codes": codes, "amax": np.array(delayed.amax_of(given[kind]))}
+
+
 def histories() -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
     """Yield what becomes of histories and scales when ranks agree on amaxes, step by step."""
     generator = np.random.default_rng(3)
@@ -135,9 +162,10 @@ def histories() -> Iterator[tuple[dict[str, Any], dict[str, np.ndarray]]]:
 
 def files() -> dict[str, bytes]:
     """Return the bytes of each file of the vectors."""
-    tensors: dict[str, np.ndarray] = {f"input/{kind}": x for kind, x in inputs().items()}
+    matrices = inputs() | {"fnuz": ties()}
+    tensors: dict[str, np.ndarray] = {f"input/{kind}": x for kind, x in matrices.items()}
     cases = []
-    for number, (case, expected) in enumerate((*casts(), *histories())):
+    for number, (case, expected) in enumerate((*casts(), *histories(), *amds_casts())):
         name = f"{number:03}"
         cases.append({"case": name, **case})
         tensors |= {f"{name}/{key}": value.copy(order="C") for key, value in expected.items()}
