@@ -103,7 +103,7 @@ def _wait(processes: list[ForkServerProcess], folder: str) -> None:
         failed = [rank for rank, process in enumerate(processes) if process.exitcode]
         if failed or time.monotonic() > end + 10:
             break
-        connection.wait(living, timeout=1.0)  # until one of them ends
+        connection.wait(living, timeout=max(0.0, end + 10 - time.monotonic()))
     failed = [rank for rank, process in enumerate(processes) if process.exitcode]
     if failed:
         errors = [Path(folder, f"stderr{rank}").read_text(errors="replace") for rank in failed]
