@@ -203,7 +203,7 @@ names = [
     for package in sorted(pathlib.Path().glob("*/__init__.py"))
     if package.parent.name not in ("tests", "examples")
     for path in sorted(package.parent.rglob("*.py"))
-    if path.stem != "__main__"
+    if path.stem != "__main__" and not path.is_symlink()
 ]
 for name in names:
     try:
