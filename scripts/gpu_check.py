@@ -89,9 +89,10 @@ STAGE_SECONDS = 570.0  # a command on the machine may last ten minutes
 LIMITS = {"first": 450.0, "again": 150.0}  # of stages that share fifteen minutes with two starts
 PATIENCE_SECONDS = 20.0  # after SIGINT, for a part to print its results
 GPU_TESTS = (
-    "tests/gpu", "tests/fp8/kernels", "tests/models/test_documents.py",
-    "tests/ops/test_attention.py", "tests/observe/test_memory.py", "tests/train/test_profiling.py",
-    "tests/data/test_loader.py", "tests/optim/test_scaled_adam.py", "tests/models/test_windows.py",
+    "tests/gpu", "tests/fp8/kernels", "tests/fp8_numerics/kernels",
+    "tests/models/test_documents.py", "tests/ops/test_attention.py",
+    "tests/observe/test_memory.py", "tests/train/test_profiling.py", "tests/data/test_loader.py",
+    "tests/optim/test_scaled_adam.py", "tests/models/test_windows.py",
 )  # fmt: skip
 FIRST_TESTS = ("tests/gpu", "tests/optim/test_scaled_adam.py")
 UNCOMPILED = ("-k", "not block-")  # layers by `torch.compile` take most of the time of these tests

@@ -313,16 +313,21 @@ assert "torch" not in sys.modules
 
 @pytest.mark.parametrize(
     ("package", "unwanted"),
-    [("fp8_numerics", ("torch", "megafp8", "te_cpu")), ("te_cpu", ("megafp8", "megafp8_migrate"))],
+    [
+        ("fp8_numerics", ("numpy", "torch", "megafp8", "megafp8_migrate", "te_cpu")),
+        ("te_cpu", ("megafp8", "megafp8_migrate")),
+    ],
 )
 def test_a_package_loads_no_other_one(package: str, unwanted: tuple[str, ...]) -> None:
-    """`import fp8_numerics` loads no torch, and no module of te_cpu loads a module of megafp8."""
+    """`import fp8_numerics` loads no torch, nor do its formats, and no module of te_cpu loads a
+    module of megafp8."""
     program = f"""
 import importlib, pkgutil, sys
 package = importlib.import_module({package!r})
 for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
     name = found.name.rpartition(".")[2]
-    if package.__name__ == "te_cpu" and name not in ("__main__", "setup"):
+    is_light = name in ("formats", "cpu", "caches")
+    if is_light if package.__name__ == "fp8_numerics" else name not in ("__main__", "setup"):
         importlib.import_module(found.name)
 loaded = [name for name in {unwanted!r} if name in sys.modules]
 assert not loaded, loaded

@@ -11,7 +11,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-CORE = ("fp8_numerics/test_cast", "fp8/test_gemm", "fp8/test_recipes", "fp8/test_linear")
+CORE = ("fp8_numerics/test_cast", "fp8_numerics/test_gemm", "fp8/test_recipes", "fp8/test_linear")
 RANKS = "parallel/test_fp8_linears"
 FRONT_DOOR_FILES = ("conversion", "converted", "coverage", "recipe_settings", "state")
 FRONT_DOOR = (
@@ -61,8 +61,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         "ops/test_scaled_mm",
         *_fp8("kernels/test_engine", "kernels/test_layer_counts"),
     ),
-    "fp8_numerics/gemm.py": _fp8("test_gemm", "kernels/test_engine", "test_linear"),
-    "fp8_numerics/addmm.py": ("fp8_numerics/test_addmm", *_fp8("test_gemm")),
+    "fp8_numerics/gemm.py": (
+        "fp8_numerics/test_gemm",
+        *_fp8("kernels/test_engine", "test_linear"),
+    ),
+    "fp8_numerics/addmm.py": ("fp8_numerics/test_addmm", "fp8_numerics/test_gemm"),
     "megafp8/fp8/scaling.py": (
         *_fp8("test_scaling", "test_traces", "kernels/test_engine"),
         RANKS,

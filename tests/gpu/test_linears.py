@@ -24,8 +24,8 @@ from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.train.compile import cannot_trace
 from megafp8.train.step import train_step
-from tests.fp8.kernels.helpers import assert_same_bytes, hard_matrix, whole
 from tests.fp8.quantized import quantized
+from tests.fp8_numerics.kernels.helpers import assert_same_bytes, hard_matrix, whole
 from tests.tiny import build_run, microbatch
 
 pytestmark = pytest.mark.gpu

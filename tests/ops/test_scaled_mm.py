@@ -13,7 +13,7 @@ import torch
 
 from fp8_numerics.scaled_mm import Layout, check_scales, scaled_mm, writes_fp32
 from megafp8.fp8.engine import unsupported
-from tests.fp8.kernels.tensor_cores import TensorCores, exact, needs_rows_on_a_cpu
+from tests.fp8_numerics.kernels.tensor_cores import TensorCores, exact, needs_rows_on_a_cpu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

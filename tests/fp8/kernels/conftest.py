@@ -1,27 +1,5 @@
-"""Triton's kernels: on a GPU where there is one, else in Triton's interpreter on the CPU (chosen in
-tests/conftest.py)."""
+"""The kernels of training run as those of fp8_numerics do: see the file that is imported."""
 
-from __future__ import annotations
+from tests.fp8_numerics.kernels.conftest import collect_ignore_glob, device
 
-import importlib.util
-import os
-
-import pytest
-import torch
-
-from tests.triton_interpreter import prepare_once
-
-if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
-    prepare_once()
-
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    from fp8_numerics.kernels.triton_launch import unavailable
-
-    device = torch.device(request.param)
-    if (reason := unavailable(device)) is not None:
-        pytest.skip(reason)
-    return device
+__all__ = ["collect_ignore_glob", "device"]

@@ -35,9 +35,9 @@ from megafp8.specs.precision import GEMMS, RecipeName
 from megafp8.specs.recipes import find_recipe
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.fp8.kernels.helpers import assert_same_bytes, hard_matrix, whole
-from tests.fp8.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
 from tests.fp8.quantized import quantized
+from tests.fp8_numerics.kernels.helpers import assert_same_bytes, hard_matrix, whole
+from tests.fp8_numerics.kernels.tensor_cores import TensorCores, needs_rows_on_a_cpu
 from tests.tiny import build_run, microbatch
 
 pytest.importorskip("triton")

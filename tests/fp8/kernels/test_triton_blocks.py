@@ -10,8 +10,8 @@ from fp8_numerics.kernels.triton_blocks import BlockCast, Operand, cast_mx
 from fp8_numerics.kernels.triton_fp4 import amaxes_fp4, cast_fp4
 from fp8_numerics.nvfp4 import SIGN_BITS
 from fp8_numerics.swizzle import swizzled, swizzled_size, unswizzled
-from tests.fp8.kernels.tensor_cores import from_tiles, unpacked
 from tests.fp8.test_blackwell import KINDS, SPECIAL, made
+from tests.fp8_numerics.kernels.tensor_cores import from_tiles, unpacked
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.formats import E4M3, Floats32, Floats64
 

@@ -11,7 +11,7 @@ from megafp8.fp8.fused import CastInto
 from megafp8.fp8.heads import Heads, split_heads
 from megafp8.fp8.kernels.triton_heads import pack_heads
 from megafp8.models.positions import rotary
-from tests.fp8.kernels.helpers import assert_payload, codes, floats, hard_matrix
+from tests.fp8_numerics.kernels.helpers import assert_payload, codes, floats, hard_matrix
 from tests.spec.delayed import amax_of
 from tests.tiny import of_heads
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from fp8_numerics.formats import FORMATS
 from megafp8.fp8.kernels import triton_norm
 from megafp8.fp8.kernels.triton_norm import norm_backward, norm_cast
-from tests.fp8.kernels.helpers import assert_payload, codes, floats, hard_matrix
+from tests.fp8_numerics.kernels.helpers import assert_payload, codes, floats, hard_matrix
 from tests.spec.delayed import amax_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy

@@ -8,7 +8,7 @@ import torch
 
 from fp8_numerics.formats import FORMATS
 from fp8_numerics.kernels.triton_cast import cast, transpose_payload
-from tests.fp8.kernels.helpers import assert_payload, codes, floats, hard_matrix
+from tests.fp8_numerics.kernels.helpers import assert_payload, codes, floats, hard_matrix
 from tests.spec.delayed import amax_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from fp8_numerics import torch_private as torch_products
 from fp8_numerics.scaled_mm import PACKED, Layout, scaled_mm
 from fp8_numerics.swizzle import swizzled_size
-from tests.fp8.kernels.tensor_cores import TensorCores, picked_scaling
+from tests.fp8_numerics.kernels.tensor_cores import TensorCores, picked_scaling
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0, FP4 = torch.float8_e8m0fnu, torch.float4_e2m1fn_x2

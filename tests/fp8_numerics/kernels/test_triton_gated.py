@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from fp8_numerics.formats import FORMATS
 from fp8_numerics.kernels.triton_cast import cast
-from tests.fp8.kernels.helpers import assert_payload, codes, floats
+from tests.fp8_numerics.kernels.helpers import assert_payload, codes, floats
 from tests.spec.delayed import amax_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, from numpy

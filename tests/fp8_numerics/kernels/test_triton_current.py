@@ -19,7 +19,7 @@ from fp8_numerics.kernels.triton_current import (
     cast_square_blocks,
 )
 from fp8_numerics.scales import scale_of_amax, scale_of_amax_torchao
-from tests.fp8.kernels.helpers import SPEC, assert_payload, floats, hard_matrix
+from tests.fp8_numerics.kernels.helpers import SPEC, assert_payload, floats, hard_matrix
 from tests.spec.delayed import FLT_MAX, amax_of
 from tests.spec.formats import Floats32
 
