@@ -256,6 +256,7 @@ def main() -> None:
         parser.error("there is no CUDA device to measure (--tiny checks that the benchmark runs)")
     if args.tiny:
         args.presets, args.steps, args.warm_up = ["tiny"], 2, 1
+        args.seconds = None  # a trial checks that jobs run, on however busy a machine
     what = "training steps of real runs; medians of the steps after the warm-up"
     subject = f"step-{'-'.join(args.presets)}"
     results = Results(args.results, subject, name, what, accumulation=args.accumulation)

@@ -51,7 +51,8 @@ def test_a_tiny_layer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_tiny_steps(tmp_path: Path) -> None:
     variants = ("bf16", "fp8")
-    done = run("gpu_step.py", "--tiny", "--results", str(tmp_path), "--variants", *variants)
+    short = ("--seconds", "0.1")  # of a job on a GPU: a trial takes as long as it takes
+    done = run("gpu_step.py", "--tiny", "--results", str(tmp_path), *short, "--variants", *variants)
     assert done.returncode == 0, done.stderr + done.stdout
     (path,) = tmp_path.glob("*_step-tiny.json")
     rows = json.loads(path.read_text())["rows"]
