@@ -83,7 +83,7 @@ PARTS = (
         ("tests/backends", "tests/fp8/test_linear.py"), is_package=True,
     ),
     Part(
-        "megafp8_migrate", ("megafp8_migrate",), ("tests/cli", "tests/config/test_load.py"),
+        "megafp8_migrate", ("megafp8_migrate",), ("tests/cli/test_commands.py", "tests/config"),
         is_package=True,
     ),
     Part(
