@@ -11,6 +11,7 @@ from fp8_numerics.gemm import GemmCounter, gemm
 from te_cpu import nv
 from te_cpu.activations import dgelu, gelu_of
 from te_cpu.enums import WIDE
+from te_cpu.errors import SizeError
 from te_cpu.missing import missing
 from te_cpu.quantize import quantize
 from te_cpu.tensors import Quantizer, is_quantized, operand, row_shape
@@ -125,9 +126,9 @@ def _result_dtype(a: Any, out: torch.Tensor | None, asked: int | None) -> torch.
 def _check_alignment(tensor: Any) -> None:
     size = row_shape(tensor)[-1]
     if size % ALIGNMENT:
-        raise ValueError(
+        raise SizeError(
             f"Transformer Engine's FP8 products need sizes that are multiples of {ALIGNMENT}, and "
-            f"one operand is {list(row_shape(tensor))}"
+            f"one operand is {list(row_shape(tensor))}. Change the sizes or the number of tokens"
         )
 
 

@@ -27,7 +27,7 @@ SETTINGS = {
     "bulk_overlap": "overlapping communication with products (ub_tp_comm_overlap)",
     "multi_tensor_adam_": "FusedAdam with states other than FP32, or capturable=True",
     "multi_tensor_sgd": "FusedSGD",
-    "mxfp8": "MXFP8 weights as the only copy, in parts (fp8_params, quantized_model_init)",
+    "mxfp8": "MXFP8 weights as the only copy, in parts (quantized_model_init)",
     "nvfp4": "NVFP4 weights as the only copy, in parts (quantized_model_init)",
     "clamped_": "the clamped SwiGLU activation",
     "dropout_": "dropout in FP8 attention",
@@ -135,6 +135,5 @@ class FromAbsentPackage(Unusable):
     def _error(self) -> MissingKernelError:
         package = self._name.split(".")[0]
         return MissingKernelError(
-            f"{self._name}: the package {package} is not installed. Install {package}, or use "
-            "model.fp8_backend=native"
+            f"{self._name}: the package {package} is not installed. Install {package}"
         )

@@ -57,7 +57,7 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
     if shape[-1] % BLOCK or torch.Size(shape[:-1]).numel() % BLOCK:
         raise SizeError(
             f"Transformer Engine's MXFP8 takes multiples of {BLOCK}, and a tensor is {shape}. "
-            "Change the sizes or the number of tokens, or use model.fp8_backend=native"
+            "Change the sizes or the number of tokens"
         )
     sides = ("rowwise", quantizer.rowwise_usage), ("columnwise", quantizer.columnwise_usage)
     made: dict[str, Any] = {"fp8_dtype": quantizer.dtype, "quantizer": quantizer}

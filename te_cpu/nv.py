@@ -82,7 +82,7 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
     if k % BLOCK or m % BLOCK:
         raise SizeError(
             f"Transformer Engine's NVFP4 takes multiples of {BLOCK}, and a tensor is {shape}. "
-            "Change the sizes or the number of tokens, or use model.fp8_backend=native"
+            "Change the sizes or the number of tokens"
         )
     made: dict[str, Any] = {"fp4_dtype": quantizer.dtype, "quantizer": quantizer}
     used = quantizer.rowwise_usage, quantizer.columnwise_usage
@@ -125,7 +125,7 @@ def _refuse(quantizer: Any, x: torch.Tensor) -> None:
     if quantizer.with_rht and x.dtype != torch.bfloat16:
         raise SizeError(
             f"Transformer Engine's NVFP4 rotates tensors in BF16 alone, and one is {x.dtype}. "
-            "Use trainer.precision=bf16 or model.fp4_disable_rht=True (disable_rht)"
+            "Compute in BF16, or use disable_rht=True"
         )
     if quantizer.with_rht and not quantizer.with_post_rht_amax:
         raise missing("quantize", " of NVFP4 with the amax from before the rotation")

@@ -188,7 +188,7 @@ def _absent(version: str, folder: Path, why: str) -> VersionError:
         version,
         f"its Python is not in {folder} and could not be fetched ({why})",
         f"Fill the cache with `{fill_command(version)}` (on another machine, and copy the folder, "
-        "if this one has no network), or use model.fp8_backend=native",
+        "if this one has no network)",
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +57,18 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.zeros(1, device="cuda")
     assert all(changed[0][name] != value for name, value in before.items())
     assert te_cpu.loaded() is None
+
+
+def test_no_text_of_the_package_names_a_setting_or_extra_of_megafp8() -> None:
+    """A program that uses te_cpu alone has neither; the trainer's backend adds its own."""
+    own = re.compile(
+        r"\b(?:model|trainer|exp_manager)\.\w+=|\bfp8_(?:params|backend)\b|megafp8\[|\.\["
+    )
+    texts = [
+        (path.name, node.value)
+        for path in sorted(Path(te_cpu.__file__).parent.glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert len(texts) > 500
+    assert [(name, text) for name, text in texts if own.search(text)] == []

@@ -10,12 +10,28 @@ from te_cpu.errors import MissingKernelError, SizeError, VersionError
 
 __all__ = ["DRAWS", "describe", "load", "placing", "to_cpu"]
 
+OTHERWISE = "or use model.fp8_backend=native"
+OUR_NAMES = {
+    "quantized_model_init": "model.fp8_params",
+    "disable_rht=True": "trainer.precision=bf16, model.fp4_disable_rht=True",
+}
+"""Our settings by Transformer Engine's names in messages of `te_cpu`, which knows no others."""
 
-class TeKernelError(UserError, MissingKernelError):
+
+class _InARunError(UserError):
+    """Add our settings to a message of `te_cpu`."""
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        ours = ", ".join(name for theirs, name in OUR_NAMES.items() if theirs in text)
+        return f"{text}{f' (here {ours})' if ours else ''}, {OTHERWISE}"
+
+
+class TeKernelError(_InARunError, MissingKernelError):
     """Report a setting that needs a kernel of Transformer Engine which the CPU does not have."""
 
 
-class TeSizeError(UserError, SizeError):
+class TeSizeError(_InARunError, SizeError):
     """Report sizes of the model or of its batches that Transformer Engine's kernels do not take."""
 
 
@@ -29,7 +45,8 @@ def load(version: str | None) -> None:
     try:
         te_cpu.load(version or te_cpu.DEFAULT_VERSION)
     except VersionError as error:
-        raise ConfigError(error.key, error.value, error.reason, error.hint) from error
+        hint = f"{error.hint}, {OTHERWISE}"
+        raise ConfigError(error.key, error.value, error.reason, hint) from error
 
 
 def describe() -> str | None:

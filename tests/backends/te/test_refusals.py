@@ -48,10 +48,19 @@ def test_errors_of_te_cpu_become_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (MissingKernelError, SizeError):
         monkeypatch.setattr(kind, "raised_as", None)
         assert type(kind("planted")) is kind
-    with pytest.raises(ConfigError, match=r"transformer-engine=2.20.2: it is not there. Fetch it"):
+    with pytest.raises(
+        ConfigError, match=r"=2.20.2: it is not there. Fetch it, or use model.fp8_b"
+    ):
         on_cpu.load("2.20.2")
-    for error, kind in ((missing("moe_x"), NotImplementedError), (SizeError("17"), ValueError)):
+    rotated = "Compute in BF16, or use disable_rht=True"
+    for error, kind, setting in (
+        (missing("moe_x"), NotImplementedError, "run on an NVIDIA GPU"),
+        (missing("mxfp8_x"), NotImplementedError, " (here model.fp8_params)"),
+        (SizeError(rotated), ValueError, " (here trainer.precision=bf16, model.fp4_disable_rht="),
+    ):
         assert isinstance(error, UserError) and isinstance(error, kind)
+        assert setting in str(error) and str(error).endswith(", or use model.fp8_backend=native")
+        assert "\n" not in str(error)
         copy = pickle.loads(pickle.dumps(error))
         assert type(copy) is type(error) and str(copy) == str(error)
 
