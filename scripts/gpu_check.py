@@ -4,7 +4,7 @@
     first   the default, 7.5 minutes at most: what a new machine tells soonest, most telling part
             first: device, products, a layer of each recipe, kernels, tests, the README's command,
             steps in BF16 and FP8, where the time goes, the same run twice, steps in others
-    again   2.5 minutes at most: the parts of `first` that failed or had no time (`--after FILE`,
+    again   2.5 minutes at most: the parts of `first` that failed or did not end (`--after FILE`,
             the results.jsonl of that command), or those that `--only` names
     runs    do operations work: versions, products in each layout, casts, attention, one layer
     right   are they right: the tests marked `gpu`, and memory checks of the casts
@@ -536,9 +536,14 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         parser.error("--config names the file of the stage `own`, which needs it")
     if "again" in args.stages and (args.only is None) == (args.after is None):
         parser.error("`again` needs --after, the results.jsonl of `first`, or --only and its parts")
-    if args.after is not None:
-        args.only = mended(args.after) or parser.error(f"no part failed in {args.after}")
     args.out = args.out.absolute()
+    if args.after is not None:
+        try:
+            args.only = mended(args.after, [part.name for part in first_parts(args)])
+        except (OSError, ValueError) as error:
+            parser.error(f"--after {args.after}: {error}; give the results.jsonl of `first`")
+        if not args.only:
+            parser.error(f"all parts passed in {args.after}")
     asked = [stage for name in args.stages for stage in (ALL_STAGES if name == "all" else [name])]
     known_parts = [part.name for stage in asked for part in parts_of(stage, args)]
     if unknown := sorted(set(args.only or ()) - {*known_parts}):
@@ -546,10 +551,33 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def mended(results: Path) -> list[str]:
-    """Return the parts that did not pass by the results of an earlier command."""
-    lines = map(json.loads, results.read_text().splitlines())
-    return [line["part"] for line in lines if line.get("outcome", "passed") != "passed"]
+def mended(results: Path, parts: list[str]) -> list[str]:
+    """Return which `parts` of an earlier command did not pass, by its results.
+
+    A part without an outcome did not pass: the machine may have gone before its end.
+
+    Raises:
+        OSError: There is no such file.
+        ValueError: The file is of another stage, or has no results.
+    """
+    asked: list[str] | None = None
+    passed: set[str] = set()
+    for text in results.read_text().splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:  # cut where the machine went
+            continue
+        if not isinstance(line, dict):
+            continue
+        if "began" in line:
+            asked, passed = line.get("only") or parts, set()
+            if not {*line["stages"]} & {"first", "again"}:
+                raise ValueError(f"these are results of {', '.join(line['stages'])}")
+        elif line.get("outcome") == "passed" and line["stage"] in ("first", "again"):
+            passed.add(line["part"])
+    if asked is None:
+        raise ValueError("no command began in this file")
+    return [part for part in parts if part in asked and part not in passed]
 
 
 def stages_of(asked: list[str], header: dict[str, Any]) -> list[str]:
@@ -574,7 +602,8 @@ def main(argv: list[str]) -> int:
         brought = unpacked(args.wheels, Path(site))
         environment = environment_with(Path(site)) | ({COMMIT: args.commit} if args.commit else {})
         check = Check(args.out, environment, args.tiny, args.archive)
-        check.note(began=time.strftime("%Y-%m-%dT%H:%M:%S%z"), stages=args.stages, wheels=brought)
+        began = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        check.note(began=began, stages=args.stages, only=args.only, wheels=brought)
         if lacking := missing(check.environment):
             check.note(missing=lacking)
             print(how_to_get(lacking, args.wheels), file=sys.stderr)

@@ -256,18 +256,37 @@ def test_the_limits_of_parts_fit_into_a_command(tmp_path: Path) -> None:
     assert sum(gpu_check.LIMITS.values()) + 2 * gpu_check.PATIENCE_SECONDS + starts < 900
 
 
-def test_the_second_command_repeats_what_did_not_pass(tmp_path: Path) -> None:
-    gpu_check = loaded()
-    outcomes = {"device": "passed", "layers": "failed: exit code 1", "profile": "not started: …"}
-    rows = [{"header": {}}, *({"part": k, "outcome": v} for k, v in outcomes.items())]
-    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def test_the_second_command_repeats_what_did_not_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part whose end is not in the file did not pass: the machine went, or its time was over."""
+    gpu_check, old = loaded(), tmp_path / "old.jsonl"
+    outcomes = {"device": "passed", "layers": "failed: exit code 1", "tests": "passed",
+                "profile": "not started: …"}  # fmt: skip
+    rows = [{"stage": "first", "part": k, "outcome": v} for k, v in outcomes.items()]
+
+    def after(*lines: object, cut: str = "") -> Any:
+        old.write_text("".join(json.dumps(line) + "\n" for line in lines) + cut)
+        words = ["again", "--out", str(tmp_path), "--after", str(old)]
+        try:
+            return gpu_check.arguments(words).only
+        except SystemExit:
+            return capsys.readouterr().err
+
+    began = {"began": "", "stages": ["first"], "only": None}
+    left = ["products", "layers", "kernels", "command", "steps", "profile", "repeats", "more steps"]
+    assert after(began, {"header": {}}, *rows, cut='{"stage": "fi') == left
+    assert after(began, *rows, began | {"only": ["tests", "layers"]}, rows[2]) == ["layers"]
+    assert "all parts passed" in after(began | {"only": ["tests"]}, *rows)
+    assert "these are results of runs" in after(began | {"stages": ["runs"]})
+    assert "no command began" in after([], 1, rows[1])
+    old.unlink()
     words = ["again", "--out", str(tmp_path)]
-    arguments = gpu_check.arguments([*words, "--after", str(tmp_path / "old.jsonl")])
-    assert arguments.only == ["layers", "profile"]
-    assert gpu_check.arguments([*words, "--only", "tests"]).only == ["tests"]
-    for more in ([], ["--only", "tests", "--after", str(tmp_path / "old.jsonl")]):
+    for more in ([], ["--after", str(old)], ["--only", "tests", "--after", str(old)]):
         with pytest.raises(SystemExit):
             gpu_check.arguments([*words, *more])
+    assert f"--after {old}: [Errno 2]" in capsys.readouterr().err
+    assert gpu_check.arguments([*words, "--only", "tests"]).only == ["tests"]
 
 
 def test_what_is_needed_is_what_the_project_depends_on() -> None:
