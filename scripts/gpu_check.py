@@ -595,7 +595,14 @@ def main(argv: list[str]) -> int:
             return 2
         return fetch_wheels(Path(argv[1]))
     args = arguments(argv)
-    (args.out / "logs").mkdir(parents=True, exist_ok=True)
+    try:
+        (args.out / "logs").mkdir(parents=True, exist_ok=True)
+        if args.archive is not None:
+            args.archive.parent.mkdir(parents=True, exist_ok=True)
+            args.archive.touch()
+    except OSError as error:
+        print(f"error: the results cannot be written: {error}", file=sys.stderr)
+        return 2
     end = time.monotonic() + (args.seconds or float("inf"))
     slow = 40.0 if args.tiny else 1.0  # a trial checks that parts run, on however busy a machine
     with tempfile.TemporaryDirectory(prefix="megafp8-check-") as site:

@@ -243,6 +243,16 @@ def test_unknown_stages_are_refused(tmp_path: Path) -> None:
     assert done.returncode == 2 and "unknown stage rihgt" in done.stderr
 
 
+@pytest.mark.parametrize("option", ["--out", "--archive"])
+def test_a_place_that_cannot_be_written_is_named_before_a_part_runs(
+    tmp_path: Path, option: str
+) -> None:
+    done = check("--out", str(tmp_path), "--tiny", "--only", "device", option, "/dev/null/results")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: the results cannot be written: ")
+    assert "/dev/null" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_the_limits_of_parts_fit_into_a_command(tmp_path: Path) -> None:
     gpu_check = loaded()
     arguments = gpu_check.arguments(["--out", str(tmp_path)])
