@@ -17,7 +17,7 @@ from tests.backends.te.real import VERSION, autocast, linears, recipes, run_of, 
 from tests.backends.te.same_codes import OF_A_FLIP, run
 from tests.spec import mxfp8
 from tests.spec.data import data
-from tests.spec.formats import E4M3, NAN_CODE, same_codes
+from tests.spec.formats import E4M3, same_codes
 
 NUMBERS = tuple(int(number) for number in VERSION.split(".")[:2])
 FACTORS = None if NUMBERS >= (2, 13) else mxfp8.FACTORS_OF_2_12
@@ -69,7 +69,7 @@ def test_a_quantizer_makes_the_specification_s_bytes(kind: str, dtype: torch.dty
     assert made._columnwise_scale_inv.shape == (4, 128)
     if NUMBERS < (2, 13) and kind == "inf":
         bytes_of_inf = made._rowwise_data[3, 5].item()
-        assert (bytes_of_inf == NAN_CODE) is (NUMBERS >= (2, 6))
+        assert (bytes_of_inf == E4M3.nan_code) is (NUMBERS >= (2, 6))
 
 
 def test_one_side_alone_and_back() -> None:
