@@ -7,7 +7,6 @@ and the package that it needs, are imported where it was chosen only.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 
 import torch
 
@@ -24,29 +23,10 @@ from megafp8.specs import RunSpec
 from megafp8.specs.precision import AutoBackend
 from megafp8.specs.recipes import find_recipe
 
-NATIVE = "model.fp8_backend=native runs on any device"
-
-
-def why_no_te_cpu() -> str | None:
-    """Return why the backend of Transformer Engine cannot be imported; None if it can be."""
-    found = find_spec("te_cpu")
-    if found is not None and found.origin is not None:  # not a folder that a removal has left
-        return None
-    return (
-        "the package te_cpu, which these layers need on a GPU too, is not installed (in a clone of "
-        "megafp8: pip install ./te_cpu)"
-    )
-
 
 def backend_of(spec: RunSpec) -> type[Backend]:
-    """Return the class of the backend that a spec names.
-
-    Raises:
-        ConfigError: A package of this repository that it needs is not installed.
-    """
+    """Return the class of the backend that a spec names."""
     if spec.precision.backend == "te":
-        if (reason := why_no_te_cpu()) is not None:
-            raise ConfigError("model.fp8_backend", "te", reason, NATIVE)
         from megafp8.backends.te.backend import TeBackend
 
         return TeBackend
@@ -69,17 +49,10 @@ def settle(spec: RunSpec, mesh: Mesh) -> RunSpec:
     auto = spec.precision.auto
     if auto is None:
         return spec
-    if (no_te_cpu := why_no_te_cpu()) is not None:
-        from megafp8.backends.te.names import why_not_installed
+    from megafp8.backends.te.backend import as_te, reasons_against
 
-        settled = spec
-        known = (auto.why_not_te, no_te_cpu, why_not_installed(mesh.device))
-        reasons = [reason for reason in known if reason is not None]
-    else:
-        from megafp8.backends.te.backend import as_te, reasons_against
-
-        settled = as_te(spec)
-        reasons = reasons_against(settled, mesh.device, auto.why_not_te)
+    settled = as_te(spec)
+    reasons = reasons_against(settled, mesh.device, auto.why_not_te)
     reason = first_known(mesh, "; ".join(reasons) or None)
     if reason is not None:
         return replace(spec, precision=replace(spec.precision, auto=AutoBackend(reason)))
@@ -98,8 +71,8 @@ def check_backend(spec: RunSpec, device: torch.device) -> None:
         ConfigError: `CombinedConfigError` where several settings rule it out.
     """
     if reasons := list(backend_of(spec).why_not(spec, device)):
-        reason = "; ".join(reasons)
-        raise ConfigError("model.fp8_backend", spec.precision.backend, reason, NATIVE)
+        hint = "model.fp8_backend=native runs on any device"
+        raise ConfigError("model.fp8_backend", spec.precision.backend, "; ".join(reasons), hint)
 
 
 def make_backend(

@@ -99,26 +99,6 @@ def test_auto_names_every_reason(monkeypatch: pytest.MonkeyPatch) -> None:
         assert word in line, line
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_backend_without_its_package_is_refused_and_not_taken_by_auto(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The README's line of installation does not bring it."""
-    for name in [name for name in sys.modules if name.startswith("megafp8.backends.te.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "te_cpu", None)
-    with pytest.raises(ConfigError) as caught:
-        choose.check_backend(spec_of("te", DELAYED), torch.device(device))
-    spec = spec_of("native", DELAYED)
-    spec = dataclasses.replace(
-        spec, precision=dataclasses.replace(spec.precision, auto=AutoBackend())
-    )
-    settled = choose.settle(spec, single_rank(torch.device(device))).precision
-    assert settled.backend == "native" and settled.auto is not None
-    for line in (str(caught.value), settled.auto.text):
-        assert "te_cpu" in line and "pip install ./te_cpu" in line, line
-
-
 @pytest.mark.parametrize(("version", "reason"), [
     ("1.13.0", "is too old: it must be 2.4 or later"), ("2.3.0", "is too old"), ("2.4.0", None),
     ("2.20.2", None), ("2.31.0", None), ("3.0.0", "is too new to be known"),
