@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import pickle
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from te_cpu.errors import MissingKernelError, SizeError, VersionError
 from te_cpu.missing import missing
 from tests.tiny import gpt_spec, run_spec
 
+ROOT = Path(__file__).parents[3]
 MODEL = gpt_spec(activation="gelu-tanh")
 DELAYED = Fp8Recipe(amax_history_len=4)
 
@@ -36,6 +38,23 @@ def spec_of(backend: BackendName, fp8: Fp8Recipe | None, **changes: Any) -> RunS
     spec = run_spec(fp8=fp8, model=dataclasses.replace(MODEL, **changes))
     precision = dataclasses.replace(spec.precision, backend=backend)
     return dataclasses.replace(spec, precision=precision)
+
+
+def test_a_cpu_needs_te_cpu_and_a_gpu_does_not() -> None:
+    """Where the package is missing, all files of the backend but `on_cpu` can be imported."""
+    code = """
+import sys
+sys.modules["te_cpu"] = None
+from megafp8.backends.te import backend, names
+from megafp8.errors import ConfigError
+try:
+    names.kernels_on_cpu()
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("model.fp8_backend=te: needs the package te-on-cpu"), done.stderr
+    assert "pip install -e ./te_cpu" in done.stdout
 
 
 def test_errors_of_te_cpu_become_ours(monkeypatch: pytest.MonkeyPatch) -> None:
