@@ -55,7 +55,7 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def start(self, command: Sequence[str], *, quiet: bool) -> subprocess.Popen[bytes]:
-        """Start a run, which gets the signal that may have come meanwhile."""
+        """Start a run, which gets the signal, or the two, that may have come meanwhile."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -65,7 +65,7 @@ class _Signals:
         )
         self._processes.append(process)
         if self.received:
-            process.send_signal(self.received[0])
+            self._pass_on(process)
         return process
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -74,7 +74,10 @@ class _Signals:
         self.received.append(signal.Signals(number))
         self.stops = True
         for process in list(self._processes):
-            process.send_signal(number if len(self.received) == 1 else signal.SIGKILL)
+            self._pass_on(process)
+
+    def _pass_on(self, process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(self.received[0] if len(self.received) == 1 else signal.SIGKILL)
 
 
 def run_all(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.cli import compare_runs
 from tests.train.runs import ENVIRONMENT, ROOT, wait_until
 
 INTERRUPTED = """\
@@ -153,6 +154,25 @@ def test_a_second_signal_ends_the_runs_of_a_comparison_at_once(tmp_path: Path) -
         )  # of another kind: it cannot fall together with the first
         assert process.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert not (tmp_path / "1.saved").exists()
+
+
+def test_two_signals_while_a_run_starts_end_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come after the run's process is there and before it is known here."""
+    start, sent = subprocess.Popen, []
+
+    def slow(*args: object, **options: object) -> subprocess.Popen[bytes]:
+        process = start(*args, **options)  # type: ignore[call-overload]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        sent.append(process)
+        return process  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(compare_runs.subprocess, "Popen", slow)
+    with compare_runs._Signals() as signals:
+        command = [sys.executable, "-c", "import signal, time; time.sleep(10_000)"]
+        process = signals.start(command, quiet=True)
+        assert process.wait() == -signal.SIGKILL
+    assert sent == [process] and len(signals.received) == 2
 
 
 def test_a_killed_comparison_leaves_no_run(tmp_path: Path) -> None:
