@@ -149,7 +149,8 @@ def test_a_job_saves_before_submitit_requeues_it(
         signal.raise_signal(notice)
         return done
 
-    monkeypatch.setattr(SlurmLauncher, "__call__", run)
+    # Hydra loads files of plugins anew, so that the class of this name may be another one.
+    monkeypatch.setattr(WatchedSlurmLauncher.__mro__[1], "__call__", run)
     signal.signal(signal.SIGTERM, lambda *_: events.append("bypassed"))
     signal.signal(notice, lambda *_: events.append("requeued"))
     try:

@@ -169,7 +169,7 @@ class TeRegion:
 
 
 class Draws(Protocol):
-    """What is told which microbatch the random bytes belong to that kernels on a CPU draw."""
+    """Draw random bytes for kernels on a CPU, which belong to one microbatch of a step."""
 
     def begin(self, seed: int, step: int, microbatch: str) -> None:
         """Let the casts that follow belong to a microbatch of a step."""
