@@ -19,8 +19,8 @@ if not any(map(os.path.exists, ("/dev/nvidiactl", "/usr/lib/wsl/lib/libcuda.so.1
 # processes. The variable must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Under `nohup` a process ignores SIGHUP, and in the background of a shell Ctrl-C. A handler ends where
-# a process starts another program, so that the runs which tests start hear these signals.
+# Under `nohup` a process ignores SIGHUP, and in the background of a shell Ctrl-C. A handler ends
+# where a process starts another program, so that the runs which tests start hear these signals.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
