@@ -83,8 +83,8 @@ PARTS = (
         ("tests/backends", "tests/fp8/test_linear.py"), is_package=True,
     ),
     Part(
-        "megafp8_migrate", ("megafp8_migrate",), ("tests/cli/test_commands.py", "tests/config/test_load.py"),
-        is_package=True,
+        "megafp8_migrate", ("megafp8_migrate",),
+        ("tests/cli/test_commands.py", "tests/config/test_load.py"), is_package=True,
     ),
     Part(
         "sweeps and comparison",
