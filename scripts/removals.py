@@ -35,7 +35,7 @@ EXPLANATION = """\
 `python -m scripts.removals` takes out each application and option in turn: one `rm`, and at most
 one line elsewhere. Then every module that is left is imported, the default job runs 20 steps in
 FP8, and the neighbours' tests run ("all" stands for the whole fast suite). Tests that import what
-was taken out go with it. A part that stays has grown into others; the last column names the first
+was taken out, and cases of tests with its name, go with it. A part that stays has grown into others; the last column names the first
 thing that fails, and "places" is the number of other files that import the part or name its file.
 """
 COLUMNS = (
@@ -67,6 +67,7 @@ class Part:
         neighbours: Folders and files of tests that run afterwards.
         change: A file, and the text in one line of it that is deleted too.
         is_package: Whether it is a package of its own, which has to be separable.
+        case: A word in the names of the tests' cases that try it, which are left out.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Part:
     neighbours: tuple[str, ...]
     change: tuple[str, str] | None = None
     is_package: bool = False
+    case: str = ""
 
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
@@ -114,7 +116,7 @@ PARTS = (
         Part(
             f"recipe {name}", (f"megafp8/fp8/recipes/{name}.py",),
             ("tests/fp8/test_recipes.py", "tests/config/test_own_recipes.py"),
-            change=("megafp8/specs/recipes.py", f', "{name}"'),
+            change=("megafp8/specs/recipes.py", f', "{name}"'), case=name,
         )
         for name in RECIPES
     ),
@@ -187,6 +189,7 @@ def tried(row: Row, tree: Path, *, whole: bool) -> Row:
 def _trials(part: Part, tree: Path, *, whole: bool) -> dict[str, tuple[list[str], float]]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NOT_FAST]
     chosen = [name for name in part.neighbours if (tree / name).exists()]
+    pytest += ["-k", f"not {part.case}"] if part.case else []
     limits = WHOLE_SECONDS if whole else SECONDS
     spread = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     return {
