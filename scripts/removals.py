@@ -34,9 +34,10 @@ EXPLANATION = """\
 
 `python -m scripts.removals` takes out each application and option in turn: one `rm`, and at most
 one line elsewhere. Then every module that is left is imported, the default job runs 20 steps in
-FP8, and the neighbours' tests run ("all" stands for the whole fast suite). Tests that import what
-was taken out, and cases of tests with its name, go with it. A part that stays has grown into others; the last column names the first
-thing that fails, and "places" is the number of other files that import the part or name its file.
+FP8, and the neighbours' tests run (with `--whole`, the whole fast suite). Tests that import what
+was taken out, and cases of tests with its name, go with it. A part that stays has grown into
+others: the last column names the first thing that fails, and "places" is the number of other files
+that import the part.
 """
 COLUMNS = (
     "part",
