@@ -22,8 +22,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from fp8_numerics import bf16, cpu
-from fp8_numerics import torch_private as torch_products
+from fp8_numerics import bf16, cpu, torch_private
 from fp8_numerics.addmm import Scales, factor, mm_into, scaled_addmm, times_scales
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.dtypes import DTYPE_NAMES
@@ -50,7 +49,7 @@ class Engine:
     uses_triton: bool = False
     layouts: frozenset[Layout] = frozenset()
     fp32_results: frozenset[Layout] = frozenset({"tensor"})
-    matmul: ScaledMatmul = torch_products.scaled_mm
+    matmul: ScaledMatmul = torch_private.scaled_mm
 
     def multiplies(self, layout: Layout, work: torch.dtype | None = None) -> bool:
         """Whether tensor cores multiply operands with scales of this layout.

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from fp8_numerics import torch_private as torch_products
+from fp8_numerics import torch_private
 from fp8_numerics.swizzle import rounded_up, swizzled_size
 
 BLOCK = 128
@@ -97,7 +97,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     bias_N: torch.Tensor | None = None,
     use_fast_accum: bool = False,
-    matmul: ScaledMatmul = torch_products.scaled_mm,
+    matmul: ScaledMatmul = torch_private.scaled_mm,
     out_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return (a @ b.T) scaled, plus the bias: [M, N] of `out_dtype` (FP32, BF16, FP16).

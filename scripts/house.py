@@ -46,7 +46,7 @@ JOB = (
 )  # fmt: skip
 SETTINGS = ("Options", "DictConfig", "RunSpec", "Loaded", "Merged", "Composed")
 RULES = ("findings", "unused", "effective", "_contradictions")  # all below them only read settings
-OF_TE = ("megafp8.backends.te", "te_cpu", "te_cpu")
+OF_TE = ("megafp8.backends.te", "te_cpu")
 SAMPLE_SEED, SAMPLE_SIZE, SHORTEST_OF_SAMPLE = 20261123, 25, 8  # of functions, and their lines
 MOST_KEYS = 100  # a dict of settings with more keys than this is the whole tree
 

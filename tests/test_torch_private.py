@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fp8_numerics import torch_private as torch_products
+from fp8_numerics import torch_private as of_numerics
 from megafp8.ops import torch_private
 from te_cpu import torch_private as of_te_cpu
 from tests.test_layers import ROOT, source_files
@@ -177,7 +177,7 @@ def test_hooks_of_a_module_are_seen() -> None:
 
 def test_the_product_of_tensor_cores_takes_scales_and_an_output_dtype() -> None:
     a, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
-    result = torch_products.scaled_mm(
+    result = of_numerics.scaled_mm(
         a, a.t(), scale_a=scale, scale_b=scale, out_dtype=torch.float32, use_fast_accum=False
     )
     assert torch.equal(result, torch.full((16, 16), 4.0))

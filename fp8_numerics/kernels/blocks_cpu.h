@@ -1,7 +1,7 @@
 /* Casts with a scale for each block of elements (MXFP8, NVFP4), and back to values.
  *
  * A block lies along a row, or along a column: then rows are read one after the other, and columns
- * are the elements of a vector. The rules and the bits are those of fp8/recipes.
+ * are the elements of a vector. The rules and the bits are those of mxfp8.py and nvfp4.py.
  */
 #include "elements_cpu.h"
 

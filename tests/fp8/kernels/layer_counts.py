@@ -22,7 +22,7 @@ from torch._dynamo import trace_rules
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp8_numerics import torch_private as torch_products
+from fp8_numerics import torch_private as of_numerics
 from fp8_numerics.gemm import Engine
 from fp8_numerics.kernels import triton_launch
 from fp8_numerics.meta import planning_for
@@ -150,7 +150,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tally]:
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", launched)
 
     def matmul(*operands: torch.Tensor, out: torch.Tensor | None = None, **rest: Any) -> Any:
-        product = torch_products.scaled_mm(*operands, **rest)  # torch has no `out` on meta
+        product = of_numerics.scaled_mm(*operands, **rest)  # torch has no `out` on meta
         if isinstance(rest["scale_a"], tuple):  # torch multiplies the factors of both operands
             tally.add("mul", [rest["scale_a"][1], rest["scale_b"][1]])
         return product if out is None else out

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from fp8_numerics import torch_private as torch_products
+from fp8_numerics import torch_private
 from fp8_numerics.scaled_mm import PACKED, Layout, scaled_mm
 from fp8_numerics.swizzle import swizzled_size
 from tests.fp8_numerics.kernels.tensor_cores import TensorCores, picked_scaling
@@ -37,7 +37,7 @@ class Contract(TensorCores):
             for name, value in options.items()
             if name != "out"  # torch has no such check on meta
         }
-        checked = torch_products.scaled_mm(a, b, **on_meta)
+        checked = torch_private.scaled_mm(a, b, **on_meta)
         product = super().__call__(*operands, **options)
         assert (checked.shape, checked.dtype) == (product.shape, product.dtype)
         return product
