@@ -14,15 +14,15 @@ from megafp8.config.api import SettingError, plain
 from megafp8_migrate import megatron_rules
 from megafp8_migrate.megatron_flags import megatron_flags
 from megafp8_migrate.megatron_settings import GivenSetting, MegatronSettings
-from megafp8_migrate.next_steps import (
+from megafp8_migrate.report import Migration
+from megafp8_migrate.shell import read_script
+from megafp8_migrate.shell_values import Holes, Script, ShellCommand
+from megafp8_migrate.slurm import (
     report_slurm,
     size_in_slurm,
     slurm_environment,
     slurm_options,
 )
-from megafp8_migrate.report import Migration
-from megafp8_migrate.shell import read_script
-from megafp8_migrate.shell_values import Holes, Script, ShellCommand
 
 _OTHER_MODELS = re.compile(
     "bert|t5|ict|retro|mamba|hybrid|vision|vlm|mimo|dino|biencoder|clip|llava"
