@@ -7,7 +7,6 @@ Imports are read from the source, so that one inside a function, under TYPE_CHEC
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -335,11 +334,3 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("package", ["fp8_numerics", "te_cpu"])
-def test_a_package_below_the_trainer_names_no_setting_of_it(package: str) -> None:
-    """Who uses it without megafp8 cannot follow such a hint."""
-    setting = re.compile(r"\b(model|trainer|exp_manager)\.\w+=\w")
-    found = [str(path) for path in sources(ROOT, package) if setting.search(path.read_text())]
-    assert not found
