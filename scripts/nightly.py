@@ -148,6 +148,10 @@ SUITES = (
         "--no-install-recommends buildah podman runc mmdebstrap bubblewrap slurmctld slurmd "
         "slurm-client munge iproute2", root=True,
     ),
+    Suite(
+        "removals", "each application and option is taken out; packages must be separable",
+        (sys.executable, "-m", "scripts.removals"),
+    ),
     Suite("gpu", "tests that need a CUDA device", _pytest("-m", "gpu")),
 )  # fmt: skip
 
@@ -168,7 +172,6 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         parser.error(f"no suite {unknown[0]}: choose from {', '.join(known)}")
     options.logs.mkdir(parents=True, exist_ok=True)
-    rows = read_table(options.table)
     failed = []
     for name in options.suites or known:
         suite = known[name]
@@ -182,6 +185,7 @@ def main(argv: Sequence[str]) -> int:
             result = run(suite, options.logs)
             if result.failed:
                 failed.append(name)
+        rows = read_table(options.table)  # now: another night may have written it meanwhile
         if reason and name in rows and not rows[name][-1].startswith(NOT_RUN):
             continue  # what another machine, or an earlier night, found
         rows[name] = row_of(suite, result)

@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.compare_trees.tree import commit_of, extract
+from scripts.packages import ROOT, packages, sources
+
 TABLE = ROOT / "docs/evidence/removals.md"
 SECONDS = 180.0  # for the imports, the job and the tests each
 WHOLE_SECONDS = 7200.0
@@ -145,7 +147,7 @@ class Row:
         return not self.failure
 
     def text(self) -> str:
-        """Return the row of the table."""
+        """Return the row of the table, without its last column."""
         change = f"a line of `{self.part.change[0]}`" if self.part.change else "nothing"
         cells = (self.part.name, self.num_lines, change, self.imports, self.job, self.tests)
         return f"| {' | '.join(map(str, cells))} | {self.num_places} | {self.failure or '–'} |"
@@ -163,6 +165,7 @@ def take_out(part: Part, tree: Path) -> Row:
         subprocess.run(["rm", "-r", str(path)], check=True)
     if part.change is not None:
         _delete(tree / part.change[0], part.change[1])
+    (tree / "sitecustomize.py").write_text(_WITHOUT_INSTALLED)
     num_places = 0
     while users := [p for p in sorted(tree.rglob("*.py")) if modules & {*_imported(p)}]:
         tests = [path for path in users if path.is_relative_to(tree / "tests")]
@@ -190,35 +193,35 @@ def tried(row: Row, tree: Path, *, whole: bool) -> Row:
 def _trials(part: Part, tree: Path, *, whole: bool) -> dict[str, tuple[list[str], float]]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NOT_FAST]
     chosen = [name for name in part.neighbours if (tree / name).exists()]
+    left = [_module(p.relative_to(tree)) for p in sources(tree) if p.stem != "__main__"]
+    ours = ",".join({*packages(), *(name.partition(".")[0] for name in left)})
     pytest += ["-k", f"not {part.case}"] if part.case else []
     limits = WHOLE_SECONDS if whole else SECONDS
     spread = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     return {
-        "imports": ([sys.executable, "-c", _IMPORT_ALL], SECONDS),
+        "imports": ([sys.executable, "-c", _IMPORT_ALL, ours, *left], SECONDS),
         "job": ([sys.executable, "pretrain_gpt.py", *JOB], SECONDS),
         "tests": ([*pytest, *(spread if whole else chosen)], limits),
     }
 
 
-_IMPORT_ALL = """
-import importlib, pathlib, sys
-names = [
-    ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-    for package in sorted(pathlib.Path().glob("*/__init__.py"))
-    if package.parent.name not in ("tests", "examples")
-    for path in sorted(package.parent.rglob("*.py"))
-    if path.stem != "__main__" and not path.is_symlink()
+_WITHOUT_INSTALLED = """
+import sys
+sys.meta_path[:] = [
+    finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")
 ]
-for name in names:
+"""
+"""What each Python of a copy runs first: an editable install of this repository would stand in for
+the package that was taken out."""
+_IMPORT_ALL = """
+import importlib, sys
+ours = set(sys.argv[1].split(","))
+for name in sys.argv[2:]:
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        own = str(error.name).partition(".")[0] in {name.partition(".")[0] for name in names}
-        if own or "megafp8" in str(error.name) or "te_cpu" in str(error.name):
+    except ImportError as error:  # one of an optional package of others is no fault
+        if not isinstance(error, ModuleNotFoundError) or error.name.partition(".")[0] in ours:
             sys.exit(f"{name}: {error}")
-    except ImportError as error:
-        sys.exit(f"{name}: {error}")
-print(len(names), "modules")
 """
 
 
@@ -271,18 +274,6 @@ def _imported(path: Path) -> Iterator[str]:
                 yield text.rpartition(".")[0]
 
 
-def commit() -> str:
-    """Return the commit that is tried."""
-    command = ["git", "rev-parse", "--short=10", "HEAD"]
-    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
-
-
-def copy_to(folder: Path) -> None:
-    """Write the last commit's files into `folder`."""
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True)
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
-
-
 def main(argv: list[str]) -> int:
     """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(
@@ -299,8 +290,9 @@ def main(argv: list[str]) -> int:
     for name in args.names or known:
         print(f"== {name}", flush=True)
         with tempfile.TemporaryDirectory(prefix="removals-") as folder:
-            copy_to(Path(folder))
-            row = tried(take_out(known[name], Path(folder)), Path(folder), whole=args.whole)
+            tree = Path(folder)
+            extract(ROOT, "HEAD", tree)
+            row = tried(take_out(known[name], tree), tree, whole=args.whole)
         print(row.text(), flush=True)
         rows.append(row)
     write_table(rows, args.table)
@@ -313,11 +305,11 @@ def write_table(rows: list[Row], table: Path) -> None:
     if table.exists():
         lines = table.read_text().splitlines()
         old = {line.split(" | ")[0].removeprefix("| "): line for line in lines if " | " in line}
-    new = {row.part.name: row.text() for row in rows}
+    commit = commit_of(ROOT, "HEAD")[:10]
+    new = {row.part.name: f"{row.text()} {commit} |" for row in rows}
     head = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     body = [new.get(part.name) or old.get(part.name) for part in PARTS]
-    last = f"\nThe last run was at {commit()}.\n"
-    table.write_text("\n".join([EXPLANATION, *head, *filter(None, body)]) + "\n" + last)
+    table.write_text("\n".join([EXPLANATION, *head, *filter(None, body)]) + "\n")
 
 
 if __name__ == "__main__":

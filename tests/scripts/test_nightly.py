@@ -56,6 +56,20 @@ def test_a_table_is_made_and_rows_of_other_suites_stay(
     assert second["one"] == first["one"] and second["two"][1:4] == ("1", "0", "0")
 
 
+def test_a_row_that_another_night_writes_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "table.md"
+    one, two = (Suite(name, "prints", (*PYTHON, "print('3 passed in 0.10s')")) for name in "ab")
+    suites(monkeypatch, one, two)
+    arguments = ["--table", str(table), "--logs", str(tmp_path / "logs")]
+    assert main([*arguments, "a"]) == 0
+    program = f"open({str(table)!r}, 'a').write('| `b`: x | 7 | 0 | 0 | 1.0 | d | c | m |\\n')"
+    suites(monkeypatch, Suite("a", "writes, too", (*PYTHON, program)), two)
+    assert main([*arguments, "a"]) == 0
+    assert read_table(table)["b"][1] == "7" and read_table(table)["a"][1] == "1"
+
+
 def test_a_suite_that_cannot_run_is_a_row_and_by_name_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

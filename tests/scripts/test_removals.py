@@ -10,6 +10,7 @@ from scripts.removals import PARTS, ROOT, Part, Row, take_out, tried, write_tabl
 
 FILES = {
     "pack/__init__.py": "",
+    "pack/pyproject.toml": "",
     "pack/core.py": "NAMES = ('one', 'two')\n",
     "pack/one.py": "from pack import core\n\n\nTWO = 2\n",
     "pack/user.py": "from pack.one import TWO\n",
@@ -51,6 +52,15 @@ def test_a_job_and_tests_that_fail_are_found(tree: Path, broken: str) -> None:
     row = tried(take_out(Part("two", ("pack/two.py",), ("tests",)), tree), tree, whole=False)
     assert not row.is_out and row.imports == "yes"
     assert (row.job == "no") == (broken == "pretrain_gpt.py") and row.failure
+
+
+def test_what_is_installed_does_not_stand_in_for_what_was_taken_out(tree: Path) -> None:
+    """This repository is installed from its folders; a copy without one of them has not got it."""
+    (tree / "te_cpu").mkdir()
+    (tree / "te_cpu" / "__init__.py").write_text("")
+    (tree / "pack/user.py").write_text("import te_cpu.tensors\n")
+    row = tried(take_out(Part("te_cpu", ("te_cpu",), ("tests",)), tree), tree, whole=False)
+    assert row.failure.startswith("pack.user: No module named 'te_cpu'"), row
 
 
 def test_a_change_that_does_not_fit_ends_the_command(tree: Path) -> None:
