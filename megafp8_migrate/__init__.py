@@ -95,7 +95,7 @@ def migrate(
         SettingError: The text has no settings, or cannot be read.
     """
     migration = Migration()
-    if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
+    if megatron.is_script(source, text):
         beside = texts_in(folder)
         megatron.translate_script(text, migration, arguments, environment or {}, beside)
         return migration

@@ -44,8 +44,10 @@ _LAUNCHERS = {
 }
 
 
-def looks_like_script(text: str) -> bool:
-    """Whether a text is a shell script or a command rather than YAML."""
+def is_script(source: str, text: str) -> bool:
+    """Whether the file `source` with this text is a shell script or a command, and not YAML."""
+    if source.endswith((".sh", ".bash", ".sbatch", ".slurm")):
+        return True
     lines = text.split("\n")
     first = next((line.strip() for line in lines if line.strip()), "")
     if first.startswith("#!") or any(_names_program(line) for line in lines):

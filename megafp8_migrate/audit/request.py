@@ -116,7 +116,7 @@ def read(
     Raises:
         SettingError: The text has no flag of precision, or is of a kind that is not audited.
     """
-    if source.endswith((".sh", ".bash", ".sbatch", ".slurm")) or megatron.looks_like_script(text):
+    if megatron.is_script(source, text):
         request = _of_script(read_script(text, arguments, env, texts_in(folder)), env)
     else:
         refuse_for_yaml(source, arguments)

@@ -17,7 +17,7 @@ from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
 from megafp8.errors import UserError
 from megafp8_migrate import main, migrate
-from megafp8_migrate.megatron import looks_like_script
+from megafp8_migrate.megatron import is_script
 from megafp8_migrate.report import Migration
 from tests.backends.te.recipe_signatures import VERSIONS, recipe_classes
 from tests.config.helpers import load_problems, run_spec, the_problem
@@ -467,7 +467,7 @@ def test_any_tree_ends_in_a_file_or_a_user_error(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize("letters", ["x", "x.py ", "(", "\\\n", "--", " "])
 def test_a_long_line_is_told_from_a_script_in_one_pass(letters: str) -> None:
     with limited():
-        assert not looks_like_script(f"name: {letters * (300_000 // len(letters))}\n")
+        assert not is_script("a", f"name: {letters * (300_000 // len(letters))}\n")
 
 
 @pytest.mark.parametrize(
@@ -481,8 +481,8 @@ def test_a_long_line_is_told_from_a_script_in_one_pass(letters: str) -> None:
     ],
 )
 def test_what_a_script_looks_like(text: str) -> None:
-    assert looks_like_script(text)
-    assert not looks_like_script("\n".join(f"# {line}" for line in text.splitlines()))
+    assert is_script("a", text)
+    assert not is_script("a", "\n".join(f"# {line}" for line in text.splitlines()))
 
 
 AUTOMODEL = """
