@@ -106,7 +106,7 @@ PARTS = (
     ),
     Part(
         "fine-tuning", ("megafp8/cli/finetune.py", "finetune_gpt.py", "conf/finetune_gpt.yaml"),
-        ("tests/cli/test_commands.py", "tests/config/test_load.py"),
+        ("tests/cli/test_commands.py", "tests/config/test_load.py"), case="fine_tuning",
     ),
     Part(
         "Hugging Face import and export",

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -18,6 +18,8 @@ from megafp8.parallel.launch import heard_signals, job_environment, leave_dead_t
 from megafp8.report.record import read_run
 from megafp8.runs.find import ENDED, FINISHED
 from megafp8.runs.lock import holder
+
+_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -101,12 +103,22 @@ def run_all(
             if signals.stops:
                 codes[job] = int(ExitCode.SAVED_ON_SIGNAL)
                 return
-            check()
-            codes[job] = _run(job, signals, quiet=at_once > 1)
+            try:
+                check()
+                codes[job] = _run(job, signals, quiet=at_once > 1)
+            except BaseException:
+                signals.stops = True
+                raise
             if codes[job] == ExitCode.SAVED_ON_SIGNAL:  # the signal may have come to the run alone
                 signals.stops = True
 
-        list(pool.map(run, jobs))
+        runs = [pool.submit(run, job) for job in jobs]
+        # This thread handles signals, and only when it wakes. One that the kernel gives to another
+        # thread, as it may while an earlier one is not handled yet, does not wake it.
+        while wait(runs, timeout=_POLL_SECONDS).not_done:
+            pass
+        for done in runs:
+            done.result()
     if not signals.stops or not any(codes.values()):
         return codes, None
     if len(signals.received) > 1:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -236,20 +237,12 @@ def preprocess(
         DataError: The source cannot be read or has no text, the output exists already, another
             process writes it, or it was begun with other settings.
     """
-    sidecar_path = prefix.with_name(prefix.name + SIDECAR_SUFFIX)
     partial = prefix.with_name(prefix.name + ".partial")
-    words = (prefix.with_name(f"{prefix.name}.{name}") for name in TOKENIZER_FILES)
-    for path in (sidecar_path, bin_path(prefix), idx_path(prefix), *words):
-        # `_finish` writes the draft, and was perhaps killed
-        if os.path.lexists(path) and not (partial / SIDECAR_DRAFT).exists():
-            raise DataError(
-                path, "output", "is there already", "Give another --output, or delete it"
-            )
-    _refuse_files_of_others(partial)
+    _refuse_existing(prefix, partial)
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with locked(partial / LOCK, lambda: _refuse_second(partial)):
-            try:
+            with _kept_if_begun(partial):
                 progress = _begin(
                     source, partial, tokenizer_name, make_tokenizer, notify, add_bos, add_eos
                 )
@@ -265,14 +258,6 @@ def preprocess(
                         source.name, "text", "there is none: every document is empty",
                         "Give another",
                     )  # fmt: skip
-            except BaseException as error:
-                record = partial / RECORD
-                # After a kill the same command continues with the tokenizer that was made.
-                if not record.exists() or (
-                    isinstance(error, DataError) and _load(record).counts.num_texts == 0
-                ):
-                    shutil.rmtree(partial, ignore_errors=True)
-                raise
             if num_empty := counts.num_texts - counts.num_documents:
                 notify(f"{num_empty} of {counts.num_texts} texts are empty and left out")
             sidecar = _finish(source, prefix, partial, tokenizer, dtype, counts, frame)
@@ -285,6 +270,35 @@ def preprocess(
             f"cannot be written ({error.strerror or error})",
             "Give a writable --output on a disk with free space; the same command continues",
         ) from error
+
+
+def _refuse_existing(prefix: Path, partial: Path) -> None:
+    """Refuse an output that is there, but for that of a run which was killed in `_finish`."""
+    words = (prefix.with_name(f"{prefix.name}.{name}") for name in TOKENIZER_FILES)
+    sidecar = prefix.with_name(prefix.name + SIDECAR_SUFFIX)
+    for path in (sidecar, bin_path(prefix), idx_path(prefix), *words):
+        if os.path.lexists(path) and not (partial / SIDECAR_DRAFT).exists():
+            raise DataError(
+                path, "output", "is there already", "Give another --output, or delete it"
+            )
+    _refuse_files_of_others(partial)
+
+
+@contextmanager
+def _kept_if_begun(partial: Path) -> Iterator[None]:
+    """Delete the folder `partial` after an error before which no text was tokenized.
+
+    After a kill the same command continues with the tokenizer that was made.
+    """
+    try:
+        yield
+    except BaseException as error:
+        record = partial / RECORD
+        if not record.exists() or (
+            isinstance(error, DataError) and _load(record).counts.num_texts == 0
+        ):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _begin(

@@ -314,13 +314,8 @@ def open_run(
     state = build(spec, mesh)
     share = share_of(spec, state)
     saver = _start(path, spec, state, data, console)
-    most = restarts.most_without_progress(spec.train.max_restarts)
-    before = on_main(mesh, lambda: restarts.check_progress(path, state.step, most=most))
-    if before is not None:
-        console.event(before, kind="restart")
-    length = spec.model.max_position_embeddings
-    on_main(mesh, lambda: save_tokenizer(data.tokenizer, path, length))
-    on_main(mesh, lambda: keep_files_of_model(data.tokenizer, _models_of(spec), path))
+    _check_restarts(path, spec, state, console)
+    on_main(mesh, lambda: _keep_tokenizer(path, spec, data))
     if state.phases:  # the run may continue in another precision than it began in
         share = share_of(spec, state)
     logs: list[tuple[MetricsFile | None, CompositeTracker]] = []
@@ -345,16 +340,9 @@ def open_run(
         memory=memory,
         waiting=waiting,
     )
-    limit = limit_of_hangs(spec)
-    hang = (
-        [
-            f"hang: a rank without progress for {limit.describe()}, ends the job; "
-            "trainer.step_timeout=0 turns this off"
-        ]
-        if limit.is_automatic
-        else []
+    console.header(
+        [*describe_run(spec, state, data, share, run.peak), *_threads_of(run), *_limit_of(spec)]
     )
-    console.header([*describe_run(spec, state, data, share, run.peak), *_threads_of(run), *hang])
     if state.step >= spec.train.max_steps:
         console.event(f"step {state.step} of {spec.train.max_steps}: nothing is left to do")
     console.follow(lambda: state.step)
@@ -372,6 +360,31 @@ def open_run(
         run.background = _background_saver(saver, state)
     console.start(spec.train.max_steps, state.step)
     return run
+
+
+def _check_restarts(path: Path, spec: RunSpec, state: TrainState, console: Console) -> None:
+    """Say how earlier starts of the run ended; refuse one more after too many without progress."""
+    most = restarts.most_without_progress(spec.train.max_restarts)
+    before = on_main(state.mesh, lambda: restarts.check_progress(path, state.step, most=most))
+    if before is not None:
+        console.event(before, kind="restart")
+
+
+def _keep_tokenizer(path: Path, spec: RunSpec, data: RunData) -> None:
+    """Write the tokenizer into the run, with the files that its model has beside it."""
+    save_tokenizer(data.tokenizer, path, spec.model.max_position_embeddings)
+    keep_files_of_model(data.tokenizer, _models_of(spec), path)
+
+
+def _limit_of(spec: RunSpec) -> list[str]:
+    """Return a line about the limit for hangs, where the run has chosen it itself."""
+    limit = limit_of_hangs(spec)
+    if not limit.is_automatic:
+        return []
+    return [
+        f"hang: a rank without progress for {limit.describe()}, ends the job; "
+        "trainer.step_timeout=0 turns this off"
+    ]
 
 
 def _threads_of(run: Run) -> list[str]:

@@ -67,10 +67,15 @@ def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
 # ---- a command that trains runs in processes of their own
 
 PARENT = """\
-import pathlib, sys
+import pathlib, signal, sys, threading, time
 from megafp8.cli import compare_runs
 from megafp8.cli.compare_runs import ComparedJob, run_all
 compare_runs.training_program = lambda: [sys.argv[1]]
+def receive_it_here():  # as the kernel may choose a thread that is not the main one
+    while not pathlib.Path("other").exists():
+        time.sleep(0.01)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=receive_it_here, daemon=True).start()
 jobs = [ComparedJob("given", seed, (), pathlib.Path(sys.argv[2], str(seed))) for seed in (1, 2)]
 codes, interrupted = run_all(jobs, int(sys.argv[3]))
 print(sorted(codes.values()), flush=True)
@@ -154,6 +159,14 @@ def test_a_second_signal_ends_the_runs_of_a_comparison_at_once(tmp_path: Path) -
         )  # of another kind: it cannot fall together with the first
         assert process.wait() in (128 + signal.SIGINT, 128 + signal.SIGTERM)
     assert not (tmp_path / "1.saved").exists()
+
+
+def test_a_signal_that_another_thread_receives_reaches_the_runs(tmp_path: Path) -> None:
+    """The main thread slept on: a signal wakes the thread that the kernel chose."""
+    with comparing(tmp_path) as (process, _):
+        (tmp_path / "other").touch()
+        assert process.wait() == 75
+        assert (tmp_path / "1.saved").read_text() == "SIGTERM"
 
 
 def test_two_signals_while_a_run_starts_end_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
