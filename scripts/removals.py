@@ -5,9 +5,9 @@ python -m scripts.removals [NAME …] [--whole] [--table FILE]
 For each name, a copy of the last commit loses the files of that part by one `rm`, and at most one
 line elsewhere. Then every module that is left is imported, the default job runs 20 steps in FP8,
 and the neighbours' tests run. With --whole, the whole fast suite runs in place of these. The tests
-that import what was taken out are taken out with it. A part that cannot be taken out so has grown
-into the others; the table counts the places that name it. The exit code is 1 if a part fails that
-has to be separable, because it is a package of its own.
+that cannot be imported without it are taken out with it. A part that cannot be taken out so has
+grown into the others; the table counts the places that name it. The exit code is 1 if a part fails
+that has to be separable, because it is a package of its own.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ EXPLANATION = """\
 
 `python -m scripts.removals` takes out each application and option in turn: one `rm`, and at most
 one line elsewhere. Then every module that is left is imported, the default job runs 20 steps in
-FP8, and the neighbours' tests run (with `--whole`, the whole fast suite). Tests that import what
-was taken out, and cases of tests with its name, go with it. A part that stays has grown into
-others: the last column names the first thing that fails, and "places" is the number of other files
-that import the part.
+FP8, and the neighbours' tests run (with `--whole`, the whole fast suite but for `tests/test_*.py`,
+which hold the documents and lists that name the part). Tests that cannot be imported without what
+was taken out, and cases of tests with its name, go with it; other tests that need it are skipped.
+A part that stays has grown into others: the column "first failure" names the first thing that
+fails, and "places" is the number of other files that name the part.
 """
 COLUMNS = (
     "part",
@@ -50,6 +51,7 @@ COLUMNS = (
     "tests",
     "places",
     "first failure",
+    "commit",
 )
 JOB = (
     "model.fp8=True",
@@ -84,7 +86,8 @@ class Part:
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
 PARTS = (
     Part(
-        "te_cpu", ("te_cpu", "megafp8/backends/te/on_cpu.py"),
+        "te_cpu", ("te_cpu", "megafp8/backends/te/on_cpu.py", "scripts/te_*.py",
+                   "examples/*_transformer_engine_*.py"),
         ("tests/backends", "tests/fp8/test_linear.py"), is_package=True,
     ),
     Part(
@@ -166,15 +169,13 @@ def take_out(part: Part, tree: Path) -> Row:
     if part.change is not None:
         _delete(tree / part.change[0], part.change[1])
     (tree / "sitecustomize.py").write_text(_WITHOUT_INSTALLED)
-    num_places = 0
-    while users := [p for p in sorted(tree.rglob("*.py")) if modules & {*_imported(p)}]:
-        tests = [path for path in users if path.is_relative_to(tree / "tests")]
-        num_places = num_places or len(users) - len(tests)
-        modules = {_module(path.relative_to(tree)) for path in tests}  # whose users go, too
+    outside = (path for path in tree.rglob("*.py") if not path.is_relative_to(tree / "tests"))
+    num_places = sum(bool(modules & {*_named(path)}) for path in outside)
+    while modules:  # tests that import tests which went go, too
+        tests = [path for path in (tree / "tests").rglob("*.py") if modules & {*_imported(path)}]
+        modules = {_module(path.relative_to(tree)) for path in tests}
         for path in tests:
             path.unlink()
-        if not tests:
-            break
     return Row(part, num_lines, "", "", "", num_places)
 
 
@@ -198,6 +199,8 @@ def _trials(part: Part, tree: Path, *, whole: bool) -> dict[str, tuple[list[str]
     pytest += ["-k", f"not {part.case}"] if part.case else []
     limits = WHOLE_SECONDS if whole else SECONDS
     spread = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    lists = [*tree.glob("tests/test_*.py"), tree / "tests/scripts/test_removals.py"]
+    spread += [f"--ignore={path}" for path in lists]
     return {
         "imports": ([sys.executable, "-c", _IMPORT_ALL, ours, *left], SECONDS),
         "job": ([sys.executable, "pretrain_gpt.py", *JOB], SECONDS),
@@ -261,17 +264,28 @@ def _module(path: Path) -> str:
 
 
 def _imported(path: Path) -> Iterator[str]:
+    """Yield the modules, and the names in modules, without which a file cannot be imported."""
+    for node in ast.parse(path.read_text()).body:
+        yield from _of_import(node)
+
+
+def _named(path: Path) -> Iterator[str]:
     """Yield the modules, and the names in modules, that a file imports or names as a text."""
     for node in ast.walk(ast.parse(path.read_text())):
+        yield from _of_import(node)
         match node:
-            case ast.Import(names=names):
-                yield from (alias.name for alias in names)
-            case ast.ImportFrom(module=str(module), names=names):
-                yield module
-                yield from (f"{module}.{alias.name}" for alias in names)
             case ast.Constant(value=str(text)) if "." in text and text.isprintable():
                 yield text
                 yield text.rpartition(".")[0]
+
+
+def _of_import(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names=names):
+            yield from (alias.name for alias in names)
+        case ast.ImportFrom(module=str(module), names=names):
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in names)
 
 
 def main(argv: list[str]) -> int:

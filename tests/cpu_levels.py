@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from te_cpu.wheel import te_folder
-from tests import compiled
+from tests import compiled, te_sources
 
 ROOT = Path(__file__).parents[1]
 
@@ -80,8 +79,11 @@ class Imitation:
             "ONEDNN_MAX_CPU_ISA": self.onednn,
             "MEGAFP8_CPU_FLAGS": self.flags,
             "XDG_CACHE_HOME": str(folder / "cache"),
-            "MEGAFP8_TE_SOURCES": str(te_folder()),
         }
+        if te_sources.IS_HERE:
+            from te_cpu.wheel import te_folder
+
+            own["MEGAFP8_TE_SOURCES"] = str(te_folder())
         if shutil.which("cc"):
             own["CC"] = str(compiler_for(self.level, folder))
         return own

@@ -24,7 +24,7 @@ from scripts.packages import packages
 from tests.data.helpers import tiny_corpus, tiny_documents
 from tests.megafp8_migrate.test_megatron import RUN_CONFIG, SCRIPT
 from tests.megafp8_migrate.test_migrate import TE_BLOCK
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.test_docs import _tests
 from tests.test_layers import ROOT
 

@@ -25,10 +25,10 @@ import pytest
 import torch
 
 from megafp8.specs.recipes import RECIPES
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from scripts.packages import packages
-from te_cpu.wheel import DEFAULT_VERSION
 from tests.limits import HANG_SECONDS
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 ROOT = Path(__file__).parents[2]
 BARE = """

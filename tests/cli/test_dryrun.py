@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megafp8.cli.dryrun import main
-from te_cpu import DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.config.test_presets import PARAMETERS
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.train.runs import ROOT, Driver, make_dataset
 
 SMALL = [

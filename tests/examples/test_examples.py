@@ -18,9 +18,9 @@ from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
 from megafp8.data.examples import read_examples
 from megafp8.specs.recipes import RECIPES
-from te_cpu import DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.data.helpers import tiny_corpus, tiny_documents
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.train.runs import Driver
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from te_cpu import DEFAULT_VERSION
-from tests.te_cpu.sources import need_sources
+from megafp8.specs.te_versions import DEFAULT_VERSION
+from tests.te_sources import need_sources
 from tests.train.runs import Driver
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"

@@ -16,9 +16,7 @@ import torch
 from fp8_numerics.conformance import check
 from tests.fp8 import conformance_casts as megafp8_casts
 from tests.spec import make_vectors as make
-from tests.te_cpu.test_blackwell import quantized_by, reference, unpacked, without_negative_zero
 
-__all__ = ["reference"]  # a fixture
 ROOT = Path(__file__).parents[2]
 Arrays = dict[str, np.ndarray]
 
@@ -107,30 +105,6 @@ def test_torchao_has_the_same_mxfp8() -> None:
 
     counts, wrong = check.check(run)
     assert wrong == [] and counts["mxfp8: the same"] == 6
-
-
-@pytest.mark.parametrize("reference", ["2.20.2"], indirect=True)  # earlier rules differ
-def test_transformer_engines_python_has_the_same_nvfp4(reference: Any) -> None:  # noqa: F811
-    """Its reference reads BF16, and writes -0 as 0, unlike its kernels."""
-
-    def run(case: dict[str, Any], tensors: Arrays) -> Arrays | None:
-        rows = {"nvfp4": 1, "nvfp4_weight": 16}.get(case["rule"])
-        if rows is None or case["input"] in ("fp32", "subnormal"):
-            return None
-        wanted = megafp8_casts.run(case, dict(tensors))
-        found = quantized_by(reference, tensors["x"], rows)
-        codes = without_negative_zero(unpacked(found.data))
-        assert wanted is not None
-        assert np.array_equal(codes, without_negative_zero(wanted["codes"]))
-        scales = found.scale.view(torch.uint8).numpy()
-        return {
-            "codes": wanted["codes"],
-            "scale_codes": scales[: len(tensors["x"]) : rows],
-            "amax": np.array(found.global_amax_row.item(), dtype=np.float32),
-        }
-
-    counts, wrong = check.check(run)
-    assert wrong == [] and counts["nvfp4: the same"] == counts["nvfp4_weight: the same"] == 6
 
 
 def test_the_runner_needs_numpy_alone(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8_migrate.audit import host, main, request, runs, sources
 from megafp8_migrate.audit.reads import Code
 from te_cpu import wheel
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 STAND_IN = Path(__file__).parent / "megatron_stand_in"
 JOB = "pretrain_gpt.py --num-layers 24 --fp8-format hybrid"

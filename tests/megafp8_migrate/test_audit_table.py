@@ -9,7 +9,7 @@ import pytest
 
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from scripts.audit_table import __main__ as table
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 PAGE = table.TABLE.read_text(encoding="utf-8")
 REPORT = """\

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import te_cpu
 from megafp8.data.loader import DocumentRules, Microbatch
 from megafp8.fp8.scaling import ScaleTable
 from megafp8.models.init import pieces_of
@@ -71,6 +70,8 @@ class Case:
             ),
         )
         if self.backend == "te":  # it updates the scales of all models of a process together
+            import te_cpu
+
             te_cpu.load().module.base.FP8GlobalStateManager.reset()
         precision = replace(spec.precision, backend=self.backend)
         state = build(replace(spec, precision=precision), mesh)

@@ -21,16 +21,16 @@ from megafp8.parallel.mesh import join
 from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, RunSpec
 from megafp8.specs.precision import BackendName
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.train import build
 from megafp8.train.huggingface import import_model
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.load_model import start_from
 from megafp8.train.state_dict import load_checkpoint
-from te_cpu import DEFAULT_VERSION
 from tests.optim import sharded_work
 from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, run_spec
 
 DEEP = gpt_spec(num_layers=8, hidden_size=64, ffn_hidden_size=256)

@@ -10,7 +10,7 @@ import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
-from te_cpu import DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.parallel import matrix, rank_work
 from tests.parallel.rank_work import Case, Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
@@ -20,7 +20,7 @@ from tests.parallel.test_tensor_parallel import (
     assert_tables_follow_specification,
 )
 from tests.ranks import run_ranks
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.tiny import gpt_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)

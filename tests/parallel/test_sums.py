@@ -14,12 +14,12 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec
 from megafp8.specs.precision import BackendName
-from te_cpu import DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.parallel import rank_work
 from tests.parallel.rank_work import Case, Piece, Sums, sums_of
 from tests.parallel.test_tensor_parallel import LLAMA, assembled
 from tests.ranks import run_ranks
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, optim_spec
 
 TENSORWISE = Fp8Recipe(name="tensorwise")

@@ -16,7 +16,7 @@ from te_cpu import versions
 from te_cpu.versions import HASHES, release_of
 from tests.spec import nvfp4
 from tests.spec.formats import Floats32
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]

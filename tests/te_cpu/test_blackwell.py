@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from fp8_numerics.conformance import check
 from te_cpu import wheel
+from tests.fp8 import conformance_casts
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.data import data
 from tests.spec.formats import E4M3, Floats32
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 REFERENCES = {
     "2.20.2": ("gemm", "reference_utils", "reference_nvfp4"),
@@ -183,6 +185,30 @@ def test_nvfp4_is_transformer_engines_reference(reference: Any, kind: str, rows:
     theirs_codes = without_negative_zero(unpacked(theirs.data))
     assert np.array_equal(without_negative_zero(ours.codes), theirs_codes)
     assert kind == "inf" or np.isfinite(ours.values).all()
+
+
+@pytest.mark.parametrize("reference", ["2.20.2"], indirect=True)  # earlier rules differ
+def test_the_vectors_are_transformer_engines_nvfp4(reference: Any) -> None:
+    """Its reference reads BF16, and writes -0 as 0, unlike its kernels."""
+
+    def run(case: dict[str, Any], tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+        rows = {"nvfp4": 1, "nvfp4_weight": 16}.get(case["rule"])
+        if rows is None or case["input"] in ("fp32", "subnormal"):
+            return None
+        wanted = conformance_casts.run(case, dict(tensors))
+        found = quantized_by(reference, tensors["x"], rows)
+        codes = without_negative_zero(unpacked(found.data))
+        assert wanted is not None
+        assert np.array_equal(codes, without_negative_zero(wanted["codes"]))
+        scales = found.scale.view(torch.uint8).numpy()
+        return {
+            "codes": wanted["codes"],
+            "scale_codes": scales[: len(tensors["x"]) : rows],
+            "amax": np.array(found.global_amax_row.item(), dtype=np.float32),
+        }
+
+    counts, wrong = check.check(run)
+    assert wrong == [] and counts["nvfp4: the same"] == counts["nvfp4_weight: the same"] == 6
 
 
 @pytest.mark.parametrize("kind", ["normal", "zeros", "tiny", "midpoints"])

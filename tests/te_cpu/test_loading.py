@@ -15,7 +15,7 @@ import torch
 import te_cpu
 from te_cpu import loading
 from te_cpu.errors import VersionError
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 
 def seen() -> dict[str, Any]:

@@ -20,12 +20,12 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-import te_cpu
 from megafp8.backends.te.quantized import is_quantized, memory_of
 from megafp8.data.loader import Microbatch
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec, RunSpec
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.train.build import build, make_masters
 from megafp8.train.dryrun import RankShare, rank_share
 from megafp8.train.dryrun_step import forward, stages_of
@@ -147,6 +147,8 @@ def most_in_tensors(spec: RunSpec) -> int:
 
 def measure_te(rank: Rank, cases: dict[str, RunSpec], planned: Kept) -> dict[str, dict[str, Any]]:
     """Return what `measure` does, for Transformer Engine's layers."""
+    import te_cpu
+
     te = te_cpu.load()
     found = {}
     for name, spec in cases.items():
@@ -159,12 +161,14 @@ def shares_of_te(
     rank: Rank,
     cases: dict[str, RunSpec],
     planted: Mapping[str, Any] | None = None,
-    version: str = te_cpu.DEFAULT_VERSION,
+    version: str = DEFAULT_VERSION,
 ) -> dict[str, list[RankShare]]:
     """Return the dry run's shares of all ranks, for the layers of a version of Transformer Engine.
 
     A test may have `planted` wrong values: what names of modules stand for meanwhile.
     """
+    import te_cpu
+
     te_cpu.load(version)
     with pytest.MonkeyPatch.context() as patch:
         for place, wrong in (planted or {}).items():
@@ -209,6 +213,8 @@ def most_of_fsdp_te(rank: Rank, cases: dict[str, RunSpec]) -> dict[str, Most]:
 
     What it makes once in a process, its workspace above all, is made before the first case.
     """
+    import te_cpu
+
     found: dict[str, Most] = {}
     first = next(iter(cases.values()))
     for name, spec in {"": first, **cases}.items():

@@ -22,6 +22,7 @@ from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.optim import StorageSpec
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.train.build import build
 from megafp8.train.dryrun import (
     RankShare,
@@ -31,9 +32,8 @@ from megafp8.train.dryrun import (
     whole_layout,
 )
 from megafp8.train.dryrun_step import forward, stages_of
-from te_cpu import DEFAULT_VERSION
 from tests.ranks import run_ranks
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, optim_spec, run_spec
 from tests.train import dryrun_work
 from tests.train.dryrun_work import (

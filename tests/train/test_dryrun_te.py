@@ -13,13 +13,12 @@ from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.model import RecomputeSpec
-from megafp8.specs.te_versions import FIRST_WITH_NVFP4, is_before
+from megafp8.specs.te_versions import DEFAULT_VERSION, FIRST_WITH_NVFP4, is_before
 from megafp8.train.dryrun import RankShare
 from megafp8.train.live_bytes import LiveBytes
-from te_cpu import DEFAULT_VERSION
 from tests.plan.test_memory import NARROW, RECIPES, of_fsdp
 from tests.ranks import run_ranks
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.train import dryrun_work
 from tests.train.dryrun_work import Most, is_start
 from tests.train.test_dryrun import ALONE, FP8, LLAMA, SMALL, layout, run_spec_of, with_te

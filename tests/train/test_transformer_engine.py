@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from te_cpu import DEFAULT_VERSION
-from tests.te_cpu.sources import need_sources
+from megafp8.specs.te_versions import DEFAULT_VERSION
+from tests.te_sources import need_sources
 from tests.train.runs import TWO_RANKS, Place, assert_same
 from tests.train.test_opt_levels import LEVEL, SHORT, assert_killed_is_whole
 

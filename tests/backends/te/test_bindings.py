@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-PATH = Path(__file__).parents[3] / "scripts/te_bindings.py"
+from scripts import te_bindings
+
 HEADER = """
 at::Tensor scaled_softmax_forward(at::Tensor input, float scale_factor);
 at::Tensor fused_rope_forward(const at::Tensor &input, const at::Tensor &freqs,
@@ -28,21 +24,11 @@ BINDINGS = """
 """
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    spec = importlib.util.spec_from_file_location("te_bindings", PATH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "te_bindings", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_equal_declarations_have_no_difference(script: Any) -> None:
-    known = script.declared(BINDINGS, HEADER)
+def test_equal_declarations_have_no_difference() -> None:
+    known = te_bindings.declared(BINDINGS, HEADER)
     assert known["quantize"].defaults == {"output", "noop"}
     assert known["fused_rope_forward"].names[-3:] == ("cu_seqlens", "cp_size", "cp_rank")
-    assert script.differences("2.12", known) == []
+    assert te_bindings.differences("2.12", known) == []
 
 
 @pytest.mark.parametrize(
@@ -55,12 +41,12 @@ def test_equal_declarations_have_no_difference(script: Any) -> None:
         ("float scale_factor", "float scale_factor, bool causal", "scaled_softmax_forward"),
     ],
 )
-def test_a_difference_is_found(script: Any, before: str, after: str, word: str) -> None:
-    known = script.declared(BINDINGS.replace(before, after), HEADER.replace(before, after))
-    (found,) = script.differences("2.12", known)
+def test_a_difference_is_found(before: str, after: str, word: str) -> None:
+    known = te_bindings.declared(BINDINGS.replace(before, after), HEADER.replace(before, after))
+    (found,) = te_bindings.differences("2.12", known)
     assert word in found
 
 
-def test_a_member_that_is_missing_is_found(script: Any) -> None:
+def test_a_member_that_is_missing_is_found() -> None:
     text = 'pybind11::enum_<DType>(m, "DType", local()).value("kFloat32", a).value("kNew", b);'
-    assert script.enum_differences("2.12", text) == ["DType.kNew is missing"]
+    assert te_bindings.enum_differences("2.12", text) == ["DType.kNew is missing"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_cpu import DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.backends.te import rank_hybrid
 from tests.backends.te.same_codes import OF_A_FLIP
 from tests.ranks import run_ranks
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 BOUNDS = {"FP32": 1e-6, "delayed": 1e-3, "alone": 1e-3, "mxfp8": 1e-3}
 """Those of losses, as where FSDP over two ranks is compared with replicas: updates differ by a

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from te_cpu import DEFAULT_VERSION
+from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.backends.te import rank_documents, rank_work
 from tests.backends.te.rank_work import Found
 from tests.backends.te.same_codes import IN_FP32, OF_A_FLIP, OF_A_FLIP_IN_FP4, Bounds
 from tests.ranks import run_ranks
 from tests.spec import nvfp4
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent.relative_to(ROOT)

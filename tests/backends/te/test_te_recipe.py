@@ -17,7 +17,7 @@ from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import ModuleRule
 from te_cpu import wheel
 from tests.backends.te.recipe_signatures import VERSIONS, MMParams, QParams, recipe_classes
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 
 ROOT = Path(__file__).parents[3]
 DELAYED = Fp8Recipe(
