@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
@@ -68,63 +69,62 @@ def _is_splits(value: object) -> bool:
     return splits is not None and splits[0] > 0 and min(splits) >= 0
 
 
+# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+data_key = partial(key, group="data")
+finetuning_key = partial(key, group="finetuning", needs=OF_EXAMPLES)
+
+
 @dataclass
 class TokenizerKeys:
     """Define the keys below `model.tokenizer`: how text becomes tokens."""
 
-    library: str = key(
+    library: str = data_key(
         "builtin",
         "Which tokenizer is used. `builtin`: the one recorded with the data, or a byte-level BPE "
         "for the built-in corpus. The others name the data's tokenizer: `huggingface` by `type`, "
         "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
-        group="data",
         spec="data.tokenizer.library",
         valid=one_of("builtin", "huggingface", "megatron", "sentencepiece", "tiktoken"),
     )
-    type: str | None = key(
+    type: str | None = data_key(
         None,
         "With `library=huggingface`: a tokenizer's name on the Hub, or its folder. With "
         "`library=megatron`: `GPT2BPETokenizer`.",
         nemo="GPT2BPETokenizer",
-        group="data",
         spec="data.tokenizer.type",
         needs=needs("model.tokenizer.library", "huggingface", "megatron"),
         spelling=spell_tokenizer_type,
     )
-    model: str | None = key(
+    model: str | None = data_key(
         None,
         "With `library=sentencepiece`: the `.model` file. With `library=tiktoken`: a file of "
         "ranks, or the name of an encoding.",
         nemo=None,
-        group="data",
         spec="data.tokenizer.model",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "sentencepiece", "tiktoken"),
     )
-    vocab_file: str | None = key(
+    vocab_file: str | None = data_key(
         None,
         "With `library=megatron`: the path of GPT-2's `vocab.json`.",
         nemo=None,
-        group="data",
         spec="data.tokenizer.vocab_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
     )
-    merge_file: str | None = key(
+    merge_file: str | None = data_key(
         None,
         "With `library=megatron`: the path of GPT-2's `merges.txt`.",
         nemo=None,
-        group="data",
         spec="data.tokenizer.merge_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
     )
-    vocab_size: int = key(
+    vocab_size: int = data_key(
         4096,
         "Number of tokens of the built-in corpus's tokenizer, before padding. 256 of them are the "
         "bytes, and one ends a document.",
-        group="data",
         spec="data.tokenizer.vocab_size",
         valid=at_least(257, MAX_VOCABULARY),
         needs=_OF_BUILTIN,
@@ -144,63 +144,49 @@ class TrainDs:
         valid=or_null(_FILES),
         spelling=spell_files,
     )
-    concat_sampling_probabilities: list[float] | None = key(
+    concat_sampling_probabilities: list[float] | None = finetuning_key(
         None,
         "Share of the samples that each file gives. `null`: the files are read as one.",
-        group="finetuning",
         valid=Valid("numbers above 0, or null", lambda v: v is None or are_shares(v)),
-        needs=OF_EXAMPLES,
     )
-    shuffle: bool = key(
+    shuffle: bool = finetuning_key(
         True,
         "Shuffle examples before they are packed, and samples in each epoch.",
-        group="finetuning",
         spec="data.instructions.shuffle",
-        needs=OF_EXAMPLES,
     )
-    label_key: str = key(
+    label_key: str = finetuning_key(
         "output",
         "Field of an example that holds the answer.",
-        group="finetuning",
         spec="data.instructions.label_key",
-        needs=OF_EXAMPLES,
     )
-    prompt_template: str = key(
+    prompt_template: str = finetuning_key(
         "{input} {output}",
         "How an example becomes text. `{name}` stands for the example's field of that name, and "
         "the answer's field is at the end. `{{` and `}}` stand for braces, `\\n` for a new "
         "line and `\\t` for a tab.",
-        group="finetuning",
         needs=both_needs(OF_EXAMPLES, _NOT_CHAT),
     )
-    add_bos: bool | None = key(
+    add_bos: bool | None = finetuning_key(
         None,
         "Begin each example with the token that begins a text. `null`: as the model's tokenizer "
         "does with a text. An example that begins with the token already gets no second one.",
-        group="finetuning",
         spec="data.instructions.add_bos",
-        needs=OF_EXAMPLES,
     )
-    add_eos: bool | None = key(
+    add_eos: bool | None = finetuning_key(
         None,
         "End each example with the token that ends a document, which is learned with the answer. "
         "`null` and True: yes, unless the answer ends with it already.",
-        group="finetuning",
         spec="data.instructions.add_eos",
-        needs=OF_EXAMPLES,
     )
-    truncation_field: str | None = key(
+    truncation_field: str | None = finetuning_key(
         None,
         "Field that is cut if an example is longer than a sequence; `messages` for conversations, "
         "whose ends are cut. `null`: such an example is an error.",
-        group="finetuning",
         spec="data.instructions.truncation_field",
-        needs=OF_EXAMPLES,
     )
-    truncation_method: str = key(
+    truncation_method: str = finetuning_key(
         "right",
         "The end of the field that is cut off.",
-        group="finetuning",
         spec="data.instructions.truncation_method",
         valid=one_of("left", "right"),
         needs=Need(
@@ -209,13 +195,11 @@ class TrainDs:
             lambda v: v["model.data.train_ds.truncation_field"] is not None,
         ),
     )
-    packed_sequence: bool = key(
+    packed_sequence: bool = finetuning_key(
         True,
         "Put several examples into one sequence, which do not attend to each other. False: each "
         "example has a sequence of its own, padded to the full length.",
-        group="finetuning",
         spec="data.instructions.packed",
-        needs=OF_EXAMPLES,
     )
 
 
@@ -223,13 +207,11 @@ class TrainDs:
 class ValidationDs:
     """Define the keys below `model.data.validation_ds`: questions and answers to validate on."""
 
-    file_names: Any = key(
+    file_names: Any = finetuning_key(
         None,
         "Questions and answers to validate on, as `model.data.train_ds.file_names`. `null`: "
         "`model.data.splits_string` divides the training files.",
-        group="finetuning",
         valid=or_null(_FILES),
-        needs=OF_EXAMPLES,
         spelling=spell_files,
     )
 
@@ -238,7 +220,7 @@ class ValidationDs:
 class Data:
     """Define the keys below `model.data`: where the text comes from and how it becomes samples."""
 
-    data_prefix: Any = key(
+    data_prefix: Any = data_key(
         MISSING,
         "The data. `builtin`: the corpus that is included. `mock`: random tokens of the "
         "tokenizer's vocabulary, to measure time and memory. A path: an indexed dataset, without "
@@ -248,27 +230,24 @@ class Data:
         "each split; `splits_string` is then not used. `null`: the run fine-tunes on "
         "`train_ds.file_names`.",
         nemo=MISSING,
-        group="data",
         valid=or_null(_PREFIX),
         spelling=plain_data_prefix,
     )
-    index_mapping_dir: str | None = key(
+    index_mapping_dir: str | None = data_key(
         None,
         "Directory of index maps and of the built-in dataset. `null`: the user's cache directory.",
         nemo=None,
-        group="data",
         kind="layout",
         spec="data.cache_dir",
         valid=or_null(PATH),
         needs=_OF_TEXT,
     )
-    splits_string: Any = key(
+    splits_string: Any = data_key(
         "900,50,50",
         "Relative sizes of the training, validation and test splits; those that are left out are "
         "0. Without validation (`100,0,0`) the run needs `trainer.limit_val_batches=0`. Quote the "
         "value on the command line: `'model.data.splits_string=\"900,50,50\"'`.",
         nemo="900,50,50",
-        group="data",
         valid=Valid(
             'one to three numbers from 0, the first above 0, as "900,50,50", "99,1" or [900,50,50]',
             _is_splits,
@@ -276,85 +255,75 @@ class Data:
         needs=_READ,
         spelling=spell_splits,
     )
-    seq_length: int = key(
+    seq_length: int = data_key(
         "${model.encoder_seq_length}",
         "Tokens of one sample, at most `model.encoder_seq_length`. With fewer, the run has "
         "sequences of that length, and the model keeps its number of positions.",
         nemo="${model.encoder_seq_length}",
-        group="data",
         spec="data.seq_length",
         valid=at_least(1),
     )
-    num_workers: int = key(
+    num_workers: int = data_key(
         2,
         "Number of threads that read samples in advance. 0: samples are read when a step needs "
         "them.",
         nemo=2,
-        group="data",
         kind="layout",
         spec="data.num_workers",
         valid=between(0, 64),
     )
-    dataloader_type: str = key(
+    dataloader_type: str = data_key(
         "single",
         "What later epochs read. `single`: each epoch shuffles the documents and cuts them into "
         "new samples. `cyclic`: every epoch has the first one's samples, in another order.",
         nemo="single",
-        group="data",
         spec="data.dataloader_type",
         valid=one_of("single", "cyclic"),
         needs=both_needs(_OF_TEXT, _READ),
     )
-    reset_position_ids: bool = key(
+    reset_position_ids: bool = data_key(
         False,
         "Start positions at 0 again after the end of a document.",
         nemo=False,
-        group="data",
         spec="data.reset_position_ids",
         needs=needs("model.position_embedding_type", "learned_absolute", "rope"),
     )
-    reset_attention_mask: bool = key(
+    reset_attention_mask: bool = data_key(
         False,
         "Restrict attention to tokens of the same document.",
         nemo=False,
-        group="data",
         spec="data.reset_attention_mask",
     )
-    eod_mask_loss: bool = key(
+    eod_mask_loss: bool = data_key(
         False,
         "Leave predictions from the token that ends a document out of the loss.",
         nemo=False,
-        group="data",
         spec="data.eod_mask_loss",
         needs=_OF_TEXT,
     )
-    validation_drop_last: bool = key(
+    validation_drop_last: bool = data_key(
         True,
         "Leave out incomplete samples and global batches in validations during training. The "
         "validation at the end of a run always takes every token.",
         nemo=True,
-        group="data",
         kind="logging",
         spec="data.validation_drop_last",
     )
-    shuffle_documents: bool = key(
+    shuffle_documents: bool = data_key(
         True,
         "Shuffle documents before they are cut into samples. The order of samples is always "
         "shuffled.",
         nemo=True,
-        group="data",
         spec="data.shuffle_documents",
         needs=both_needs(_OF_TEXT, _READ),
     )
-    chat: bool | None = key(
+    chat: bool | None = finetuning_key(
         None,
         "Whether examples are conversations, which the chat template of the model's tokenizer "
         "renders: `messages`, `conversations` as ShareGPT has them, or instruction, input and "
         "answer. The loss counts the assistant's turns. `null`: those examples that have "
         "`messages` or `conversations` and not the fields of `train_ds.prompt_template`.",
-        group="finetuning",
         spec="data.instructions.chat",
-        needs=OF_EXAMPLES,
     )
     train_ds: TrainDs = field(default_factory=TrainDs)
     validation_ds: ValidationDs = field(default_factory=ValidationDs)

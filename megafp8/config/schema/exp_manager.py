@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 
 from megafp8.config.keys import PATH, Need, Valid, at_least, key, needs, one_of, or_null
 from megafp8.config.values import is_interval, parse_interval_seconds, spell_exp_dir, why_no_name
@@ -37,80 +38,69 @@ def _is_own_folder(value: str) -> bool:
     return _is_folder(value) and os.path.normpath(value).strip("/") != ""
 
 
+# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+logs_key = partial(key, group="logs")
+wandb_key = partial(key, group="logs", needs=WANDB)
+checkpoints_key = partial(key, group="checkpoints", needs=CHECKPOINTS)
+profiles_key = partial(key, group="profiles", needs=PROFILES)
+
+
 @dataclass
 class WandbLogger:
     """Define the keys below `exp_manager.wandb_logger_kwargs`."""
 
-    project: str | None = key(
+    project: str | None = wandb_key(
         None,
         "Project of the run in Weights & Biases. `null`: as the environment's `WANDB_PROJECT` "
         "says, otherwise `megafp8`.",
         nemo=None,
-        group="logs",
         spec="observe.wandb_project",
         valid=_PROJECT,
-        needs=WANDB,
     )
-    name: str | None = key(
+    name: str | None = wandb_key(
         None,
         "Name of the run in Weights & Biases. `null`: that of the run's directory; in a sweep the "
         "sweep's, with the number of the job.",
         nemo=None,
-        group="logs",
         spec="observe.wandb_name",
-        needs=WANDB,
     )
-    entity: str | None = key(
+    entity: str | None = wandb_key(
         None,
         "User or team of the run in Weights & Biases. `null`: the account's own.",
-        group="logs",
         spec="observe.wandb_entity",
-        needs=WANDB,
     )
-    group: str | None = key(
+    group: str | None = wandb_key(
         None,
         "Group of runs in Weights & Biases. `null`: none; in a sweep the name of its directory.",
-        group="logs",
         spec="observe.wandb_group",
-        needs=WANDB,
     )
-    tags: list[str] = key(
+    tags: list[str] = wandb_key(
         [],
         "Tags of the run in Weights & Biases.",
-        group="logs",
         spec="observe.wandb_tags",
-        needs=WANDB,
     )
-    job_type: str | None = key(
+    job_type: str | None = wandb_key(
         None,
         "Type of the run within its group in Weights & Biases.",
-        group="logs",
         spec="observe.wandb_job_type",
-        needs=WANDB,
     )
-    notes: str | None = key(
+    notes: str | None = wandb_key(
         None,
         "A text about the run in Weights & Biases.",
-        group="logs",
         spec="observe.wandb_notes",
-        needs=WANDB,
     )
-    must_start: bool = key(
+    must_start: bool = wandb_key(
         False,
         "Do not train, nor continue, unless Weights & Biases has begun to record as `mode` says. "
         "False: a lost connection costs a warning, and the run is recorded offline.",
-        group="logs",
         spec="observe.wandb_must_start",
-        needs=WANDB,
     )
-    mode: str | None = key(
+    mode: str | None = wandb_key(
         None,
         "`online`, `offline` (upload later with `wandb sync`), or `disabled`. `null`: as the "
         "environment's `WANDB_MODE` says, otherwise `online`.",
-        group="logs",
         spec="observe.wandb_mode",
         valid=or_null(one_of("online", "offline", "disabled")),
-        needs=WANDB,
     )
 
 
@@ -118,77 +108,64 @@ class WandbLogger:
 class CheckpointCallback:
     """Define the keys below `exp_manager.checkpoint_callback_params`."""
 
-    every_n_train_steps: int | None = key(
+    every_n_train_steps: int | None = checkpoints_key(
         200,
         "Steps between two checkpoints. `null`: none are written by step count.",
-        group="checkpoints",
         spec="checkpoint.every_n_train_steps",
         valid=or_null(at_least(1)),
-        needs=CHECKPOINTS,
     )
-    train_time_interval: int | float | str | None = key(
+    train_time_interval: int | float | str | None = checkpoints_key(
         None,
         'Time between two checkpoints, in seconds or as "HH:MM:SS". `null`: none are written by '
         "time.",
-        group="checkpoints",
         spec="checkpoint.train_time_interval_seconds",
         valid=Valid('seconds above 0, "HH:MM:SS", "DD:HH:MM:SS", or null', is_interval),
-        needs=CHECKPOINTS,
         spelling=parse_interval_seconds,
     )
-    save_last: bool = key(
+    save_last: bool = checkpoints_key(
         True,
         "Save a checkpoint at the run's last step.",
-        group="checkpoints",
         spec="checkpoint.save_last",
-        needs=CHECKPOINTS,
     )
-    keep: int = key(
+    keep: int = checkpoints_key(
         3,
         "Number of newest checkpoints that are kept. An older one is deleted after a newer one is "
         "verified.",
-        group="checkpoints",
         spec="checkpoint.keep",
         valid=at_least(1),
         needs=KEEPS_NOT_ALL,
     )
-    save_top_k: int = key(
+    save_top_k: int = checkpoints_key(
         0,
         "Number of best checkpoints, by `monitor`, that are kept besides the newest ones. 0: none. "
         "-1: all.",
         nemo=10,
-        group="checkpoints",
         spec="checkpoint.save_top_k",
         valid=at_least(-1),
-        needs=CHECKPOINTS,
     )
-    monitor: str = key(
+    monitor: str = checkpoints_key(
         "val_loss",
         "Metric by which checkpoints are ranked: `val_loss`, or `reduced_train_loss`, the last "
         "training loss logged before the save.",
         nemo="val_loss",
-        group="checkpoints",
         spec="checkpoint.monitor",
         valid=one_of("val_loss", "reduced_train_loss"),
         needs=KEEPS_BEST,
     )
-    mode: str = key(
+    mode: str = checkpoints_key(
         "min",
         "Whether the smallest (`min`) or the largest (`max`) value of `monitor` is best.",
         nemo="min",
-        group="checkpoints",
         spec="checkpoint.mode",
         valid=one_of("min", "max"),
         needs=KEEPS_BEST,
     )
-    async_save: bool = key(
+    async_save: bool = checkpoints_key(
         False,
         "Write periodic checkpoints in the background: training waits only for a copy of the state "
         "in host memory. Training waits for the last checkpoint, and for one on a signal.",
         nemo=False,
-        group="checkpoints",
         spec="checkpoint.async_save",
-        needs=CHECKPOINTS,
     )
 
 
@@ -196,21 +173,19 @@ class CheckpointCallback:
 class ExpManager:
     """Define the keys below `exp_manager`: the run's directory, its loggers and checkpoints."""
 
-    exp_dir: str | None = key(
+    exp_dir: str | None = logs_key(
         "runs",
         "Directory in which each run makes its own directory. `null`: `runs`.",
         nemo=None,
-        group="logs",
         valid=or_null(PATH),
         needs=needs("exp_manager.explicit_log_dir", None, hint="Leave one of the two out"),
         spelling=spell_exp_dir,
     )
-    name: str | None = key(
+    name: str | None = logs_key(
         None,
         "Name of the run. A start with the same name continues the run. `null`: a start with the "
         "same configuration does.",
         nemo="megatron_gpt",
-        group="logs",
         spec="observe.name",
         valid=Valid(
             "a directory's name without / and \\, or null",
@@ -219,11 +194,10 @@ class ExpManager:
         ),
         needs=needs("exp_manager.explicit_log_dir", None, hint="Leave one of the two out"),
     )
-    explicit_log_dir: str | None = key(
+    explicit_log_dir: str | None = logs_key(
         None,
         "The run's directory itself, used instead of one in `exp_dir`.",
         nemo=None,
-        group="logs",
         spec="observe.explicit_log_dir",
         valid=or_null(
             Valid(
@@ -233,11 +207,10 @@ class ExpManager:
             )
         ),
     )
-    resume_if_exists: bool = key(
+    resume_if_exists: bool = logs_key(
         True,
         "Continue from the newest valid checkpoint, if the run has one.",
         nemo=True,
-        group="logs",
         spec="observe.resume_if_exists",
     )
     resume_from_checkpoint: str | None = key(
@@ -253,17 +226,15 @@ class ExpManager:
         nemo=True,
         group="checkpoints",
     )
-    create_tensorboard_logger: bool = key(
+    create_tensorboard_logger: bool = logs_key(
         True,
         "Write files for TensorBoard.",
-        group="logs",
         spec="observe.create_tensorboard_logger",
     )
-    create_wandb_logger: bool = key(
+    create_wandb_logger: bool = logs_key(
         False,
         "Send metrics to Weights & Biases; its offline mode works too.",
         nemo=False,
-        group="logs",
         spec="observe.create_wandb_logger",
     )
     wandb_logger_kwargs: WandbLogger = field(default_factory=WandbLogger)
@@ -284,38 +255,30 @@ class NsysProfile:
         group="profiles",
         spec="profile.enabled",
     )
-    start_step: int = key(
+    start_step: int = profiles_key(
         10,
         "First step that is profiled, counted from 0.",
         nemo=10,
-        group="profiles",
         spec="profile.start_step",
         valid=at_least(0),
-        needs=PROFILES,
     )
-    end_step: int = key(
+    end_step: int = profiles_key(
         10,
         "Last step that is profiled, counted from 0.",
         nemo=10,
-        group="profiles",
         spec="profile.end_step",
         valid=at_least(0),
-        needs=PROFILES,
     )
-    ranks: list[int] = key(
+    ranks: list[int] = profiles_key(
         [0],
         "The ranks that are profiled.",
         nemo=[0],
-        group="profiles",
         spec="profile.ranks",
         valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
-        needs=PROFILES,
     )
-    gen_shape: bool = key(
+    gen_shape: bool = profiles_key(
         False,
         "Record the shapes of the operations' inputs.",
         nemo=False,
-        group="profiles",
         spec="profile.gen_shape",
-        needs=PROFILES,
     )

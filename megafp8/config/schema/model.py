@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
@@ -45,127 +46,118 @@ SCALED_OR_YARN = Need(
 )
 
 
+# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+model_key = partial(key, group="model")
+rope_key = partial(key, group="model", needs=ROPE)
+
+
 @dataclass
 class Architecture:
     """Define the keys about the sizes and functions of the GPT."""
 
-    encoder_seq_length: int = key(
+    encoder_seq_length: int = model_key(
         MISSING,
         "Number of tokens in a sequence.",
         nemo=512,
-        group="model",
         valid=at_least(1, MAX_POSITIONS),
     )
-    max_position_embeddings: int = key(
+    max_position_embeddings: int = model_key(
         "${.encoder_seq_length}",
         "Number of positions; at least `encoder_seq_length`. Learned position embeddings have one "
         "row for each.",
         nemo="${.encoder_seq_length}",
-        group="model",
         spec="model.max_position_embeddings",
         defines_function=True,
         valid=at_least(1, MAX_POSITIONS),
     )
-    num_layers: int = key(
+    num_layers: int = model_key(
         MISSING,
         "Number of transformer layers.",
         nemo=12,
-        group="model",
         spec="model.num_layers",
         defines_function=True,
         valid=at_least(1, MAX_LAYERS),
     )
-    hidden_size: int = key(
+    hidden_size: int = model_key(
         MISSING,
         "Width of the residual stream.",
         nemo=768,
-        group="model",
         spec="model.hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
     )
-    ffn_hidden_size: int = key(
+    ffn_hidden_size: int = model_key(
         MISSING,
         "Width of the MLP's inner layer.",
         nemo=3072,
-        group="model",
         spec="model.ffn_hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
     )
-    num_attention_heads: int = key(
+    num_attention_heads: int = model_key(
         MISSING,
         "Number of attention heads.",
         nemo=12,
-        group="model",
         spec="model.num_attention_heads",
         defines_function=True,
         valid=at_least(1, MAX_HEADS),
     )
-    kv_channels: int | None = key(
+    kv_channels: int | None = model_key(
         None,
         "Width of an attention head. `null`: `hidden_size / num_attention_heads`.",
         nemo=None,
-        group="model",
         spec="model.kv_channels",
         defines_function=True,
         valid=or_null(at_least(1, MAX_WIDTH)),
     )
-    num_query_groups: int | None = key(
+    num_query_groups: int | None = model_key(
         None,
         "Number of heads of keys and values; each serves a group of query heads. `null`: one for "
         "each query head.",
         nemo=None,
-        group="model",
         spec="model.num_query_groups",
         defines_function=True,
         valid=or_null(at_least(1, MAX_HEADS)),
     )
-    init_method_std: float = key(
+    init_method_std: float = model_key(
         0.02,
         "Standard deviation of the initial weights.",
         nemo=0.02,
-        group="model",
         spec="model.init_method_std",
         valid=above(0),
     )
-    use_scaled_init_method: bool = key(
+    use_scaled_init_method: bool = model_key(
         True,
         "Divide `init_method_std` by sqrt(2 * num_layers) for the projections into the residual "
         "stream.",
         nemo=True,
-        group="model",
         spec="model.use_scaled_init_method",
     )
-    hidden_dropout: float = key(
+    hidden_dropout: float = model_key(
         0.0,
         "Probability of dropout after the embedding and before each residual addition.",
         nemo=0.1,
-        group="model",
         spec="model.hidden_dropout",
         valid=from_to_below(0, 1),
     )
-    attention_dropout: float = key(
+    attention_dropout: float = model_key(
         0.0,
         "Probability of dropout of attention weights.",
         nemo=0.1,
-        group="model",
         spec="model.attention_dropout",
         valid=from_to_below(0, 1),
     )
-    ffn_dropout: float = key(
+    ffn_dropout: float = model_key(
         0.0,
         "Probability of dropout inside the MLP.",
         nemo=0.0,
-        group="model",
         spec="model.ffn_dropout",
         valid=from_to_below(0, 1),
     )
-    normalization: str = key(
+    normalization: str = model_key(
         "layernorm",
         "Kind of norm: LayerNorm, or RMSNorm, which subtracts no mean and has no bias.",
         nemo="layernorm",
-        group="model",
         spec="model.normalization",
         defines_function=True,
         valid=one_of(
@@ -175,76 +167,68 @@ class Architecture:
             suggestion="Use layernorm or rmsnorm",
         ),
     )
-    layernorm_zero_centered_gamma: bool = key(
+    layernorm_zero_centered_gamma: bool = model_key(
         False,
         "Multiply normalized values by 1 plus the norm's weight, which then begins at 0. NeMo's "
         "`normalization=layernorm1p` is `layernorm` with this key.",
-        group="model",
         spec="model.layernorm_zero_centered_gamma",
         defines_function=True,
     )
-    layernorm_epsilon: float = key(
+    layernorm_epsilon: float = model_key(
         1e-5,
         "Number that norms add to the variance (LayerNorm) or to the mean square (RMSNorm).",
         nemo=1e-5,
-        group="model",
         spec="model.layernorm_epsilon",
         defines_function=True,
         valid=above(0),
     )
-    bias: bool = key(
+    bias: bool = model_key(
         True,
         "Whether linears have biases. It does not change norms.",
         nemo=True,
-        group="model",
         spec="model.bias",
         defines_function=True,
     )
-    add_qkv_bias: bool = key(
+    add_qkv_bias: bool = model_key(
         False,
         "Give the linear of queries, keys and values a bias where the others have none, as Qwen2 "
         "does. NeMo's files call it `qkv_bias`.",
-        group="model",
         spec="model.add_qkv_bias",
         defines_function=True,
         needs=needs("model.bias", False),
     )
-    qk_layernorm: bool = key(
+    qk_layernorm: bool = model_key(
         False,
         "Normalize the queries and the keys of each head over the head's features before positions "
         "are applied, as Qwen3 does; the kind of norm is `normalization`.",
-        group="model",
         spec="model.qk_layernorm",
         defines_function=True,
     )
-    window_size: list[int] | None = key(
+    window_size: list[int] | None = model_key(
         None,
         "`[W, 0]`: a query sees its own token and the W before it, and no earlier ones, as in "
         "Megatron and Transformer Engine. A `sliding_window` of W of transformers counts the own "
         "token too, and is `[W - 1, 0]`. `null`: a query sees all earlier tokens.",
-        group="model",
         spec="model.window_size",
         defines_function=True,
         valid=or_null(Valid("a list [W, 0] with W at least 0", is_window, why=window_problem)),
     )
-    window_attn_skip_freq: Any = key(
+    window_attn_skip_freq: Any = model_key(
         None,
         "Layers in which a query sees all earlier tokens, as Megatron has them. A number N: each "
         "N-th layer, counted from 1. A list with a number for each layer: those with 0; the "
         "others, with 1, have the window. `null`: all layers have the window.",
-        group="model",
         spec="model.window_attn_skip_freq",
         defines_function=True,
         valid=or_null(Valid("a whole number, or a list of 0 and 1", is_skip_frequency)),
         needs=Need(_WINDOW, f"{_WINDOW}=[W,0]", lambda values: values.get(_WINDOW) is not None),
     )
-    activation: str = key(
+    activation: str = model_key(
         "gelu",
         "Activation of the MLP. `geglu`, `swiglu` and `reglu` are gated: the first linear has `2 "
         "* ffn_hidden_size` output features. `fast-` has no effect; in NeMo it asks for one GEMM "
         "instead of two, and megafp8 always runs one.",
         nemo="gelu",
-        group="model",
         defines_function=True,
         valid=one_of(
             "gelu",
@@ -258,12 +242,11 @@ class Architecture:
         ),
         spelling=spell_activation,
     )
-    openai_gelu: bool = key(
+    openai_gelu: bool = model_key(
         False,
         "Compute GELU with tanh, as GPT-2 and Transformer Engine do, instead of erf; with `geglu` "
         "the GELU of the gate.",
         nemo=False,
-        group="model",
         defines_function=True,
         needs=needs(
             "model.activation",
@@ -271,23 +254,21 @@ class Architecture:
             reads=lambda v: [spell_activation(v["model.activation"])],
         ),
     )
-    transformer_block_type: str = key(
+    transformer_block_type: str = model_key(
         "pre_ln",
         "Place of the norms: before attention and MLP (`pre_ln`), or after each residual addition "
         "(`post_ln`).",
         nemo="pre_ln",
-        group="model",
         spec="model.transformer_block_type",
         defines_function=True,
         valid=one_of(
             "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
         ),
     )
-    position_embedding_type: str = key(
+    position_embedding_type: str = model_key(
         "learned_absolute",
         "Kind of positions: learned embeddings, rotary (RoPE), linear biases (ALiBi), or none.",
         nemo="learned_absolute",
-        group="model",
         spec="model.position_embedding_type",
         defines_function=True,
         valid=one_of(
@@ -299,157 +280,135 @@ class Architecture:
             suggestion="Use rope or alibi",
         ),
     )
-    rotary_percentage: float = key(
+    rotary_percentage: float = rope_key(
         1.0,
         "Fraction of a head's features that RoPE rotates.",
         nemo=1.0,
-        group="model",
         spec="model.rotary_percentage",
         defines_function=True,
         valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
-        needs=ROPE,
     )
-    rotary_base: float = key(
+    rotary_base: float = rope_key(
         10000.0,
         "Base of RoPE's angles; with a larger base, features rotate more slowly.",
-        group="model",
         spec="model.rotary_base",
         defines_function=True,
         valid=above(1),
-        needs=ROPE,
     )
-    seq_len_interpolation_factor: float | None = key(
+    seq_len_interpolation_factor: float | None = rope_key(
         None,
         "Number by which RoPE's positions are divided, for longer sequences. `null`: no division.",
         nemo=None,
-        group="model",
         spec="model.seq_len_interpolation_factor",
         defines_function=True,
         valid=or_null(at_least(1)),
-        needs=ROPE,
     )
-    scale_positional_embedding: bool = key(
+    scale_positional_embedding: bool = rope_key(
         False,
         "Scale RoPE's frequencies as Llama 3.1 does: those that turn few times within the original "
         "length are divided by `rope_scaling_factor`.",
-        group="model",
         spec="model.scale_positional_embedding",
         defines_function=True,
-        needs=ROPE,
     )
-    rope_scaling_factor: float = key(
+    rope_scaling_factor: float = model_key(
         8.0,
         "Factor by which Llama 3.1's scaling divides the low frequencies.",
-        group="model",
         spec="model.rope_scaling_factor",
         defines_function=True,
         valid=at_least(1),
         needs=SCALED,
     )
-    rope_low_freq_factor: float = key(
+    rope_low_freq_factor: float = model_key(
         1.0,
         "Turns within the original length up to which a frequency is divided by the whole factor.",
-        group="model",
         spec="model.rope_low_freq_factor",
         defines_function=True,
         valid=above(0),
         needs=SCALED,
     )
-    rope_high_freq_factor: float = key(
+    rope_high_freq_factor: float = model_key(
         4.0,
         "Turns within the original length from which on a frequency stays as it is; between "
         "`rope_low_freq_factor` and this number it is divided by a part of the factor.",
-        group="model",
         spec="model.rope_high_freq_factor",
         defines_function=True,
         valid=above(0),
         needs=SCALED,
     )
-    yarn_rotary_scaling_factor: float | None = key(
+    yarn_rotary_scaling_factor: float | None = rope_key(
         None,
         "Factor by which YaRN (arXiv 2309.00071) lengthens the positions that a model knows. "
         "`null`: no YaRN.",
-        group="model",
         spec="model.yarn_rotary_scaling_factor",
         defines_function=True,
         valid=or_null(at_least(1)),
-        needs=ROPE,
     )
-    yarn_beta_fast: float = key(
+    yarn_beta_fast: float = model_key(
         32.0,
         "Turns within the original length from which on YaRN leaves a frequency as it is.",
-        group="model",
         spec="model.yarn_beta_fast",
         defines_function=True,
         valid=above(0),
         needs=YARN,
     )
-    yarn_beta_slow: float = key(
+    yarn_beta_slow: float = model_key(
         1.0,
         "Turns within the original length up to which YaRN divides a frequency by the factor.",
-        group="model",
         spec="model.yarn_beta_slow",
         defines_function=True,
         valid=above(0),
         needs=YARN,
     )
-    yarn_attention_factor: float | None = key(
+    yarn_attention_factor: float | None = model_key(
         None,
         "Number by which YaRN multiplies rotated queries and keys. `null`: 0.1 ln(factor) + 1.",
-        group="model",
         spec="model.yarn_attention_factor",
         defines_function=True,
         valid=or_null(above(0)),
         needs=YARN,
     )
-    original_max_position_embeddings: int = key(
+    original_max_position_embeddings: int = model_key(
         8192,
         "Positions that the model was trained with before its frequencies were scaled.",
-        group="model",
         spec="model.original_max_position_embeddings",
         defines_function=True,
         valid=at_least(1, MAX_POSITIONS),
         needs=SCALED_OR_YARN,
     )
-    share_embeddings_and_output_weights: bool = key(
+    share_embeddings_and_output_weights: bool = model_key(
         True,
         "Use the embedding's weights as the output layer's too.",
         nemo=True,
-        group="model",
         spec="model.share_embeddings_and_output_weights",
         defines_function=True,
     )
-    apply_query_key_layer_scaling: bool = key(
+    apply_query_key_layer_scaling: bool = model_key(
         False,
         "Divide queries by the layer's number, and multiply scores by it in the softmax. Only the "
         "rounding changes. NeMo has the key for FP16, and turns it off elsewhere.",
         nemo=False,
-        group="model",
         spec="model.apply_query_key_layer_scaling",
         needs=FP16,
     )
-    fp32_residual_connection: bool = key(
+    fp32_residual_connection: bool = model_key(
         False,
         "Keep the residual stream in FP32 instead of `trainer.precision`.",
         nemo=False,
-        group="model",
         spec="model.fp32_residual_connection",
         needs=needs("model.megatron_amp_O2", True),
     )
-    make_vocab_size_divisible_by: int = key(
+    make_vocab_size_divisible_by: int = model_key(
         128,
         "Pad the vocabulary to a multiple of this number.",
         nemo=128,
-        group="model",
         spec="vocab_divisible_by",
         valid=at_least(1, MAX_VOCABULARY),
     )
-    override_vocab_size: int | None = key(
+    override_vocab_size: int | None = model_key(
         None,
         "Rows of the embedding and of the head. `null`: one for each token, padded by "
         "`make_vocab_size_divisible_by`. With fewer rows than the tokenizer has tokens, as in some "
         "imported models, a text with a token beyond them is refused.",
-        group="model",
         spec="vocab_rows",
         valid=or_null(at_least(1, MAX_VOCABULARY)),
     )

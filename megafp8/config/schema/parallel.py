@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING
@@ -30,58 +31,57 @@ PIPELINE = needs_above("model.pipeline_model_parallel_size", 1)
 RECOMPUTES = needs("model.activations_checkpoint_granularity", "selective", "full")
 
 
+# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+batches_key = partial(key, group="batches")
+ranks_key = partial(key, group="ranks")
+
+
 @dataclass
 class Parallel:
     """Define the keys about batches, parallel ranks and recomputation."""
 
-    micro_batch_size: int = key(
+    micro_batch_size: int = batches_key(
         MISSING,
         "Number of samples in a forward pass of one replica.",
         nemo=4,
-        group="batches",
         kind="layout",
         spec="train.micro_batch_size",
         valid=at_least(1, MAX_BATCH),
     )
-    global_batch_size: int = key(
+    global_batch_size: int = batches_key(
         MISSING,
         "Number of samples in an optimizer step, over all ranks.",
         nemo=8,
-        group="batches",
         spec="train.global_batch_size",
         valid=at_least(1, MAX_BATCH),
     )
-    rampup_batch_size: Any = key(
+    rampup_batch_size: Any = batches_key(
         None,
         "`[start, increment, samples]`: the first step has `start` samples, and the batch grows in "
         "steps of `increment` to `global_batch_size` over the first `samples` samples. `null`: no "
         "ramp-up.",
         nemo=None,
-        group="batches",
         valid=or_null(Valid("three whole numbers above 0, as [8,8,1000]", is_rampup)),
     )
-    tensor_model_parallel_size: int = key(
+    tensor_model_parallel_size: int = ranks_key(
         1,
         "Number of ranks over which each matrix is sharded.",
         nemo=1,
-        group="ranks",
         spec="parallel.tp",
         valid=at_least(1, MAX_RANKS),
     )
-    context_parallel_size: int = key(
+    context_parallel_size: int = ranks_key(
         1,
         "Number of ranks over which each sequence is sharded. Each rank has two chunks of it, and "
         "keys and values are sent from rank to rank (ring attention).",
-        group="ranks",
         spec="parallel.cp",
         valid=at_least(1, MAX_RANKS),
     )
-    sequence_parallel: bool = key(
+    sequence_parallel: bool = ranks_key(
         False,
         "Shard the sequence over tensor-parallel ranks between their linears, in norms, dropout "
         "and residual stream. Tensors that linears read in FP8 are sent in FP8.",
         nemo=False,
-        group="ranks",
         spec="parallel.sequence_parallel",
         needs=needs_above("model.tensor_model_parallel_size", 1),
     )
@@ -113,47 +113,42 @@ class Parallel:
         needs=FSDP,
         spelling=spell_precision,
     )
-    pipeline_model_parallel_size: int = key(
+    pipeline_model_parallel_size: int = ranks_key(
         1,
         "Number of ranks over which the layers are divided (pipeline parallelism).",
         nemo=1,
-        group="ranks",
         spec="parallel.pp",
         valid=at_least(1, MAX_STAGES),
     )
-    virtual_pipeline_model_parallel_size: int | None = key(
+    virtual_pipeline_model_parallel_size: int | None = ranks_key(
         None,
         "Number of pipeline stages on each rank. `null`: one.",
         nemo=None,
-        group="ranks",
         valid=or_null(at_least(1, MAX_LAYERS)),
         needs=PIPELINE,
     )
-    pipeline_schedule: str | None = key(
+    pipeline_schedule: str | None = ranks_key(
         None,
         "Order of the forward and backward passes. `null`: `1F1B`, or `Interleaved1F1B` with "
         "several stages on a rank. Zero-bubble schedules compute weight gradients while a rank "
         "would wait.",
-        group="ranks",
         valid=or_null(one_of(*PIPELINE_SCHEDULES)),
         needs=PIPELINE,
     )
-    pipeline_model_parallel_layout: str | None = key(
+    pipeline_model_parallel_layout: str | None = ranks_key(
         None,
         "Number of layers of each stage in the model's order, as `3,4,4,1`. `null`: equal numbers.",
-        group="ranks",
         valid=Valid(
             "numbers of layers separated by commas, or null",
             lambda v: v is None or parse_layout(v) is not None,
         ),
         needs=PIPELINE,
     )
-    grad_allreduce_chunk_size_mb: int = key(
+    grad_allreduce_chunk_size_mb: int = ranks_key(
         125,
         "MiB of FP32 gradients that are summed over replicas in one message, during the backward "
         "pass.",
         nemo=125,
-        group="ranks",
         valid=at_least(1),
         needs=both_needs(needs("model.fsdp", False), SUMMED),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megafp8.config.keys import (
@@ -104,53 +105,53 @@ def _is_judged(v: Values) -> bool:
 JUDGED = Need("model.fp8_health", "model.fp8_health=full", _is_judged)
 
 
+# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+fp16_key = partial(key, group="precision", needs=FP16)
+backends_key = partial(key, group="backends")
+fp8_key = partial(key, group="fp8", needs=FP8)
+delayed_key = partial(key, group="delayed_scaling", needs=WITH_HISTORY)
+health_key = partial(key, group="health", needs=MEASURES)
+
+
 @dataclass
 class Precision:
     """Define the keys about FP8, FP16, FP8 health and the backend."""
 
-    megatron_amp_O2: bool = key(  # noqa: N815 (NeMo's name)
+    megatron_amp_O2: bool = fp16_key(  # noqa: N815 (NeMo's name)
         True,
         "Compute embeddings, norms and the residual stream in `trainer.precision` too. False: they "
         "are in FP32, and only GEMMs and attention are in `trainer.precision`, as with "
         "`torch.autocast`.",
         nemo=False,
-        group="precision",
         spec="precision.half_weights",
         needs=HALF,
     )
-    native_amp_init_scale: int = key(
+    native_amp_init_scale: int = fp16_key(
         4294967296,
         "First loss scale of FP16.",
         nemo=4294967296,
-        group="precision",
         valid=at_least(1),
-        needs=FP16,
     )
-    native_amp_growth_interval: int = key(
+    native_amp_growth_interval: int = fp16_key(
         1000,
         "Number of consecutive finite steps after which FP16's loss scale is doubled.",
         nemo=1000,
-        group="precision",
         spec="precision.loss_scale.growth_interval",
         valid=at_least(1),
-        needs=FP16,
     )
-    hysteresis: int = key(
+    hysteresis: int = fp16_key(
         2,
         "Number of consecutive overflows at which FP16's loss scale is halved; every further one "
         "halves it again.",
         nemo=2,
-        group="precision",
         spec="precision.loss_scale.hysteresis",
         valid=at_least(1),
-        needs=FP16,
     )
-    transformer_engine: bool = key(
+    transformer_engine: bool = backends_key(
         True,
         "Use layers as Transformer Engine defines them, which FP8 needs. The package is not "
         "needed: `fp8_backend` chooses what runs them.",
         nemo=False,
-        group="backends",
         needs=TE_LAYERS,
     )
     fp8: bool = key(
@@ -161,81 +162,67 @@ class Precision:
         group="fp8",
         valid=Valid("True or False, or Megatron's hybrid or e4m3", lambda _: True),
     )
-    fp8_e4m3: bool | None = key(
+    fp8_e4m3: bool | None = fp8_key(
         None,
         "Use E4M3 for all tensors; takes precedence over `fp8_hybrid`, which decides otherwise.",
         nemo=False,
-        group="fp8",
-        needs=FP8,
     )
-    fp8_hybrid: bool | None = key(
+    fp8_hybrid: bool | None = fp8_key(
         None,
         "Use E4M3 for inputs and weights, and E5M2 for output gradients. `null`: as the recipe "
         f"does, which are {_quoted(lambda traits: not traits.is_e4m3)}; with the other recipes "
         "`True` is refused.",
         nemo=True,
-        group="fp8",
-        needs=FP8,
     )
-    fp8_margin: int = key(
+    fp8_margin: int = delayed_key(
         0,
         "Divide delayed scales by 2**margin, so that amaxes may grow by that factor.",
         nemo=0,
-        group="delayed_scaling",
         spec="precision.fp8.margin",
         valid=between(*MARGINS),
-        needs=WITH_HISTORY,
     )
-    fp8_interval: int = key(
+    fp8_interval: int = delayed_key(
         1,
         "Updates of the amax history (one for each microbatch) from one new scale to the next.",
         nemo=1,
-        group="delayed_scaling",
         spec="precision.fp8.interval",
         valid=between(*UPDATES),
-        needs=WITH_HISTORY,
     )
-    fp8_amax_history_len: int = key(
+    fp8_amax_history_len: int = delayed_key(
         1024,
         "Length of the amax history from which a delayed scale is computed, in updates.",
         nemo=1024,
-        group="delayed_scaling",
         spec="precision.fp8.amax_history_len",
         valid=between(*UPDATES),
         needs=needs("model.fp8_amax_compute_algo", "max"),
     )
-    fp8_amax_compute_algo: str = key(
+    fp8_amax_compute_algo: str = delayed_key(
         "max",
         "The amax that a delayed scale is computed from: the largest in the history (`max`), or "
         "the newest (`most_recent`).",
         nemo="max",
-        group="delayed_scaling",
         spec="precision.fp8.amax_compute_algo",
         valid=one_of("max", "most_recent"),
-        needs=WITH_HISTORY,
     )
-    reduce_amax: bool = key(
+    reduce_amax: bool = delayed_key(
         True,
         "Compute delayed scales from the largest amax over all ranks of a pipeline stage. False: "
         "each rank has its own scales.",
         nemo=True,
-        group="delayed_scaling",
         spec="precision.fp8.reduce_amax",
         needs=both_needs(WITH_HISTORY, AMAX_RANKS),
     )
-    tp_only_amax_red: bool = key(
+    tp_only_amax_red: bool = delayed_key(
         False,
         "Reduce amaxes over tensor- and context-parallel ranks only, so that each replica has its "
         "own scales.",
-        group="delayed_scaling",
         spec="parallel.tp_only_amax_red",
         needs=both_needs(needs("model.reduce_amax", True), REPLICAS),
     )
-    fp8_recipe: str = key(
+    fp8_recipe: str = fp8_key(
         DEFAULT_RECIPE,
         f"What scales are computed from: {_explained()}. A recipe of your own is named by its file "
         "or module.",
-        group="fp8",
         valid=Valid(
             f"{', '.join(RECIPES)}, or a recipe of your own: path/to/file.py:Class or "
             "package.module:Class",
@@ -244,94 +231,76 @@ class Precision:
             suggestion="A recipe of your own is named by its file (docs/guide/own_recipe.md)",
             why=problem,
         ),
-        needs=FP8,
     )
-    fp4_disable_rht: bool = key(
+    fp4_disable_rht: bool = fp8_key(
         False,
         "Do not rotate the operands of weight gradients (random Hadamard transform).",
-        group="fp8",
         needs=_needs_recipe(lambda traits: "rht" in traits.options),
     )
-    fp4_disable_stochastic_rounding: bool = key(
+    fp4_disable_stochastic_rounding: bool = fp8_key(
         False,
         "Round output gradients to nearest.",
-        group="fp8",
         needs=_needs_recipe(lambda traits: "sr" in traits.options),
     )
-    fp4_disable_2d_quantization: bool = key(
+    fp4_disable_2d_quantization: bool = fp8_key(
         False,
         "Let 1 x 16 elements of a weight share a scale along each product's sum, and not 16 x 16.",
-        group="fp8",
         needs=_needs_recipe(lambda traits: "2d" in traits.options),
     )
-    fp8_power_2_scale: bool | None = key(
+    fp8_power_2_scale: bool | None = fp8_key(
         None,
         "Round scales down to powers of two. `null`: True for "
         f"{_quoted(lambda traits: traits.power_2 == 'on')}, False for "
         f"{_quoted(lambda traits: traits.power_2 == 'off')}, as in the libraries that define these "
         "recipes.",
-        group="fp8",
         needs=CURRENT,
     )
-    fp8_params: bool = key(
+    fp8_params: bool = fp8_key(
         False,
         "Keep the weights of linears in FP8 only, with FP32 master weights in the optimizer.",
-        group="fp8",
         spec="precision.fp8.params_in_fp8",
-        needs=FP8,
     )
-    fp8_wgrad: bool = key(
-        True, "Compute weight gradients with FP8 products.", group="fp8", needs=FP8
-    )
-    override_linear_precision: list[bool] = key(
+    fp8_wgrad: bool = fp8_key(True, "Compute weight gradients with FP8 products.")
+    override_linear_precision: list[bool] = fp8_key(
         [False, False, False],
         "Which products stay in high precision: `[output, input gradient, weight gradient]`.",
-        group="fp8",
         valid=Valid("three of True and False", lambda v: len(v) == 3),
-        needs=FP8,
     )
-    fp8_split_accumulator: list[bool] | None = key(
+    fp8_split_accumulator: list[bool] | None = fp8_key(
         None,
         "Which products accumulate precisely on FP8 tensor cores, which can be slower: `[output, "
         "input gradient, weight gradient]`. On other hardware all products do. `null`: `[False, "
         "True, True]`, and all three with Transformer Engine's `blockwise`, which has no choice.",
-        group="fp8",
         valid=or_null(Valid("three of True and False", lambda v: len(v) == 3)),
         needs=both_needs(FP8, ON_GPUS),
     )
-    first_last_layers_bf16: bool = key(
+    first_last_layers_bf16: bool = fp8_key(
         False,
         "Keep the first and the last layers in `trainer.precision`.",
-        group="fp8",
-        needs=FP8,
     )
-    num_layers_at_start_in_bf16: int = key(
+    num_layers_at_start_in_bf16: int = fp8_key(
         1,
         "Number of first layers that `first_last_layers_bf16` keeps out of FP8.",
-        group="fp8",
         valid=at_least(0),
         needs=FIRST_LAST,
     )
-    num_layers_at_end_in_bf16: int = key(
+    num_layers_at_end_in_bf16: int = fp8_key(
         1,
         "Number of last layers that `first_last_layers_bf16` keeps out of FP8.",
-        group="fp8",
         valid=at_least(0),
         needs=FIRST_LAST,
     )
-    fp8_modules: list[str] = key(
+    fp8_modules: list[str] = fp8_key(
         [],
         "Rules `PATTERN:CHOICE` that give linears, by name, another recipe or `high_precision`; "
         "the first matching rule applies. Linears are named `layers.N.attention.qkv`, "
         "`.attention.projection`, `.mlp.fc1` and `.mlp.fc2`; a pattern that matches none is "
         "refused. Example: `*.mlp.fc2:high_precision`.",
-        group="fp8",
         valid=Valid(
             "a list of PATTERN:CHOICE", lambda v: modules_problem(v) is None, why=modules_problem
         ),
-        needs=FP8,
     )
-    precision_schedule: Any = key(
+    precision_schedule: Any = fp8_key(
         [],
         "Changes of precision within a run, as a list of `{from: START, recipe: NAME}`. START "
         "counts finished steps (`800`), or is a fraction of the run (`0.85`). NAME is a recipe, "
@@ -340,7 +309,6 @@ class Precision:
         "`grad_input`, `grad_weight`, `forward` and `backward` (otherwise all). Later entries win. "
         "A run that continues keeps the steps that its fractions had, and may have other entries "
         "from its step on.",
-        group="fp8",
         kind="policy",
         valid=Valid(
             "a list of {from, modules, products, recipe}",
@@ -348,112 +316,94 @@ class Precision:
             why=schedule_problem,
         ),
         spelling=spell_schedule,
-        needs=FP8,
     )
-    use_autocast_during_eval: bool = key(
+    use_autocast_during_eval: bool = fp8_key(
         True,
         "Validate in FP8, with the scales of training. False: validate in `trainer.precision`.",
-        group="fp8",
         spec="precision.fp8.fp8_in_evaluation",
-        needs=FP8,
     )
-    fp8_health: str = key(
+    fp8_health: str = health_key(
         "auto",
         "What is recorded of each FP8 tensor at log steps, in health.jsonl and the trackers: its "
         "amax and scale (`scales`), also underflow, overflow and signal-to-noise ratio (`full`), "
         "or nothing (`off`). `auto`: `scales` if the backend exposes them. With `full`, a log "
         "step takes about three times as long on a CPU.",
-        group="health",
         valid=one_of("auto", "off", "scales", "full"),
         needs=FP8,
     )
-    fp8_health_max_underflow: float = key(
+    fp8_health_max_underflow: float = health_key(
         0.5,
         "Largest fraction of a tensor's non-zero values that may become zero in the cast without a "
         "warning.",
-        group="health",
         spec="observe.health.max_underflow",
         valid=between(0, 1),
-        needs=MEASURES,
     )
-    fp8_health_max_overflow: float = key(
+    fp8_health_max_overflow: float = health_key(
         0.01,
         "Largest fraction of a tensor's values that may saturate in the cast without a warning.",
-        group="health",
         spec="observe.health.max_overflow",
         valid=between(0, 1),
-        needs=MEASURES,
     )
-    fp8_health_min_snr_db: float = key(
+    fp8_health_min_snr_db: float = health_key(
         5.0,
         "Smallest signal-to-noise ratio of a tensor's worst row without a warning, in decibels.",
-        group="health",
         spec="observe.health.min_snr_db",
         valid=between(-200, 200),
-        needs=MEASURES,
     )
-    fp8_accuracy_check: str = key(
+    fp8_accuracy_check: str = health_key(
         "off",
         "`warn`: say where FP8 costs accuracy by a fixed criterion, for which linears, and with "
         "which `model.precision_schedule` the run could be continued without these. With "
         "`fp8_health=full` it compares the norm of each weight's gradient with the noise of its "
         "casts (arXiv 2505.19115); with `scales` it has the amaxes and scales of `delayed` alone. "
         "It never changes a run.",
-        group="health",
         spec="observe.health.accuracy_check",
         valid=one_of("off", "warn"),
         needs=JUDGED,
     )
-    pad_inner_dim: bool = key(
+    pad_inner_dim: bool = fp8_key(
         False,
         "Allow sizes that are not multiples of 16, which FP8 tensor cores need; operands are then "
         "padded with zeros.",
-        group="fp8",
         spec="precision.fp8.pad_inner_dim",
-        needs=FP8,
     )
-    fp8_backend: str = key(
+    fp8_backend: str = backends_key(
         "auto",
         "Backend that runs the layers. `native`: our own, on any device. `te`: Transformer Engine, "
         "with BF16 too; on a CPU its Python code runs with emulated kernels. `torchao`: torchao's "
         "linears. `auto`: `te` on a GPU if the package is installed and its layers can run the "
         "job, otherwise `native`.",
-        group="backends",
         valid=one_of("auto", "native", "te", "torchao"),
     )
-    te_version: str | None = key(
+    te_version: str | None = backends_key(
         None,
         "With `fp8_backend=te` on a CPU: the version of Transformer Engine whose Python code is "
         "downloaded and runs. `null`: 2.12.0. On a GPU the installed version runs.",
-        group="backends",
         spec="precision.te_version",
     )
-    ub_tp_comm_overlap: bool = key(
+    ub_tp_comm_overlap: bool = backends_key(
         False,
         "On a GPU, let Transformer Engine overlap the messages of sequence parallelism with "
         "products, through its user buffers. This has not run on a GPU yet.",
         nemo=False,
-        group="backends",
         spec="precision.user_buffers",
         needs=both_needs(
             needs("model.fp8_backend", "te"),
             both_needs(needs("model.sequence_parallel", True), ON_GPUS),
         ),
     )
-    fp8_dot_product_attention: bool = key(
+    fp8_dot_product_attention: bool = backends_key(
         False,
         "On a GPU, let Transformer Engine compute the products of attention in FP8 "
         "(`fp8_dpa` of its recipe), with cuDNN. This has not run on a GPU yet.",
-        group="backends",
         kind="model",
         needs=IN_TE_S_FP8,
         never_idle=True,
     )
-    fp8_multi_head_attention: bool = key(
+    fp8_multi_head_attention: bool = backends_key(
         False,
         "On a GPU, let Transformer Engine's QKV linear and output projection exchange FP8 tensors "
         "with attention (`fp8_mha` of its recipe). This has not run on a GPU yet.",
-        group="backends",
         kind="model",
         needs=both_needs(IN_TE_S_FP8, needs("model.fp8_dot_product_attention", True)),
         never_idle=True,

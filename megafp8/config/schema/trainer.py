@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from omegaconf import MISSING
 
@@ -27,31 +28,34 @@ from megafp8.config.values import (
 MOST_BATCHES = 2**53
 
 
+# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+length_key = partial(key, group="length")
+failures_key = partial(key, group="failures")
+ranks_key = partial(key, group="ranks")
+
+
 @dataclass
 class Trainer:
     """Define the keys below `trainer`: devices, precision, length, logging and restarts."""
 
-    devices: int = key(
+    devices: int = ranks_key(
         1,
         "Number of ranks (processes) on each node.",
         nemo=1,
-        group="ranks",
         spec="parallel.devices_per_node",
         valid=at_least(1, MAX_RANKS),
     )
-    num_nodes: int = key(
+    num_nodes: int = ranks_key(
         1,
         "Number of nodes.",
         nemo=1,
-        group="ranks",
         spec="parallel.num_nodes",
         valid=at_least(1, MAX_RANKS),
     )
-    accelerator: str = key(
+    accelerator: str = ranks_key(
         "auto",
         "Device of the run. `auto`: the GPU if there is one, otherwise the CPU.",
         nemo="gpu",
-        group="ranks",
         spec="parallel.accelerator",
         valid=one_of("auto", "cpu", "gpu"),
     )
@@ -68,21 +72,19 @@ class Trainer:
         ),
         spelling=spell_precision,
     )
-    max_steps: int = key(
+    max_steps: int = length_key(
         MISSING,
         "Number of optimizer steps of the whole run.",
         nemo=100000,
-        group="length",
         kind="length",
         valid=at_least(1),
     )
-    max_epochs: int | None = key(
+    max_epochs: int | None = length_key(
         None,
         "Number of times that fine-tuning reads all its examples. The start of the run says how "
         "many steps these are; they take the place of the job's own `trainer.max_steps`, and if "
         "that is given too, the run ends at what comes first. `null` and -1: `trainer.max_steps`.",
         nemo=-1,
-        group="length",
         kind="length",
         valid=Valid("null, -1 or at least 1", lambda v: v is None or v == -1 or 1 <= v <= 2**31),
         needs=OF_EXAMPLES,
@@ -97,21 +99,19 @@ class Trainer:
         spec="train.log_every_n_steps",
         valid=at_least(1),
     )
-    val_check_interval: int = key(
+    val_check_interval: int = length_key(
         MISSING,
         "Steps between two validations.",
         nemo=100,
-        group="length",
         spec="train.val_check_interval",
         valid=at_least(1),
     )
-    limit_val_batches: int | float | None = key(
+    limit_val_batches: int | float | None = length_key(
         None,
         "Number of global batches in each validation, or with a decimal point the share of the "
         "validation split's, as in Lightning: 1.0 is all of them. `null`: 8 during training, and "
         "the whole split at the end of the run. 0: no validation at all.",
         nemo=50,
-        group="length",
         valid=Valid(
             "a whole number from 0, a share from 0.0 to 1.0, or null",
             lambda v: v is None or 0 <= v <= (1.0 if isinstance(v, float) else MOST_BATCHES),
@@ -126,23 +126,21 @@ class Trainer:
         group="optimizer",
         valid=or_null(at_least(0)),
     )
-    max_time: int | float | str | None = key(
+    max_time: int | float | str | None = length_key(
         None,
         "Time in which this start of the run saves a checkpoint and ends, with exit code 75, as "
         '"DD:HH:MM:SS", "HH:MM:SS" or seconds. The same command continues the run. `null`: no '
         "limit.",
-        group="length",
         kind="policy",
         spec="train.max_time_seconds",
         valid=Valid('seconds above 0, "DD:HH:MM:SS", "HH:MM:SS", or null', is_interval),
         spelling=parse_interval_seconds,
     )
-    step_timeout: float | None = key(
+    step_timeout: float | None = failures_key(
         None,
         "Seconds without progress of a rank after which the run prints stack traces and ends. Set "
         "more than the longest step, validation or save takes. `null`: no limit, but in a Slurm "
         "job 20 times the longest step, and 10 minutes at least. 0: no limit.",
-        group="failures",
         spec="parallel.step_timeout_seconds",
         valid=or_null(at_least(0, 10**9)),
     )
@@ -155,44 +153,39 @@ class Trainer:
         valid=one_of("norm", "value"),
         needs=needs_above("trainer.gradient_clip_val", 0),
     )
-    nonfinite_policy: str = key(
+    nonfinite_policy: str = failures_key(
         "stop",
         "What happens at a NaN or infinity in loss or gradients: end the run (`stop`), skip the "
         "step (`skip`), or continue from the last checkpoint (`rollback`).",
-        group="failures",
         spec="train.nonfinite_policy",
         valid=one_of("stop", "skip", "rollback"),
     )
-    max_restarts: int = key(
+    max_restarts: int = failures_key(
         0,
         "How often a run is restarted from its newest checkpoint after a rank died or hung. Three "
         "starts in a row without a new checkpoint end the run. In a Slurm job: how many restarts "
         "in a row without one. With torchrun alone, use its `--max-restarts`.",
-        group="failures",
         spec="train.max_restarts",
         valid=at_least(0),
     )
-    fast_dev_run: bool | int = key(
+    fast_dev_run: bool | int = length_key(
         False,
         "Run a trial of this many steps; True is one. It validates on as many global batches, and "
         "writes neither checkpoints nor logs of trackers, in a directory of its own.",
-        group="length",
         kind="length",
         valid=Valid("True, False or a number of steps", lambda v: v >= 0),
         spelling=int,
     )
-    overfit_batches: int = key(
+    overfit_batches: int = length_key(
         0,
         "Train repeatedly on this many first global batches. 0: all data.",
-        group="length",
         kind="data",
         spec="train.overfit_batches",
         valid=at_least(0),
     )
-    num_sanity_val_steps: int = key(
+    num_sanity_val_steps: int = length_key(
         0,
         "Number of global batches that are validated before the first step, to find errors early.",
-        group="length",
         spec="train.num_sanity_val_steps",
         valid=at_least(0),
     )
@@ -202,17 +195,15 @@ class Trainer:
         group="logs",
         spec="observe.progress_bar",
     )
-    deterministic: bool = key(
+    deterministic: bool = failures_key(
         False,
         "Let torch and cuBLAS refuse operations that have no deterministic algorithm.",
-        group="failures",
         kind="layout",
         spec="train.deterministic",
     )
-    memory_snapshot_on_oom: bool = key(
+    memory_snapshot_on_oom: bool = failures_key(
         False,
         "On a GPU: if memory runs out, write a snapshot of its use into the run's directory.",
-        group="failures",
         kind="logging",
         spec="profile.memory_snapshot_on_oom",
         needs=needs("trainer.accelerator", "gpu", "auto"),
