@@ -60,7 +60,7 @@ class JournaledConsole(Console):
         self._directory = directory
         self._warned = False
         self._step: Callable[[], int] = lambda: 0  # `follow` sets it when there is a step
-        self._log: PlainConsole | None = None
+        self._log = Console()  # which shows nothing
         try:
             self._stream = open(directory / CONSOLE_FILE, "a", encoding="utf-8", errors="replace")
             self._log = PlainConsole(self._stream)
@@ -74,7 +74,7 @@ class JournaledConsole(Console):
 
         The error of a run that failed is kept in console.log too; the command itself shows it.
         """
-        if kind == "failed" and self._log is not None:
+        if kind == "failed":
             self._log.event(f"error: {text}")
         self._append(EVENTS_FILE, redacted({"kind": kind, "text": text, **more}))
 
@@ -85,8 +85,7 @@ class JournaledConsole(Console):
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Show a text that the model wrote after `prompt`, and append it to samples.jsonl."""
         self._shown.sample(step, prompt, text)
-        if self._log is not None:
-            self._log.sample(step, prompt, text)
+        self._log.sample(step, prompt, text)
         # What a model writes has names of secrets as well; it knows none of their values.
         texts = {"prompt": hide_values(prompt), "text": hide_values(text)}
         self._append(SAMPLES_FILE, texts)
@@ -110,26 +109,22 @@ class JournaledConsole(Console):
     def start(self, total_steps: int, first_step: int = 0) -> None:
         """Begin to show and to keep a run."""
         self._shown.start(total_steps, first_step)
-        if self._log is not None:
-            self._log.start(total_steps, first_step)
+        self._log.start(total_steps, first_step)
 
     def header(self, lines: Sequence[str]) -> None:
         """Show and keep lines that describe the run."""
         self._shown.header(lines)
-        if self._log is not None:
-            self._log.header(lines)
+        self._log.header(lines)
 
     def settings(self, settings: Sequence[Mapping[str, object]]) -> None:
         """Show and keep the settings that are not the default job's."""
         self._shown.settings(settings)
-        if self._log is not None:
-            self._log.settings(settings)
+        self._log.settings(settings)
 
     def step(self, report: StepReport) -> None:
         """Show and keep the numbers of a step."""
         self._shown.step(report)
-        if self._log is not None:
-            self._log.step(report)
+        self._log.step(report)
         if report.notes:
             self.record("skipped", "; ".join(report.notes))
 
@@ -148,15 +143,13 @@ class JournaledConsole(Console):
 
     def validation(self, result: Validation) -> None:
         """Show and keep the result of a validation."""
-        for console in (self._shown, self._log):
-            if console is not None:
-                console.validation(result)
+        self._shown.validation(result)
+        self._log.validation(result)
 
     def event(self, text: str, *, kind: str = "note") -> None:
         """Show a line about an event, and record it."""
         self._shown.event(text)
-        if self._log is not None:
-            self._log.event(text)
+        self._log.event(text)
         self.record(kind, text)
 
     def answer(self, text: str) -> None:
@@ -166,20 +159,18 @@ class JournaledConsole(Console):
     def warn(self, text: str) -> None:
         """Show a warning, and record it."""
         self._shown.warn(text)
-        if self._log is not None:
-            self._log.warn(text)
+        self._log.warn(text)
         self.record("warning", text)
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
         """Show and keep the table at the end of a run."""
         self._shown.finish(rows, lines)
-        if self._log is not None:
-            self._log.finish(rows, lines)
+        self._log.finish(rows, lines)
 
     def close(self) -> None:
         """Close console.log; the console that shows everything stays open. It is safe to repeat."""
-        if self._log is not None:
-            self._log = None
+        if isinstance(self._log, PlainConsole):
+            self._log = Console()
             try:
                 self._stream.close()
             except OSError as error:
