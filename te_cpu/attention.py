@@ -63,24 +63,6 @@ def scaled_softmax_backward(
     return found.to(output_grad_.dtype)
 
 
-def scaled_masked_softmax_backward(
-    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    return scaled_softmax_backward(output_grad_, softmax_results_, scale_factor)
-
-
-def scaled_upper_triang_masked_softmax_backward(
-    output_grads_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    return scaled_softmax_backward(output_grads_, softmax_results_, scale_factor)
-
-
-def scaled_aligned_causal_masked_softmax_backward(
-    output_grad_: torch.Tensor, softmax_results_: torch.Tensor, scale_factor: float
-) -> torch.Tensor:
-    return scaled_softmax_backward(output_grad_, softmax_results_, scale_factor)
-
-
 def fused_rope_forward(
     input: torch.Tensor,
     freqs: torch.Tensor,
@@ -221,11 +203,8 @@ KERNELS = (
     scaled_softmax_forward,
     scaled_softmax_backward,
     scaled_masked_softmax_forward,
-    scaled_masked_softmax_backward,
     scaled_upper_triang_masked_softmax_forward,
-    scaled_upper_triang_masked_softmax_backward,
     scaled_aligned_causal_masked_softmax_forward,
-    scaled_aligned_causal_masked_softmax_backward,
     fused_rope_forward,
     fused_rope_backward,
     convert_thd_to_bshd,

@@ -58,6 +58,8 @@ def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     topics = (quantize, gemm, norms, activations, attention, updates, masters)
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}
+    for masked in ("masked_", "upper_triang_masked_", "aligned_causal_masked_"):
+        by_name[f"scaled_{masked}softmax_backward"] = attention.scaled_softmax_backward
     if version < (2, 10):
         by_name["fused_rope_backward"] = attention.fused_rope_backward_to_2_9
     return by_name
