@@ -296,24 +296,15 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--config-dir", "-cd", "--config-path", "-cp", type=Path)
     parser.add_argument("--config-name", "-cn", default=config_name)
     parser.add_argument("--multirun", "-m", action="store_true")
-    parser.add_argument("--help", "-h", action="store_true")
-    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--help", "-h", action="store_true", dest="show_help")
+    parser.add_argument("--cfg", "-c", choices=["job"], dest="show_config")
     parser.add_argument("--resolve", action="store_true")
-    parser.add_argument("--version", action="store_true")
+    parser.add_argument("--version", action="store_true", dest="show_version")
     parser.add_argument(TRUST, action="store_true", dest="trusts_recipes")
     parsed = parser.parse_intermixed_args(list(argv))
     refuse_repeated(parsed.overrides)
-    return Options(
-        overrides=tuple(parsed.overrides),
-        config_dir=parsed.config_dir,
-        config_name=parsed.config_name,
-        multirun=parsed.multirun,
-        show_help=parsed.help,
-        show_config=parsed.cfg is not None,
-        resolve=parsed.resolve,
-        show_version=parsed.version,
-        trusts_recipes=parsed.trusts_recipes,
-    )
+    parsed.overrides, parsed.show_config = tuple(parsed.overrides), parsed.show_config is not None
+    return Options(**vars(parsed))
 
 
 def refuse_secrets_in_command(words: Sequence[str]) -> None:
