@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, counted, nearest_multiples
@@ -30,31 +31,15 @@ def _lr_falls(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.optim.sched.warmup_steps", "model.optim.sched.warmup_ratio")
-def _one_warmup(v: Values) -> Iterator[Finding]:
-    yield from _steps_or_ratio(v, "warmup")
-
-
-@rule("model.optim.sched.constant_steps", "model.optim.sched.constant_ratio")
-def _one_constant(v: Values) -> Iterator[Finding]:
-    yield from _steps_or_ratio(v, "constant")
-
-
-@rule("model.optim.sched.hold_steps", "model.optim.sched.hold_ratio")
-def _one_hold(v: Values) -> Iterator[Finding]:
-    yield from _steps_or_ratio(v, "hold")
-
-
-@rule("model.optim.sched.wsd_decay_steps", "model.optim.sched.wsd_decay_ratio")
-def _one_wsd_decay(v: Values) -> Iterator[Finding]:
-    yield from _steps_or_ratio(v, "wsd_decay")
-
-
 def _steps_or_ratio(v: Values, part: str) -> Iterator[Finding]:
     steps, ratio = f"{_SCHED}.{part}_steps", f"{_SCHED}.{part}_ratio"
     # The default of constant_steps is 0, not null.
     if v[ratio] is not None and v[steps] not in ((None, 0) if part == "constant" else (None,)):
         yield Finding(ratio, f"{steps}={v[steps]} is given too", "Leave one of the two out")
+
+
+for _part in ("warmup", "constant", "hold", "wsd_decay"):
+    rule(f"{_SCHED}.{_part}_steps", f"{_SCHED}.{_part}_ratio")(partial(_steps_or_ratio, part=_part))
 
 
 @rule(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from megafp8.config.checks.model import TP, tp_divides
 from megafp8.config.keys import Values
@@ -236,14 +237,8 @@ def _reduction_is_one(v: Values) -> Iterator[Finding]:
 # --- tensor, sequence and context parallelism -----------------------------------------------------
 
 
-@rule("model.num_attention_heads", "model.tensor_model_parallel_size")
-def _tp_divides_heads(v: Values) -> Iterator[Finding]:
-    yield from tp_divides(v, "model.num_attention_heads")
-
-
-@rule("model.ffn_hidden_size", "model.tensor_model_parallel_size")
-def _tp_divides_ffn(v: Values) -> Iterator[Finding]:
-    yield from tp_divides(v, "model.ffn_hidden_size")
+for _size in ("model.num_attention_heads", "model.ffn_hidden_size"):
+    rule(_size, TP)(partial(tp_divides, key=_size))
 
 
 @rule("model.make_vocab_size_divisible_by", "model.override_vocab_size", TP)
