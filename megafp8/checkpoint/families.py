@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megafp8.config.keys import (
     MAX_HEADS,
@@ -104,37 +104,6 @@ _NULL_IS_A_VALUE = frozenset(
     """.split()
 )
 """The keys that a family writes and that may be null, which stands for what follows from others."""
-
-
-class Family(Protocol):
-    """Describe a family of models: its name in `model_type`, and its keys both ways."""
-
-    @property
-    def name(self) -> str:
-        """Return the family in `model_type`."""
-        ...
-
-    @property
-    def also_reads(self) -> frozenset[str]:
-        """Return the keys that the family knows beside those that it writes."""
-        ...
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Return other names of keys that it writes; they may stand beside these, and be equal."""
-        ...
-
-    def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
-        """Return the keys of a model. One that it cannot express is another when read back."""
-        ...
-
-    def from_keys(self, c: Fields, file: Path) -> GPTSpec:
-        """Return the model of some keys; errors name the key."""
-        ...
-
-    def notes(self, c: Fields) -> list[str]:
-        """Return what the user should know of how keys that have been accepted were read."""
-        ...
 
 
 def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
@@ -445,6 +414,12 @@ def _first_with_window(windows: Sequence[int | None]) -> int:
     """Return the first layer with a window."""
     return next(layer for layer, window in enumerate(windows) if window is not None)
 
+
+Family = Gpt2 | Decoder
+"""A family of models. `to_keys` returns the keys of a model; one that the family cannot express is
+another when read back. `from_keys` returns the model of some keys, and its errors name the key.
+`notes` says how accepted keys were read. `also_reads` are keys that the family knows beside those
+that it writes, and `aliases` other names of those, which may stand beside them and be equal."""
 
 FAMILIES: dict[str, Family] = {
     family.name: family

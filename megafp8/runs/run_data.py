@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from megafp8.data.blend import BlendedSamples
 from megafp8.data.dataset import record_file
 from megafp8.data.indexed import dataset_path, require_files
 from megafp8.data.instructions import PreparedInstructions, prepare_instructions
-from megafp8.data.loader import DocumentRules
-from megafp8.data.mock import open_mock
+from megafp8.data.mock import MockData, open_mock
 from megafp8.data.named_tokenizers import configured_tokenizer
 from megafp8.data.prepare import PreparedData, prepare
 from megafp8.data.samples import FiniteSource, SampleSource
@@ -29,77 +24,8 @@ from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA, SeparateSplits
 _DATASETS_SHOWN = 6
 
 
-class RunData(Protocol):
-    """Describes what a run reads of its data; `megafp8.data.prepare.PreparedData` explains it."""
-
-    @property
-    def train(self) -> SampleSource:
-        """Return the endless training stream."""
-        ...
-
-    @property
-    def validation(self) -> FiniteSource:
-        """Return the samples of a run's last validation."""
-        ...
-
-    @property
-    def periodic_validation(self) -> FiniteSource:
-        """Return the samples that validation during training draws from."""
-        ...
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer of all the data."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the tokenizer's vocabulary size, before padding."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a hash of the data's content, without paths and times."""
-        ...
-
-    @property
-    def rules(self) -> DocumentRules | None:
-        """Return the rules for the ends of documents; None applies none."""
-        ...
-
-    @property
-    def num_train_tokens(self) -> int:
-        """Return the tokens that an epoch of training predicts."""
-        ...
-
-    @property
-    def num_validation_tokens(self) -> int:
-        """Return the tokens of the validation split."""
-        ...
-
-    @property
-    def num_final_tokens(self) -> int:
-        """Return the tokens that a run's last validation predicts."""
-        ...
-
-    def validation_tokens(self) -> NDArray[np.int64]:
-        """Return the tokens that the last validation predicts, in order."""
-        ...
-
-    def validation_text(self) -> bytes:
-        """Return the text of these tokens, without the ends of documents."""
-        ...
-
-    def validation_prompt(self, num_tokens: int) -> list[int]:
-        """Return the tokens that a sample of the model's text continues.
-
-        They are at most `num_tokens` of a text, and may be more of an example's prompt.
-        """
-        ...
-
-    def train_token_counts(self) -> NDArray[np.int64]:
-        """Return how often each token is predicted in training, [vocab_size]."""
-        ...
+RunData = PreparedData | PreparedInstructions | MockData
+"""What a run reads of its data; `megafp8.data.prepare.PreparedData` explains it."""
 
 
 def warnings_of(spec: DataSpec, data: RunData) -> list[str]:
