@@ -34,26 +34,24 @@ Params = tuple[nn.Parameter, nn.Parameter | None]
 """A linear's weight [O, I] and bias [O] as its module has them in a forward pass."""
 
 
-class LinearComm(Protocol):
+class LinearComm:
     """Exchange the tensors that cross ranks around the three GEMMs of one linear.
 
     T is the number of tokens of this rank's input, I the in features and O the out features of its
     part of the weight. Each method says when it is called. No method records anything for autograd,
-    since the linear has its own backward pass. `NoComm` is the implementation for one rank;
-    `parallel.tensor` and `parallel.sequence` have those for several.
+    since the linear has its own backward pass. This class exchanges nothing, as one rank does;
+    `parallel.tensor` and `parallel.sequence` have those for several ranks.
     """
 
-    @property
-    def sums_output(self) -> bool:
-        """Whether the ranks' outputs are summed, because each rank has a part of I.
+    sums_output = False
+    """Whether the ranks' outputs are summed, because each rank has a part of I.
 
-        The bias is then added once, after `reduce_output`.
-        """
-        ...
+    The bias is then added once, after `reduce_output`.
+    """
 
     def tokens_out(self, tokens_in: int) -> int:
         """Return the number of the output's tokens, given `tokens_in` of this rank's input."""
-        ...
+        return tokens_in
 
     def gather_input(self, input_TI: Operand) -> Operand:
         """Return the tokens of all ranks, given this rank's input [T, I].
@@ -63,7 +61,7 @@ class LinearComm(Protocol):
         `grad_weight`, so that only this rank's tokens are kept in between. The result is [ranks *
         T, I], or the argument itself where every rank has all tokens.
         """
-        ...
+        return input_TI
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return the linear's output, given the product's result on this rank, before the bias.
@@ -71,7 +69,7 @@ class LinearComm(Protocol):
         It is called after the product for `output`, and sums over ranks where `sums_output` is set.
         The result has `tokens_out` tokens, and O features.
         """
-        ...
+        return output_TO
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
         """Return the output gradient of all ranks' tokens, given this rank's.
@@ -81,7 +79,7 @@ class LinearComm(Protocol):
         ranks in FP8 if it is quantized. The result is the argument itself where every rank has all
         tokens.
         """
-        ...
+        return grad_output_TO
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
         """Start to sum the input gradient over ranks; `wait` of the result returns the sum, [T, I].
@@ -90,7 +88,7 @@ class LinearComm(Protocol):
         `gather_input` returned. The linear computes the weight gradient before it waits, so that
         reduction and product overlap.
         """
-        ...
+        return Pending(grad_input_TI)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
         """Return a function that takes the maximum over the ranks that hold parts of a tensor.
@@ -99,7 +97,7 @@ class LinearComm(Protocol):
         `role`, 0-d FP32. None says that this rank holds the whole tensor. `reduce_max` is called
         when the linear is built, once for each tensor with current scaling.
         """
-        ...
+        return None
 
     def reduce_columns(self, role: Role) -> ReduceMax | None:
         """Return a function that takes the maximum over ranks that divide a tensor's tokens.
@@ -108,52 +106,18 @@ class LinearComm(Protocol):
         features]. None says that this rank has all tokens of its columns. It is called when the
         linear is built.
         """
-        ...
+        return None
 
     def token_order(self, role: Role) -> TokenOrder:
         """Return which tokens this rank quantizes of `input` or of `grad_output`.
 
         Random bytes are drawn by it. It is called when the linear is built.
         """
-        ...
-
-
-class NoComm:
-    """Exchange nothing: the linear lives on one rank."""
-
-    sums_output = False
-
-    def tokens_out(self, tokens_in: int) -> int:
-        """Return `tokens_in`: the output has the input's tokens."""
-        return tokens_in
-
-    def gather_input(self, input_TI: Operand) -> Operand:
-        """Return the input itself."""
-        return input_TI
-
-    def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
-        """Return the output itself."""
-        return output_TO
-
-    def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
-        """Return the output gradient itself."""
-        return grad_output_TO
-
-    def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
-        """Return the input gradient as a reduction that is over already."""
-        return Pending(grad_input_TI)
-
-    def reduce_max(self, role: Role) -> ReduceMax | None:
-        """Return None: this rank holds every tensor whole."""
-        return None
-
-    def reduce_columns(self, role: Role) -> ReduceMax | None:
-        """Return None: this rank has all tokens."""
-        return None
-
-    def token_order(self, role: Role) -> TokenOrder:
-        """Return that the tokens are not divided."""
         return TokenOrder()
+
+
+NoComm = LinearComm
+"""The exchange of one rank: none."""
 
 
 class Linear(nn.Module):
@@ -230,12 +194,10 @@ class LinearWork(Protocol):
     @property
     def comm(self) -> LinearComm:
         """Return what exchanges tensors with other ranks."""
-        ...
 
     @property
     def sink(self) -> GradSink:
         """Return what takes the gradients of weight and bias."""
-        ...
 
 
 class GradOutput(NamedTuple):
