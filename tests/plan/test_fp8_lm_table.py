@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.plan import flops_per_token, gemm_flops_per_token
+from megafp8.plan.flops import flops_per_token, gemm_flops_per_token
 from megafp8.plan.memory import all_ranks, rank_memory
 from megafp8.plan.traffic import rank_traffic
 from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec, StorageSpec

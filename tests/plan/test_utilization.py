@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.plan import gemm_flops_per_token
+from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN
 from megafp8.plan.time import model_flops_utilization
 from megafp8.plan.utilization import (

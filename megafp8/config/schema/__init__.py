@@ -32,15 +32,6 @@ from megafp8.config.schema.parallel import Parallel
 from megafp8.config.schema.precision import Precision
 from megafp8.config.schema.trainer import Trainer
 
-__all__ = [
-    "Config",
-    "Model",
-    "all_keys",
-    "all_sections",
-    "schema_tree",
-    "spec_fields",
-]
-
 
 @dataclass
 class Model(Precision, Architecture, Parallel):
