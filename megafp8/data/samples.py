@@ -39,7 +39,6 @@ class SampleSource(Protocol):
     @property
     def num_samples_per_epoch(self) -> int:
         """Return the number of samples after which the stream has read all its data once."""
-        ...
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
         """Return sample `index` >= 0 of the endless stream, [seq_length + 1]."""
@@ -68,12 +67,10 @@ class FiniteSource(Protocol):
     @property
     def num_samples(self) -> int:
         """Return the number of samples."""
-        ...
 
     @property
     def seq_length(self) -> int:
         """Return the number of tokens that a sample predicts."""
-        ...
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
         """Return sample `index` < num_samples, [seq_length + 1]; beyond the last token it is

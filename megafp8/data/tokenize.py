@@ -47,7 +47,6 @@ class Tokenizer(Protocol):
     @property
     def eod_id(self) -> int:
         """Return the number of the token that ends a document."""
-        ...
 
     @property
     def vocab_size(self) -> int:

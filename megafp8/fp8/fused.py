@@ -74,7 +74,6 @@ class Normalization(Protocol):
 
     def gain(self) -> torch.Tensor:
         """Return what normalized values are multiplied by; its gradient is the weight's too."""
-        ...
 
 
 @dataclass(frozen=True)

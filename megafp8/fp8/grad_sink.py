@@ -35,7 +35,6 @@ class ComputeGrad(Protocol):
 
     def __call__(self, into: GradSum | None, /) -> torch.Tensor:
         """Return the gradient, in any dtype, or `into.total` if it was added there already."""
-        ...
 
 
 @dataclass(slots=True)
@@ -115,7 +114,6 @@ class GradSink(Protocol):
 
         The sink decides when to call `compute`, which runs the GEMM of a weight gradient.
         """
-        ...
 
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
@@ -125,7 +123,6 @@ class GradSink(Protocol):
         `grad_TD[t]` belongs to row `rows_T[t]`. `rows_T` is int64; a row may occur several times,
         and its gradients are summed.
         """
-        ...
 
 
 class AutogradSink:

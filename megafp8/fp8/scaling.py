@@ -496,19 +496,15 @@ class NoScaling:
 
     def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
         """Do nothing."""
-        ...
 
     def return_to(self, step: int, tokens: Tokens) -> None:
         """Do nothing."""
-        ...
 
     def end_forward(self) -> None:
         """Do nothing."""
-        ...
 
     def end_backward(self) -> None:
         """Do nothing."""
-        ...
 
     def evaluation(self) -> AbstractContextManager[None]:
         """Return a context that does nothing."""

@@ -46,7 +46,6 @@ class WeightForm(Protocol):
 
         Otherwise the backward pass calls `operands` again, with the weight that is gathered for it.
         """
-        ...
 
     def operands(self, weight_OI: torch.Tensor, work: torch.dtype, num_tokens: int) -> Operands:
         """Return `weight_OI`, the module's parameter, as the products of a microbatch read it.
@@ -56,7 +55,6 @@ class WeightForm(Protocol):
         microbatch's number of tokens. `Operands.along_last` is for the product `output`,
         `along_first` for `grad_input`.
         """
-        ...
 
 
 class GatheredForm(Protocol):
@@ -65,7 +63,6 @@ class GatheredForm(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype to which a master is rounded before it is cast."""
-        ...
 
     def agree_on_scale(self, amax: torch.Tensor, part: torch.Tensor) -> None:
         """Fix the scale that `amax` of all ranks' parts leads to, until the next call.
@@ -73,11 +70,9 @@ class GatheredForm(Protocol):
         `amax` is 0-d FP32 and may be overwritten. `part` is this rank's part of the weight,
         rounded to the compute dtype.
         """
-        ...
 
     def bytes_of(self, part: torch.Tensor) -> torch.Tensor:
         """Return rows of the weight as bytes (uint8); `part` is rounded to the compute dtype."""
-        ...
 
     def receive(
         self, payload_PI: torch.Tensor, rows: int, dtype: torch.dtype, out: torch.Tensor | None
@@ -88,7 +83,6 @@ class GatheredForm(Protocol):
         place already, or None at the first call. FSDP frees the memory of the tensors that the
         first call returned until the next gather.
         """
-        ...
 
 
 @dataclass(frozen=True)

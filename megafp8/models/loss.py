@@ -82,7 +82,6 @@ class Matmul(Protocol):
         With `total`, the result is meant for this FP32 sum: it is FP32 where the device has such a
         product, and `total` itself if the product was added to it or (`is_first`) overwrote it.
         """
-        ...
 
 
 def plain_matmul(
@@ -118,7 +117,6 @@ class ChunkLoss(Protocol):
         grad_scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Return what `HeadLoss.loss_of_chunk` returns, or None where no such kernel runs."""
-        ...
 
 
 class HeadLoss(nn.Module):

@@ -22,15 +22,12 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the named `values` of `step`."""
-        ...
 
     def rewind(self, step: int) -> None:
         """Take note that training goes back, and that the steps after `step` come again."""
-        ...
 
     def close(self) -> None:
         """Write what is still in memory and release the files or the connection."""
-        ...
 
 
 class Background:

@@ -34,22 +34,18 @@ class Fp8Weights(Protocol):
     @property
     def params(self) -> Collection[nn.Parameter]:
         """Return these weights, in one order on all ranks."""
-        ...
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         """Return the dtype of the memory that the weight occupies."""
-        ...
 
     def move(self, param: nn.Parameter, place: torch.Tensor) -> None:
         """Let the weight occupy `place`, a flat tensor of that dtype."""
-        ...
 
     def store(self, parts: Iterable[MasterPart], shards: Axis) -> None:
         """Quantize this rank's parts by the scales of whole weights; all ranks call it together.
 
         The weights are complete once the ranks' places have been gathered.
         """
-        ...
 
 
 class WholeFp8Weights:

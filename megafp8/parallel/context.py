@@ -125,7 +125,6 @@ class HasLogits(Protocol):
         self, tokens_BS: torch.Tensor, *, position_ids_BS: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the logits of `tokens_BS`: [B, S] -> FP32 [B, S, V]."""
-        ...
 
 
 def whole_logits(model: HasLogits, tokens_BS: torch.Tensor, cp: Axis) -> torch.Tensor:

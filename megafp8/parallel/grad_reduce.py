@@ -27,24 +27,19 @@ class GradBucket(Protocol):
     @property
     def params(self) -> frozenset[nn.Parameter]:
         """Return the parameters whose gradients are in the bucket."""
-        ...
 
     @property
     def has_started(self) -> bool:
         """Whether the reduction has been started and not ended."""
-        ...
 
     def start(self, axis: Axis, dtype: torch.dtype) -> None:
         """Start the reduction; FP32 gradients are sent in `dtype`."""
-        ...
 
     def advance(self, axis: Axis) -> bool:
         """Take the next step of a started reduction; return whether there are more."""
-        ...
 
     def finish(self, axis: Axis) -> None:
         """Take all steps that are left, and wait until the sums are in their place."""
-        ...
 
 
 @dataclass

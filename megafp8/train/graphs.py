@@ -56,15 +56,12 @@ class Recorder(Protocol):
 
     def beside(self) -> AbstractContextManager[None]:
         """Return a context in which work that is not recorded runs as recorded work will."""
-        ...
 
     def record(self, function: Callable[[], torch.Tensor]) -> RecordedGraph:
         """Call the function once and record the kernels that it starts; none of them runs."""
-        ...
 
     def begin_again(self) -> None:
         """Give later recordings memory of their own; the earlier ones have been dropped."""
-        ...
 
 
 class CudaRecorder:
