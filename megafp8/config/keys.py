@@ -151,8 +151,9 @@ def key(
             the key has no effect, since elsewhere it would change numbers.
         defines_function: Whether a model with another value computes another function of the same
             weights, or has other weights. What changes training or roundings alone does not.
-        spec: The field of the `RunSpec` that has this value, as `optim.lr`. `resolve` reads a key
-            without one by its path, since fields follow from it and other keys together.
+        spec: The field of the `RunSpec` that has this value, as `optim.lr`; in `optim.*` the star
+            stands for the key's own name. `resolve` reads a key without one by its path, since
+            fields follow from it and other keys together.
     """
     metadata = {
         "help": help,
@@ -219,7 +220,8 @@ def keys_of(section: type[Any], prefix: str = "") -> dict[str, Key]:
         default = item.default
         if item.default_factory is not dataclasses.MISSING:
             default = item.default_factory()
-        keys[path] = Key(path, _type_text(hint), default, **item.metadata)
+        spec = (item.metadata["spec"] or "").replace("*", item.name) or None
+        keys[path] = Key(path, _type_text(hint), default, **{**item.metadata, "spec": spec})
     return keys
 
 

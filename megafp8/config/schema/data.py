@@ -69,63 +69,58 @@ def _is_splits(value: object) -> bool:
     return splits is not None and splits[0] > 0 and min(splits) >= 0
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
-data_key = partial(key, group="data")
-finetuning_key = partial(key, group="finetuning", needs=OF_EXAMPLES)
+# Makers of the keys of a group, with what most of these keys have in common.
+data_key = partial(key, group="data", spec="data.*")
+tokenizer_key = partial(data_key, spec="data.tokenizer.*")
+finetuning_key = partial(key, group="finetuning", needs=OF_EXAMPLES, spec="data.instructions.*")
 
 
 @dataclass
 class TokenizerKeys:
     """Define the keys below `model.tokenizer`: how text becomes tokens."""
 
-    library: str = data_key(
+    library: str = tokenizer_key(
         "builtin",
         "Which tokenizer is used. `builtin`: the one recorded with the data, or a byte-level BPE "
         "for the built-in corpus. The others name the data's tokenizer: `huggingface` by `type`, "
         "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
-        spec="data.tokenizer.library",
         valid=one_of("builtin", "huggingface", "megatron", "sentencepiece", "tiktoken"),
     )
-    type: str | None = data_key(
+    type: str | None = tokenizer_key(
         None,
         "With `library=huggingface`: a tokenizer's name on the Hub, or its folder. With "
         "`library=megatron`: `GPT2BPETokenizer`.",
         nemo="GPT2BPETokenizer",
-        spec="data.tokenizer.type",
         needs=needs("model.tokenizer.library", "huggingface", "megatron"),
         spelling=spell_tokenizer_type,
     )
-    model: str | None = data_key(
+    model: str | None = tokenizer_key(
         None,
         "With `library=sentencepiece`: the `.model` file. With `library=tiktoken`: a file of "
         "ranks, or the name of an encoding.",
         nemo=None,
-        spec="data.tokenizer.model",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "sentencepiece", "tiktoken"),
     )
-    vocab_file: str | None = data_key(
+    vocab_file: str | None = tokenizer_key(
         None,
         "With `library=megatron`: the path of GPT-2's `vocab.json`.",
         nemo=None,
-        spec="data.tokenizer.vocab_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
     )
-    merge_file: str | None = data_key(
+    merge_file: str | None = tokenizer_key(
         None,
         "With `library=megatron`: the path of GPT-2's `merges.txt`.",
         nemo=None,
-        spec="data.tokenizer.merge_file",
         valid=or_null(PATH),
         needs=needs("model.tokenizer.library", "megatron"),
     )
-    vocab_size: int = data_key(
+    vocab_size: int = tokenizer_key(
         4096,
         "Number of tokens of the built-in corpus's tokenizer, before padding. 256 of them are the "
         "bytes, and one ends a document.",
-        spec="data.tokenizer.vocab_size",
         valid=at_least(257, MAX_VOCABULARY),
         needs=_OF_BUILTIN,
     )
@@ -148,16 +143,15 @@ class TrainDs:
         None,
         "Share of the samples that each file gives. `null`: the files are read as one.",
         valid=Valid("numbers above 0, or null", lambda v: v is None or are_shares(v)),
+        spec=None,
     )
     shuffle: bool = finetuning_key(
         True,
         "Shuffle examples before they are packed, and samples in each epoch.",
-        spec="data.instructions.shuffle",
     )
     label_key: str = finetuning_key(
         "output",
         "Field of an example that holds the answer.",
-        spec="data.instructions.label_key",
     )
     prompt_template: str = finetuning_key(
         "{input} {output}",
@@ -165,29 +159,26 @@ class TrainDs:
         "the answer's field is at the end. `{{` and `}}` stand for braces, `\\n` for a new "
         "line and `\\t` for a tab.",
         needs=both_needs(OF_EXAMPLES, _NOT_CHAT),
+        spec=None,
     )
     add_bos: bool | None = finetuning_key(
         None,
         "Begin each example with the token that begins a text. `null`: as the model's tokenizer "
         "does with a text. An example that begins with the token already gets no second one.",
-        spec="data.instructions.add_bos",
     )
     add_eos: bool | None = finetuning_key(
         None,
         "End each example with the token that ends a document, which is learned with the answer. "
         "`null` and True: yes, unless the answer ends with it already.",
-        spec="data.instructions.add_eos",
     )
     truncation_field: str | None = finetuning_key(
         None,
         "Field that is cut if an example is longer than a sequence; `messages` for conversations, "
         "whose ends are cut. `null`: such an example is an error.",
-        spec="data.instructions.truncation_field",
     )
     truncation_method: str = finetuning_key(
         "right",
         "The end of the field that is cut off.",
-        spec="data.instructions.truncation_method",
         valid=one_of("left", "right"),
         needs=Need(
             "model.data.train_ds.truncation_field",
@@ -213,6 +204,7 @@ class ValidationDs:
         "`model.data.splits_string` divides the training files.",
         valid=or_null(_FILES),
         spelling=spell_files,
+        spec=None,
     )
 
 
@@ -232,6 +224,7 @@ class Data:
         nemo=MISSING,
         valid=or_null(_PREFIX),
         spelling=plain_data_prefix,
+        spec=None,
     )
     index_mapping_dir: str | None = data_key(
         None,
@@ -254,13 +247,13 @@ class Data:
         ),
         needs=_READ,
         spelling=spell_splits,
+        spec=None,
     )
     seq_length: int = data_key(
         "${model.encoder_seq_length}",
         "Tokens of one sample, at most `model.encoder_seq_length`. With fewer, the run has "
         "sequences of that length, and the model keeps its number of positions.",
         nemo="${model.encoder_seq_length}",
-        spec="data.seq_length",
         valid=at_least(1),
     )
     num_workers: int = data_key(
@@ -269,7 +262,6 @@ class Data:
         "them.",
         nemo=2,
         kind="layout",
-        spec="data.num_workers",
         valid=between(0, 64),
     )
     dataloader_type: str = data_key(
@@ -277,7 +269,6 @@ class Data:
         "What later epochs read. `single`: each epoch shuffles the documents and cuts them into "
         "new samples. `cyclic`: every epoch has the first one's samples, in another order.",
         nemo="single",
-        spec="data.dataloader_type",
         valid=one_of("single", "cyclic"),
         needs=both_needs(_OF_TEXT, _READ),
     )
@@ -285,20 +276,17 @@ class Data:
         False,
         "Start positions at 0 again after the end of a document.",
         nemo=False,
-        spec="data.reset_position_ids",
         needs=needs("model.position_embedding_type", "learned_absolute", "rope"),
     )
     reset_attention_mask: bool = data_key(
         False,
         "Restrict attention to tokens of the same document.",
         nemo=False,
-        spec="data.reset_attention_mask",
     )
     eod_mask_loss: bool = data_key(
         False,
         "Leave predictions from the token that ends a document out of the loss.",
         nemo=False,
-        spec="data.eod_mask_loss",
         needs=_OF_TEXT,
     )
     validation_drop_last: bool = data_key(
@@ -307,14 +295,12 @@ class Data:
         "validation at the end of a run always takes every token.",
         nemo=True,
         kind="logging",
-        spec="data.validation_drop_last",
     )
     shuffle_documents: bool = data_key(
         True,
         "Shuffle documents before they are cut into samples. The order of samples is always "
         "shuffled.",
         nemo=True,
-        spec="data.shuffle_documents",
         needs=both_needs(_OF_TEXT, _READ),
     )
     chat: bool | None = finetuning_key(
@@ -323,7 +309,6 @@ class Data:
         "renders: `messages`, `conversations` as ShareGPT has them, or instruction, input and "
         "answer. The loss counts the assistant's turns. `null`: those examples that have "
         "`messages` or `conversations` and not the fields of `train_ds.prompt_template`.",
-        spec="data.instructions.chat",
     )
     train_ds: TrainDs = field(default_factory=TrainDs)
     validation_ds: ValidationDs = field(default_factory=ValidationDs)

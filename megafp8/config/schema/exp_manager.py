@@ -38,11 +38,11 @@ def _is_own_folder(value: str) -> bool:
     return _is_folder(value) and os.path.normpath(value).strip("/") != ""
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
-logs_key = partial(key, group="logs")
-wandb_key = partial(key, group="logs", needs=WANDB)
-checkpoints_key = partial(key, group="checkpoints", needs=CHECKPOINTS)
-profiles_key = partial(key, group="profiles", needs=PROFILES)
+# Makers of the keys of a group, with what most of these keys have in common.
+logs_key = partial(key, group="logs", spec="observe.*")
+wandb_key = partial(key, group="logs", needs=WANDB, spec="observe.wandb_*")
+checkpoints_key = partial(key, group="checkpoints", needs=CHECKPOINTS, spec="checkpoint.*")
+profiles_key = partial(key, group="profiles", needs=PROFILES, spec="profile.*")
 
 
 @dataclass
@@ -54,7 +54,6 @@ class WandbLogger:
         "Project of the run in Weights & Biases. `null`: as the environment's `WANDB_PROJECT` "
         "says, otherwise `megafp8`.",
         nemo=None,
-        spec="observe.wandb_project",
         valid=_PROJECT,
     )
     name: str | None = wandb_key(
@@ -62,44 +61,36 @@ class WandbLogger:
         "Name of the run in Weights & Biases. `null`: that of the run's directory; in a sweep the "
         "sweep's, with the number of the job.",
         nemo=None,
-        spec="observe.wandb_name",
     )
     entity: str | None = wandb_key(
         None,
         "User or team of the run in Weights & Biases. `null`: the account's own.",
-        spec="observe.wandb_entity",
     )
     group: str | None = wandb_key(
         None,
         "Group of runs in Weights & Biases. `null`: none; in a sweep the name of its directory.",
-        spec="observe.wandb_group",
     )
     tags: list[str] = wandb_key(
         [],
         "Tags of the run in Weights & Biases.",
-        spec="observe.wandb_tags",
     )
     job_type: str | None = wandb_key(
         None,
         "Type of the run within its group in Weights & Biases.",
-        spec="observe.wandb_job_type",
     )
     notes: str | None = wandb_key(
         None,
         "A text about the run in Weights & Biases.",
-        spec="observe.wandb_notes",
     )
     must_start: bool = wandb_key(
         False,
         "Do not train, nor continue, unless Weights & Biases has begun to record as `mode` says. "
         "False: a lost connection costs a warning, and the run is recorded offline.",
-        spec="observe.wandb_must_start",
     )
     mode: str | None = wandb_key(
         None,
         "`online`, `offline` (upload later with `wandb sync`), or `disabled`. `null`: as the "
         "environment's `WANDB_MODE` says, otherwise `online`.",
-        spec="observe.wandb_mode",
         valid=or_null(one_of("online", "offline", "disabled")),
     )
 
@@ -111,7 +102,6 @@ class CheckpointCallback:
     every_n_train_steps: int | None = checkpoints_key(
         200,
         "Steps between two checkpoints. `null`: none are written by step count.",
-        spec="checkpoint.every_n_train_steps",
         valid=or_null(at_least(1)),
     )
     train_time_interval: int | float | str | None = checkpoints_key(
@@ -125,13 +115,11 @@ class CheckpointCallback:
     save_last: bool = checkpoints_key(
         True,
         "Save a checkpoint at the run's last step.",
-        spec="checkpoint.save_last",
     )
     keep: int = checkpoints_key(
         3,
         "Number of newest checkpoints that are kept. An older one is deleted after a newer one is "
         "verified.",
-        spec="checkpoint.keep",
         valid=at_least(1),
         needs=KEEPS_NOT_ALL,
     )
@@ -140,7 +128,6 @@ class CheckpointCallback:
         "Number of best checkpoints, by `monitor`, that are kept besides the newest ones. 0: none. "
         "-1: all.",
         nemo=10,
-        spec="checkpoint.save_top_k",
         valid=at_least(-1),
     )
     monitor: str = checkpoints_key(
@@ -148,7 +135,6 @@ class CheckpointCallback:
         "Metric by which checkpoints are ranked: `val_loss`, or `reduced_train_loss`, the last "
         "training loss logged before the save.",
         nemo="val_loss",
-        spec="checkpoint.monitor",
         valid=one_of("val_loss", "reduced_train_loss"),
         needs=KEEPS_BEST,
     )
@@ -156,7 +142,6 @@ class CheckpointCallback:
         "min",
         "Whether the smallest (`min`) or the largest (`max`) value of `monitor` is best.",
         nemo="min",
-        spec="checkpoint.mode",
         valid=one_of("min", "max"),
         needs=KEEPS_BEST,
     )
@@ -165,7 +150,6 @@ class CheckpointCallback:
         "Write periodic checkpoints in the background: training waits only for a copy of the state "
         "in host memory. Training waits for the last checkpoint, and for one on a signal.",
         nemo=False,
-        spec="checkpoint.async_save",
     )
 
 
@@ -180,13 +164,13 @@ class ExpManager:
         valid=or_null(PATH),
         needs=needs("exp_manager.explicit_log_dir", None, hint="Leave one of the two out"),
         spelling=spell_exp_dir,
+        spec=None,
     )
     name: str | None = logs_key(
         None,
         "Name of the run. A start with the same name continues the run. `null`: a start with the "
         "same configuration does.",
         nemo="megatron_gpt",
-        spec="observe.name",
         valid=Valid(
             "a directory's name without / and \\, or null",
             lambda name: _why_no_name(name) is None,
@@ -198,7 +182,6 @@ class ExpManager:
         None,
         "The run's directory itself, used instead of one in `exp_dir`.",
         nemo=None,
-        spec="observe.explicit_log_dir",
         valid=or_null(
             Valid(
                 "a folder for this run alone, and not the root of the file system, without control "
@@ -211,7 +194,6 @@ class ExpManager:
         True,
         "Continue from the newest valid checkpoint, if the run has one.",
         nemo=True,
-        spec="observe.resume_if_exists",
     )
     resume_from_checkpoint: str | None = key(
         "${model.resume_from_checkpoint}",
@@ -229,13 +211,11 @@ class ExpManager:
     create_tensorboard_logger: bool = logs_key(
         True,
         "Write files for TensorBoard.",
-        spec="observe.create_tensorboard_logger",
     )
     create_wandb_logger: bool = logs_key(
         False,
         "Send metrics to Weights & Biases; its offline mode works too.",
         nemo=False,
-        spec="observe.create_wandb_logger",
     )
     wandb_logger_kwargs: WandbLogger = field(default_factory=WandbLogger)
     checkpoint_callback_params: CheckpointCallback = field(default_factory=CheckpointCallback)
@@ -259,26 +239,22 @@ class NsysProfile:
         10,
         "First step that is profiled, counted from 0.",
         nemo=10,
-        spec="profile.start_step",
         valid=at_least(0),
     )
     end_step: int = profiles_key(
         10,
         "Last step that is profiled, counted from 0.",
         nemo=10,
-        spec="profile.end_step",
         valid=at_least(0),
     )
     ranks: list[int] = profiles_key(
         [0],
         "The ranks that are profiled.",
         nemo=[0],
-        spec="profile.ranks",
         valid=Valid("a list of ranks, each from 0", lambda v: bool(v) and min(v) >= 0),
     )
     gen_shape: bool = profiles_key(
         False,
         "Record the shapes of the operations' inputs.",
         nemo=False,
-        spec="profile.gen_shape",
     )

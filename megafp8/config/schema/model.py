@@ -46,9 +46,9 @@ SCALED_OR_YARN = Need(
 )
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
-model_key = partial(key, group="model")
-rope_key = partial(key, group="model", needs=ROPE)
+# Makers of the keys of a group, with what most of these keys have in common.
+model_key = partial(key, group="model", spec="model.*")
+rope_key = partial(key, group="model", needs=ROPE, spec="model.*")
 
 
 @dataclass
@@ -60,13 +60,13 @@ class Architecture:
         "Number of tokens in a sequence.",
         nemo=512,
         valid=at_least(1, MAX_POSITIONS),
+        spec=None,
     )
     max_position_embeddings: int = model_key(
         "${.encoder_seq_length}",
         "Number of positions; at least `encoder_seq_length`. Learned position embeddings have one "
         "row for each.",
         nemo="${.encoder_seq_length}",
-        spec="model.max_position_embeddings",
         defines_function=True,
         valid=at_least(1, MAX_POSITIONS),
     )
@@ -74,7 +74,6 @@ class Architecture:
         MISSING,
         "Number of transformer layers.",
         nemo=12,
-        spec="model.num_layers",
         defines_function=True,
         valid=at_least(1, MAX_LAYERS),
     )
@@ -82,7 +81,6 @@ class Architecture:
         MISSING,
         "Width of the residual stream.",
         nemo=768,
-        spec="model.hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
     )
@@ -90,7 +88,6 @@ class Architecture:
         MISSING,
         "Width of the MLP's inner layer.",
         nemo=3072,
-        spec="model.ffn_hidden_size",
         defines_function=True,
         valid=at_least(1, MAX_WIDTH),
     )
@@ -98,7 +95,6 @@ class Architecture:
         MISSING,
         "Number of attention heads.",
         nemo=12,
-        spec="model.num_attention_heads",
         defines_function=True,
         valid=at_least(1, MAX_HEADS),
     )
@@ -106,7 +102,6 @@ class Architecture:
         None,
         "Width of an attention head. `null`: `hidden_size / num_attention_heads`.",
         nemo=None,
-        spec="model.kv_channels",
         defines_function=True,
         valid=or_null(at_least(1, MAX_WIDTH)),
     )
@@ -115,7 +110,6 @@ class Architecture:
         "Number of heads of keys and values; each serves a group of query heads. `null`: one for "
         "each query head.",
         nemo=None,
-        spec="model.num_query_groups",
         defines_function=True,
         valid=or_null(at_least(1, MAX_HEADS)),
     )
@@ -123,7 +117,6 @@ class Architecture:
         0.02,
         "Standard deviation of the initial weights.",
         nemo=0.02,
-        spec="model.init_method_std",
         valid=above(0),
     )
     use_scaled_init_method: bool = model_key(
@@ -131,34 +124,29 @@ class Architecture:
         "Divide `init_method_std` by sqrt(2 * num_layers) for the projections into the residual "
         "stream.",
         nemo=True,
-        spec="model.use_scaled_init_method",
     )
     hidden_dropout: float = model_key(
         0.0,
         "Probability of dropout after the embedding and before each residual addition.",
         nemo=0.1,
-        spec="model.hidden_dropout",
         valid=from_to_below(0, 1),
     )
     attention_dropout: float = model_key(
         0.0,
         "Probability of dropout of attention weights.",
         nemo=0.1,
-        spec="model.attention_dropout",
         valid=from_to_below(0, 1),
     )
     ffn_dropout: float = model_key(
         0.0,
         "Probability of dropout inside the MLP.",
         nemo=0.0,
-        spec="model.ffn_dropout",
         valid=from_to_below(0, 1),
     )
     normalization: str = model_key(
         "layernorm",
         "Kind of norm: LayerNorm, or RMSNorm, which subtracts no mean and has no bias.",
         nemo="layernorm",
-        spec="model.normalization",
         defines_function=True,
         valid=one_of(
             "layernorm",
@@ -171,14 +159,12 @@ class Architecture:
         False,
         "Multiply normalized values by 1 plus the norm's weight, which then begins at 0. NeMo's "
         "`normalization=layernorm1p` is `layernorm` with this key.",
-        spec="model.layernorm_zero_centered_gamma",
         defines_function=True,
     )
     layernorm_epsilon: float = model_key(
         1e-5,
         "Number that norms add to the variance (LayerNorm) or to the mean square (RMSNorm).",
         nemo=1e-5,
-        spec="model.layernorm_epsilon",
         defines_function=True,
         valid=above(0),
     )
@@ -186,14 +172,12 @@ class Architecture:
         True,
         "Whether linears have biases. It does not change norms.",
         nemo=True,
-        spec="model.bias",
         defines_function=True,
     )
     add_qkv_bias: bool = model_key(
         False,
         "Give the linear of queries, keys and values a bias where the others have none, as Qwen2 "
         "does. NeMo's files call it `qkv_bias`.",
-        spec="model.add_qkv_bias",
         defines_function=True,
         needs=needs("model.bias", False),
     )
@@ -201,7 +185,6 @@ class Architecture:
         False,
         "Normalize the queries and the keys of each head over the head's features before positions "
         "are applied, as Qwen3 does; the kind of norm is `normalization`.",
-        spec="model.qk_layernorm",
         defines_function=True,
     )
     window_size: list[int] | None = model_key(
@@ -209,7 +192,6 @@ class Architecture:
         "`[W, 0]`: a query sees its own token and the W before it, and no earlier ones, as in "
         "Megatron and Transformer Engine. A `sliding_window` of W of transformers counts the own "
         "token too, and is `[W - 1, 0]`. `null`: a query sees all earlier tokens.",
-        spec="model.window_size",
         defines_function=True,
         valid=or_null(Valid("a list [W, 0] with W at least 0", is_window, why=window_problem)),
     )
@@ -218,7 +200,6 @@ class Architecture:
         "Layers in which a query sees all earlier tokens, as Megatron has them. A number N: each "
         "N-th layer, counted from 1. A list with a number for each layer: those with 0; the "
         "others, with 1, have the window. `null`: all layers have the window.",
-        spec="model.window_attn_skip_freq",
         defines_function=True,
         valid=or_null(Valid("a whole number, or a list of 0 and 1", is_skip_frequency)),
         needs=Need(_WINDOW, f"{_WINDOW}=[W,0]", lambda values: values.get(_WINDOW) is not None),
@@ -241,6 +222,7 @@ class Architecture:
             "fast-reglu",
         ),
         spelling=spell_activation,
+        spec=None,
     )
     openai_gelu: bool = model_key(
         False,
@@ -253,13 +235,13 @@ class Architecture:
             *GELUS,
             reads=lambda v: [spell_activation(v["model.activation"])],
         ),
+        spec=None,
     )
     transformer_block_type: str = model_key(
         "pre_ln",
         "Place of the norms: before attention and MLP (`pre_ln`), or after each residual addition "
         "(`post_ln`).",
         nemo="pre_ln",
-        spec="model.transformer_block_type",
         defines_function=True,
         valid=one_of(
             "pre_ln", "post_ln", later=("normformer",), suggestion="Use pre_ln or post_ln"
@@ -269,7 +251,6 @@ class Architecture:
         "learned_absolute",
         "Kind of positions: learned embeddings, rotary (RoPE), linear biases (ALiBi), or none.",
         nemo="learned_absolute",
-        spec="model.position_embedding_type",
         defines_function=True,
         valid=one_of(
             "learned_absolute",
@@ -284,14 +265,12 @@ class Architecture:
         1.0,
         "Fraction of a head's features that RoPE rotates.",
         nemo=1.0,
-        spec="model.rotary_percentage",
         defines_function=True,
         valid=Valid("above 0 and at most 1", lambda x: 0 < x <= 1),
     )
     rotary_base: float = rope_key(
         10000.0,
         "Base of RoPE's angles; with a larger base, features rotate more slowly.",
-        spec="model.rotary_base",
         defines_function=True,
         valid=above(1),
     )
@@ -299,7 +278,6 @@ class Architecture:
         None,
         "Number by which RoPE's positions are divided, for longer sequences. `null`: no division.",
         nemo=None,
-        spec="model.seq_len_interpolation_factor",
         defines_function=True,
         valid=or_null(at_least(1)),
     )
@@ -307,13 +285,11 @@ class Architecture:
         False,
         "Scale RoPE's frequencies as Llama 3.1 does: those that turn few times within the original "
         "length are divided by `rope_scaling_factor`.",
-        spec="model.scale_positional_embedding",
         defines_function=True,
     )
     rope_scaling_factor: float = model_key(
         8.0,
         "Factor by which Llama 3.1's scaling divides the low frequencies.",
-        spec="model.rope_scaling_factor",
         defines_function=True,
         valid=at_least(1),
         needs=SCALED,
@@ -321,7 +297,6 @@ class Architecture:
     rope_low_freq_factor: float = model_key(
         1.0,
         "Turns within the original length up to which a frequency is divided by the whole factor.",
-        spec="model.rope_low_freq_factor",
         defines_function=True,
         valid=above(0),
         needs=SCALED,
@@ -330,7 +305,6 @@ class Architecture:
         4.0,
         "Turns within the original length from which on a frequency stays as it is; between "
         "`rope_low_freq_factor` and this number it is divided by a part of the factor.",
-        spec="model.rope_high_freq_factor",
         defines_function=True,
         valid=above(0),
         needs=SCALED,
@@ -339,14 +313,12 @@ class Architecture:
         None,
         "Factor by which YaRN (arXiv 2309.00071) lengthens the positions that a model knows. "
         "`null`: no YaRN.",
-        spec="model.yarn_rotary_scaling_factor",
         defines_function=True,
         valid=or_null(at_least(1)),
     )
     yarn_beta_fast: float = model_key(
         32.0,
         "Turns within the original length from which on YaRN leaves a frequency as it is.",
-        spec="model.yarn_beta_fast",
         defines_function=True,
         valid=above(0),
         needs=YARN,
@@ -354,7 +326,6 @@ class Architecture:
     yarn_beta_slow: float = model_key(
         1.0,
         "Turns within the original length up to which YaRN divides a frequency by the factor.",
-        spec="model.yarn_beta_slow",
         defines_function=True,
         valid=above(0),
         needs=YARN,
@@ -362,7 +333,6 @@ class Architecture:
     yarn_attention_factor: float | None = model_key(
         None,
         "Number by which YaRN multiplies rotated queries and keys. `null`: 0.1 ln(factor) + 1.",
-        spec="model.yarn_attention_factor",
         defines_function=True,
         valid=or_null(above(0)),
         needs=YARN,
@@ -370,7 +340,6 @@ class Architecture:
     original_max_position_embeddings: int = model_key(
         8192,
         "Positions that the model was trained with before its frequencies were scaled.",
-        spec="model.original_max_position_embeddings",
         defines_function=True,
         valid=at_least(1, MAX_POSITIONS),
         needs=SCALED_OR_YARN,
@@ -379,7 +348,6 @@ class Architecture:
         True,
         "Use the embedding's weights as the output layer's too.",
         nemo=True,
-        spec="model.share_embeddings_and_output_weights",
         defines_function=True,
     )
     apply_query_key_layer_scaling: bool = model_key(
@@ -387,14 +355,12 @@ class Architecture:
         "Divide queries by the layer's number, and multiply scores by it in the softmax. Only the "
         "rounding changes. NeMo has the key for FP16, and turns it off elsewhere.",
         nemo=False,
-        spec="model.apply_query_key_layer_scaling",
         needs=FP16,
     )
     fp32_residual_connection: bool = model_key(
         False,
         "Keep the residual stream in FP32 instead of `trainer.precision`.",
         nemo=False,
-        spec="model.fp32_residual_connection",
         needs=needs("model.megatron_amp_O2", True),
     )
     make_vocab_size_divisible_by: int = model_key(

@@ -116,9 +116,9 @@ SHARDS_LOW_PRECISION = both_needs(
 """The need for a sharded optimizer with states in low precision."""
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+# Makers of the keys of a group, with what most of these keys have in common.
 schedule_key = partial(key, group="schedule")
-optimizer_key = partial(key, group="optimizer")
+optimizer_key = partial(key, group="optimizer", spec="optim.*")
 muon_key = partial(key, group="optimizer", needs=NEEDS_MUON)
 fp8_lm_key = partial(key, group="fp8_lm")
 
@@ -250,7 +250,6 @@ class Optim:
         "Megatron's `muon_split_qkv`) and the rest with adamw; `dist_muon` also shards weights and "
         "states over replicas by whole tensors.",
         nemo="fused_adam",
-        spec="optim.name",
         valid=one_of(
             *OPTIMIZERS,
             later=LATER_OPTIMIZERS,
@@ -261,7 +260,6 @@ class Optim:
         MISSING,
         "Highest learning rate.",
         nemo=2e-4,
-        spec="optim.lr",
         valid=above(0),
     )
     weight_decay: float = optimizer_key(
@@ -269,20 +267,17 @@ class Optim:
         "Weight decay of matrices; norms and biases have none, unless "
         "`model.do_layer_norm_weight_decay` is set.",
         nemo=0.01,
-        spec="optim.weight_decay",
         valid=at_least(0),
     )
     betas: list[float] = optimizer_key(
         [0.9, 0.98],
         "Decay rates of Adam's first and second moments.",
         nemo=[0.9, 0.98],
-        spec="optim.betas",
         valid=Valid("two numbers, each from 0 to below 1", _are_betas),
     )
     eps: float = optimizer_key(
         1e-8,
         "Number that Adam adds to the root of the second moment.",
-        spec="optim.eps",
         valid=above(0),
     )
     muon_momentum: float = muon_key(

@@ -31,7 +31,7 @@ PIPELINE = needs_above("model.pipeline_model_parallel_size", 1)
 RECOMPUTES = needs("model.activations_checkpoint_granularity", "selective", "full")
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+# Makers of the keys of a group, with what most of these keys have in common.
 batches_key = partial(key, group="batches")
 ranks_key = partial(key, group="ranks")
 

@@ -105,7 +105,7 @@ def _is_judged(v: Values) -> bool:
 JUDGED = Need("model.fp8_health", "model.fp8_health=full", _is_judged)
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+# Makers of the keys of a group, with what most of these keys have in common.
 fp16_key = partial(key, group="precision", needs=FP16)
 backends_key = partial(key, group="backends")
 fp8_key = partial(key, group="fp8", needs=FP8)

@@ -28,9 +28,9 @@ from megafp8.config.values import (
 MOST_BATCHES = 2**53
 
 
-# Makers of keys of one group; those with `needs=` are of keys that mostly need the same.
+# Makers of the keys of a group, with what most of these keys have in common.
 length_key = partial(key, group="length")
-failures_key = partial(key, group="failures")
+failures_key = partial(key, group="failures", spec="train.*")
 ranks_key = partial(key, group="ranks")
 
 
@@ -157,7 +157,6 @@ class Trainer:
         "stop",
         "What happens at a NaN or infinity in loss or gradients: end the run (`stop`), skip the "
         "step (`skip`), or continue from the last checkpoint (`rollback`).",
-        spec="train.nonfinite_policy",
         valid=one_of("stop", "skip", "rollback"),
     )
     max_restarts: int = failures_key(
@@ -165,7 +164,6 @@ class Trainer:
         "How often a run is restarted from its newest checkpoint after a rank died or hung. Three "
         "starts in a row without a new checkpoint end the run. In a Slurm job: how many restarts "
         "in a row without one. With torchrun alone, use its `--max-restarts`.",
-        spec="train.max_restarts",
         valid=at_least(0),
     )
     fast_dev_run: bool | int = length_key(
@@ -199,7 +197,6 @@ class Trainer:
         False,
         "Let torch and cuBLAS refuse operations that have no deterministic algorithm.",
         kind="layout",
-        spec="train.deterministic",
     )
     memory_snapshot_on_oom: bool = failures_key(
         False,
