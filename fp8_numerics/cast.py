@@ -54,7 +54,28 @@ def quantize(
     `grid_dtype` is FP32 or BF16, which both hold every FP8 number; None makes no grid.
     `column_sum` (FP32 [N]) asks for the sums of the columns of a matrix [M, N] in the same pass:
     the gradient of a bias. It is overwritten.
+
+    Raises:
+        TypeError: A tensor has another dtype than FP32, BF16 or FP16 (`x`) or FP32 (all others), or
+            `quant_scale` or `amax` has not one number.
+        ValueError: The format is FP4, which has a scale for each block, or `column_sum` has another
+            shape.
     """
+    if x.dtype not in _KINDS:
+        raise TypeError(f"x is {x.dtype}, and casts read {', '.join(map(str, KINDS))}")
+    for tensor in (quant_scale, amax):
+        if tensor is not None and (tensor.dtype != torch.float32 or tensor.numel() != 1):
+            raise TypeError(
+                f"a scale or amax is {tensor.dtype} {list(tensor.shape)}, and not one torch.float32"
+            )
+    if column_sum is not None and (
+        column_sum.dtype != torch.float32
+        or column_sum.shape != x.shape[1:]
+        or not column_sum.is_contiguous()
+    ):
+        raise ValueError(
+            f"column_sum is {column_sum.dtype} {list(column_sum.shape)} for x {list(x.shape)}"
+        )
     lib = library().lib if x.is_cpu else library_for(x)  # one call less where casts are many
     if lib is None or not fmt.has_kernels:
         if column_sum is not None:
@@ -62,12 +83,13 @@ def quantize(
         return quantize_torch(x, quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
     x = x.contiguous()
     payload, grid = torch.empty_like(x, dtype=fmt.dtype), None
-    if grid_dtype is not None:  # the kernels write BF16 for BF16 tensors alone
+    if grid_dtype is not None or column_sum is not None:  # what adds columns up writes a grid, too
+        # the kernels write BF16 for BF16 tensors alone
         is_bf16 = grid_dtype == x.dtype == torch.bfloat16
         grid = torch.empty_like(x, dtype=torch.bfloat16 if is_bf16 else torch.float32)
     scale_and_results = (
         _KINDS[x.dtype],
-        0 if fmt is E4M3 else 1,
+        0 if fmt.is_e4m3 else 1,
         quant_scale.data_ptr(),
         payload.data_ptr(),
         None if grid is None else grid.data_ptr(),
@@ -80,9 +102,9 @@ def quantize(
     else:
         sums = column_sum.data_ptr()
         lib.megafp8_quantize_and_sum(at, *x.shape, *scale_and_results, sums, threads)
-    if grid is not None and grid_dtype is not None and grid.dtype != grid_dtype:
-        grid = grid.to(grid_dtype)
-    return Quantized(payload, grid)
+    if grid is None or grid_dtype is None:
+        return Quantized(payload, None)
+    return Quantized(payload, grid if grid.dtype == grid_dtype else grid.to(grid_dtype))
 
 
 def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:

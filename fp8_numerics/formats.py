@@ -53,9 +53,8 @@ class Fp8Format:
         """
         if self.name not in FORMATS:
             names = " and ".join(FORMATS)
-            raise ValueError(
-                f"{self.name}: kernels cast to {names} alone. Use fp8_numerics.cast.quantize_torch"
-            )
+            hint = "" if self.has_kernels else ". Use fp8_numerics.cast.quantize_torch"
+            raise ValueError(f"{self.name}: kernels cast to {names} alone{hint}")
         return self is E4M3
 
     def __reduce__(self) -> tuple[Callable[[NumbersName], Fp8Format], tuple[NumbersName]]:

@@ -29,7 +29,7 @@ PAGES = {
     for path in (
         *sorted((ROOT / "docs").rglob("*.md")),
         ROOT / "README.md",
-        *(ROOT / name / "README.md" for name in packages()[1:]),
+        *(path for name in packages()[1:] for path in sorted((ROOT / name).rglob("README.md"))),
         ROOT / "CONTRIBUTING.md",
     )
 }

@@ -1,6 +1,6 @@
 """Compare an implementation of FP8 and FP4 with the vectors; this file needs numpy alone.
 
-python fp8_numerics/conformance/check.py IMPLEMENTATION.py
+python -m fp8_numerics.conformance.check IMPLEMENTATION.py
 
 The implementation has a function `run(case, tensors)`. `case` is an entry of vectors/cases.json, a
 dict with the name of a rule; `tensors` are numpy arrays: the matrix `x`, and what else the case
@@ -90,13 +90,19 @@ def check(run: Run, folder: Path = FOLDER) -> tuple[Counter[str], list[str]]:
 
 def main(argv: list[str]) -> int:
     """Check the implementation in a file; return 1 if it differs, 2 if there is none."""
-    if len(argv) != 1 or not Path(argv[0]).is_file():
-        print("usage: python fp8_numerics/conformance/check.py IMPLEMENTATION.py", file=sys.stderr)
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: python -m fp8_numerics.conformance.check IMPLEMENTATION.py", file=sys.stderr)
+        return 2
+    if not Path(argv[0]).is_file():
+        print(f"error: {argv[0]}: there is no such file", file=sys.stderr)
         return 2
     spec = importlib.util.spec_from_file_location("implementation", argv[0])
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if not callable(getattr(module, "run", None)):
+        print(f"error: {argv[0]}: has no function run(case, tensors)", file=sys.stderr)
+        return 2
     counts, wrong = check(module.run)
     print("\n".join([*wrong, *(f"{what}: {number}" for what, number in sorted(counts.items()))]))
     return int(bool(wrong))

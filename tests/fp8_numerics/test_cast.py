@@ -8,6 +8,7 @@ import itertools
 import math
 import pickle
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,6 +244,52 @@ def test_grid_only_when_asked_for(quantize_path: Quantize, fmt: Fp8Format) -> No
     x, one = torch.randn(5), torch.ones(())
     assert quantize_path(x, one, fmt, amax=None, grid_dtype=None).grid is None
     assert quantize_path(x, one, fmt, amax=None, grid_dtype=torch.float32).grid is not None
+
+
+@both_formats
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_are_added_up_also_without_a_grid(fmt: Fp8Format, dtype: torch.dtype) -> None:
+    x, one = torch.randn(9, 40).to(dtype), torch.ones(())
+    sums, wanted = torch.zeros(40), torch.zeros(40)
+    with_grid = quantize(x, one, fmt, amax=None, grid_dtype=torch.float32, column_sum=wanted)
+    alone = quantize(x, one, fmt, amax=None, grid_dtype=None, column_sum=sums)
+    assert alone.grid is None and torch.equal(sums, wanted)
+    assert torch.equal(alone.payload.view(torch.uint8), with_grid.payload.view(torch.uint8))
+
+
+@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize(
+    ("x", "words", "said"),
+    [
+        (torch.ones(2, 3).double(), {}, r"x is torch.float64, and casts read torch.float32, "),
+        (torch.ones(2, 3).int(), {}, r"x is torch.int32"),
+        (torch.ones(2, 3), {"quant_scale": torch.ones(2, 1)}, r"torch.float32 \[2, 1\], and not"),
+        (torch.ones(2, 3), {"quant_scale": torch.ones(()).double()}, r"torch.float64 \[\], and"),
+        (torch.ones(2, 3), {"amax": torch.zeros(()).half()}, r"torch.float16 \[\], and not one"),
+        (torch.ones(2, 3), {"column_sum": torch.zeros(2)}, r"torch.float32 \[2\] for x \[2, 3\]"),
+        (torch.ones(2, 3), {"column_sum": torch.zeros(6)[::2]}, "for x"),
+        (torch.ones(3), {"column_sum": torch.zeros(3)}, "for x"),
+    ],
+)
+def test_what_kernels_would_misread_is_refused(
+    x: torch.Tensor,
+    words: dict[str, torch.Tensor],
+    said: str,
+    has_compiler: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They get addresses, and would read or write what lies beside a tensor of another kind."""
+    if not has_compiler:
+        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
+    given: dict[str, Any] = {"quant_scale": torch.ones(()), "amax": None, "grid_dtype": None}
+    with pytest.raises((TypeError, ValueError), match=said):
+        quantize(x, fmt=formats.E4M3, **(given | words))
+
+
+def test_a_cast_to_fp4_needs_scales_of_blocks() -> None:
+    """Kernels would write E5M2; the rules of FP4 are in nvfp4.py."""
+    with pytest.raises(ValueError, match="e2m1: kernels cast to e4m3 and e5m2 alone$"):
+        quantize(torch.ones(4), torch.ones(()), formats.E2M1, amax=None, grid_dtype=None)
 
 
 def test_staged_amax_is_a_running_maximum(quantize_path: Quantize) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,3 +127,27 @@ def test_the_runner_needs_numpy_alone(tmp_path: Path) -> None:
     assert done.returncode == 1 and "codes: missing" in done.stdout, done.stderr
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and "usage" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(None, "there is no such file"), ("run = 1\n", "has no function run(case")]
+)
+def test_a_file_that_is_no_implementation_is_named(
+    text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine.py"
+    if text is not None:
+        mine.write_text(text)
+    assert check.main([str(mine)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {mine}: {said}") and len(shown.splitlines()) == 1
+
+
+def test_the_implementation_of_the_readme_agrees(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = (ROOT / "fp8_numerics/conformance/README.md").read_text("utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (tmp_path / "mine.py").write_text(code)
+    assert check.main([str(tmp_path / "mine.py")]) == 0
+    assert "delayed: the same: 90\n" in capsys.readouterr().out
