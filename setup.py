@@ -1,9 +1,9 @@
 """Build one of this repository's distributions, which the pyproject.toml beside it describes.
 
 The folders of the other distributions have links to this file. It does what a pyproject.toml
-cannot: their package is the folder itself, with all packages below it; and an install that lacks
-another of these distributions is refused, with the line that works, before pip asks an index for
-its name.
+cannot: their package is the folder itself, with all packages below it; they need each other in the
+version of the file VERSION; and an install that lacks another of these distributions in this
+version is refused, with the line that works, before pip asks an index for its name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
-from setuptools import setup
+from setuptools import Distribution, setup
 
 HERE = Path(__file__).absolute().parent  # of the link
 ROOT = HERE if (HERE / "megafp8").is_dir() else HERE.parent
 KINDS = ("c", "h", "json", "md", "safetensors", "yaml")
+VERSION = (HERE / "VERSION").read_text("utf-8").strip()
 DATA = ["py.typed", "VERSION", *(f"**/*.{kind}" for kind in KINDS)]
 
 
@@ -28,30 +30,49 @@ def project(folder: Path) -> dict:
     return tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
 
 
-def needed(name: str, places: dict[str, Path], extras: list[str]) -> list[str]:
-    """Return which of the distributions at `places` the distribution `name` needs, lowest first."""
-    table = project(places[name])
+PLACES = {
+    project(path.parent)["name"]: path.parent.resolve()
+    for path in (ROOT / "pyproject.toml", *ROOT.glob("*/pyproject.toml")) if path.is_file()
+}  # fmt: skip
+"""The folders of all distributions of this repository, by their names."""
+
+
+class OfOneVersion(Distribution):
+    """Need the other distributions of this repository in the version of this one."""
+
+    def parse_config_files(self, *args: Any, **words: Any) -> None:
+        """Read pyproject.toml, in which their names have no version."""
+        super().parse_config_files(*args, **words)
+        self.install_requires = self.metadata.install_requires = of_version(self.install_requires)
+        extras = {extra: of_version(lines) for extra, lines in self.extras_require.items()}
+        self.extras_require = self.metadata.extras_require = extras
+
+
+def of_version(requirements: list[str]) -> list[str]:
+    """Return requirements in which distributions of this repository have its version."""
+    return [f"{line}=={VERSION}" if line in PLACES else line for line in requirements]
+
+
+def needed(name: str, extras: list[str]) -> list[str]:
+    """Return which distributions of this repository the one called `name` needs, lowest first."""
+    table = project(PLACES[name])
     optional = table.get("optional-dependencies", {})
     lines = [*table["dependencies"], *(line for e in extras for line in optional.get(e, ()))]
     names = [re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines]
-    below = [other for other in names if other in places and other != name]
-    found = [lower for other in below for lower in (*needed(other, places, []), other)]
+    below = [other for other in names if other in PLACES and other != name]
+    found = [lower for other in below for lower in (*needed(other, []), other)]
     return list(dict.fromkeys(found))
 
 
 def is_installed(name: str) -> bool:
-    """Whether the environment that pip installs into, which may be another one, has `name`."""
-    code = f"import importlib.metadata as m; m.version({name!r})"
+    """Whether the environment into which pip installs has `name` in this version."""
+    code = f"import importlib.metadata as m; assert m.version({name!r}) == {VERSION!r}"
     return not subprocess.run([sys.executable, "-I", "-c", code], capture_output=True).returncode
 
 
 def refuse_if_another_is_missing() -> None:
     """Exit with the line that works if pip would ask an index for one of our distributions."""
     process = Path(f"/proc/{os.getppid()}")  # pip's, or that of uv
-    places = {
-        project(path.parent)["name"]: path.parent.resolve()
-        for path in (ROOT / "pyproject.toml", *ROOT.glob("*/pyproject.toml")) if path.is_file()
-    }  # fmt: skip
     try:
         words = (process / "cmdline").read_bytes().decode().split("\0")[:-1]
         cwd = Path(os.readlink(process / "cwd"))
@@ -64,24 +85,24 @@ def refuse_if_another_is_missing() -> None:
     own, mine, given = project(HERE)["name"], None, set()
     for number, word in enumerate(words):
         path, _, extras = word.partition("[")
-        for name, place in places.items():
+        for name, place in PLACES.items():
             if (cwd / path).resolve() == place or re.match(rf"{re.escape(name)}-\d", path):
                 given.add(name)
                 mine = (number, extras.rstrip("]").split(",")) if name == own else mine
     if mine is None:
         return
     number, extras = mine
-    lacking = [n for n in needed(own, places, extras) if n not in given and not is_installed(n)]
+    lacking = [n for n in needed(own, extras) if n not in given and not is_installed(n)]
     if lacking:
         mark = ["-e"] if words[number - 1] in ("-e", "--editable") else []
-        more = [w for n in lacking for w in (*mark, _from(cwd, places[n]))]
+        more = [w for n in lacking for w in (*mark, _from(cwd, PLACES[n]))]
         rest = words[words.index(kind) + 1 :]
         at = number - len(mark) - words.index(kind) - 1
         tool = ["uv", "pip"] if Path(words[0]).name == "uv" else ["pip"]
         line = shlex.join([*tool, kind, *rest[:at], *more, *rest[at:]])
         sys.exit(
-            f"{own} needs {' and '.join(lacking)} of the same repository, which no package index "
-            f"has. Install all of them in one command:\n    {line}"
+            f"{own} needs {' and '.join(lacking)} {VERSION} of the same repository, which no "
+            f"package index has. Install all of them in one command:\n    {line}"
         )
 
 
@@ -98,9 +119,10 @@ def packages() -> list[str]:
 
 refuse_if_another_is_missing()
 if HERE == ROOT:
-    setup()
+    setup(distclass=OfOneVersion)
 else:
     setup(
+        distclass=OfOneVersion,
         script_name="setup.py",  # so named it is no module of the package
         packages=packages(),
         package_dir={HERE.name: "."},

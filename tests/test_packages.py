@@ -28,7 +28,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("python")
     venv.create(place, with_pip=False, symlinks=True)
     (site,) = place.glob("lib/python*/site-packages")
-    (site / "setuptools.py").write_text("def setup(**words): print('building')\n")
+    fake = "class Distribution: pass\ndef setup(**words): print('building')\n"
+    (site / "setuptools.py").write_text(fake)
     (place / "pip.py").write_text(PIP)
     return place / "bin" / "python"
 
@@ -61,7 +62,8 @@ def test_an_install_without_what_it_needs_ends_with_the_line_that_works(
 ) -> None:
     """A name that no index has must not be asked for: pip would find nothing, or a stranger's."""
     said = install(python, folder, words)
-    assert " of the same repository, which no package index has. Install all" in said
+    version = (ROOT / "VERSION").read_text("utf-8").strip()
+    assert f"{version} of the same repository, which no package index has. Install all" in said
     assert said.splitlines()[-1] == f"    {line}"
     assert install(python, folder, line.replace("pip ", "").replace("'", "")) == "building\n"
 
@@ -74,13 +76,18 @@ def test_an_install_that_may_find_them_elsewhere_is_not_refused(python: Path, wo
     assert install(python, ".", words) == "building\n"
 
 
-def test_what_is_installed_already_is_not_asked_for_again(python: Path) -> None:
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_is_installed_in_this_version_is_not_asked_for_again(
+    python: Path, is_same: bool
+) -> None:
     (site,) = python.parents[1].glob("lib/python*/site-packages")
-    record = site / "fp8_numerics-0.dist-info" / "METADATA"
+    version = (ROOT / "VERSION").read_text("utf-8").strip() if is_same else "0.1"
+    record = site / f"fp8_numerics-{version}.dist-info" / "METADATA"
     record.parent.mkdir()
-    record.write_text("Name: fp8-numerics\nVersion: 0\n")
+    record.write_text(f"Name: fp8-numerics\nVersion: {version}\n")
     try:
-        assert install(python, ".", "install -e .") == "building\n"
+        said = install(python, ".", "install -e .")
+        assert said.endswith("building\n" if is_same else "pip install -e ./fp8_numerics -e .\n")
     finally:
         record.unlink()
         record.parent.rmdir()

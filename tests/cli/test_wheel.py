@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from scripts.packages import MAIN, ROOT, packages, projects
@@ -87,6 +88,20 @@ def test_a_wheel_has_all_files_of_its_package(wheels: dict[str, Path], package: 
     assert ours <= names, sorted(ours - names)
     others = {name for name in names - ours if ".dist-info/" not in name}
     assert not others, f"modules that are not in the tree, or of another package: {others}"
+
+
+@pytest.mark.parametrize("package", packages())
+def test_a_wheel_needs_the_others_in_its_own_version(wheels: dict[str, Path], package: str) -> None:
+    """pip then names a mixture of versions, whose modules do not fit."""
+    with zipfile.ZipFile(wheels[package]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        lines = archive.read(name).decode().splitlines()
+    version = (ROOT / "VERSION").read_text("utf-8").strip()
+    ours = {project["name"] for project in projects().values()}
+    needed = {Requirement(line.partition(": ")[2]) for line in lines
+              if line.startswith("Requires-Dist: ")}  # fmt: skip
+    found = {each.name: str(each.specifier) for each in needed if each.name in ours}
+    assert bool(found) == bool(NEEDED[package]) and set(found.values()) <= {f"=={version}"}
 
 
 def clean(place: Path) -> dict[str, str]:
