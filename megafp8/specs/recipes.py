@@ -23,6 +23,13 @@ from types import ModuleType
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.traits import Traits, contradictions
 
+_MOVED = {
+    "megafp8.fp8": "fp8_numerics",
+    "megafp8.ops": "fp8_numerics",
+    "megafp8.te_cpu": "te_cpu",
+}
+"""Where modules were of which recipes of users may still have the names."""
+
 HIGH_PRECISION = "high_precision"
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
 """The names of the built-in recipes; the file of each is `megafp8/fp8/recipes/<name>.py`."""
@@ -222,7 +229,18 @@ def _running(name: str, imports: Callable[[], ModuleType], path: Path) -> Module
         place = f", line {own[-1].lineno} of {path}" if own else ""
         if isinstance(error, SyntaxError):
             place = f", line {error.lineno} of {error.filename}"
-        raise RecipeError(f"{name}: cannot be imported ({raised(error)}{place})") from error
+        now = _new_place(error)
+        raise RecipeError(f"{name}: cannot be imported ({raised(error)}{place}){now}") from error
+
+
+def _new_place(error: BaseException) -> str:
+    """Say where a module is now that one of this package was once, or nothing."""
+    old = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+    for place, package in _MOVED.items():
+        new = package + old.removeprefix(place)
+        if f"{old}.".startswith(f"{place}.") and importlib.util.find_spec(new) is not None:
+            return f"; {old} is {new} now"
+    return ""
 
 
 def is_interrupt(error: BaseException) -> bool:

@@ -46,6 +46,13 @@ def test_a_part_that_is_needed_stays_and_its_tests_go_with_it(tree: Path) -> Non
     assert row.failure == "pack.user: No module named 'pack.one'"
 
 
+def test_a_test_that_names_what_was_taken_out_as_a_text_goes_with_it(tree: Path) -> None:
+    named = "def test_it(monkeypatch):\n    monkeypatch.setattr('pack.two.core', 1)\n"
+    (tree / "tests/test_text.py").write_text(named)
+    row = take_out(Part("two", ("pack/two.py",), ("tests",)), tree)
+    assert not (tree / "tests/test_text.py").exists() and row.num_places == 0
+
+
 @pytest.mark.parametrize("broken", ["pretrain_gpt.py", "tests/test_two.py"])
 def test_a_job_and_tests_that_fail_are_found(tree: Path, broken: str) -> None:
     (tree / broken).write_text("raise ValueError('no')\n")
