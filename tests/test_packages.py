@@ -70,7 +70,15 @@ def test_an_install_without_what_it_needs_ends_with_the_line_that_works(
 
 @pytest.mark.parametrize(
     "words",
-    ["install --no-deps .", "install -r wanted.txt .", "install --find-links wheels .", "check ."],
+    [
+        "install --no-deps .",
+        *(f"install {option} given ." for option in ("-r", "-f", "-i", "--requirement")),
+        *(
+            f"install --{option} given ."
+            for option in ("find-links", "index-url=", "extra-index-url")
+        ),
+        "check .",
+    ],
 )
 def test_an_install_that_may_find_them_elsewhere_is_not_refused(python: Path, words: str) -> None:
     assert install(python, ".", words) == "building\n"
