@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 import logging
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.converted import (
@@ -25,7 +26,15 @@ from megafp8.fp8.converted import (
     converted_class,
     is_foreign_tensor,
 )
-from megafp8.fp8.coverage import coverage_of
+from megafp8.fp8.coverage import (
+    MOST_NAMES,
+    Weight,
+    by_pattern,
+    coverage_of,
+    names,
+    numbered,
+    other_weights,
+)
 from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.fp8.state import Fp8State
@@ -36,6 +45,8 @@ from megafp8.specs.recipes import DEFAULT_RECIPE, HIGH_PRECISION, find_recipe
 
 _LOGGER = logging.getLogger(__name__)
 Skip = str | Iterable[str] | Callable[[str, nn.Module], bool]
+Fault = tuple[str, str]
+"""Why a linear cannot be converted, and what else can be done than to skip it; or an empty text."""
 
 
 def convert(
@@ -56,17 +67,24 @@ def convert(
         recipe: A recipe's name, with the settings of `recipe_named`, a subclass of `Recipe`, or an
             `Fp8Recipe`, whose `modules` rules give single linears another recipe or
             `high_precision`. A name of a file or module is imported.
-        skip: What stays as it is: names or patterns (`*`, `?`, `[...]`) of linears or of modules
-            around them, or a function of (name, module) that returns True for those.
+        skip: What stays as it is: names or patterns (`*`, `?`, `[...]`) of linears, of other
+            weights or of modules around them, or a function of (name, module) that returns True
+            for those. Every weight but embeddings is converted or skipped.
         amax_group: The ranks over which delayed scaling takes the maximum of each amax, so that
             replicas share their scales. None keeps each rank's own.
 
     Raises:
-        Fp8Error: Something cannot be converted as asked. The message names the module or option.
+        Fp8Error: Something cannot be converted as asked, or a weight of two or more dims is
+            neither converted nor skipped. The message names the module or option, and has a `skip`
+            with which the call works.
     """
     chosen = checked_recipe(recipe)
     linears = _linears(model)
-    to_convert = _without_skipped(linears, skip)
+    others = other_weights(model, linears.values())
+    skipped = _skipped(model, linears, others, skip)
+    to_convert = {name: module for name, module in linears.items() if name not in skipped}
+    if not to_convert:
+        raise Fp8Error("skip", "leaves no linear to convert", "Skip fewer of them")
     _check_rules(chosen, to_convert)
     precisions = {name: chosen.precision_of(name) for name in to_convert}
     to_convert = {
@@ -76,7 +94,13 @@ def convert(
         raise Fp8Error(
             "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
         )
-    multiples = _check_modules(model, to_convert, precisions, chosen)
+    largest_first = sorted(others.items(), key=lambda item: -item[1].size)
+    uncovered = {n: w for n, w in largest_first if n not in skipped and not w.is_embedding}
+    faults, multiples = _faults(model, to_convert, precisions, chosen)
+    if faults or uncovered:
+        suggest = partial(_suggested, [*faults, *uncovered], linears, others, skipped, skip)
+        raise _error_of(faults, suggest) if faults else _uncovered(model, uncovered, suggest)
+    _check_fast_path(model, to_convert)
     is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in to_convert}
     _check_group(amax_group, chosen, reduces=any(is_delayed.values()) and chosen.reduce_amax)
     reduce = None if amax_group is None else _maximum_over(amax_group)
@@ -98,22 +122,21 @@ def convert(
     if all(weight.device.type != "meta" for weight in weights.values()):
         shared.follow(weights)
     # Nothing below refuses anything.
-    own = [name for name, module in linears.items() if not isinstance(module, Converted)]
-    coverage = coverage_of(model, own, to_convert)
+    own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
+    coverage = coverage_of(model, own, others, to_convert)
     for name, module in to_convert.items():
         _bind(module, bounds[name])
-    if coverage.left_out:
-        warnings.warn(
-            f"fp8.convert leaves in high precision {coverage.left_out}. It converts nn.Linear and "
-            "the Conv1D of transformers",
-            stacklevel=2,
-        )
-    if coverage.output_layers:
-        layers = ", ".join(coverage.output_layers)
-        _LOGGER.warning(
-            f"fp8.convert: {layers}, the output layer, is converted too, which the sources of "
-            f"recipes keep in high precision; skip={list(coverage.output_layers)} leaves it out"
-        )
+    for kind, found in (
+        ("the output layer", coverage.output_layers),
+        ("by its name a router or gate", coverage.routers),
+    ):
+        if found:
+            patterns = _patterns_of(found, linears, others, skipped)
+            given = [] if callable(skip) else _patterns(skip)
+            _LOGGER.warning(
+                f"fp8.convert: {names(found)}, {kind}, is converted too, which the sources of "
+                f"recipes keep in high precision; skip={[*given, *patterns]} leaves it out"
+            )
     return Fp8State(shared, coverage)
 
 
@@ -159,31 +182,48 @@ def _linears(model: nn.Module) -> dict[str, nn.Module]:
     return linears
 
 
-def _without_skipped(linears: dict[str, nn.Module], skip: Skip) -> dict[str, nn.Module]:
-    """Return the linears that are not skipped; raise `Fp8Error` for a pattern without effect."""
-    remaining = dict(linears)
+def _skipped(
+    model: nn.Module, linears: dict[str, nn.Module], others: dict[str, Weight], skip: Skip
+) -> set[str]:
+    """Return the linears and other weights that are skipped.
+
+    Raises:
+        Fp8Error: A pattern has no effect.
+    """
     if callable(skip):
-        remaining = {name: module for name, module in linears.items() if not skip(name, module)}
-        skip = ()
-    patterns = [skip] if isinstance(skip, str) or not isinstance(skip, Iterable) else list(skip)
+        chosen = {name for name, module in linears.items() if skip(name, module)}
+        for name, weight in others.items():
+            owner = name.rpartition(".")[0]
+            is_inside = any(_matches(name, linear) for linear in chosen)
+            if not weight.is_embedding and (is_inside or skip(owner, model.get_submodule(owner))):
+                chosen.add(name)
+        return chosen
+    patterns = _patterns(skip)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise Fp8Error(
             f"skip={skip!r}", "is neither names nor a function", "Use skip='lm_head' or a list"
         )
+    chosen = set()
     for pattern in patterns:
-        matched = [name for name in linears if _matches(name, pattern)]
+        matched = {name for name in linears if _matches(name, pattern)}
+        matched |= {
+            n for n, w in others.items() if any(_matches(each, pattern) for each in w.names)
+        }
         if not matched:
-            close = difflib.get_close_matches(pattern, linears, n=1)
+            close = difflib.get_close_matches(pattern, [*linears, *others], n=1)
             raise Fp8Error(
                 f"skip={pattern!r}",
-                "matches no linear",
+                "matches no linear and no other weight",
                 f"Did you mean {close[0]!r}?" if close else f"The first is named {min(linears)!r}",
             )
-        for name in matched:
-            remaining.pop(name, None)
-    if not remaining:
-        raise Fp8Error("skip", "leaves no linear to convert", "Skip fewer of them")
-    return remaining
+        chosen |= matched
+    return chosen
+
+
+def _patterns(skip: Skip) -> list[str]:
+    """Return the patterns that `skip` has; what is neither a text nor a list is one of them."""
+    is_one = isinstance(skip, str) or not isinstance(skip, Iterable)
+    return [cast(str, skip)] if is_one else list(skip)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -203,40 +243,29 @@ def _check_rules(recipe: Fp8Recipe, linears: dict[str, nn.Module]) -> None:
             )
 
 
-def _check_modules(
+def _faults(
     model: nn.Module,
     linears: dict[str, nn.Module],
     precisions: dict[str, ModulePrecision],
     recipe: Fp8Recipe,
-) -> dict[str, int]:
-    """Return the number that the sizes of each linear are multiples of.
-
-    Raises:
-        Fp8Error: A linear cannot be converted. The message names the first one, and the hint is
-            about all that have the same fault.
-    """
+) -> tuple[dict[str, Fault], dict[str, int]]:
+    """Return why linears cannot be converted, and what the sizes of the others are multiples of."""
     uses: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         uses[id(parameter)].append(name)
+    faults = {}
     for name, module in linears.items():
-        if isinstance(module, Converted):
-            hint = f"Convert a model once, or use skip={name!r}"
-            raise Fp8Error(name, "is converted to FP8 already", hint)
         if (fault := _fault_of(module)) is not None:
-            alike = [
-                n for n in linears if (other := _fault_of(linears[n])) and other[1] == fault[1]
-            ]
-            skip = f"se skip={_skip_of(alike, linears)!r}"
-            hint = f"{fault[1]}, or u{skip}" if fault[1] else f"U{skip}"
-            hint = fault[1] if fault[1] and len(alike) == len(linears) else hint
-            raise Fp8Error(name, fault[0], hint)
-        weight = module.get_parameter("weight")
-        if len(uses[id(weight)]) > 1:
-            names = ", ".join(uses[id(weight)])
-            raise Fp8Error(
-                name, f"its weight is shared, as {names}", f"Untie it, or use skip={name!r}"
-            )
-    multiples = _check_sizes(linears, precisions, recipe)
+            faults[name] = fault
+        elif len(alike := uses[id(module.weight)]) > 1:
+            faults[name] = f"its weight is shared, as {', '.join(alike)}", "Untie it"
+    fit = {name: module for name, module in linears.items() if name not in faults}
+    unfit, multiples = _unfit(fit, precisions, recipe)
+    return faults | unfit, multiples
+
+
+def _check_fast_path(model: nn.Module, linears: Iterable[str]) -> None:
+    """Raise `Fp8Error` for a layer of torch whose evaluation bypasses a converted linear."""
     if torch.backends.mha.get_fastpath_enabled():
         for name, module in model.named_modules():
             if isinstance(module, nn.TransformerEncoderLayer) and any(
@@ -247,14 +276,12 @@ def _check_modules(
                     "evaluation of an nn.TransformerEncoderLayer bypasses its linears",
                     "Call torch.backends.mha.set_fastpath_enabled(False) before",
                 )
-    return multiples
 
 
-def _fault_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return why a linear cannot be converted by itself: it computes otherwise, or has no weight.
-
-    The second text says what else can be done than to skip the linear, if anything.
-    """
+def _fault_of(module: nn.Module) -> Fault | None:
+    """Return why a linear by itself cannot be converted; None if it can."""
+    if isinstance(module, Converted):
+        return "is converted to FP8 already", "Convert a model once"
     kind = type(module)
     if _is_foreign(module):
         reason = f"is a {kind.__name__}, a subclass of nn.Linear that may compute otherwise"
@@ -283,27 +310,13 @@ def _is_foreign(module: nn.Module) -> bool:
     return not is_known and not _is_conv1d(module)
 
 
-def _skip_of(chosen: Sequence[str], linears: dict[str, nn.Module]) -> str | list[str]:
-    """Return the value of `skip` that leaves out the chosen linears, and nothing else."""
-    found: dict[str, None] = {}
-    for name in chosen:
-        parts = name.split(".")
-        if type(linears[name]).__name__ == "NonDynamicallyQuantizableLinear" and len(parts) > 1:
-            parts = parts[:-1]  # nn.MultiheadAttention, which has no other linear
-        pattern = f"*.{parts[-1]}"
-        matched = [other for other in linears if _matches(other, pattern)]
-        is_exact = name in matched and set(matched) <= set(chosen)
-        found[pattern if is_exact and len(matched) > 1 else ".".join(parts)] = None
-    patterns = list(found)
-    return patterns[0] if len(patterns) == 1 else patterns
-
-
-def _check_sizes(
+def _unfit(
     linears: dict[str, nn.Module], precisions: dict[str, ModulePrecision], recipe: Fp8Recipe
-) -> dict[str, int]:
-    """Return the number that the sizes of each linear are multiples of, or raise `Fp8Error`.
+) -> tuple[dict[str, Fault], dict[str, int]]:
+    """Return which linears have sizes that do not fit, and what the sizes are multiples of.
 
-    The error names the first linear of an unfit size, and its hint is about all of them.
+    Raises:
+        Fp8Error: Sizes of this recipe are not padded, although the recipe's settings ask for it.
     """
     multiples: dict[str, int] = {}
     for name in linears:
@@ -315,23 +328,112 @@ def _check_sizes(
                 "Leave it out, or use another recipe",
             )
         multiples[name] = 1 if recipe.pad_inner_dim else traits.multiple
-    sizes = {
-        name: tuple(cast(torch.Tensor, module.weight).shape) for name, module in linears.items()
-    }
+    sizes = {name: cast(torch.Tensor, module.weight).shape for name, module in linears.items()}
     unfit = [n for n in linears if any(size == 0 or size % multiples[n] for size in sizes[n])]
-    if not unfit:
-        return multiples
-    name, others = unfit[0], len(unfit) - 1
-    more = f"; the sizes of {others} more do not fit" if others else ""
-    skip = "" if len(unfit) == len(linears) else f"skip={_skip_of(unfit, linears)!r}, "
+    more = f"; the sizes of {len(unfit) - 1} more do not fit" if len(unfit) > 1 else ""
     pads = all(find_recipe(precisions[n]).traits.pads for n in unfit)
-    raise Fp8Error(
-        name,
-        f"its weight is {' x '.join(map(str, sizes[name]))}, and {precisions[name]} takes "
-        f"multiples of {multiples[name]}{more}",
-        f"Use {skip}{'Fp8Recipe(pad_inner_dim=True)' if pads else 'another recipe'}, or other "
-        "sizes",
+    remedy = f"Use {'Fp8Recipe(pad_inner_dim=True)' if pads else 'another recipe'}, or other sizes"
+    return {
+        name: (
+            f"its weight is {' x '.join(map(str, sizes[name]))}, and {precisions[name]} takes "
+            f"multiples of {multiples[name]}{more}",
+            remedy,
+        )
+        for name in unfit
+    }, multiples
+
+
+def _error_of(faults: dict[str, Fault], suggest: Callable[[], str]) -> Fp8Error:
+    """Return the error that names the first fault; its hint has a `skip` for all of them."""
+    name, (reason, remedy) = next(iter(faults.items()))
+    skip = suggest()
+    if skip and remedy.startswith("Use "):
+        hint = f"Use {skip}, {remedy.removeprefix('Use ')}"
+    elif skip:
+        hint = f"{remedy}, or use {skip}" if remedy else f"Use {skip}"
+    else:
+        hint = remedy or "The model has no other linear to convert"
+    return Fp8Error(name, reason, hint)
+
+
+def _uncovered(
+    model: nn.Module, weights: dict[str, Weight], suggest: Callable[[], str]
+) -> Fp8Error:
+    """Return the error that names the weights that are neither converted nor skipped."""
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    listed = [
+        f"{pattern} ({weights[alike[0]].shape}) with "
+        f"{sum(weights[name].size for name in alike) / max(1, total):.1%}"
+        for pattern, alike in by_pattern(weights).items()
+    ]
+    more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+    lazy = any(not weight.size for weight in weights.values())
+    return Fp8Error(
+        next(iter(by_pattern(weights))),
+        "would stay in high precision: fp8.convert converts nn.Linear and the Conv1D of "
+        "transformers. Neither converted nor skipped, with their shares of the model's parameters, "
+        f"are {', '.join(listed[:MOST_NAMES])}{more}",
+        f"{'Run the model once, so that lazy weights have sizes. ' if lazy else ''}To leave what "
+        f"was named in high precision, use {suggest()}",
     )
+
+
+def _suggested(
+    chosen: Sequence[str],
+    linears: dict[str, nn.Module],
+    others: dict[str, Weight],
+    skipped: set[str],
+    skip: Skip,
+) -> str:
+    """Return a `skip` that also leaves out the chosen ones; empty if it would leave no linear."""
+    if linears.keys() <= {*chosen, *skipped}:
+        return ""
+    found = _patterns_of(chosen, linears, others, skipped)
+    if callable(skip):
+        return f"a skip that also returns True for {', '.join(found)}"
+    patterns = [*_patterns(skip), *found]
+    return f"skip={patterns[0] if len(patterns) == 1 else patterns!r}"
+
+
+def _patterns_of(
+    chosen: Sequence[str],
+    linears: dict[str, nn.Module],
+    others: dict[str, Weight],
+    skipped: set[str],
+) -> list[str]:
+    """Return patterns that match the chosen linears and weights, and none but skipped ones too."""
+    found: list[str] = []
+    units = [*linears, *(name for name, weight in others.items() if not weight.is_embedding)]
+    for name in chosen:
+        if not any(_matches(name, pattern) for pattern in found):
+            ways = _ways_to_name(name, linears.get(name))
+            allowed = {*chosen, *skipped}
+            found.append(next((w for w in ways if _names_only(w, name, units, allowed)), name))
+    return found
+
+
+def _ways_to_name(name: str, linear: nn.Module | None) -> list[str]:
+    """Return patterns for a linear, or for another weight, from the shortest to its name.
+
+    The module around it is preferred for a weight that is no linear's, and for the only linear of
+    `nn.MultiheadAttention`.
+    """
+    around = name.partition(".parametrizations.")[0] if ".parametrizations." in name else ""
+    around = around or name.rpartition(".")[0]
+    is_of_attention = type(linear).__name__ == "NonDynamicallyQuantizableLinear"
+    targets = [around, name] if around and (linear is None or is_of_attention) else [name]
+    return [
+        way
+        for target in targets
+        for way in (f"*.{target.rpartition('.')[2]}", numbered(target), target)
+    ]
+
+
+def _names_only(pattern: str, name: str, units: Sequence[str], allowed: set[str]) -> bool:
+    """Whether a pattern matches this name and, of the others, allowed ones alone."""
+    matched = [unit for unit in units if _matches(unit, pattern)]
+    is_needed = "*" not in pattern or len(matched) > 1
+    return name in matched and set(matched) <= allowed and is_needed
 
 
 def _bind(module: nn.Module, bound: Bound) -> None:

@@ -1,84 +1,192 @@
-"""Say which part of a model `fp8.convert` has turned into FP8 linears, and what stays as it was."""
+"""Say which weights of a model `fp8.convert` has turned into FP8 ones, and what stays as it was.
+
+A weight is a parameter with two or more dims of more than one element, by which a product may
+multiply. One of shape [n, 1] is a vector. Buffers whose names end in `weight` count too.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 OUTPUT_LAYERS = ("lm_head", "embed_out")
 """The names that models of transformers have for the layer that computes the logits."""
+EMBEDDINGS = re.compile(r"embed|position|(^|_)pos(_|$)")
+"""What the name of a parameter has that is added to or looked up for tokens, as embeddings are."""
+LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
+ROUTERS = re.compile(r"(^|_)(router|gate|gating)$")
 MOST_NAMES = 20
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Describe one weight that is not the `weight` of a linear, under each of its names."""
+
+    names: tuple[str, ...]
+    shape: str
+    size: int
+    is_embedding: bool
 
 
 @dataclass(frozen=True)
 class Coverage:
     """Hold the numbers of a model's parameters, by what became of them.
 
-    `converted` has those of each converted weight, by the linear's name, `stacked` those of each
-    parameter that may hold several matrices: with three or more dims of more than one element.
+    `converted` and `left` have those of each linear, by its name, and `left` of other weights, too.
     """
 
     total: int
     converted: Mapping[str, int]
-    linears_left: tuple[str, ...]
-    stacked: Mapping[str, int]
+    left: Mapping[str, int]
+    embeddings: Mapping[str, int]
     output_layers: tuple[str, ...]
+    routers: tuple[str, ...]
 
-    @property
-    def left_out(self) -> str:
-        """Return a clause that names the parameters of three dims, with their share; or nothing."""
-        if not self.stacked:
-            return ""
-        plural = "s" if len(self.stacked) > 1 else ""
-        return (
-            f"{len(self.stacked)} parameter{plural} of three or more dimensions with "
-            f"{self._share(self.stacked.values())} of the model's parameters: {names(self.stacked)}"
-        )
+    def lines(self, kinds: Iterable[str], recipes: Iterable[str], idle: str) -> list[str]:
+        """Return three lines: what is converted, by which recipe, and what stays.
 
-    def lines(self, kinds: Iterable[str]) -> list[str]:
-        """Return lines of text; `kinds` says of each converted linear what it is and was."""
-        counts = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds).items())
-        share = self._share(self.converted.values())
-        lines = [f"converted: {counts}; {share} of the model's {self.total:,} parameters"]
+        Args:
+            kinds: What each converted linear was.
+            recipes: The label of each one's recipe.
+            idle: The names of the linears that never ran; empty where all did or none could yet.
+        """
+        converted = f"converted: {_counts(kinds)}; {self.share(self.converted)} of the parameters"
         if self.output_layers:
-            lines.append(f"among them the output layer: {names(self.output_layers)}")
-        if self.linears_left:
-            lines.append(f"linears left as they were: {names(self.linears_left)}")
-        if self.left_out:
-            lines.append(f"left as they were: {self.left_out}")
-        return lines
+            converted += f"; among them the output layer: {names(self.output_layers)}"
+        if self.routers:
+            converted += f"; among them routers or gates: {names(self.routers)}"
+        if idle:
+            converted += f"; never called so far: {idle}"
+        stays = [
+            f"{kind}{names(of)} ({self.share(of)})"
+            for kind, of in (("", self.left), ("embeddings: ", self.embeddings))
+            if of
+        ]
+        return [
+            converted,
+            f"recipe: {_counts(recipes)}",
+            f"stays in high precision: {'; '.join(stays) or 'no weight'}",
+        ]
 
-    def _share(self, counts: Iterable[int]) -> str:
-        return f"{sum(counts) / max(1, self.total):.1%}"
+    def share(self, of: Mapping[str, int]) -> str:
+        """Return which share of the model's parameters these weights have, in percent."""
+        return f"{sum(of.values()) / max(1, self.total):.1%}"
 
 
-def coverage_of(model: nn.Module, linears: Iterable[str], converted: Iterable[str]) -> Coverage:
-    """Return the coverage of a model, given the names of its linears and of the converted ones."""
-    sizes, stacked = {}, {}
-    for name, parameter in model.named_parameters():
-        if not is_lazy(parameter):
-            sizes[name] = parameter.numel()
-            if sum(size > 1 for size in parameter.shape) > 2:
-                stacked[name] = parameter.numel()
-    modules = dict(model.named_modules())
-    chosen = list(converted)
-    weights = {name: modules.get(name, model).get_parameter("weight").numel() for name in chosen}
-    left = tuple(name for name in linears if name not in weights)
-    outputs = tuple(name for name in chosen if name.rpartition(".")[2] in OUTPUT_LAYERS)
-    return Coverage(sum(sizes.values()), weights, left, stacked, outputs)
+def other_weights(model: nn.Module, linears: Iterable[nn.Module]) -> dict[str, Weight]:
+    """Return each weight that is not the `weight` of one of these linears, by its first name.
+
+    An embedding that shares its weight with a linear is among them.
+    """
+    of_linears = {id(getattr(linear, "weight", None)) for linear in linears}
+    found: dict[int, list[tuple[str, nn.Module, torch.Tensor]]] = {}
+    for owner, module in model.named_modules(remove_duplicate=False):
+        for own, tensor in _matrices(module):
+            if id(tensor) not in of_linears or isinstance(module, LOOKED_UP):
+                name = f"{owner}.{own}" if owner else own
+                found.setdefault(id(tensor), []).append((name, module, tensor))
+    weights = {}
+    for uses in found.values():
+        tensor, every_name = uses[0][2], tuple(dict.fromkeys(name for name, _, _ in uses))
+        weights[every_name[0]] = Weight(
+            every_name,
+            "of unknown size (lazy)" if is_lazy(tensor) else " x ".join(map(str, tensor.shape)),
+            0 if is_lazy(tensor) else tensor.numel(),
+            any(_is_embedding(name, module) for name, module, _ in uses),
+        )
+    return weights
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that a module holds itself, by their names in it."""
+    buffers = (item for item in module.named_buffers(recurse=False) if item[0].endswith("weight"))
+    for name, tensor in (*module.named_parameters(recurse=False), *buffers):
+        is_matrix = "bias" not in name if is_lazy(tensor) else _num_dims(tensor.shape) > 1
+        if is_matrix:
+            yield name, tensor
+
+
+def _is_embedding(name: str, module: nn.Module) -> bool:
+    """Whether a weight that this module holds is looked up, or added to what was looked up."""
+    is_looked_up = isinstance(module, LOOKED_UP) or type(module).__name__.endswith("Embedding")
+    return is_looked_up or bool(EMBEDDINGS.search(_last(name)))
+
+
+def _num_dims(shape: torch.Size) -> int:
+    """Return the number of dims of more than one element."""
+    return sum(size > 1 for size in shape)
+
+
+def coverage_of(
+    model: nn.Module,
+    linears: Mapping[str, nn.Module],
+    others: Mapping[str, Weight],
+    converted: Iterable[str],
+) -> Coverage:
+    """Return the coverage of a model: its linears, its other weights, and what is converted.
+
+    The only linear that has the shape of an embedding counts as an output layer by any name.
+    """
+    looked_up = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    tied = {id(module.weight) for module in looked_up}
+    weights = {
+        name: weight
+        for name, linear in linears.items()
+        if isinstance(weight := getattr(linear, "weight", None), torch.Tensor)
+        and not is_lazy(weight)
+    }
+    sizes = dict.fromkeys(linears, 0) | {
+        name: weight.numel() for name, weight in weights.items() if id(weight) not in tied
+    }
+    shapes = {tuple(embedding.weight.shape) for embedding in looked_up}
+    alike = [name for name, weight in weights.items() if tuple(weight.shape) in shapes]
+    chosen = {name: sizes[name] for name in converted}
+    return Coverage(
+        sum(p.numel() for p in model.parameters() if not is_lazy(p)),
+        chosen,
+        {name: size for name, size in sizes.items() if name not in chosen}
+        | {name: weight.size for name, weight in others.items() if not weight.is_embedding},
+        {name: weight.size for name, weight in others.items() if weight.is_embedding},
+        tuple(n for n in chosen if _last(n) in OUTPUT_LAYERS or [n] == alike),
+        tuple(name for name in chosen if _is_router(name, linears[name])),
+    )
+
+
+def _is_router(name: str, linear: nn.Module) -> bool:
+    """Return whether a linear chooses experts, or weighs them, judged by its name and shape."""
+    num_out, num_in = linear.get_parameter("weight").shape
+    return bool(ROUTERS.search(_last(name))) and num_out < num_in
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _counts(texts: Iterable[str]) -> str:
+    return ", ".join(f"{count} {text}" for text, count in Counter(texts).items())
 
 
 def names(of: Iterable[str]) -> str:
     """Return names for a message; those that differ in the number of a layer alone stand once."""
-    patterns: dict[str, list[str]] = {}
-    for name in of:
-        pattern = re.sub(r"(?<![^.])\d+(?=\.)", "*", name)  # not the last part, as of a Sequential
-        patterns.setdefault(pattern, []).append(name)
-    alike = [found[0] if len(found) == 1 else key for key, found in patterns.items()]
+    alike = list(by_pattern(of))
     more = len(alike) - MOST_NAMES
     return ", ".join(alike[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def by_pattern(of: Iterable[str]) -> dict[str, list[str]]:
+    """Return names that differ in the number of a layer alone, by a pattern of them all."""
+    patterns: dict[str, list[str]] = {}
+    for name in of:
+        patterns.setdefault(numbered(name), []).append(name)
+    return {found[0] if len(found) == 1 else key: found for key, found in patterns.items()}
+
+
+def numbered(name: str) -> str:
+    """Return the name with `*` for the numbers of layers, as a pattern of `skip`."""
+    return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)  # not the last part, as of a Sequential

@@ -75,14 +75,12 @@ class Fp8State:
         self._num_microbatches = 0  # of the present step
 
     def __repr__(self) -> str:
-        """Return what is converted and what is not, in a few lines."""
-        recipes = {name: label_of(self.recipe.precision_of(name)) for name in self.linears}
-        kinds = {n: type(each).__name__.removeprefix("Fp8") for n, each in self.linears.items()}
-        lines = self._coverage.lines(f"{kinds[name]} in {recipes[name]}" for name in self.linears)
-        if idle := self._idle():
-            which = names(idle) if len(idle) < len(self.linears) else "all of them"
-            lines.append(f"converted and never called so far: {which}")
-        return "\n  ".join(["Fp8State", *lines])
+        """Return three lines: what is converted, by which recipe, and what stays as it was."""
+        kinds = (type(each).__name__.removeprefix("Fp8") for each in self.linears.values())
+        recipes = (label_of(self.recipe.precision_of(name)) for name in self.linears)
+        idle = self._idle()
+        never = names(idle) if len(idle) < len(self.linears) else ""
+        return "\n".join(self._coverage.lines(kinds, recipes, never))
 
     @property
     def recipe(self) -> Fp8Recipe:

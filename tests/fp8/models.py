@@ -39,6 +39,33 @@ def llama() -> nn.Module:
     )  # fmt: skip
 
 
+TINY: dict[str, int] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(**TINY, intermediate_size=64, num_key_value_heads=1, num_local_experts=4)
+    return MixtralForCausalLM(config)
+
+
+def deepseek_v3() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        **TINY | {"num_hidden_layers": 3}, intermediate_size=64, moe_intermediate_size=32,
+        num_key_value_heads=2, n_routed_experts=8, n_shared_experts=1, n_group=2, topk_group=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
 def mlp(width: int = 32, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(

@@ -29,7 +29,16 @@ from megafp8.fp8 import engine
 from megafp8.fp8.converted import Converted
 from megafp8.ops import torch_private
 from megafp8.specs.run import HealthSpec
-from tests.fp8.models import gpt2, llama, mlp, noise, old_weight_norm, train
+from tests.fp8.models import (
+    deepseek_v3,
+    gpt2,
+    llama,
+    mixtral,
+    mlp,
+    noise,
+    old_weight_norm,
+    train,
+)
 
 STEPS = range(16)
 
@@ -309,7 +318,7 @@ def test_linears_whose_weights_other_code_reads_are_named() -> None:
             model(noise(16, 32, seed=0)).sum().backward()
     never = {name: "the linear was never called, so FP8 never ran" for name in ("q", "k", "v")}
     assert report.complaints() == never | {"spare": never["q"]}
-    assert "converted and never called so far: q, k, v, spare" in repr(state)
+    assert "never called so far: q, k, v, spare" in repr(state)
     with state.microbatch():
         model(noise(16, 32, seed=0)).sum().backward()
         model.q(noise(16, 32, seed=0))
@@ -326,40 +335,183 @@ class Experts(nn.Module):
         self.position = nn.Parameter(torch.zeros(1, 8, 32))
 
 
-def test_what_is_left_is_named_with_its_share() -> None:
+def suggested(error: fp8.Fp8Error) -> Any:
+    """Return the `skip` that an error's hint has, as a user pastes it."""
+    found = re.search(r"skip=(\[.*?\]|'[^']*')", error.hint)
+    assert found is not None, error
+    return ast.literal_eval(found[1])
+
+
+def test_what_is_neither_converted_nor_skipped_is_refused_with_its_share() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(Experts() for _ in range(3))})
     model["lm_head"] = nn.Linear(32, 64)
     total = sum(parameter.numel() for parameter in model.parameters())
-    stacked = (
-        f"6 parameters of three or more dimensions with {6 * 4096 / total:.1%} of the model's "
-        "parameters: layers.*.up, layers.*.down"
-    )
-    with pytest.warns(UserWarning, match=f"^fp8.convert leaves in high precision {stacked}. It"):
-        state = fp8.convert(model, "rowwise", skip="layers.1")
+    with pytest.raises(fp8.Fp8Error, match="^layers.*.up: would stay in high prec") as caught:
+        fp8.convert(model, "rowwise", skip="layers.1")
+    share = f"{2 * 4096 / total:.1%}"
+    for name in ("up", "down"):
+        assert f"layers.*.{name} (4 x 32 x 32) with {share}" in str(caught.value)
+    skip = suggested(caught.value)
+    assert skip == ["layers.1", "*.up", "*.down"]  # and what was skipped before
+    assert not any(isinstance(module, Converted) for module in model.modules())
+    state = fp8.convert(model, "rowwise", skip=skip)
+    left = f"{(512 + 6 * 4096) / total:.1%}"
     assert repr(state).splitlines() == [
-        "Fp8State",
-        f"  converted: 3 Linear in rowwise; {(2 * 512 + 2048) / total:.1%} of the model's "
-        f"{total:,} parameters",
-        "  among them the output layer: lm_head",
-        "  linears left as they were: layers.1.router",
-        f"  left as they were: {stacked}",
-        "  converted and never called so far: all of them",
+        f"converted: 3 Linear; {(2 * 512 + 2048) / total:.1%} of the parameters; among them the "
+        "output layer: lm_head; among them routers or gates: layers.*.router",
+        "recipe: 3 rowwise",
+        f"stays in high precision: layers.1.router, layers.*.up, layers.*.down ({left}); "
+        f"embeddings: layers.*.position ({3 * 256 / total:.1%})",
     ]
     with torch.no_grad():
         model["lm_head"](noise(8, 32, seed=0))
-    assert repr(state).endswith("\n  converted and never called so far: layers.*.router")
+    assert "; never called so far: layers.*.router\n" in repr(state)
     mixed = mlp()
     state = fp8.convert(mixed, "rowwise")
     with torch.no_grad():
         mixed[0](noise(8, 32, seed=0))
-    assert repr(state).endswith("never called so far: 2")
+    assert repr(state).splitlines()[0].endswith("; never called so far: 2")
+
+
+@pytest.mark.parametrize("make", [mixtral, deepseek_v3])
+def test_experts_of_transformers_are_refused_until_they_are_skipped(
+    make: Callable[[], nn.Module],
+) -> None:
+    """Earlier they stayed in high precision with a warning, or with nothing said."""
+    model = make()
+    with pytest.raises(fp8.Fp8Error, match="mlp.experts.gate_up_proj .* with ") as caught:
+        fp8.convert(model, "tensorwise", skip="lm_head")
+    assert suggested(caught.value) == ["lm_head", "*.experts", "*.gate"]
+    own = [module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear)]
+    own.remove(64 * 32)  # the head
+    share = sum(own) / sum(parameter.numel() for parameter in model.parameters())
+    state = fp8.convert(model, "tensorwise", skip=suggested(caught.value))
+    assert f"converted: {len(own)} Linear; {share:.1%} of the parameters\n" in repr(state)
+
+
+def holder(**weights: torch.Tensor) -> nn.Module:
+    """A module with weights of its own beside a linear."""
+    module = nn.Module()
+    module.linear = nn.Linear(32, 32)
+    for name, weight in weights.items():
+        module.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    return module
+
+
+def with_buffer() -> nn.Module:
+    module = holder()
+    module.register_buffer("qweight", torch.zeros(32, 32, dtype=torch.int8))
+    module.register_buffer("mask", torch.zeros(32, 32))
+    return module
+
+
+def with_alias() -> nn.Module:
+    """A weight under two names, the second of which a pattern names."""
+    module = holder(first=torch.zeros(32, 32))
+    module.second = module.first
+    return module
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def beside(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.Linear(32, 32))
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "frozen": (lambda: holder(other=torch.zeros(16, 32)), "other"),
+    "experts": (lambda: holder(experts=torch.zeros(4, 32, 32)), "experts"),
+    "meta": (lambda: on_meta(lambda: holder(other=torch.zeros(16, 32))), "other"),
+    "buffer": (with_buffer, "qweight"),
+    "alias": (with_alias, "first"),
+    "convolution": (lambda: beside(nn.Conv2d(3, 32, 4)), "0"),
+    "recurrent": (lambda: beside(nn.LSTM(32, 32)), "0"),
+    "lazy": (lambda: beside(nn.LazyConv1d(4, 1)), "0"),
+    "parametrized": (
+        lambda: beside(torch.nn.utils.parametrizations.weight_norm(nn.Conv1d(32, 32, 3))), "0"
+    ),
+    "attention": (lambda: beside(nn.MultiheadAttention(32, 2)), "0"),
+    "in a linear": (
+        lambda: nn.Sequential(pruned(lambda m: setattr(m, "a", nn.Parameter(torch.zeros(4, 4))))),
+        "0.2.a",
+    ),
+    "many": (
+        lambda: nn.Sequential(*(beside(nn.Conv1d(32, 32, 3)) for _ in range(3)), nn.Linear(32, 40)),
+        ["3", "*.0"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LEFT.values(), ids=LEFT)
+def test_a_weight_outside_of_linears_is_named_with_a_skip_that_fits(case: Any) -> None:
+    make, skip = case
+    model = make()
+    with pytest.raises(fp8.Fp8Error) as caught:
+        fp8.convert(model)
+    assert suggested(caught.value) == skip
+    before = set(state_names(model))
+    state = fp8.convert(model, skip=suggested(caught.value))
+    assert state.linears and set(state_names(model)) == before
+
+
+def state_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: holder(
+            vector=torch.zeros(32), column=torch.zeros(32, 1), row=torch.zeros(1, 1, 32)
+        ),
+        lambda: holder(pos_embed=torch.zeros(1, 8, 32), position=torch.zeros(8, 32)),
+        lambda: holder(relative_position_bias_table=torch.zeros(9, 2)),
+        lambda: beside(nn.Embedding(16, 32)),
+        lambda: beside(nn.EmbeddingBag(16, 32)),
+        lambda: beside(nn.Sequential(nn.LayerNorm(32), nn.BatchNorm1d(32), nn.PReLU(32))),
+        gpt2,
+        llama,
+    ],
+)
+def test_vectors_and_embeddings_need_no_skip(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    has_head = any(name == "lm_head" for name, _ in model.named_modules())
+    fp8.convert(model, skip="lm_head" if has_head else ())
+
+
+def test_a_function_skips_other_weights_by_the_module_that_holds_them() -> None:
+    """It is asked about them where there are any, so that one for linears alone stays valid."""
+    asked = []
+
+    def skip(name: str, module: nn.Module) -> bool:
+        asked.append(name)
+        return name.endswith("experts")
+
+    with pytest.raises(fp8.Fp8Error, match=r"also returns True for \*.gate\.$"):
+        fp8.convert(mixtral(), "tensorwise", skip=skip)
+    state = fp8.convert(mixtral(), "tensorwise", skip=lambda n, m: skip(n, m) or n.endswith("gate"))
+    assert "lm_head" in state.linears and "model.layers.0.mlp.experts" in asked
+    assert fp8.convert(llama(), skip=lambda name, linear: linear.out_features == 64).linears
 
 
 def test_a_converted_output_layer_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """And a router, by its name; a layer of another name by its shape, that of the embedding."""
     fp8.convert(llama(), skip="lm_head")
+    fp8.convert(nn.ModuleDict({"gate": nn.Linear(32, 64), "gate_proj": nn.Linear(64, 32)}))
+    assert not [text for text in caplog.messages if text.startswith("fp8.convert: ")]
     fp8.convert(llama())
-    (said,) = [message for message in caplog.messages if message.startswith("fp8.convert: ")]
-    assert "lm_head, the output layer, is converted too" in said and "skip=['lm_head']" in said
+    fp8.convert(nn.Sequential(nn.Embedding(48, 32), nn.Linear(32, 32), nn.Linear(32, 48)))
+    fp8.convert(nn.ModuleList(Experts() for _ in range(2)), skip=["*.up", "*.down"])
+    said = [text for text in caplog.messages if text.startswith("fp8.convert: ")]
+    assert (
+        "lm_head, the output layer, is converted too" in said[0] and "skip=['lm_head']" in said[0]
+    )
+    assert "2, the output layer, is converted too" in said[1] and "skip=['2']" in said[1]
+    assert "*.router, by its name a router or gate," in said[2]
+    assert "skip=['*.up', '*.down', '*.router']" in said[2] and len(said) == 3
 
 
 def test_a_trainer_without_its_callback_is_told_of_it() -> None:
