@@ -95,3 +95,52 @@ def quantize_a_part(rank: Rank, recipe: str, along: int) -> list[float]:
         whole = operand.dequant_scale if operand.outer is None else operand.outer
         scales.append(whole.item())
     return scales
+
+
+def train_by_trainer(rank: Rank, folder: str, wrapper: str) -> dict[str, Any]:
+    """Train with the Trainer of transformers; once to the end, once on from its second step."""
+    from transformers import Trainer, TrainingArguments
+
+    from megafp8.fp8.trainer import Fp8Callback
+    from tests.fp8.models import gpt2, tokens
+
+    sharding = {"state_dict_type": "SHARDED_STATE_DICT"}
+    sharding["transformer_layer_cls_to_wrap"] = "GPT2Block"
+    arguments = TrainingArguments(  # joins the ranks, so that their group exists from here on
+        folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=STEPS + 1,
+        eval_strategy="steps", eval_steps=2, save_steps=2, logging_steps=1, use_cpu=True,
+        report_to="none", disable_tqdm=True, fsdp=wrapper == "fsdp2", fsdp_config=sharding,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for step in range(8) for row in tokens(step)]
+
+    def run(resume_from: str | None) -> dict[str, Any]:
+        model = gpt2()
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        model.config.tie_word_embeddings = False
+        state = fp8.convert(model, "delayed", skip="lm_head", amax_group=dist.group.WORLD)
+        callbacks = [Fp8Callback(state)]
+        trainer = Trainer(model, arguments, None, data, data[:8], callbacks=callbacks)
+        if wrapper == "fsdp2":
+            _shard_on_a_cpu(trainer)
+        trainer.train(resume_from_checkpoint=resume_from)
+        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+        return {
+            "wrapper": type(trainer.model_wrapped).__name__,
+            "parameters": [parameter.detach().clone() for parameter in whole],
+            "state": state.state_dict(),
+            "updates": {n: scale.num_updates for n, scale in state.scales().items()},
+            "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+            "validated": [r["eval_loss"] for r in trainer.state.log_history if "eval_loss" in r],
+        }
+
+    return {"whole": run(None), "continued": run(f"{folder}/checkpoint-2")}
+
+
+def _shard_on_a_cpu(trainer: Any) -> None:
+    """Have accelerate shard as on GPUs: of ranks on CPUs it makes replicas, whatever is asked."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    state = trainer.accelerator.state
+    state.distributed_type = DistributedType.FSDP
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
+    trainer.is_fsdp_enabled = True

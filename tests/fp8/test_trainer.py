@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from megafp8 import fp8
+from tests.fp8 import rank_work
 from tests.fp8.models import gpt2, tokens
+from tests.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
 
@@ -167,3 +169,35 @@ def test_recipes_without_histories_train_too(tmp_path: Path) -> None:
     trainer(model, state, tmp_path, max_steps=2).train()
     assert state.counter.share("fp8") > 0
     assert not list(tmp_path.rglob("fp8_scales*"))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "name"),
+    [
+        ("ddp", "DistributedDataParallel"),
+        pytest.param("fsdp2", "FSDPGPT2LMHeadModel", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_accumulate_validate_and_continue_bit_for_bit(
+    wrapper: str, name: str, tmp_path: Path
+) -> None:
+    one, other = run_ranks(
+        rank_work.train_by_trainer, 2, {"folder": str(tmp_path), "wrapper": wrapper}
+    )
+    steps, accumulated = rank_work.STEPS + 1, 2
+    whole = one["whole"]
+    assert whole["wrapper"] == name
+    assert len(whole["losses"]) == steps and len(whole["validated"]) == steps // 2
+    of_weights = {n: count for n, count in whole["updates"].items() if n.endswith(".weight")}
+    assert set(of_weights.values()) == {steps}
+    rest = whole["updates"].keys() - of_weights.keys()
+    assert {whole["updates"][name] for name in rest} == {steps * accumulated}
+    for rank in (one, other):
+        for run in (rank["whole"], rank["continued"]):
+            for mine, theirs in zip(run["parameters"], whole["parameters"], strict=True):
+                assert torch.equal(mine, theirs)
+            assert run["state"].keys() == whole["state"].keys()
+            for key, value in run["state"].items():
+                assert torch.equal(value, whole["state"][key]), key
+    saved = {file.name for file in (tmp_path / "checkpoint-2").glob("fp8_scales_*")}
+    assert saved == {"fp8_scales_0.safetensors", "fp8_scales_1.safetensors"}
