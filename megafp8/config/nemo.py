@@ -13,7 +13,7 @@ and can be left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -138,37 +138,18 @@ COMPUTED: dict[str, Callable[[Values], Any]] = {
     "layers_but_one": _layers_but_one,
 }
 WHERE = {"can_fuse": can_fuse}
+_BY_NAME: dict[str, Mapping[str, Any]] = {"free": FREE, "where": WHERE}
 
 
-def _key(
-    path: str,
-    nemo: Any,
-    *,
-    in_file: bool,
-    note: str,
-    accepts: Sequence[Any] = (),
-    why: str = "",
-    hint: str = "",
-    same_as: str = "",
-    free: str = "",
-    where: str = "",
-) -> NemoKey:
+def _key(path: str, nemo: Any, *, note: str, why: str = "", **said: Any) -> NemoKey:
     """Return the description of one key from what the table says of it."""
-    accepted = tuple(accepts) or (nemo,)
-    reason = why or "is not supported"
-    reason += f"; {note}" if why else f": {note}"
-    return NemoKey(
-        path=path,
-        nemo=nemo,
-        accepts=accepted,
-        why=reason,
-        hint=hint or f"Leave it out, or give {path}={plain(accepted[0])}",
-        note=note,
-        same_as=(COMPUTED.get(same_as) or itemgetter(same_as)) if same_as else None,
-        free=FREE[free] if free else None,
-        where=WHERE[where] if where else None,
-        in_megatron_gpt_config=in_file,
-    )
+    said["accepts"] = tuple(said.get("accepts", (nemo,)))
+    if "same_as" in said:  # the name of a function, or a key
+        said["same_as"] = COMPUTED.get(said["same_as"]) or itemgetter(said["same_as"])
+    said |= {name: known[said[name]] for name, known in _BY_NAME.items() if name in said}
+    said.setdefault("hint", f"Leave it out, or give {path}={plain(said['accepts'][0])}")
+    reason = f"{why}; {note}" if why else f"is not supported: {note}"
+    return NemoKey(path=path, nemo=nemo, why=reason, note=note, **said)
 
 
 def read_table() -> list[dict[str, Any]]:
@@ -185,7 +166,7 @@ def nemo_keys() -> Mapping[str, NemoKey]:
         in_file = part["in_megatron_gpt_config"]
         for entry in part["entries"]:
             for path, nemo in entry.pop("keys").items():
-                keys[path] = _key(path, nemo, in_file=in_file, **entry)
+                keys[path] = _key(path, nemo, in_megatron_gpt_config=in_file, **entry)
     return keys
 
 
