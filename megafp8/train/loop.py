@@ -34,6 +34,11 @@ from megafp8.train.validate import validate
 
 MAX_NONFINITE_IN_A_ROW = 10
 LEAST_STEPS_FOR_SAMPLES = 100
+_LOGGED = (
+    "step_seconds", "tokens_per_second", "tflops_causal", "tflops_full", "mfu_causal", "mfu_full",
+    "hfu_causal", "hfu_full", "data_wait_fraction",
+)  # fmt: skip
+"""The numbers of a `StepReport` that are logged under their names."""
 
 
 def train(run: Run) -> bool:
@@ -258,15 +263,7 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
-        "step_seconds": report.step_seconds,
-        "tokens_per_second": report.tokens_per_second,
-        "tflops_causal": report.tflops_causal,
-        "tflops_full": report.tflops_full,
-        "mfu_causal": report.mfu_causal,
-        "mfu_full": report.mfu_full,
-        "hfu_causal": report.hfu_causal,
-        "hfu_full": report.hfu_full,
-        "data_wait_fraction": report.data_wait_fraction,
+        **{name: getattr(report, name) for name in _LOGGED},
     }
     if report.memory_bytes is not None:
         values["peak_memory_bytes"] = report.memory_bytes
