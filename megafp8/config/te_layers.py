@@ -118,12 +118,11 @@ def _differs_from_its_own(value: Any, values: Values) -> bool:
     return value is not None and list(value) != own
 
 
-def _lacks_documents(version: Any, _: Values) -> bool:
-    return version is not None and is_before(version, DOCUMENTS_ON_CPU)
-
-
-def _lacks_head_norms(version: Any, _: Values) -> bool:
-    return version is not None and is_before(version, HEAD_NORMS)
+def _before(first: str) -> Condition:
+    """Return the condition that the version is one before `first`."""
+    return Condition(
+        f" before {first}", lambda version, _: version is not None and is_before(version, first)
+    )
 
 
 def _of_class(name: str) -> RecipeKind:
@@ -174,7 +173,7 @@ TABLE = (
         LEAVE,
     ),
     Row(
-        {HEAD_NORMS_KEY: True}, {VERSION: Condition(f" before {HEAD_NORMS}", _lacks_head_norms)},
+        {HEAD_NORMS_KEY: True}, {VERSION: _before(HEAD_NORMS)},
         f"it normalizes queries and keys before it rotates them from {HEAD_NORMS} on",
         f"Use {VERSION}={DEFAULT_VERSION} or another later one, {NATIVE}",
     ),
@@ -207,7 +206,7 @@ TABLE = (
         f"Use model.micro_batch_size=1, {NATIVE}",
     ),
     Row(
-        {DOCUMENTS: True}, {VERSION: Condition(f" before {DOCUMENTS_ON_CPU}", _lacks_documents)},
+        {DOCUMENTS: True}, {VERSION: _before(DOCUMENTS_ON_CPU)},
         "the attention that Transformer Engine has on a CPU keeps documents apart from "
         f"{DOCUMENTS_ON_CPU} on",
         f"Use {VERSION}={DEFAULT_VERSION} or another later one, {NATIVE}",
