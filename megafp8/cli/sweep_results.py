@@ -17,7 +17,7 @@ from megafp8.cli import is_first_rank
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import has_keys, is_ours, write_atomically
 from megafp8.foreign import parse_json, read_json, read_object
-from megafp8.observe.units import format_count, format_duration
+from megafp8.observe.units import format_count, format_duration, in_columns
 from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord, read_run
 from megafp8.report.verdict import TOLERANCE
@@ -205,14 +205,10 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
         )
     full = [column for column in range(len(rows[0])) if any(row[column] != "-" for row in rows[1:])]
     rows = [tuple(row[column] for column in full) for row in rows]  # without columns of dashes
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     print(f"\n[sweep] {len(results)} jobs in {directory}")
     if shared:
         print(f"all jobs have {' '.join(shared)}")
-    for row in rows:
-        print(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        )
+    print(*in_columns(rows), sep="\n")
     if best is not None:
         print(f"* best: job {best} ({own[best]})")
         close = [job for loss, job in ranked[1:] if loss <= ranked[0][0] * (1 + TOLERANCE)]

@@ -1,8 +1,9 @@
-"""Format numbers for people. Every function accepts NaN and infinities."""
+"""Format numbers and tables for people. Functions of a number accept NaN and infinities."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 _THOUSANDS = ("", "k", "M", "G", "T", "P")
 
@@ -80,3 +81,12 @@ def format_duration(seconds: float) -> str:
     if days:
         return f"{days}d {hours:02}:{minutes:02}:{secs:02}"
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+from megafp8.observe.units import in_columns
 from megafp8.report.curves import gap_chart
 from megafp8.report.page import label, runs_page
 from megafp8.report.record import RunRecord
@@ -187,12 +188,7 @@ def _lines(verdict: Verdict | None) -> list[str]:
 def comparison_table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a row for each configuration, below a row of titles, in columns of equal width."""
     rows = [("configuration", "verdict", "gap", "95 % interval", "gaps of the seeds")]
-    rows += [(o.name, o.word, *_gaps(o.verdict)) for o in outcomes]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    return in_columns([*rows, *((o.name, o.word, *_gaps(o.verdict)) for o in outcomes)])
 
 
 def _gaps(verdict: Verdict | None) -> tuple[str, str, str]:
