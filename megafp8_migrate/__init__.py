@@ -6,6 +6,7 @@ megafp8 migrate --line 'pretrain_gpt.py --num-layers 24 ...' -o OUTPUT
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,11 +52,7 @@ def main(argv: Sequence[str]) -> int:
         "-o", "--output", type=Path, help="the new file (default: NAME.megafp8.yaml beside FILE)"
     )
     options = parser.parse_args(argv)
-    if (options.file is None) is (options.line is None):
-        raise SettingError("file", None, "give a file or --line, one of the two", _GIVE_ONE)
-    file = options.file or Path("megatron.sh")
-    text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
-    folder = None if options.file is None else file.parent
+    file, text, folder = file_or_line(options, _GIVE_ONE)
     environment = environment_of(options.env)
     migration = migrate(text, file.name, options.argument, environment, folder)
     known = {*secrets_in(text), *named_secrets(environment)}
@@ -73,6 +70,19 @@ def main(argv: Sequence[str]) -> int:
     for line in next_steps(target, migration):
         say(hide_values(line, known))
     return ExitCode.FINISHED
+
+
+def file_or_line(options: argparse.Namespace, hint: str) -> tuple[Path, str, Path | None]:
+    """Return the path and the text of `options.file`, and its folder; or those of `options.line`.
+
+    Raises:
+        SettingError: Both are given or none, or the file cannot be read; the error has the hint.
+    """
+    if (options.file is None) is (options.line is None):
+        raise SettingError("file", None, "give a file or --line, one of the two", hint)
+    if options.file is None:
+        return Path("megatron.sh"), options.line + "\n", None
+    return options.file, read_text(options.file, hint), options.file.parent
 
 
 def migrate(

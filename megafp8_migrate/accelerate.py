@@ -59,6 +59,15 @@ _PADS = (
 _SEE_HELP = "Look for a similar key in pretrain_gpt.py --help"
 
 
+_PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp8": {"trainer.precision": "bf16", "model.fp8": True},
+    "bf16": {"trainer.precision": "bf16"},
+    "fp16": {"trainer.precision": 16},
+    "no": {"trainer.precision": 32},
+}
+"""The settings of each `mixed_precision`."""
+
+
 def translate_accelerate(tree: dict[str, Any], m: Migration) -> None:
     """Translate the tree of an Accelerate file into the migration `m`."""
     m.out["defaults"] = ["pretrain_gpt", "_self_"]
@@ -110,14 +119,8 @@ def translate_accelerate(tree: dict[str, Any], m: Migration) -> None:
 
 def _mixed_precision(value: Any, m: Migration) -> None:
     name = "no" if value is False else str(value).lower()  # YAML 1.1 reads `no` as False
-    if name == "fp8":
-        m.change("mixed_precision", value, {"trainer.precision": "bf16", "model.fp8": True})
-    elif name == "bf16":
-        m.change("mixed_precision", value, {"trainer.precision": "bf16"})
-    elif name == "fp16":
-        m.change("mixed_precision", value, {"trainer.precision": 16})
-    elif name == "no":
-        m.change("mixed_precision", value, {"trainer.precision": 32})
+    if name in _PRECISIONS:
+        m.change("mixed_precision", value, _PRECISIONS[name])
     else:
         m.decide(
             "mixed_precision", value, "is not supported",

@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from megafp8.cli import job
-from megafp8.config.api import SettingError
 from megafp8.errors import ExitCode
 from megafp8.secrets import say
 from megafp8.specs.te_versions import DEFAULT_VERSION
-from megafp8_migrate import environment_of, read_text
+from megafp8_migrate import environment_of, file_or_line
 from megafp8_migrate.audit import report, request, runs, sources
 from megafp8_migrate.audit.reads import Code
 
@@ -53,12 +52,8 @@ def main(argv: Sequence[str]) -> int:
         help=f"the version of Transformer Engine (default: {DEFAULT_VERSION})",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    if (options.file is None) is (options.line is None):
-        raise SettingError("file", None, "give a file or --line, one of the two", _GIVE_ONE)
-    file = options.file or Path("megatron.sh")
-    text = read_text(file, _GIVE_ONE) if options.line is None else options.line + "\n"
+    file, text, beside = file_or_line(options, _GIVE_ONE)
     env = environment_of(options.env)
-    beside = None if options.file is None else file.parent
     asked = request.read(text, file.name, options.argument, env, beside)
     with _ended_by_signals(), tempfile.TemporaryDirectory(prefix="megafp8-audit-") as folder:
         work, unpacked = Path(folder, "work"), Path(folder, "wheels")
