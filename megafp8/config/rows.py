@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding
@@ -145,6 +148,40 @@ LOW_PRECISION = Condition(
 )
 FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
 LOW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
+
+
+WITH_WEIGHT = Condition(" with a product of the weight", lambda value, _: any((value or [])[:2]))
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """Read YAML in which a tag names what makes a condition: `!above [1]`."""
+
+
+def _condition(loader: Any, name: str, node: yaml.SequenceNode) -> Condition:
+    given_values = loader.construct_sequence(node)
+    if name in ("recipe", "some_recipe", "named"):  # the names of constants of this module
+        given_values = [globals()[value] for value in given_values]
+    condition: Condition = _MAKERS[name](*given_values)
+    return condition
+
+
+_Loader.add_multi_constructor("!", _condition)
+_MAKERS: dict[str, Callable[..., Condition]] = {
+    "above": is_above,
+    "given": given,
+    "named": lambda condition: condition,
+    "not": not_,
+    "one_of": is_one_of,
+    "recipe": its_recipe,
+    "some_recipe": some_recipe,
+}
+
+
+def read_rows(path: Path) -> tuple[Row, ...]:
+    """Return the rows of a table in YAML; together.yaml says what it may hold."""
+    table = yaml.load(path.read_text("utf-8"), Loader=_Loader)
+    hints = (re.sub(r"\{([A-Z_]+)\}", lambda m: globals()[m[1]].hint, r["hint"]) for r in table)
+    return tuple(Row(**row | {"hint": hint}) for row, hint in zip(table, hints, strict=True))
 
 
 def condition_text(key: str, test: Any) -> str:
