@@ -34,6 +34,7 @@ class Condition(NamedTuple):
 FP16 = Condition("=16", lambda _, values: compute_dtypes(values) == (16,))
 FP32 = Condition("=32", lambda _, values: compute_dtypes(values) == (32,))
 HALF = Condition("=bf16 or 16", lambda _, values: compute_dtypes(values) != (32,))
+WITH_WEIGHT = Condition(" with a product of the weight", lambda value, _: any((value or [])[:2]))
 ZERO_BUBBLE = Condition(
     f"={' or '.join(ZERO_BUBBLE_SCHEDULES)}",
     lambda _, values: schedule_of(values) in ZERO_BUBBLE_SCHEDULES,
@@ -148,9 +149,6 @@ LOW_PRECISION = Condition(
 )
 FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
 LOW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))
-
-
-WITH_WEIGHT = Condition(" with a product of the weight", lambda value, _: any((value or [])[:2]))
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]

@@ -47,6 +47,12 @@ FILES = "model.data.train_ds.file_names"
 _READ = Need(_DATA, f"{_DATA} other than {MOCK_DATA}", lambda v: v[_DATA] != MOCK_DATA)
 _OF_TEXT = needs(FILES, None, hint="Leave it out: it is about text, and not about examples")
 OF_EXAMPLES = Need(FILES, f"{FILES}=FILE.jsonl", lambda v: v[FILES] is not None)
+
+# Makers of the keys of a group, with what most of these keys have in common.
+data_key = partial(key, group="data", spec="data.*")
+tokenizer_key = partial(data_key, spec="data.tokenizer.*")
+finetuning_key = partial(key, group="finetuning", needs=OF_EXAMPLES, spec="data.instructions.*")
+
 _NOT_CHAT = Need(
     "model.data.chat",
     "model.data.chat=null or False",
@@ -67,12 +73,6 @@ _PREFIX = Valid(
 def _is_splits(value: object) -> bool:
     splits = parse_splits(value)
     return splits is not None and splits[0] > 0 and min(splits) >= 0
-
-
-# Makers of the keys of a group, with what most of these keys have in common.
-data_key = partial(key, group="data", spec="data.*")
-tokenizer_key = partial(data_key, spec="data.tokenizer.*")
-finetuning_key = partial(key, group="finetuning", needs=OF_EXAMPLES, spec="data.instructions.*")
 
 
 @dataclass

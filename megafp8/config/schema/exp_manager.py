@@ -18,6 +18,13 @@ KEEPS_NOT_ALL = Need(
 WANDB = needs("exp_manager.create_wandb_logger", True)
 PROFILES = needs("model.nsys_profile.enabled", True)
 
+# Makers of the keys of a group, with what most of these keys have in common.
+logs_key = partial(key, group="logs", spec="observe.*")
+wandb_key = partial(key, group="logs", needs=WANDB, spec="observe.wandb_*")
+checkpoints_key = partial(key, group="checkpoints", needs=CHECKPOINTS, spec="checkpoint.*")
+profiles_key = partial(key, group="profiles", needs=PROFILES, spec="profile.*")
+
+
 _PROJECT = Valid(
     "a text of at most 128 letters without / \\ # ? % and :, or null",
     lambda value: value is None or (0 < len(value) <= 128 and not set(value) & set("/\\#?%:")),
@@ -36,13 +43,6 @@ def _is_folder(value: str) -> bool:
 def _is_own_folder(value: str) -> bool:
     """Whether a path can be that of one run; the root of the file system holds everything else."""
     return _is_folder(value) and os.path.normpath(value).strip("/") != ""
-
-
-# Makers of the keys of a group, with what most of these keys have in common.
-logs_key = partial(key, group="logs", spec="observe.*")
-wandb_key = partial(key, group="logs", needs=WANDB, spec="observe.wandb_*")
-checkpoints_key = partial(key, group="checkpoints", needs=CHECKPOINTS, spec="checkpoint.*")
-profiles_key = partial(key, group="profiles", needs=PROFILES, spec="profile.*")
 
 
 @dataclass

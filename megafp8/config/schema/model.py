@@ -34,6 +34,11 @@ from megafp8.config.values import (
 )
 
 ROPE = needs("model.position_embedding_type", "rope")
+
+# Makers of the keys of a group, with what most of these keys have in common.
+model_key = partial(key, group="model", spec="model.*")
+rope_key = partial(key, group="model", needs=ROPE, spec="model.*")
+
 SCALED = needs("model.scale_positional_embedding", True)
 _FACTOR = "model.yarn_rotary_scaling_factor"
 YARN = Need(_FACTOR, f"{_FACTOR}", lambda values: values.get(_FACTOR) is not None)
@@ -44,11 +49,6 @@ SCALED_OR_YARN = Need(
     lambda values: SCALED.holds(values) or YARN.holds(values),
     others=(_FACTOR,),
 )
-
-
-# Makers of the keys of a group, with what most of these keys have in common.
-model_key = partial(key, group="model", spec="model.*")
-rope_key = partial(key, group="model", needs=ROPE, spec="model.*")
 
 
 @dataclass

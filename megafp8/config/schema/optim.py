@@ -39,6 +39,13 @@ from megafp8.specs.optim import STORAGE_NAMES
 LEVEL = "model.optim.fp8_opt_level"
 NEEDS_MUON = needs("model.optim.name", *MUON)
 
+# Makers of the keys of a group, with what most of these keys have in common.
+schedule_key = partial(key, group="schedule")
+optimizer_key = partial(key, group="optimizer", spec="optim.*")
+muon_key = partial(key, group="optimizer", needs=NEEDS_MUON)
+fp8_lm_key = partial(key, group="fp8_lm")
+
+
 SUMMED = Need(
     "trainer.devices",
     "several data- or context-parallel ranks",
@@ -114,13 +121,6 @@ SHARDS_LOW_PRECISION = both_needs(
     ),
 )
 """The need for a sharded optimizer with states in low precision."""
-
-
-# Makers of the keys of a group, with what most of these keys have in common.
-schedule_key = partial(key, group="schedule")
-optimizer_key = partial(key, group="optimizer", spec="optim.*")
-muon_key = partial(key, group="optimizer", needs=NEEDS_MUON)
-fp8_lm_key = partial(key, group="fp8_lm")
 
 
 @dataclass

@@ -26,14 +26,14 @@ from megafp8.config.schema.optim import SUMMED
 from megafp8.config.values import PRECISIONS, is_rampup, parse_layout, spell_precision
 from megafp8.specs.parallel import SCHEDULES as PIPELINE_SCHEDULES
 
-FSDP = needs("model.fsdp", True)
-PIPELINE = needs_above("model.pipeline_model_parallel_size", 1)
-RECOMPUTES = needs("model.activations_checkpoint_granularity", "selective", "full")
-
-
 # Makers of the keys of a group, with what most of these keys have in common.
 batches_key = partial(key, group="batches")
 ranks_key = partial(key, group="ranks")
+
+
+FSDP = needs("model.fsdp", True)
+PIPELINE = needs_above("model.pipeline_model_parallel_size", 1)
+RECOMPUTES = needs("model.activations_checkpoint_granularity", "selective", "full")
 
 
 @dataclass

@@ -67,6 +67,12 @@ IN_TE_S_FP8 = both_needs(
 FIRST_LAST = needs("model.first_last_layers_bf16", True)
 MEASURES = needs("model.fp8_health", "full")
 
+# Makers of the keys of a group, with what most of these keys have in common.
+fp16_key = partial(key, group="precision", needs=FP16)
+backends_key = partial(key, group="backends")
+fp8_key = partial(key, group="fp8", needs=FP8)
+health_key = partial(key, group="health", needs=MEASURES)
+
 
 def _has_te_layers(v: Values) -> bool:
     backend, device = v.get("model.fp8_backend", "auto"), v.get("trainer.accelerator")
@@ -93,6 +99,7 @@ def _quoted(holds: Callable[[Traits], bool]) -> str:
 
 
 WITH_HISTORY = _needs_recipe(lambda traits: traits.has_history)
+delayed_key = partial(key, group="delayed_scaling", needs=WITH_HISTORY)
 CURRENT = _needs_recipe(lambda traits: traits.power_2_is_choice)
 
 
@@ -103,14 +110,6 @@ def _is_judged(v: Values) -> bool:
 
 
 JUDGED = Need("model.fp8_health", "model.fp8_health=full", _is_judged)
-
-
-# Makers of the keys of a group, with what most of these keys have in common.
-fp16_key = partial(key, group="precision", needs=FP16)
-backends_key = partial(key, group="backends")
-fp8_key = partial(key, group="fp8", needs=FP8)
-delayed_key = partial(key, group="delayed_scaling", needs=WITH_HISTORY)
-health_key = partial(key, group="health", needs=MEASURES)
 
 
 @dataclass

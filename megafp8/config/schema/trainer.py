@@ -25,13 +25,13 @@ from megafp8.config.values import (
     spell_precision,
 )
 
-MOST_BATCHES = 2**53
-
-
 # Makers of the keys of a group, with what most of these keys have in common.
 length_key = partial(key, group="length")
 failures_key = partial(key, group="failures", spec="train.*")
 ranks_key = partial(key, group="ranks")
+
+
+MOST_BATCHES = 2**53
 
 
 @dataclass
