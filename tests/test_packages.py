@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,7 +15,7 @@ import pytest
 
 from scripts.packages import AT_THE_TOP, BESIDE, ROOT, packages, projects, sources
 from tests.test_english import checked_files
-from tests.test_layers import source_files
+from tests.test_layers import MAY_IMPORT, imported_names, source_files
 
 PIP = """
 import subprocess, sys
@@ -133,6 +135,34 @@ def test_all_distributions_have_one_version_and_one_licence() -> None:
         [sys.executable, "-m", "megafp8", "--version"], cwd=ROOT, capture_output=True, text=True
     )
     assert shown.stdout.split()[1] == (ROOT / "VERSION").read_text().strip()
+
+
+NAMED_OTHERWISE = {"yaml": "pyyaml", "hydra": "hydra-core", "antlr4": "hydra-core"}
+"""Distributions by the modules that they have under another name."""
+WHERE_INSTALLED = {"torchao", "transformer_engine", "transformers", "triton"}
+"""What some modules need, which nothing imports where it is not installed."""
+
+
+@pytest.mark.parametrize("package", packages())
+def test_a_distribution_needs_what_its_modules_import_first(package: str) -> None:
+    imported = {
+        name.partition(".")[0]
+        for path in sources(ROOT, package)
+        for statement in ast.parse(path.read_text("utf-8")).body
+        if isinstance(statement, ast.Import | ast.ImportFrom)
+        for name in imported_names(ast.unparse(statement), (), is_package=False)
+    }
+    imported -= {package, "__future__", *WHERE_INSTALLED, *sys.stdlib_module_names}
+    imported -= {"te_cpu"} if package == "megafp8" else set()  # the extra te-cpu, in backends/te
+    ours = {name: project["name"] for name, project in projects().items()}
+    wanted = {(NAMED_OTHERWISE | ours).get(name, name.replace("_", "-")) for name in imported}
+    given = {
+        re.split(r"[^\w-]", line)[0]
+        for name in (package, *MAY_IMPORT[package])
+        if name == package or ours[name] in projects()[package]["dependencies"]
+        for line in projects()[name]["dependencies"]
+    }
+    assert wanted <= given, f"not in {package}'s dependencies: {wanted - given}"
 
 
 def test_the_image_gets_what_determines_the_dependencies() -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from megafp8 import __version__
-from megafp8.cli.commands import APART, COMMANDS, FOLDERS, Command, how_to_install, main
+from megafp8.cli.commands import APART, COMMANDS, FOLDERS, GROUP, Command, how_to_install, main
 from megafp8.cli.completion import WITH_SETTINGS
 from megafp8.cli.pretrain import typed_words
 from megafp8.config.schema import all_keys
 from megafp8.parallel.launch import LAUNCHER
+from scripts.packages import projects
 from tests.test_layers import ROOT
 
 
@@ -86,6 +87,13 @@ def test_commands_of_installed_packages_are_found_by_their_entry_points(tmp_path
     assert "Did you mean shout?" in run("shoutt", **others).stderr
     for shell in ("bash", "fish"):
         assert "shout" in run("completion", shell, **others).stdout
+
+
+def test_our_own_packages_declare_the_commands_that_are_in_the_list() -> None:
+    """A clone runs them without an install, by the list; others see what the packages declare."""
+    declared = [p.get("entry-points", {}).get(GROUP, {}) for p in projects().values()]
+    declared = {name: target for each in declared for name, target in each.items()}
+    assert declared == {name: f"{command.module}:main" for name, command in APART.items()}
 
 
 def test_no_package_replaces_a_command_of_ours(tmp_path: Path) -> None:

@@ -188,6 +188,23 @@ def test_two_signals_while_a_run_starts_end_it_too(monkeypatch: pytest.MonkeyPat
     assert sent == [process] and len(signals.received) == 2
 
 
+def test_no_run_starts_after_one_that_a_signal_reached_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [compare_runs.ComparedJob("fp8", seed, (), tmp_path / str(seed)) for seed in (1, 2)]
+    monkeypatch.setattr(compare_runs, "_run", lambda job, *_, **__: 75 if job is jobs[0] else 0)
+    assert compare_runs.run_all(jobs, 1) == ({jobs[0]: 75, jobs[1]: 75}, 75)
+
+
+def test_the_code_of_a_killed_run_is_that_of_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    monkeypatch.setattr(compare_runs, "training_program", lambda: killed)
+    job = compare_runs.ComparedJob("fp8", 1, (), tmp_path / "run")
+    assert compare_runs.run_all([job], 1) == ({job: 128 + signal.SIGKILL}, None)
+
+
 def test_a_killed_comparison_leaves_no_run(tmp_path: Path) -> None:
     with comparing(tmp_path, 2) as (process, _):
         process.kill()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import te_cpu
+from scripts.packages import projects
 from te_cpu import loading
 from te_cpu.errors import VersionError
 from tests.te_sources import need_sources
@@ -57,6 +58,12 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.zeros(1, device="cuda")
     assert all(changed[0][name] != value for name, value in before.items())
     assert te_cpu.loaded() is None
+
+
+def test_what_te_needs_is_installed_with_the_package() -> None:
+    """An import that lacks it names it; what is in the one list and not in the other is not."""
+    lines = projects()["te_cpu"]["dependencies"]
+    assert set(loading.NEEDED) <= {re.split(r"[^\w-]", line)[0] for line in lines}
 
 
 def test_no_text_of_the_package_names_a_setting_or_extra_of_megafp8() -> None:

@@ -138,3 +138,21 @@ def test_the_code_that_explains_the_others_names_the_rank(
     assert code == (codes[named] if codes[named] > 1 else 1)
     if codes[named] in (1, -9):
         assert f"rank {named} died" in capsys.readouterr().err
+
+
+def test_the_error_that_was_noted_first_explains_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks that lose their connection to the first one die later, and may be seen before it."""
+    for rank, when in enumerate((30, 10, 20)):
+        (tmp_path / str(rank)).write_text(f"ValueError: of rank {rank}")
+        os.utime(tmp_path / str(rank), ns=(when, when))
+    (tmp_path / "progress").touch()
+    os.utime(tmp_path / "progress", ns=(1, 1))
+    ranks = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(3)]
+    for each in ranks:
+        each.wait()
+        each.returncode = 1
+    assert launch._code_of_job(ranks, 0, None, tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "rank 1 died (exit code 1)" in said and ": ValueError: of rank 1; the other" in said
