@@ -17,8 +17,10 @@ which of the two ran.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -66,6 +68,12 @@ class Engine:
 
 
 EMULATED = Engine()
+LISTENER: Callable[..., torch.Tensor] | None = None
+"""What each product of FP8 operands is given to, if anything records them (`fp8_coverage`).
+
+Its arguments are a function that computes the product, both dtypes, the shape (M, N, K), and
+whether the product is emulated. It returns the product.
+"""
 
 
 class Sum(Protocol):
@@ -140,6 +148,8 @@ def gemm(
     such a product, otherwise of dtype `work`. It is `into.total` itself if the product wrote or
     added it there.
     """
+    if LISTENER is not None and isinstance(a, Fp8Tensor):
+        return _announced(LISTENER, locals())
     assert into is None or bias is None
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         assert a.rotation == b.rotation, "the product would not cancel the rotation"
@@ -178,6 +188,21 @@ def gemm(
             return product
     product = bf16.mm(a, b, bias) if scales is None else _scaled_product(a, b, scales, bias)
     return product if product.dtype == work else product.to(work)
+
+
+def _announced(listener: Callable[..., torch.Tensor], arguments: dict[str, Any]) -> torch.Tensor:
+    """Let `listener` run the product of these arguments of `gemm`, and say what it is."""
+    a, b, engine = arguments["a"], arguments["b"], arguments["engine"]
+    in_byte = 2 if a.payload.dtype == torch.float4_e2m1fn_x2 else 1
+    rows, inner = reversed(a.payload.shape) if arguments["transpose_a"] else a.payload.shape
+    columns = b.payload.shape[0 if arguments["transpose_b"] else 1]
+    is_emulated = not (engine.layouts and _on_tensor_cores(a, b, engine, arguments["work"]))
+    return listener(
+        partial(gemm, **arguments),
+        (a.payload.dtype, b.payload.dtype),
+        (rows, columns, inner * in_byte),
+        is_emulated,
+    )
 
 
 def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
