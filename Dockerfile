@@ -29,6 +29,7 @@ COPY scripts/setup_env.sh scripts/
 COPY megafp8/__init__.py megafp8/
 COPY fp8_numerics/pyproject.toml fp8_numerics/
 COPY te_cpu/pyproject.toml te_cpu/
+COPY fp8_coverage/pyproject.toml fp8_coverage/
 COPY megafp8_migrate/pyproject.toml megafp8_migrate/
 RUN touch README.md LICENSE && ln -s ../VERSION megafp8/VERSION \
     && for file in */pyproject.toml; do \

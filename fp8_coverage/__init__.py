@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp8_coverage.record import coverage
     from fp8_coverage.table import Coverage, CoverageError, Product
+    from fp8_coverage.trainer import trainer_callback
 
-__all__ = ["Coverage", "CoverageError", "Product", "coverage"]
+__all__ = ["Coverage", "CoverageError", "Product", "coverage", "trainer_callback"]
+_HOMES = {"coverage": "record", "trainer_callback": "trainer"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "record" if name == "coverage" else "table"
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'table')}"), name)

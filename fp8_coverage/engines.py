@@ -62,7 +62,7 @@ def was_asked(module: nn.Module) -> bool:
             return True
         if _is_of(kind, SWITCHED):
             return _is_on(module)
-    return any(dtype_of(p) in FLOAT8 for p in module._parameters.values() if p is not None)
+    return any(dtype_of(p) in FLOAT8 for p in torch_private.parameters_of(module))
 
 
 def _is_of(kind: type, classes: dict[str, str]) -> bool:
@@ -75,3 +75,20 @@ def _is_on(module: Any) -> bool:
     if quantizer is not None and hasattr(quantizer, "state"):
         return bool(quantizer.state.fp8_enabled)
     return getattr(module, "fp8", False) is True
+
+
+def transformer_engine() -> ModuleType | None:
+    """Return Transformer Engine's compiled module if it is loaded; te-on-cpu announces its own."""
+    found = sys.modules.get("transformer_engine_torch")
+    gemm = getattr(found, "generic_gemm", None)
+    return None if gemm is None or getattr(gemm, "__module__", "").startswith("te_cpu") else found
+
+
+def is_in_te(operand: Any) -> bool:
+    """Whether an operand of Transformer Engine is quantized; a plain one is a plain tensor."""
+    return hasattr(operand, "_fp8_dtype") or hasattr(operand, "_fp4_dtype")
+
+
+def dtype_in_te(operand: Any) -> Any:
+    """Return the dtype of an operand as Transformer Engine names it."""
+    return getattr(operand, "_fp8_dtype", None) or getattr(operand, "_fp4_dtype", operand.dtype)

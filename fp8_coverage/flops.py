@@ -40,9 +40,7 @@ def _attention_backward(
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Each row of a meets one matrix of b, but where both are 2-d the groups share what is summed."""
-    if a.dim() == 2 and b.dim() == 3:
-        return product_of(a.shape, b.shape)
+    """A group is some rows of a, some columns of b, or a part of what is summed."""
     if a.dim() == 3 and b.dim() == 2:
         return 2 * a.shape[1] * b.numel()
     return product_of(a.shape, b.shape)

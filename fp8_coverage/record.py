@@ -8,10 +8,9 @@ what ran when the node that computes it was made.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatch
-from functools import cache
-from itertools import chain
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_coverage import engines, torch_private
 from fp8_coverage.flops import ATTENTION, FLOPS, OPAQUE, SCALED
-from fp8_coverage.table import Coverage, Kind, Product, State
+from fp8_coverage.table import Coverage, Kind, Product, State, is_named
 
 HEADS = ("lm_head", "output_layer", "embed_out", "head", "score", "classifier", "output")
 """The last parts of the names of output layers, where a model does not name its own."""
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+MAX_NODES = 2**18
 aten = torch.ops.aten
 ADDED = frozenset({aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv})
 BATCHED = frozenset({aten.bmm, aten.baddbmm, aten.addbmm})
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 OUTSIDE = _Place("", was_asked=False)
 
 
-class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
+class coverage:  # noqa: N801  # used like a function
     """Record the products that run in a `with` statement, which gives their `Coverage`.
 
     Args:
@@ -71,8 +71,8 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
     def __init__(
         self, model: nn.Module | None = None, *, asked: Iterable[str] = (), head: Iterable[str] = ()
     ) -> None:
-        super().__init__()
         self.result = Coverage()
+        self._mode = _Mode(self)
         self._model = model
         self._asked, self._heads = (
             (names,) if isinstance(names, str) else tuple(names) for names in (asked, head)
@@ -87,9 +87,11 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
         self._muted = self._num_products = 0
         self._announcers: dict[Any, Any] = {}
         self._hooks: list[Any] = []
-        self._is_asked = cache(self._matches_asked)
+        self._te: Any = None
+        self._te_gemm: Any = None
+        self._is_asked = cache(partial(is_named, patterns=self._asked))
 
-    def __enter__(self) -> Coverage:  # type: ignore[override]
+    def __enter__(self) -> Coverage:
         if self._model is not None:
             self._name(self._model, "")
         self._hooks = [
@@ -97,15 +99,17 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self._listen_to_all()
-        super().__enter__()
+        self._mode.__enter__()
         return self.result
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        self._mode.__exit__(*error)
         for hook in self._hooks:
             hook.remove()
         for module, before in self._announcers.items():
             module.LISTENER = before
+        if self._te is not None:
+            self._te.generic_gemm, self._te = self._te_gemm, None
         for module, name in self._names.items():
             if engines.was_asked(module) or self._is_asked(name):
                 self.result.asked.add(name)
@@ -116,14 +120,8 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
         self._of_node.clear()
         self._stack.clear()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that reached torch's dispatcher, and record it if it is a product."""
         if self._muted:
             return func(*args, **kwargs)
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -138,7 +136,8 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
-        operands = [x for x in args if isinstance(x, torch.Tensor)][packet in ADDED :][:3]
+        num = 3 if packet in ATTENTION or packet is aten.convolution_backward else 2
+        operands = [x for x in args if isinstance(x, torch.Tensor)][packet in ADDED :][:num]
         dtypes = [engines.dtype_of(x) for x in operands]
         is_fp8 = sum(dtype in engines.FLOAT8 for dtype in dtypes) >= 2
         is_scaled = packet in SCALED or (ran is not None and ran.is_scaled)
@@ -158,12 +157,12 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
     def _other(self, func: Any, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what is no known product; note it if it may be one."""
         if _decomposes(func):
-            with self:
+            with self._mode:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         out = func(*args, **kwargs)
-        if packet is aten._to_copy and self._is_weight(args[0]):
+        if packet is torch_private.COPY and self._is_weight(args[0]):
             self._note_weight(out)
         why = _suspicion(func)
         if why is None and _is_foreign(func):
@@ -249,6 +248,23 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
             if module not in self._announcers:
                 self._announcers[module] = module.LISTENER
                 module.LISTENER = self._hear
+        te = engines.transformer_engine() if self._te is None else None
+        if te is not None:
+            self._te, self._te_gemm = te, te.generic_gemm
+            te.generic_gemm = partial(self._hear_te, te.generic_gemm)
+
+    def _hear_te(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record a product of Transformer Engine's compiled code."""
+        a, trans_a, b, trans_b = args[:4]
+        (*a_rows, a_columns), (*b_rows, b_columns) = a.size(), b.size()
+        columns = prod(a_rows) if trans_a else a_columns
+        rows, inner = (b_columns, prod(b_rows)) if trans_b else (prod(b_rows), b_columns)
+        dtypes = [str(engines.dtype_in_te(x)) for x in (b, a)]
+        self._record(
+            "generic_gemm", dtypes, [(rows, inner), (inner, columns)], 2 * rows * columns * inner,
+            is_fp8=all(map(engines.is_in_te, (a, b))), is_emulated=False,
+        )  # fmt: skip
+        return run(*args, **kwargs)
 
     def _place(self) -> _Place:
         """Return where the product belongs that runs now."""
@@ -273,13 +289,14 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if not self._stack:
             self._listen_to_all()
+            self._forget()
         if module not in self._names:
             around = self._stack[-1].name if self._stack else ""
             name = type(module).__name__
             self._name(module, f"{around}.{name}" if around else name)
         name = self._names[module]
         self.result.ran.add(name)
-        for parameter in module._parameters.values():
+        for parameter in torch_private.parameters_of(module):
             if parameter is not None:
                 self._note_weight(parameter)
         pass_ = torch_private.backward_pass()
@@ -303,6 +320,14 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
                     self._note_unknown(_Place(left.name, was_asked=True), "forward", why)
         self._mark()
 
+    def _forget(self) -> None:
+        """Forget the older half of the nodes where a long program has made very many."""
+        if len(self._of_node) > MAX_NODES and torch_private.backward_pass() < 0:
+            for number in list(self._of_node)[: MAX_NODES // 2]:
+                del self._of_node[number]
+        if len(self._numbers) > MAX_NODES:
+            del self._numbers[1 : MAX_NODES // 2], self._places[1 : MAX_NODES // 2]
+
     def _mark(self) -> None:
         """Note which module's nodes follow."""
         number = torch_private.newest_node() + 1
@@ -321,19 +346,14 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
         if head in self._names and not self._heads:
             self._heads = (self._names[head],)
 
-    def _matches_asked(self, name: str) -> bool:
-        parts = name.split(".")
-        outer = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
-        return any(fnmatch(part, wanted) for wanted in self._asked for part in outer)
-
     def _is_head(self, name: str) -> bool:
         if self._heads:
-            return any(fnmatch(name, wanted) for wanted in self._heads)
+            return is_named(name, self._heads)
         return name.rpartition(".")[2] in HEADS
 
     def _owns_matrix(self, module: nn.Module) -> bool:
         if module not in self._owners:
-            own = (p for p in module._parameters.values() if p is not None)
+            own = (p for p in torch_private.parameters_of(module) if p is not None)
             is_table = "Embedding" in type(module).__name__
             self._owners[module] = not is_table and any(p.dim() > 1 for p in own)
         return self._owners[module]
@@ -347,6 +367,23 @@ class coverage(TorchDispatchMode):  # noqa: N801  # used like a function
         return isinstance(x, torch.Tensor) and any(
             torch_private.storage_of(part) in self._weights for part in torch_private.parts_of(x)
         )
+
+
+class _Mode(TorchDispatchMode):
+    """Hand each operation to a recording."""
+
+    def __init__(self, recording: coverage) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return self._recording.run(func, types, args, kwargs or {})
 
 
 class _Inside(TorchDispatchMode):

@@ -6,12 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 State = Literal["in FP8", "asked for and not in FP8", "never asked for", "not known"]
 Kind = Literal["linear", "attention", "head"]
 STATES: tuple[State, ...] = ("in FP8", "asked for and not in FP8", "never asked for", "not known")
 KINDS: tuple[Kind, ...] = ("linear", "attention", "head")
+SUSPECT: tuple[State, ...] = ("in FP8", "not known")
 SHOWN = 5  # modules that a failure names
 
 
@@ -106,9 +108,26 @@ class Coverage:
             )
         if self.share < share - 1e-9:
             raise CoverageError(
-                f"{self.share:.1%} of the FLOPs ran in FP8 (attention and output layer apart), and "
-                f"{share:.1%} were to. The most that did not: {_some(self._missing())}{self._idle()}"
+                f"{self.share:.1%} of the FLOPs ran in FP8 (attention and output layer apart), "
+                f"and {share:.1%} were to. The most that did not: "
+                f"{_some(self._missing())}{self._idle()}"
             )
+
+    def assert_kept(self, *names: str) -> None:
+        """Check that modules ran, and that none of their products was in FP8.
+
+        `names` are names of modules with * for any text, and mean what is in them too.
+
+        Raises:
+            CoverageError: A product of theirs was in FP8 or is not known, or no such module ran.
+        """
+        for name in names:
+            inside = [p for p in self.products if is_named(p.module, (name,))]
+            if not inside:
+                raise CoverageError(f"{name}: no product of such a module was recorded")
+            wrong = {f"{p.module} ({p.op}, {p.state})" for p in inside if p.state in SUSPECT}
+            if wrong:
+                raise CoverageError(f"{name} was to stay out of FP8: {_some(sorted(wrong))}")
 
     def _missing(self) -> list[str]:
         whole = self.flops(kinds=("linear",)) or 1
@@ -177,6 +196,13 @@ class Coverage:
 def pattern(name: str) -> str:
     """Return a module's name with * for numbers, so that the layers of a model are alike."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern with * for any text fits a module's name, or that of one around it."""
+    parts = name.split(".")
+    outer = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
+    return any(fnmatchcase(part, wanted) for wanted in patterns for part in outer)
 
 
 def _row(name: str, counts: dict[State, int]) -> tuple[str, ...]:

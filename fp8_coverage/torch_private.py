@@ -10,6 +10,9 @@ CALLER = 2**64 - 1
 """The number of an autograd node that belongs to no operation: one that adds up gradients."""
 
 
+COPY = torch.ops.aten._to_copy
+
+
 def newest_node() -> int:
     """Return the number of the newest autograd node that this thread has made."""
     return torch._C._autograd._get_sequence_nr() - 1
@@ -45,3 +48,8 @@ def is_composite(func: Any) -> bool:
     """Whether an operation is made of others, which `torch.inference_mode` hides."""
     has_kernel = getattr(func, "has_kernel_for_dispatch_key", None)  # not of higher-order ones
     return has_kernel is not None and has_kernel(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def parameters_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a module's own parameters, without computing those that are parametrized."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None]

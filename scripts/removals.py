@@ -91,6 +91,10 @@ PARTS = (
         ("tests/backends", "tests/fp8/test_linear.py"), is_package=True,
     ),
     Part(
+        "fp8_coverage", ("fp8_coverage",),
+        ("tests/fp8_numerics/test_gemm.py", "tests/fp8/test_linear.py"), is_package=True,
+    ),
+    Part(
         "megafp8_migrate", ("megafp8_migrate",),
         ("tests/cli/test_commands.py", "tests/config/test_load.py"), is_package=True,
     ),

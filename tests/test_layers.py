@@ -18,10 +18,11 @@ import pytest
 from scripts.packages import AT_THE_TOP, BESIDE, ROOT, packages, sources
 
 MAY_IMPORT = {
+    "fp8_coverage": (),
     "fp8_numerics": (),
     "te_cpu": ("fp8_numerics",),
-    "megafp8": ("fp8_numerics", "te_cpu"),
-    "megafp8_migrate": ("fp8_numerics", "te_cpu", "megafp8"),
+    "megafp8": ("fp8_coverage", "fp8_numerics", "te_cpu"),
+    "megafp8_migrate": ("fp8_coverage", "fp8_numerics", "te_cpu", "megafp8"),
 }
 """The packages of this repository, and which of the others each of them may import."""
 IMPORTS_TE_CPU = "megafp8/backends/te/*"  # of the files of megafp8
@@ -259,6 +260,8 @@ def test_every_package_has_a_floor() -> None:
         ("fp8_numerics/kernels/compile.py", "def late():\n    import te_cpu"),
         ("te_cpu/loading.py", "from megafp8 import __version__"),
         ("te_cpu/gemm.py", "import megafp8_migrate"),
+        ("fp8_coverage/record.py", "from fp8_numerics import gemm"),
+        ("fp8_numerics/gemm.py", "import fp8_coverage"),
         ("megafp8/train/build.py", "from te_cpu import loading"),
         ("megafp8/cli/commands.py", "import_module('megafp8_migrate.audit')"),
         ("megafp8_migrate/nemo.py", "from tests import tiny"),
@@ -315,6 +318,7 @@ assert "torch" not in sys.modules
     ("package", "unwanted"),
     [
         ("fp8_numerics", ("numpy", "torch", "megafp8", "megafp8_migrate", "te_cpu")),
+        ("fp8_coverage", ("fp8_numerics", "megafp8", "megafp8_migrate", "te_cpu", "transformers")),
         ("te_cpu", ("megafp8", "megafp8_migrate")),
     ],
 )

@@ -32,6 +32,7 @@ OWN_FILES = (
     "megafp8/ops/torch_pipelining.py",
     "fp8_numerics/torch_private.py",
     "te_cpu/torch_private.py",
+    "fp8_coverage/torch_private.py",
 )
 OF_OTHERS = {
     "*": ("os._exit", "sys._getframe", "sys._current_frames", "*._asdict"),
@@ -42,6 +43,7 @@ OF_OTHERS = {
     "te_cpu/*": ("[!t]*._*", "tensor._*", "tex._*"),
     "megafp8_migrate/audit/with_accelerate.py": ("launch._*",),
     "megafp8/data/*tokenizer*.py": ("self._encoding._*",),
+    "fp8_coverage/engines.py": ("operand._fp8_dtype", "operand._fp4_dtype"),
     "benchmarks/*": ("quantizer(x)._data",),
 }
 """Private names of others than torch, by file."""

@@ -30,6 +30,7 @@ OWN = ROOT / "tests" / "own_recipes" / "blocks_of_32.py"
 
 
 NEEDED = {
+    "fp8_coverage": (),
     "fp8_numerics": (),
     "te_cpu": ("fp8_numerics",),
     "megafp8": ("fp8_numerics",),
