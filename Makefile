@@ -14,7 +14,7 @@ SETUP := VENV="$(VENV)" PYTHON="$(PYTHON)" TORCH_PIN="$(TORCH_PIN)" TORCH_BUILD=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs docs-site clean
+.PHONY: help setup setup-dev pretrain test test-slow test-cpus test-gpu gpu-check test-slurm test-hosts container test-container test-slurm-container nightly lint format check docs docs-site release clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-20s %s\n", $$1, $$2 }' Makefile
@@ -66,7 +66,9 @@ lint: setup-dev ## check format, lint rules, spelling and types; change nothing
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 	@$(PY) -m codespell_lib
-	@$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/check.yml
+	@$(PY) -m check_jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(PY) -m check_jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	@$(PY) -m check_jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	@$(PY) -m mypy
 
 format: setup-dev ## format, and fix what ruff can fix
@@ -81,6 +83,9 @@ docs: setup-dev ## write docs/reference/configuration.md from the configuration'
 
 docs-site: setup-dev ## build the site of the documentation in build/site (ARGS=serve shows it at http://127.0.0.1:8000)
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs $(or $(ARGS),build) --strict
+
+release: setup-dev ## build and check wheels and source archives in dist/, and train from each (nothing is uploaded)
+	@$(PY) -m scripts.release $(ARGS)
 
 clean: ## delete caches and build outputs, but not .venv and runs/
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info */*.egg-info

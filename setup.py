@@ -3,7 +3,8 @@
 The folders of the other distributions have links to this file. It does what a pyproject.toml
 cannot: their package is the folder itself, with all packages below it; they need each other in the
 version of the file VERSION; and an install that lacks another of these distributions in this
-version is refused, with the line that works, before pip asks an index for its name.
+version is refused, with the line that works, before pip asks an index for its name. A source
+archive has this file too, in a folder of another name than the package.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from setuptools import Distribution, setup
 
 HERE = Path(__file__).absolute().parent  # of the link
-ROOT = HERE if (HERE / "megafp8").is_dir() else HERE.parent
+IS_ARCHIVE = (HERE / "PKG-INFO").is_file()
+ROOT = HERE if IS_ARCHIVE or (HERE / "megafp8").is_dir() else HERE.parent
 KINDS = ("c", "h", "json", "md", "safetensors", "yaml")
 VERSION = (HERE / "VERSION").read_text("utf-8").strip()
 DATA = ["py.typed", "VERSION", *(f"**/*.{kind}" for kind in KINDS)]
@@ -35,6 +37,10 @@ PLACES = {
     for path in (ROOT / "pyproject.toml", *ROOT.glob("*/pyproject.toml")) if path.is_file()
 }  # fmt: skip
 """The folders of all distributions of this repository, by their names."""
+OURS = {*PLACES}
+if IS_ARCHIVE:  # it has one folder, and its maker wrote down what it needs in which version
+    OURS |= {*re.findall(rf"^Requires-Dist: ([\w-]+)=={re.escape(VERSION)}(?=;|$| )",
+                         (HERE / "PKG-INFO").read_text("utf-8"), re.MULTILINE)}  # fmt: skip
 
 
 class OfOneVersion(Distribution):
@@ -50,7 +56,7 @@ class OfOneVersion(Distribution):
 
 def of_version(requirements: list[str]) -> list[str]:
     """Return requirements in which distributions of this repository have its version."""
-    return [f"{line}=={VERSION}" if line in PLACES else line for line in requirements]
+    return [f"{line}=={VERSION}" if line in OURS else line for line in requirements]
 
 
 def needed(name: str, extras: list[str]) -> list[str]:
@@ -111,21 +117,29 @@ def _from(cwd: Path, place: Path) -> str:
     return path if path.startswith(".") else f"./{path}"
 
 
-def packages() -> list[str]:
+def name() -> str:
+    """Return the package's name: that of its folder, which a source archive has written down."""
+    if not IS_ARCHIVE:
+        return HERE.name
+    (written,) = HERE.glob("*.egg-info/top_level.txt")
+    return written.read_text("utf-8").strip()
+
+
+def packages(top: str) -> list[str]:
     """Return the package of this folder and those below it."""
     below = sorted(file.parent.relative_to(HERE) for file in HERE.glob("**/__init__.py"))
-    return [".".join((HERE.name, *path.parts)) for path in below if "build" not in path.parts]
+    return [".".join((top, *path.parts)) for path in below if "build" not in path.parts]
 
 
 refuse_if_another_is_missing()
-if HERE == ROOT:
+if (HERE / "megafp8").is_dir():
     setup(distclass=OfOneVersion)
 else:
     setup(
         distclass=OfOneVersion,
         script_name="setup.py",  # so named it is no module of the package
-        packages=packages(),
-        package_dir={HERE.name: "."},
-        package_data={HERE.name: DATA},
-        options={"build": {"build_base": str(ROOT / "build" / HERE.name)}},
+        packages=packages(name()),
+        package_dir={name(): "."},
+        package_data={name(): DATA},
+        options={"build": {"build_base": str(ROOT / "build" / name())}},
     )

@@ -28,6 +28,9 @@ PAGES = [
     "README.md",
     *(f"{name}/README.md" for name in packages()[1:]),
     "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "AGENTS.md",
 ]
 
 PHRASES = {

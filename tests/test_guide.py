@@ -87,12 +87,16 @@ PAGES = {
         files={"my_texts/a.jsonl": TEXT},
         added={
             "megafp8 generate": "--tokens 5",
+            "python pretrain_gpt.py": SMALL,
             "megafp8 preprocess": "--vocab-size 300",
             "megafp8 pretrain": f"{STEPS} {MODEL}",
         },
         not_run={
+            "git clone ADDRESS": "downloads",
             "make pretrain": "makes .venv; the default job is the first command of training.md",
             "source .venv/bin/activate": "needs .venv in the folder of the page",
+            "make test": "runs this test",
+            "CONTAINER_IMAGE=": SLURM,
         },
     ),
     "docs/guide/data.md": Page(
@@ -133,9 +137,14 @@ PAGES = {
             "python examples/08_fine_tune_on_signatures.py score": "--limit 2",
         },
     ),
-    "docs/guide/fp8.md": Page(
-        added={"megafp8 compare": SMALL},
-        codes={"megafp8 compare": 6},
+    "docs/guide/install.md": Page(
+        before=(f"python pretrain_gpt.py {SMALL}",),
+        added={"megafp8 generate": "--tokens 5"},
+        not_run={
+            "git clone ADDRESS": "downloads",
+            "make pretrain": "makes .venv; the default job is the first command of training.md",
+            "source .venv/bin/activate": "needs .venv in the folder of the page",
+        },
     ),
     "docs/guide/migrate.md": Page(
         files={
@@ -159,6 +168,10 @@ PAGES = {
         not_run={"python pretrain_gpt.py": "test_eight_ranks_with_every_axis_by_one_command"},
     ),
     "docs/guide/plan.md": Page(is_fast=True),
+    "docs/guide/precision_schedule.md": Page(
+        added={"megafp8 compare": SMALL},
+        codes={"megafp8 compare": 6},
+    ),
     "docs/guide/reports.md": Page(
         before=(FIRST, FIRST.replace("=first", "=second")),
         added={"megafp8 compare": SMALL},

@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts.packages import AT_THE_TOP, BESIDE, ROOT, packages, projects, sources
 from tests.test_english import checked_files
@@ -163,6 +164,55 @@ def test_a_distribution_needs_what_its_modules_import_first(package: str) -> Non
         for line in projects()[name]["dependencies"]
     }
     assert wanted <= given, f"not in {package}'s dependencies: {wanted - given}"
+
+
+def test_a_change_is_one_short_line() -> None:
+    """The history of the repository is the diary; a reader of the changes skims them."""
+    lines = (ROOT / "CHANGELOG.md").read_text("utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 100]
+    entries = lines[lines.index("## 0.3.0") - 1 :]
+    assert not [line for line in entries if line and not line.startswith(("- ", "## "))]
+    versions = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    assert versions[0] in ("Unreleased", (ROOT / "VERSION").read_text("utf-8").strip())
+
+
+def test_a_release_has_notes_of_a_page_and_a_citation() -> None:
+    version = (ROOT / "VERSION").read_text("utf-8").strip()
+    notes = (ROOT / f"docs/releases/{version}.md").read_text("utf-8")
+    assert notes.startswith(f"# megafp8 {version}\n") and len(notes.splitlines()) < 70
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["version"] == version
+    assert cited["authors"] == [{"name": "The megafp8 contributors"}]
+
+
+CHECKED = {
+    "github-workflows": "workflows/*.yml",
+    "github-issue-forms": "ISSUE_TEMPLATE/*.yml",
+    "citation-file-format": "../CITATION.cff",
+}
+
+
+@pytest.mark.parametrize("schema", CHECKED)
+def test_files_for_the_host_fit_their_schemas(schema: str) -> None:
+    files = [str(path) for path in sorted((ROOT / ".github").glob(CHECKED[schema]))]
+    words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    done = subprocess.run([*words, *files], capture_output=True, text=True)
+    assert files and done.returncode == 0, done.stdout
+
+
+def test_workflows_take_actions_by_commit_and_no_secrets() -> None:
+    """A tag of an action can be moved; publishing needs no password but the job's own identity."""
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text("utf-8")
+        for action in re.findall(r"uses: (.*)", text):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), (path.name, action)
+        assert "secrets." not in text
+        workflow = yaml.safe_load(text)
+        assert workflow["permissions"] == {"contents": "read"}
+        for job in workflow["jobs"].values():
+            may_write = job.get("permissions", {}).keys() - {"contents"}
+            runs_code = [step for step in job["steps"] if "run" in step or "checkout" in str(step)]
+            assert not (may_write and runs_code), "a job that may write runs no code of the tree"
 
 
 def test_the_image_gets_what_determines_the_dependencies() -> None:

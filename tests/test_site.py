@@ -24,6 +24,19 @@ PAGES = {
     Path("contributing.html"),
 }
 
+LONGER = {
+    "data.md": 2400,
+    "finetuning.md": 1950,
+    "migrate.md": 1950,
+    "own_model.md": 2250,
+    "own_recipe.md": 1850,
+    "plan.md": 1850,
+    "reports.md": 1850,
+    "slurm.md": 2350,
+    "training.md": 2050,
+}
+"""Pages of the guide with more than 1,500 words, which may only become shorter."""
+
 
 def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", *options]
@@ -90,7 +103,7 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
     for name in ("docs", "scripts", "mkdocs.yml"):
         place = tmp_path / name
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, place)
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"):
         shutil.copy(ROOT / name, tmp_path)
     page = tmp_path / "docs" / "guide" / "fp8.md"
     page.write_text(page.read_text("utf-8") + "\n[nowhere](nowhere.md), [part](data.md#nowhere)\n")
@@ -101,5 +114,13 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
 
 def test_the_guide_can_be_read_in_one_sitting() -> None:
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in GUIDE}
-    assert 8 <= len(lines) <= 12
+    assert 8 <= len(lines) <= 16
     assert all(count <= 200 for count in lines.values()), lines
+    words = {path.name: len(path.read_text("utf-8").split()) for path in GUIDE}
+    too_long = {name: count for name, count in words.items() if count > LONGER.get(name, 1500)}
+    assert not too_long
+    assert all(words[name] > 1500 for name in LONGER), "a page that is short now leaves the list"
+
+
+def test_the_readme_fits_a_hundred_lines() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 100

@@ -185,12 +185,12 @@ def overview() -> str:
 def run_old_name(module: str) -> NoReturn:
     """Run a subcommand that was started as `python -m megafp8.cli.NAME`, and name the new command.
 
-    This way of starting will end with version 0.3.
+    This way of starting will end with version 0.4.
     """
     named = (name for name, command in COMMANDS.items() if command.module == module)
     name = next(named, module)
     print(
-        f"note: `python -m megafp8.cli.{module}` is `megafp8 {name}` now; version 0.3 will not "
+        f"note: `python -m megafp8.cli.{module}` is `megafp8 {name}` now; version 0.4 will not "
         "have the old name",
         file=sys.stderr,
     )

@@ -10,6 +10,7 @@ from megafp8.observe.units import format_bytes, format_count, plural
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import RankMemory
 from megafp8.plan.phases import PhaseTime
+from megafp8.plan.published import about_pairs
 from megafp8.plan.search import Found
 from megafp8.plan.shape import rank_shape
 from megafp8.plan.time import (
@@ -370,6 +371,7 @@ def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
     if plan.unpredicted is not None:
         label, reason = plan.unpredicted
         yield f"{label}: {memory}. Whether it is faster than BF16 is not predicted: {reason}"
+        yield from published(plan)
         return
     if ratio is None:
         yield (
@@ -390,6 +392,15 @@ def verdict(plan: Plan, bf16: StepTime) -> Iterator[str]:
         )
     for reason in why_fp8_pays_little(plan.spec, bf16, plan.time):
         yield f"  what stays: {reason}"
+    yield from published(plan)
+
+
+def published(plan: Plan) -> Iterator[str]:
+    """Return the line about published pairs of the job's recipe and BF16, slower ones too."""
+    recipe = plan.spec.precision.fp8
+    if recipe is not None:
+        for line in about_pairs(recipe.name, plan.hardware.capability):
+            yield f"  {line}"
 
 
 def assumptions(plan: Plan) -> Iterator[str]:

@@ -18,6 +18,7 @@ from megafp8.cli.plan_text import UNCERTAINTY
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import preset_names
 from megafp8.plan.hardware import H100
+from megafp8.plan.published import PAIRS, rows
 from megafp8.plan.search import search
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from tests.config.test_presets import PARAMETERS
@@ -391,6 +392,25 @@ def test_a_search_tries_several_stages_a_rank(capsys: pytest.CaptureFixture[str]
         assert not other["fits"] or other["step_seconds"]["total"] >= layouts[0]["step_seconds"]
     others = [[word for word in layout["overrides"] if virtual not in word] for layout in layouts]
     assert len({tuple(words) for words in others}) == len(layouts), "each is listed once"
+
+
+def test_slower_published_pairs_stand_beside_the_prediction(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The page about recipes has all of them; the plan has the range and the slowest."""
+    page = (Path(__file__).parents[2] / "docs/guide/fp8.md").read_text("utf-8")
+    assert "\n".join(rows()) in page
+    assert sum(pair.ratio < 1 for pair in PAIRS) >= 6
+    said = "published pairs of {} and BF16 on such a GPU: {} times the speed; the slowest: {} "
+    for hardware, recipe, span, slowest in (
+        ("b200", "mxfp8", "0.75 to 1.28", "mixture of experts"),
+        ("b200", "nvfp4", "1.37", "the same job, last layers in BF16"),
+        ("h200", "delayed", "0.49 to 1.42", "GPT 1.5B"),
+    ):
+        assert main([*JOB, f"model.fp8_recipe={recipe}", f"hardware={hardware}"]) == 0
+        assert said.format(recipe, span, slowest).strip() in capsys.readouterr().out
+    main([*JOB, "model.fp8_recipe=blockwise", "hardware=h100"])
+    assert "published pairs of blockwise" not in capsys.readouterr().out
 
 
 def test_a_search_needs_no_layout_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
