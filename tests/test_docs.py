@@ -50,6 +50,8 @@ NOT_OURS = frozenset(
         "megafp8.sqsh",
         "megafp8.sif",
         "train.sh",  # in docs/guide/migrate.md, a script of Megatron's
+        "train.py",  # in fp8_coverage's page, a program of the reader's
+        "IMPLEMENTATION.py",  # in the page of the conformance vectors, a reader's casts
         "model.layers.0",  # in docs/guide/own_model.md, of any PyTorch model
         "model.parameters",
         "model.state_dict",

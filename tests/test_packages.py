@@ -140,7 +140,7 @@ def test_all_distributions_have_one_version_and_one_licence() -> None:
 
 NAMED_OTHERWISE = {"yaml": "pyyaml", "hydra": "hydra-core", "antlr4": "hydra-core"}
 """Distributions by the modules that they have under another name."""
-WHERE_INSTALLED = {"torchao", "transformer_engine", "transformers", "triton"}
+WHERE_INSTALLED = {"pytest", "torchao", "transformer_engine", "transformers", "triton"}
 """What some modules need, which nothing imports where it is not installed."""
 
 
