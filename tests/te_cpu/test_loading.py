@@ -60,6 +60,14 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert te_cpu.loaded() is None
 
 
+def test_another_version_is_refused_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions that differ in their last number alone are two versions."""
+    there = te_cpu.Sources("2.14.0", Path("nowhere"), is_known=True)
+    monkeypatch.setattr(loading, "loaded", lambda: there)
+    with pytest.raises(VersionError, match=r"=2\.14\.1: 2\.14\.0 is loaded in this process"):
+        te_cpu.load("2.14.1")
+
+
 def test_what_te_needs_is_installed_with_the_package() -> None:
     """An import that lacks it names it; what is in the one list and not in the other is not."""
     lines = projects()["te_cpu"]["dependencies"]

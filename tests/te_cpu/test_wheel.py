@@ -13,6 +13,7 @@ import pytest
 
 from te_cpu import wheel
 from te_cpu.errors import VersionError
+from te_cpu.versions import HASHES, NEWEST_TRIED, OLDEST, why_not
 
 VERSION = "2.12.0"
 CODE = "transformer_engine/common/__init__.py"
@@ -133,6 +134,17 @@ def test_what_the_command_downloads_is_used(cache: Path, monkeypatch: pytest.Mon
     make_wheel(cache / VERSION)
     no_network(monkeypatch)
     assert wheel.sources(VERSION).is_known
+
+
+def test_versions_that_were_tried_and_the_next_ones_are_taken() -> None:
+    """The oldest one is among them; a later number of the same kind is only called untried."""
+    (major, minor), oldest = NEWEST_TRIED, ".".join(map(str, OLDEST))
+    assert f"{oldest}.0" in HASHES
+    assert [why_not(version) for version in (*HASHES, f"{major}.{minor + 1}.0")] == [None] * (
+        len(HASHES) + 1
+    )
+    assert "is too new" in (why_not(f"{major + 1}.0.0") or "")
+    assert "is too old" in (why_not(f"{OLDEST[0]}.{OLDEST[1] - 1}.0") or "")
 
 
 @pytest.mark.parametrize(
