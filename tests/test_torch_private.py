@@ -205,6 +205,16 @@ def test_versions_and_storages() -> None:
     assert len(keys) == 2
 
 
+def test_a_backward_pass_is_told_from_a_forward_pass() -> None:
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda grad: seen.append(torch_private.is_in_backward()))
+    assert not torch_private.is_in_backward()
+    y.sum().backward()
+    assert seen == [True] and not torch_private.is_in_backward()
+
+
 class Seen(torch.overrides.TorchFunctionMode):
     """Notes whether the recomputation of a function sees this mode."""
 
@@ -405,7 +415,7 @@ def test_transforms_of_functions_are_seen_inside_alone() -> None:
 
 def test_a_storage_is_found_again_until_it_is_gone() -> None:
     tensor = torch.zeros(4)
-    ref = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage())
+    ref = torch_private.storage_reference(tensor.untyped_storage())
     found = torch_private.storage_of(ref)
     assert found is not None and found.data_ptr() == tensor.data_ptr()
     del found, tensor

@@ -6,7 +6,6 @@ import difflib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import cast
 
@@ -31,9 +30,10 @@ from megafp8.fp8.coverage import (
     Weight,
     by_pattern,
     coverage_of,
+    matches,
     names,
-    numbered,
     other_weights,
+    patterns_of,
 )
 from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
@@ -123,7 +123,8 @@ def convert(
         shared.follow(weights)
     # Nothing below refuses anything.
     own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
-    coverage = coverage_of(model, own, others, to_convert)
+    given = [] if callable(skip) else _patterns(skip)
+    coverage = coverage_of(model, own, others, to_convert, given)
     for name, module in to_convert.items():
         _bind(module, bounds[name])
     for kind, found in (
@@ -132,12 +133,11 @@ def convert(
     ):
         if found:
             patterns = _patterns_of(found, linears, others, skipped)
-            given = [] if callable(skip) else _patterns(skip)
             _LOGGER.warning(
                 f"fp8.convert: {names(found)}, {kind}, is converted too, which the sources of "
                 f"recipes keep in high precision; skip={[*given, *patterns]} leaves it out"
             )
-    return Fp8State(shared, coverage)
+    return Fp8State(shared, coverage, model)
 
 
 def _check_group(group: object, recipe: Fp8Recipe, *, reduces: bool) -> None:
@@ -194,7 +194,7 @@ def _skipped(
         chosen = {name for name, module in linears.items() if skip(name, module)}
         for name, weight in others.items():
             owner = name.rpartition(".")[0]
-            is_inside = any(_matches(name, linear) for linear in chosen)
+            is_inside = any(matches(name, linear) for linear in chosen)
             if not weight.is_embedding and (is_inside or skip(owner, model.get_submodule(owner))):
                 chosen.add(name)
         return chosen
@@ -205,12 +205,10 @@ def _skipped(
         )
     chosen = set()
     for pattern in patterns:
-        matched = {name for name in linears if _matches(name, pattern)}
-        matched |= {
-            n for n, w in others.items() if any(_matches(each, pattern) for each in w.names)
-        }
+        matched = {name for name in linears if matches(name, pattern)}
+        matched |= {n for n, w in others.items() if any(matches(each, pattern) for each in w.names)}
         if not matched:
-            close = difflib.get_close_matches(pattern, [*linears, *others], n=1)
+            close = difflib.get_closematches(pattern, [*linears, *others], n=1)
             raise Fp8Error(
                 f"skip={pattern!r}",
                 "matches no linear and no other weight",
@@ -224,12 +222,6 @@ def _patterns(skip: Skip) -> list[str]:
     """Return the patterns that `skip` has; what is neither a text nor a list is one of them."""
     is_one = isinstance(skip, str) or not isinstance(skip, Iterable)
     return [cast(str, skip)] if is_one else list(skip)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Return whether `pattern` fits the name of a linear, or of a module around it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
 def _check_rules(recipe: Fp8Recipe, linears: dict[str, nn.Module]) -> None:
@@ -401,39 +393,15 @@ def _patterns_of(
     others: dict[str, Weight],
     skipped: set[str],
 ) -> list[str]:
-    """Return patterns that match the chosen linears and weights, and none but skipped ones too."""
-    found: list[str] = []
-    units = [*linears, *(name for name, weight in others.items() if not weight.is_embedding)]
-    for name in chosen:
-        if not any(_matches(name, pattern) for pattern in found):
-            ways = _ways_to_name(name, linears.get(name))
-            allowed = {*chosen, *skipped}
-            found.append(next((w for w in ways if _names_only(w, name, units, allowed)), name))
-    return found
+    """Return patterns that match the chosen linears and weights, and none but skipped ones too.
 
-
-def _ways_to_name(name: str, linear: nn.Module | None) -> list[str]:
-    """Return patterns for a linear, or for another weight, from the shortest to its name.
-
-    The module around it is preferred for a weight that is no linear's, and for the only linear of
-    `nn.MultiheadAttention`.
+    A weight that is no linear's, and the only linear of `nn.MultiheadAttention`, is named by the
+    module around it.
     """
-    around = name.partition(".parametrizations.")[0] if ".parametrizations." in name else ""
-    around = around or name.rpartition(".")[0]
-    is_of_attention = type(linear).__name__ == "NonDynamicallyQuantizableLinear"
-    targets = [around, name] if around and (linear is None or is_of_attention) else [name]
-    return [
-        way
-        for target in targets
-        for way in (f"*.{target.rpartition('.')[2]}", numbered(target), target)
-    ]
-
-
-def _names_only(pattern: str, name: str, units: Sequence[str], allowed: set[str]) -> bool:
-    """Whether a pattern matches this name and, of the others, allowed ones alone."""
-    matched = [unit for unit in units if _matches(unit, pattern)]
-    is_needed = "*" not in pattern or len(matched) > 1
-    return name in matched and set(matched) <= allowed and is_needed
+    units = [*linears, *(name for name, weight in others.items() if not weight.is_embedding)]
+    kinds = {name: type(linears.get(name)).__name__ for name in chosen}
+    around = {n for n in chosen if kinds[n] in ("NoneType", "NonDynamicallyQuantizableLinear")}
+    return patterns_of(chosen, units, {*chosen, *skipped}, around)
 
 
 def _bind(module: nn.Module, bound: Bound) -> None:

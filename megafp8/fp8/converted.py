@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -61,6 +62,8 @@ class Shared:
     linears: dict[str, Converted] = field(default_factory=dict)
     has_scales: bool = False  # a microbatch has ended, or scales were loaded
     scales_are_fresh: bool = False  # they were loaded, and no pass has run since
+    knows_callback: bool = False  # a Trainer without our callback was told of it
+    is_multiplying: bool = False  # a linear casts and multiplies just now, in its forward pass
     is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -115,6 +118,8 @@ class Shared:
             return self.scaling.evaluation()
         if bound.is_delayed and self.is_copy:
             raise self._of_a_copy(bound)
+        if not self.is_copy:
+            self._tell_trainer(bound)
         if bound.is_delayed:
             raise Fp8Error(
                 bound.name,
@@ -126,6 +131,31 @@ class Shared:
             )
         self.scaling.weights_version += 1  # the weight may have changed since its last use
         return nullcontext()
+
+    def _tell_trainer(self, bound: Bound) -> None:
+        """Tell a Trainer of transformers that runs the model of the callback that it has not.
+
+        Each linear looks for one in its first passes.
+
+        Raises:
+            Fp8Error: The linear has delayed scaling, which needs the callback. The others warn.
+        """
+        if self.knows_callback or bound.num_uses > 1 or not _is_in_trainer():
+            return
+        self.knows_callback = True
+        use = "Give it callbacks=[Fp8Callback(state)] of megafp8.fp8.trainer"
+        if bound.is_delayed:
+            raise Fp8Error(
+                bound.name,
+                "the Trainer of transformers trains without Fp8Callback, so delayed scaling would "
+                "never update its scales",
+                use,
+            )
+        warnings.warn(
+            "fp8.convert: the Trainer of transformers trains without Fp8Callback, so nobody looks "
+            f"whether products bypass FP8, and stochastic rounding counts no steps. {use}.",
+            stacklevel=2,
+        )
 
     def say_without_scales(self) -> None:
         """Log once that delayed scaling evaluates before it has a scale."""
@@ -348,15 +378,28 @@ class Converted(nn.Module):
         shared.check_samples(bound, input)
         if weight_OI.device != shared.device:
             shared.follow()
-        with shared.forward_pass(bound), on_device_of(input), torch.autocast(kind, enabled=False):
-            version = version_of(weight_OI)
-            use = _Use(bound, bound.quantizer, bound.weight_form, shared.counter, version)
-            output_TO = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
-                input.reshape(-1, input.shape[-1]), weight_OI, bias_O, use, torch.is_grad_enabled()
-            )
+        shared.is_multiplying = True
+        try:
+            output_TO = self._multiplied(input, weight_OI, bias_O)
+        finally:
+            shared.is_multiplying = False
         bound.num_uses += 1
         out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])
         return out
+
+    def _multiplied(
+        self, input: torch.Tensor, weight_OI: nn.Parameter, bias_O: nn.Parameter | None
+    ) -> torch.Tensor:
+        """Map [..., I] to [T, O]."""
+        bound, shared = self.fp8, self.fp8.shared
+        no_autocast = torch.autocast(input.device.type, enabled=False)
+        with shared.forward_pass(bound), on_device_of(input), no_autocast:
+            version = version_of(weight_OI)
+            use = _Use(bound, bound.quantizer, bound.weight_form, shared.counter, version)
+            output_TO: torch.Tensor = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
+                input.reshape(-1, input.shape[-1]), weight_OI, bias_O, use, torch.is_grad_enabled()
+            )
+            return output_TO
 
     def stored_weights(self) -> Sequence[torch.Tensor]:
         """Return the tensors that the weight is, or is computed from by a parametrization.
@@ -400,6 +443,18 @@ def converted_class(kind: type[nn.Module]) -> type[Converted]:
         made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
         _CLASSES[kind] = cast(type[Converted], made)
     return _CLASSES[kind]
+
+
+def _is_in_trainer() -> bool:
+    """Whether a method of transformers' Trainer, or of a subclass, is among the callers."""
+    if "transformers" not in sys.modules:
+        return False
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        kinds = type(frame.f_locals.get("self")).__mro__
+        if any(k.__name__ == "Trainer" and k.__module__.startswith("transformers.") for k in kinds):
+            return True
+    return False
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from megafp8.ops import torch_private
+
+SUMS = {f"aten.{name}" for name in ("addmm", "baddbmm", "addbmm", "addmv")}
+PRODUCTS = SUMS | {f"aten.{name}" for name in ("mm", "bmm", "mv", "_grouped_mm", "convolution")}
+"""The operations that multiply two tensors; `SUMS` add to a third, which comes first."""
 OUTPUT_LAYERS = ("lm_head", "embed_out")
 """The names that models of transformers have for the layer that computes the logits."""
 EMBEDDINGS = re.compile(r"embed|position|(^|_)pos(_|$)")
@@ -47,6 +54,7 @@ class Coverage:
     embeddings: Mapping[str, int]
     output_layers: tuple[str, ...]
     routers: tuple[str, ...]
+    skip: tuple[str, ...]  # the patterns that were given
 
     def lines(self, kinds: Iterable[str], recipes: Iterable[str], idle: str) -> list[str]:
         """Return three lines: what is converted, by which recipe, and what stays.
@@ -128,6 +136,7 @@ def coverage_of(
     linears: Mapping[str, nn.Module],
     others: Mapping[str, Weight],
     converted: Iterable[str],
+    skip: Iterable[str],
 ) -> Coverage:
     """Return the coverage of a model: its linears, its other weights, and what is converted.
 
@@ -155,6 +164,7 @@ def coverage_of(
         {name: weight.size for name, weight in others.items() if weight.is_embedding},
         tuple(n for n in chosen if _last(n) in OUTPUT_LAYERS or [n] == alike),
         tuple(name for name in chosen if _is_router(name, linears[name])),
+        tuple(skip),
     )
 
 
@@ -190,3 +200,127 @@ def by_pattern(of: Iterable[str]) -> dict[str, list[str]]:
 def numbered(name: str) -> str:
     """Return the name with `*` for the numbers of layers, as a pattern of `skip`."""
     return re.sub(r"(?<![^.])\d+(?=\.)", "*", name)  # not the last part, as of a Sequential
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Return whether `pattern` fits the name of a linear or weight, or of a module around it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def patterns_of(
+    chosen: Iterable[str], units: Collection[str], allowed: set[str], around: Collection[str] = ()
+) -> list[str]:
+    """Return patterns of `skip` that match the chosen names, and of the units allowed ones alone.
+
+    Those in `around` are named by the module around them, where this matches no other unit.
+    """
+    found: list[str] = []
+    for name in chosen:
+        if not any(matches(name, pattern) for pattern in found):
+            ways = _ways_to_name(name, name in around)
+            found.append(next((w for w in ways if _names_only(w, name, units, allowed)), name))
+    return found
+
+
+def _ways_to_name(name: str, by_what_is_around: bool) -> list[str]:
+    """Return patterns for a linear, or for another weight, from the shortest to its name."""
+    outer = name.partition(".parametrizations.")[0] if ".parametrizations." in name else ""
+    outer = outer or name.rpartition(".")[0]
+    targets = [outer, name] if outer and by_what_is_around else [name]
+    return [way for each in targets for way in (f"*.{_last(each)}", numbered(each), each)]
+
+
+def _names_only(pattern: str, name: str, units: Iterable[str], allowed: set[str]) -> bool:
+    """Whether a pattern matches this name and, of the others, allowed ones alone."""
+    matched = [unit for unit in units if matches(unit, pattern)]
+    is_needed = "*" not in pattern or len(matched) > 1
+    return name in matched and set(matched) <= allowed and is_needed
+
+
+class Reads(torch_private.TorchDispatchMode):
+    """Find the weights by which code of others multiplies in high precision, in forward passes.
+
+    A tensor that is computed from parameters and buffers alone stands for the weights that it comes
+    from, so that a product with joined, cast or masked weights is found as well. Only a product of
+    such a tensor with an activation counts: a penalty on the weights alone does not.
+    """
+
+    def __init__(
+        self,
+        fixed: Iterable[torch.Tensor],
+        weights: Mapping[str, Iterable[torch.Tensor]],
+        is_own: Callable[[], bool],
+    ) -> None:
+        """Prepare to watch a model.
+
+        Args:
+            fixed: Its parameters and buffers.
+            weights: The tensors of each weight to look for.
+            is_own: Whether a converted linear computes just now.
+        """
+        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
+        self.found: dict[str, None] = {}
+        self.num_products = 0
+        self._is_own = is_own
+        self._fixed: dict[int, frozenset[str]] = {}
+        self._derived: dict[int, tuple[object, frozenset[str]]] = {}  # by the storage's key
+        for tensor in fixed:
+            self._fixed[_key(tensor)] = frozenset()
+        for name, tensors in weights.items():
+            for tensor in tensors:
+                self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {name}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compilations as they are; torch would not compile what it meets in a mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and follow what comes from weights alone."""
+        if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # comes back with the tensors that such a tensor has
+        out = func(*args, **(kwargs or {}))
+        if not self._is_own() and not torch_private.is_in_backward():
+            self._follow(func, [*_tensors_of((args, kwargs))], [*_tensors_of(out)])
+        return out
+
+    def _follow(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        if (operation := str(func.overloadpacket)) in PRODUCTS:
+            self.num_products += 1
+            operands = inputs[1:3] if operation in SUMS else inputs[:2]
+            from_where = [self._source(tensor) for tensor in operands]
+            if None in from_where and all(tensor.numel() for tensor in operands):
+                self.found |= dict.fromkeys(n for names in from_where for n in sorted(names or ()))
+        sources = [self._source(tensor) for tensor in inputs if tensor.numel() > 1]
+        merged: frozenset[str] | None = frozenset() if sources else None
+        for source in sources:
+            merged = None if source is None or merged is None else merged | source
+        for tensor in outputs:
+            if (key := _key(tensor)) in self._fixed:
+                continue
+            if merged is None:
+                self._derived.pop(key, None)
+            else:
+                reference = torch_private.storage_reference(tensor.untyped_storage())
+                self._derived[key] = reference, merged
+
+    def _source(self, tensor: torch.Tensor) -> frozenset[str] | None:
+        """Return the names of the weights that a tensor comes from; None if it is an activation."""
+        derived = self._derived.get(_key(tensor))
+        return self._fixed.get(_key(tensor)) if derived is None else derived[1]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return torch_private.storage_key(tensor.untyped_storage())
+
+
+def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in arguments or results of an operation, in their order."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors_of(value)
+    elif isinstance(values, dict):
+        yield from _tensors_of([*values.values()])

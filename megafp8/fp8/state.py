@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import nn
 
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
-from megafp8.fp8.coverage import Coverage, names
+from megafp8.fp8.coverage import Coverage, Reads, names, patterns_of
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.scaling import ScalingState
@@ -67,9 +68,13 @@ class Fp8State:
     `.weight` or `.grad_output` at the end.
     """
 
-    def __init__(self, shared: Shared, coverage: Coverage) -> None:
-        self._shared, self._coverage = shared, coverage
-        self._bypassed: set[str] = set()  # linears that a warning has named
+    def __init__(self, shared: Shared, coverage: Coverage, model: nn.Module) -> None:
+        self._shared, self._coverage, self._model = shared, coverage, model
+        self._was_watched = False  # a microbatch with products has ended
+        self._judged: set[str] = (
+            set()
+        )  # idle linears whose weights have gradients, and were watched
+        self._is_doubtful = False  # there are such linears that were not watched
         self._stamps: dict[str, Stamp] = {}  # of the weights, at a step's first microbatch
         self._step = torch.zeros((), dtype=torch.int64)  # stochastic rounding draws by it
         self._num_microbatches = 0  # of the present step
@@ -132,8 +137,11 @@ class Fp8State:
             self._num_microbatches = 0 if first else self._num_microbatches + 1
             tokens = Tokens((self._num_microbatches,) if samples is None else tuple(samples))
             scaling.begin_microbatch(0 if first else 1, int(self._step), tokens)
+            uses = {name: linear.fp8.num_uses for name, linear in self.linears.items()}
+            reads = self._reads() if self._is_doubtful or not self._was_watched else None
             try:
-                yield
+                with reads or nullcontext():
+                    yield
             except BaseException:
                 for table in scaling.tables.values():
                     table.amax = torch.zeros_like(table.amax)
@@ -144,7 +152,7 @@ class Fp8State:
                 scaling.end_forward()
                 scaling.end_backward()
             self._shared.has_scales = True
-            self._name_bypassed()
+            self._judge(reads, uses)
 
     @contextmanager
     def evaluation(self, *, keep_weights: bool = False) -> Iterator[None]:
@@ -304,22 +312,53 @@ class Fp8State:
         """Return the names of the linears that were never called."""
         return [name for name, linear in self.linears.items() if not linear.fp8.num_uses]
 
-    def _name_bypassed(self) -> None:
-        """Warn once of linears that were never called, although their weights have gradients."""
-        bypassed = [
+    def _reads(self) -> Reads:
+        """Return what finds the converted weights by which other code multiplies."""
+        fixed = [*self._model.parameters(), *self._model.buffers()]
+        plain = [tensor for tensor in fixed if type(tensor) in (torch.Tensor, nn.Parameter)]
+        weights = {
+            name: [w for w in linear.stored_weights() if type(w) in (torch.Tensor, nn.Parameter)]
+            for name, linear in self.linears.items()
+        }
+        return Reads(plain, weights, lambda: self._shared.is_multiplying)
+
+    def _judge(self, reads: Reads | None, uses: Mapping[str, int]) -> None:
+        """Name linears that did not run, while other code multiplied by their weights.
+
+        A linear that did not run is no fault by itself: its layer may have been left out. If its
+        weight has a gradient, the next microbatch is watched, unless this one was.
+
+        Raises:
+            Fp8Error: This is the first microbatch that is watched. Later ones warn.
+        """
+        idle = [name for name in self._idle() if name not in self._judged]
+        with_gradients = {
             name
-            for name in self._idle()
-            if name not in self._bypassed
-            and any(p.is_leaf and p.grad is not None for p in self.linears[name].stored_weights())
-        ]
-        if bypassed:
-            self._bypassed.update(bypassed)
-            warnings.warn(
-                f"{names(bypassed)}: converted, but never called, although the weight has a "
-                "gradient: other code multiplies by it in high precision. Call the module, or skip "
-                "it in fp8.convert",
-                stacklevel=4,
-            )
+            for name in idle
+            if any(w.is_leaf and w.grad is not None for w in self.linears[name].stored_weights())
+        }
+        if reads is None:
+            self._is_doubtful = bool(with_gradients)
+            return
+        ran = any(linear.fp8.num_uses > uses[n] for n, linear in self.linears.items())
+        if not ran and not reads.num_products:
+            return
+        self._judged |= with_gradients
+        is_first, self._was_watched, self._is_doubtful = not self._was_watched, True, False
+        read = [n for n in uses if n in reads.found and self.linears[n].fp8.num_uses == uses[n]]
+        self._judged.update(read)
+        if not read:
+            return
+        skip = [*self._coverage.skip, *patterns_of(read, self.linears, set(read))]
+        error = Fp8Error(
+            names(read),
+            "converted, but other code multiplies by the weight in high precision, and the linear "
+            "did not run in FP8",
+            f"Call the module where its weight is read, or use skip={skip!r} in fp8.convert",
+        )
+        if is_first:
+            raise error
+        warnings.warn(str(error), stacklevel=4)
 
     def _refuse_inside(self, call: str) -> None:
         if self._shared.phase != "outside":

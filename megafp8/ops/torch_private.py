@@ -129,6 +129,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return key
 
 
+def storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Return what keeps the storage's key from being another one's, and not its memory alive."""
+    return StorageWeakRef(storage)
+
+
 def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
     """Return the storage that a reference is to; None if it is gone.
 
@@ -173,6 +178,11 @@ class DirectFunction(torch.autograd.Function, metaclass=_CallsBackward):
 
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 """Whether code runs inside a transform of `torch.func`: vmap, grad, jvp or another one."""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass, and no forward pass by itself."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:

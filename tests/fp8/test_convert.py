@@ -298,31 +298,147 @@ def test_tensor_parallelism_of_dtensor_is_refused_by_name() -> None:
 class Fused(nn.Module):
     """Attention's three projections by one product of their weights, as some models do it."""
 
-    def __init__(self) -> None:
+    def __init__(self, join: Callable[..., torch.Tensor] | None = None) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o, self.spare = (nn.Linear(32, 32) for _ in range(5))
+        self.join = join
+        self.register_buffer("mask", torch.ones(32, 32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = [each.weight for each in (self.q, self.k, self.v)]
-        q, k, v = F.linear(x, torch.cat(weights)).chunk(3, -1)
+        if self.join is None:
+            weights = [each.weight for each in (self.q, self.k, self.v)]
+            q, k, v = F.linear(x, torch.cat(weights)).chunk(3, -1)
+        else:
+            q, k, v = self.join(self, x), self.k(x), self.v(x)
         out: torch.Tensor = self.o(q.sigmoid() * k + v)
         return out
 
 
+READS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda m, x: F.linear(x, m.q.weight, m.q.bias),
+    "product": lambda m, x: x @ m.q.weight.t(),
+    "cast": lambda m, x: F.linear(x.bfloat16(), m.q.weight.bfloat16()).float(),
+    "masked": lambda m, x: F.linear(x, m.q.weight * m.mask),
+    "a part": lambda m, x: F.pad(F.linear(x, m.q.weight[:16]), (0, 16)),
+    "einsum": lambda m, x: torch.einsum("ti,oi->to", x, m.q.weight),
+    "addmm": lambda m, x: torch.addmm(x, x, m.q.weight),
+    "batched": lambda m, x: torch.bmm(x[None], m.q.weight[None])[0],
+    "stacked": lambda m, x: torch.matmul(x, torch.stack([m.q.weight, m.q.weight]))[0],
+    "autocast": lambda m, x: _under_autocast(lambda: F.linear(x, m.q.weight)).float(),
+    "detached": lambda m, x: F.linear(x, m.q.weight.detach()),
+    "recomputed": lambda m, x: torch.utils.checkpoint.checkpoint(
+        lambda y: F.linear(y, m.q.weight), x, use_reentrant=True
+    ),
+}  # fmt: skip
+
+
+def _under_autocast(compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return compute()
+
+
+@pytest.mark.parametrize("join", READS.values(), ids=READS)
+def test_a_weight_that_a_product_in_high_precision_reads_is_an_error(join: Any) -> None:
+    model = Fused(join)
+    state = fp8.convert(model, "tensorwise", skip=["spare"])
+    with pytest.raises(fp8.Fp8Error, match="^q: converted, but other code multiplies") as caught:
+        with state.microbatch():
+            model(noise(16, 32, seed=0).requires_grad_()).sum().backward()
+    assert "skip=['spare', 'q']" in caught.value.hint
+    again = Fused(join)
+    with fp8.convert(again, "tensorwise", skip=["spare", "q"]).microbatch():
+        again(noise(16, 32, seed=0).requires_grad_()).sum().backward()
+
+
 def test_linears_whose_weights_other_code_reads_are_named() -> None:
-    """A warning names them once. A branch that no product reads has no gradient, and no warning."""
+    """In the first microbatch that has products; what was not called at all is no error."""
     model = Fused()
     state = fp8.convert(model, "tensorwise")
-    with pytest.warns(UserWarning, match="^q, k, v: converted, but never called, although"):
-        with state.health() as report, state.microbatch():
-            model(noise(16, 32, seed=0)).sum().backward()
-    never = {name: "the linear was never called, so FP8 never ran" for name in ("q", "k", "v")}
-    assert report.complaints() == never | {"spare": never["q"]}
-    assert "never called so far: q, k, v, spare" in repr(state)
     with state.microbatch():
+        pass
+    with state.evaluation(), torch.no_grad():
+        model(noise(16, 32, seed=0))
+    with pytest.raises(fp8.Fp8Error, match="^q, k, v: converted, but other code multiplies"):
+        with state.microbatch():
+            model(noise(16, 32, seed=0)).sum().backward()
+    assert "; never called so far: q, k, v, spare\n" in repr(state)
+    with state.health() as report, state.microbatch():
         model(noise(16, 32, seed=0)).sum().backward()
+    never = dict.fromkeys(("q", "k", "v", "spare"), "the linear was never called, so FP8 never ran")
+    assert report.complaints() == never
+    with state.microbatch():
         model.q(noise(16, 32, seed=0))
-    assert "never called so far: k, v, spare" in repr(state)
+    assert "; never called so far: k, v, spare\n" in repr(state)
+
+
+def test_a_weight_that_is_read_later_on_is_a_warning() -> None:
+    """A linear that runs first and is bypassed later has its gradient from both, and no warning."""
+    model = Fused(lambda m, x: x)
+    state = fp8.convert(model, "tensorwise")
+
+    def run() -> None:
+        with state.microbatch():
+            model(noise(16, 32, seed=0)).sum().backward()
+
+    run()
+    model.join = READS["linear"]
+    run()  # its gradient appears
+    with pytest.warns(UserWarning, match="^q: converted, but other code multiplies"):
+        run()
+    run()
+
+
+def dropped(model: Fused, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def penalized(model: Fused, x: torch.Tensor) -> torch.Tensor:
+    weight = model.q.weight
+    return x + weight.square().mean() + (weight @ weight.t()).sum()
+
+
+def read_beside(model: Fused, x: torch.Tensor) -> torch.Tensor:
+    """A metric, or DoRA's norm, beside the linear's own product."""
+    with torch.no_grad():
+        F.linear(x, model.q.weight)
+    out: torch.Tensor = model.q(x)
+    return out
+
+
+def looked_up(model: Fused, x: torch.Tensor) -> torch.Tensor:
+    """A row of a weight is added, as of an embedding; no product reads it."""
+    return x + model.q.weight[torch.zeros(16, dtype=torch.long)]
+
+
+@pytest.mark.parametrize("join", [dropped, penalized, read_beside, looked_up])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_linear_that_did_not_run_is_no_alarm(
+    join: Any, is_frozen: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Fused(join)
+    state = fp8.convert(model, "tensorwise")
+    model.q.requires_grad_(not is_frozen)
+    for first in (True, False, True):
+        with state.microbatch(first=first):
+            x = noise(16, 32, seed=0)
+            torch.utils.checkpoint.checkpoint(model, x.requires_grad_(), use_reentrant=False)
+            model(x).sum().backward()
+    assert not caplog.messages
+
+
+def test_watching_the_first_microbatch_leaves_compilation_as_it_is() -> None:
+    """In a mode of torch's that says nothing of it, a frame would be left uncompiled for good."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+    state = fp8.convert(model, "tensorwise")
+    with state.microbatch():
+        torch.compile(model, backend=backend)(noise(8, 32, seed=0)).sum().backward()
+    assert graphs
 
 
 class Experts(nn.Module):

@@ -171,6 +171,22 @@ def test_recipes_without_histories_train_too(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("fp8_scales*"))
 
 
+def test_a_trainer_without_the_callback_is_told_of_it(tmp_path: Path) -> None:
+    """Once; and a loop of one's own is not."""
+    from transformers import TrainerCallback
+
+    message = "the Trainer of transformers trains without Fp8Callback.* callbacks=.Fp8Callback"
+    model, state = converted("tensorwise")
+    with pytest.warns(UserWarning, match=message) as told:
+        trainer(model, state, tmp_path, callback=TrainerCallback(), max_steps=2).train()
+    assert len(told) == 1
+    model, state = converted("delayed")
+    with pytest.raises(fp8.Fp8Error, match=message):
+        trainer(model, state, tmp_path, callback=TrainerCallback()).train()
+    model, state = converted("tensorwise")
+    model(DATA[0]["input_ids"][None])["loss"].backward()
+
+
 @pytest.mark.parametrize(
     ("wrapper", "name"),
     [
