@@ -208,7 +208,7 @@ def _skipped(
         matched = {name for name in linears if matches(name, pattern)}
         matched |= {n for n, w in others.items() if any(matches(each, pattern) for each in w.names)}
         if not matched:
-            close = difflib.get_closematches(pattern, [*linears, *others], n=1)
+            close = difflib.get_close_matches(pattern, [*linears, *others], n=1)
             raise Fp8Error(
                 f"skip={pattern!r}",
                 "matches no linear and no other weight",
