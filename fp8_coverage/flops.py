@@ -40,7 +40,7 @@ def _attention_backward(
 
 
 def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    """A group is some rows of a, some columns of b, or a part of what is summed."""
+    """Count groups of rows of a, of columns of b, or of what is summed."""
     if a.dim() == 3 and b.dim() == 2:
         return 2 * a.shape[1] * b.numel()
     return product_of(a.shape, b.shape)

@@ -1,0 +1,404 @@
+"""What ran in FP8 is said of any torch program, and what cannot be known is said to be unknown."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp8_coverage import CoverageError, coverage, trainer_callback
+from fp8_numerics.gemm import GemmCounter
+from tests.coverage_tool import models
+from tests.test_layers import ROOT
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def products(c: Any) -> dict[tuple[str, bool, str], int]:
+    """Return the FLOPs by module, pass and kind."""
+    found: dict[tuple[str, bool, str], int] = {}
+    for p, (_, flops) in c.products.items():
+        key = (p.module, p.is_backward, p.kind)
+        found[key] = found.get(key, 0) + flops
+    return found
+
+
+@pytest.mark.parametrize("name", models.HEALTHY)
+def test_a_healthy_model_is_not_flagged(name: str) -> None:
+    if "Llama" in name or "Mistral" in name or "by torchao" in name:
+        pytest.importorskip("torchao" if "torchao" in name else "transformers")
+    model, run, step = models.healthy(name)
+    least = 0.4 if name.startswith("nn.") else 0.85  # nn.MultiheadAttention reads its own weights
+    with step, coverage(model) as c:
+        run().backward()
+    c.assert_at_least(least)
+    assert c.not_known == [] and c.never_ran == []
+    assert c.flops("asked for and not in FP8") == 0
+
+
+def test_recording_changes_no_bit() -> None:
+    grads = []
+    for recorded in (False, True):
+        torch.manual_seed(1)
+        model, run, step = models.healthy("Llama by fp8.convert, rowwise")
+        with step:
+            if recorded:
+                with coverage(model):
+                    run().backward()
+            else:
+                run().backward()
+        grads.append([p.grad for p in model.parameters()])
+    for plain, seen in zip(*grads, strict=True):
+        assert (plain is None) == (seen is None)
+        assert plain is None or torch.equal(plain, seen)
+
+
+class Experts(nn.Module):
+    """Fused experts, as torchtitan's `GroupedExperts` and the `experts` of transformers."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(2, 32, 64, dtype=dtype))
+        self.w2 = nn.Parameter(torch.randn(2, 64, 32, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([8, 16], dtype=torch.int32)
+        return F.grouped_mm(F.grouped_mm(x, self.w1, offs=ends).relu(), self.w2, offs=ends)
+
+
+class Layer(nn.Module):
+    """A projection and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.proj(x))
+
+
+def step(model: nn.Module) -> None:
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    model(x).square().sum().backward()
+
+
+@pytest.mark.parametrize("config", ["MXFP8TrainingOpConfig", "Float8TrainingOpConfig"])
+def test_a_converter_whose_filter_passes_over_experts_is_flagged(config: str) -> None:
+    """torchtitan PR 3199 (MXFP8) and PR 3233 (FP8): `quantize_` looks at nn.Linear alone."""
+    configs = pytest.importorskip("torchao.prototype.moe_training.config")
+    from torchao.quantization import quantize_
+
+    experts = nn.Sequential(Experts())
+    quantize_(experts, getattr(configs, config)())
+    with coverage(experts, asked="0") as c:
+        step(experts)
+    with pytest.raises(CoverageError, match=r"0\.0% of .*\(asked for and not in FP8, 100"):
+        c.assert_at_least(0.85)
+
+
+def test_experts_that_are_parameters_are_flagged() -> None:
+    """transformers PR 42654: what replaces modules leaves `gate_up_proj` and `down_proj`."""
+    pytest.importorskip("torchao")
+    model = models.by_torchao(models.of_transformers("Mixtral", num_local_experts=4), emulate=True)
+    with coverage(model, asked="model.layers.*") as c:
+        models.loss_of(model).backward()
+    with pytest.raises(CoverageError, match=r"model\.layers\.\*\.mlp\.experts"):
+        c.assert_at_least(0.85)
+    assert c.flops("in FP8") > 0
+
+
+@pytest.mark.parametrize("asked", [(), ("*",)])
+def test_a_setting_that_nothing_reads_is_flagged(asked: tuple[str, ...]) -> None:
+    """LlamaFactory#9500: `fp8: true` came to the environment after it had been read."""
+    model = models.of_transformers("Qwen2")
+    with coverage(model, asked=asked) as c, torch.autocast("cpu", torch.bfloat16):
+        models.loss_of(model).backward()
+    with pytest.raises(CoverageError, match=r"0\.0% of the FLOPs ran in FP8"):
+        c.assert_at_least(0.85)
+    state = "asked for and not in FP8" if asked else "never asked for"
+    assert {p.state for p in c.products} == {state}
+
+
+def test_a_preparation_that_returns_early_is_flagged() -> None:
+    """Accelerate: a model that counts as prepared is returned before it is converted."""
+    accelerate = pytest.importorskip("accelerate")
+    pytest.importorskip("torchao")
+    model = models.of_transformers("Llama")
+    model._is_accelerate_prepared = True  # type: ignore[assignment]
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.prepare_model(model) is model
+    with coverage(model, asked="model") as c:
+        models.loss_of(model).backward()
+    with pytest.raises(CoverageError, match="asked for and not in FP8"):
+        c.assert_at_least(0.85)
+
+
+def test_layers_that_were_to_stay_out_of_fp8_are_flagged() -> None:
+    """Megatron-Bridge PR 3095: a preset erased which layers a recipe keeps in BF16."""
+    from megafp8 import fp8
+
+    for skip, kept in (("0.*", True), ((), False)):
+        model = nn.Sequential(models.mlp(), models.mlp())
+        state = fp8.convert(model, recipe="tensorwise", skip=skip)
+        with state.microbatch(), coverage(model) as c:
+            model(torch.randn(16, models.WIDTH)).sum().backward()
+        if kept:
+            c.assert_kept("0", "0.*")
+            with pytest.raises(CoverageError, match="was to stay out of FP8: 1"):
+                c.assert_kept("1.*")
+        else:
+            with pytest.raises(CoverageError, match=r"0 was to stay out of FP8: 0\.0"):
+                c.assert_kept("0")
+    with pytest.raises(CoverageError, match="no product of such a module"):
+        c.assert_kept("nowhere")
+
+
+def test_weights_that_are_read_past_their_module_are_flagged() -> None:
+    from megafp8 import fp8
+
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.o = (nn.Linear(64, 64) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            both = F.linear(x, torch.cat([self.q.weight, self.k.weight]))
+            return self.o(both[..., :64] + both[..., 64:])
+
+    model = Fused()
+    state = fp8.convert(model, recipe="tensorwise")
+    with coverage(model) as c, state.evaluation(), torch.no_grad():
+        model(torch.randn(16, 64))
+    assert c.share == pytest.approx(1 / 3) and c.never_ran == ["k", "q"]
+    with pytest.raises(CoverageError, match="Asked for FP8 and never ran: k; q"):
+        c.assert_at_least(0.85)
+
+
+def test_flops_are_those_of_hand_counts_and_of_torch() -> None:
+    model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 16))
+    x = torch.randn(4, 8, requires_grad=True)
+    with coverage(model) as c:
+        model(x).sum().backward()
+    first, second = 2 * 4 * 8 * 24, 2 * 4 * 24 * 16
+    assert products(c) == {
+        ("0", False, "linear"): first, ("0", True, "linear"): 2 * first,
+        ("2", False, "linear"): second, ("2", True, "linear"): 2 * second,
+    }  # fmt: skip
+    with FlopCounterMode(display=False) as counter:
+        model(x).sum().backward()
+    assert c.flops() == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_attention_and_the_output_layer_are_apart(implementation: str, device: str) -> None:
+    """Two queries' heads share one of keys; 2 layers, 32 tokens in rows of 16, width 64."""
+    with torch.device(device):
+        model = models.of_transformers("Llama", attn_implementation=implementation)
+    with coverage(model) as c:
+        models.loss_of(model, device).backward()
+    scores = 2 * (2 * 2 * 16 * 16 * 32)  # the FLOPs of one product of two rows, two heads
+    backward = 5 if implementation == "sdpa" and device == "cpu" else 4
+    found = products(c)
+    for layer in (0, 1):
+        name = f"model.layers.{layer}.self_attn"
+        assert found[name, False, "attention"] == 2 * scores
+        assert found[name, True, "attention"] in (backward * scores, 4 * scores, 5 * scores)
+    assert c.flops(kinds=("head",)) == 3 * 2 * 32 * 64 * 96
+    linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)  # weights of two layers
+    assert c.flops(kinds=("linear",)) == 3 * 2 * 32 * linear
+
+
+def test_other_products_are_counted() -> None:
+    x, y, v = torch.ones(2, 8, 6), torch.ones(2, 6, 4), torch.ones(6)
+    with coverage() as c:
+        torch.einsum("bij,bjk->bik", x, y)
+        torch.baddbmm(torch.zeros(2, 8, 4), x, y)
+        x[0] @ v
+        F.conv1d(torch.ones(1, 4, 10), torch.ones(8, 4, 3))
+        F.grouped_mm(torch.ones(2, 16, 32).bfloat16(), torch.ones(2, 32, 16).bfloat16())
+        fp8, one = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.tensor(1.0)
+        torch._scaled_mm(fp8, fp8.t(), one, one, out_dtype=torch.bfloat16)
+    found = {p.op: (flops, p.state) for p, (_, flops) in c.products.items()}
+    batched, never = 2 * 2 * 8 * 6 * 4, "never asked for"
+    assert found == {
+        "bmm": (batched, never), "baddbmm": (batched, never), "mv": (2 * 8 * 6, never),
+        "convolution": (2 * 8 * 8 * 4 * 3, never), "_grouped_mm": (2 * 2 * 16 * 32 * 16, never),
+        "_scaled_mm": (2 * 16 * 32 * 16, "in FP8"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_computed_again_belongs_to_its_module(reentrant: bool) -> None:
+    model = models.mlp()
+    x = torch.randn(4, models.WIDTH, requires_grad=True)
+    with coverage(model) as c:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    one = 2 * 4 * 64 * 128
+    again = 1 if reentrant else 0  # a saved tensor of the last product is found before it runs
+    assert products(c) == {
+        ("0", False, "linear"): 2 * one, ("0", True, "linear"): 2 * one,
+        ("2", False, "linear"): (1 + again) * one, ("2", True, "linear"): 2 * one,
+    }  # fmt: skip
+
+
+def test_compiled_and_inferring_programs_are_seen() -> None:
+    model = models.mlp()
+    x = torch.randn(4, models.WIDTH)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    with coverage(model) as c, torch.inference_mode():
+        compiled(x)
+        model(x)
+    assert products(c) == {(name, False, "linear"): 2 * 2 * 4 * 64 * 128 for name in ("0", "2")}
+
+
+def test_what_cannot_be_classified_is_said() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8))
+    with coverage(model) as c:
+        model(torch.randn(2, 3, 8))
+    assert any("1: " in line and "not counted" in line for line in c.not_known)
+    with pytest.raises(CoverageError, match="is not known"):
+        c.assert_at_least(0.1)
+
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(
+                torch.ones(8, 8).to(torch.float8_e4m3fn), requires_grad=False
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(x.numpy() @ x.numpy().T)
+
+    with coverage(nn.Sequential(hidden := Hidden())) as c:
+        hidden(torch.ones(4, 8))
+    assert c.not_known == ["0: forward (it ran, and no product of it was seen)"]
+
+
+def test_an_operation_of_another_library_on_fp8_is_not_known() -> None:
+    @torch.library.custom_op("coverage_tests::multiply", mutates_args=())
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.float() @ b.float()
+
+    with coverage() as c:
+        multiply(torch.ones(4, 4).to(torch.float8_e5m2), torch.ones(4, 4))
+    assert len(c.not_known) == 1 and "coverage_tests" in c.not_known[0]
+    assert c.flops() == 0
+
+
+def test_compiled_products_of_transformer_engine_are_observed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for its compiled module: on a CPU te-on-cpu announces the products instead."""
+    te = ModuleType("transformer_engine_torch")
+    te.generic_gemm = lambda a, trans_a, b, trans_b, *rest: "result"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, te.__name__, te)
+    plain = te.generic_gemm
+
+    def operand(*shape: int, fp8: bool) -> Any:
+        kept = {"_fp8_dtype": "E4M3"} if fp8 else {"dtype": torch.bfloat16}
+        return SimpleNamespace(size=lambda: torch.Size(shape), **kept)
+
+    with coverage() as c:
+        for fp8 in (True, False):
+            weight, x = operand(64, 32, fp8=fp8), operand(2, 8, 32, fp8=fp8)
+            grad = operand(2, 8, 64, fp8=fp8)
+            assert te.generic_gemm(weight, True, x, False, None) == "result"
+            te.generic_gemm(weight, False, grad, False, None)
+            te.generic_gemm(x, False, grad, True, None)
+    assert te.generic_gemm is plain
+    assert c.flops("in FP8") == c.flops("never asked for") == 3 * 2 * 16 * 32 * 64
+
+
+def test_the_announcement_is_off_where_nothing_records() -> None:
+    from fp8_numerics import gemm as products_of_ours
+
+    assert products_of_ours.LISTENER is None
+    with pytest.raises(RuntimeError), coverage():
+        assert products_of_ours.LISTENER is not None
+        raise RuntimeError
+    assert products_of_ours.LISTENER is None and GemmCounter().flops == {}
+
+
+def test_the_command_says_what_a_script_ran(tmp_path: Path) -> None:
+    script, found = tmp_path / "train.py", tmp_path / "found.json"
+    script.write_text(
+        "import sys, torch\n"
+        "class Net(torch.nn.Linear): pass\n"
+        "Net(8, 8)(torch.ones(4, 8)).sum().backward()\n"
+        "print(sys.argv[1:])\n"
+    )
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "fp8_coverage", *words]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+
+    done = command("--at-least", "85%", "--json", str(found), str(script), "--at-least", "x")
+    assert done.returncode == 3 and done.stdout == "['--at-least', 'x']\n"
+    assert "0.0% of the FLOPs ran in FP8" in done.stderr and "Net" in done.stderr
+    written = json.loads(found.read_text())
+    assert written["share"] == 0 and len(written["products"]) == 2
+    refused = command("--json", str(found), str(script))
+    assert refused.returncode == 2 and "name a new file" in refused.stderr
+    assert "give a share such as 85%" in command("--at-least", "85", str(script)).stderr
+
+
+def test_the_fixture(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import torch\n"
+        "def test_it(fp8_coverage):\n"
+        "    with fp8_coverage() as c:\n"
+        "        torch.ones(2, 3) @ torch.ones(3, 4)\n"
+        "    assert c.flops() == 48\n"
+        "    c.assert_at_least(0.85)\n"
+    )
+    plugin = ["-p", "fp8_coverage.fixture", "-p", "no:cacheprovider"]
+    line = [sys.executable, "-m", "pytest", "-q", *plugin, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "CoverageError: 0.0% of the FLOPs" in done.stdout
+
+
+@pytest.mark.parametrize("at_least", [None, 0.85])
+def test_the_callback_records_a_step_of_the_trainer(at_least: float | None, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    model = models.of_transformers("Llama")
+    callback = trainer_callback(at_least=at_least, step=1)
+    rows = [{"input_ids": [1] * 8, "labels": [1] * 8}] * 8
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(
+            str(tmp_path), max_steps=3, per_device_train_batch_size=1, use_cpu=True, report_to=[],
+            gradient_accumulation_steps=2, save_strategy="no", disable_tqdm=True,
+        ),
+        train_dataset=rows, callbacks=[callback],
+    )  # fmt: skip
+    if at_least is None:
+        trainer.train()
+    else:
+        with pytest.raises(CoverageError):
+            trainer.train()
+    linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    assert callback.coverage.flops(kinds=("linear",)) == 2 * 3 * 2 * 8 * linear
+
+
+@pytest.mark.parametrize("share", [0, 1.5, 85])
+def test_a_share_that_is_none_is_refused(share: float) -> None:
+    with coverage() as c:
+        pass
+    with pytest.raises(ValueError, match="such as 0.85"):
+        c.assert_at_least(share)
+    with pytest.raises(CoverageError, match="No product was recorded"):
+        c.assert_at_least(0.85)
