@@ -110,7 +110,7 @@ class Coverage:
             raise CoverageError(
                 f"{self.share:.1%} of the FLOPs ran in FP8 (attention and output layer apart), "
                 f"and {share:.1%} were to. The most that did not: "
-                f"{_some(self._missing())}{self._idle()}"
+                f"{_some(self.missing())}{self._idle()}"
             )
 
     def assert_kept(self, *names: str) -> None:
@@ -129,7 +129,8 @@ class Coverage:
             if wrong:
                 raise CoverageError(f"{name} was to stay out of FP8: {_some(sorted(wrong))}")
 
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
+        """Return what did not run in FP8, attention and output layer apart, the most first."""
         whole = self.flops(kinds=("linear",)) or 1
         missing: dict[tuple[str, State], int] = defaultdict(int)
         for product, (_, flops) in self.products.items():

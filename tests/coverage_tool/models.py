@@ -97,7 +97,10 @@ def healthy(name: str) -> Built:
         "MLP": None,
         "nn.TransformerEncoderLayer": "self_attn*",
     }
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # which passes the encoder's linears over
     state = fp8.convert(model, recipe=recipe, **_skip(skip.get(family, "lm_head")))
+    torch.backends.mha.set_fastpath_enabled(fast)
     return model, run, state.microbatch()
 
 

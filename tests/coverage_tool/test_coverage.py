@@ -18,7 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8_coverage import CoverageError, coverage, trainer_callback
 from fp8_numerics.gemm import GemmCounter
+from te_cpu.versions import DEFAULT_VERSION
 from tests.coverage_tool import models
+from tests.te_cpu.sources import need_sources
 from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -296,6 +298,27 @@ def test_an_operation_of_another_library_on_fp8_is_not_known() -> None:
         multiply(torch.ones(4, 4).to(torch.float8_e5m2), torch.ones(4, 4))
     assert len(c.not_known) == 1 and "coverage_tests" in c.not_known[0]
     assert c.flops() == 0
+
+
+def test_transformer_engine_on_a_cpu_announces_its_products() -> None:
+    need_sources(DEFAULT_VERSION)
+    program = """
+import torch, te_cpu
+from fp8_coverage import coverage
+te = te_cpu.load()
+from transformer_engine.common.recipe import Float8CurrentScaling
+model = torch.nn.Sequential(te.Linear(64, 64), te.LayerNormMLP(64, 128))
+x = torch.randn(16, 64, device="cuda", requires_grad=True)
+for enabled, share in ((True, 1.0), (False, 0.0)):
+    with coverage(model) as c, te.fp8_autocast(enabled=enabled, fp8_recipe=Float8CurrentScaling()):
+        y = model(x)
+        y.sum().backward()
+    flops = 3 * 2 * 16 * (64 * 64 + 2 * 64 * 128)
+    assert (c.share, c.flops(), c.not_known) == (share, flops, []), str(c)
+    assert {p.module for p in c.products} == {"0", "1"} and c.asked <= {"0", "1"}
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_compiled_products_of_transformer_engine_are_observed(
