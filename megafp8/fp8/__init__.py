@@ -22,6 +22,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fp8_coverage import coverage
     from megafp8.fp8.checker import CheckReport, Refutation, check
     from megafp8.fp8.conversion import convert
     from megafp8.fp8.converted import Fp8Error, Fp8Linear
@@ -55,9 +56,11 @@ __all__ = [
     "blocks",
     "check",
     "convert",
+    "coverage",
     "recipe_named",
 ]
 _HOMES = (
+    ("fp8_coverage", "coverage"),
     ("megafp8.specs.traits", "ROW TENSOR Casts Cost Scales Traits alike blocks"),
     ("megafp8.specs.recipe", "Cast Recipe Scaled Seen"),
     ("megafp8.specs.precision", "Fp8Recipe ModuleRule"),

@@ -25,7 +25,7 @@ from megafp8.fp8.converted import (
     converted_class,
     is_foreign_tensor,
 )
-from megafp8.fp8.coverage import (
+from megafp8.fp8.covered import (
     MOST_NAMES,
     Weight,
     by_pattern,
@@ -128,7 +128,7 @@ def convert(
     for name, module in to_convert.items():
         _bind(module, bounds[name])
     for kind, found in (
-        ("the output layer", coverage.output_layers),
+        ("the output layer", coverage.converted_outputs),
         ("by its name a router or gate", coverage.routers),
     ):
         if found:

@@ -63,7 +63,7 @@ class Shared:
     has_scales: bool = False  # a microbatch has ended, or scales were loaded
     scales_are_fresh: bool = False  # they were loaded, and no pass has run since
     knows_callback: bool = False  # a Trainer without our callback was told of it
-    is_multiplying: bool = False  # a linear casts and multiplies just now, in its forward pass
+    is_multiplying: bool = False  # a linear casts and multiplies just now
     is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -331,8 +331,12 @@ class _ConvertedFunction(LinearFunction):
                 "Call backward() before the weight changes, or forward again after it",
             )
         grad_TO = with_nans(grads[0]) if use.quantizer.state.fp8_enabled else grads[0]
-        with torch.autocast(grad_TO.device.type, enabled=False):
-            return LinearFunction.backward(ctx, grad_TO)
+        use.bound.shared.is_multiplying = True
+        try:
+            with torch.autocast(grad_TO.device.type, enabled=False):
+                return LinearFunction.backward(ctx, grad_TO)
+        finally:
+            use.bound.shared.is_multiplying = False
 
 
 class Converted(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
-from megafp8.fp8.coverage import Coverage, Reads, names, patterns_of
+from megafp8.fp8.covered import Coverage, Reads, names, patterns_of
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
 from megafp8.fp8.scaling import ScalingState
@@ -70,6 +70,7 @@ class Fp8State:
 
     def __init__(self, shared: Shared, coverage: Coverage, model: nn.Module) -> None:
         self._shared, self._coverage, self._model = shared, coverage, model
+        self._share: float | None = None
         self._was_watched = False  # a microbatch with products has ended
         self._judged: set[str] = (
             set()
@@ -85,7 +86,7 @@ class Fp8State:
         recipes = (label_of(self.recipe.precision_of(name)) for name in self.linears)
         idle = self._idle()
         never = names(idle) if len(idle) < len(self.linears) else ""
-        return "\n".join(self._coverage.lines(kinds, recipes, never))
+        return "\n".join(self._coverage.lines(kinds, recipes, never, self.share))
 
     @property
     def recipe(self) -> Fp8Recipe:
@@ -106,6 +107,15 @@ class Fp8State:
     def counter(self) -> GemmCounter:
         """Return the FLOPs that the converted linears really ran, by precision."""
         return self._shared.counter
+
+    @property
+    def share(self) -> float | None:
+        """Return the share of FP8 in the FLOPs of the first microbatch; None where it is not known.
+
+        All products count, those of other code too, in both passes. Attention, and an output layer
+        that is not converted, are left out.
+        """
+        return self._share
 
     @contextmanager
     def microbatch(
@@ -138,6 +148,7 @@ class Fp8State:
             tokens = Tokens((self._num_microbatches,) if samples is None else tuple(samples))
             scaling.begin_microbatch(0 if first else 1, int(self._step), tokens)
             uses = {name: linear.fp8.num_uses for name, linear in self.linears.items()}
+            own = dict(self.counter.by_precision())
             reads = self._reads() if self._is_doubtful or not self._was_watched else None
             try:
                 with reads or nullcontext():
@@ -152,6 +163,8 @@ class Fp8State:
                 scaling.end_forward()
                 scaling.end_backward()
             self._shared.has_scales = True
+            if reads is not None and not self._was_watched:
+                self._take_share(reads, own)
             self._judge(reads, uses)
 
     @contextmanager
@@ -320,7 +333,16 @@ class Fp8State:
             name: [w for w in linear.stored_weights() if type(w) in (torch.Tensor, nn.Parameter)]
             for name, linear in self.linears.items()
         }
-        return Reads(plain, weights, lambda: self._shared.is_multiplying)
+        modules = dict(self._model.named_modules())
+        heads = [getattr(modules.get(n), "weight", None) for n in self._coverage.output_layers]
+        weights_of_heads = [w for w in heads if type(w) is nn.Parameter]
+        return Reads(plain, weights, weights_of_heads, lambda: self._shared.is_multiplying)
+
+    def _take_share(self, reads: Reads, before: Mapping[str, int]) -> None:
+        """Compute the share of FP8 from what ran, and the counts of before."""
+        ran = {key: n - before.get(key, 0) for key, n in self.counter.by_precision().items()}
+        whole = sum(ran.values()) + reads.flops["linear"]
+        self._share = ran.get("fp8", 0) / whole if whole and reads.is_counted else None
 
     def _judge(self, reads: Reads | None, uses: Mapping[str, int]) -> None:
         """Name linears that did not run, while other code multiplied by their weights.
@@ -341,7 +363,7 @@ class Fp8State:
             self._is_doubtful = bool(with_gradients)
             return
         ran = any(linear.fp8.num_uses > uses[n] for n, linear in self.linears.items())
-        if not ran and not reads.num_products:
+        if not ran and not reads.saw_products:
             return
         self._judged |= with_gradients
         is_first, self._was_watched, self._is_doubtful = not self._was_watched, True, False

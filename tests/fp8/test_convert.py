@@ -361,6 +361,7 @@ def test_linears_whose_weights_other_code_reads_are_named() -> None:
     with pytest.raises(fp8.Fp8Error, match="^q, k, v: converted, but other code multiplies"):
         with state.microbatch():
             model(noise(16, 32, seed=0)).sum().backward()
+    assert state.share == 3 / 9  # o alone: the others have two products each, o also its input's
     assert "; never called so far: q, k, v, spare\n" in repr(state)
     with state.health() as report, state.microbatch():
         model(noise(16, 32, seed=0)).sum().backward()
@@ -426,6 +427,36 @@ def test_a_linear_that_did_not_run_is_no_alarm(
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("make", "skip", "share"),
+    [
+        (gpt2, "lm_head", 1.0),
+        (llama, "lm_head", 1.0),
+        (mixtral, ["lm_head", "*.experts", "*.gate"], 0.198),
+        (deepseek_v3, ["lm_head", "*.experts", "*.gate"], 0.671),
+    ],
+)
+def test_the_share_has_all_products_that_ran(
+    make: Callable[[], nn.Module], skip: Any, share: float
+) -> None:
+    """As `fp8.coverage` counts it; the counter of converted linears says 1 of each of them."""
+    model = make()
+    state = fp8.convert(model, "tensorwise", skip=skip)
+    assert state.share is None
+    train(model, state, [0])
+    assert state.counter.share("fp8") == 1
+    assert state.share == pytest.approx(share, abs=5e-4)
+    assert f"; {share:.1%} of the FLOPs of the first microbatch ran in FP8" in repr(state)
+    with fp8.coverage(model) as recorded:
+        train(model, state, [1])
+    assert recorded.share == pytest.approx(state.share, rel=1e-3)  # tokens choose other experts
+    recorded.assert_at_least(share - 0.01)
+    if share < 1:
+        with pytest.raises(AssertionError, match="ran in FP8"):
+            recorded.assert_at_least(0.85)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_watching_the_first_microbatch_leaves_compilation_as_it_is() -> None:
     """In a mode of torch's that says nothing of it, a frame would be left uncompiled for good."""
     graphs = []
@@ -1039,7 +1070,7 @@ def test_the_example_of_the_documentation_runs(
     losses = [float(line.rpartition(" ")[2]) for line in lines[:3]]
     assert losses[2] < losses[1] < losses[0]
     assert lines[4:] == [
-        "share of the converted linears' FLOPs in FP8: 1.0",
+        "share of FP8 in the FLOPs: 97.7%",
         "40 updates of the first weight's scale",
     ]
     assert (tmp_path / "checkpoint.pt").exists()

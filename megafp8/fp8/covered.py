@@ -17,11 +17,15 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fp8_coverage.flops import ATTENTION, FLOPS
+from fp8_coverage.torch_private import newest_node, running_node
 from megafp8.ops import torch_private
 
 SUMS = {f"aten.{name}" for name in ("addmm", "baddbmm", "addbmm", "addmv")}
-PRODUCTS = SUMS | {f"aten.{name}" for name in ("mm", "bmm", "mv", "_grouped_mm", "convolution")}
-"""The operations that multiply two tensors; `SUMS` add to a third, which comes first."""
+"""The products that are added to a third tensor, which comes first."""
+BATCHED = ("aten.bmm", "aten.baddbmm", "aten.addbmm")
+HEAD = ""
+"""The name that stands for the weight of an output layer."""
 OUTPUT_LAYERS = ("lm_head", "embed_out")
 """The names that models of transformers have for the layer that computes the logits."""
 EMBEDDINGS = re.compile(r"embed|position|(^|_)pos(_|$)")
@@ -52,23 +56,28 @@ class Coverage:
     converted: Mapping[str, int]
     left: Mapping[str, int]
     embeddings: Mapping[str, int]
-    output_layers: tuple[str, ...]
+    output_layers: tuple[str, ...]  # of all linears
     routers: tuple[str, ...]
     skip: tuple[str, ...]  # the patterns that were given
 
-    def lines(self, kinds: Iterable[str], recipes: Iterable[str], idle: str) -> list[str]:
+    def lines(
+        self, kinds: Iterable[str], recipes: Iterable[str], idle: str, ran: float | None
+    ) -> list[str]:
         """Return three lines: what is converted, by which recipe, and what stays.
 
         Args:
             kinds: What each converted linear was.
             recipes: The label of each one's recipe.
             idle: The names of the linears that never ran; empty where all did or none could yet.
+            ran: The share of FP8 in the FLOPs of the first microbatch, if it has ended.
         """
         converted = f"converted: {_counts(kinds)}; {self.share(self.converted)} of the parameters"
-        if self.output_layers:
-            converted += f"; among them the output layer: {names(self.output_layers)}"
+        if self.converted_outputs:
+            converted += f"; among them the output layer: {names(self.converted_outputs)}"
         if self.routers:
             converted += f"; among them routers or gates: {names(self.routers)}"
+        if ran is not None:
+            converted += f"; {ran:.1%} of the FLOPs of the first microbatch ran in FP8"
         if idle:
             converted += f"; never called so far: {idle}"
         stays = [
@@ -81,6 +90,11 @@ class Coverage:
             f"recipe: {_counts(recipes)}",
             f"stays in high precision: {'; '.join(stays) or 'no weight'}",
         ]
+
+    @property
+    def converted_outputs(self) -> list[str]:
+        """Return the output layers that are converted."""
+        return [name for name in self.output_layers if name in self.converted]
 
     def share(self, of: Mapping[str, int]) -> str:
         """Return which share of the model's parameters these weights have, in percent."""
@@ -162,7 +176,7 @@ def coverage_of(
         {name: size for name, size in sizes.items() if name not in chosen}
         | {name: weight.size for name, weight in others.items() if not weight.is_embedding},
         {name: weight.size for name, weight in others.items() if weight.is_embedding},
-        tuple(n for n in chosen if _last(n) in OUTPUT_LAYERS or [n] == alike),
+        tuple(n for n in linears if _last(n) in OUTPUT_LAYERS or [n] == alike),
         tuple(name for name in chosen if _is_router(name, linears[name])),
         tuple(skip),
     )
@@ -241,6 +255,9 @@ def _names_only(pattern: str, name: str, units: Iterable[str], allowed: set[str]
 class Reads(torch_private.TorchDispatchMode):
     """Find the weights by which code of others multiplies in high precision, in forward passes.
 
+    `flops` counts the products of both passes that no converted linear runs: "linear" ones, those
+    of the "head", and "attention" for products of two activations.
+
     A tensor that is computed from parameters and buffers alone stands for the weights that it comes
     from, so that a product with joined, cast or masked weights is found as well. Only a product of
     such a tensor with an activation counts: a penalty on the weights alone does not.
@@ -250,6 +267,7 @@ class Reads(torch_private.TorchDispatchMode):
         self,
         fixed: Iterable[torch.Tensor],
         weights: Mapping[str, Iterable[torch.Tensor]],
+        heads: Iterable[torch.Tensor],
         is_own: Callable[[], bool],
     ) -> None:
         """Prepare to watch a model.
@@ -257,11 +275,14 @@ class Reads(torch_private.TorchDispatchMode):
         Args:
             fixed: Its parameters and buffers.
             weights: The tensors of each weight to look for.
+            heads: The weights of output layers.
             is_own: Whether a converted linear computes just now.
         """
         super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
         self.found: dict[str, None] = {}
-        self.num_products = 0
+        self.flops = dict.fromkeys(("linear", "attention", "head"), 0)
+        self.is_counted = True  # the FLOPs of all products are known
+        self._kinds: dict[int, str] = {}  # of products, by their autograd nodes
         self._is_own = is_own
         self._fixed: dict[int, frozenset[str]] = {}
         self._derived: dict[int, tuple[object, frozenset[str]]] = {}  # by the storage's key
@@ -270,6 +291,14 @@ class Reads(torch_private.TorchDispatchMode):
         for name, tensors in weights.items():
             for tensor in tensors:
                 self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {name}
+
+        for tensor in heads:
+            self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {HEAD}
+
+    @property
+    def saw_products(self) -> bool:
+        """Whether anything but converted linears multiplied."""
+        return any(self.flops.values())
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -281,17 +310,37 @@ class Reads(torch_private.TorchDispatchMode):
         if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
             return NotImplemented  # comes back with the tensors that such a tensor has
         out = func(*args, **(kwargs or {}))
-        if not self._is_own() and not torch_private.is_in_backward():
-            self._follow(func, [*_tensors_of((args, kwargs))], [*_tensors_of(out)])
+        if self._is_own():
+            return out
+        inputs = [*_tensors_of((args, kwargs))]
+        if (count := FLOPS.get(func.overloadpacket)) is not None:
+            kind = self._kind_of(func.overloadpacket, inputs)
+            try:
+                self.flops[kind] += count(*args, **(kwargs or {}), out_val=out)
+            except Exception:  # a form of the operation that its count does not know
+                self.is_counted = False
+        if not torch_private.is_in_backward():
+            self._follow(inputs, [*_tensors_of(out)])
         return out
 
-    def _follow(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        if (operation := str(func.overloadpacket)) in PRODUCTS:
-            self.num_products += 1
-            operands = inputs[1:3] if operation in SUMS else inputs[:2]
-            from_where = [self._source(tensor) for tensor in operands]
-            if None in from_where and all(tensor.numel() for tensor in operands):
-                self.found |= dict.fromkeys(n for names in from_where for n in sorted(names or ()))
+    def _kind_of(self, operation: Any, inputs: list[torch.Tensor]) -> str:
+        """Return the kind of a product, and note which weights it reads in a forward pass."""
+        if torch_private.is_in_backward():
+            return self._kinds.get(running_node() or 0, "linear")
+        operands = inputs[1:3] if str(operation) in SUMS else inputs[:2]
+        from_where = [self._source(tensor) for tensor in operands]
+        kind = "linear"
+        if operation in ATTENTION or str(operation) in BATCHED and not any(from_where):
+            kind = "attention"
+        elif None in from_where and all(tensor.numel() for tensor in operands):
+            read = [name for names in from_where for name in sorted(names or ())]
+            kind = "head" if HEAD in read else kind
+            self.found |= dict.fromkeys(name for name in read if name != HEAD)
+        self._kinds[newest_node()] = kind
+        return kind
+
+    def _follow(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Note what comes from weights alone."""
         sources = [self._source(tensor) for tensor in inputs if tensor.numel() > 1]
         merged: frozenset[str] | None = frozenset() if sources else None
         for source in sources:
