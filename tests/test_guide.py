@@ -99,16 +99,27 @@ PAGES = {
             "CONTAINER_IMAGE=": SLURM,
         },
     ),
+    "docs/guide/containers.md": Page(
+        not_run={
+            "mkdir -p runs": "needs Docker",
+            "srun": SLURM,
+            "CONTAINER_IMAGE=": SLURM,
+            "docker": "needs Docker",
+            "make container": IMAGE,
+            "make test-container": IMAGE,
+            "scripts/container": IMAGE,
+            "enroot": "needs enroot, which no machine of ours has",
+            "apptainer": "needs Apptainer, which no machine of ours has",
+        },
+    ),
     "docs/guide/data.md": Page(
         files={"corpus.jsonl": TEXT, "other.jsonl": TEXT},
         added={
             "megafp8 preprocess corpus.jsonl": "--vocab-size 300",
             "python pretrain_gpt.py": f"{STEPS} {MODEL}",
         },
-        not_run={
-            "OMP_NUM_THREADS=1 python benchmarks/documents.py": "measures for minutes",
-        },
     ),
+    "docs/guide/dryrun.md": Page(),
     "docs/guide/evaluation.md": Page(
         added={
             "megafp8 pretrain": SMALL,
@@ -123,7 +134,6 @@ PAGES = {
     "docs/guide/finetuning.md": Page(
         before=(
             FIRST,
-            FIRST.replace("=first", "=base").replace("seq_length=128", "seq_length=512"),
             f"megafp8 export runs/first hf && echo '{CHAT}' > hf/chat_template.jinja",
         ),
         files={
@@ -134,6 +144,12 @@ PAGES = {
         added={
             "python finetune_gpt.py": f"{STEPS} model.micro_batch_size=1",
             "megafp8 generate": "--tokens 5",
+        },
+    ),
+    "docs/guide/finetuning_example.md": Page(
+        before=(FIRST.replace("=first", "=base").replace("seq_length=128", "seq_length=512"),),
+        added={
+            "python finetune_gpt.py": f"{STEPS} model.micro_batch_size=1",
             "python examples/08_fine_tune_on_signatures.py score": "--limit 2",
         },
     ),
@@ -156,7 +172,6 @@ PAGES = {
         links={"wheels": "tests/megafp8_migrate/megatron_stand_in"},
         not_run={
             "pip download": "downloads; a stand-in for Megatron is in its place",
-            "python -m scripts.foreign_files": "needs clones of NVIDIA's repositories",
         },
         codes={"megafp8 migrate --line": 2, "megafp8 migrate run_config.yaml": 2},
         te=("2.12.0", "2.20.2"),
@@ -180,6 +195,13 @@ PAGES = {
             "python examples/09": "test_recipes_of_your_own_get_a_verdict_each",
         },
     ),
+    "docs/guide/published_files.md": Page(
+        not_run={"python -m scripts.foreign_files": "needs clones of NVIDIA's repositories"},
+    ),
+    "docs/guide/recipe_check.md": Page(),
+    "docs/guide/samples.md": Page(
+        not_run={"OMP_NUM_THREADS=1 python benchmarks/documents.py": "measures for minutes"},
+    ),
     "docs/guide/slurm.md": Page(
         added={
             "megafp8 preprocess index": f"{MODEL} {DATA}",
@@ -192,12 +214,6 @@ PAGES = {
             "srun": SLURM,
             "python pretrain_gpt.py -m hydra/launcher=submitit_slurm": SLURM,
             "CONTAINER_IMAGE=": SLURM,
-            "docker": "needs Docker",
-            "make container": IMAGE,
-            "make test-container": IMAGE,
-            "scripts/container": IMAGE,
-            "enroot": "needs enroot, which no machine of ours has",
-            "apptainer": "needs Apptainer, which no machine of ours has",
         },
     ),
     "docs/guide/training.md": Page(

@@ -24,17 +24,7 @@ PAGES = {
     Path("contributing.html"),
 }
 
-LONGER = {
-    "data.md": 2400,
-    "finetuning.md": 1950,
-    "migrate.md": 1950,
-    "own_model.md": 2250,
-    "own_recipe.md": 1850,
-    "plan.md": 1850,
-    "reports.md": 1850,
-    "slurm.md": 2350,
-    "training.md": 2050,
-}
+LONGER = {"own_model.md": 2250}
 """Pages of the guide with more than 1,500 words, which may only become shorter."""
 
 
@@ -114,7 +104,7 @@ def test_a_link_that_leads_nowhere_stops_the_build(tmp_path: Path) -> None:
 
 def test_the_guide_can_be_read_in_one_sitting() -> None:
     lines = {path.name: len(path.read_text("utf-8").splitlines()) for path in GUIDE}
-    assert 8 <= len(lines) <= 16
+    assert 20 <= len(lines) <= 26
     assert all(count <= 200 for count in lines.values()), lines
     words = {path.name: len(path.read_text("utf-8").split()) for path in GUIDE}
     too_long = {name: count for name, count in words.items() if count > LONGER.get(name, 1500)}
