@@ -257,7 +257,7 @@ fi
 has_torch || install_torch
 say "installing megafp8 and its dependencies${extras:+, tools for tests included}"
 # In two calls: pip 23 does not take ".[dev]" for the megafp8 that another package of ours needs.
-run_logged "$py" -m pip install --editable ./fp8_numerics --editable ".${extras:+[$extras]}" || give_up "the dependencies could not be installed"
+run_logged "$py" -m pip install --editable ./fp8_numerics --editable ./fp8_coverage --editable ".${extras:+[$extras]}" || give_up "the dependencies could not be installed"
 run_logged "$py" -m pip install "${editable[@]}" || give_up "the packages of this repository could not be installed"
 if [ -n "$extras" ]; then # tests need it, and download it themselves if this fails
     run_logged "$py" -m te_cpu \

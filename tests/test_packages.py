@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -49,15 +50,15 @@ def install(python: Path, folder: str, words: str) -> str:
 @pytest.mark.parametrize(
     ("folder", "words", "line"),
     [
-        (".", "install .", "pip install ./fp8_numerics ."),
+        (".", "install .", "pip install ./fp8_numerics ./fp8_coverage ."),
         (".", "install -q -e .[te-cpu,data]",
-         "pip install -q -e ./fp8_numerics -e ./te_cpu -e '.[te-cpu,data]'"),
-        (".", "wheel .", "pip wheel ./fp8_numerics ."),
-        (".", f"install {ROOT}", f"pip install ./fp8_numerics {ROOT}"),
-        (".", "install ./te_cpu .", "pip install ./te_cpu ./fp8_numerics ."),
+         "pip install -q -e ./fp8_numerics -e ./fp8_coverage -e ./te_cpu -e '.[te-cpu,data]'"),
+        (".", "wheel .", "pip wheel ./fp8_numerics ./fp8_coverage ."),
+        (".", f"install {ROOT}", f"pip install ./fp8_numerics ./fp8_coverage {ROOT}"),
+        (".", "install ./te_cpu .", "pip install ./te_cpu ./fp8_numerics ./fp8_coverage ."),
         ("te_cpu", "install ./te_cpu", "pip install ./fp8_numerics ./te_cpu"),
         ("megafp8_migrate", "install -e ./megafp8_migrate",
-         "pip install -e ./fp8_numerics -e . -e ./te_cpu -e ./megafp8_migrate"),
+         "pip install -e ./fp8_numerics -e ./fp8_coverage -e . -e ./te_cpu -e ./megafp8_migrate"),
     ],
 )  # fmt: skip
 def test_an_install_without_what_it_needs_ends_with_the_line_that_works(
@@ -93,15 +94,18 @@ def test_what_is_installed_in_this_version_is_not_asked_for_again(
 ) -> None:
     (site,) = python.parents[1].glob("lib/python*/site-packages")
     version = (ROOT / "VERSION").read_text("utf-8").strip() if is_same else "0.1"
-    record = site / f"fp8_numerics-{version}.dist-info" / "METADATA"
-    record.parent.mkdir()
-    record.write_text(f"Name: fp8-numerics\nVersion: {version}\n")
+    records = []
+    for name in ("fp8-numerics", "fp8-coverage"):
+        records.append(site / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA")
+        records[-1].parent.mkdir()
+        records[-1].write_text(f"Name: {name}\nVersion: {version}\n")
     try:
         said = install(python, ".", "install -e .")
-        assert said.endswith("building\n" if is_same else "pip install -e ./fp8_numerics -e .\n")
+        line = "pip install -e ./fp8_numerics -e ./fp8_coverage -e .\n"
+        assert said.endswith("building\n" if is_same else line)
     finally:
-        record.unlink()
-        record.parent.rmdir()
+        for record in records:
+            shutil.rmtree(record.parent)
 
 
 def test_a_copy_takes_every_package_from_itself(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         print(
             f"error: {sys.executable} has no package {error.name}, which megafp8 needs. Use the "
             "Python that has it (after `make setup`: source .venv/bin/activate), or install "
-            "megafp8 with its packages: pip install -e ./fp8_numerics -e .",
+            "megafp8 with its packages: pip install -e ./fp8_numerics -e ./fp8_coverage -e .",
             file=sys.stderr,
             flush=True,
         )

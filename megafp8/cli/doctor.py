@@ -117,7 +117,7 @@ def _own_version() -> str:
     try:
         conf_dir()
     except UserError:
-        hint = "pip install -e ./fp8_numerics -e ."
+        hint = "pip install -e ./fp8_numerics -e ./fp8_coverage -e ."
         return f"{__version__} in {where}, without conf/: install it with {hint}"
     return f"{__version__} in {where}, Python {platform.python_version()}"
 

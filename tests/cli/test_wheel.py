@@ -34,8 +34,8 @@ NEEDED = {
     "fp8_coverage": (),
     "fp8_numerics": (),
     "te_cpu": ("fp8_numerics",),
-    "megafp8": ("fp8_numerics",),
-    "megafp8_migrate": ("fp8_numerics", "te_cpu", "megafp8"),
+    "megafp8": ("fp8_numerics", "fp8_coverage"),
+    "megafp8_migrate": ("fp8_numerics", "fp8_coverage", "te_cpu", "megafp8"),
 }
 """The wheels of this repository that each of them needs."""
 
