@@ -20,7 +20,7 @@ from fp8_coverage import CoverageError, coverage, trainer_callback
 from fp8_numerics.gemm import GemmCounter
 from te_cpu.versions import DEFAULT_VERSION
 from tests.coverage_tool import models
-from tests.te_cpu.sources import need_sources
+from tests.te_sources import need_sources
 from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
