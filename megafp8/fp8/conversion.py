@@ -218,7 +218,7 @@ def _skipped(
     return chosen
 
 
-def _patterns(skip: Skip) -> list[str]:
+def _patterns(skip: str | Iterable[str]) -> list[str]:
     """Return the patterns that `skip` has; what is neither a text nor a list is one of them."""
     is_one = isinstance(skip, str) or not isinstance(skip, Iterable)
     return [cast(str, skip)] if is_one else list(skip)

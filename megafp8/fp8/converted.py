@@ -62,7 +62,7 @@ class Shared:
     linears: dict[str, Converted] = field(default_factory=dict)
     has_scales: bool = False  # a microbatch has ended, or scales were loaded
     scales_are_fresh: bool = False  # they were loaded, and no pass has run since
-    knows_callback: bool = False  # a Trainer without our callback was told of it
+    knows_callback: bool = False  # a Trainer without our callback was shown it
     is_multiplying: bool = False  # a linear casts and multiplies just now
     is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
 
@@ -152,8 +152,9 @@ class Shared:
                 use,
             )
         warnings.warn(
-            "fp8.convert: the Trainer of transformers trains without Fp8Callback, so nobody looks "
-            f"whether products bypass FP8, and stochastic rounding counts no steps. {use}.",
+            "fp8.convert: the Trainer of transformers trains without Fp8Callback, so that "
+            "products that bypass FP8 are not named, and stochastic rounding counts no steps. "
+            f"{use}.",
             stacklevel=2,
         )
 
