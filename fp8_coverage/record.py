@@ -19,7 +19,6 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_coverage import engines, torch_private
 from fp8_coverage.flops import ATTENTION, FLOPS, OPAQUE, SCALED
@@ -369,7 +368,7 @@ class coverage:  # noqa: N801  # used like a function
         )
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(torch_private.TorchDispatchMode):
     """Hand each operation to a recording."""
 
     def __init__(self, recording: coverage) -> None:
@@ -383,10 +382,12 @@ class _Mode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not types and _is_plain(func):
+            return func(*args, **(kwargs or {}))
         return self._recording.run(func, types, args, kwargs or {})
 
 
-class _Inside(TorchDispatchMode):
+class _Inside(torch_private.TorchDispatchMode):
     """See whether the operation of a tensor subclass multiplies in FP8."""
 
     is_scaled = False
@@ -402,6 +403,14 @@ class _Inside(TorchDispatchMode):
             return NotImplemented
         self.is_scaled |= func.overloadpacket in SCALED
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def _is_plain(func: Any) -> bool:
+    """Whether nothing of an operation is to be recorded: most are so, and cost little then."""
+    packet = getattr(func, "overloadpacket", func)
+    is_noted = packet in FLOPS or packet is torch_private.COPY or _suspicion(func) is not None
+    return not (is_noted or _decomposes(func) or _is_foreign(func))
 
 
 @cache

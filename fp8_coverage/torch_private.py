@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 CALLER = 2**64 - 1
 """The number of an autograd node that belongs to no operation: one that adds up gradients."""

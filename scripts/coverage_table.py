@@ -49,8 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 EXPLANATION = """\
 # How much of ten model families runs in FP8
 
-`python -m scripts.coverage_table` builds each family of transformers {version} with two layers of width
-{width} and random weights, lets three frameworks convert all that they convert by default but the
+`python -m scripts.coverage_table` builds each family of transformers {version} with two layers of
+width {width} and random weights, lets three frameworks convert all that they convert by default but the
 output layer, and records one step forward and backward with
 [fp8-coverage](../../fp8_coverage/README.md). The figure is the share of FP8 in the FLOPs of all
 products but attention and the output layer; below it is what took most of the rest. All products
