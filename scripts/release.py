@@ -87,6 +87,7 @@ def complaints(package: str, wheel: Path, tree: Path = ROOT) -> list[str]:
 
 def try_out(package: str, wheels: dict[str, Path], torch: str) -> None:
     """Install a wheel, with those that it needs, in a new environment, and use it there."""
+    print(f"release: {package}: a new environment with torch {torch}", flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder, elsewhere = Path(place) / "venv", Path(place) / "elsewhere"
         elsewhere.mkdir()
@@ -137,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     left = sorted(path.name for path in out.iterdir())
     if left:
         sys.exit(f"release: {out} has files of another build ({left[0]}): remove the folder")
+    print("release: building", *packages(), flush=True)
     with tempfile.TemporaryDirectory() as place:
         tree = Path(place) / "tree"
         run("git", "clone", "-q", "--depth", "1", ROOT.as_uri(), str(tree))
