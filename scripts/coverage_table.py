@@ -50,8 +50,8 @@ EXPLANATION = """\
 # How much of ten model families runs in FP8
 
 `python -m scripts.coverage_table` builds each family of transformers {version} with two layers of
-width {width} and random weights, lets three frameworks convert all that they convert by default but the
-output layer, and records one step forward and backward with
+width {width} and random weights, lets three frameworks convert all that they convert by default but
+the output layer, and records one step forward and backward with
 [fp8-coverage](../../fp8_coverage/README.md). The figure is the share of FP8 in the FLOPs of all
 products but attention and the output layer; below it is what took most of the rest. All products
 are emulated on a CPU. The sizes are small, so the shares of experts are not those of published
