@@ -7,7 +7,6 @@ dispatcher or are announced by the engine itself (`PLACES`).
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ FLOAT8 = {
 }
 
 
-def announcers() -> list[ModuleType]:
+def announcers() -> list[Any]:
     """Return the loaded modules of engines that announce their products."""
     return [sys.modules[name] for name in PLACES if name in sys.modules]
 
@@ -77,7 +76,7 @@ def _is_on(module: Any) -> bool:
     return getattr(module, "fp8", False) is True
 
 
-def transformer_engine() -> ModuleType | None:
+def transformer_engine() -> Any:
     """Return Transformer Engine's compiled module if it is loaded; te-on-cpu announces its own."""
     found = sys.modules.get("transformer_engine_torch")
     gemm = getattr(found, "generic_gemm", None)

@@ -98,11 +98,11 @@ class coverage:  # noqa: N801  # used like a function
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self._listen_to_all()
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self.result
 
     def __exit__(self, *error: Any) -> None:
-        self._mode.__exit__(*error)
+        self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
         for module, before in self._announcers.items():
@@ -131,7 +131,7 @@ class coverage:  # noqa: N801  # used like a function
             return self._other(func, packet, args, kwargs)
         ran = None
         if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
-            with _Inside() as ran:
+            with _Inside() as ran:  # type: ignore[no-untyped-call]
                 out = func(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
@@ -372,7 +372,7 @@ class _Mode(torch_private.TorchDispatchMode):
     """Hand each operation to a recording."""
 
     def __init__(self, recording: coverage) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
 
     def __torch_dispatch__(

@@ -32,7 +32,8 @@ def backward_pass() -> int:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return what tells a tensor's storage from all others that are alive, on meta too."""
-    return tensor.untyped_storage()._cdata
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
