@@ -248,6 +248,7 @@ def _outcome(name: str, command: list[str], tree: Path, seconds: float) -> tuple
     if done.returncode == 0:
         return (lines[-1].partition(" in ")[0].strip("= ") if name == "tests" else "yes"), ""
     errors = [line for line in lines if line.startswith(("FAILED", "ERROR", "error:", "E  "))]
+    print(*(f"   {line}" for line in errors), sep="\n", flush=True)
     return "no", (errors or lines or ["no output"])[-1].replace("|", "/")[:160]
 
 
