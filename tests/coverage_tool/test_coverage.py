@@ -387,7 +387,7 @@ def test_the_fixture(tmp_path: Path) -> None:
         "    assert c.flops() == 48\n"
         "    c.assert_at_least(0.85)\n"
     )
-    plugin = ["-p", "fp8_coverage.fixture", "-p", "no:cacheprovider"]
+    plugin = ["-p", "no:fp8_coverage", "-p", "fp8_coverage.fixture", "-p", "no:cacheprovider"]
     line = [sys.executable, "-m", "pytest", "-q", *plugin, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "CoverageError: 0.0% of the FLOPs" in done.stdout

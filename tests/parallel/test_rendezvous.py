@@ -144,7 +144,8 @@ def test_a_rank_says_that_it_waits_for_rank_0(
 
 
 def test_the_page_has_these_waits() -> None:
-    page = (Path(__file__).parents[2] / "docs/guide/slurm.md").read_text("utf-8")
+    guide = Path(__file__).parents[2] / "docs/guide"
+    page = "".join((guide / name).read_text("utf-8") for name in ("slurm.md", "containers.md"))
     assert f"says so after {rendezvous.UNREACHABLE_SECONDS:.0f} s." in page
     assert page.count(f"after {rendezvous._NOTICE_SECONDS:.0f} s") == 2
     assert f"wait for each other ({rendezvous.JOIN_SECONDS:.0f})" in page
