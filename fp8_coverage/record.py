@@ -7,6 +7,7 @@ what ran when the node that computes it was made.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -65,11 +66,20 @@ class coverage:  # noqa: N801  # used like a function
             known engine has converted.
         head: Names of output layers, likewise. By default the model's `get_output_embeddings()`,
             or else the usual names.
+
+    It sees what the thread of the `with` statement runs, and its backward passes. Modules of the
+    model that run in another thread are reported as not known.
+
+    Raises:
+        TypeError: The model is no module.
+        RuntimeError: A recording is entered again before it has ended.
     """
 
     def __init__(
         self, model: nn.Module | None = None, *, asked: Iterable[str] = (), head: Iterable[str] = ()
     ) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model={model!r:.60}: give a torch.nn.Module, or leave it out")
         self.result = Coverage()
         self._mode = _Mode(self)
         self._model = model
@@ -88,9 +98,13 @@ class coverage:  # noqa: N801  # used like a function
         self._hooks: list[Any] = []
         self._te: Any = None
         self._te_gemm: Any = None
+        self._thread = 0
         self._is_asked = cache(partial(is_named, patterns=self._asked))
 
     def __enter__(self) -> Coverage:
+        if self._hooks:
+            raise RuntimeError("This recording runs already. Use another coverage() inside of it")
+        self._thread = threading.get_ident()
         if self._model is not None:
             self._name(self._model, "")
         self._hooks = [
@@ -105,6 +119,7 @@ class coverage:  # noqa: N801  # used like a function
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
         for module, before in self._announcers.items():
             module.LISTENER = before
         if self._te is not None:
@@ -217,12 +232,16 @@ class coverage:  # noqa: N801  # used like a function
 
     def _hear(
         self,
+        outer: Callable[..., Any] | None,
         run: Callable[[], Any],
         dtypes: tuple[Any, ...],
         shape: tuple[int, int, int],
         is_emulated: bool,
     ) -> Any:
-        """Record a product that an engine announces, and run it unrecorded."""
+        """Record a product that an engine announces; `outer` is told too, or else it runs."""
+        announced = run if outer is None else partial(outer, run, dtypes, shape, is_emulated)
+        if self._is_elsewhere():
+            return announced()
         rows, columns, inner = shape
         self._record(
             "announced",
@@ -233,20 +252,21 @@ class coverage:  # noqa: N801  # used like a function
             is_emulated=is_emulated,
         )
         self._muted += 1
-        for module in self._announcers:
+        listeners = {module: module.LISTENER for module in self._announcers}
+        for module in listeners:
             module.LISTENER = None
         try:
-            return run()
+            return announced()
         finally:
             self._muted -= 1
-            for module in self._announcers:
-                module.LISTENER = self._hear
+            for module, listener in listeners.items():
+                module.LISTENER = listener
 
     def _listen_to_all(self) -> None:
         for module in engines.announcers():
             if module not in self._announcers:
                 self._announcers[module] = module.LISTENER
-                module.LISTENER = self._hear
+                module.LISTENER = partial(self._hear, module.LISTENER)
         te = engines.transformer_engine() if self._te is None else None
         if te is not None:
             self._te, self._te_gemm = te, te.generic_gemm
@@ -285,7 +305,18 @@ class coverage:  # noqa: N801  # used like a function
         was_asked = last.is_named or any(engines.was_asked(x.module) for x in self._stack)
         return _Place(last.name, was_asked)
 
+    def _is_elsewhere(self) -> bool:
+        """Whether this thread is neither the recorded one nor computes gradients for it."""
+        return threading.get_ident() != self._thread and torch_private.backward_pass() < 0
+
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
+        if self._is_elsewhere():
+            name = self._names.get(module, type(module).__name__)
+            if self._owns_matrix(module) and (self._model is None or module in self._names):
+                self.result.ran.add(name)
+                why = "it ran in another thread, whose products are not seen"
+                self._note_unknown(_Place(name, was_asked=False), "forward", why)
+            return
         if not self._stack:
             self._listen_to_all()
             self._forget()
@@ -304,6 +335,8 @@ class coverage:  # noqa: N801  # used like a function
         self._mark()
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._is_elsewhere():
+            return
         while self._stack:
             left = self._stack.pop()
             if left.module is module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp8_coverage import CoverageError, coverage, trainer_callback
+from fp8_coverage import Coverage, CoverageError, Product, coverage, trainer_callback
+from fp8_coverage.__main__ import main
+from fp8_coverage.flops import FLOPS
 from fp8_numerics.gemm import GemmCounter
 from te_cpu.versions import DEFAULT_VERSION
 from tests.coverage_tool import models
@@ -241,6 +244,50 @@ def test_other_products_are_counted() -> None:
     }  # fmt: skip
 
 
+def test_each_size_of_a_product_counts_once() -> None:
+    """Sizes of attention, of groups of rows, columns and sums, and of packed FP4 all differ."""
+    aten = torch.ops.aten
+    q, k, v = (torch.empty(2, 3, *sizes, device="meta") for sizes in ((5, 7), (11, 7), (11, 13)))
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert FLOPS[getattr(aten, name)](q, k, v) == 2 * 2 * 3 * 5 * 11 * (7 + 13)
+    backward = FLOPS[getattr(aten, f"{name}_backward")](q, q, k, v, q, q, 0.0, False)
+    assert backward == 2 * 2 * 3 * 5 * 11 * (3 * 7 + 2 * 13)
+    groups = ((16, 32), (2, 32, 48)), ((2, 16, 32), (32, 48)), ((16, 32), (32, 48))
+    for a, b in groups:
+        count = FLOPS[aten._grouped_mm]
+        assert (
+            count(torch.empty(a, device="meta"), torch.empty(b, device="meta")) == 2 * 16 * 32 * 48
+        )
+    packed = torch.empty(4, 8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    assert FLOPS[aten._scaled_mm](packed, packed.t()) == 2 * 4 * 16 * 4
+
+
+def of_states(**flops: int) -> Coverage:
+    """Return products of a module "in FP8", one "left" out of it, and one of the "head"."""
+    c = Coverage()
+    for name, count in flops.items():
+        state, kind = ("in FP8" if name == "fp8" else "never asked for"), "linear"
+        if name in ("head", "attention"):
+            kind = name
+        c.add(Product(name, False, "mm", (), (), state, kind), count)  # type: ignore[arg-type]
+    return c
+
+
+def test_the_share_that_is_asked_for_is_enough() -> None:
+    c = of_states(fp8=85, left=15, head=1000, attention=1000)
+    assert c.share == 0.85
+    c.assert_at_least(0.85)
+    of_states(fp8=3).assert_at_least(1.0)
+    with pytest.raises(CoverageError, match="left .never asked for, 15"):
+        c.assert_at_least(0.8501)
+    c.add(Product("kept", False, "lstm", (), (), "not known", why="it is opaque"), 0)
+    with pytest.raises(CoverageError, match="kept: lstm .it is opaque"):
+        c.assert_at_least(0.1)
+    with pytest.raises(CoverageError, match="kept was to stay out of FP8: kept .lstm, not known"):
+        c.assert_kept("kept")
+    c.assert_kept("left", "head")
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_is_computed_again_belongs_to_its_module(reentrant: bool) -> None:
     model = models.mlp()
@@ -345,6 +392,50 @@ def test_compiled_products_of_transformer_engine_are_observed(
     assert c.flops("in FP8") == c.flops("never asked for") == 3 * 2 * 16 * 32 * 64
 
 
+def test_a_recording_inside_of_another_leaves_it_whole() -> None:
+    from megafp8 import fp8
+
+    model = models.mlp()
+    state = fp8.convert(model, "tensorwise", skip="0")
+    with coverage(model) as outer:
+        with coverage(model) as inner, state.microbatch():
+            model(torch.randn(16, models.WIDTH)).sum().backward()
+        assert outer.products == inner.products and 0 < inner.share < 1
+        with state.microbatch():
+            model(torch.randn(16, models.WIDTH)).sum().backward()
+    assert outer.flops("in FP8") == 2 * inner.flops("in FP8")
+    recording = coverage()
+    with recording, pytest.raises(RuntimeError, match="runs already"), recording:
+        pass
+    with recording as again:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    assert again.flops() == 48
+    with pytest.raises(TypeError, match="model='gpt2': give a torch.nn.Module"):
+        coverage("gpt2")  # type: ignore[arg-type]
+
+
+def test_what_runs_in_another_thread_is_not_known() -> None:
+    from megafp8 import fp8
+
+    model, other = models.mlp(), models.mlp()
+    for each in (model, other):
+        fp8.convert(each, "tensorwise", skip="0")
+
+    def seen(runs: nn.Module, *recorded: nn.Module) -> Coverage:
+        with coverage(*recorded) as c:
+            thread = threading.Thread(target=runs, args=(torch.randn(16, models.WIDTH),))
+            thread.start()
+            thread.join()
+            model(torch.randn(16, models.WIDTH))
+        return c
+
+    assert seen(other, model).not_known == [] and seen(other, model).share == 0.5
+    for c in (seen(model, model), seen(other)):
+        assert c.share == 0.5 and len(c.not_known) == 2 and "another thread" in c.not_known[0]
+        with pytest.raises(CoverageError, match="is not known"):
+            c.assert_at_least(0.4)
+
+
 def test_the_announcement_is_off_where_nothing_records() -> None:
     from fp8_numerics import gemm as products_of_ours
 
@@ -376,6 +467,20 @@ def test_the_command_says_what_a_script_ran(tmp_path: Path) -> None:
     refused = command("--json", str(found), str(script))
     assert refused.returncode == 2 and "name a new file" in refused.stderr
     assert "give a share such as 85%" in command("--at-least", "85", str(script)).stderr
+
+
+@pytest.mark.parametrize(("end", "code"), [("7", 7), ("'no data'", 1), ("", 0), ("0", 3)])
+def test_the_command_ends_with_the_code_of_the_script(
+    end: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """3 stands for too little FP8, of which a script that failed says nothing."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import sys, torch\ntorch.ones(2, 3) @ torch.ones(3, 4)\nsys.exit({end})\n")
+    least = [] if not end else ["--at-least", "85%"]
+    assert main([*least, str(script)]) == code
+    said = capsys.readouterr().err
+    assert "share of FP8: 0.0%" in said and ("no data" in said) == (code == 1)
+    assert ("of the FLOPs ran in FP8" in said) == (code == 3)
 
 
 def test_the_fixture(tmp_path: Path) -> None:
