@@ -145,7 +145,7 @@ def quantize_torch(
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Return max|x| as a 0-d FP32 tensor: 0 for an empty tensor, +inf if there is a NaN."""
     if x.numel() == 0:
-        return torch.zeros((), device=x.device)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
@@ -186,7 +186,8 @@ def amax_along(x_MN: torch.Tensor, dim: int) -> torch.Tensor:
 def quantize_scaled(scaled: torch.Tensor, fmt: Fp8Format) -> torch.Tensor:
     """Return the payload of an FP32 tensor that is scaled already."""
     if scaled.device.type in ("cpu", "meta"):
-        return quantize(scaled, torch.ones(()), fmt, amax=None, grid_dtype=None).payload
+        one = torch.ones((), dtype=torch.float32, device="cpu")
+        return quantize(scaled, one, fmt, amax=None, grid_dtype=None).payload
     return scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype)
 
 

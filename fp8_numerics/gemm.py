@@ -213,7 +213,9 @@ def _outer_factors(a: Fp8Tensor, b: Fp8Tensor) -> Scales | None:
 
 
 def _factor_of(x: Fp8Tensor) -> torch.Tensor:
-    return torch.ones((), device=x.payload.device) if x.outer is None else x.outer
+    return (
+        torch.ones((), dtype=torch.float32, device=x.payload.device) if x.outer is None else x.outer
+    )
 
 
 def _on_tensor_cores(a: Fp8Tensor, b: Fp8Tensor, engine: Engine, work: torch.dtype) -> bool:

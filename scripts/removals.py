@@ -197,6 +197,7 @@ def tried(row: Row, tree: Path, *, whole: bool) -> Row:
 
 def _trials(part: Part, tree: Path, *, whole: bool) -> dict[str, tuple[list[str], float]]:
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", NOT_FAST]
+    pytest += ["-p", "no:fp8_coverage"]  # its installed fixture, which a copy may have lost
     chosen = [name for name in part.neighbours if (tree / name).exists()]
     left = [_module(p.relative_to(tree)) for p in sources(tree) if p.stem != "__main__"]
     ours = ",".join({*packages(), *(name.partition(".")[0] for name in left)})

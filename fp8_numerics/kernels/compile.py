@@ -221,7 +221,11 @@ def _casts_as_torch(
 ) -> bool:
     fmt = IN_C[number]
     payload, grid = torch.empty_like(x, dtype=fmt.dtype), torch.empty_like(x, dtype=grid_dtype)
-    decoded, amax, scale = torch.empty_like(grid), torch.zeros(()), torch.ones(())
+    decoded, amax, scale = (
+        torch.empty_like(grid),
+        torch.zeros((), dtype=torch.float32),
+        torch.ones((), dtype=torch.float32),
+    )
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, scale, payload, grid, decoded, amax)]
     x_at, scale_at, payload_at, grid_at, decoded_at, amax_at = pointers
     count = ctypes.c_size_t(x.numel())

@@ -69,9 +69,9 @@ def cast_mx(
     if columns is not None and not packed:  # as the matrix lies
         columns = Operand(
             torch.empty(m, n, dtype=E4M3.dtype, device=device),
-            torch.empty(columns.scale.shape[::-1], device=device),
+            torch.empty(columns.scale.shape[::-1], dtype=torch.float32, device=device),
         )
-    sums = torch.empty(-(-m // TILE), n, device=device) if with_sums else None
+    sums = torch.empty(-(-m // TILE), n, dtype=torch.float32, device=device) if with_sums else None
     if x_MN.numel() > 0:
         _mx_kernel[-(-m // TILE), -(-n // TILE)](
             x_MN, m, n, *pointers(rows, x_MN), *pointers(columns, x_MN),
@@ -89,7 +89,7 @@ def empty_operand(
     payload = torch.empty(across, along, dtype=E4M3.dtype, device=device)
     blocks = -(-along // block)
     if not packed:
-        return Operand(payload, torch.empty(across, blocks, device=device))
+        return Operand(payload, torch.empty(across, blocks, dtype=torch.float32, device=device))
     size = swizzled_size(across, blocks)
     return Operand(payload, torch.empty(size, dtype=torch.float8_e8m0fnu, device=device))
 

@@ -58,7 +58,7 @@ class BothWays(NamedTuple):
 def amax_of_matrix(x_MN: torch.Tensor) -> torch.Tensor:
     """Return max|x| as a 0-d FP32 tensor: 0 for an empty matrix, +inf if there is a NaN."""
     check_matrix("x_MN", x_MN)
-    amax = torch.zeros((), device=x_MN.device)
+    amax = torch.zeros((), dtype=torch.float32, device=x_MN.device)
     raise_amax_of(amax, x_MN)
     return amax
 
@@ -101,8 +101,8 @@ def cast_rowwise(
     device, is_e4m3 = x_MN.device, fmt.is_e4m3
     # Rows first, then columns: one allocation, one launch for all scales.
     count = num_rows + num_cols
-    amax = torch.zeros(count, device=device)
-    quant_scale, dequant_scale = torch.empty(2, count, device=device).unbind()
+    amax = torch.zeros(count, dtype=torch.float32, device=device)
+    quant_scale, dequant_scale = torch.empty(2, count, dtype=torch.float32, device=device).unbind()
     payload, payload_t = _payloads(num_rows, num_cols, fmt, device, with_rows, with_columns)
     grid = tiles(num_rows, num_cols)
     if x_MN.numel() > 0:
@@ -137,8 +137,8 @@ def cast_blocks(
     transposed in memory, as the product on Hopper reads them.
     """
     row_blocks, col_blocks = -(-x_MN.shape[0] // BLOCK), -(-x_MN.shape[1] // BLOCK)
-    of_rows = torch.empty(col_blocks, x_MN.shape[0], device=x_MN.device)
-    of_columns = torch.empty(row_blocks, x_MN.shape[1], device=x_MN.device)
+    of_rows = torch.empty(col_blocks, x_MN.shape[0], dtype=torch.float32, device=x_MN.device)
+    of_columns = torch.empty(row_blocks, x_MN.shape[1], dtype=torch.float32, device=x_MN.device)
     payloads = _launch_blocks(x_MN, fmt, power_2, with_rows, with_columns, (of_rows, of_columns))
     return _both_ways(payloads, of_rows.t(), of_columns.t())
 
@@ -156,7 +156,7 @@ def cast_square_blocks(
     The scales are [ceil(M / 128), ceil(N / 128)], and for the columns the same ones transposed.
     """
     row_blocks, col_blocks = -(-x_MN.shape[0] // BLOCK), -(-x_MN.shape[1] // BLOCK)
-    scale = torch.empty(row_blocks, col_blocks, device=x_MN.device)
+    scale = torch.empty(row_blocks, col_blocks, dtype=torch.float32, device=x_MN.device)
     payloads = _launch_blocks(x_MN, fmt, power_2, with_rows, with_columns, (scale, scale))
     return _both_ways(payloads, scale, scale.t())
 

@@ -51,8 +51,12 @@ def amaxes_fp4(
     """
     check_matrix("x_MN", x_MN)
     m, n = x_MN.shape
-    amaxes = torch.zeros(2, device=x_MN.device)
-    sums = torch.empty(-(-m // TILE_ROWS), n, device=x_MN.device) if with_sums else None
+    amaxes = torch.zeros(2, dtype=torch.float32, device=x_MN.device)
+    sums = (
+        torch.empty(-(-m // TILE_ROWS), n, dtype=torch.float32, device=x_MN.device)
+        if with_sums
+        else None
+    )
     if x_MN.numel() > 0:
         _amax_kernel[-(-m // TILE_ROWS), -(-n // TILE_COLS)](
             x_MN, m, n, amaxes.view(torch.int32), x_MN if sums is None else sums, signs or 0,
@@ -91,7 +95,7 @@ def cast_fp4(
     if columns is not None and not packed:  # as the matrix lies
         scale = columns.scale.new_empty(columns.scale.shape[::-1])
         columns = Operand(columns.payload.new_empty(m, n), scale)
-    outer = torch.empty(2, device=device)
+    outer = torch.empty(2, dtype=torch.float32, device=device)
     places, keys = (x_MN, x_MN, x_MN), (0, 0, 0, 0)
     if counters is not None:
         places = (*counters[0].rows, counters[0].blocks)
@@ -119,7 +123,7 @@ def _empty(across: int, along: int, device: torch.device, packed: bool, *, squar
     if not packed:
         payload = torch.empty(across, along, dtype=E4M3.dtype, device=device)
         down = across // BLOCK if square else across
-        return Operand(payload, torch.empty(down, blocks, device=device))
+        return Operand(payload, torch.empty(down, blocks, dtype=torch.float32, device=device))
     payload = torch.empty(across, along // 2, dtype=torch.uint8, device=device)
     size = swizzled_size(across, blocks)
     return Operand(

@@ -91,7 +91,7 @@ def emitted(
     return Emitted(
         empty_payload(num_rows, num_cols, fmt=fmt, device=device) if with_rows else None,
         empty_payload(num_cols, num_rows, fmt=fmt, device=device) if with_columns else None,
-        torch.empty(row_tiles, num_cols, device=device) if with_sums else None,
+        torch.empty(row_tiles, num_cols, dtype=torch.float32, device=device) if with_sums else None,
         None
         if plain_dtype is None
         else torch.empty(num_rows, num_cols, dtype=plain_dtype, device=device),

@@ -84,7 +84,7 @@ class HealthProbe:
         is_counted = self._state.recording or self._with_untraced
         if x_fp8 is None or x.numel() == 0 or not is_counted:
             return
-        zero = torch.zeros((), device=x.device)
+        zero = torch.zeros((), dtype=torch.float32, device=x.device)
         largest = x_fp8.dequant_scale.amax()
         largest = largest if x_fp8.outer is None else largest * x_fp8.outer
         new = _Sums(amax_of(x), largest.reciprocal(), zero, zero, x.numel(), zero, zero)

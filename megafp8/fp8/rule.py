@@ -218,7 +218,7 @@ class CastRule(Recipe):
         asked = self._asked(scales, along, sizes, seen=(rows, inner))
         result = self._run(lambda: self.recipe.cast(x_MK, asked))
         if self.recipe.traits.is_simulated and isinstance(result, torch.Tensor):
-            ones = torch.ones(scales.shape(*x_MK.shape), device=x_MK.device)
+            ones = torch.ones(scales.shape(*x_MK.shape), dtype=torch.float32, device=x_MK.device)
             return Scaled(result.float(), ones)
         if not isinstance(result, Scaled):
             wanted = "a tensor of values" if self.recipe.traits.is_simulated else "Scaled(...)"

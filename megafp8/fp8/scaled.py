@@ -64,7 +64,7 @@ class ScaledTensor:
     ) -> ScaledTensor:
         """Return a tensor of zeros with the scale 1."""
         payload = torch.zeros(tuple(shape), dtype=fmt.dtype, device=device)
-        return cls(payload, torch.ones((), device=device), fmt)
+        return cls(payload, torch.ones((), dtype=torch.float32, device=device), fmt)
 
     @classmethod
     def of(cls, values: torch.Tensor, fmt: StorageFormat) -> ScaledTensor:
@@ -102,7 +102,7 @@ class ScaledTensor:
         if self.fmt.max is None and is_first:
             self.payload.copy_(addend)
         elif self._fits_kernel(addend) and (lib := library().lib) is not None:
-            unit_scale = torch.ones(())
+            unit_scale = torch.ones((), dtype=torch.float32)
             total, addend_in_c = self.in_c(), StoredInC.of(addend, unit_scale)
             lib.megafp8_scaled_sum(
                 ctypes.byref(total),

@@ -140,9 +140,11 @@ class ScaleTable:
 
     def _allocate(self, device: torch.device) -> None:
         count = len(self.names)
-        self.amax = torch.zeros(count, device=device)
-        self.history = torch.zeros(count, self.recipe.amax_history_len - 1, device=device)
-        self.quant_scale = torch.ones(count, device=device)
+        self.amax = torch.zeros(count, dtype=torch.float32, device=device)
+        self.history = torch.zeros(
+            count, self.recipe.amax_history_len - 1, dtype=torch.float32, device=device
+        )
+        self.quant_scale = torch.ones(count, dtype=torch.float32, device=device)
         self.num_updates = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
 

@@ -77,7 +77,9 @@ class Fp8State:
         )  # idle linears whose weights have gradients, and were watched
         self._is_doubtful = False  # there are such linears that were not watched
         self._stamps: dict[str, Stamp] = {}  # of the weights, at a step's first microbatch
-        self._step = torch.zeros((), dtype=torch.int64)  # stochastic rounding draws by it
+        self._step = torch.zeros(
+            (), dtype=torch.int64, device="cpu"
+        )  # stochastic rounding draws by it
         self._num_microbatches = 0  # of the present step
 
     def __repr__(self) -> str:

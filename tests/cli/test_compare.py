@@ -16,6 +16,7 @@ import pytest
 from megafp8.cli import compare, compare_runs, plan
 from megafp8.cli.compare_runs import ComparedJob
 from megafp8.cli.help import keys_of_group
+from megafp8.errors import RunError
 from megafp8.report.comparison import Outcome, costs_of, worst
 from megafp8.report.record import RunRecord
 from megafp8.report.verdict import Pair
@@ -254,6 +255,22 @@ def test_ctrl_c_while_a_run_starts_is_an_interruption(
     monkeypatch.setattr(compare_runs, "_run", interrupted)
     assert compare.main(["model.fp8=True", "--out", "out"]) == 75
     assert not Path("out/report.html").exists()
+
+
+def test_no_run_starts_after_an_error(
+    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def fail(job: ComparedJob, signals: Any, *, quiet: bool) -> int:
+        started.append(job)
+        raise RunError("the disk is full")
+
+    monkeypatch.setattr(compare_runs, "_run", fail)
+    jobs = [ComparedJob("given", seed, (), Path(f"out/{seed}")) for seed in (1, 2, 3)]
+    with pytest.raises(RunError, match="the disk is full"):
+        compare_runs.run_all(jobs, at_once=1)
+    assert started == jobs[:1]
 
 
 def test_a_mistake_is_no_verdict(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -302,6 +303,71 @@ def test_what_is_computed_again_belongs_to_its_module(reentrant: bool) -> None:
     }  # fmt: skip
 
 
+class Late(torch.autograd.Function):
+    """Multiply in the backward pass alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad @ ctx.saved_tensors[0], None
+
+
+class Around(nn.Module):
+    """A module with an FP8 parameter, which goes on after the module in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.kept = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Late.apply(self.inner(x), torch.ones(8, 8))
+        return out
+
+
+def test_a_backward_product_belongs_to_the_module_that_went_on() -> None:
+    """And what runs inside of a module that was asked for FP8 was asked for, too."""
+    with coverage(model := nn.Sequential(Around())) as c:
+        model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    one = 2 * 4 * 8 * 8
+    assert products(c) == {
+        ("0.inner", False, "linear"): one, ("0.inner", True, "linear"): 2 * one,
+        ("0", True, "linear"): one,
+    }  # fmt: skip
+    assert {p.state for p in c.products} == {"asked for and not in FP8"}
+
+
+class Stored(torch.Tensor):
+    """A weight that is kept in FP8 and multiplied in FP32."""
+
+    payload: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, payload: torch.Tensor) -> Stored:
+        made: Stored = torch.Tensor._make_wrapper_subclass(cls, payload.shape, dtype=torch.float32)
+        made.payload = payload
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["payload"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [x.payload.float() if isinstance(x, Stored) else x for x in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_one_operand_in_fp8_is_no_product_in_fp8() -> None:
+    with coverage() as c:
+        torch.ones(4, 8) @ Stored(torch.ones(8, 4).to(torch.float8_e4m3fn))
+    (product,) = c.products
+    assert product.state == "never asked for" and product.dtypes == ("float32", "float8_e4m3fn")
+
+
 def test_compiled_and_inferring_programs_are_seen() -> None:
     model = models.mlp()
     x = torch.randn(4, models.WIDTH)
@@ -494,7 +560,8 @@ def test_the_fixture(tmp_path: Path) -> None:
     )
     plugin = ["-p", "no:fp8_coverage", "-p", "fp8_coverage.fixture", "-p", "no:cacheprovider"]
     line = [sys.executable, "-m", "pytest", "-q", *plugin, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the installed one
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=alone)
     assert done.returncode == 1 and "CoverageError: 0.0% of the FLOPs" in done.stdout
 
 
@@ -520,6 +587,17 @@ def test_the_callback_records_a_step_of_the_trainer(at_least: float | None, tmp_
             trainer.train()
     linear = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
     assert callback.coverage.flops(kinds=("linear",)) == 2 * 3 * 2 * 8 * linear
+
+
+def test_the_callback_waits_for_its_step() -> None:
+    pytest.importorskip("transformers")
+    callback = trainer_callback(step=1)
+    for number in range(3):
+        callback.on_step_begin(None, SimpleNamespace(global_step=number), None)
+        torch.ones(number + 2, 3) @ torch.ones(3, 4)
+        callback.on_step_end(None, SimpleNamespace(global_step=number + 1), None)
+        assert (callback.coverage is None) == (number == 0)
+    assert callback.coverage.flops() == 2 * 3 * 3 * 4
 
 
 @pytest.mark.parametrize("share", [0, 1.5, 85])

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import prune
 
+from fp8_coverage.flops import FLOPS
 from fp8_numerics.formats import E4M3
 from megafp8 import fp8
 from megafp8.fp8 import converted as modules_of_others
@@ -456,6 +457,49 @@ def test_the_share_has_all_products_that_ran(
             recorded.assert_at_least(0.85)
 
 
+def test_a_share_with_a_product_that_cannot_be_counted_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: object, **words: object) -> int:
+        raise ValueError("a form of the operation that is not known")
+
+    monkeypatch.setitem(FLOPS, torch.ops.aten.mm, fail)
+    state = fp8.convert(model := Fused(lambda m, x: m.q(x)), "tensorwise")
+    with state.microbatch():
+        model(noise(16, 32, seed=0)).sum().backward()
+        noise(16, 32, seed=0) @ noise(32, 16, seed=0)
+    assert state.share is None and "first microbatch" not in repr(state)
+
+
+RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_defaults_of_torch_change_no_bit(recipe: Any) -> None:
+    """Models are often made and converted where BF16 is the default dtype, or meta the device."""
+
+    inputs = [noise(128, 128, seed=seed) for seed in range(2)]
+
+    def trained(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        try:
+            torch.set_default_dtype(dtype)
+            with torch.device(device):
+                state = fp8.convert(model, recipe)
+            for x in inputs:
+                with state.health() as report, state.microbatch():
+                    model(x).sum().backward()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert report.tensors
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    usual = trained(torch.float32, "cpu")
+    for other in (trained(torch.bfloat16, "meta"), trained(torch.float64, "cpu")):
+        assert len(usual) == 4 and all(map(torch.equal, usual, other))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_watching_the_first_microbatch_leaves_compilation_as_it_is() -> None:
     """In a mode of torch's that says nothing of it, a frame would be left uncompiled for good."""
@@ -574,6 +618,11 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "meta": (lambda: on_meta(lambda: holder(other=torch.zeros(16, 32))), "other"),
     "buffer": (with_buffer, "qweight"),
     "alias": (with_alias, "first"),
+    "position in a word": (lambda: holder(proposal=torch.zeros(16, 32)), "proposal"),
+    "inside of embeddings": (
+        lambda: nn.ModuleDict({"patch_embed": nn.Conv2d(3, 32, 4), "linear": nn.Linear(32, 32)}),
+        "patch_embed",
+    ),
     "convolution": (lambda: beside(nn.Conv2d(3, 32, 4)), "0"),
     "recurrent": (lambda: beside(nn.LSTM(32, 32)), "0"),
     "lazy": (lambda: beside(nn.LazyConv1d(4, 1)), "0"),

@@ -187,6 +187,20 @@ def test_a_trainer_without_the_callback_is_told_of_it(tmp_path: Path) -> None:
     model(DATA[0]["input_ids"][None])["loss"].backward()
 
 
+def test_a_trainer_of_ones_own_is_told_and_one_of_others_is_not() -> None:
+    """The Trainer of Lightning has the name of that of transformers, and other callbacks."""
+    from transformers import Trainer
+
+    def train(self: object) -> None:
+        model, _ = converted("tensorwise")
+        model(DATA[0]["input_ids"][None])["loss"].backward()
+
+    own = type("OwnTrainer", (Trainer,), {"__init__": lambda self: None, "go": train})()
+    with pytest.warns(UserWarning, match="trains without Fp8Callback"):
+        own.go()
+    type("Trainer", (), {"go": train})().go()
+
+
 @pytest.mark.parametrize(
     ("wrapper", "name"),
     [

@@ -29,7 +29,7 @@ from fp8_numerics.formats import Fp8Format
 from fp8_numerics.gemm import GemmCounter, gemm
 from fp8_numerics.kernels.compile import Library, library
 from fp8_numerics.scaled_mm import scaled_mm
-from fp8_numerics.scales import scale_of_amax
+from fp8_numerics.scales import amax_of_blocks, scale_of_amax, scale_of_amax_torchao
 from tests.c_kernels import need_kernels, threads_started
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -488,6 +488,37 @@ def test_amaxes_along_a_dim_and_of_nothing(dim: int) -> None:
     assert found.dtype == torch.float32 and torch.equal(found, wanted)
     empty = cast.amax_along(torch.empty(0, 5).t() if dim else torch.empty(0, 5), dim)
     assert torch.equal(empty, torch.zeros((5, 1) if dim else (1, 5)))
+
+
+def test_a_scale_of_torchao_is_divided_in_float64() -> None:
+    amax = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 10
+    for fmt in (formats.E4M3, formats.E5M2):
+        scale = (fmt.max / amax.numpy().astype(np.float64)).astype(np.float32)
+        ours = scale_of_amax_torchao(amax, fmt, power_2=False)
+        assert np.array_equal(ours.numpy(), scale)
+        below = scale_of_amax_torchao(amax, fmt, power_2=True).numpy()
+        assert np.array_equal(below, np.exp2(np.floor(np.log2(scale))))
+
+
+def test_a_nan_makes_the_amax_of_its_block_infinite() -> None:
+    x = torch.ones(3, 5)
+    x[2, 4], x[0, 1], x[1, 2] = math.nan, -7, -math.inf
+    assert amax_of_blocks(x, (2, 2)).tolist() == [[7, math.inf, 1], [1, 1, math.inf]]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinity_becomes_a_nan(sign: int) -> None:
+    x = torch.tensor([1.0, sign * math.inf, math.nan, -448.0])
+    made = cast.with_nans(x)
+    assert made.isnan().tolist() == [False, True, True, False] and made[3] == -448
+    assert cast.with_nans(finite := torch.ones(3)) is finite
+
+
+def test_numbers_of_fp4_are_decoded_as_those_of_e4m3() -> None:
+    numbers = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -6])
+    payload = numbers.to(formats.E2M1.dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(decode(payload, formats.E2M1, dtype), numbers.to(dtype))
 
 
 @pytest.mark.parametrize("size", [65_535, 65_536])

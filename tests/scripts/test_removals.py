@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import removals
 from scripts.removals import PARTS, ROOT, Part, Row, take_out, tried, write_table
 
 FILES = {
@@ -91,6 +92,26 @@ def test_every_part_has_files_and_tests_that_exist() -> None:
         assert all((ROOT / name).exists() for name in part.neighbours), part.name
         if part.change is not None:
             assert (ROOT / part.change[0]).read_text().count(part.change[1]) == 1, part.name
+
+
+@pytest.mark.parametrize(
+    ("names", "failing", "code"),
+    [(["te_cpu", "Muon"], "Muon", 0), (["te_cpu", "Muon"], "te_cpu", 1), (["Muon"], "", 0)],
+)
+def test_a_package_that_cannot_be_taken_out_fails_the_command(
+    names: list[str], failing: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(part: Part, tree: Path) -> Row:
+        return Row(part, 1, "", "", "", 0, "it fails" if part.name == failing else "")
+
+    monkeypatch.setattr(removals, "extract", lambda *where: None)
+    monkeypatch.setattr(removals, "take_out", rows)
+    monkeypatch.setattr(removals, "tried", lambda row, tree, whole: row)
+    monkeypatch.setattr(removals, "commit_of", lambda *what: "0123456789ab")
+    table = tmp_path / "table.md"
+    assert removals.main([*names, "--table", str(table)]) == code
+    written = [line for line in table.read_text().splitlines() if "0123456789" in line]
+    assert len(written) == len(names) and ("it fails" in table.read_text()) == bool(failing)
 
 
 def test_a_new_row_replaces_an_older_one(tmp_path: Path) -> None:
