@@ -80,6 +80,12 @@ class Cluster:
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
+    def resume(self, node: str) -> None:
+        """Take a node that is down into service, unless it has answered and is back by itself."""
+        command = ["scontrol", "update", f"NodeName={node}", "State=RESUME"]
+        refused = subprocess.run(command, env=self.environment, capture_output=True).returncode
+        assert not refused or "DOWN" not in self.run("scontrol", "show", "node", node)
+
     def argv(self, name: str, *more: str) -> list[str]:
         argv = [*JOB, f"model.data.data_prefix={self.data}", f"exp_manager.name={name}"]
         argv.append(f"exp_manager.exp_dir={self.folder / 'runs'}")

@@ -72,7 +72,7 @@ def test_a_job_goes_on_after_every_end(cluster: Cluster, undisturbed: Metrics, w
     job.until_step(job.last_step() + 1)
     assert "rank 3 on node2 hung" in job.log, "what the last start says of the one before it"
     cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
-    cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    cluster.resume("node2")
     job.until(lambda: job.restarts == 5, "the restart after the loss of a node")
     assert_finished_as(job, undisturbed)
 
