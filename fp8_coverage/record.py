@@ -238,7 +238,7 @@ class coverage:  # noqa: N801  # used like a function
         shape: tuple[int, int, int],
         is_emulated: bool,
     ) -> Any:
-        """Record a product that an engine announces; `outer` is told too, or else it runs."""
+        """Record a product that an engine announces; `outer` is shown too, or else it runs."""
         announced = run if outer is None else partial(outer, run, dtypes, shape, is_emulated)
         if self._is_elsewhere():
             return announced()
