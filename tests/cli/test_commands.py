@@ -93,7 +93,11 @@ def test_our_own_packages_declare_the_commands_that_are_in_the_list() -> None:
     """A clone runs them without an install, by the list; others see what the packages declare."""
     declared = [p.get("entry-points", {}).get(GROUP, {}) for p in projects().values()]
     declared = {name: target for each in declared for name, target in each.items()}
-    assert declared == {name: f"{command.module}:main" for name, command in APART.items()}
+    assert declared == {
+        name: f"{command.module}:main"
+        for name, command in APART.items()
+        if command.module.partition(".")[0] in projects()
+    }
 
 
 def test_no_package_replaces_a_command_of_ours(tmp_path: Path) -> None:
