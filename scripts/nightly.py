@@ -203,7 +203,9 @@ def run(suite: Suite, logs: Path) -> Result:
     command = [word.replace("{junit}", str(junit)) for word in suite.command]
     print(f"nightly: {suite.name}: {' '.join(command)} > {log}", flush=True)
     # As in the Makefile: bytecode is kept, or each worker compiles all files of tests again.
-    kept = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # `make nightly ARGS=…` would hand its ARGS to the make of a suite.
+    left_out = ("PYTHONDONTWRITEBYTECODE", "MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "ARGS")
+    kept = {name: text for name, text in os.environ.items() if name not in left_out}
     began = time.monotonic()
     with log.open("w") as stream:
         code = subprocess.run(

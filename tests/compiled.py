@@ -12,13 +12,15 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from fp8_numerics.kernels.compile import INCLUDED, SOURCE
 
-FOLDER = Path(__file__).parents[1] / "build" / "compiled"
+ROOT = Path(__file__).parents[1]
+FOLDER = (ROOT if os.access(ROOT, os.W_OK) else Path(tempfile.mkdtemp())) / "build" / "compiled"
 KEPT = {"code": 64, "facts": 2048}
 """The numbers of results that stay: those that were used last."""
 
