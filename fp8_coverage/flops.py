@@ -87,6 +87,9 @@ FLOPS: dict[Any, Callable[..., int]] = {
     **_of(("_grouped_mm",), _grouped),
 }  # fmt: skip
 """The FLOPs of each operation that is a product, from its arguments and `out_val`, its result."""
+ADDED = frozenset({aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv})
+"""The products that are added to a third tensor, which comes first."""
+BATCHED = frozenset({aten.bmm, aten.baddbmm, aten.addbmm})
 OPAQUE = re.compile(
     r"(^|_)(mm|bmm|gemm|matmul|linear|conv\d?d?|convolution|attention|attn|rnn|lstm|gru)(_|$)"
     r"|encoder_layer"

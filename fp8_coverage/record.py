@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 )
 
 from fp8_coverage import engines, torch_private
-from fp8_coverage.flops import ATTENTION, FLOPS, OPAQUE, SCALED
+from fp8_coverage.flops import ADDED, ATTENTION, BATCHED, FLOPS, OPAQUE, SCALED
 from fp8_coverage.table import Coverage, Kind, Product, State, is_named
 
 HEADS = ("lm_head", "output_layer", "embed_out", "head", "score", "classifier", "output")
@@ -30,8 +30,6 @@ HEADS = ("lm_head", "output_layer", "embed_out", "head", "score", "classifier", 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 MAX_NODES = 2**18
 aten = torch.ops.aten
-ADDED = frozenset({aten.addmm, aten.baddbmm, aten.addbmm, aten.addmv})
-BATCHED = frozenset({aten.bmm, aten.baddbmm, aten.addbmm})
 OUR_OWN = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "profiler", "rngprims"})
 
 
@@ -327,8 +325,7 @@ class coverage:  # noqa: N801  # used like a function
         name = self._names[module]
         self.result.ran.add(name)
         for parameter in torch_private.parameters_of(module):
-            if parameter is not None:
-                self._note_weight(parameter)
+            self._note_weight(parameter)
         pass_ = torch_private.backward_pass()
         is_named = self._is_asked(name)
         self._stack.append(_Running(module, name, is_named, pass_, self._num_products))
@@ -385,9 +382,9 @@ class coverage:  # noqa: N801  # used like a function
 
     def _owns_matrix(self, module: nn.Module) -> bool:
         if module not in self._owners:
-            own = (p for p in torch_private.parameters_of(module) if p is not None)
             is_table = "Embedding" in type(module).__name__
-            self._owners[module] = not is_table and any(p.dim() > 1 for p in own)
+            has_matrix = any(p.dim() > 1 for p in torch_private.parameters_of(module))
+            self._owners[module] = has_matrix and not is_table
         return self._owners[module]
 
     def _note_weight(self, tensor: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from fp8_coverage import torch_private as of_coverage
 from fp8_numerics import torch_private as of_numerics
 from megafp8.ops import torch_private
 from te_cpu import torch_private as of_te_cpu
@@ -203,16 +204,6 @@ def test_versions_and_storages() -> None:
     assert torch_private.version_of(x) == before + 1
     keys = {torch_private.storage_key(y.untyped_storage()) for y in (x, x[1:], torch.zeros(3))}
     assert len(keys) == 2
-
-
-def test_a_backward_pass_is_told_from_a_forward_pass() -> None:
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    y = x.sin()
-    y.register_hook(lambda grad: seen.append(torch_private.is_in_backward()))
-    assert not torch_private.is_in_backward()
-    y.sum().backward()
-    assert seen == [True] and not torch_private.is_in_backward()
 
 
 class Seen(torch.overrides.TorchFunctionMode):
@@ -468,3 +459,13 @@ def test_objects_are_inputs_of_graphs_and_compilations_are_told_apart() -> None:
     assert again == [False]
     function(Times(3.0), torch.ones(3))
     assert again == [False, True]
+
+
+def test_a_backward_pass_is_told_from_a_forward_pass() -> None:
+    """Also where a hook of a tensor runs in it."""
+    seen = []
+    y = torch.ones(2, requires_grad=True).sin()
+    y.register_hook(lambda grad: seen.append(of_coverage.backward_pass()))
+    assert of_coverage.backward_pass() == -1
+    y.sum().backward()
+    assert len(seen) == 1 and seen[0] >= 0 and of_coverage.backward_pass() == -1

@@ -15,6 +15,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.census import (
+    MOST_NAMES,
+    Census,
+    Weight,
+    by_pattern,
+    census_of,
+    matches,
+    names,
+    other_weights,
+    patterns_of,
+)
 from megafp8.fp8.converted import (
     DTYPES,
     Bound,
@@ -24,16 +35,6 @@ from megafp8.fp8.converted import (
     after_load,
     converted_class,
     is_foreign_tensor,
-)
-from megafp8.fp8.covered import (
-    MOST_NAMES,
-    Weight,
-    by_pattern,
-    coverage_of,
-    matches,
-    names,
-    other_weights,
-    patterns_of,
 )
 from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
@@ -124,20 +125,26 @@ def convert(
     # Nothing below refuses anything.
     own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
     given = [] if callable(skip) else _patterns(skip)
-    coverage = coverage_of(model, own, others, to_convert, given)
+    census = census_of(model, own, others, to_convert, given)
     for name, module in to_convert.items():
+        bounds[name].is_head = name in census.converted_outputs
         _bind(module, bounds[name])
+    _say_what_is_unusual(census, lambda found: _patterns_of(found, linears, others, skipped))
+    return Fp8State(shared, census, model)
+
+
+def _say_what_is_unusual(census: Census, skip_of: Callable[[Sequence[str]], list[str]]) -> None:
+    """Log which converted linears the sources of the recipes keep in high precision."""
     for kind, found in (
-        ("the output layer", coverage.converted_outputs),
-        ("by its name a router or gate", coverage.routers),
+        ("the output layer", census.converted_outputs),
+        ("by its name a router or gate", census.routers),
     ):
         if found:
-            patterns = _patterns_of(found, linears, others, skipped)
+            skip = [*census.skip, *skip_of(found)]
             _LOGGER.warning(
                 f"fp8.convert: {names(found)}, {kind}, is converted too, which the sources of "
-                f"recipes keep in high precision; skip={[*given, *patterns]} leaves it out"
+                f"recipes keep in high precision; skip={skip} leaves it out"
             )
-    return Fp8State(shared, coverage, model)
 
 
 def _check_group(group: object, recipe: Fp8Recipe, *, reduces: bool) -> None:

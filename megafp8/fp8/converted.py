@@ -12,8 +12,9 @@ import logging
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -64,6 +65,7 @@ class Shared:
     scales_are_fresh: bool = False  # they were loaded, and no pass has run since
     knows_callback: bool = False  # a Trainer without our callback was shown it
     is_multiplying: bool = False  # a linear casts and multiplies just now
+    of_heads: Counter[str] = field(default_factory=Counter)  # the FLOPs of output layers
     is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -131,6 +133,19 @@ class Shared:
             )
         self.scaling.weights_version += 1  # the weight may have changed since its last use
         return nullcontext()
+
+    @contextmanager
+    def multiplying(self, bound: Bound) -> Iterator[None]:
+        """Enclose what a linear casts and multiplies; count apart what an output layer does."""
+        before = self.counter.by_precision() if bound.is_head else {}
+        self.is_multiplying = True
+        try:
+            yield
+        finally:
+            self.is_multiplying = False
+            if bound.is_head:
+                self.of_heads.update(self.counter.by_precision())
+                self.of_heads.subtract(before)
 
     def _tell_trainer(self, bound: Bound) -> None:
         """Tell a Trainer of transformers that runs the model of the callback that it has not.
@@ -235,6 +250,7 @@ class Bound:
     is_delayed: bool
     is_transposed: bool
     multiple: int
+    is_head: bool = False
     num_uses: int = 0
     kept_stamp: Stamp | None = None  # of the weight, in an evaluation that keeps FP8 copies
 
@@ -332,12 +348,9 @@ class _ConvertedFunction(LinearFunction):
                 "Call backward() before the weight changes, or forward again after it",
             )
         grad_TO = with_nans(grads[0]) if use.quantizer.state.fp8_enabled else grads[0]
-        use.bound.shared.is_multiplying = True
-        try:
-            with torch.autocast(grad_TO.device.type, enabled=False):
-                return LinearFunction.backward(ctx, grad_TO)
-        finally:
-            use.bound.shared.is_multiplying = False
+        no_autocast = torch.autocast(grad_TO.device.type, enabled=False)
+        with use.bound.shared.multiplying(use.bound), no_autocast:
+            return LinearFunction.backward(ctx, grad_TO)
 
 
 class Converted(nn.Module):
@@ -383,28 +396,17 @@ class Converted(nn.Module):
         shared.check_samples(bound, input)
         if weight_OI.device != shared.device:
             shared.follow()
-        shared.is_multiplying = True
-        try:
-            output_TO = self._multiplied(input, weight_OI, bias_O)
-        finally:
-            shared.is_multiplying = False
+        no_autocast = torch.autocast(kind, enabled=False)
+        multiplying = shared.multiplying(bound)
+        with multiplying, shared.forward_pass(bound), on_device_of(input), no_autocast:
+            version = version_of(weight_OI)
+            use = _Use(bound, bound.quantizer, bound.weight_form, shared.counter, version)
+            output_TO = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
+                input.reshape(-1, input.shape[-1]), weight_OI, bias_O, use, torch.is_grad_enabled()
+            )
         bound.num_uses += 1
         out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])
         return out
-
-    def _multiplied(
-        self, input: torch.Tensor, weight_OI: nn.Parameter, bias_O: nn.Parameter | None
-    ) -> torch.Tensor:
-        """Map [..., I] to [T, O]."""
-        bound, shared = self.fp8, self.fp8.shared
-        no_autocast = torch.autocast(input.device.type, enabled=False)
-        with shared.forward_pass(bound), on_device_of(input), no_autocast:
-            version = version_of(weight_OI)
-            use = _Use(bound, bound.quantizer, bound.weight_form, shared.counter, version)
-            output_TO: torch.Tensor = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
-                input.reshape(-1, input.shape[-1]), weight_OI, bias_O, use, torch.is_grad_enabled()
-            )
-            return output_TO
 
     def stored_weights(self) -> Sequence[torch.Tensor]:
         """Return the tensors that the weight is, or is computed from by a parametrization.

@@ -13,10 +13,11 @@ from torch import nn
 
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
+from megafp8.fp8.census import Census, names, patterns_of
 from megafp8.fp8.converted import Converted, Fp8Error, Phase, Shared, Stamp, is_dtensor
-from megafp8.fp8.covered import Coverage, Reads, names, patterns_of
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.health import HealthProbe, normally_saturated, num_nonfinite
+from megafp8.fp8.reads import Reads
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HealthRecord, complaints
 from megafp8.specs.precision import Fp8Recipe
@@ -68,18 +69,16 @@ class Fp8State:
     `.weight` or `.grad_output` at the end.
     """
 
-    def __init__(self, shared: Shared, coverage: Coverage, model: nn.Module) -> None:
-        self._shared, self._coverage, self._model = shared, coverage, model
+    def __init__(self, shared: Shared, census: Census, model: nn.Module) -> None:
+        self._shared, self._census, self._model = shared, census, model
         self._share: float | None = None
         self._was_watched = False  # a microbatch with products has ended
-        self._judged: set[str] = (
-            set()
-        )  # idle linears whose weights have gradients, and were watched
+        # Watched linears: those that were named, and idle ones whose weights have gradients.
+        self._judged: set[str] = set()
         self._is_doubtful = False  # there are such linears that were not watched
         self._stamps: dict[str, Stamp] = {}  # of the weights, at a step's first microbatch
-        self._step = torch.zeros(
-            (), dtype=torch.int64, device="cpu"
-        )  # stochastic rounding draws by it
+        # Stochastic rounding draws by it.
+        self._step = torch.zeros((), dtype=torch.int64, device="cpu")
         self._num_microbatches = 0  # of the present step
 
     def __repr__(self) -> str:
@@ -88,7 +87,7 @@ class Fp8State:
         recipes = (label_of(self.recipe.precision_of(name)) for name in self.linears)
         idle = self._idle()
         never = names(idle) if len(idle) < len(self.linears) else ""
-        return "\n".join(self._coverage.lines(kinds, recipes, never, self.share))
+        return "\n".join(self._census.lines(kinds, recipes, never, self.share))
 
     @property
     def recipe(self) -> Fp8Recipe:
@@ -114,8 +113,8 @@ class Fp8State:
     def share(self) -> float | None:
         """Return the share of FP8 in the FLOPs of the first microbatch; None where it is not known.
 
-        All products count, those of other code too, in both passes. Attention, and an output layer
-        that is not converted, are left out.
+        All products count, those of other code too, in both passes, but for attention and the
+        output layer.
         """
         return self._share
 
@@ -150,7 +149,7 @@ class Fp8State:
             tokens = Tokens((self._num_microbatches,) if samples is None else tuple(samples))
             scaling.begin_microbatch(0 if first else 1, int(self._step), tokens)
             uses = {name: linear.fp8.num_uses for name, linear in self.linears.items()}
-            own = dict(self.counter.by_precision())
+            own = self._ran()
             reads = self._reads() if self._is_doubtful or not self._was_watched else None
             try:
                 with reads or nullcontext():
@@ -336,13 +335,18 @@ class Fp8State:
             for name, linear in self.linears.items()
         }
         modules = dict(self._model.named_modules())
-        heads = [getattr(modules.get(n), "weight", None) for n in self._coverage.output_layers]
+        heads = [getattr(modules.get(n), "weight", None) for n in self._census.output_layers]
         weights_of_heads = [w for w in heads if type(w) is nn.Parameter]
         return Reads(plain, weights, weights_of_heads, lambda: self._shared.is_multiplying)
 
+    def _ran(self) -> dict[str, int]:
+        """Return the FLOPs that converted linears ran but output layers, by precision."""
+        all_of_them = self.counter.by_precision()
+        return {key: n - self._shared.of_heads[key] for key, n in all_of_them.items()}
+
     def _take_share(self, reads: Reads, before: Mapping[str, int]) -> None:
         """Compute the share of FP8 from what ran, and the counts of before."""
-        ran = {key: n - before.get(key, 0) for key, n in self.counter.by_precision().items()}
+        ran = {key: n - before.get(key, 0) for key, n in self._ran().items()}
         whole = sum(ran.values()) + reads.flops["linear"]
         self._share = ran.get("fp8", 0) / whole if whole and reads.is_counted else None
 
@@ -373,7 +377,7 @@ class Fp8State:
         self._judged.update(read)
         if not read:
             return
-        skip = [*self._coverage.skip, *patterns_of(read, self.linears, set(read))]
+        skip = [*self._census.skip, *patterns_of(read, self.linears, set(read))]
         error = Fp8Error(
             names(read),
             "converted, but other code multiplies by the weight in high precision, and the linear "

@@ -180,11 +180,6 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 """Whether code runs inside a transform of `torch.func`: vmap, grad, jvp or another one."""
 
 
-def is_in_backward() -> bool:
-    """Whether this thread runs a backward pass, and no forward pass by itself."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def run_backward(output: torch.Tensor, grad_output: torch.Tensor) -> None:
     """Run `output.backward(grad_output)` with the caller's function modes still active.
 

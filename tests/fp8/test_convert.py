@@ -457,6 +457,27 @@ def test_the_share_has_all_products_that_ran(
             recorded.assert_at_least(0.85)
 
 
+def test_a_converted_output_layer_is_left_out_of_the_share() -> None:
+    """As `fp8.coverage` leaves it out; other linears have a quarter of what is left."""
+
+    class Headed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.lm_head = nn.Linear(32, 32), nn.Linear(32, 64)
+            self.other = nn.Linear(32, 96)
+
+        def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+            hidden_TI: torch.Tensor = self.inner(x_TI)
+            return torch.cat([self.lm_head(hidden_TI), self.other(hidden_TI)], 1)
+
+    state = fp8.convert(model := Headed(), "tensorwise", skip="other")
+    for recorded in (contextlib.nullcontext(), fp8.coverage(model)):
+        with state.microbatch(), recorded as counted:
+            model(noise(16, 32, seed=0).requires_grad_()).sum().backward()
+    assert state.share == counted.share == 0.25
+    assert state.counter.share("fp8") == 1 and "lm_head" in repr(state)
+
+
 def test_a_share_with_a_product_that_cannot_be_counted_is_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

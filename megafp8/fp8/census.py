@@ -1,4 +1,4 @@
-"""Say which weights of a model `fp8.convert` has turned into FP8 ones, and what stays as it was.
+"""Count the weights of a model: which of them `fp8.convert` turns into FP8 ones, and what stays.
 
 A weight is a parameter with two or more dims of more than one element, by which a product may
 multiply. One of shape [n, 1] is a vector. Buffers whose names end in `weight` count too.
@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fp8_coverage.flops import ATTENTION, FLOPS
-from fp8_coverage.torch_private import newest_node, running_node
-from megafp8.ops import torch_private
-
-SUMS = {f"aten.{name}" for name in ("addmm", "baddbmm", "addbmm", "addmv")}
-"""The products that are added to a third tensor, which comes first."""
-BATCHED = ("aten.bmm", "aten.baddbmm", "aten.addbmm")
-HEAD = ""
-"""The name that stands for the weight of an output layer."""
 OUTPUT_LAYERS = ("lm_head", "embed_out")
 """The names that models of transformers have for the layer that computes the logits."""
 EMBEDDINGS = re.compile(r"embed|position|(^|_)pos(_|$)")
@@ -46,7 +36,7 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Coverage:
+class Census:
     """Hold the numbers of a model's parameters, by what became of them.
 
     `converted` and `left` have those of each linear, by its name, and `left` of other weights, too.
@@ -145,14 +135,14 @@ def _num_dims(shape: torch.Size) -> int:
     return sum(size > 1 for size in shape)
 
 
-def coverage_of(
+def census_of(
     model: nn.Module,
     linears: Mapping[str, nn.Module],
     others: Mapping[str, Weight],
     converted: Iterable[str],
     skip: Iterable[str],
-) -> Coverage:
-    """Return the coverage of a model: its linears, its other weights, and what is converted.
+) -> Census:
+    """Count the weights of a model: its linears, its other weights, and what is converted.
 
     The only linear that has the shape of an embedding counts as an output layer by any name.
     """
@@ -170,7 +160,7 @@ def coverage_of(
     shapes = {tuple(embedding.weight.shape) for embedding in looked_up}
     alike = [name for name, weight in weights.items() if tuple(weight.shape) in shapes]
     chosen = {name: sizes[name] for name in converted}
-    return Coverage(
+    return Census(
         sum(p.numel() for p in model.parameters() if not is_lazy(p)),
         chosen,
         {name: size for name, size in sizes.items() if name not in chosen}
@@ -250,126 +240,3 @@ def _names_only(pattern: str, name: str, units: Iterable[str], allowed: set[str]
     matched = [unit for unit in units if matches(unit, pattern)]
     is_needed = "*" not in pattern or len(matched) > 1
     return name in matched and set(matched) <= allowed and is_needed
-
-
-class Reads(torch_private.TorchDispatchMode):
-    """Find the weights by which code of others multiplies in high precision, in forward passes.
-
-    `flops` counts the products of both passes that no converted linear runs: "linear" ones, those
-    of the "head", and "attention" for products of two activations.
-
-    A tensor that is computed from parameters and buffers alone stands for the weights that it comes
-    from, so that a product with joined, cast or masked weights is found as well. Only a product of
-    such a tensor with an activation counts: a penalty on the weights alone does not.
-    """
-
-    def __init__(
-        self,
-        fixed: Iterable[torch.Tensor],
-        weights: Mapping[str, Iterable[torch.Tensor]],
-        heads: Iterable[torch.Tensor],
-        is_own: Callable[[], bool],
-    ) -> None:
-        """Prepare to watch a model.
-
-        Args:
-            fixed: Its parameters and buffers.
-            weights: The tensors of each weight to look for.
-            heads: The weights of output layers.
-            is_own: Whether a converted linear computes just now.
-        """
-        super().__init__()  # type: ignore[no-untyped-call,unused-ignore]
-        self.found: dict[str, None] = {}
-        self.flops = dict.fromkeys(("linear", "attention", "head"), 0)
-        self.is_counted = True  # the FLOPs of all products are known
-        self._kinds: dict[int, str] = {}  # of products, by their autograd nodes
-        self._is_own = is_own
-        self._fixed: dict[int, frozenset[str]] = {}
-        self._derived: dict[int, tuple[object, frozenset[str]]] = {}  # by the storage's key
-        for tensor in fixed:
-            self._fixed[_key(tensor)] = frozenset()
-        for name, tensors in weights.items():
-            for tensor in tensors:
-                self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {name}
-
-        for tensor in heads:
-            self._fixed[_key(tensor)] = self._fixed.get(_key(tensor), frozenset()) | {HEAD}
-
-    @property
-    def saw_products(self) -> bool:
-        """Whether anything but converted linears multiplied."""
-        return any(self.flops.values())
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Leave compilations as they are; torch would not compile what it meets in a mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and follow what comes from weights alone."""
-        if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
-            return NotImplemented  # comes back with the tensors that such a tensor has
-        out = func(*args, **(kwargs or {}))
-        if self._is_own():
-            return out
-        inputs = [*_tensors_of((args, kwargs))]
-        if (count := FLOPS.get(func.overloadpacket)) is not None:
-            kind = self._kind_of(func.overloadpacket, inputs)
-            try:
-                self.flops[kind] += count(*args, **(kwargs or {}), out_val=out)
-            except Exception:  # a form of the operation that its count does not know
-                self.is_counted = False
-        if not torch_private.is_in_backward():
-            self._follow(inputs, [*_tensors_of(out)])
-        return out
-
-    def _kind_of(self, operation: Any, inputs: list[torch.Tensor]) -> str:
-        """Return the kind of a product, and note which weights it reads in a forward pass."""
-        if torch_private.is_in_backward():
-            return self._kinds.get(running_node() or 0, "linear")
-        operands = inputs[1:3] if str(operation) in SUMS else inputs[:2]
-        from_where = [self._source(tensor) for tensor in operands]
-        kind = "linear"
-        if operation in ATTENTION or str(operation) in BATCHED and not any(from_where):
-            kind = "attention"
-        elif None in from_where and all(tensor.numel() for tensor in operands):
-            read = [name for names in from_where for name in sorted(names or ())]
-            kind = "head" if HEAD in read else kind
-            self.found |= dict.fromkeys(name for name in read if name != HEAD)
-        self._kinds[newest_node()] = kind
-        return kind
-
-    def _follow(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Note what comes from weights alone."""
-        sources = [self._source(tensor) for tensor in inputs if tensor.numel() > 1]
-        merged: frozenset[str] | None = frozenset() if sources else None
-        for source in sources:
-            merged = None if source is None or merged is None else merged | source
-        for tensor in outputs:
-            if (key := _key(tensor)) in self._fixed:
-                continue
-            if merged is None:
-                self._derived.pop(key, None)
-            else:
-                reference = torch_private.storage_reference(tensor.untyped_storage())
-                self._derived[key] = reference, merged
-
-    def _source(self, tensor: torch.Tensor) -> frozenset[str] | None:
-        """Return the names of the weights that a tensor comes from; None if it is an activation."""
-        derived = self._derived.get(_key(tensor))
-        return self._fixed.get(_key(tensor)) if derived is None else derived[1]
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return torch_private.storage_key(tensor.untyped_storage())
-
-
-def _tensors_of(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in arguments or results of an operation, in their order."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from _tensors_of(value)
-    elif isinstance(values, dict):
-        yield from _tensors_of([*values.values()])
