@@ -50,6 +50,7 @@ Fault = tuple[str, str]
 """Why a linear cannot be converted, and what else can be done than to skip it; or an empty text."""
 
 
+@torch.inference_mode(False)  # the scales and counts that it makes are written later
 def convert(
     model: nn.Module,
     recipe: RecipeName | Fp8Recipe | type[Recipe] = DEFAULT_RECIPE,

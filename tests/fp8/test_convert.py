@@ -492,6 +492,15 @@ def test_a_share_with_a_product_that_cannot_be_counted_is_none(
     assert state.share is None and "first microbatch" not in repr(state)
 
 
+def test_a_model_that_is_converted_in_inference_mode_trains() -> None:
+    model = nn.Linear(32, 32)
+    with torch.inference_mode():
+        state = fp8.convert(model, "delayed")
+    with state.microbatch():
+        model(noise(16, 32, seed=0)).sum().backward()
+    assert state.scales()["linear.weight"].num_updates == 1
+
+
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
 
 
