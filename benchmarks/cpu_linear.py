@@ -31,7 +31,7 @@ from fp8_numerics.kernels.compile import library
 from megafp8.backends import torchao as torchao_linear
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import ComputeGrad, MainGradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
@@ -82,7 +82,7 @@ def ours(
                 None,
                 name=label,
                 quantizer=None if state is None else linear_quantizer(state, label),
-                comm=NoComm(),
+                comm=LinearComm(),
                 sink=sink,
                 counter=GemmCounter(),
             )

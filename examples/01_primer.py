@@ -14,7 +14,7 @@ from fp8_numerics.formats import E4M3, E5M2, Fp8Format
 from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 
@@ -51,7 +51,7 @@ def differences() -> dict[str, tuple[float, float]]:
         torch.nn.Parameter(bias),
         name="linear",
         quantizer=linear_quantizer(state, "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
     )

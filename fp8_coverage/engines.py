@@ -17,8 +17,9 @@ from fp8_coverage import torch_private
 PLACES = ("fp8_numerics.gemm",)
 """Modules with a global `LISTENER`, which is None or is called in place of each FP8 product.
 
-Its arguments are `run`, which computes the product, the operands' dtypes, the shape (M, N, K), and
-whether a wider format emulates the product. It returns what `run()` returns.
+Its arguments are `run`, which computes the product and announces nothing, the operands' dtypes,
+the shape (M, N, K), and whether a wider format emulates the product. It returns what `run()`
+returns.
 """
 CLASSES = {
     "Converted": "megafp8.fp8.converted",

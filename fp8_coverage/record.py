@@ -250,15 +250,10 @@ class coverage:  # noqa: N801  # used like a function
             is_emulated=is_emulated,
         )
         self._muted += 1
-        listeners = {module: module.LISTENER for module in self._announcers}
-        for module in listeners:
-            module.LISTENER = None
         try:
             return announced()
         finally:
             self._muted -= 1
-            for module, listener in listeners.items():
-                module.LISTENER = listener
 
     def _listen_to_all(self) -> None:
         for module in engines.announcers():

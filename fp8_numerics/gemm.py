@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -149,7 +148,7 @@ def gemm(
     added it there.
     """
     if LISTENER is not None and isinstance(a, Fp8Tensor):
-        return _announced(LISTENER, locals())
+        return _announced(LISTENER, locals())  # the arguments
     assert into is None or bias is None
     if isinstance(a, Fp8Tensor) and isinstance(b, Fp8Tensor):
         assert a.rotation == b.rotation, "the product would not cancel the rotation"
@@ -197,8 +196,17 @@ def _announced(listener: Callable[..., torch.Tensor], arguments: dict[str, Any])
     rows, inner = reversed(a.payload.shape) if arguments["transpose_a"] else a.payload.shape
     columns = b.payload.shape[0 if arguments["transpose_b"] else 1]
     is_emulated = not (engine.layouts and _on_tensor_cores(a, b, engine, arguments["work"]))
+
+    def run() -> torch.Tensor:
+        global LISTENER  # what runs inside is this product, and is not announced again
+        LISTENER, before = None, LISTENER
+        try:
+            return gemm(**arguments)
+        finally:
+            LISTENER = before
+
     return listener(
-        partial(gemm, **arguments),
+        run,
         (a.payload.dtype, b.payload.dtype),
         (rows, columns, inner * in_byte),
         is_emulated,

@@ -28,7 +28,7 @@ import megafp8
 from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import MainGradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES, find_recipe
@@ -103,7 +103,7 @@ def _linear(name: str, state: ScalingState, sink: MainGradSink) -> Linear:
         nn.Parameter(torch.randn(WIDTH).bfloat16()),
         name=name,
         quantizer=linear_quantizer(state, name),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=sink,
         counter=GemmCounter(),
     )

@@ -155,8 +155,18 @@ def key(
             stands for the key's own name. `resolve` reads a key without one by its path, since
             fields follow from it and other keys together.
     """
-    metadata = locals() | {"kind": kind or GROUPS[group].kind}  # the arguments
-    del metadata["default"]
+    metadata = {
+        "help": help,
+        "nemo": nemo,
+        "group": group,
+        "kind": kind or GROUPS[group].kind,
+        "valid": valid,
+        "needs": needs,
+        "spelling": spelling,
+        "never_idle": never_idle,
+        "defines_function": defines_function,
+        "spec": spec,
+    }
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -29,7 +29,7 @@ from fp8_numerics.kernels.triton_launch import on_device_of
 from megafp8.errors import UserError
 from megafp8.fp8.engine import slow_parts
 from megafp8.fp8.grad_sink import ComputeGrad
-from megafp8.fp8.linear import LinearFunction, NoComm
+from megafp8.fp8.linear import LinearComm, LinearFunction
 from megafp8.fp8.quantizer import LinearQuantizer
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import FreshFp8
@@ -311,7 +311,7 @@ class _Use:
     weight_form: FreshFp8
     counter: GemmCounter
     weight_version: int | None  # None: torch does not count the writes to the weight
-    comm = NoComm()
+    comm = LinearComm()
     sink = _Sink()
 
 

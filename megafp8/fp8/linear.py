@@ -116,10 +116,6 @@ class LinearComm:
         return TokenOrder()
 
 
-NoComm = LinearComm
-"""The exchange of one rank: none."""
-
-
 class Linear(nn.Module):
     """Compute a linear with an [O, I] weight and, unless it is None, an [O] bias.
 

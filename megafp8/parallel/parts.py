@@ -19,7 +19,7 @@ from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Part, columns_of
 from megafp8.fp8.grad_sink import GradSink, GradSum, look_up
 from megafp8.fp8.heads import Heads, split_heads
-from megafp8.fp8.linear import Linear, LinearComm, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
@@ -118,7 +118,7 @@ class NativeParts(Parts):
         comms: tuple[Callable[[Axis], LinearComm], ...] = (RowParallel, ColumnParallel)
         if self.sequence_parallel:
             comms = (SequenceRowParallel, SequenceColumnParallel)
-        comm = NoComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
+        comm = LinearComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
         bias = None
         if linear.has_bias:
             bias = parameter(shape[:1], biases, constant(0.0), self.dtype)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from megafp8.fp8.linear import NoComm
+from megafp8.fp8.linear import LinearComm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.parallel.collectives import Axis
 
 
 @dataclass(frozen=True)
-class ColumnParallel(NoComm):
+class ColumnParallel(LinearComm):
     """Sums the input gradient over tensor-parallel ranks, while the weight gradient is computed.
 
     Every rank has all tokens, of the output those of its own features, so that nothing else is
@@ -40,7 +40,7 @@ class ColumnParallel(NoComm):
 
 
 @dataclass(frozen=True)
-class RowParallel(NoComm):
+class RowParallel(LinearComm):
     """Sums the output over tensor-parallel ranks.
 
     Every rank has all tokens, of the input those of its own features, so that nothing else is

@@ -16,7 +16,7 @@ from fp8_numerics.gemm import GemmCounter
 from megafp8 import fp8
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts, PlainLinear
@@ -62,7 +62,7 @@ def test_a_linear_has_the_bits_of_our_own(name: str, kind: str, dtype: torch.dty
         nn.Parameter(module.bias.detach().clone()) if bias else None,
         name="linear",
         quantizer=linear_quantizer(own_state, "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
     )

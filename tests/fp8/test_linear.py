@@ -25,7 +25,7 @@ from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import SavedForm
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
@@ -70,7 +70,7 @@ def make(
         None if bias is None else nn.Parameter(bias.clone()),
         name="linear",
         quantizer=None if state is None else linear_quantizer(state, "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=sink or AutogradSink(),
         counter=counter,
     )

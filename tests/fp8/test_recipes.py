@@ -19,7 +19,7 @@ from fp8_numerics.scales import scale_of_amax, scale_of_amax_torchao
 from megafp8.errors import UserError
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import Role, SavedForm
 from megafp8.fp8.recipes.delayed import Delayed
 from megafp8.fp8.scaling import ScalingState
@@ -144,7 +144,7 @@ def make(recipe: Fp8Recipe, weight: torch.Tensor, bias: torch.Tensor | None) -> 
         None if bias is None else nn.Parameter(bias.clone()),
         name="linear",
         quantizer=linear_quantizer(ScalingState(recipe), "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
     )
@@ -295,7 +295,7 @@ def test_nothing_in_fp8_where_evaluation_is_not(name: RecipeName) -> None:
         None,
         name="linear",
         quantizer=linear_quantizer(state, "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
     )

@@ -22,7 +22,7 @@ from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8 import rule
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import LinearQuantizer, Role
 from megafp8.fp8.scaling import ScaleTable, ScalingState
 from megafp8.specs import Fp8Recipe
@@ -63,7 +63,7 @@ class Pair:
             None,
             name=name,
             quantizer=linear_quantizer(self.state, name),
-            comm=NoComm(),
+            comm=LinearComm(),
             sink=AutogradSink(),
             counter=GemmCounter(),
         )

@@ -15,7 +15,7 @@ from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.engine import engine_of
 from megafp8.fp8.grad_sink import AutogradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import single_rank
@@ -82,7 +82,7 @@ def make(recipe: Fp8Recipe, device: torch.device, tensors: list[torch.Tensor]) -
         nn.Parameter(tensors[1].to(device, copy=True)),
         name="linear",
         quantizer=linear_quantizer(state, "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
     )

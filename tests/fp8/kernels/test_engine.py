@@ -22,7 +22,7 @@ from megafp8.backends.native import kernels_of
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.engine import LAYOUTS, engine_of
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
-from megafp8.fp8.linear import Linear, NoComm
+from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import Operands, Role, WantsFp8
 from megafp8.fp8.recipes import nvfp4
 from megafp8.fp8.rule import RuleError
@@ -96,7 +96,7 @@ def make(
         None if bias is None else nn.Parameter(bias.clone()),
         name="linear",
         quantizer=linear_quantizer(state, "linear"),
-        comm=NoComm(),
+        comm=LinearComm(),
         sink=AutogradSink(),
         counter=GemmCounter(),
         stored_compute_dtype=weight.dtype if stored else None,
