@@ -215,6 +215,7 @@ fi
 
 # Of two `make` at the same time, the second waits for the first and then finds everything ready.
 if command -v flock >/dev/null 2>&1; then
+    mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock"
     flock 9
 fi

@@ -93,8 +93,9 @@ def test_a_login_node_gets_a_cuda_build_if_asked(tmp_path: Path) -> None:
 
 
 def test_the_version_of_a_cuda_build_can_be_chosen(tmp_path: Path) -> None:
-    asked, _ = set_up(tmp_path, TORCH_BUILD="cuda", TORCH_PIN="2.11.0")
-    assert asked == ["install torch==2.11.0"]
+    venv = str(tmp_path / "build" / "torch-2.11")  # in a folder that is not there yet
+    asked, done = set_up(tmp_path, TORCH_BUILD="cuda", TORCH_PIN="2.11.0", VENV=venv)
+    assert (asked, done.returncode) == (["install torch==2.11.0"], 0), done.stderr
 
 
 def test_an_index_without_cuda_builds_is_reported(tmp_path: Path) -> None:
