@@ -214,13 +214,16 @@ def _trials(part: Part, tree: Path, *, whole: bool) -> dict[str, tuple[list[str]
 
 
 _WITHOUT_INSTALLED = """
-import sys
+import importlib.machinery, importlib.util, pathlib, sys
 sys.meta_path[:] = [
     finder for finder in sys.meta_path if "__editable__" not in getattr(finder, "__module__", "")
 ]
+others = [path for path in sys.path if path != str(pathlib.Path(__file__).parent)]
+if spec := importlib.machinery.PathFinder.find_spec("sitecustomize", others):
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
 """What each Python of a copy runs first: an editable install of this repository would stand in for
-the package that was taken out."""
+the package that was taken out. A test's own file of this name runs after it."""
 _IMPORT_ALL = """
 import importlib, sys
 ours = set(sys.argv[1].split(","))

@@ -23,7 +23,9 @@ def test_a_tiny_run_writes_its_result(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*_gemm-64.json")
     result = json.loads(path.read_text())
-    assert len(result["rows"]) == 3 and len(result["commit"]) == 40
+    assert len(result["rows"]) == 3
+    commit = result["commit"]
+    assert len(commit) == 40 if (ROOT / ".git").exists() else commit == "unknown"
     for row in result["rows"].values():
         expected = 2 * 64**3 / row["median_seconds"]
         assert row["flops_per_second"] == pytest.approx(expected)

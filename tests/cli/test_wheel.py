@@ -38,6 +38,8 @@ NEEDED = {
     "megafp8_migrate": ("fp8_numerics", "fp8_coverage", "te_cpu", "megafp8"),
 }
 """The wheels of this repository that each of them needs."""
+if not te_sources.IS_HERE:  # `scripts.removals` took it out
+    NEEDED = {name: tuple({*needed} - {"te_cpu"}) for name, needed in NEEDED.items()}
 
 
 def what_builds_leave() -> dict[str, int]:
