@@ -1,9 +1,10 @@
 """Answer on a CPU what Transformer Engine's Python asks of `torch.cuda`.
 
 The patches hold for the whole process. Questions about a GPU (is one there, which one) are answered
-with an H100 to Transformer Engine's own code alone: everyone else still learns the truth. Two
-things change for everyone: `device="cuda"` and `.cuda()` mean the CPU, and what waits for a GPU
-(`synchronize`, streams, events) returns at once.
+with an H100 to Transformer Engine's own code alone, and to what `answer_also` names: everyone else
+still learns the truth. Two things change for everyone: `device="cuda"` and `.cuda()` mean the CPU,
+as do a generator, pinned memory and autocast for it; and what waits for a GPU (`synchronize`,
+streams, events) returns at once.
 
 The functions that take a device are replaced one by one. A mode of torch would see all calls of all
 functions, which takes longer than the tiny tensors of a test.
@@ -22,6 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from te_cpu import torch_private
+from te_cpu.errors import MissingKernelError
 
 CPU = torch.device("cpu")
 CUDA_VERSION = "13.0"
@@ -67,13 +69,49 @@ class Event:
         return 0.0
 
 
-_IS_CUDA, _TYPE, _STREAM = torch.Tensor.is_cuda, torch.Tensor.type, Stream()
-_ASKING = ["transformer_engine"]
-"""The packages whose code is answered as if there were a GPU."""
+class _Like(type):
+    """Lets objects of `real` be instances of the class that stands in its place."""
 
+    real: type
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, cls.real)
+
+
+class Generator(metaclass=_Like):
+    """Gives torch's own generator of the CPU, also where one of "cuda" is asked for."""
+
+    real = torch.Generator
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return cls.real(to_cpu(device))
+
+
+class CUDAGraph:
+    """Refuses to record: the work of a CPU is done when a function returns."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise MissingKernelError(
+            "torch.cuda.CUDAGraph: a CPU has no graphs of kernels. Leave CUDA graphs out, or run "
+            "on an NVIDIA GPU"
+        )
+
+
+_IS_CUDA, _TYPE, _STREAM = torch.Tensor.is_cuda, torch.Tensor.type, Stream()
+_ASKING = ["transformer_engine", "torch.amp", "torch.cuda.amp"]
+"""The packages whose code is answered as if there were a GPU; torch's autocast asks before it
+serves "cuda"."""
+_NEVER_ASKING = ("torch", "triton")
+"""The packages that would go on to use a GPU, even where everyone's code is answered."""
+
+MEMORY_IN_USE = (
+    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+)  # fmt: skip
 # Answered so to Transformer Engine's code; the originals answer everyone else.
 ANSWERS: dict[str, Callable[..., Any]] = {
     "_lazy_init": lambda: None,
+    "init": lambda: None,
+    "is_initialized": lambda: True,
     "_lazy_call": lambda call, **kwargs: call(),
     "is_available": lambda: True,
     "is_bf16_supported": lambda *args, **kwargs: True,
@@ -85,9 +123,17 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "get_device_name": lambda device=None: PROPERTIES.name,
     "get_rng_state": lambda device="cuda": torch.get_rng_state(),
     "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+    "get_rng_state_all": lambda: [torch.get_rng_state()],
+    "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
     "manual_seed": lambda seed: torch.manual_seed(seed),
-    "memory_allocated": lambda device=None: 0,
-    "max_memory_allocated": lambda device=None: 0,
+    "manual_seed_all": lambda seed: torch.manual_seed(seed),
+    "seed": lambda: torch.seed(),
+    "seed_all": lambda: torch.seed(),
+    "initial_seed": lambda: torch.initial_seed(),
+    "get_arch_list": lambda: ["sm_90"],
+    "can_device_access_peer": lambda device, other: False,
+    "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
+    **dict.fromkeys(MEMORY_IN_USE, lambda device=None: 0),
 }
 # What takes a device, by who has it. The windows of `torch.signal` are made of these.
 TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -132,11 +178,17 @@ FOR_EVERYONE: dict[str, Any] = {
     "current_stream": lambda device=None: _STREAM,
     "default_stream": lambda device=None: _STREAM,
     "stream": _nothing,
+    "set_stream": lambda stream: None,
     "device": _nothing,
     "synchronize": lambda device=None: None,
     "is_current_stream_capturing": lambda: False,
     "empty_cache": lambda: None,
+    "ipc_collect": lambda: None,
+    "reset_peak_memory_stats": lambda device=None: None,
+    "reset_max_memory_allocated": lambda device=None: None,
     "default_generators": (torch.default_generator,),
+    "CUDAGraph": CUDAGraph,
+    "graph_pool_handle": lambda: CUDAGraph(),
 }
 
 
@@ -148,8 +200,12 @@ def install(undo: ExitStack) -> None:
     for owner, names in TAKE_A_DEVICE:
         for name in names:
             _replace(owner, name, _placed(getattr(owner, name), is_to=name == "to"), undo)
-    for name, value in (("is_cuda", property(_is_cuda)), ("type", _type), ("cuda", _stay)):
+    for name, value in (
+        ("is_cuda", property(_is_cuda)), ("type", _type), ("cuda", _stay), ("pin_memory", _stay),
+        ("record_stream", lambda tensor, stream: None),
+    ):  # fmt: skip
         _replace(torch.Tensor, name, value, undo)
+    _replace(torch, "Generator", Generator, undo)
     for name, answer in ANSWERS.items():
         asked = _to_transformer_engine(answer, getattr(torch.cuda, name))
         _replace(torch.cuda, name, asked, undo)
@@ -170,6 +226,12 @@ def _replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
     else:  # a class has inherited it
         undo.callback(delattr, owner, name)
     setattr(owner, name, value)
+
+
+def answer_everyone() -> None:
+    """Answer from now on to all code but torch's own as to Transformer Engine's."""
+    if "" not in _ASKING:
+        _ASKING.append("")
 
 
 def answer_also(packages: Iterable[str]) -> None:
@@ -201,6 +263,7 @@ def _placed(function: Callable[..., Any], *, is_to: bool) -> Callable[..., Any]:
             kwargs["device"] = _places[-1](kwargs["device"], sys._getframe(1))
         elif is_to and len(args) > 1:
             args = (args[0], to_cpu(args[1]), *args[2:])
+        kwargs.pop("pin_memory", None)  # it is there for copies to a GPU
         return function(*args, **kwargs)
 
     return placed
@@ -226,6 +289,8 @@ def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _asked_by_transformer_engine() -> bool:
     """Whether the caller's caller is in a file of Transformer Engine, or of `answer_also`."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
+    if "" in _ASKING and name.partition(".")[0] in _NEVER_ASKING:
+        return name.startswith(tuple(filter(None, _ASKING)))
     return name.startswith(tuple(_ASKING))
 
 
