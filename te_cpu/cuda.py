@@ -102,7 +102,7 @@ _ASKING = ["transformer_engine", "torch.amp", "torch.cuda.amp"]
 """The packages whose code is answered as if there were a GPU; torch's autocast asks before it
 serves "cuda"."""
 _NEVER_ASKING = ("torch", "triton")
-"""The packages that would go on to use a GPU, even where everyone's code is answered."""
+"""The packages that would then use a GPU, even where everyone's code is answered."""
 
 MEMORY_IN_USE = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",

@@ -3,7 +3,7 @@
     pytest -p te_cpu [--te-version VERSION] [--te-skip-missing]
 
 Tests, and all other code but torch's own, are then answered as if there were an H100: what asks
-`torch.cuda.is_available()` at its top goes on as on a GPU.
+`torch.cuda.is_available()` at its top continues as on a GPU.
 """
 
 from __future__ import annotations
