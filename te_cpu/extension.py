@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from fp8_numerics.meta import as_one_kernel
-from te_cpu import activations, attention, gemm, masters, norms, quantize, updates
+from te_cpu import (
+    activations,
+    attention,
+    gemm,
+    grouped,
+    masters,
+    multi_tensor,
+    norms,
+    quantize,
+    updates,
+)
 from te_cpu.enums import enumerations
 from te_cpu.missing import Missing
 from te_cpu.wheel import Sources
@@ -55,11 +65,14 @@ LIBRARY: tuple[Callable[..., Any], ...] = (
 
 def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Return all functions by name, as this version calls them."""
-    topics = (quantize, gemm, norms, activations, attention, updates, masters)
+    topics = (
+        quantize, gemm, grouped, norms, activations, attention, updates, masters, multi_tensor,
+    )  # fmt: skip
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}
     for masked in ("masked_", "upper_triang_masked_", "aligned_causal_masked_"):
         by_name[f"scaled_{masked}softmax_backward"] = attention.scaled_softmax_backward
+    by_name["multi_tensor_adam_capturable_master"] = by_name["multi_tensor_adam_capturable"]
     if version < (2, 10):
         by_name["fused_rope_backward"] = attention.fused_rope_backward_to_2_9
     return by_name
@@ -72,6 +85,8 @@ def make_extension(sources: Sources) -> ModuleType:
     module.__dict__.update(enumerations(version))
     for name, kernel in kernels(version).items():
         module.__dict__[name] = _without_gradients(kernel)
+    if version < (2, 10):  # it is a number there, and a function later
+        module.__dict__["_num_cublas_streams"] = get_num_cublas_streams()
     module.__dict__["FP8TensorMeta"] = FP8TensorMeta
     module.__dict__["sources"] = sources
     module.__dict__["__getattr__"] = _missing

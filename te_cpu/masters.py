@@ -5,39 +5,11 @@ from __future__ import annotations
 import torch
 
 from fp8_numerics import cast
-from fp8_numerics.formats import E4M3, E5M2
-from fp8_numerics.scales import amax_of_blocks, scale_of_amax
+from fp8_numerics.formats import E4M3
+from fp8_numerics.scales import amax_of_blocks
 from te_cpu.enums import FORMATS
+from te_cpu.mx import COLUMN, ROW, factor_of
 from te_cpu.quantize import without_nan
-
-
-def multi_tensor_scale(
-    chunk_size: int, is_infinite: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float
-) -> None:
-    """Write each tensor of the first list, times `scale`, into that of the second list."""
-    for source, target in zip(*tensor_lists, strict=True):
-        target.copy_(source.float() * scale)
-        if not torch.isfinite(source).all():
-            is_infinite.fill_(1)
-
-
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk_size: int,
-    is_infinite: torch.Tensor,
-    tensor_lists: list[list[torch.Tensor]],
-    max_fp8: float,
-    force_pow_2_scales: bool,
-    epsilon: float,
-) -> None:
-    """Write the scale of each amax of the first list into the second, 1 / scale into the third.
-
-    The scale is 1 for an amax that is 0 or not finite.
-    """
-    fmt = next(fmt for fmt in (E4M3, E5M2) if fmt.max == max_fp8)
-    for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
-        floored = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-        scale.copy_(scale_of_amax(floored, fmt, power_2=force_pow_2_scales))
-        scale_inv.copy_(scale.reciprocal())
 
 
 def fp8_block_scaling_compute_partial_amax(
@@ -47,10 +19,20 @@ def fp8_block_scaling_compute_partial_amax(
 
     The run begins at `start_offset`, in the order of rows; other elements count as 0.
     """
+    _write_amaxes(tensor, amax, (h, w), start_offset, (block_len, block_len))
+
+
+def _write_amaxes(
+    run: torch.Tensor,
+    amax: torch.Tensor,
+    shape: tuple[int, int],
+    start: int,
+    block: tuple[int, int],
+) -> None:
     amax.zero_()
-    whole = tensor.new_zeros(h * w)
-    whole[start_offset : start_offset + tensor.numel()] = tensor.flatten()
-    found = amax_of_blocks(without_nan(whole.view(h, w).float()), (block_len, block_len))
+    whole = run.new_zeros(shape[0] * shape[1])
+    whole[start : start + run.numel()] = run.flatten()
+    found = amax_of_blocks(without_nan(whole.view(shape).float()), block)
     amax[: found.shape[0], : found.shape[1]] = found
 
 
@@ -72,9 +54,44 @@ def fp8_block_scaling_partial_cast(
     out.copy_(payload.view(torch.uint8).view_as(out))
 
 
+def mxfp8_scaling_compute_partial_amax(
+    input: torch.Tensor,
+    amax_rowwise: torch.Tensor,
+    amax_colwise: torch.Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
+    """Write the amaxes of 32 elements of a row and of a column, of a run of a matrix's elements."""
+    for amax, block in ((amax_rowwise, ROW), (amax_colwise, COLUMN)):
+        _write_amaxes(input, amax, (rows, cols), start_offset, block)
+
+
+def mxfp8_scaling_partial_cast(
+    input: torch.Tensor,
+    output_rowwise: torch.Tensor,
+    output_colwise: torch.Tensor,
+    scale_inv_rowwise: torch.Tensor,
+    scale_inv_colwise: torch.Tensor,
+    rows: int,
+    cols: int,
+    start_offset: int,
+) -> None:
+    """Cast a run of a matrix's elements into bytes of the same run, by the scales of both sides."""
+    places = torch.arange(start_offset, start_offset + input.numel())
+    row, column = places // cols, places % cols
+    for out, scale_inv, (height, width) in (
+        (output_rowwise, scale_inv_rowwise, ROW),
+        (output_colwise, scale_inv_colwise, COLUMN),
+    ):
+        code = scale_inv[row // height, column // width].int()
+        payload = cast.quantize_scaled(input.flatten().float() * factor_of(code), E4M3)
+        out.copy_(payload.view(torch.uint8).view_as(out))
+
+
 KERNELS = (
-    multi_tensor_scale,
-    multi_tensor_compute_scale_and_scale_inv,
     fp8_block_scaling_compute_partial_amax,
     fp8_block_scaling_partial_cast,
+    mxfp8_scaling_compute_partial_amax,
+    mxfp8_scaling_partial_cast,
 )

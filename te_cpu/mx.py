@@ -108,6 +108,21 @@ def quantize_blocks(
     return payload, code.to(torch.uint8)
 
 
+def factor_of(code: torch.Tensor) -> torch.Tensor:
+    """Return what an element is multiplied by where the scale has a code (int32), in FP32.
+
+    That is 2^(127 - code), but before 2.13 not for the least and the largest code.
+    """
+    factor, version = power_of(LARGEST_CODE - code), version_in_use()
+    if version >= (2, 13):
+        return factor
+    return torch.where(code == 0, 1.0, torch.where(code == LARGEST_CODE, _largest(version), factor))
+
+
+def _largest(version: tuple[int, ...]) -> float:
+    return 0.0 if version >= (2, 6) else 2.0**-127
+
+
 def _with_older_factors(
     x_MK: torch.Tensor,
     payload: torch.Tensor,
@@ -124,8 +139,7 @@ def _with_older_factors(
     is_other = (code == 0) | (code == LARGEST_CODE)
     if not bool(is_other.any()):
         return payload
-    of_largest = 0.0 if version >= (2, 6) else 2.0**-127
-    factor = torch.where(code == 0, 1.0, of_largest)
+    factor = torch.where(code == 0, 1.0, _largest(version))
     scaled = times_scale(x_MK.float(), factor, block)
     other = cast.quantize_scaled(scaled, E4M3).view(torch.uint8)
     other = other.where(~scaled.isnan(), 0x7F)

@@ -1,4 +1,4 @@
-"""Do what happens between steps: delayed scaling's histories and scales, and Adam's update."""
+"""Do what happens between steps: delayed scaling's histories and scales."""
 
 from __future__ import annotations
 
@@ -40,37 +40,4 @@ def fused_amax_and_scale_update_after_reduction(
         scale.copy_(torch.where(torch.isfinite(new) & (new > 0), made, scale))
 
 
-def multi_tensor_adam(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: list[list[torch.Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    """Update lists of parameters, moments and, for parameters of less than FP32, masters.
-
-    `tensor_lists` are gradients, parameters, first moments, second moments and masters. `mode` 0
-    adds the weight decay to the gradient, 1 to the update.
-    """
-    first_part = 1 - beta1**step if bias_correction else 1.0
-    second_part = 1 - beta2**step if bias_correction else 1.0
-    for grad, param, first, second, *master in zip(*tensor_lists, strict=True):
-        weight = master[0] if master else param
-        old = weight.float()
-        g = grad.float() + (weight_decay * old if mode == 0 else 0.0)
-        m = beta1 * first.float() + (1 - beta1) * g
-        v = beta2 * second.float() + (1 - beta2) * g * g
-        update = (m / first_part) / ((v / second_part).sqrt() + epsilon)
-        new = old - lr * (update + (weight_decay * old if mode == 1 else 0.0))
-        first.copy_(m), second.copy_(v), weight.copy_(new)
-        if master:
-            param.copy_(new)
-
-
-KERNELS = (fused_amax_and_scale_update_after_reduction, multi_tensor_adam)
+KERNELS = (fused_amax_and_scale_update_after_reduction,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -21,8 +22,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from te_cpu import activations, attention, cuda, masters, mx, norms, quantize, tensors, updates
-from te_cpu.enums import DType, QkvFormat
+from te_cpu import (
+    activations,
+    attention,
+    cuda,
+    grouped,
+    masters,
+    multi_tensor,
+    mx,
+    norms,
+    quantize,
+    tensors,
+    updates,
+)
+from te_cpu.enums import FORMATS, DType, QkvFormat
 from te_cpu.errors import MissingKernelError, SizeError
 from te_cpu.extension import kernels, make_extension
 from te_cpu.missing import FromAbsentPackage, ImportPhase, Missing
@@ -83,19 +96,20 @@ EXACT = {
     "silu": F.silu,
 }
 GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+SIGMOID = {"glu": torch.sigmoid}  # it is there in its gated form alone
 
 
-@pytest.mark.parametrize("name", [*EXACT, *GATED])
+@pytest.mark.parametrize("name", [*EXACT, *GATED, *SIGMOID])
 def test_activations(name: str) -> None:
     by_name = {kernel.__name__: kernel for kernel in activations.KERNELS}
     x = normal(4, 6, 16) * 3
-    grad = normal(4, 6, 8 if name in GATED else 16, seed=1)
+    grad = normal(4, 6, 16 if name in EXACT else 8, seed=1)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        if name not in GATED:
+        if name in EXACT:
             return EXACT[name](x)
         gate, up = x.chunk(2, -1)
-        return EXACT[GATED[name]](gate) * up
+        return (SIGMOID[name] if name in SIGMOID else EXACT[GATED[name]])(gate) * up
 
     exact, (exact_grad,) = gradients(function, grad, x)
     assert_near(by_name[name](x, None), exact)
@@ -104,6 +118,24 @@ def test_activations(name: str) -> None:
         bias, found = by_name[f"dbias_d{name}"](grad, x, None)
         assert_near(found, exact_grad)
         assert_near(bias, exact_grad.sum((0, 1)), ulps=64)
+
+
+def test_the_clamped_swiglu_by_hand() -> None:
+    """A gate above the limit has no gradient, and so has a linear part beyond it on either side."""
+    gate, up = [0.5, 2.0, -9.0, 0.5, 0.5], [0.25, 0.25, 0.25, 3.0, -3.0]
+    x, grad = torch.tensor([gate + up]), torch.ones(1, 5)
+    limit, alpha, offset = 1.0, 1.5, 0.5
+    bounded = [min(g, limit) for g in gate]
+    sigmoid = [1 / (1 + math.exp(-alpha * g)) for g in bounded]
+    linear = [min(max(u, -limit), limit) + offset for u in up]
+    found = activations.clamped_swiglu(x, None, limit, alpha, offset)
+    wanted = [g * s * u for g, s, u in zip(bounded, sigmoid, linear, strict=True)]
+    assert_near(found, torch.tensor([wanted], dtype=torch.float64))
+    slope = [s + alpha * g * s * (1 - s) for g, s in zip(bounded, sigmoid, strict=True)]
+    of_gate = [d * u * (g <= limit) for d, u, g in zip(slope, linear, gate, strict=True)]
+    of_up = [g * s * (abs(u) <= limit) for g, s, u in zip(bounded, sigmoid, up, strict=True)]
+    found = activations.clamped_dswiglu(grad, x, None, limit, alpha, offset)
+    assert_near(found, torch.tensor([of_gate + of_up], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", ["", "masked_", "upper_triang_masked_", "aligned_causal_masked_"])
@@ -215,12 +247,190 @@ def test_adam(decoupled: bool, has_masters: bool) -> None:
         exact.grad = grad.double()
         reference.step()
         lists = [[grad], [param], [moments[0]], [moments[1]], *([[master]] if has_masters else [])]
-        updates.multi_tensor_adam(
+        multi_tensor.multi_tensor_adam(
             65536, torch.zeros(1), lists, 0.1, 0.9, 0.98, 1e-6, number, int(decoupled), 1, 0.1
         )
     assert_near(master if has_masters else param, exact.detach(), ulps=256)
     if has_masters:
         assert torch.equal(param, master.bfloat16())
+
+
+def test_adam_of_a_graph_unscales_gradients_and_may_do_nothing() -> None:
+    """The learning rate, the step and the scale are tensors; masters as in the other update."""
+    start, grad = normal(7, 3), normal(7, 3, seed=1)
+    settings = (0.9, 0.98, 1e-6)
+    plain = [[grad.clone()], [start.clone()], *([torch.zeros(7, 3)] for _ in range(2))]
+    multi_tensor.multi_tensor_adam(0, torch.zeros(1), plain, 0.1, *settings, 3, 1, 1, 0.1)
+    captured = [[grad * 4], [start.clone()], *([torch.zeros(7, 3)] for _ in range(2))]
+    lr, step, inverse = torch.tensor(0.1), torch.tensor(3), torch.tensor(0.25)
+    for flag in (1, 0):
+        multi_tensor.multi_tensor_adam_capturable(
+            0, torch.tensor([flag]), captured, lr, *settings, step, 1, 1, 0.1, inverse
+        )
+        assert torch.equal(captured[1][0], start) == bool(flag)
+    assert all(
+        torch.equal(a[0], b[0]) or (a[0] - b[0]).abs().max() < 1e-7
+        for a, b in zip(plain, captured, strict=True)
+    )
+    assert kernels((2, 12))["multi_tensor_adam_capturable_master"]
+
+
+@pytest.mark.parametrize("fp8_dtype", [DType.kFloat8E4M3, DType.kFloat8E5M2])
+def test_adam_casts_masters_into_fp8(fp8_dtype: DType) -> None:
+    """Bytes by the scale that is there; the amax grows, and 1 / scale is written."""
+    fmt = FORMATS[fp8_dtype]
+    master, grad = normal(8, 4), normal(8, 4, seed=1)
+    wanted = [[grad.clone()], [master.clone()], *([torch.zeros(8, 4)] for _ in range(2))]
+    settings = (0.1, 0.9, 0.98, 1e-6, 1, 1, 1, 0.1)
+    multi_tensor.multi_tensor_adam(0, torch.zeros(1), wanted, *settings)
+    param, scale = torch.zeros(8, 4, dtype=torch.uint8), torch.tensor([3.0])
+    amax, inverse = torch.tensor([0.125]), torch.zeros(1)
+    lists = [[grad], [param], [torch.zeros(8, 4)], [torch.zeros(8, 4)], [master], [scale]]
+    multi_tensor.multi_tensor_adam_fp8(
+        0, torch.zeros(1), [*lists, [amax], [inverse]], *settings, fp8_dtype
+    )
+    new = wanted[1][0]
+    assert torch.equal(master, new)
+    assert torch.equal(
+        param.view(fmt.dtype).float(), (new * 3).clamp(-fmt.max, fmt.max).to(fmt.dtype).float()
+    )
+    assert amax == new.abs().max() and inverse == torch.tensor([3.0]).reciprocal()
+
+
+def test_masters_in_two_halves_are_updated_as_whole_ones() -> None:
+    """The parameter in BF16 and 16 bits more are the master in FP32, bit for bit, in each step."""
+    master, moments = normal(9, 5), [torch.zeros(9, 5) for _ in range(4)]
+    bits = master.view(torch.int32)
+    low = bits.to(torch.int16)
+    high = ((bits >> 16) + (low < 0).int()).to(torch.int16)
+    param = high.view(torch.bfloat16).clone()
+    for step in range(1, 4):
+        grad, settings = normal(9, 5, seed=step), (0.1, 0.9, 0.98, 1e-6, step, 1, 1, 0.1)
+        whole = [[grad], [master], [moments[0]], [moments[1]]]
+        multi_tensor.multi_tensor_adam(0, torch.zeros(1), whole, *settings)
+        halves = [[grad], [param], [moments[2]], [moments[3]], [low]]
+        multi_tensor.multi_tensor_adam_param_remainder(0, torch.zeros(1), halves, *settings)
+        upper = param.view(torch.int16).int() - (low < 0).int()
+        assert torch.equal((upper << 16) | (low.int() & 0xFFFF), master.view(torch.int32))
+        assert (param.float() - master).abs().max() <= 2**-8 * master.abs().max()
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_sgd(momentum: float, nesterov: bool) -> None:
+    """Four steps beside torch's, with gradients that are scaled; a copy in FP16 follows."""
+    start = normal(7, 3)
+    exact = nn.Parameter(start.double())
+    torch_s = torch.optim.SGD(
+        [exact], lr=0.1, momentum=momentum, weight_decay=0.1, nesterov=nesterov
+    )
+    weight, moment, copy = start.clone(), torch.zeros(7, 3), start.half()
+    for number in range(4):
+        grad = normal(7, 3, seed=number)
+        exact.grad = grad.double()
+        torch_s.step()
+        lists = [[grad * 8], [weight], [moment], [copy]]
+        settings = (0.1, momentum, 0.0, 0.1, nesterov, number == 0, False, 0.125)
+        for flag in (1, 0):  # nothing happens in the first of the two calls
+            multi_tensor.multi_tensor_sgd(0, torch.tensor([flag]), lists, *settings)
+    assert_near(weight, exact.detach(), ulps=256)
+    assert torch.equal(copy, weight.half())
+
+
+def test_sgd_adds_the_decay_after_the_momentum_where_it_is_told_to() -> None:
+    weight, moment = torch.tensor([2.0]), torch.tensor([1.0])
+    lists = [[torch.tensor([0.5])], [weight], [moment]]
+    multi_tensor.multi_tensor_sgd(
+        0, torch.zeros(1), lists, 0.25, 0.5, 0.5, 0.1, False, False, True, 2.0
+    )
+    assert moment == 1.0 * 0.5 + 0.5 * 1.0  # the gradient is scaled to 1
+    assert_near(weight, torch.tensor([2 - 0.1 * (1.0 + 0.25 * 2)]).double())
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, torch.nan])
+@pytest.mark.parametrize("inverse", [None, 0.25])
+def test_norms_of_lists(bad: float | None, inverse: float | None) -> None:
+    """Of all tensors and of each; the tensors stay, and what is not finite is told."""
+    tensors, flag = [normal(30, 4), normal(5, seed=1).bfloat16()], torch.zeros(1)
+    if bad is not None:
+        tensors[1][2] = bad
+    before = [x.clone() for x in tensors]
+    if inverse is None:
+        whole, each = multi_tensor.multi_tensor_l2norm(0, flag, [tensors], True)
+        alone, none = multi_tensor.multi_tensor_l2norm(0, flag, [tensors])
+    else:
+        arguments = (0, flag, [tensors], torch.tensor([inverse]))
+        whole, each = multi_tensor.multi_tensor_unscale_l2norm(*arguments, per_tensor=True)
+        alone, none = multi_tensor.multi_tensor_unscale_l2norm(*arguments)
+    assert flag.item() == (bad is not None) and none.numel() == 0
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors, before, strict=True)
+    )
+    if bad is None:
+        scaled = [x.double() * (inverse or 1.0) for x in tensors]
+        assert_near(whole, torch.cat([x.flatten() for x in scaled]).norm().reshape(1))
+        assert_near(each, torch.stack([x.norm() for x in scaled]))
+    else:
+        assert not torch.isfinite(whole) and torch.isfinite(each).tolist() == [True, False]
+    assert torch.equal(alone.nan_to_num(), whole.nan_to_num())
+
+
+def test_codes_of_e8m0_are_the_least_that_are_large_enough() -> None:
+    """Of all amaxes in BF16, against exact fractions: 2^(code - 127) >= amax / 448 in FP32."""
+    amax = torch.arange(0x7F81, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    code = torch.zeros(len(amax), dtype=torch.uint8)
+    multi_tensor.multi_tensor_compute_scale_inv_e8m0(0, None, [[amax], [code]])
+    least = (amax.float() * (1 / torch.tensor(448.0))).double()
+    power = 2.0 ** (code.double() - 127)
+    finite = torch.isfinite(least)
+    assert (power[finite] >= least[finite]).all()
+    is_needed = finite & (code > 0)
+    assert (power[is_needed] / 2 < least[is_needed]).all()
+    assert code[-2:].tolist() == [254, 255] and amax[-2].isinf() and amax[-1].isnan()
+
+
+@pytest.mark.parametrize("version", [(2, 5), (2, 12), (2, 13)])
+@pytest.mark.parametrize("cut", [0, 3, 40 * 64 + 31, 96 * 64])
+def test_mxfp8_weights_in_two_parts_are_the_whole(
+    cut: int, version: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amaxes and bytes of both sides, as the cast of the whole matrix has them."""
+    monkeypatch.setattr(mx, "version_in_use", lambda: version)
+    whole = normal(96, 64).bfloat16()
+    whole[:32, :32] = 0.0
+    whole[40, 5], whole[80, 60] = torch.inf, 1e-40
+    amaxes = []
+    for begin, end in ((0, cut), (cut, whole.numel())):
+        pair = torch.full((128, 4), -1.0).bfloat16(), torch.full((4, 128), -1.0).bfloat16()
+        run = whole.flatten()[begin:end]
+        masters.mxfp8_scaling_compute_partial_amax(run, *pair, 96, 64, begin)
+        amaxes.append(pair)
+    both = [torch.maximum(*sides) for sides in zip(*amaxes, strict=True)]
+    codes = [torch.zeros(each.shape, dtype=torch.uint8) for each in both]
+    multi_tensor.multi_tensor_compute_scale_inv_e8m0(0, None, [both, codes])
+    found = torch.zeros(2, 96 * 64, dtype=torch.uint8)
+    for begin, end in ((0, cut), (cut, whole.numel())):
+        masters.mxfp8_scaling_partial_cast(
+            whole.flatten()[begin:end], *found[:, begin:end], *codes, 96, 64, begin
+        )
+    for out, code, block in zip(found, codes, (mx.ROW, mx.COLUMN), strict=True):
+        payload, wanted = mx.quantize_blocks(whole, block, version)
+        assert torch.equal(code[: wanted.shape[0], : wanted.shape[1]], wanted)
+        assert same_codes(
+            out.view(96, 64).numpy(), payload.contiguous().view(torch.uint8).numpy(), formats.E4M3
+        )
+
+
+def test_rows_of_experts_are_padded_and_unpadded() -> None:
+    """Zeros stand behind the rows of each, also of one without rows."""
+    x, rows, padded = normal(9, 3), [2, 0, 7], [4, 4, 8]
+    wide = torch.full((16, 3), torch.nan)
+    grouped.fused_multi_row_padding(x, wide, rows, padded)
+    assert torch.equal(wide[:2], x[:2]) and torch.equal(wide[8:15], x[2:])
+    assert not wide[2:8].any() and not wide[15:].any()
+    back = torch.empty(9, 3)
+    grouped.fused_multi_row_unpadding(wide, back, padded, rows)
+    assert torch.equal(back, x)
+    assert grouped.splits_to_offsets(torch.tensor(rows), 3).tolist() == [0, 6, 6, 27]
 
 
 def test_histories_and_scales_by_hand() -> None:
@@ -297,7 +507,7 @@ def test_scaled_copies_and_what_is_not_finite(bad: float | None) -> None:
     if bad is not None:
         sources[1][2] = bad
     copies = [torch.empty(3, 4), torch.empty(5, dtype=torch.bfloat16)]
-    masters.multi_tensor_scale(0, flag, [sources, copies], 0.3)
+    multi_tensor.multi_tensor_scale(0, flag, [sources, copies], 0.3)
     assert flag.item() == (bad is not None)
     for source, copy in zip(sources, copies, strict=True):
         wanted = (source * 0.3).to(copy.dtype)
@@ -320,7 +530,7 @@ def test_a_weight_in_two_parts_has_the_scales_and_bytes_of_the_whole(cut: int) -
     amax, scale, scale_inv = torch.maximum(*amaxes), torch.empty(3, 4), torch.empty(3, 4)
     flag = torch.zeros(1)
     lists = [[amax], [scale], [scale_inv]]
-    masters.multi_tensor_compute_scale_and_scale_inv(0, flag, lists, 448.0, False, 0.0)
+    multi_tensor.multi_tensor_compute_scale_and_scale_inv(0, flag, lists, 448.0, False, 0.0)
     payload = torch.empty(whole.numel(), dtype=torch.uint8)
     for begin, end in ((0, cut), (cut, whole.numel())):
         part, place = whole.flatten()[begin:end], payload[begin:end]
@@ -339,7 +549,9 @@ def test_scales_of_amaxes_are_1_where_there_is_none() -> None:
     amax = torch.tensor([0.0, torch.inf, torch.nan, 3.0, 1e-45])
     scale, scale_inv = torch.empty(5), torch.empty(5)
     lists = [[amax], [scale], [scale_inv]]
-    masters.multi_tensor_compute_scale_and_scale_inv(0, torch.zeros(1), lists, 448.0, True, 0.0)
+    multi_tensor.multi_tensor_compute_scale_and_scale_inv(
+        0, torch.zeros(1), lists, 448.0, True, 0.0
+    )
     assert scale.tolist() == [1.0, 1.0, 1.0, 128.0, 2.0**127]
 
 

@@ -1,0 +1,307 @@
+"""Run Transformer Engine's own tests over the CPU's kernels, and write a table of the results.
+
+    git archive v2.12 tests/pytorch | tar -x -C FOLDER   # in a clone of Transformer Engine
+    python -m scripts.te_tests FOLDER 2.12.0 --results RESULTS [--sample 100] [--only NAME …]
+    python -m scripts.te_tests --table RESULTS …
+
+Each file of tests runs in a process of its own, which has loaded Transformer Engine as `pytest -p
+te_cpu` does. Of each file a sample is drawn by a seed. A test may take `--seconds` of the
+processor's time. RESULTS is a JSON file, to which files that were not run this time keep what they
+had. A test that does not pass has one of the reasons of REASONS, by what its error says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import te_cpu
+from te_cpu import pytest_plugin
+from te_cpu.errors import MissingKernelError
+
+ROOT = Path(__file__).resolve().parents[1]
+TABLE = ROOT / "docs/evidence/te_own_tests.md"
+PASSED, SKIPPED, ERROR = "passed", "skipped", "another error"
+REASONS = ("value differs", "lacks a kernel", "needs hardware", "needs a package", "too slow")
+SAMPLE = 100
+"""The tests drawn of each file at most; a file that does not load counts as so many failed."""
+LEFT_OUT = {
+    "attention/test_attention_with_cp.py": "nccl",
+    "debug/test_distributed.py": "torch.cuda.device_count() < 2",
+    "distributed/test_cast_master_weights_to_fp8.py": "nccl",
+    "distributed/test_comm_gemm_overlap.py": "torch.cuda.device_count() < 2",
+    "distributed/test_ep.py": "torch.cuda.device_count() < 4",
+    "distributed/test_fusible_ops.py": "nccl",
+    "distributed/test_fusible_ops_with_userbuffers.py": "torch.cuda.device_count() < 2",
+    "distributed/test_newton_schulz.py": "torch.cuda.device_count() < 2",
+    "distributed/test_numerics.py": "torch.cuda.device_count() < 2",
+    "distributed/test_numerics_exact.py": "torch.cuda.device_count() < 2",
+    "distributed/test_torch_fsdp2.py": "torch.cuda.device_count()",
+}
+"""The files whose every test needs several GPUs or NCCL, and words of the line that says so."""
+HARDWARE = re.compile(
+    r"CUDAGraph|CUDA graph|graph_pool_handle|fused_attn|FusedAttention|[Ff]lash.?[Aa]ttention|"
+    r"flash_attn|nccl|NCCL|userbuffers|active drivers|device\.type == .cuda.|memory_allocated|"
+    r"CommOverlap|torchrun|NVSHMEM|cuDNN",
+)
+"""What an error says where a test needs a GPU itself, not its arithmetic."""
+
+
+class TooSlowError(Exception):
+    """Report that a test has used up its time."""
+
+
+class Sampled:
+    """Draw a sample of a file's tests, and write what becomes of each to a file of lines."""
+
+    def __init__(self, lines: Path, sample: int, seed: int, seconds: float) -> None:
+        self.lines, self.sample, self.seed, self.seconds = lines, sample, seed, seconds
+        self.done = {entry["test"] for entry in read_lines(lines) if "test" in entry}
+
+    def say(self, **entry: Any) -> None:
+        with self.lines.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        drawn = random.Random(self.seed).sample(range(len(items)), min(self.sample, len(items)))
+        self.say(collected=len(items), drawn=len(drawn))
+        items[:] = [items[number] for number in sorted(drawn)]
+        items[:] = [item for item in items if item.nodeid not in self.done]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        self.say(begun=item.nodeid)
+        signal.signal(signal.SIGPROF, _stop)
+        signal.setitimer(signal.ITIMER_PROF, self.seconds)
+        try:
+            return (yield)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if report.failed and call.excinfo is not None:
+            error = call.excinfo.value
+            self.say(test=item.nodeid, outcome=reason_of(error), error=said(error, call.excinfo))
+        elif report.skipped and call.excinfo is not None:
+            self.say(test=item.nodeid, outcome=SKIPPED, error=str(call.excinfo.value)[:300])
+        elif report.when == "call":
+            self.say(test=item.nodeid, outcome=PASSED)
+        return report
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            text = str(report.longrepr)
+            self.say(unloaded=reason_of_text(text, "error"), error=last_line(text))
+
+
+def _stop(number: int, frame: object) -> None:
+    raise TooSlowError("the test has used up its time")
+
+
+def chain(error: BaseException | None) -> Iterable[BaseException]:
+    """Yield an error and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one of REASONS by what the error says, or ERROR."""
+    errors = list(chain(error))
+    text = "\n".join(f"{type(e).__name__}: {e}" for e in errors)
+    if any(isinstance(e, TooSlowError) for e in errors):
+        return "too slow"
+    if any(isinstance(e, MissingKernelError) for e in errors):
+        return "needs hardware" if HARDWARE.search(text) else "lacks a kernel"
+    kind = "value" if isinstance(error, AssertionError) else "error"
+    return reason_of_text(text, kind)
+
+
+def reason_of_text(text: str, kind: str) -> str:
+    """Return the reason of an error of which only the text is there."""
+    if "TooSlowError" in text:
+        return "too slow"
+    if re.search(r"ModuleNotFoundError|No module named|is not installed", text):
+        return "needs a package"
+    if HARDWARE.search(text):
+        return "needs hardware"
+    if "MissingKernelError" in text:
+        return "lacks a kernel"
+    return "value differs" if kind == "value" else ERROR
+
+
+def said(error: BaseException, info: pytest.ExceptionInfo[BaseException]) -> str:
+    """Return the error's kind, its first lines and the last place of its way."""
+    place = info.traceback[-1] if len(info.traceback) else None
+    where = "" if place is None else f" [{Path(str(place.path)).name}:{place.lineno + 1}]"
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:400]}{where}"
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a traceback that says an error."""
+    lines = [line for line in text.splitlines() if re.match(r"E  ", line)]
+    return " ".join((lines or text.splitlines() or [""])[-1].split())[:400]
+
+
+def read_lines(lines: Path) -> list[dict[str, Any]]:
+    """Return the entries of a file of JSON lines; none if there is no file."""
+    return [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+
+
+def run_file(file: Path, folder: Path, options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Run a sample of one file's tests in processes of their own, and return what became of them.
+
+    A test that ends the process is noted, and the others run in another process.
+    """
+    name = str(file.relative_to(folder / "tests/pytorch"))
+    lines = work / f"{name.replace('/', '+')}.jsonl"
+    lines.unlink(missing_ok=True)
+    began = time.monotonic()
+    for _ in range(10):
+        child = os.fork()
+        if child == 0:
+            _run_here(file, folder, options, lines)
+        _, status = os.waitpid(child, 0)
+        entries = read_lines(lines)
+        begun = [entry["begun"] for entry in entries if "begun" in entry]
+        ended = {entry["test"] for entry in entries if "test" in entry}
+        if os.waitstatus_to_exitcode(status) >= 0 or not begun or begun[-1] in ended:
+            break
+        with lines.open("a") as out:
+            said = f"the process ended with {os.waitstatus_to_exitcode(status)}"
+            entry = {"test": begun[-1], "outcome": ERROR, "error": said}
+            out.write(json.dumps(entry) + "\n")
+    return summary(read_lines(lines)) | {"minutes": round((time.monotonic() - began) / 60, 1)}
+
+
+def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what became of a file: its tests with outcomes, or why it does not load."""
+    unloaded = next((entry for entry in entries if "unloaded" in entry), None)
+    if unloaded is not None:
+        return {"unloaded": unloaded["unloaded"], "error": unloaded["error"], "tests": {}}
+    tests: dict[str, Any] = {}
+    for entry in entries:  # what its end says comes after what the test says
+        if "test" in entry and tests.get(entry["test"], {"outcome": PASSED})["outcome"] == PASSED:
+            tests[entry["test"]] = {k: v for k, v in entry.items() if k != "test"}
+    collected = next((entry["collected"] for entry in entries if "collected" in entry), 0)
+    return {"collected": collected, "tests": tests}
+
+
+def _run_here(file: Path, folder: Path, options: argparse.Namespace, lines: Path) -> None:
+    """Run pytest over one file in this process, which ends with it."""
+    log = os.open(lines.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1), os.dup2(log, 2)
+    os.chdir(folder)
+    os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", **debug_folders(file, folder))
+    plugin = Sampled(lines, options.sample, options.seed, options.seconds)
+    words = ["--te-version", options.version, "-p", "no:cacheprovider", "-p", "no:timeout"]
+    words += ["-p", "no:xdist", "--tb=short", f"--rootdir={folder}", "-o", "addopts="]
+    if "debug" in file.parts:
+        words += [f"--feature_dirs={features()}", f"--configs_dir={file.parent}/test_configs/"]
+    code = 1
+    try:
+        code = int(pytest.main([*words, str(file)], plugins=[pytest_plugin, plugin]))
+        if code in (2, 4) and not any("unloaded" in e for e in read_lines(lines)):
+            plugin.say(unloaded=ERROR, error=f"pytest ended with {code}")
+    except BaseException as error:  # noqa: BLE001  # the process ends here
+        plugin.say(unloaded=reason_of(error), error=f"{type(error).__name__}: {error}"[:400])
+    os._exit(code)
+
+
+def features() -> Path:
+    """Return the folder of Transformer Engine's own features for its debugging tool."""
+    found = te_cpu.loaded()
+    assert found is not None
+    return found.folder / "transformer_engine/debug/features"
+
+
+def debug_folders(file: Path, folder: Path) -> dict[str, str]:
+    """Return the variables that tell its tests where files are, as its own CI sets them."""
+    return {
+        "TE_PATH": str(folder),
+        "NVTE_TEST_NVINSPECT_FEATURE_DIRS": str(features()),
+        "NVTE_TEST_NVINSPECT_CONFIGS_DIR": str(folder / "tests/pytorch/debug/test_configs/"),
+    }
+
+
+def left_out(folder: Path) -> dict[str, str]:
+    """Return the files of this version that are left out, each with its line that says why."""
+    found = {}
+    for name, words in LEFT_OUT.items():
+        file = folder / "tests/pytorch" / name
+        texts = file.read_text().splitlines() if file.is_file() else []
+        line = next(((n, text) for n, text in enumerate(texts, 1) if words in text), None)
+        if line is not None:
+            found[name] = f"{line[0]}: {line[1].strip()}"
+    return found
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the files that are asked for, and write RESULTS after each of them."""
+    results: Path = options.results
+    known = json.loads(results.read_text()) if results.exists() else {}
+    out = left_out(options.folder)
+    te_cpu.load(options.version)
+    files = sorted((options.folder / "tests/pytorch").glob("**/test_*.py"))
+    work = results.parent / f"{results.stem}.work"
+    work.mkdir(parents=True, exist_ok=True)
+    known.update(version=options.version, left_out=out)
+    known.setdefault("files", {})
+    for file in files:
+        name = str(file.relative_to(options.folder / "tests/pytorch"))
+        if name in out or (options.only and not any(word in name for word in options.only)):
+            continue
+        found = run_file(file, options.folder, options, work)
+        found |= {"sample": options.sample, "seed": options.seed, "seconds": options.seconds}
+        known["files"][name] = found
+        results.write_text(json.dumps(known, indent=1))
+        print(name, dict(counts(found)), f"{found['minutes']} min", flush=True)
+
+
+def counts(found: dict[str, Any]) -> Counter[str]:
+    """Return how many tests of a file have which outcome."""
+    if "unloaded" in found:
+        return Counter({found["unloaded"]: SAMPLE})
+    return Counter(test["outcome"] for test in found["tests"].values())
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run tests, or write the table of results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", help="it has tests/pytorch of the version")
+    parser.add_argument("version", nargs="?")
+    parser.add_argument("--results", type=Path, default=Path("te_tests.json"))
+    parser.add_argument("--sample", type=int, default=SAMPLE)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--only", nargs="*", default=[], help="parts of the names of files")
+    options = parser.parse_args(argv)
+    options.folder = options.folder.resolve()
+    run(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

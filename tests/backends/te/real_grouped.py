@@ -1,0 +1,88 @@
+"""Transformer Engine's `GroupedLinear` on a CPU: one linear for each expert, bit for bit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.te.real import autocast, recipes, te
+
+ROWS = (128, 0, 256, 128)
+"""The rows of the experts, whole blocks of every recipe; the second one has none."""
+WIDTH = 128
+RECIPES = {
+    "BF16": None,
+    "delayed": ("DelayedScaling", {"amax_history_len": 4}),
+    "tensorwise": ("Float8CurrentScaling", {}),
+    "blockwise": ("Float8BlockScaling", {}),
+    "mxfp8": ("MXFP8BlockScaling", {}),
+    "nvfp4": ("NVFP4BlockScaling", {"disable_stochastic_rounding": True}),
+}
+
+
+def region(name: str) -> AbstractContextManager[Any]:
+    if (found := RECIPES[name]) is None:
+        return nullcontext()
+    kind, settings = found
+    if not hasattr(recipes, kind):
+        pytest.skip(f"this version has no {kind}")
+    return autocast(getattr(recipes, kind)(**settings))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_grouped_linear_is_a_linear_for_each_expert(name: str) -> None:
+    """Outputs and all gradients of three steps, whose inputs grow, so that scales change."""
+    torch.manual_seed(0)
+    group = te.GroupedLinear(len(ROWS), WIDTH, WIDTH, bias=True, params_dtype=torch.bfloat16)
+    alone = [te.Linear(WIDTH, WIDTH, bias=True, params_dtype=torch.bfloat16) for _ in ROWS]
+    with torch.no_grad():
+        for number, linear in enumerate(alone):
+            linear.weight.copy_(getattr(group, f"weight{number}"))
+            linear.bias.copy_(getattr(group, f"bias{number}").normal_())
+    for step in range(1, 4):
+        x = (torch.randn(sum(ROWS), WIDTH) * 4.0**step).bfloat16()
+        grad = (torch.randn(sum(ROWS), WIDTH) / step).bfloat16()
+        whole = x.clone().requires_grad_()
+        with region(name):
+            out = group(whole, list(ROWS))
+        out.backward(grad)
+        parts = (x.split(ROWS), grad.split(ROWS), out.split(ROWS), whole.grad.split(ROWS))
+        for number, (own, own_grad, own_out, own_dx) in enumerate(zip(*parts, strict=True)):
+            weight, bias = (getattr(group, f"{kind}{number}") for kind in ("weight", "bias"))
+            if not len(own):
+                assert not weight.grad.any() and not bias.grad.any()
+                continue
+            own = own.clone().requires_grad_()
+            with region(name):
+                single = alone[number](own)
+            single.backward(own_grad)
+            assert torch.equal(single, own_out) and torch.equal(own.grad, own_dx)
+            assert torch.equal(alone[number].weight.grad, weight.grad) and weight.grad.any()
+            assert torch.equal(alone[number].bias.grad, bias.grad)
+        for module in (group, *alone):
+            module.zero_grad()
+
+
+def test_padded_rows_change_nothing() -> None:
+    """Fp8Padding fills up the rows of each expert, also of one without any, and is undone."""
+    torch.manual_seed(0)
+    rows = [5, 0, 150]
+    group = te.GroupedLinear(3, 32, 48, bias=False, params_dtype=torch.float32)
+    x, grad = torch.randn(155, 32), torch.randn(155, 48)
+    plain, padded = (x.clone().requires_grad_() for _ in range(2))
+    out = group(plain, rows)
+    out.backward(grad)
+    weights = [getattr(group, f"weight{number}").grad.clone() for number in range(3)]
+    group.zero_grad()
+    wide, sizes = te.Fp8Padding(3)(padded, rows)
+    assert all(size % 16 == 0 for size in sizes)
+    found = te.Fp8Unpadding(3)(group(wide, sizes), rows)
+    found.backward(grad)
+    torch.testing.assert_close(found, out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(padded.grad, plain.grad, rtol=0, atol=1e-5)
+    for number, weight in enumerate(weights):
+        own = getattr(group, f"weight{number}").grad
+        torch.testing.assert_close(own, weight, rtol=0, atol=1e-4)
