@@ -376,7 +376,7 @@ def test_norms_of_lists(bad: float | None, inverse: float | None) -> None:
 
 def test_codes_of_e8m0_are_the_least_that_are_large_enough() -> None:
     """Of all amaxes in BF16, against exact fractions: 2^(code - 127) >= amax / 448 in FP32."""
-    amax = torch.arange(0x7F81, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    amax = torch.arange(0x7F82, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     code = torch.zeros(len(amax), dtype=torch.uint8)
     multi_tensor.multi_tensor_compute_scale_inv_e8m0(0, None, [[amax], [code]])
     least = (amax.float() * (1 / torch.tensor(448.0))).double()
