@@ -63,6 +63,7 @@ class GPT(nn.Module):
         which takes a mask of S x S elements. Positions count from 0 over the sequence unless
         `position_ids_BS` is given.
         """
+        self._begin_microbatch(targets_BS)
         x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
         x_BSD = self.forward_layers(
             x_BSD,
@@ -87,6 +88,8 @@ class GPT(nn.Module):
         It is the input of the next stage or, of the stage with the head, the summed loss; without
         targets, the FP32 logits [B, S, V]. The stage with the embedding takes no `x_BSD`.
         """
+        if targets_BS is not None:
+            self._begin_microbatch(targets_BS)
         if self.has_embedding:
             x_BSD = self.forward_embedding(tokens_BS, position_ids_BS)
         assert x_BSD is not None
@@ -98,6 +101,11 @@ class GPT(nn.Module):
         if targets_BS is not None:
             return self.forward_head(x_BSD, targets_BS)
         return self.head_loss.logits(self.final_norm(x_BSD), self.output_weight)
+
+    def _begin_microbatch(self, targets_BS: torch.Tensor) -> None:
+        """Tell the losses that layers add which tokens of the residual stream count."""
+        if (added := self.parts.added_losses) is not None:
+            added.begin_microbatch(self.parts.own_sequence(targets_BS >= 0))
 
     def forward_embedding(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None

@@ -9,8 +9,8 @@ reference that tests compare the others with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_numerics import bf16
+from megafp8.models.added_loss import AddedLosses
 from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
 from megafp8.models.init import Draw, constant, normal, parameter
 from megafp8.models.loss import HeadLoss
@@ -58,6 +59,7 @@ class Parts:
         self.make_core: Callable[..., AttentionCore] = AttentionCore
         self.num_sharing = 1  # ranks that have parts of the same sequences
         self.split_heads: SplitHeads | None = None  # a faster way than the core's own
+        self.added_losses: AddedLosses | None = None  # of the whole model; None without any
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -159,7 +161,10 @@ class Parts:
         another microbatch may be the current one, and dropout must draw the numbers of the first
         pass.
         """
-        return nullcontext(), self.streams.at(self.streams.position)
+        again = self.streams.at(self.streams.position)
+        if self.added_losses is not None:
+            again = both_contexts(again, self.added_losses.recomputation())
+        return nullcontext(), again
 
     @property
     def context_spec(self) -> GPTSpec:
@@ -196,6 +201,15 @@ class Parts:
         """
         pieces = whole_pieces(name, shape, is_of_heads=is_of_heads)
         return parameter(shape, pieces, draw, self.whole_dtype)
+
+
+@contextmanager
+def both_contexts(
+    one: AbstractContextManager[Any], other: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """Enter two contexts, `one` first."""
+    with one, other:
+        yield
 
 
 class Embedding(nn.Module):

@@ -12,13 +12,17 @@ from megafp8.parallel.collectives import Axis
 from megafp8.specs import OptimSpec
 
 
-def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
+def grad_norm(
+    masters: Masters, tp: Axis, pp: Axis, beside: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the L2 norm of the gradients of the whole logical model, as a 0-d FP64 tensor.
 
     The squares of sharded parameters are summed over tensor-parallel ranks, and all squares over
     pipeline stages and the optimizer's shards. A replicated parameter counts once: as the mean of
     the tensor-parallel ranks, so that all of them get the same norm, and all learn of a gradient
     that is not finite on one of them.
+
+    The FP64 numbers `beside` [numbers] are summed over both axes in the same messages, in place.
     """
     squares = torch.zeros(2, dtype=torch.float64, device=masters.device)
     if masters.grads:  # a shard may be all padding
@@ -27,7 +31,12 @@ def grad_norm(masters: Masters, tp: Axis, pp: Axis) -> torch.Tensor:
     # The order decides what counts once: shards own disjoint parts, so their squares are added
     # first; then those of sharded weights over tensor-parallel ranks, and of all over stages.
     masters.shards.all_reduce_sum(squares)
-    return pp.all_reduce_sum(tp.all_reduce_sum(squares[0] + squares[1] / tp.size)).sqrt()
+    total = squares[0] + squares[1] / tp.size
+    if beside is None:
+        return pp.all_reduce_sum(tp.all_reduce_sum(total)).sqrt()
+    sums = pp.all_reduce_sum(tp.all_reduce_sum(torch.cat((total[None], beside))))
+    beside.copy_(sums[1:])
+    return sums[0].sqrt()
 
 
 def coefficient(norm: float, spec: OptimSpec) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
 from megafp8.models.init import constant, fp8_parameter, normal, parameter
 from megafp8.models.loss import HeadLoss
-from megafp8.models.parts import Elementwise, Parts
+from megafp8.models.parts import Elementwise, Parts, both_contexts
 from megafp8.models.positions import Rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.collectives import Axis
@@ -246,15 +246,6 @@ def _split_by_triton(qkv_BSF: torch.Tensor, sizes: HeadSizes, turn: Rotary) -> Q
     if torch.compiler.is_compiling():
         return None
     return QKV(*split_heads(qkv_BSF, heads_of(qkv_BSF.shape[0], sizes, turn)))
-
-
-@contextmanager
-def both_contexts(
-    one: AbstractContextManager[Any], other: AbstractContextManager[Any]
-) -> Iterator[None]:
-    """Enter two contexts, `one` first."""
-    with one, other:
-        yield
 
 
 def linears_of(model: nn.Module) -> list[Linear]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from megafp8.train.state import TrainState
 class StepResult:
     """Hold the results of a step over the global batch.
 
-    `loss` is in nats per counted token, `grad_norm` is the norm before clipping.
+    `loss` is in nats per counted token, `grad_norm` is the norm before clipping. The gradients are
+    those of the loss and of what layers have added to it (`models.added_loss`).
     """
 
     loss: float
@@ -35,6 +36,7 @@ class StepResult:
     scale_falls: bool = False  # not finite because FP16's loss scale is too large; it will fall
     raised: tuple[bool, ...] = ()  # for each flag, whether any rank has raised it
     more: tuple[float, ...] = ()  # this rank's numbers that came to the host with the result
+    added: Mapping[str, float] = field(default_factory=dict)  # the terms of layers, for the log
 
     @property
     def is_finite(self) -> bool:
@@ -77,24 +79,33 @@ def train_step(
         for module in state.model.modules():  # a pipeline stage may have no head
             if isinstance(module, HeadLoss):
                 module.grad_scale = grad_scale
+    if (added := state.model.parts.added_losses) is not None:
+        added.grad_scale = grad_scale
     loss_sum, num_tokens = forward_backward(state, microbatches)
-    mesh = state.mesh
+    mesh, beside = state.mesh, None
     mesh.pp.all_reduce_sum(loss_sum)  # 0 except on the stage with the head
     # Sums and counts are reduced, not means: replicas may have counted unequally many tokens.
-    totals = mesh.data.all_reduce_sum(torch.stack((loss_sum, num_tokens)))
+    totals = torch.stack((loss_sum, num_tokens))
+    if added is not None:  # each rank of a stage has other tokens, or all tp ranks the same ones
+        sums = added.sums if state.sequence_parallel else added.sums / mesh.tp.size
+        totals = torch.cat((totals, sums))
+        beside = totals[2:]
+    mesh.data.all_reduce_sum(totals)
     reduce_gradients(state)
-    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp)  # over 0 tokens it becomes NaN
+    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp, beside)  # over 0 tokens it becomes NaN
     mean_loss, mean_norm = totals[0] / totals[1], norm_sum / totals[1] / grad_scale
     optimizer, number = state.optimizer, state.step + 1
     results = torch.stack((mean_loss, mean_norm, totals[1]))
+    if beside is not None:
+        results = torch.cat((results, beside / totals[1]))
     if more is not None:
         results = torch.cat((results, more()))
     reading = start_read_back(mesh, results, flags())
     if optimizer.decides_on_device:  # the update is under way before the host waits
         divisor = totals[1] * grad_scale
         optimizer.update_if_finite(number, mean_loss, mean_norm, divisor=divisor)
-    (loss, norm, num_counted, *more_numbers), raised = reading.wait()
-    count = int(num_counted)
+    (loss, norm, num_counted, *rest), raised = reading.wait()
+    count, terms = int(num_counted), () if added is None else added.terms
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
         loss,
@@ -104,7 +115,8 @@ def train_step(
         None if scaler is None else scaler.scale,
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
         raised=raised,
-        more=tuple(more_numbers),
+        more=tuple(rest[len(terms) :]),
+        added={term.name: rest[row] / term.num_layers for row, term in enumerate(terms)},
     )
     if optimizer.decides_on_device:
         if not is_finite:
@@ -133,6 +145,8 @@ def forward_backward(
     ]
     state.sink.begin_step()
     state.masters.begin_step()
+    if (added := state.model.parts.added_losses) is not None:
+        added.begin_step(device)
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:

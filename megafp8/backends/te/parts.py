@@ -24,8 +24,9 @@ from megafp8.backends.te.weights import (
 from megafp8.fp8.scaling import Direction
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import are_later, pieces_of
+from megafp8.models.parts import both_contexts
 from megafp8.models.positions import alibi_slopes
-from megafp8.parallel.parts import NativeParts, PartsArgs, both_contexts
+from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.layer import linear_names
 from megafp8.specs.model import Activation, Normalization
