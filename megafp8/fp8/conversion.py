@@ -37,6 +37,7 @@ from megafp8.fp8.converted import (
     is_foreign_tensor,
 )
 from megafp8.fp8.recipe_settings import checked_recipe
+from megafp8.fp8.rows import why_rows_differ
 from megafp8.fp8.scaling import Pending, ScalingState, StartReduceMax
 from megafp8.fp8.state import Fp8State
 from megafp8.fp8.weights import FreshFp8
@@ -73,7 +74,8 @@ def convert(
             weights or of modules around them, or a function of (name, module) that returns True
             for those. Every weight but embeddings is converted or skipped.
         amax_group: The ranks over which delayed scaling takes the maximum of each amax, so that
-            replicas share their scales. None keeps each rank's own.
+            replicas share their scales. These ranks call `convert` together. None keeps each
+            rank's own.
 
     Raises:
         Fp8Error: Something cannot be converted as asked, or a weight of two or more dims is
@@ -123,6 +125,9 @@ def convert(
     weights = {name: module.get_parameter("weight") for name, module in to_convert.items()}
     if all(weight.device.type != "meta" for weight in weights.values()):
         shared.follow(weights)
+    if amax_group is not None and (reason := why_rows_differ(shared.scaling, amax_group)):
+        hint = "Convert the same linears with the same recipe on all ranks of the group"
+        raise Fp8Error("amax_group", f"would mix the amaxes of different tensors: {reason}", hint)
     # Nothing below refuses anything.
     own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
     given = [] if callable(skip) else _patterns(skip)

@@ -134,6 +134,7 @@ class ScaleTable:
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
+        self.elsewhere: set[str] = set()  # of the names: tensors that other ranks cast
         self._own: dict[Update, list[int]] = {}  # the rows that have another rule
         self.engine = EMULATED
         self._allocate(torch.device("cpu"))
@@ -148,16 +149,20 @@ class ScaleTable:
         self.num_updates = torch.zeros(count, dtype=torch.int64, device=device)
         self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
 
-    def register(self, name: str, own: Update | None = None) -> Slot:
+    def register(self, name: str, own: Update | None = None, *, is_here: bool = True) -> Slot:
         """Add a row for the tensor `name` and return it.
 
-        `own` is the rule of its history and scale, in place of Transformer Engine's. All rows are
-        registered before the first microbatch: a new row resets the whole table.
+        `own` is the rule of its history and scale, in place of Transformer Engine's. A tensor that
+        other ranks cast has a row here too, without `is_here`: ranks reduce their tables by place,
+        and must have the same rows (`fp8/rows.py`). All rows are registered before the first
+        microbatch: a new row resets the whole table.
         """
         assert name not in self.names, f"{name} is registered twice"
         if own is not None:
             self._own.setdefault(own, []).append(len(self.names))
         self.names.append(name)
+        if not is_here:
+            self.elsewhere.add(name)
         self._allocate(self.amax.device)
         return Slot(self, len(self.names) - 1)
 

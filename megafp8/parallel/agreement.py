@@ -14,7 +14,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from megafp8.errors import UserError
+from megafp8.errors import RunError, UserError
+from megafp8.fp8.rows import why_rows_differ
+from megafp8.fp8.scaling import NoScaling, ScalingState
+from megafp8.ops.exchange import broadcast_bytes, gather_bytes
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.messages import from_bytes, to_bytes
 
@@ -52,54 +55,15 @@ def from_main(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) ->
     """Return the main rank's object on every rank of this job."""
     if mesh.world.size == 1:
         return value
-    group = group or mesh.agreement
-    content = to_bytes(value) if mesh.is_main else b""
-    size = _number(len(content), group, mesh)
-    dist.broadcast(size, src=0, group=group)  # so that the other ranks have memory for the bytes
-    sent = _as_tensor(content, int(size), group, mesh)
-    dist.broadcast(sent, src=0, group=group)
-    return value if mesh.is_main else from_bytes(_as_bytes(sent))
+    sent = broadcast_bytes(to_bytes(value) if mesh.is_main else None, group or mesh.agreement)
+    return value if mesh.is_main else from_bytes(sent)
 
 
 def gather(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's object, by rank."""
     if mesh.world.size == 1:
         return [value]
-    group = group or mesh.agreement
-    content = to_bytes(value)
-    own_size = _number(len(content), group, mesh)
-    sizes = [torch.zeros_like(own_size) for _ in range(mesh.world.size)]
-    dist.all_gather(sizes, own_size, group=group)
-    most = int(max(sizes))  # all ranks must send equally many bytes
-    sent = _as_tensor(content, most, group, mesh)
-    parts = [torch.empty_like(sent) for _ in sizes]
-    dist.all_gather(parts, sent, group=group)
-    pairs = zip(parts, sizes, strict=True)
-    return [from_bytes(_as_bytes(part[: int(size)])) for part, size in pairs]
-
-
-def _number(value: int, group: dist.ProcessGroup | None, mesh: Mesh) -> torch.Tensor:
-    """Return a number as a tensor of shape (1,) that the group can send."""
-    return torch.tensor([value], device=_device(group, mesh))
-
-
-def _as_tensor(
-    content: bytes, size: int, group: dist.ProcessGroup | None, mesh: Mesh
-) -> torch.Tensor:
-    """Return bytes as a tensor of `size` elements, of which the last ones are 0."""
-    whole = torch.zeros(size, dtype=torch.uint8)
-    if content:
-        whole[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    return whole.to(_device(group, mesh))
-
-
-def _as_bytes(sent: torch.Tensor) -> bytes:
-    return bytes(sent.cpu().numpy().data)
-
-
-def _device(group: dist.ProcessGroup | None, mesh: Mesh) -> torch.device:
-    """Return where tensors must be for the group: NCCL sends those of GPUs, gloo those of hosts."""
-    return mesh.device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return [from_bytes(c) for c in gather_bytes(to_bytes(value), group or mesh.agreement)]
 
 
 def first_known(mesh: Mesh, value: Any, group: dist.ProcessGroup | None = None) -> Any:
@@ -118,6 +82,27 @@ def agree(mesh: Mesh, *flags: bool) -> list[bool]:
         return list(flags)
     raised = torch.tensor([float(flag) for flag in flags], device=mesh.device)
     return [bool(flag) for flag in mesh.world.all_reduce_max(raised).tolist()]
+
+
+def agree_on_rows(mesh: Mesh, scaling: ScalingState | NoScaling) -> None:
+    """Agree on the rows of the scale tables before they are reduced; all ranks call it together.
+
+    Raises:
+        RunError: Ranks that reduce their amaxes together have different rows.
+    """
+    is_simulated = mesh.agreement is None
+    if is_simulated or mesh.amax.size == 1 or not isinstance(scaling, ScalingState):
+        return
+
+    def check() -> None:
+        assert mesh.amax.group is not None
+        if (difference := why_rows_differ(scaling, mesh.amax.group)) is not None:
+            raise RunError(
+                f"ranks would reduce the amaxes of different tensors together: {difference}. "
+                "All ranks must run the same version of megafp8 with the same settings"
+            )
+
+    on_all(mesh, check)
 
 
 def raise_on_all(error: UserError) -> NoReturn:

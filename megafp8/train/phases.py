@@ -21,7 +21,7 @@ from megafp8.config.precision_phases import changes_of
 from megafp8.config.precision_spec import phases_of
 from megafp8.config.resume import flat, with_defaults
 from megafp8.errors import RunError
-from megafp8.parallel.agreement import gather, raise_on_all
+from megafp8.parallel.agreement import agree_on_rows, gather, raise_on_all
 from megafp8.specs.precision import PrecisionChange, PrecisionPhase
 from megafp8.train.state import TrainState
 
@@ -78,6 +78,7 @@ def _with_history(state: TrainState) -> set[tuple[object, ...]]:
 
 def _change(state: TrainState, phase: PrecisionPhase) -> None:
     state.backend.change_recipe(state.model, phase.recipe)
+    agree_on_rows(state.mesh, state.scaling)
     if not state.backend.spec.optim.storage.is_plain:  # FP8-LM: weights may be their own masters
         state.backend.read_stored(state.model, state.masters.own_weights)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -12,12 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_numerics.cast import Fp8Tensor
 from megafp8 import fp8
+from megafp8.errors import RunError
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.scaling import ScalingState
-from megafp8.specs import Fp8Recipe
+from megafp8.fp8.rows import why_rows_differ
+from megafp8.fp8.scaling import ScaleTable, ScalingState, Slot
+from megafp8.ops import exchange
+from megafp8.parallel.mesh import Mesh, join
+from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.specs.precision import PrecisionPhase
 from megafp8.specs.recipes import load_recipe
+from megafp8.train.phases import begin_phase
+from megafp8.train.step import train_step
 from tests.fp8.models import mlp, noise
 from tests.fp8.quantized import quantized
+from tests.parallel.rank_work import Case
 from tests.ranks import Rank
 
 STEPS = 3
@@ -74,6 +84,70 @@ def convert_in_a_group_of_one(rank: Rank) -> str | None:
     except fp8.Fp8Error as error:
         return str(error)
     return None
+
+
+def convert_other_linears(rank: Rank) -> str:
+    """What `fp8.convert` refuses where rank 1 leaves out a linear that the others have."""
+    dist.init_process_group("gloo", rank=rank.index, world_size=rank.size)
+    model = mlp()
+    with pytest.raises(fp8.Fp8Error) as refused:
+        fp8.convert(model, skip="2" if rank.index == 1 else (), amax_group=dist.group.WORLD)
+    assert not any(isinstance(module, fp8.Fp8Linear) for module in model), "nothing is changed"
+    return str(refused.value)
+
+
+def build_with_other_rows(rank: Rank, faults: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
+    """What a run refuses of ranks whose rows differ: at its start, and when its recipe changes."""
+    mesh = join(ParallelSpec(devices_per_node=rank.size))
+    return {label: _refused(rank, mesh, fault) for label, fault in faults.items()}
+
+
+def _refused(rank: Rank, mesh: Mesh, fault: tuple[str, str]) -> list[str]:
+    """On rank 1 the tensor of the fault's first name is registered under the second, or not."""
+    recipe, register = Fp8Recipe(amax_history_len=4), ScaleTable.register
+    state, other = Case(fp8=recipe).build(mesh), replace(recipe, margin=1)
+    state.phases = tuple(
+        PrecisionPhase(after=after, changes=(), recipe=each)
+        for after, each in enumerate((recipe, other))
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "dist", None)  # a step exchanges no names
+        train_step(state, Case().microbatches(0, mesh))
+    state.step = 1
+    renamed = dict(zip(fault, reversed(fault), strict=True)) if rank.index == 1 else {}
+
+    def registered(table: ScaleTable, name: str, *rule: Any) -> Slot:
+        name = renamed.get(name, name)
+        return register(table, name, *rule) if name else Slot(table, 0)
+
+    texts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScaleTable, "register", registered)
+        for act in (lambda: Case(fp8=recipe).build(mesh), lambda: begin_phase(state)):
+            with pytest.raises(RunError) as error:
+                act()
+            texts.append(str(error.value))
+    return texts
+
+
+def share_rows(rank: Rank) -> tuple[str | None, dict[str, list[float]], str | None]:
+    """Each rank casts the tensor of its own number, and has rows for all of them.
+
+    Return what the ranks say of their rows, the histories, and what they say of a row of nobody.
+    """
+    mesh = join(ParallelSpec(devices_per_node=rank.size))
+    state = ScalingState(Fp8Recipe(amax_history_len=3), mesh.amax.start_all_reduce_max)
+    for table in (state.forward, state.backward):
+        for number in range(rank.size):
+            table.register(f"expert {number}", is_here=number == rank.index)
+        table.amax[rank.index] = rank.index + 1
+    assert mesh.amax.group is not None
+    difference = why_rows_differ(state, mesh.amax.group)
+    state.end_forward()
+    state.end_backward()
+    histories = {key: table.history[:, -1].tolist() for key, table in state.tables.items()}
+    state.backward.register("expert 9", is_here=False)
+    return difference, histories, why_rows_differ(state, mesh.amax.group)
 
 
 def quantize_a_part(rank: Rank, recipe: str, along: int) -> list[float]:

@@ -38,6 +38,50 @@ def test_a_rank_outside_of_the_group_is_refused() -> None:
     assert outside.startswith("amax_group: ") and "member of" in outside
 
 
+def test_a_group_whose_ranks_convert_other_linears_is_refused() -> None:
+    """Their tables would be reduced by place, and row 2 is another tensor on each rank."""
+    said = set(run_ranks(rank_work.convert_other_linears, 2, {}))
+    assert len(said) == 1, "all ranks refuse it, with the same words"
+    (text,) = said
+    assert text.startswith("amax_group: would mix the amaxes of different tensors: ")
+    assert "row 2 of the forward scales is 2.input on rank 0 and missing on rank 1" in text
+
+
+FAULTS = {
+    "forward": ("layers.1.mlp.fc2.weight", "layers.1.mlp.fc9.weight"),
+    "backward": ("layers.0.attention.qkv.grad_output", "layers.0.attention.query.grad_output"),
+    "missing": ("layers.1.mlp.fc2.grad_output", ""),
+    "turned": ("layers.0.mlp.fc1.input", "layers.0.mlp.fc1.weight"),
+}
+FOUND = {
+    "forward": "row 15 of the forward scales is layers.1.mlp.fc2.weight on rank 0 and "
+    "layers.1.mlp.fc9.weight on rank 1",
+    "backward": "row 0 of the backward scales is layers.0.attention.qkv.grad_output on rank 0 and "
+    "layers.0.attention.query.grad_output on rank 1",
+    "missing": "row 7 of the backward scales is layers.1.mlp.fc2.grad_output on rank 0 and missing "
+    "on rank 1",
+    "turned": "row 4 of the forward scales is layers.0.mlp.fc1.input on rank 0 and "
+    "layers.0.mlp.fc1.weight on rank 1",
+}
+
+
+def test_ranks_whose_scales_have_other_rows_do_not_train() -> None:
+    """They agree when a run begins and when it changes its recipe, and send no names in a step."""
+    for refused in run_ranks(rank_work.build_with_other_rows, 2, {"faults": FAULTS}):
+        for label, texts in refused.items():
+            for text in texts:
+                assert FOUND[label] in text, label
+        assert refused.keys() == FOUND.keys()
+
+
+def test_a_row_has_the_amax_of_the_rank_that_casts_its_tensor() -> None:
+    """As experts will: a rank has rows for the tensors of others, and the maximum is their own."""
+    for difference, histories, of_nobody in run_ranks(rank_work.share_rows, 2, {}):
+        assert difference is None
+        assert histories == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]}
+        assert of_nobody == "row 2 of the backward scales is expert 9, which no rank casts"
+
+
 @pytest.mark.slow
 def test_sharded_weights_train_as_replicas_do() -> None:
     for result, expected in zip(trained("fsdp2", True), trained("ddp", True), strict=True):

@@ -1,0 +1,54 @@
+"""Compare the rows of scale tables between ranks, which reduce them by their place in the table.
+
+A row that is another tensor's on another rank would mix the amaxes of the two without an error, so
+ranks agree on the rows by name before they reduce any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import zip_longest
+
+import torch.distributed as dist
+
+from megafp8.fp8.scaling import ScalingState
+from megafp8.ops.exchange import gather_bytes
+
+_MOST_RANKS = 8  # that a message names
+
+
+def why_rows_differ(scaling: ScalingState, group: dist.ProcessGroup) -> str | None:
+    """Return how the rows of a group's ranks differ, or None where these may reduce them.
+
+    They may if all ranks have the same names in the same order, and at least one rank casts each
+    tensor. All ranks of the group call the function together.
+    """
+    tables = {"forward": scaling.forward, "backward": scaling.backward}
+    names = {direction: table.names for direction, table in tables.items()}
+    elsewhere = {name for table in tables.values() for name in table.elsewhere}
+    digest = hashlib.sha256(json.dumps(names).encode()).digest()
+    told = set(gather_bytes(digest + bytes([bool(elsewhere)]), group))
+    if len(told) == 1 and not elsewhere:
+        return None
+    content = json.dumps([names, sorted(elsewhere)]).encode()
+    of_ranks = [json.loads(part) for part in gather_bytes(content, group)]
+    ranks = dist.get_process_group_ranks(group)
+    for direction in tables:
+        rows = zip_longest(*(names[direction] for names, _ in of_ranks))
+        for number, row in enumerate(rows):
+            place = f"row {number} of the {direction} scales is"
+            if len(once := dict.fromkeys(row)) > 1:
+                found = (f"{name or 'missing'} on {_ranks(row, name, ranks)}" for name in once)
+                return f"{place} {' and '.join(found)}"
+            if all(row[0] in absent for _, absent in of_ranks):
+                return f"{place} {row[0]}, which no rank casts"
+    return None
+
+
+def _ranks(row: tuple[str | None, ...], name: str | None, ranks: list[int]) -> str:
+    """Return the ranks that have this name in the row, in words."""
+    having = [str(rank) for rank, other in zip(ranks, row, strict=True) if other == name]
+    if len(having) > _MOST_RANKS:
+        having = [*having[:_MOST_RANKS], f"{len(having) - _MOST_RANKS} more"]
+    return f"rank{'s' * (len(having) > 1)} {', '.join(having)}"
