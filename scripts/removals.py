@@ -86,7 +86,8 @@ class Part:
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")
 PARTS = (
     Part(
-        "te_cpu", ("te_cpu", "megafp8/backends/te/on_cpu.py", "scripts/te_*.py",
+        "te_cpu",
+        ("te_cpu", "tests/te_cpu", "megafp8/backends/te/on_cpu.py", "scripts/te_*.py",
                    "examples/*_transformer_engine_*.py"),
         ("tests/backends", "tests/fp8/test_linear.py"), is_package=True,
     ),
@@ -95,7 +96,7 @@ PARTS = (
         ("tests/fp8_numerics/test_gemm.py", "tests/fp8/test_linear.py"),
     ),
     Part(
-        "megafp8_migrate", ("megafp8_migrate",),
+        "megafp8_migrate", ("megafp8_migrate", "tests/megafp8_migrate"),
         ("tests/cli/test_commands.py", "tests/config/test_load.py"), is_package=True,
     ),
     Part(
@@ -167,7 +168,8 @@ def take_out(part: Part, tree: Path) -> Row:
         raise SystemExit(f"removals: {part.name}: no file is at {', '.join(part.paths)}")
     gone = [file for path in paths for file in _files(path)]
     modules = {_module(file.relative_to(tree)) for file in gone if file.suffix == ".py"}
-    num_lines = sum(len(file.read_text().splitlines()) for file in gone if file.suffix == ".py")
+    code = [file for file in gone if file.suffix == ".py" and tree / "tests" not in file.parents]
+    num_lines = sum(len(file.read_text().splitlines()) for file in code)
     for path in paths:
         subprocess.run(["rm", "-r", str(path)], check=True)
     if part.change is not None:
