@@ -13,11 +13,11 @@ the compiled extension `transformer_engine_torch` with the arithmetic of an H100
 does so before any test module is imported; see `pytest_plugin.py`.
 """
 
-from te_cpu.loading import describe, load
+from te_cpu.loading import describe, lacking, load
 from te_cpu.versions import DEFAULT_VERSION
 from te_cpu.wheel import Sources, loaded
 
 # `pytest -p te_cpu` registers this package, and by this name its plugin.
 pytest_plugins = "te_cpu.pytest_plugin"
 
-__all__ = ["DEFAULT_VERSION", "Sources", "describe", "load", "loaded"]
+__all__ = ["DEFAULT_VERSION", "Sources", "describe", "lacking", "load", "loaded"]

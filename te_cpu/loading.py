@@ -55,6 +55,11 @@ def describe() -> str:
     )
 
 
+def lacking() -> list[str]:
+    """Return which of the packages that every version needs are not installed."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
 def load(version: str = DEFAULT_VERSION) -> ModuleType:
     """Return `transformer_engine.pytorch` of `version`, on the CPU; each call returns one module.
 
@@ -70,8 +75,7 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
     if "transformer_engine" in sys.modules:
         reason = "an installed transformer_engine has been imported in this process already"
         raise VersionError(PACKAGE, version, reason, "Load the CPU's first, or in another process")
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := lacking():
         names = " ".join(missing)
         raise VersionError(
             PACKAGE,
@@ -86,7 +90,10 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
     except (ImportError, AttributeError, AssertionError, TypeError, RuntimeError) as error:
         first = next(iter(str(error).splitlines()), "")
         reason = f"its Python cannot be loaded here ({type(error).__name__}: {first})"
-        raise VersionError(PACKAGE, version, reason, f"Use {DEFAULT_VERSION}") from error
+        absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+        lacks = "" if absent.startswith("transformer_engine") else absent.partition(".")[0]
+        hint = f"Run `pip install {lacks}`, or use" if lacks else "Use"
+        raise VersionError(PACKAGE, version, reason, f"{hint} {DEFAULT_VERSION}") from error
 
 
 def _import(sources: Sources) -> ModuleType:

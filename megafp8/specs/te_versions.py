@@ -27,10 +27,10 @@ def release_of(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in version.split(".")[:2])
 
 
-def installed_version() -> str | None:
+def installed_version(distribution: str = "transformer-engine") -> str | None:
     """Return the version that is installed here, or None."""
     try:
-        return importlib.metadata.version("transformer-engine")
+        return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

@@ -60,6 +60,31 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert te_cpu.loaded() is None
 
 
+def test_a_package_that_is_missing_is_named_before_or_while_it_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What every version needs is asked for before anything is fetched; what one version alone
+    needs is named when its import fails, with the line that installs it."""
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    assert loading.lacking() == ["pydantic"]
+    with monkeypatch.context() as patched:
+        patched.setattr(loading.wheel, "sources", lambda version: pytest.fail("it was fetched"))
+        with pytest.raises(VersionError, match="needs pydantic, which is not installed. Run `pip"):
+            te_cpu.load()
+    monkeypatch.setattr(loading, "NEEDED", ())
+    sources = te_cpu.Sources("2.12.0", Path("nowhere"), is_known=True)
+    monkeypatch.setattr(loading.wheel, "sources", lambda version: sources)
+    for name, hint in (("other.part", "Run `pip install other`, or use 2"), (None, "Use 2")):
+
+        def fail(sources: object, name: str | None = name) -> None:
+            raise ModuleNotFoundError("No module named", name=name)
+
+        monkeypatch.setattr(loading, "_import", fail)
+        with pytest.raises(VersionError, match=r"ModuleNotFoundError") as error:
+            te_cpu.load()
+        assert error.value.hint.startswith(hint)
+
+
 def test_another_version_is_refused_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions that differ in their last number alone are two versions."""
     there = te_cpu.Sources("2.14.0", Path("nowhere"), is_known=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -135,17 +136,20 @@ def kernels_on_cpu() -> ModuleType:
     """Return `on_cpu`, which runs Transformer Engine's Python over the kernels of `te_cpu`.
 
     Raises:
-        ConfigError: The package te-on-cpu is not installed. On a GPU no run needs it.
+        ConfigError: The package te-on-cpu is not installed, or cannot be imported. On a GPU no run
+            needs it.
     """
     try:
         return importlib.import_module("megafp8.backends.te.on_cpu")
-    except ModuleNotFoundError as error:
-        if error.name != "te_cpu":
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "te_cpu":
             raise
+        is_there = installed_version("te-on-cpu") or importlib.util.find_spec("te_cpu")
+        why = f"cannot be imported ({_first_line(error)})" if is_there else "is not installed"
         raise ConfigError(
             "model.fp8_backend",
             "te",
-            "needs the package te-on-cpu where there is no GPU, and it is not installed",
+            f"needs the package te-on-cpu where there is no GPU, and it {why}",
             "In a clone: pip install -e ./te_cpu; or set model.fp8_backend=native",
         ) from error
 

@@ -40,11 +40,42 @@ def spec_of(backend: BackendName, fp8: Fp8Recipe | None, **changes: Any) -> RunS
     return dataclasses.replace(spec, precision=precision)
 
 
-def test_a_cpu_needs_te_cpu_and_a_gpu_does_not() -> None:
-    """Where the package is missing, all files of the backend but `on_cpu` can be imported."""
-    code = """
-import sys
+IN_NO_FORM = """
+import importlib.metadata, importlib.util, sys
 sys.modules["te_cpu"] = None
+found = importlib.metadata.version
+def version(name):
+    if name == "te-on-cpu":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return found(name)
+importlib.metadata.version = version
+"""
+WITHOUT_FILES = """
+import importlib.metadata, sys
+sys.modules["te_cpu"] = None
+importlib.metadata.version = lambda name: "1.0"
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (IN_NO_FORM, "it is not installed. In a clone: pip install -e ./te_cpu"),
+        (WITHOUT_FILES, "it cannot be imported (ModuleNotFoundError: "),
+        ("from te_cpu.absent import load", "it cannot be imported (ModuleNotFoundError: No module"),
+        ("from te_cpu.wheel import absent", "it cannot be imported (ImportError: cannot import"),
+    ],
+    ids=["not installed", "files are gone", "a module is gone", "of another version"],
+)
+def test_a_cpu_needs_te_cpu_and_a_gpu_does_not(before: str, why: str, tmp_path: Path) -> None:
+    """Where the package is missing, all files of the backend but `on_cpu` can be imported. One that
+    is there and cannot be imported is not called missing."""
+    if before.startswith("from"):
+        (tmp_path / "te_cpu").mkdir()
+        (tmp_path / "te_cpu/wheel.py").write_text("")
+        (tmp_path / "te_cpu/__init__.py").write_text(before)
+        before = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})"
+    code = f"""{before}
 from megafp8.backends.te import backend, names
 from megafp8.errors import ConfigError
 try:
@@ -53,7 +84,8 @@ except ConfigError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.startswith("model.fp8_backend=te: needs the package te-on-cpu"), done.stderr
+    start = "model.fp8_backend=te: needs the package te-on-cpu where there is no GPU, and "
+    assert done.stdout.startswith(start + why), done.stdout + done.stderr
     assert "pip install -e ./te_cpu" in done.stdout
 
 
