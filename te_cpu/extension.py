@@ -18,7 +18,10 @@ from te_cpu import (
     masters,
     multi_tensor,
     norms,
+    permute,
     quantize,
+    rope,
+    router,
     updates,
 )
 from te_cpu.enums import enumerations
@@ -66,7 +69,8 @@ LIBRARY: tuple[Callable[..., Any], ...] = (
 def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Return all functions by name, as this version calls them."""
     topics = (
-        quantize, gemm, grouped, norms, activations, attention, updates, masters, multi_tensor,
+        quantize, gemm, grouped, norms, activations, attention, rope, permute, updates, masters,
+        multi_tensor,
     )  # fmt: skip
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}
@@ -74,8 +78,10 @@ def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
         by_name[f"scaled_{masked}softmax_backward"] = attention.scaled_softmax_backward
     by_name["multi_tensor_adam_capturable_master"] = by_name["multi_tensor_adam_capturable"]
     if version < (2, 10):
-        by_name["fused_rope_backward"] = attention.fused_rope_backward_to_2_9
-    return by_name
+        by_name["fused_rope_backward"] = rope.fused_rope_backward_to_2_9
+    if version < (2, 16):
+        by_name["moe_permute_fwd"] = permute.moe_permute_fwd_to_2_15
+    return {**by_name, **router.kernels(version)}
 
 
 def make_extension(sources: Sources) -> ModuleType:

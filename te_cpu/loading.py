@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from te_cpu import cuda, nv, torch_private, wheel
+from te_cpu import cuda, torch_private, triton_functions, wheel
 from te_cpu.errors import VersionError
 from te_cpu.extension import make_extension
 from te_cpu.missing import FromAbsentPackage, ImportPhase
-from te_cpu.versions import DEFAULT_VERSION
+from te_cpu.versions import DEFAULT_VERSION, release_of
 from te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
 
 NEEDED = ("einops", "packaging", "pydantic")
@@ -114,7 +114,7 @@ def _import(sources: Sources) -> ModuleType:
             sys.modules[EXTENSION] = make_extension(sources)
             imported = importlib.import_module("transformer_engine.pytorch")
         _supply_recipes()
-        _supply_padding()
+        triton_functions.supply(release_of(sources.version))
         undo.pop_all()
     return imported
 
@@ -129,13 +129,6 @@ def _supply_recipes() -> None:
         for check in ("check_mxfp8_support", "check_nvfp4_support"):
             if (real := getattr(module, check, None)) is not None:
                 setattr(module, check, _passed_but_by_default(real))
-
-
-def _supply_padding() -> None:
-    """Let torch pad the scales of gathered NVFP4, as a kernel in Triton does from 2.8 on."""
-    module: Any = sys.modules["transformer_engine.pytorch.distributed"]
-    if hasattr(module, "pad_columnwise_scale_inv"):
-        module.pad_columnwise_scale_inv = nv.padded_scales
 
 
 def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:

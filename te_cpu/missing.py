@@ -14,14 +14,10 @@ SETTINGS = {
     "fa_prepare": "flash attention (NVTE_FLASH_ATTN=1)",
     "thd_": "packed sequences (qkv_format='thd') with context parallelism",
     "copy_to_kv_cache": "inference with a KV cache (InferenceParams)",
-    "moe_": "mixture of experts",
-    "fused_topk": "mixture of experts",
-    "fused_score": "mixture of experts",
-    "fused_moe": "mixture of experts",
+    "fused_topk_with_score_function_qb": "balancing experts by quantiles (qb_histogram)",
     "te_general_grouped_gemm_for": "grouped products of a GroupedTensor (mixture of experts)",
     "group_": "a GroupedTensor (mixture of experts)",
     "bgrad_group_": "a GroupedTensor (mixture of experts)",
-    "fused_qkv_rope": "fused rotary positions on interleaved QKV (fused_qkv_rope)",
     "CommOverlap": "overlapping communication with products (ub_tp_comm_overlap)",
     "bulk_overlap": "overlapping communication with products (ub_tp_comm_overlap)",
     "mxfp8": "MXFP8 weights as the only copy, in parts (quantized_model_init)",
@@ -74,7 +70,7 @@ class Missing(Unusable):
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__"):
             raise AttributeError(key)
-        return Missing(f"{self._name}.{key}")
+        return type(self)(f"{self._name}.{key}")
 
     def __or__(self, other: Any) -> Any:
         return self
@@ -86,6 +82,16 @@ class Missing(Unusable):
 
     def __hash__(self) -> int:
         return hash(self._name)
+
+
+class MissingTriton(Missing):
+    """Stand for a kernel in Triton, which runs on a GPU alone."""
+
+    def _error(self) -> MissingKernelError:
+        return MissingKernelError(
+            f"Transformer Engine's Triton kernel {self._name}: the CPU stand-in for its kernels "
+            "does not have it. Leave out what leads there, or run on an NVIDIA GPU"
+        )
 
 
 class ImportPhase:

@@ -32,13 +32,14 @@ from te_cpu import (
     mx,
     norms,
     quantize,
+    rope,
     tensors,
     updates,
 )
 from te_cpu.enums import FORMATS, DType, QkvFormat
 from te_cpu.errors import MissingKernelError, SizeError
 from te_cpu.extension import kernels, make_extension
-from te_cpu.missing import FromAbsentPackage, ImportPhase, Missing
+from te_cpu.missing import FromAbsentPackage, ImportPhase, Missing, MissingTriton
 from te_cpu.wheel import Sources
 from tests.spec import formats, mxfp8
 from tests.spec.data import data
@@ -152,6 +153,46 @@ def test_softmaxes(kind: str) -> None:
     assert_near(by_name[f"scaled_{kind}softmax_backward"](grad, found, scale), exact_grad)
 
 
+def test_a_query_that_sees_nothing_has_no_shares() -> None:
+    """A mask of 1 throughout a row, and more queries than keys; other masks than 1 mask nothing."""
+    scores, grad = normal(2, 3, 4, 8), normal(2, 3, 4, 8, seed=1)
+    mask = torch.zeros(2, 1, 4, 8, dtype=torch.uint8)
+    mask[0, :, 1], mask[1, :, :, ::2], mask[1, :, 3] = 1, 1, 2
+    hidden = (mask == 1).expand_as(scores)
+    found = attention.scaled_masked_softmax_forward(scores, mask, 0.3)
+    exact = torch.softmax((scores.double() * 0.3).masked_fill(hidden, -torch.inf), -1).nan_to_num()
+    assert_near(found, exact)
+    assert not found[0, :, 1].any() and (found[1, :, 3] > 0).all()
+    assert not attention.scaled_softmax_backward(grad, found, 0.3)[0, :, 1].any()
+    tall = normal(2, 3, 8, 5)
+    hidden = torch.ones(8, 5, dtype=torch.bool).triu(1 - 3)
+    exact = torch.softmax((tall.double() * 0.3).masked_fill(hidden, -torch.inf), -1).nan_to_num()
+    found = attention.scaled_aligned_causal_masked_softmax_forward(tall, 0.3)
+    assert_near(found, exact)
+    assert not found[..., :3, :].any() and torch.equal(found[..., 3, 0], torch.ones(2, 3))
+
+
+def test_masked_scores_count_in_the_sum_of_scores_that_are_as_low() -> None:
+    """An aligned causal row of 6 is filled up to 8 numbers of -10000."""
+    scores = torch.full((1, 1, 6, 6), -10000.0)
+    found = attention.scaled_aligned_causal_masked_softmax_forward(scores, 1.0)
+    assert torch.equal(found[0, 0], torch.full((6, 6), 1 / 8).tril())
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_score_that_is_not_finite_spoils_its_row_alone(bad: float) -> None:
+    scores = normal(1, 1, 8, 8)
+    scores[0, 0, 5, 2] = bad
+    mask = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    for found in (
+        attention.scaled_softmax_forward(scores, 0.5),
+        attention.scaled_masked_softmax_forward(scores, mask, 0.5),
+        attention.scaled_upper_triang_masked_softmax_forward(scores[0], 0.5)[None],
+        attention.scaled_aligned_causal_masked_softmax_forward(scores, 0.5),
+    ):
+        assert found[0, 0, 5, :6].isnan().all() and not found[0, 0, [0, 7]].isnan().any()
+
+
 @pytest.mark.parametrize("layout", ["NVTE_SBHD", "NVTE_BSHD"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("width", [8, 4])
@@ -176,9 +217,9 @@ def test_rotary_positions(layout: str, interleaved: bool, width: int) -> None:
     both = angles.repeat_interleave(2, -1) if interleaved else torch.cat([angles, angles], -1)
     arguments = (both[:, None, None], None, QkvFormat[layout], interleaved, None, 1, 0)
     dims = (0, 1) if layout == "NVTE_SBHD" else (1, 0)
-    found = attention.fused_rope_forward(x.movedim((0, 1), dims), *arguments)
+    found = rope.fused_rope_forward(x.movedim((0, 1), dims), *arguments)
     assert_near(found.movedim(dims, (0, 1)), exact)
-    found = attention.fused_rope_backward(grad.movedim((0, 1), dims), *arguments)
+    found = rope.fused_rope_backward(grad.movedim((0, 1), dims), *arguments)
     assert_near(found.movedim(dims, (0, 1)), exact_grad)
 
 
@@ -192,9 +233,67 @@ def test_rotary_positions_of_documents() -> None:
     freqs = normal(6, 1, 1, 4, seed=2)
     thd = (freqs, None, QkvFormat["NVTE_THD"], False, borders, 1, 0)
     bshd = (freqs, None, QkvFormat["NVTE_BSHD"], False, None, 1, 0)
-    for turn, given in ((attention.fused_rope_forward, x), (attention.fused_rope_backward, grad)):
+    for turn, given in ((rope.fused_rope_forward, x), (rope.fused_rope_backward, grad)):
         alone = [turn(part[None], *bshd)[0] for part in given.split(LENGTHS)]
         assert torch.equal(turn(given, *thd), torch.cat(alone))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("layout", ["NVTE_SBHD", "NVTE_BSHD", "NVTE_THD"])
+def test_each_rank_turns_its_two_pieces_as_the_whole_does(layout: str, ranks: int) -> None:
+    """Rank r of R has the pieces r and 2 R - 1 - r of each sample, or of each document."""
+    form, lengths = QkvFormat[layout], (2 * ranks, 6 * ranks)
+    is_thd = layout == "NVTE_THD"
+    borders = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32) if is_thd else None
+    dim = 1 if layout == "NVTE_BSHD" else 0
+    x = normal(sum(lengths), 2, 8) if is_thd else normal(8 * ranks, 8 * ranks, 2, 8)
+    freqs, samples = normal(8 * ranks, 1, 1, 4, seed=2), lengths if is_thd else (8 * ranks,)
+    for turn in (rope.fused_rope_forward, rope.fused_rope_backward):
+        whole = turn(x, freqs, None, form, False, borders, 1, 0)
+        for rank in range(ranks):
+
+            def of_rank(given: torch.Tensor, rank: int = rank) -> torch.Tensor:
+                pieces = [sample.chunk(2 * ranks, dim) for sample in given.split(samples, dim)]
+                kept = [piece for p in pieces for piece in (p[rank], p[2 * ranks - 1 - rank])]
+                return torch.cat(kept, dim)
+
+            found = turn(of_rank(x), freqs, None, form, False, borders, ranks, rank)
+            assert torch.equal(found, of_rank(whole))
+
+
+def test_samples_that_continue_begin_at_their_own_positions() -> None:
+    """As in inference; from 2.10 on the backward pass knows them too."""
+    x, freqs, begin = normal(3, 2, 2, 8), normal(9, 1, 1, 8), torch.tensor([0, 6])
+    more = (QkvFormat["NVTE_SBHD"], True, None, 1, 0)
+    for turn in (rope.fused_rope_forward, rope.fused_rope_backward):
+        found = turn(x, freqs, begin, *more)
+        for sample, first in enumerate(begin.tolist()):
+            alone = turn(x[:, sample : sample + 1], freqs[first:], None, *more)
+            assert torch.equal(found[:, sample : sample + 1], alone)
+        with pytest.raises(SizeError, match="freqs has 8 positions, .* up to 8"):
+            turn(x, freqs[:8], begin, *more)
+    old = rope.fused_rope_backward_to_2_9(x, freqs, *more)
+    assert torch.equal(old, rope.fused_rope_backward(x, freqs, None, *more))
+    with pytest.raises(SizeError, match="cp_size=2 needs samples of an even length"):
+        rope.fused_rope_forward(x, freqs, None, QkvFormat["NVTE_SBHD"], False, None, 2, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", ["NVTE_SBHD", "NVTE_BSHD"])
+def test_queries_keys_and_values_of_one_tensor(layout: str, ranks: int) -> None:
+    """Groups of two queries, a key and a value are turned as apart; the gradient goes back."""
+    qkv, form = normal(4, 6, 3, 32), QkvFormat[layout]
+    q_freqs, k_freqs = (normal(12, 1, 1, 2, seed=s).repeat(1, 1, 1, 2) for s in (0, 1))
+    more = (form, False, ranks, ranks - 1)
+    query, key, value = rope.fused_qkv_rope_forward(qkv, q_freqs, k_freqs, None, [16, 8, 8], *more)
+    apart = (form, False, None, *more[2:])
+    given = qkv[..., :16].reshape(4, 6, 6, 8)
+    assert torch.equal(query, rope.fused_rope_forward(given, q_freqs, None, *apart))
+    assert torch.equal(key, rope.fused_rope_forward(qkv[..., 16:24], k_freqs, None, *apart))
+    assert torch.equal(value, qkv[..., 24:])
+    parts = (query, key, value)
+    back = rope.fused_qkv_rope_backward(*parts, q_freqs, k_freqs, [16, 8, 8], *more)
+    assert_near(back, qkv)  # the transpose of a turn is its inverse
 
 
 def test_documents_in_rows_and_back() -> None:
@@ -221,14 +320,12 @@ def test_borders_that_are_not_those_of_the_tokens_are_refused(borders: list[int]
     for call in (
         lambda: attention.convert_thd_to_bshd(x, told, 2, 6),
         lambda: attention.convert_bshd_to_thd(x.view(2, 6, 2, 8), told, 12),
-        lambda: attention.fused_rope_forward(
-            x, freqs, None, QkvFormat["NVTE_THD"], False, told, 1, 0
-        ),
+        lambda: rope.fused_rope_forward(x, freqs, None, QkvFormat["NVTE_THD"], False, told, 1, 0),
     ):
         with pytest.raises(SizeError, match="does not divide 12 tokens into documents of up to 6"):
             call()
     with pytest.raises(SizeError, match="cu_seqlens is missing"):
-        attention.fused_rope_forward(x, freqs, None, QkvFormat["NVTE_THD"], False, None, 1, 0)
+        rope.fused_rope_forward(x, freqs, None, QkvFormat["NVTE_THD"], False, None, 1, 0)
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
@@ -481,13 +578,10 @@ def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
     extension = make_extension(Sources("2.12.0", None, True))  # type: ignore[arg-type]
     with pytest.raises(MissingKernelError, match=r"fused_attn_fwd.*NVTE_FUSED_ATTN"):
         extension.fused_attn_fwd(1, 2)
-    with pytest.raises(MissingKernelError, match=r"moe_permute_fwd.*mixture of experts"):
-        extension.moe_permute_fwd()
+    with pytest.raises(MissingKernelError, match=r"score_function_qb_fwd.*by quantiles"):
+        extension.fused_topk_with_score_function_qb_fwd()
     with pytest.raises(MissingKernelError, match=r"some_new_function"):
         extension.some_new_function()
-    with pytest.raises(MissingKernelError, match="fused_rope with context parallelism"):
-        x, freqs = torch.zeros(4, 2, 4), torch.zeros(4, 1, 1, 4)
-        extension.fused_rope_forward(x, freqs, None, 2, False, torch.tensor([0, 4]), 2, 0)
     with pytest.raises(MissingKernelError, match=r"thd_second_half.*context parallelism"):
         extension.thd_second_half_lse_correction()
     with pytest.raises(MissingKernelError, match="nvfp4_data_transpose.*NVFP4 weights"):
@@ -585,8 +679,10 @@ def test_a_placeholder_names_itself_when_it_is_used(use: str) -> None:
     with pytest.raises(MissingKernelError, match="the package triton"):
         assert absent == 3
     assert FromAbsentPackage("triton.jit", ImportPhase())(print)  # of another import
-    with pytest.raises(MissingKernelError, match="moe_permute.*comes from mixture of experts"):
-        USES[use](Missing("moe_permute"))
+    with pytest.raises(MissingKernelError, match="init_nvshmem_x.*comes from NVSHMEM"):
+        USES[use](Missing("init_nvshmem_x"))
+    with pytest.raises(MissingKernelError, match=r"Triton kernel _mhc_fwd\S*: the CPU stand-in"):
+        USES[use](MissingTriton("_mhc_fwd"))
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), 0, 1, "cpu"])
