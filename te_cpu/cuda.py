@@ -13,6 +13,7 @@ functions, which takes longer than the tiny tensors of a test.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -208,9 +209,9 @@ def install(undo: ExitStack) -> None:
     _replace(torch, "Generator", Generator, undo)
     for name, answer in ANSWERS.items():
         asked = _to_transformer_engine(answer, getattr(torch.cuda, name))
-        _replace(torch.cuda, name, asked, undo)
+        _replace_in_cuda(name, asked, undo)
     for name, value in FOR_EVERYONE.items():
-        _replace(torch.cuda, name, value, undo)
+        _replace_in_cuda(name, value, undo)
     for name in ("range", "range_push", "range_pop"):
         _replace(torch.cuda.nvtx, name, _nothing, undo)
     _patch_cuda_version(undo)
@@ -218,6 +219,8 @@ def install(undo: ExitStack) -> None:
     undo.callback(torch_private.wrap_coalescing_manager(_without_coalescing))
     for name in SENT_TOGETHER:
         _replace(torch.distributed, name, _arrived(getattr(torch.distributed, name)), undo)
+    for name in ("init_process_group", "new_group"):
+        _replace(torch.distributed, name, _by_gloo(getattr(torch.distributed, name)), undo)
 
 
 def _replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
@@ -232,6 +235,14 @@ def answer_everyone() -> None:
     """Answer from now on to all code but torch's own as to Transformer Engine's."""
     if "" not in _ASKING:
         _ASKING.append("")
+
+
+def _replace_in_cuda(name: str, value: Any, undo: ExitStack) -> None:
+    """Replace a name of `torch.cuda`, also where programs find it in the file that defines it."""
+    real = getattr(torch.cuda, name)
+    for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
+        if vars(owner).get(name) is real:
+            _replace(owner, name, value, undo)
 
 
 def answer_also(packages: Iterable[str]) -> None:
@@ -367,6 +378,27 @@ def _arrived(send: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return sent
+
+
+def _by_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a group of processes with gloo where NCCL is asked for.
+
+    It binds the group to no device, and leaves out options that are NCCL's.
+    """
+    signature = inspect.signature(make)
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments
+        if "nccl" in str(given.get("backend")).lower():
+            given["backend"] = "gloo"
+            given.pop("pg_options", None)
+        if to_cpu(given.get("device_id")) is CPU:
+            del given["device_id"]
+        return make(*bound.args, **bound.kwargs)
+
+    return made
 
 
 def to_cpu(device: Any) -> Any:

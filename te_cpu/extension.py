@@ -93,6 +93,9 @@ def make_extension(sources: Sources) -> ModuleType:
         module.__dict__[name] = _without_gradients(kernel)
     if version < (2, 10):  # it is a number there, and a function later
         module.__dict__["_num_cublas_streams"] = get_num_cublas_streams()
+    none: Any = module.__dict__["NVTE_Fused_Attn_Backend"].NVTE_No_Backend
+    told = (none, "a CPU has no cuDNN") if version >= (2, 20) else none
+    module.__dict__["get_fused_attn_backend"] = lambda *args, **kwargs: told
     module.__dict__["FP8TensorMeta"] = FP8TensorMeta
     module.__dict__["sources"] = sources
     module.__dict__["__getattr__"] = _missing
@@ -105,9 +108,21 @@ def _without_gradients(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def called(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad(), as_one_kernel():
-            return kernel(*args, **kwargs)
+            found = kernel(*args, **kwargs)
+        if isinstance(found, list | tuple):
+            return type(found)(_without_base(each, args) for each in found)
+        return _without_base(found, args)
 
     return called
+
+
+def _without_base(found: Any, given: tuple[Any, ...]) -> Any:
+    """Return a result that is no view of another tensor, as those of compiled functions are not.
+
+    Autograd refuses to change a view in place that one of its functions has returned.
+    """
+    is_view = type(found) is torch.Tensor and found._is_view()
+    return found.data if is_view and not any(found is each for each in given) else found
 
 
 def _missing(name: str) -> Missing:

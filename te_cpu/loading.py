@@ -23,14 +23,8 @@ from te_cpu.versions import DEFAULT_VERSION, release_of
 from te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
 
 NEEDED = ("einops", "packaging", "pydantic")
-# What decides how attention runs: plain torch operations, which a CPU has. The last one only keeps
-# tensor-parallel layers from warning about the order of CUDA's queues.
-LASTING = {
-    "NVTE_FLASH_ATTN": "0",
-    "NVTE_FUSED_ATTN": "0",
-    "NVTE_TORCH_COMPILE": "0",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+# The last one only keeps tensor-parallel layers from warning about the order of CUDA's queues.
+LASTING = {"NVTE_TORCH_COMPILE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 # Transformer Engine's own switches against looking for compiled libraries while it is imported.
 WHILE_IMPORTING = {"NVTE_PROJECT_BUILDING": "1", "NVTE_FRAMEWORK": "none"}
 # Imported at the top of files that are not needed here: kernels in Triton, export to ONNX.
@@ -115,6 +109,7 @@ def _import(sources: Sources) -> ModuleType:
             imported = importlib.import_module("transformer_engine.pytorch")
         _supply_recipes()
         triton_functions.supply(release_of(sources.version))
+        _leave_out_flash_attention()
         undo.pop_all()
     return imported
 
@@ -129,6 +124,20 @@ def _supply_recipes() -> None:
         for check in ("check_mxfp8_support", "check_nvfp4_support"):
             if (real := getattr(module, check, None)) is not None:
                 setattr(module, check, _passed_but_by_default(real))
+
+
+def _leave_out_flash_attention() -> None:
+    """Let attention run as plain torch operations, also where flash-attn is installed.
+
+    No variable of the environment says so, since programs set these themselves; cuDNN's attention
+    is left out by `get_fused_attn_backend`.
+    """
+    for name in ("attention.dot_product_attention.utils", "dot_product_attention.utils"):
+        module = sys.modules.get(f"transformer_engine.pytorch.{name}")
+        utilities: Any = getattr(module, "FlashAttentionUtils", None)
+        for installed in ("is_installed", "v3_is_installed", "v4_is_installed"):
+            if hasattr(utilities, installed):
+                setattr(utilities, installed, False)
 
 
 def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:

@@ -30,7 +30,6 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., None]:
     """Import Megatron-core and Bridge's precisions; return the function that trains one rank."""
-    with_megatron.supply_torch()
     transformer: Any = importlib.import_module("megatron.core.transformer")
     optimizers: Any = importlib.import_module("megatron.core.optimizer")
     distributed: Any = importlib.import_module("megatron.core.distributed")

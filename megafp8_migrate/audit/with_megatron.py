@@ -31,7 +31,6 @@ SIZES = (
 
 def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., None]:
     """Import Megatron; return the function that trains one rank."""
-    supply_torch()
     arguments = importlib.import_module("megatron.training.arguments")
     utilities = importlib.import_module("megatron.training.argument_utils")
     training = importlib.import_module("megatron.training.training")
@@ -60,12 +59,6 @@ def prepare(job: Mapping[str, Any], recorder: StepRecorder) -> Callable[..., Non
         train_small(config, ddp, optimizer_config, overrides, model, recorder, record)
 
     return train
-
-
-def supply_torch() -> None:
-    """Give `torch.cuda.random` what Transformer Engine's loader gives `torch.cuda`."""
-    for name in ("get_rng_state", "set_rng_state", "manual_seed"):
-        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
 
 
 def trace_reads(job: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -589,6 +590,39 @@ def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
     assert (extension.CommOverlap | None) is not None  # an annotation
 
 
+def test_results_are_tensors_of_their_own() -> None:
+    """Programs change them in place, which autograd refuses for views; sums come back as given."""
+    extension = make_extension(Sources("2.12.0", None, True))  # type: ignore[arg-type]
+    a, b, held = normal(3, 4), normal(5, 4, seed=1), torch.zeros(2, 5, 3)[0]
+
+    def product(out: torch.Tensor | None) -> torch.Tensor:
+        rest = (None, False, None, False, None, 0, out is not None, False)
+        return extension.generic_gemm(a, True, b, False, out, None, None, None, 0, *rest[1:])[0]
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return product(None)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad
+
+    out = Product.apply(torch.zeros(1, requires_grad=True))
+    out += 1.0
+    assert_near(out.detach(), b.double() @ a.double().t() + 1)
+    assert product(held) is held and held._is_view()
+
+
+def test_cudnn_is_asked_and_has_no_attention() -> None:
+    """Transformer Engine then takes plain torch operations; from 2.20 on it is told why."""
+    for version, has_reason in (("2.4.0", False), ("2.19.0", False), ("2.20.2", True)):
+        extension = make_extension(Sources(version, None, True))  # type: ignore[arg-type]
+        answer = extension.get_fused_attn_backend(True, FP32, max_seqlen=4)
+        none = extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+        assert answer == ((none, "a CPU has no cuDNN") if has_reason else none)
+
+
 def test_each_version_has_its_own_signatures() -> None:
     old, new = (kernels(version)["fused_rope_backward"] for version in ((2, 9), (2, 10)))
     assert "start_positions" not in inspect.signature(old).parameters
@@ -697,6 +731,42 @@ def test_what_goes_to_a_cuda_device_stays_on_the_cpu(device: Any) -> None:
         assert x.to(torch.float16).dtype == x.to(x.half()).dtype == torch.float16
     assert [y.device.type for y in (*moved, *made)] == ["cpu"] * 8
     assert moved[2].dtype == torch.float16
+
+
+def test_what_files_of_torch_cuda_define_is_replaced_in_them_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs import from `torch.cuda.random` what `torch.cuda` has as well."""
+    monkeypatch.setattr(cuda, "_ASKING", [__name__])
+    with ExitStack() as undo:
+        cuda.install(undo)
+        torch.cuda.random.manual_seed(5)
+        drawn = torch.rand(2)
+        torch.cuda.random.set_rng_state(torch.Generator().manual_seed(5).get_state())
+        assert torch.equal(torch.rand(2), drawn)
+        assert torch.equal(torch.cuda.random.get_rng_state(), torch.get_rng_state())
+        assert torch.cuda.memory.memory_allocated() == 0
+        assert torch.cuda.streams.Event().query()
+    assert torch.cuda.random.manual_seed is torch.cuda.manual_seed
+    assert torch.cuda.streams.Event is torch.cuda.Event
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("nccl",), ("cuda:nccl,cpu:gloo",), (None,)],
+)
+def test_a_group_by_nccl_is_one_by_gloo(words: tuple[Any, ...], tmp_path: Path) -> None:
+    with ExitStack() as undo:
+        cuda.install(undo)
+        where = {"init_method": f"file://{tmp_path / 'store'}", "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group(*words, **where, device_id=torch.device("cuda", 0))
+        undo.callback(torch.distributed.destroy_process_group)
+        group = torch.distributed.new_group([0], backend="NCCL")
+        assert torch.distributed.get_backend(group) == "gloo"
+        x = torch.ones(2, device="cuda")
+        torch.distributed.all_reduce(x)
+        torch.distributed.all_reduce(x, group=group)
+        assert x.tolist() == [1, 1]
 
 
 def test_a_default_cuda_device_is_the_cpu_and_another_stays() -> None:
