@@ -22,6 +22,7 @@ from megafp8.optim.partitions import Segment
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.specs import StorageSpec
 from megafp8.specs.division import padded_rows
+from megafp8.specs.geometry import DENSE
 
 
 class FsdpMasters(Masters):
@@ -45,6 +46,7 @@ class FsdpMasters(Masters):
     ) -> None:
         """Take the values of the shards; `linears` are the linears' weights among them."""
         self.shards, self._modules = sharded.shards, sharded.modules
+        self.shards_of = {DENSE: self.shards}
         self.storage, self.linears = storage, frozenset(linears)
         self.own_weights = {}  # linears read what FSDP gathers, in the compute dtype or in FP8
         self._gathered_in_fp8 = sharded.gathered_in_fp8

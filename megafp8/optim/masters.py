@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from megafp8.optim.partitions import (
     Partition,
     Segment,
     WeightBuffer,
+    group_of,
     is_sharded,
     replicated_range,
 )
@@ -28,7 +30,8 @@ from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.grad_reduce import Bucket, GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
 from megafp8.specs import StorageSpec
-from megafp8.specs.division import Divided, Member, Places
+from megafp8.specs.division import Divided, Member
+from megafp8.specs.geometry import DENSE
 
 ALL_IN_FP32 = StorageSpec()
 
@@ -56,7 +59,9 @@ class Masters:
         own_grads      flat tensors; to multiply them multiplies all of `stored_grads`
         own_weights    the parameters that are their own masters in low precision
         row_of         the number of each parameter, where segments are parts of tensors; or None
-        shards         the ranks that update the other segments
+        shards         the ranks that update the other segments of dense parameters
+        shards_of      the same for each group of replicas, by name
+        partitions     what divides the parameters of each group
         holds_rows     whether a rank has rows of each parameter (FSDP)
     """
 
@@ -68,16 +73,21 @@ class Masters:
         storage: StorageSpec = ALL_IN_FP32,
         partition: Partition | None = None,
         *,
+        others: Mapping[str, Partition] = MappingProxyType({}),
         linears: Collection[nn.Parameter] = (),
         fp8: Fp8Weights | None = None,
         bucket_bytes: int = 125 << 20,
     ) -> None:
         """Take the initial values of `params`; `linears` are the linears' weights among them.
 
-        `fp8` has the weights that are kept in FP8; `bucket_bytes` is a bucket's size in FP32.
+        `partition` divides the dense parameters, and `others` those of other groups of replicas, by
+        name: each flat tensor and each message is of one group. `fp8` has the weights that are kept
+        in FP8; `bucket_bytes` is a bucket's size in FP32.
         """
         self.storage, self.partition = storage, partition or Partition()
-        self.data, self.shards = self.partition.data, self.partition.shards
+        self.shards = self.partition.shards
+        self.partitions = {DENSE: self.partition, **others}
+        self.shards_of = {name: each.shards for name, each in self.partitions.items()}
         self.params, self.linears = list(params), frozenset(linears)
         if storage.is_plain:  # the gradient norm adds squares in this order
             self.params.sort(key=lambda param: not is_sharded(param))
@@ -85,10 +95,21 @@ class Masters:
         self._one = torch.ones((), device=self.device)
         self._fp8 = fp8 or WholeFp8Weights()
         self._in_fp8 = frozenset(self._fp8.params)
-        division = self.partition.way.divide(self._divided())
-        self.buffers = [WeightBuffer.of(p, self._members_of(p)) for p in division.weights]
+        if self.shards.size > 1:  # one reduction of amaxes serves all weights
+            assert not {group_of(p) for p in self._in_fp8} - {DENSE}, "FP8 weights of other groups"
         formats = {str(name): fmt for name, fmt in STORAGE_FORMATS.items()}
-        grads = [lay_out(p, self._members_of(p), formats[p.kind]) for p in division.grads]
+        self.buffers: list[WeightBuffer] = []
+        grads: list[FlatGrads] = []
+        order: list[nn.Parameter] = []
+        for name, each in self.partitions.items():
+            members = [param for param in self.params if group_of(param) == name]
+            division = each.way.divide(self._divided(members, each))
+            for places in division.weights:
+                self.buffers.append(WeightBuffer.of(places, [members[row] for row in places.rows]))
+            for places in division.grads:
+                there = [members[row] for row in places.rows]
+                grads.append(lay_out(places, there, formats[places.kind]))
+            order += (members[row] for row in division.order)
         self.plain_groups = [group for group in grads if group.fmt.name == "fp32"]
         self.scaled_groups = [group for group in grads if group.fmt.name != "fp32"]
         self.row_of = None
@@ -101,20 +122,21 @@ class Masters:
         self._rounded: list[tuple[torch.Tensor, nn.Parameter]] = []  # from masters there
         self.own_weights: dict[nn.Parameter, ScaledTensor] = {}
         buffer_of = {param: buffer for buffer in self.buffers for param in buffer.index_of}
-        for row in division.order:
-            self._take(self.params[row], buffer_of.get(self.params[row]))
+        for param in order:
+            self._take(param, buffer_of.get(param))
         self._collect(grads)
         sizes = [len(group.params) for group in self.scaled_groups]
-        count = self.data.size
-        factor = {"pre": 1 / count, "post": 1.0}.get(storage.reduction, count**-0.5)
-        self.factors = torch.full((sum(sizes),), factor, device=self.device)
+        self.factors = torch.ones(sum(sizes), device=self.device)
         self._factors_of = self.factors.split(sizes)
+        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
+            count = self._partition_of(group.params).data.size
+            factors.fill_({"pre": 1 / count, "post": 1.0}.get(storage.reduction, count**-0.5))
 
-    def _divided(self) -> Divided:
-        """Return what the partition divides."""
+    def _divided(self, params: Sequence[nn.Parameter], partition: Partition) -> Divided:
+        """Return what a partition divides: the `params` of its group of replicas."""
         storage_format, main = STORAGE_FORMATS[self.storage.main_params], self.storage.main_grads
         members = []
-        for param in self.params:
+        for param in params:
             dtype = storage_format.dtype if self._is_own_master(param) else param.dtype
             if self._is_fp8(param):
                 dtype = self._fp8.dtype_of(param)
@@ -124,15 +146,15 @@ class Masters:
                 grad=main if param in self.linears else "fp32",
                 is_linear=param in self.linears,
                 is_sharded=is_sharded(param),
-                is_tied=param in self.partition.tied,
+                is_tied=param in partition.tied,
             )
             members.append(member)
         size = self.bucket_bytes // torch.float32.itemsize
-        return Divided(tuple(members), self.data.size, size, self.storage.is_plain)
+        return Divided(tuple(members), partition.data.size, size, self.storage.is_plain)
 
-    def _members_of(self, places: Places) -> list[nn.Parameter]:
-        """Return the parameters that lie in a flat tensor."""
-        return [self.params[row] for row in places.rows]
+    def _partition_of(self, params: Iterable[nn.Parameter]) -> Partition:
+        """Return what divides these parameters, which belong to one group of replicas."""
+        return self.partitions[group_of(next(iter(params)))]
 
     def _is_fp8(self, param: nn.Parameter) -> bool:
         """Whether the weight is kept in FP8 alone, and has a master besides."""
@@ -149,7 +171,8 @@ class Masters:
         fmt = STORAGE_FORMATS[self.storage.main_params if param in self.linears else "fp32"]
         owned, place = slice(0, param.numel()), None
         if buffer is not None:
-            owned, place = buffer.owned_by(self.shards.rank, param), buffer.place(param)
+            rank = self._partition_of((param,)).shards.rank
+            owned, place = buffer.owned_by(rank, param), buffer.place(param)
         if self._is_own_master(param):
             stored = ScaledTensor.of(master.detach(), fmt)
             if place is not None:
@@ -180,14 +203,15 @@ class Masters:
 
     def _collect(self, groups: Sequence[FlatGrads]) -> None:
         """Take the gradients of `groups`, and find those of the segments."""
-        rank, whole = self.shards.rank, self.shards.size == 1
         own: dict[nn.Parameter, ScaledTensor] = {}
         self.grad_of: dict[nn.Parameter, ScaledTensor] = {}
         for group in groups:
             self.grad_of |= dict(zip(group.params, group.grads, strict=True))
-            if self.partition.frees_grads:
-                group.free_early(rank)
-            sums = enumerate(group.grads) if whole else group.own_sums(rank)
+            partition = self._partition_of(group.params)
+            if partition.frees_grads:
+                group.free_early(partition.shards.rank)
+            is_whole = partition.shards.size == 1
+            sums = enumerate(group.grads) if is_whole else group.own_sums(partition.shards.rank)
             own |= {group.params[index]: grad for index, grad in sums}
         self._group_of = {param: group for group in groups for param in group.params}
         self.param_grads = [self.grad_of[param].payload for param in self.params]
@@ -196,8 +220,10 @@ class Masters:
             for segment, master in zip(self.segments, self.masters, strict=True)
         ]
         self.grads = [grad.payload for grad in self.stored_grads]
-        self.own_grads = [group.own_range(rank) for group in self.plain_groups]
-        ranges = (replicated_range(group, rank) for group in self.plain_groups)
+        ranks = [self._partition_of(group.params).shards.rank for group in self.plain_groups]
+        both = list(zip(self.plain_groups, ranks, strict=True))
+        self.own_grads = [group.own_range(rank) for group, rank in both]
+        ranges = (replicated_range(group, rank) for group, rank in both)
         self.replicated_grads = [x for x in ranges if x is not None]  # whole on every TP rank
         # to multiply a scale multiplies its gradient
         self.own_grads += [group.scales for group in self.scaled_groups]
@@ -216,7 +242,8 @@ class Masters:
     @property
     def factors_adapt(self) -> bool:
         """Whether the factors of sums in FP8 change, and belong to the state of a run."""
-        return self.storage.reduction == "auto" and self.data.size > 1
+        has_replicas = any(each.data.size > 1 for each in self.partitions.values())
+        return self.storage.reduction == "auto" and has_replicas
 
     def factor_of(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters with gradients below FP32, and the factor of each, a 0-d view."""
@@ -233,28 +260,32 @@ class Masters:
         for group in self.scaled_groups:
             yield from zip(group.params, group.grads, strict=True)
 
-    def reducer_buckets(self) -> list[GradBucket]:
-        """Return the buckets for the gradient reducer.
+    def reducer_buckets(self, name: str = DENSE) -> list[GradBucket]:
+        """Return the buckets of a group of replicas for the gradient reducer.
 
         In stage 2 those of linears are reduced early in the first step too, since each linear gives
         one gradient in a microbatch.
         """
-        storage, stays = self.storage, self.partition.stays
-        buckets: list[GradBucket] = []
+        storage, partition = self.storage, self.partitions[name]
+        stays, buckets = partition.stays, list[GradBucket]()
         for group in self.plain_groups:
+            if group_of(group.params[0]) != name:
+                continue
             if not stays:
                 buckets += buckets_of(group.flat, group.params, self.bucket_bytes)
-            elif storage.is_plain and self.partition.divides:
+            elif storage.is_plain and partition.divides:
                 buckets.append(Bucket(group.flat, frozenset(group.params), is_scattered=True))
             else:
                 buckets.append(ExchangedBucket(group, stays=True))
         for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
+            if group_of(group.params[0]) != name:
+                continue
             starts_early = not storage.sums_in_fp32
             bucket = ExchangedBucket(group, stays, starts_early)
             if storage.reduction != "fp32":
                 adapts = storage.reduction == "auto"
                 bucket = Fp8SumBucket(group, stays, starts_early, factors=factors, adapts=adapts)
-            if self.partition.frees_grads:
+            if partition.frees_grads:
                 bucket.num_gradients = len(group.params)
             buckets.append(bucket)
         return buckets
@@ -308,20 +339,23 @@ class Masters:
         return rows.to(self.device, non_blocking=True)
 
     @cached_property
-    def rows_of_norm(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of `squared_norms` to count here: of sharded and of whole parameters.
+    def rows_of_norm(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the rows of `squared_norms` to count here, by group of replicas.
 
-        Both are int64 [rows], on the device. A list as an index would be copied there in every
-        step, and that copy waits until the device has done all that was started before.
+        They are those of sharded and of whole parameters, int64 [rows], on the device. A list as an
+        index would be copied there in every step, and that copy waits until the device has done all
+        that was started before.
         """
-        sharded: list[int] = []
-        whole: list[int] = []
+        rows_of = {name: (list[int](), list[int]()) for name in self.shards_of}
         for row, segment in enumerate(self.segments):
             if not segment.piece.replica:  # another stage counts a replica
-                (sharded if segment.piece.is_sharded else whole).append(row)
-        both = (torch.tensor(rows, dtype=torch.int64) for rows in (sharded, whole))
-        first, second = (rows.to(self.device, non_blocking=True) for rows in both)
-        return first, second
+                rows_of[segment.piece.group][not segment.piece.is_sharded].append(row)
+        on_device: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name, lists in rows_of.items():
+            both = (torch.tensor(rows, dtype=torch.int64) for rows in lists)
+            first, second = (rows.to(self.device, non_blocking=True) for rows in both)
+            on_device[name] = first, second
+        return on_device
 
     def is_finite(self, param: nn.Parameter) -> bool:
         """Whether this rank's part of the gradient of `param` holds neither NaN nor infinity.
@@ -357,7 +391,12 @@ class Masters:
 
         A row is a parameter's, in the order of `row_of`; parts of other ranks count as 0.
         """
-        return self.shards.all_reduce_max(amaxes)  # one scale a tensor, whose parts ranks share
+        if len(self.shards_of) == 1:  # one scale a tensor, whose parts ranks share
+            return self.shards.all_reduce_max(amaxes)
+        for name, shards in self.shards_of.items():
+            rows = [row for row, param in enumerate(self.params) if group_of(param) == name]
+            amaxes[..., rows] = shards.all_reduce_max(amaxes[..., rows])
+        return amaxes
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -367,7 +406,10 @@ class Masters:
             torch_private.copy_all_(places, masters)
         if self._in_fp8:
             self._fp8.store(self._parts_in_fp8(), self.shards)
-        pending = [buffer.start_gathering(self.shards) for buffer in self.buffers]
+        pending = [
+            buffer.start_gathering(self._partition_of(buffer.index_of).shards)
+            for buffer in self.buffers
+        ]
         self._share_scales()
         for gathering in pending:
             if gathering is not None:
@@ -383,21 +425,23 @@ class Masters:
 
     def _share_scales(self) -> None:
         """Tell all ranks the scales of weights that are their own masters."""
-        if not self.own_weights or self.shards.size == 1:
-            return
-        own = {segment.param for segment in self.segments}
-        scales = torch.stack(
-            [
-                weight.dequant_scale if param in own else torch.zeros_like(weight.dequant_scale)
-                for param, weight in self.own_weights.items()
-            ]
-        )
-        # Only a weight's owner knows its scale: the others send 0. A maximum may drop a NaN, so a
-        # NaN travels as infinity.
-        shared = self.shards.all_reduce_max(scales.nan_to_num(nan=torch.inf))
-        shared = torch.where(shared.isfinite(), shared, torch.nan)
-        for weight, scale in zip(self.own_weights.values(), shared.unbind(), strict=True):
-            weight.dequant_scale.copy_(scale)
+        for name, shards in self.shards_of.items():
+            weights = {p: weight for p, weight in self.own_weights.items() if group_of(p) == name}
+            if not weights or shards.size == 1:
+                continue
+            own = {segment.param for segment in self.segments}
+            scales = torch.stack(
+                [
+                    weight.dequant_scale if param in own else torch.zeros_like(weight.dequant_scale)
+                    for param, weight in weights.items()
+                ]
+            )
+            # Only a weight's owner knows its scale: the others send 0. A maximum may drop a NaN, so
+            # a NaN travels as infinity.
+            shared = shards.all_reduce_max(scales.nan_to_num(nan=torch.inf))
+            shared = torch.where(shared.isfinite(), shared, torch.nan)
+            for weight, scale in zip(weights.values(), shared.unbind(), strict=True):
+                weight.dequant_scale.copy_(scale)
 
 
 def initial_master(param: nn.Parameter) -> nn.Parameter:

@@ -44,6 +44,11 @@ def is_sharded(param: nn.Parameter) -> bool:
     return pieces_of(param)[0].is_sharded
 
 
+def group_of(param: nn.Parameter) -> str:
+    """Return the name of the group of replicas that a parameter belongs to."""
+    return pieces_of(param)[0].group
+
+
 @dataclass(frozen=True)
 class WeightBuffer:
     """Hold weights of one dtype in a flat tensor, which lie as `places` says."""

@@ -92,7 +92,7 @@ class _Plan:
 
 
 class GradReducer:
-    """Sums buckets of gradients over `axis`, each as soon as its last gradient has been added.
+    """Sums buckets of gradients over ranks, each as soon as its last gradient has been added.
 
     The first step with a given number of microbatches records how many gradients each parameter
     gets and in which order buckets become complete; that step is reduced at its end, but for
@@ -104,9 +104,11 @@ class GradReducer:
     def __init__(self, axis: Axis, *, dtype: torch.dtype = torch.float32) -> None:
         """Make a reducer without buckets; `dtype` is what gradients are sent in.
 
-        BF16 halves the bytes that are sent and rounds each addend.
+        Buckets are summed over `axis` where `attach` says no other one. BF16 halves the bytes that
+        are sent and rounds each addend.
         """
         self.axis, self.dtype = axis, dtype
+        self._axis_of: dict[int, Axis] = {}  # the axis of each bucket, by its identity
         self.at_the_end = False  # reduce nothing before `finish`
         self.buckets: list[GradBucket] = []
         self._bucket_of: dict[nn.Parameter, GradBucket] = {}
@@ -117,12 +119,16 @@ class GradReducer:
         self._order: list[GradBucket] = []  # buckets to reduce, the last one first
         self._under_way: list[GradBucket] = []  # started ones that have steps left
 
-    def attach(self, buckets: Sequence[GradBucket]) -> None:
-        """Take the buckets that are reduced from now on; call it once, before the first step."""
-        assert not self.buckets, "buckets are attached already"
-        self.buckets = list(buckets)
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        for param in self._bucket_of:  # for gradients that autograd accumulates
+    def attach(self, buckets: Sequence[GradBucket], axis: Axis | None = None) -> None:
+        """Take the buckets that are reduced from now on; call it once for each group of replicas,
+        before the first step.
+        """
+        self.buckets += buckets
+        self._axis_of |= {id(bucket): axis or self.axis for bucket in buckets}
+        bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
+        assert not bucket_of.keys() & self._bucket_of.keys(), "buckets are attached already"
+        self._bucket_of |= bucket_of
+        for param in bucket_of:  # for gradients that autograd accumulates
             param.register_post_accumulate_grad_hook(self._note)
 
     def begin_step(self, num_microbatches: int) -> None:
@@ -164,7 +170,7 @@ class GradReducer:
         while self._under_way:
             self._advance()
         for bucket in self.buckets:
-            bucket.finish(self.axis)
+            bucket.finish(self._axis_of[id(bucket)])
 
     def _plan(self) -> _Plan:
         """Return the plan that follows from the gradients of this step, in their order."""
@@ -179,11 +185,11 @@ class GradReducer:
     def _start(self, bucket: GradBucket) -> None:
         """Start a bucket's reduction; those under way take their next step first."""
         self._advance()
-        bucket.start(self.axis, self.dtype)
+        bucket.start(self._axis_of[id(bucket)], self.dtype)
         self._under_way.append(bucket)
 
     def _advance(self) -> None:
-        self._under_way = [bucket for bucket in self._under_way if bucket.advance(self.axis)]
+        self._under_way = [b for b in self._under_way if b.advance(self._axis_of[id(b)])]
 
     def _note(self, param: torch.Tensor) -> None:
         """Note what autograd says of a parameter, also where a sink has kept the gradient."""

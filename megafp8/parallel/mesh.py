@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -17,9 +17,22 @@ from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.rendezvous import Store
 from megafp8.specs import ParallelSpec
+from megafp8.specs.geometry import DENSE
 
 AXES = ("tp", "cp", "dp", "pp")
 """Innermost first, Megatron's order: tensor-parallel ranks are neighbours, stages far apart."""
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Hold how the ranks of a pipeline stage repeat and divide the parameters of a group.
+
+    data    the ranks that have the same part; they sum its gradients
+    parts   the ranks that have the other parts, which make up the group together
+    """
+
+    data: Axis
+    parts: Axis
 
 
 @dataclass(frozen=True)
@@ -51,11 +64,17 @@ class Mesh:
     store: Store | None = None  # the ranks' common key-value store; None with one rank
     # Ranks wait in this group for one that works on files. None with one rank, or simulated ranks.
     agreement: dist.ProcessGroup | None = None
+    # Groups of parameters with other replicas than `data`, by the name that their pieces have.
+    groups: Mapping[str, Replicas] = field(default_factory=dict)
 
     @property
     def is_main(self) -> bool:
         """Return whether this is rank 0 of the run."""
         return self.world.rank == 0
+
+    def replicas_of(self, group: str) -> Replicas:
+        """Return how the ranks hold the parameters of a group."""
+        return Replicas(self.data, self.tp) if group == DENSE else self.groups[group]
 
 
 def coordinates(sizes: Mapping[str, int], rank: int) -> dict[str, int]:

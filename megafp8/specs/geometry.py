@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 Sizes = tuple[int, ...]
+DENSE = "dense"
+"""The group of replicas of all parameters whose piece names no other."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Piece:
     A fused parameter has several pieces: the rows of QKV are the pieces of query, key and value,
     which are not contiguous across tensor-parallel ranks. Only replica 0 is written to a
     checkpoint. `is_of_heads` says that a whole tensor acts on the heads of a tensor-parallel rank,
-    so that its gradient there is a part of a sum.
+    so that its gradient there is a part of a sum. `group` names the group of replicas (`Replicas`
+    of parallel/mesh.py): which ranks have the same part, and which have others.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Piece:
     local: tuple[slice, ...]
     replica: int = 0
     is_of_heads: bool = False
+    group: str = DENSE
 
     @property
     def local_box(self) -> Box:
@@ -91,8 +95,8 @@ class Piece:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the piece is smaller than the logical tensor."""
-        return any(
+        """Whether tensor-parallel ranks, or those that have the parts of a group, have others."""
+        return self.group != DENSE or any(
             s.stop - s.start != size for s, size in zip(self.local, self.global_shape, strict=True)
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from megafp8.optim.masters import Masters
 from megafp8.optim.muon import Muon
 from megafp8.optim.partitions import Partition
 from megafp8.parallel.agreement import agree_on_rows
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink
 from megafp8.parallel.mesh import Mesh
@@ -151,7 +153,8 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
     outer: GradSink = main
     reducer: GradReducer | None = None
     deferring: DeferringSink | None = None
-    if mesh.data.size > 1 and spec.parallel.fsdp is None:
+    sums = mesh.data.size > 1 or any(group.data.size > 1 for group in mesh.groups.values())
+    if sums and spec.parallel.fsdp is None:
         reducer = GradReducer(mesh.data, dtype=DTYPES[spec.parallel.grad_reduce_dtype])
         outer = NotingSink(outer, reducer)
     if mesh.pp.size > 1 and spec.parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES:
@@ -185,6 +188,7 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
     parallel, storage = spec.parallel, spec.optim.storage
     masters: Masters
     if parallel.fsdp is not None:
+        assert not mesh.groups, "FSDP shards one group of replicas"
         sharded = shard_model(model, mesh, parallel, spec.precision.compute)
         linears = () if storage.is_plain else backend.weights(model)
         masters = FsdpMasters(sharded, storage, linears)
@@ -194,7 +198,8 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
         masters = Masters(
             model.parameters(),
             storage,
-            make_partition(spec, mesh, model),
+            make_partition(spec, mesh.data, tied_of(model)),
+            others={name: make_partition(spec, group.data) for name, group in mesh.groups.items()},
             linears=backend.weights(model) if needs_linears else (),
             fp8=backend.fp8_weights(model) if shards else WholeFp8Weights(backend.stores(model)),
             bucket_bytes=parallel.grad_bucket_bytes,
@@ -215,10 +220,12 @@ def make_optimizer(
     return AdamW(masters, spec.optim, spec.train.seed, muon)
 
 
-def make_partition(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT) -> Partition:
-    """Return how the replicas divide master weights, moments and summed gradients."""
+def make_partition(
+    spec: RunSpec, data: Axis, tied: Collection[nn.Parameter] = frozenset()
+) -> Partition:
+    """Return how the replicas `data` of a group divide master weights, moments and gradients."""
     frees_grads = spec.optim.shards_grads and not spec.optim.storage.is_plain
-    return Partition(way_of(spec), mesh.data, tied_of(model), frees_grads=frees_grads)
+    return Partition(way_of(spec), data, tied, frees_grads=frees_grads)
 
 
 def tied_of(model: GPT | PipelinedGPT) -> list[nn.Parameter]:
@@ -240,7 +247,8 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     in_fp32 = spec.optim.storage.sums_in_fp32
     sinks.main.attach_scaled(masters.scaled_grads(), sums_in_fp32=in_fp32)
     if sinks.reducer is not None:
-        sinks.reducer.attach(masters.reducer_buckets())
+        for name, partition in masters.partitions.items():
+            sinks.reducer.attach(masters.reducer_buckets(name), partition.data)
 
 
 def make_pipeline(

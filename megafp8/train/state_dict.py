@@ -60,7 +60,7 @@ def placements_of(
             if (common := local.overlap(box)) is None:
                 continue
             inside = zip(piece.offset, common.offset, local.offset, strict=True)
-            is_replica = mesh.data.rank >= num_shards
+            is_replica = mesh.replicas_of(piece.group).data.rank >= num_shards
             is_replica = is_replica or (mesh.tp.rank > 0 and not piece.is_sharded)
             yield Placement(
                 prefix + piece.name,
@@ -201,7 +201,7 @@ def _pieces_of_segment(
 
     Of a parameter in several segments the first one has the scale.
     """
-    num_shards = state.masters.shards.size
+    num_shards = state.masters.shards_of[segment.piece.group].size
     payload = tensor.payload if isinstance(tensor, ScaledTensor) else tensor
     for placement in placements_of(prefix, segment, payload, state.mesh, num_shards=num_shards):
         yield placement
@@ -216,7 +216,7 @@ def _whole_pieces(prefix: str, state: TrainState, segment: Segment) -> Iterator[
     """Yield the placements of the whole parameter of a segment; their tensors are only shapes."""
     whole = Segment(segment.param, 0, segment.param.numel())
     shape_of_it = torch.empty(segment.param.shape, device="meta")  # FSDP's is sharded
-    num_shards = state.masters.shards.size
+    num_shards = state.masters.shards_of[segment.piece.group].size
     yield from placements_of(prefix, whole, shape_of_it, state.mesh, num_shards=num_shards)
 
 

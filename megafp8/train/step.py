@@ -92,7 +92,8 @@ def train_step(
         beside = totals[2:]
     mesh.data.all_reduce_sum(totals)
     reduce_gradients(state)
-    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp, beside)  # over 0 tokens it becomes NaN
+    # over 0 tokens it becomes NaN
+    norm_sum = grad_norm(state.masters, mesh.tp, mesh.pp, beside, mesh.groups)
     mean_loss, mean_norm = totals[0] / totals[1], norm_sum / totals[1] / grad_scale
     optimizer, number = state.optimizer, state.step + 1
     results = torch.stack((mean_loss, mean_norm, totals[1]))

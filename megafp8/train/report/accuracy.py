@@ -70,10 +70,12 @@ class AccuracyCheck:
             return {}
         noise, self._probe = self._probe.detach(), None
         masters, mesh = self._state.masters, self._state.mesh
-        copies = mesh.data.size // masters.shards.size  # ranks that have the same gradient
         gradients: dict[object, float] = defaultdict(float)
         for segment, square in zip(masters.segments, numbers, strict=True):
-            gradients[segment.param] += square / copies
+            group = segment.piece.group
+            replicas, shards = mesh.replicas_of(group).data, masters.shards_of[group]
+            # several ranks may have the same gradient
+            gradients[segment.param] += square / (replicas.size // shards.size)
         found = {}
         for linear in linears_of(self._state.model):
             x, g = (noise.get(f"{linear.name}.{role}") for role in ("input", "grad_output"))
