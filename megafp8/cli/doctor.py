@@ -21,12 +21,15 @@ from pathlib import Path
 from megafp8 import __version__
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors, training_program
+from megafp8.cli.tried import TRIED, untried
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.units import format_bytes, format_duration
 from megafp8.parallel.launch import job_environment
 from megafp8.secrets import say
+from megafp8.specs.gpus import ways
+from megafp8.specs.recipes import RECIPES, find_recipe
 
 DISK_BYTES = 64 << 20  # that are written to measure the speed of the disk
 PACKAGES = (
@@ -82,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         mark = " " if finding.is_there else "-"
         gives = f"; it would give: {finding.gives}" if finding.gives else ""
         say(f"{mark} {finding.part:<{width}}  {finding.text}{gives}")
+    say(f"\n{what_it_can_do()}")
     if not options.self_test:
         print("A short training run: megafp8 doctor --self-test")
         return int(ExitCode.FINISHED)
@@ -110,6 +114,28 @@ def examine_machine(disk: Path) -> Iterator[MachinePart]:
             yield MachinePart(name, f"cannot be examined ({reason})", is_there=False)
     for package, gives in PACKAGES:
         yield _package(package, gives)
+    for name, installed, tried in untried():
+        text = f"no test has run with {name} {installed}; they ran with {tried}"
+        yield MachinePart("versions", text, is_there=False)
+
+
+def what_it_can_do() -> str:
+    """Return a sentence: how this machine computes the products of which recipes."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return (
+            "This machine trains in FP8 and FP4 on its CPU: every recipe, with the numbers of a GPU "
+            "and without its speed."
+        )
+    capability = torch.cuda.get_device_capability()
+    fast = {name for name in RECIPES if ways(find_recipe(name).traits, capability)}
+    emulated = [name for name in RECIPES if name not in fast]
+    fast_ones = [name for name in RECIPES if name in fast]
+    return (
+        f"This machine trains on tensor cores with {', '.join(fast_ones) or 'no recipe'}; "
+        f"{', '.join(emulated) or 'no recipe'} would be emulated. No test of ours has run on a GPU."
+    )
 
 
 def _own_version() -> str:
@@ -125,7 +151,9 @@ def _own_version() -> str:
 def _torch() -> MachinePart:
     import torch
 
-    return MachinePart("torch", f"{torch.__version__}, {torch.get_num_threads()} threads")
+    tried = f"tests ran with {TRIED['torch']}"
+    text = f"{torch.__version__}, {torch.get_num_threads()} threads; {tried}"
+    return MachinePart("torch", text)
 
 
 def _gpu() -> MachinePart:

@@ -6,14 +6,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 import torch
 
 from megafp8 import __version__
-from megafp8.cli import doctor, inspect, report, runs
+from megafp8.cli import doctor, inspect, report, runs, tried
 from megafp8.cli.dryrun import fits
 from megafp8.cli.generate import fitting_tokens
 from megafp8.cli.preprocess import main as preprocess
@@ -119,6 +119,47 @@ def test_the_doctor_names_what_is_missing_and_what_it_would_give(
     assert "cannot be examined (RuntimeError: driver too old)" in said
     assert "MiB/s" in said or "GiB/s" in said
     assert not list(tmp_path.iterdir())
+
+
+def test_the_doctor_names_releases_that_were_never_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = f"{torch.__version__.rpartition('.')[0]}.9"  # another build of a release that was tried
+    installed = {"torch": f"{whole}+cu130", "hydra-core": "1.9.1", "wandb": "0.17.3"}
+
+    def released(name: str) -> str:
+        if name in installed:
+            return installed[name]
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(tried, "version", released)
+    assert [name for name, *_ in tried.untried()] == ["hydra-core"]
+    assert doctor.main(["--disk", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no test has run with hydra-core 1.9.1; they ran with 1.3.8, in part 1.3.2" in said
+
+
+def test_the_page_of_versions_has_what_was_tried() -> None:
+    page = (ROOT / "docs/guide/versions.md").read_text("utf-8").splitlines()
+    for name, releases in tried.TRIED.items():
+        (row,) = [line for line in page if line.casefold().startswith(f"| {name} |")]
+        assert str(releases) in row, row
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [
+        ((9, 0), "with delayed, tensorwise, rowwise, rowwise_with_gw_hp, blockwise; mxfp8, nvfp4"),
+        ((8, 0), "with no recipe; delayed"),
+        (None, "on its CPU: every recipe"),
+    ],
+)
+def test_the_doctor_ends_with_what_the_machine_can_do(
+    capability: tuple[int, int] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert words in doctor.what_it_can_do()
 
 
 def test_a_failed_self_test_shows_the_last_lines(
