@@ -51,7 +51,7 @@ def moe_permute_fwd_to_2_15(
     workspace: list[torch.Tensor],
     max_expanded_token_num: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Up to 2.15 an expert below 0 came before all others."""
+    """Put an expert below 0 before all others, as up to 2.15."""
     return _permuted(input, indices, num_out_tokens, workspace)
 
 
@@ -346,5 +346,5 @@ def in_triton(release: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
 
 
 def _never_padded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Up to 2.11 there was no argument `pad_offsets`."""
+    """Return a function without the argument `pad_offsets`, as up to 2.11."""
     return lambda *args: function(*args[:4], None, *args[4:])
