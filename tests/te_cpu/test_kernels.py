@@ -35,6 +35,7 @@ from te_cpu import (
     quantize,
     rope,
     tensors,
+    torch_private,
     updates,
 )
 from te_cpu.enums import FORMATS, DType, QkvFormat
@@ -875,6 +876,17 @@ def test_a_dry_run_says_where_tensors_are_made_and_sees_who_asks() -> None:
             assert torch.zeros(2, device="cuda").is_meta
         assert not torch.zeros(2, device="cuda").is_meta
     assert asked[0] == ("cuda", sys._getframe().f_code.co_name)
+
+
+def test_torch_compile_traces_what_makes_tensors_on_a_device() -> None:
+    """In one graph, where nothing may look at frames; the tracer is imported first, as in a load."""
+    torch_private.load_dynamo()
+    with ExitStack() as undo:
+        cuda.install(undo)
+        compiled = torch.compile(
+            lambda x: x + torch.ones(2, device=x.device), backend="eager", fullgraph=True
+        )
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("by_column", [False, True])
