@@ -879,7 +879,7 @@ def test_a_dry_run_says_where_tensors_are_made_and_sees_who_asks() -> None:
 
 
 def test_torch_compile_traces_what_makes_tensors_on_a_device() -> None:
-    """In one graph, where nothing may look at frames; the tracer is imported first, as in a load."""
+    """In one graph, where nothing may look at frames; a load imports the tracer first too."""
     torch_private.load_dynamo()
     with ExitStack() as undo:
         cuda.install(undo)
