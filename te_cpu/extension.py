@@ -13,6 +13,7 @@ from fp8_numerics.meta import as_one_kernel
 from te_cpu import (
     activations,
     attention,
+    dropout,
     gemm,
     grouped,
     masters,
@@ -69,8 +70,8 @@ LIBRARY: tuple[Callable[..., Any], ...] = (
 def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Return all functions by name, as this version calls them."""
     topics = (
-        quantize, gemm, grouped, norms, activations, attention, rope, permute, updates, masters,
-        multi_tensor,
+        quantize, gemm, grouped, norms, activations, dropout, attention, rope, permute, updates,
+        masters, multi_tensor,
     )  # fmt: skip
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}
@@ -81,6 +82,9 @@ def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
         by_name["fused_rope_backward"] = rope.fused_rope_backward_to_2_9
     if version < (2, 16):
         by_name["moe_permute_fwd"] = permute.moe_permute_fwd_to_2_15
+    if version >= (2, 18):
+        by_name["group_quantize"] = grouped.group_quantize_from_2_18
+        by_name["bgrad_group_quantize"] = grouped.bgrad_group_quantize_from_2_18
     return {**by_name, **router.kernels(version)}
 
 

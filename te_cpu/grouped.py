@@ -6,14 +6,17 @@ expert without rows has empty tensors.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from te_cpu.enums import WIDE
 from te_cpu.gemm import generic_gemm
-from te_cpu.quantize import quantize
-from te_cpu.tensors import Quantizer, row_shape
+from te_cpu.missing import missing
+from te_cpu.quantize import dequantize, fill, quantize
+from te_cpu.tensors import Quantizer, is_mx, is_nv, kind_of, row_shape
 
 
 def split_quantize(
@@ -124,6 +127,131 @@ def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 
+def splits_to_offsets_multi(
+    split_sizes: torch.Tensor,
+    device: Any,
+    *,
+    strides: Sequence[int],
+    include_leading_zero: Sequence[bool],
+    dtypes: Sequence[torch.dtype],
+    bulk_allocate: bool = False,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the sizes as int64, and for each stride where the experts' parts end, or begin too."""
+    sizes = split_sizes.to(torch.int64)
+    wanted = zip(strides, include_leading_zero, dtypes, strict=True)
+    offsets = [
+        splits_to_offsets(sizes, stride)[not has_zero :].to(dtype)
+        for stride, has_zero, dtype in wanted
+    ]
+    return sizes, offsets
+
+
+def group_quantize(
+    tensor: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    tensor_offsets: torch.Tensor | None = None,
+) -> Any:
+    """Return the rows of all experts [M, K] in MXFP8 or NVFP4, as one `GroupedTensor`.
+
+    `first_dims` has the number of rows of each; without it they are as many for each. Rows behind
+    the last expert's belong to nobody.
+    """
+    if not (is_mx(quantizer) or is_nv(quantizer)):
+        raise missing("group_quantize", f" with a {kind_of(quantizer)}")
+    x = tensor.detach().contiguous()
+    grouped = _grouped(x, quantizer, num_tensors, first_dims, tensor_offsets)
+    parts = zip(grouped.tensor_shapes, grouped.quantized_tensors, strict=True)
+    at = 0
+    for (rows, _), out in parts:
+        if rows:
+            fill(quantizer, x[at : at + rows], out)
+        at += rows
+    return grouped
+
+
+def _grouped(
+    like: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    tensor_offsets: torch.Tensor | None,
+) -> Any:
+    """Return a `GroupedTensor` of the shape of `like`, made by Transformer Engine's own Python.
+
+    Its scales are never swizzled, and it says so.
+    """
+    module = importlib.import_module(
+        "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"
+    )
+    grouped = module.GroupedTensorStorage.make_grouped_tensor(
+        num_tensors, first_dims, None, *like.shape, quantizer, like.device, like.dtype
+    )
+    grouped._with_gemm_swizzled_scales = False
+    grouped.quantized_tensors = grouped.split_into_quantized_tensors()
+    if tensor_offsets is not None:
+        grouped.tensor_offsets = tensor_offsets
+    return grouped
+
+
+def bgrad_group_quantize(
+    tensor: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    tensor_offsets: torch.Tensor | None = None,
+) -> tuple[Any, torch.Tensor]:
+    """Return the rows as `group_quantize` does, and each expert's sum of rows [experts, K]."""
+    grouped = group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets)
+    rows = [shape[0] for shape in grouped.tensor_shapes]
+    sums = [part.float().sum(0) for part in tensor[: sum(rows)].split(rows)]
+    return grouped, torch.stack(sums).to(tensor.dtype)
+
+
+def group_quantize_from_2_18(
+    tensor: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None,
+    tensor_offsets: torch.Tensor | None = None,
+    noop_flag: torch.Tensor | None = None,
+) -> Any:
+    """From 2.18 on widths may differ too, which is not here. With a flag of 1 nothing is cast."""
+    if last_dims is not None:
+        raise missing("group_quantize", " with last_dims")
+    if noop_flag is not None and noop_flag.item() == 1.0:
+        return _grouped(tensor, quantizer, num_tensors, first_dims, tensor_offsets)
+    return group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets)
+
+
+def bgrad_group_quantize_from_2_18(
+    tensor: torch.Tensor,
+    quantizer: Quantizer,
+    num_tensors: int,
+    first_dims: torch.Tensor | None,
+    last_dims: torch.Tensor | None = None,
+    tensor_offsets: torch.Tensor | None = None,
+) -> tuple[Any, torch.Tensor]:
+    """From 2.18 on widths may differ too, which is not here."""
+    if last_dims is not None:
+        raise missing("group_quantize", " with last_dims")
+    return bgrad_group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets)
+
+
+def group_dequantize(input: Any, otype: int) -> Any:
+    """Return the values of a `GroupedTensor` as another one."""
+    shape, dtype = input.logical_shape, WIDE[otype]
+    like = torch.empty(shape, dtype=dtype)
+    found = _grouped(like, None, input.num_tensors, input.first_dims, input.tensor_offsets)
+    parts = input.split_into_quantized_tensors()
+    values = [dequantize(part, otype).flatten() for part in parts if row_shape(part).numel()]
+    whole = torch.cat(values) if values else like.flatten()
+    found.rowwise_data[: len(whole)] = whole
+    return found
+
+
 KERNELS = (
     split_quantize,
     multi_tensor_quantize,
@@ -132,4 +260,8 @@ KERNELS = (
     fused_multi_row_padding,
     fused_multi_row_unpadding,
     splits_to_offsets,
+    splits_to_offsets_multi,
+    group_quantize,
+    bgrad_group_quantize,
+    group_dequantize,
 )

@@ -74,6 +74,19 @@ def rmsnorm_bwd(
     return _backward(dz, x, None, rsigma, gamma, zero_centered_gamma)[:2]
 
 
+def rmsnorm_bwd_add(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    add: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[torch.Tensor]:
+    """Gradients of the input, to which `add` is added before it is rounded, and the weight."""
+    return _backward(dz, x, None, rsigma, gamma, zero_centered_gamma, add)[:2]
+
+
 def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
     return weight.detach().float() + (1.0 if zero_centered else 0.0)
 
@@ -85,6 +98,7 @@ def _backward(
     inverse: torch.Tensor,
     weight: torch.Tensor,
     zero_centered: bool,
+    add: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     width = x.shape[-1]
     x32, grad = x.detach().float().reshape(-1, width), dz.detach().float().reshape(-1, width)
@@ -94,11 +108,14 @@ def _backward(
     dx = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
     if mean is not None:
         dx = dx - scaled.mean(-1, keepdim=True)
+    dx = dx * inverse
+    if add is not None:
+        dx = dx + add.detach().float().reshape(dx.shape)
     return [
-        (dx * inverse).to(x.dtype).reshape(x.shape),
+        dx.to(x.dtype).reshape(x.shape),
         (grad * normed).sum(0).to(weight.dtype),
         grad.sum(0).to(weight.dtype),
     ]
 
 
-KERNELS = (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd)
+KERNELS = (layernorm_fwd, layernorm_bwd, rmsnorm_fwd, rmsnorm_bwd, rmsnorm_bwd_add)

@@ -27,6 +27,7 @@ from te_cpu import (
     activations,
     attention,
     cuda,
+    dropout,
     grouped,
     masters,
     multi_tensor,
@@ -89,6 +90,37 @@ def test_norms(kind: str, zero_centered: bool) -> None:
     assert_near(out, exact)
     for one, other in zip(found, grads, strict=True):
         assert_near(one, other, ulps=64)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_the_gradient_of_rmsnorm_with_an_addend_is_rounded_once(zero_centered: bool) -> None:
+    """In BF16 a second rounding would show; the weight's gradient does not see the addend."""
+    x, weight, grad = (normal(6, 24, seed=seed).bfloat16() for seed in range(3))
+    gain, add = weight[0], normal(6, 24, seed=3).bfloat16()
+    _, _, inverse = norms.rmsnorm_fwd(x, gain, 1e-5, None, None, DType.kBFloat16, 0, zero_centered)
+    alone = norms.rmsnorm_bwd(grad.float(), x.float(), inverse, gain.float(), 0, zero_centered)
+    dx, of_gain = norms.rmsnorm_bwd_add(grad, x, add, inverse, gain, 0, zero_centered)
+    assert torch.equal(dx, (alone[0] + add.float()).bfloat16())
+    assert torch.equal(of_gain, alone[1].bfloat16())
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25, 0.3])
+def test_dropout_has_one_bit_for_each_element(probability: float) -> None:
+    """Of 256 values of a byte those below the probability drop; both passes use the same bits."""
+    torch.manual_seed(0)
+    x, grad = normal(64, 128).half(), normal(64, 128, seed=1).half()
+    out, mask = dropout.dropout_fwd(x, probability)
+    assert mask.dtype == torch.uint8 and mask.numel() * 8 == x.numel()
+    bits = np.unpackbits(mask.numpy(), bitorder="little").astype(bool)
+    kept = torch.from_numpy(bits).view(x.shape)
+    scale = 1 / (1 - probability)
+    assert torch.equal(out, torch.where(kept, x.float() * scale, 0.0).half())
+    found = dropout.dropout_bwd(grad, mask, probability, torch.empty_like(grad))
+    assert torch.equal(found, torch.where(kept, grad.float() * scale, 0.0).half())
+    expected = 1 - math.floor(probability * 256) / 256
+    assert abs(kept.double().mean() - expected) < 5 * (0.25 / x.numel()) ** 0.5
+    torch.manual_seed(0)
+    assert torch.equal(dropout.dropout_fwd(x, probability)[1], mask)
 
 
 EXACT = {

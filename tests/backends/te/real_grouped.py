@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -86,3 +88,43 @@ def test_padded_rows_change_nothing() -> None:
     for number, weight in enumerate(weights):
         own = getattr(group, f"weight{number}").grad
         torch.testing.assert_close(own, weight, rtol=0, atol=1e-4)
+
+
+HAS_GROUPED_TENSORS = (
+    importlib.util.find_spec("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage")
+    is not None
+)
+if HAS_GROUPED_TENSORS:  # later versions; the default one is to skip no test
+
+    @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+    def test_a_grouped_tensor_holds_what_each_expert_s_cast_holds(name: str) -> None:
+        """Bytes, scales and sums of rows; rows behind the last expert's are nobody's."""
+        tex: Any = importlib.import_module("transformer_engine_torch")
+        torch.manual_seed(0)
+        rows = [128, 0, 256]
+        x = torch.randn(sum(rows) + 128, 256).bfloat16()
+        if name == "mxfp8":
+            quantizer = te.MXFP8Quantizer(tex.DType.kFloat8E4M3)
+        else:
+            quantizer = te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+        first = torch.tensor(rows)
+        grouped, sums = tex.bgrad_group_quantize(x, quantizer, 3, first)
+        parts = x[: sum(rows)].split(rows)
+        assert torch.equal(sums, torch.stack([part.float().sum(0) for part in parts]).bfloat16())
+        values = tex.group_dequantize(grouped, tex.DType.kBFloat16).split_into_quantized_tensors()
+        for part, found, value in zip(
+            parts, grouped.split_into_quantized_tensors(), values, strict=True
+        ):
+            if not len(part):
+                continue
+            alone = quantizer(part)
+            for side in ("rowwise", "columnwise"):
+                for field in (f"_{side}_data", f"_{side}_scale_inv"):
+                    assert torch.equal(getattr(found, field), getattr(alone, field)), field
+            assert torch.equal(value, alone.dequantize(dtype=torch.bfloat16))
+        sizes, (ends, begins) = tex.splits_to_offsets_multi(
+            first.int(), "cuda", strides=[1, 5], include_leading_zero=[False, True],
+            dtypes=[torch.int32, torch.int64],
+        )  # fmt: skip
+        assert sizes.tolist() == rows and ends.tolist() == [128, 128, 384]
+        assert begins.tolist() == [0, 640, 640, 1920] and ends.dtype == torch.int32

@@ -36,9 +36,10 @@ FILES = [path.name for path in sorted(Path(__file__).parent.glob("real_*.py"))]
         (DEFAULT_VERSION, FILES),
         pytest.param("2.4.0", [name for name in FILES if name != NVFP4], marks=pytest.mark.slow),
         pytest.param("2.8.0", [NVFP4], marks=pytest.mark.slow),
+        ("2.17.1", ["real_grouped.py"]),
         pytest.param("2.20.2", FILES, marks=pytest.mark.slow),
     ],
-    ids=[DEFAULT_VERSION, "2.4.0", "2.8.0", "2.20.2"],
+    ids=[DEFAULT_VERSION, "2.4.0", "2.8.0", "2.17.1", "2.20.2"],
 )
 def test_in_its_own_process(version: str, files: list[str]) -> None:
     """All files of a version in one process, since each would import torch and the version again.
