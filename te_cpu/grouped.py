@@ -156,7 +156,7 @@ def group_quantize(
     """Return the rows of all experts [M, K] in MXFP8 or NVFP4, as one `GroupedTensor`.
 
     `first_dims` has the number of rows of each; without it they are as many for each. Rows behind
-    the last expert's belong to nobody.
+    the last expert's belong to no expert.
     """
     if not (is_mx(quantizer) or is_nv(quantizer)):
         raise missing("group_quantize", f" with a {kind_of(quantizer)}")
@@ -218,7 +218,7 @@ def group_quantize_from_2_18(
     tensor_offsets: torch.Tensor | None = None,
     noop_flag: torch.Tensor | None = None,
 ) -> Any:
-    """From 2.18 on widths may differ too, which is not here. With a flag of 1 nothing is cast."""
+    """Refuse widths that differ, which 2.18 added. With a flag of 1 nothing is cast."""
     if last_dims is not None:
         raise missing("group_quantize", " with last_dims")
     if noop_flag is not None and noop_flag.item() == 1.0:
@@ -234,7 +234,7 @@ def bgrad_group_quantize_from_2_18(
     last_dims: torch.Tensor | None = None,
     tensor_offsets: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor]:
-    """From 2.18 on widths may differ too, which is not here."""
+    """Refuse widths that differ, which 2.18 added."""
     if last_dims is not None:
         raise missing("group_quantize", " with last_dims")
     return bgrad_group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets)
