@@ -33,7 +33,7 @@ from megafp8.fp8.engine import unsupported
 from megafp8.observe.metrics import read_metrics
 from megafp8.plan.memory import rank_memory
 from megafp8.specs import GPTSpec
-from megafp8.specs.layer import layer_linears
+from megafp8.specs.layer import model_linears
 from megafp8.specs.recipes import find_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -184,8 +184,7 @@ def spec_of(preset: str, variant: str, args: argparse.Namespace) -> GPTSpec:
 
 def linear_flops_per_token(spec: GPTSpec) -> float:
     """Return the FLOPs of one token, forward and backward, of products that may run in FP8."""
-    layers = range(spec.num_layers)
-    return 6.0 * sum(x.weight_elements for layer in layers for x in layer_linears(spec, layer))
+    return 6.0 * sum(linear.macs for linear in model_linears(spec))
 
 
 def row_of(lines: list[dict[str, Any]], summary: dict[str, Any], spec: GPTSpec) -> dict[str, Any]:

@@ -33,7 +33,6 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.geometry import Piece
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_where
 from megafp8.specs.traits import GemmName
@@ -249,19 +248,13 @@ class TorchaoParts(NativeParts):
         self.gathers_in_fp8 = gathers_in_fp8
 
     def _linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        weights: list[Piece],
-        bias: nn.Parameter | None,
-        std: float,
-        comm: LinearComm,
+        self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, comm: LinearComm
     ) -> Any:
         chosen = TRAITS.precision_of(self.recipe, name, self.spec.num_layers)
         if chosen == HIGH_PRECISION:
-            return super()._linear(name, shape, weights, bias, std, comm)
+            return super()._linear(name, weight, bias, comm)
         return TorchaoLinear(
-            self.normal_parameter(shape, weights, std),
+            weight,
             bias,
             make_config(dataclasses.replace(self.recipe, name=chosen), emulate=self.emulate),
             self.counter,

@@ -23,7 +23,7 @@ from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.errors import CheckpointError, UserError
 from megafp8.foreign import Fields, ForeignFileError, shown_value
 from megafp8.specs import GPTSpec
-from megafp8.specs.layer import layer_linears
+from megafp8.specs.parameters import HEAD, POSITION, WORD, logical_shapes
 
 
 class ConversionError(UserError):
@@ -143,81 +143,56 @@ def mapping(spec: GPTSpec) -> Iterator[Mapped]:
     """Yield every tensor that transformers has of a model, in the model's order."""
     yield from _gpt2_tensors(spec) if architecture(spec) == "gpt2" else _decoder_tensors(spec)
     if not spec.share_embeddings_and_output_weights:
-        yield Mapped("lm_head.weight", ("head.weight",))
+        yield Mapped("lm_head.weight", (HEAD,))
+
+
+_QKV = ("attention.query", "attention.key", "attention.value")
+_GPT2 = {
+    "ln_1": ("attention_norm",),
+    "attn.c_attn": _QKV,
+    "attn.c_proj": ("attention.projection",),
+    "ln_2": ("mlp_norm",),
+    "mlp.c_fc": ("mlp.fc1",),
+    "mlp.c_proj": ("mlp.fc2",),
+}
+_DECODER = {
+    "self_attn.q_proj": "attention.query",
+    "self_attn.k_proj": "attention.key",
+    "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.projection",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.fc2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn.q_norm": "attention.query_norm",
+    "self_attn.k_norm": "attention.key_norm",
+}
+"""Our tensors of a layer, by their names in the library's modules."""
 
 
 def _gpt2_tensors(spec: GPTSpec) -> Iterator[Mapped]:
-    def both(theirs: str, *ours: str, linear: bool = False) -> Iterator[Mapped]:
-        weights, biases = (tuple(f"{n}.{kind}" for n in ours) for kind in ("weight", "bias"))
-        yield Mapped(f"{theirs}.weight", weights, transposed=linear)
-        yield Mapped(f"{theirs}.bias", biases)
-
-    yield Mapped("transformer.wte.weight", ("embedding.word.weight",))
-    yield Mapped("transformer.wpe.weight", ("embedding.position.weight",))
+    yield Mapped("transformer.wte.weight", (WORD,))
+    yield Mapped("transformer.wpe.weight", (POSITION,))
     for index in range(spec.num_layers):
-        theirs, ours = f"transformer.h.{index}", f"layers.{index}"
-        qkv = [f"{ours}.attention.{part}" for part in ("query", "key", "value")]
-        yield from both(f"{theirs}.ln_1", f"{ours}.attention_norm")
-        yield from both(f"{theirs}.attn.c_attn", *qkv, linear=True)
-        yield from both(f"{theirs}.attn.c_proj", f"{ours}.attention.projection", linear=True)
-        yield from both(f"{theirs}.ln_2", f"{ours}.mlp_norm")
-        yield from both(f"{theirs}.mlp.c_fc", f"{ours}.mlp.fc1", linear=True)
-        yield from both(f"{theirs}.mlp.c_proj", f"{ours}.mlp.fc2", linear=True)
-    yield from both("transformer.ln_f", "final_norm")
+        for theirs, ours in _GPT2.items():
+            for kind in ("weight", "bias"):
+                names = tuple(f"layers.{index}.{name}.{kind}" for name in ours)
+                is_linear = not theirs.startswith("ln_") and kind == "weight"
+                yield Mapped(f"transformer.h.{index}.{theirs}.{kind}", names, is_linear)
+    yield Mapped("transformer.ln_f.weight", ("final_norm.weight",))
+    yield Mapped("transformer.ln_f.bias", ("final_norm.bias",))
 
 
 def _decoder_tensors(spec: GPTSpec) -> Iterator[Mapped]:
-    linears = {
-        "self_attn.q_proj": "attention.query",
-        "self_attn.k_proj": "attention.key",
-        "self_attn.v_proj": "attention.value",
-        "self_attn.o_proj": "attention.projection",
-        "mlp.gate_proj": "mlp.gate",
-        "mlp.up_proj": "mlp.up",
-        "mlp.down_proj": "mlp.fc2",
-    }
-    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if spec.qk_layernorm:
-        norms |= {"self_attn.q_norm": "attention.query_norm"}
-        norms |= {"self_attn.k_norm": "attention.key_norm"}
-    with_bias = {
-        part.name.removeprefix("layers.0.")
-        for linear in layer_linears(spec, 0)
-        for part in linear.parts
-        if linear.has_bias
-    }
-    yield Mapped("model.embed_tokens.weight", ("embedding.word.weight",))
+    listed = logical_shapes(spec)
+    yield Mapped("model.embed_tokens.weight", (WORD,))
     for index in range(spec.num_layers):
-        theirs, ours = f"model.layers.{index}", f"layers.{index}"
-        for name, own in (linears | norms).items():
-            yield Mapped(f"{theirs}.{name}.weight", (f"{ours}.{own}.weight",))
-        for name, own in linears.items():
-            if own in with_bias:
-                yield Mapped(f"{theirs}.{name}.bias", (f"{ours}.{own}.bias",))
+        for kind in ("weight", "bias"):
+            for theirs, name in _DECODER.items():
+                if (ours := f"layers.{index}.{name}.{kind}") in listed:
+                    yield Mapped(f"model.layers.{index}.{theirs}.{kind}", (ours,))
     yield Mapped("model.norm.weight", ("final_norm.weight",))
-
-
-def logical_shape(spec: GPTSpec, name: str) -> tuple[int, ...]:
-    """Return the shape of one of our tensors, given its logical name."""
-    *_, part, kind = name.split(".")  # as `layers.0.attention.query.weight`
-    hidden, ffn = spec.hidden_size, spec.ffn_hidden_size
-    of_weights = {
-        "query": (spec.query_size, hidden),
-        "key": (spec.kv_size, hidden),
-        "value": (spec.kv_size, hidden),
-        "projection": (hidden, spec.query_size),
-        "fc1": (ffn, hidden),
-        "gate": (ffn, hidden),
-        "up": (ffn, hidden),
-        "fc2": (hidden, ffn),
-        "word": (spec.vocab_size, hidden),
-        "head": (spec.vocab_size, hidden),
-        "position": (spec.max_position_embeddings, hidden),
-        "query_norm": (spec.head_size,),
-        "key_norm": (spec.head_size,),
-    }
-    shape = of_weights.get(part, (hidden,))  # what is not in the table belongs to a norm
-    return shape if kind == "weight" else shape[:1]  # a bias has one number for each output
 
 
 def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tensor:

@@ -20,7 +20,6 @@ from fp8_numerics.caches import put
 from megafp8.checkpoint.huggingface import (
     ConversionError,
     Mapped,
-    logical_shape,
     mapping,
     to_config,
     to_theirs,
@@ -29,6 +28,7 @@ from megafp8.errors import CheckpointError, RunError
 from megafp8.files import give_ordinary_mode, os_errors_reported, write_json_atomically
 from megafp8.foreign import MIB, Fields, ForeignFileError, member, read_object, shown_value
 from megafp8.specs import GPTSpec
+from megafp8.specs.parameters import logical_shapes
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -253,7 +253,7 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
     for entry, theirs in zip(entries, names, strict=True):
         if theirs not in files:
             raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
-    known = {*names, HEAD}
+    known, shapes = {*names, HEAD}, logical_shapes(spec)
     if extra := sorted(n for n in files.keys() - known if not n.endswith(_NOT_WEIGHTS)):
         reason = f"has {extra[0]}, which a model of its config.json does not have"
         raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
@@ -264,8 +264,8 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
     return [
         StoredTensor(
             name,
-            logical_shape(spec, name),
-            partial(_read_part, files[theirs], theirs, entry, part, logical_shape(spec, name)),
+            shapes[name],
+            partial(_read_part, files[theirs], theirs, entry, part, shapes[name]),
         )
         for entry, theirs in zip(entries, names, strict=True)
         for part, name in enumerate(entry.ours)  # one of theirs may join several of ours
@@ -345,7 +345,7 @@ def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
     if dtype not in DTYPES:
         reason = f"{name} has the dtype {dtype}; weights are read in {', '.join(DTYPES)}"
         raise CheckpointError(path, reason, "Save the model in one of these dtypes")
-    first, *rest = logical_shape(spec, entry.ours[0])
+    first, *rest = logical_shapes(spec)[entry.ours[0]]
     expected = (len(entry.ours) * first, *rest)
     if entry.transposed:
         expected = expected[::-1]

@@ -15,7 +15,7 @@ is rounded again. In this file `theirs` marks names of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from megafp8.checkpoint.huggingface import ConversionError, Mapped, architecture, mapping
 from megafp8.specs import GPTSpec
-from megafp8.specs.layer import LayerLinear, layer_linears
+from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
 
 Scales = Literal["tensor", "channel", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
@@ -74,7 +74,7 @@ class ServingFormat:
         names = {entry.ours[0]: entry.theirs for entry in mapping(spec)}
         out = [
             names[f"{part.name}.weight"].removesuffix(".weight")
-            for linear in linears_of(spec)
+            for linear in model_linears(spec)
             for part in linear.parts
             if linear.name in self.kept
         ]
@@ -108,12 +108,6 @@ class ServingFormat:
         }
 
 
-def linears_of(spec: GPTSpec) -> Iterator[LayerLinear]:
-    """Yield the linears of all layers."""
-    for layer in range(spec.num_layers):
-        yield from layer_linears(spec, layer)
-
-
 def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = None) -> None:
     """Raise `ConversionError` if no FP8 format has a model, or has nothing of it in FP8."""
     if architecture(spec, family) == "gpt2":
@@ -122,7 +116,7 @@ def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = N
             "no Linear, which these formats do not quantize. Export it with --dtype bfloat16, or "
             f"train a model of Llama's shape: {LLAMA_SHAPE}"
         )
-    if all(linear.name in kept for linear in linears_of(spec)):
+    if all(linear.name in kept for linear in model_linears(spec)):
         raise ConversionError(
             "--dtype fp8: the run computed every linear in high precision (model.fp8_modules, "
             "model.first_last_layers_bf16), so that none is exported in FP8. Give --dtype bfloat16"
@@ -134,7 +128,7 @@ def partial_blocks(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
     for layer in range(spec.num_layers):
         partial = [
             part.name
-            for linear in layer_linears(spec, layer)
+            for linear in layer_spec(spec, layer).linears
             for part in linear.parts
             if linear.name not in kept and (part.out_features % BLOCK or linear.in_features % BLOCK)
         ]
@@ -207,7 +201,7 @@ class ServingWeights:
         """Find the linear of each weight that becomes FP8."""
         self._linears = {
             f"{part.name}.weight": linear
-            for linear in linears_of(self.spec)
+            for linear in model_linears(self.spec)
             for part in linear.parts
             if linear.name not in self.fmt.kept
         }

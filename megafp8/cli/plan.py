@@ -21,7 +21,6 @@ from megafp8.cli.plan_text import (
     describe_plan,
     layout_notes,
     listed,
-    num_params,
 )
 from megafp8.config.checks import check_values
 from megafp8.config.keys import MAX_VOCABULARY
@@ -48,6 +47,7 @@ from megafp8.report.writer import require_page
 from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.parameters import num_parameters
 from megafp8.specs.te_versions import DEFAULT_VERSION, installed_version, why_not_on_cpu
 
 ACCELERATOR, TE_VERSION = "trainer.accelerator", "model.te_version"
@@ -315,7 +315,7 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
     return {
         "hardware": asdict(plan.hardware),
         "assumed": asdict(Achieved()),
-        "num_params": num_params(plan),
+        "num_params": num_parameters(plan.spec.model),
         "notes": layout_notes(plan),
         "fits": plan.fits,
         "usable_bytes": int(USABLE * plan.hardware.memory_bytes),

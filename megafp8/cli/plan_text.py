@@ -12,7 +12,6 @@ from megafp8.plan.memory import RankMemory
 from megafp8.plan.phases import PhaseTime
 from megafp8.plan.published import about_pairs
 from megafp8.plan.search import Found
-from megafp8.plan.shape import rank_shape
 from megafp8.plan.time import (
     Achieved,
     StepTime,
@@ -24,6 +23,7 @@ from megafp8.plan.traffic import Message
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.gpus import ways
+from megafp8.specs.parameters import num_parameters
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
@@ -180,7 +180,7 @@ def about_job(plan: Plan, vocabulary: str) -> Iterator[str]:
     model, parallel, train = spec.model, spec.parallel, spec.train
     yield (
         f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
-        f"{format_count(num_params(plan))} parameters, vocabulary {model.vocab_size}"
+        f"{format_count(num_parameters(model))} parameters, vocabulary {model.vocab_size}"
         + (f" ({vocabulary}; --vocab-size gives another)" if vocabulary else "")
     )
     yield (
@@ -229,20 +229,6 @@ def layout_notes(plan: Plan) -> list[str]:
             f"model.tensor_model_parallel_size that divides {devices} avoids that"
         )
     return notes
-
-
-def num_params(plan: Plan) -> int:
-    """Return the parameters of the whole model, each once."""
-    spec = plan.spec
-    shapes = [rank_shape(spec, rank) for rank in range(spec.parallel.pp)]
-    total = sum(
-        param.elements * (spec.parallel.tp if param.is_sharded else 1)
-        for shape in shapes
-        for param in shape.params
-    )
-    is_tied = spec.model.share_embeddings_and_output_weights
-    is_copied = is_tied and not any(shape.has_first and shape.has_last for shape in shapes)
-    return total - is_copied * spec.model.vocab_size * spec.model.hidden_size
 
 
 def passing_gradients(spec: RunSpec) -> str:

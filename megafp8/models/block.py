@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
 from megafp8.models.attention import QKV, AttentionContext
 from megafp8.models.parts import Parts, activation
-from megafp8.specs import GPTSpec
-from megafp8.specs.layer import layer_linears
+from megafp8.specs.layer import layer_spec
 
 
 def layer_of(parts: Parts, index: int) -> nn.Module:
@@ -64,11 +61,11 @@ class Attention(nn.Module):
 
     def __init__(self, parts: Parts, index: int) -> None:
         super().__init__()
-        qkv, projection, *_ = layer_linears(parts.spec, index)
+        linears = layer_spec(parts.spec, index).attention
         self.parts = parts
-        self.qkv = parts.linear(qkv, parts.spec.init_method_std)
+        self.qkv = parts.linear(linears.qkv)
         self.core = parts.attention_core(f"layers.{index}.attention", index)
-        self.projection = parts.linear(projection, output_std(parts.spec))
+        self.projection = parts.linear(linears.projection)
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext) -> torch.Tensor:
         """Return attention's output, [B, S, D] -> [B, S, D] in the dtype of the linears.
@@ -95,12 +92,12 @@ class MLP(nn.Module):
 
     def __init__(self, parts: Parts, index: int) -> None:
         super().__init__()
-        *_, fc1, fc2 = layer_linears(parts.spec, index)
+        linears, site = layer_spec(parts.spec, index).mlp, f"layers.{index}.mlp.fc2.dropout"
         self.dtype = parts.dtype
-        self.fc1 = parts.linear(fc1, parts.spec.init_method_std)
+        self.fc1 = parts.linear(linears.fc1)
         self.activation = activation(parts.spec.activation)
-        self.dropout = parts.dropout(parts.spec.ffn_dropout, f"{fc2.name}.dropout", sharded=True)
-        self.fc2 = parts.linear(fc2, output_std(parts.spec))
+        self.dropout = parts.dropout(parts.spec.ffn_dropout, site, sharded=True)
+        self.fc2 = parts.linear(linears.fc2)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return the MLP's output, [B, S, D] -> [B, S, D] in the dtype of the linears."""
@@ -110,12 +107,3 @@ class MLP(nn.Module):
         """Return fc2(dropout(activation(inner))): [B, S, F] -> [B, S, D]."""
         out_BSD: torch.Tensor = self.fc2(self.dropout(self.activation(inner_BSF)))
         return out_BSD
-
-
-def output_std(spec: GPTSpec) -> float:
-    """Return the initial standard deviation of the linears that write to the residual stream.
-
-    Megatron's scaled init: the outputs of 2L residual branches add up in L layers.
-    """
-    scale = math.sqrt(2 * spec.num_layers) if spec.use_scaled_init_method else 1.0
-    return spec.init_method_std / scale

@@ -13,6 +13,7 @@ from torch import nn
 from megafp8.models.attention import AttentionContext, KVCache, attention_context
 from megafp8.models.block import layer_of
 from megafp8.models.parts import Parts, Rounded
+from megafp8.specs.parameters import HEAD, WORD
 
 
 class GPT(nn.Module):
@@ -42,9 +43,9 @@ class GPT(nn.Module):
             is_post = parts.spec.transformer_block_type == "post_ln"
             self.final_norm = Rounded(parts.dtype) if is_post else parts.norm("final_norm")
             if not parts.spec.share_embeddings_and_output_weights:
-                self.head_weight = parts.head_weight()
+                self.head_weight = parts.parameter(HEAD)
             elif not has_embedding:
-                self.head_weight = parts.word_weight(replica=1)
+                self.head_weight = parts.parameter(WORD, replica=1)
             self.head_loss = parts.head_loss()
 
     def forward(

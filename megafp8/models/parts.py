@@ -9,7 +9,7 @@ reference that tests compare the others with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from fp8_numerics import bf16
 from megafp8.models.added_loss import AddedLosses
 from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
-from megafp8.models.init import Draw, constant, normal, parameter
+from megafp8.models.init import constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
-from megafp8.specs.geometry import Piece, whole_pieces
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
+from megafp8.specs.parameters import POSITION, WORD, parameters_of
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 _FUNCTIONS: dict[str, Elementwise] = {
@@ -54,6 +54,8 @@ class Parts:
         self, spec: GPTSpec, dtype: torch.dtype, seed: int, streams: RandomStreams
     ) -> None:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
+        self.listed = parameters_of(spec)
+        self.num_parts, self.part = 1, 0  # tensor-parallel ranks, and which of them this one is
         self.whole_dtype = dtype  # the dtype of embeddings and norms
         self.residual_dtype = dtype
         self.make_core: Callable[..., AttentionCore] = AttentionCore
@@ -74,18 +76,24 @@ class Parts:
         """Return the module that embeds tokens: [B, S] int64 -> [B, S, D] in `residual_dtype`."""
         return Embedding(self)
 
-    def word_weight(self, replica: int = 0) -> nn.Parameter:
-        """Return the input embedding's weight [V, D], or copy `replica` > 0 in another stage."""
-        return self._vocabulary_weight("embedding.word.weight", replica)
+    def parameter(self, name: str, replica: int = 0) -> nn.Parameter:
+        """Return this rank's part of a listed parameter, with its initial values.
 
-    def head_weight(self) -> nn.Parameter:
-        """Return the output head's own weight [V, D], for a model whose embeddings are not tied."""
-        return self._vocabulary_weight("head.weight", 0)
+        Those of linears are in `dtype`, and others in `whole_dtype`. A `replica` above 0 is a copy
+        in another pipeline stage.
+        """
+        listed = self.listed[name]
+        std, size = listed.std, self.num_parts
+        return parameter(
+            listed.local_shape(size),
+            listed.pieces(size, self.part, replica),
+            constant(listed.value) if std is None else normal(std, self.seed),
+            self.whole_dtype if listed.linear is None else self.dtype,
+        )
 
-    def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
-        shape = (self.spec.vocab_size, self.spec.hidden_size)
-        draw = normal(self.spec.init_method_std, self.seed)
-        return parameter(shape, whole_pieces(name, shape, replica), draw, self.whole_dtype)
+    def parameter_if_listed(self, name: str) -> nn.Parameter | None:
+        """Return a parameter that only some models have, or None."""
+        return self.parameter(name) if name in self.listed else None
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the rows of `weight_VD` that `tokens_BS` name: [B, S] -> [B, S, D]."""
@@ -94,17 +102,14 @@ class Parts:
     def norm(self, name: str, *, is_stream: bool = False) -> nn.Module:
         """Return the norm `name`: [B, S, D] in `residual_dtype` -> [B, S, D] in `dtype`.
 
-        Where the result `is_stream`, the residual stream itself, it keeps `residual_dtype`.
+        Where the result `is_stream`, the residual stream itself, it keeps `residual_dtype`. Norms
+        of queries and keys work on the features of a head.
         """
         return Norm(self, name, is_stream=is_stream)
 
-    def head_norm(self, name: str) -> nn.Module:
-        """Return the norm `name` of each head's features: [..., E] -> [..., E] in `dtype`."""
-        return Norm(self, name, is_of_heads=True)
-
-    def linear(self, linear: LayerLinear, std: float) -> nn.Module:
-        """Return one linear of a layer, [B, S, in] -> [B, S, out], drawn from N(0, std)."""
-        return PlainLinear(self, linear, std)
+    def linear(self, linear: LayerLinear) -> nn.Module:
+        """Return one linear of a layer: [B, S, in] -> [B, S, out]."""
+        return PlainLinear(self, linear)
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the core: ([B, S, queries + keys + values], context) -> [B, S, queries]."""
@@ -127,7 +132,7 @@ class Parts:
         """Return the norms of the queries and of the keys of attention `name`, if it has them."""
         if not self.spec.qk_layernorm:
             return None
-        return HeadNorms(self.head_norm(f"{name}.query_norm"), self.head_norm(f"{name}.key_norm"))
+        return HeadNorms(self.norm(f"{name}.query_norm"), self.norm(f"{name}.key_norm"))
 
     def local_heads(self) -> slice:
         """Return which query heads this rank holds."""
@@ -186,22 +191,6 @@ class Parts:
     def count_attention_flops(self, flops: int) -> None:
         """Count `flops` of attention's products; the plain parts ignore them."""
 
-    def normal_parameter(
-        self, shape: tuple[int, ...], pieces: Sequence[Piece], std: float
-    ) -> nn.Parameter:
-        """Return a parameter in `dtype`, drawn from N(0, std), with its place in the model."""
-        return parameter(shape, pieces, normal(std, self.seed), self.dtype)
-
-    def whole_parameter(
-        self, name: str, shape: tuple[int, ...], draw: Draw, *, is_of_heads: bool = False
-    ) -> nn.Parameter:
-        """Return a parameter in `whole_dtype` that every tensor-parallel rank holds whole.
-
-        One that `is_of_heads` acts on the heads of a rank: its gradients are summed over ranks.
-        """
-        pieces = whole_pieces(name, shape, is_of_heads=is_of_heads)
-        return parameter(shape, pieces, draw, self.whole_dtype)
-
 
 @contextmanager
 def both_contexts(
@@ -217,18 +206,11 @@ class Embedding(nn.Module):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
-        spec = parts.spec
-        self.word = parts.word_weight()
-        self.position: nn.Parameter | None = None
-        if spec.position_embedding_type == "learned_absolute":
-            self.position = parts.whole_parameter(
-                "embedding.position.weight",
-                (spec.max_position_embeddings, spec.hidden_size),
-                normal(spec.init_method_std, parts.seed),
-            )
+        self.word = parts.parameter(WORD)
+        self.position = parts.parameter_if_listed(POSITION)
         self.residual_dtype = parts.residual_dtype
         self.look_up, self.own_sequence = parts.look_up, parts.own_sequence
-        self.dropout = parts.dropout(spec.hidden_dropout, "embedding.dropout")
+        self.dropout = parts.dropout(parts.spec.hidden_dropout, "embedding.dropout")
 
     def forward(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None
@@ -252,23 +234,16 @@ class Norm(nn.Module):
 
     Where the output `is_stream`, the residual stream itself, it has the stream's dtype.
 
-    The last dim is the model width, or the features of a head where the norm `is_of_heads`.
+    The last dim is the model width, or the features of a head.
     """
 
-    def __init__(
-        self, parts: Parts, name: str, *, is_of_heads: bool = False, is_stream: bool = False
-    ) -> None:
+    def __init__(self, parts: Parts, name: str, *, is_stream: bool = False) -> None:
         super().__init__()
         self.epsilon = parts.spec.layernorm_epsilon
         self.dtype = parts.residual_dtype if is_stream else parts.dtype
-        shape = (parts.spec.head_size if is_of_heads else parts.spec.hidden_size,)
         self.zero_centered = parts.spec.layernorm_zero_centered_gamma
-        first = constant(0.0 if self.zero_centered else 1.0)
-        whole = partial(parts.whole_parameter, is_of_heads=is_of_heads)
-        self.weight = whole(f"{name}.weight", shape, first)
-        self.bias: nn.Parameter | None = None
-        if parts.spec.normalization == "layernorm":
-            self.bias = whole(f"{name}.bias", shape, constant(0.0))
+        self.weight = parts.parameter(f"{name}.weight")
+        self.bias = parts.parameter_if_listed(f"{name}.bias")
 
     def gain(self) -> torch.Tensor:
         """Return what normalized values are multiplied by: [D] in the weight's dtype.
@@ -305,14 +280,10 @@ class Rounded(nn.Module):
 class PlainLinear(nn.Module):
     """Computes x @ weight.T + bias; the weight may fuse several logical linears."""
 
-    def __init__(self, parts: Parts, linear: LayerLinear, std: float) -> None:
+    def __init__(self, parts: Parts, linear: LayerLinear) -> None:
         super().__init__()
-        pieces, bias_pieces = linear.pieces(1, 0)
-        shape = linear.local_shape(1)
-        self.weight = parts.normal_parameter(shape, pieces, std)
-        self.bias: nn.Parameter | None = None
-        if linear.has_bias:
-            self.bias = parameter(shape[:1], bias_pieces, constant(0.0), parts.dtype)
+        self.weight = parts.parameter(f"{linear.name}.weight")
+        self.bias = parts.parameter_if_listed(f"{linear.name}.bias")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the linear's output: [B, S, in] -> [B, S, out]."""

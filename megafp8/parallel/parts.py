@@ -23,7 +23,7 @@ from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
-from megafp8.models.init import constant, fp8_parameter, normal, parameter
+from megafp8.models.init import fp8_parameter, pieces_of
 from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Elementwise, Parts, both_contexts
 from megafp8.models.positions import Rotary
@@ -41,7 +41,6 @@ from megafp8.parallel.vocab import (
     VocabParallelHeadLoss,
     loss_by_triton,
     vocab_parallel_look_up,
-    vocabulary_piece,
 )
 from megafp8.specs import GPTSpec
 from megafp8.specs.geometry import Piece
@@ -89,6 +88,7 @@ class NativeParts(Parts):
             parts_args.sink,
             parts_args.counter,
         )
+        self.num_parts, self.part = parts_args.tp.size, parts_args.tp.rank
         self.sequence_parallel = parts_args.sequence_parallel and parts_args.tp.size > 1
         self.gathers_weights = parts_args.gathers_weights
         if parts_args.cp is not None and parts_args.cp.size > 1:
@@ -103,45 +103,27 @@ class NativeParts(Parts):
             )
         return look_up(tokens_BS, weight_VD, self.sink)
 
-    def _vocabulary_weight(self, name: str, replica: int) -> nn.Parameter:
-        """Return this rank's rows [V/tp, D] of the vocabulary's weight."""
-        shape = (self.spec.vocab_size, self.spec.hidden_size)
-        piece = vocabulary_piece(name, shape, self.tp, replica)
-        local = (shape[0] // self.tp.size, shape[1])
-        draw = normal(self.spec.init_method_std, self.seed)
-        return parameter(local, [piece], draw, self.whole_dtype)
-
-    def linear(self, linear: LayerLinear, std: float) -> nn.Module:
+    def linear(self, linear: LayerLinear) -> nn.Module:
         """Return a column-parallel linear (QKV, FC1) or a row-parallel one (projection, FC2)."""
-        shape = linear.local_shape(self.tp.size)
-        weights, biases = linear.pieces(self.tp.size, self.tp.rank)
         comms: tuple[Callable[[Axis], LinearComm], ...] = (RowParallel, ColumnParallel)
         if self.sequence_parallel:
             comms = (SequenceRowParallel, SequenceColumnParallel)
         comm = LinearComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
-        bias = None
-        if linear.has_bias:
-            bias = parameter(shape[:1], biases, constant(0.0), self.dtype)
-        return self._linear(linear.name, shape, weights, bias, std, comm)
+        weight = self.parameter(f"{linear.name}.weight")
+        bias = self.parameter_if_listed(f"{linear.name}.bias")
+        return self._linear(linear.name, weight, bias, comm)
 
     def _linear(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        weights: list[Piece],
-        bias: nn.Parameter | None,
-        std: float,
-        comm: LinearComm,
+        self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, comm: LinearComm
     ) -> Linear:
-        """Return a linear with a weight of `shape` [O, I], in the precision of its name."""
-        scaling = self.scaling
+        """Return a linear with a weight [O, I], in the precision of its name."""
+        scaling, pieces = self.scaling, pieces_of(weight)
         quantizer = new_quantizer = None
         if scaling is not None:
-            reductions, part = (comm.reduce_max, comm.reduce_columns), partial(_part, weights, comm)
+            reductions, part = (comm.reduce_max, comm.reduce_columns), partial(_part, pieces, comm)
             new_quantizer = partial(linear_quantizer, scaling, name, *reductions, part)
             quantizer = new_quantizer()
         in_fp8 = scaling is not None and scaling.recipe.params_in_fp8 and quantizer is not None
-        weight = self.normal_parameter(shape, weights, std)
         if scaling is not None and in_fp8:
             weight = fp8_parameter(weight, FORMATS[scaling.recipe.forward_format].dtype)
         return Linear(

@@ -20,16 +20,6 @@ from megafp8.models.loss import AddGradWeight, HeadLoss, Matmul
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.sequence import gather_sequence, scatter_sum, whole_sequence
 from megafp8.specs.data import IGNORE
-from megafp8.specs.geometry import Piece
-
-
-def vocabulary_piece(name: str, shape: tuple[int, int], tp: Axis, replica: int) -> Piece:
-    """Return this rank's rows of an embedding or head of `shape` (whole vocabulary, width)."""
-    vocab, width = shape
-    assert vocab % tp.size == 0, f"{vocab} rows over {tp.size} ranks"
-    share = vocab // tp.size
-    local = (slice(0, share), slice(0, width))
-    return Piece(name, shape, (tp.rank * share, 0), local, replica)
 
 
 def vocab_parallel_look_up(

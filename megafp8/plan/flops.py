@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megafp8.specs import GPTSpec
-from megafp8.specs.layer import layer_linears
+from megafp8.specs.layer import model_linears
 from megafp8.specs.model import twice_seen
 
 AttentionCount = Literal["causal", "full"]
@@ -57,8 +57,7 @@ def gemm_flops_per_token(
         raise ValueError(f"attention={attention!r}: count it as 'causal' or 'full'")
     layers = range(spec.num_layers)
     seq = spec.max_position_embeddings if seq_length is None else seq_length
-    linears = [linear for layer in layers for linear in layer_linears(spec, layer)]
-    in_linears = sum(len(linear.products) * linear.weight_elements for linear in linears)
+    in_linears = sum(len(linear.products) * linear.macs for linear in model_linears(spec))
     seen = [seq if attention == "full" else _mean_seen(spec, layer, seq) for layer in layers]
     per_mac = _GEMMS_PER_LINEAR * _FLOPS_PER_MAC
     return ModelFlops(

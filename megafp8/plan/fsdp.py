@@ -175,10 +175,8 @@ def _params_of_stage(
 ) -> tuple[list[list[Parameter]], list[Parameter]]:
     """Return the parameters of each of a stage's layers, and its others: embedding and head."""
     begin = shape.layers.index(stage.layers[0])
-    before = next(place for place, param in enumerate(shape.params) if param.in_layer)
-    others = [param for param in shape.params if not param.in_layer]
-    outside = others[:before] if stage.has_embedding else []
-    outside += others[before:] if stage.head is not None else []
+    is_here = {"first": stage.has_embedding, "last": stage.head is not None}
+    outside = [param for param in shape.params if is_here.get(str(param.listed.place))]
     return shape.params_of_layers[begin : begin + len(stage.layers)], outside
 
 

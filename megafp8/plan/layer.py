@@ -13,8 +13,7 @@ from megafp8.plan.shape import (
     LinearShape,
     compute_itemsize,
     copies_weights,
-    features_between,
-    linears_of_layer,
+    layer_shapes,
     microbatch_tokens,
     num_microbatches,
     residual_itemsize,
@@ -53,25 +52,25 @@ def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int
     The projection keeps no input where that is attention's output itself. With sequence parallelism
     it reads the tokens of all sequences of a microbatch in another order, which takes a copy.
     """
-    model, size = spec.model, compute_itemsize(spec)
-    qkv, projection, fc1, fc2 = linears = linears_of_layer(spec, layer)
+    model, shape = spec.model, layer_shapes(spec)[layer]
     tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
-    written, read = features_between(linears, in_mlp=True)
     is_copied = sequence_shards(spec) > 1 and spec.train.micro_batch_size > 1
-    is_shared = keeps_core and not is_copied and _keeps_input_as_it_is(spec, projection)
-    return {
-        "attention_norm": norm_bytes(spec),
-        "qkv": _input_bytes(spec, qkv, between),
+    activated = shape.mlp.written + (shape.mlp.read if model.is_gated else 0)  # the gate, too
+    kept = {
         "attention": _attention_bytes(spec, keeps_core=keeps_core),
-        "projection": 0 if is_shared else _input_bytes(spec, projection, tokens),
-        "attention_dropout": between * model.hidden_size if model.hidden_dropout else 0,
-        "mlp_norm": norm_bytes(spec),
-        "fc1": _input_bytes(spec, fc1, between),
-        "mlp": tokens * size * (written + (read if model.is_gated else 0)),  # with activated gate
-        "ffn_dropout": tokens * read if model.ffn_dropout else 0,
-        "fc2": _input_bytes(spec, fc2, tokens),
-        "mlp_dropout": between * model.hidden_size if model.hidden_dropout else 0,
+        "mlp": tokens * compute_itemsize(spec) * activated,
+        "ffn_dropout": tokens * shape.mlp.read if model.ffn_dropout else 0,
     }
+    for name, branch in (("attention", shape.attention), ("mlp", shape.mlp)):
+        kept[f"{name}_norm"] = norm_bytes(spec)
+        kept[f"{name}_dropout"] = between * model.hidden_size if model.hidden_dropout else 0
+        for linear in branch.linears:
+            rows = between if linear.whole.is_column else tokens
+            kept[linear.whole.name] = _input_bytes(spec, linear, rows)
+    for linear in shape.attention.rows:
+        if keeps_core and not is_copied and _keeps_input_as_it_is(spec, linear):
+            kept[linear.whole.name] = 0
+    return kept
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
@@ -82,6 +81,7 @@ def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
 
 def _input_bytes(spec: RunSpec, linear: LinearShape, tokens: int) -> int:
     """Return the bytes of a linear's input as its weight gradient reads it."""
+    tokens = linear.whole.per_token(tokens)
     if _keeps_input_as_it_is(spec, linear):
         return tokens * linear.in_features * compute_itemsize(spec)
     assert linear.traits is not None
@@ -128,17 +128,15 @@ def forward_work(spec: RunSpec, layer: int) -> int:
     In FP8 these are the MLP's input and its own in high precision, its cast for this product, and
     the weight's casts.
     """
-    *_, fc1, fc2 = linears_of_layer(spec, layer)
-    tokens, products = microbatch_tokens(spec), fc2.fp8_products
-    work = 0
-    for linear, rows in ((fc1, tokens // sequence_shards(spec)), (fc2, tokens)):
+    mlp, work = layer_shapes(spec)[layer].mlp, 0
+    for linear in mlp.linears:
+        tokens = microbatch_tokens(spec) // (sequence_shards(spec) if linear.whole.is_column else 1)
         if not _keeps_input_as_it_is(spec, linear):
-            work += rows * linear.in_features * compute_itemsize(spec)
-    if fc2.traits is not None and "output" in products:
-        work += _operand_bytes(fc2.traits.input.last, tokens, fc2.in_features)
-    if fc2.traits is not None and _casts_weight(spec):
-        work += fc2.traits.weight_bytes(fc2.out_features, fc2.in_features, products)
-    return work
+            work += tokens * linear.read * compute_itemsize(spec)
+    last, rows = mlp.linears[-1], mlp.linears[-1].whole.per_token(microbatch_tokens(spec))
+    if last.traits is not None and "output" in last.fp8_products:
+        work += _operand_bytes(last.traits.input.last, rows, last.in_features)
+    return work + (last.weight_copies(last.fp8_products) if _casts_weight(spec) else 0)
 
 
 def backward_instants(
@@ -151,26 +149,26 @@ def backward_instants(
     its parameters. `scores` is the working memory of attention.
     """
     kept = _kept_parts(spec, layer, keeps_core=keeps_core)
-    qkv, projection, fc1, fc2 = linears = linears_of_layer(spec, layer)
-    size, width = compute_itemsize(spec), spec.model.hidden_size
+    size, width, shape = compute_itemsize(spec), spec.model.hidden_size, layer_shapes(spec)[layer]
     tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
     stream = layer_input_bytes(spec)
     stays = spec.parallel.fsdp is not None  # gradients of parameters, until FSDP reduces a layer's
     norm_gradients = stays * _norm_statistics(spec) * width * size
     core = _attention_bytes(spec, keeps_core=True) - kept["attention"]  # what is recomputed
     now = 0
-    for name, first, last in (("mlp", fc1, fc2), ("attention", qkv, projection)):
-        in_mlp = name == "mlp"
-        written, read = (tokens * size * x for x in features_between(linears, in_mlp=in_mlp))
+    for name, branch in (("mlp", shape.mlp), ("attention", shape.attention)):
+        written, read = tokens * size * branch.written, tokens * size * branch.read
         # The branch's own gradient: a tensor beside the stream's if dropout or a cast makes one.
         has_own = bool(kept[f"{name}_dropout"]) or stream != between * width * size
         own = has_own * between * width * size
         yield now + own
         now += own - kept[f"{name}_dropout"]
-        yield now + _products_bytes(spec, last)
-        now += read + stays * _gradient_bytes(spec, last) - own
-        now -= kept["fc2" if in_mlp else "projection"]
-        if in_mlp:
+        for linear in reversed(branch.rows):
+            yield now + _products_bytes(spec, linear)
+            now += tokens * size * linear.read
+            now += stays * _gradient_bytes(spec, linear) - kept[linear.whole.name]
+        now -= own
+        if name == "mlp":
             yield now + (read if kept["ffn_dropout"] else 0)
             now -= kept["ffn_dropout"]
             yield now + written
@@ -179,12 +177,14 @@ def backward_instants(
             yield now + written + scores + _ring_bytes(spec)
             now -= core
         now += written - read - kept[name]
-        yield now + _products_bytes(spec, first)
-        now += between * first.in_features * size + stays * _gradient_bytes(spec, first) - written
-        now -= kept["fc1" if in_mlp else "qkv"]
+        for linear in reversed(branch.columns):
+            yield now + _products_bytes(spec, linear)
+            now += stays * _gradient_bytes(spec, linear) - kept[linear.whole.name]
+            now -= tokens * size * linear.written
+        now += between * width * size  # the gradient of what they read
         yield now + stream + (stream if stream != between * width * size else 0)
         now += norm_gradients - between * width * size - kept[f"{name}_norm"]
-        now += held if in_mlp else 0  # the sum of both branches' gradients is a new tensor
+        now += held if name == "mlp" else 0  # the sum of both branches' gradients is a new tensor
     yield now
 
 
@@ -216,7 +216,8 @@ def _gradient_bytes(spec: RunSpec, linear: LinearShape) -> int:
         is_written = has_sums and num_microbatches(spec) == 1
         made = BACKENDS[spec.precision.backend].weight_gradients
         itemsize = {"fp32": 0 if is_written else FP32, "added": 0, "work": size}[made]
-    return itemsize * linear.weight_elements + size * linear.has_bias * linear.out_features
+    biases = linear.whole.experts * linear.whole.has_bias * linear.out_features
+    return itemsize * linear.weight_elements + size * biases
 
 
 def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
@@ -227,9 +228,10 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
     kept input of one whose input they gather, after they have sent off that input's gradient.
     """
     size, products, traits = compute_itemsize(spec), linear.fp8_products, linear.traits
-    tokens, out, shards = microbatch_tokens(spec), linear.out_features, sequence_shards(spec)
+    tokens = linear.whole.per_token(microbatch_tokens(spec))
+    out, shards = linear.out_features, sequence_shards(spec)
     is_column, rows = linear.whole.is_column, tokens // shards
-    need = FP32 * out * linear.has_bias  # sums of columns
+    need = FP32 * out * linear.whole.has_bias  # sums of columns
     own = tokens if is_column else rows
     gathers = shards > 1 and not is_column
     pairs: tuple[tuple[GemmName, bool], ...] = (("grad_input", False), ("grad_weight", True))
@@ -241,8 +243,8 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
             need += _operand_bytes(scales, *((out, count) if is_first else (count, out)))
     if gathers and len(products & {"grad_input", "grad_weight"}) < 2:
         need += tokens * out * size
-    if traits is not None and _casts_weight(spec):
-        need += traits.weight_bytes(out, linear.in_features, products & {"grad_input"})
+    if _casts_weight(spec):
+        need += linear.weight_copies(products & {"grad_input"})
     gradients = _gradient_bytes(spec, linear)
     whole = tokens * linear.in_features * size
     if shards == 1 or not is_column:

@@ -189,7 +189,7 @@ def _held_bytes(
     spec: RunSpec, shape: RankShape, division: Division | None, replica: int
 ) -> HeldBytes:
     recipe = spec.precision.fp8
-    delayed = sum(linear.has_history for linear in shape.linears)
+    delayed = sum(linear.whole.experts for linear in shape.linears if linear.has_history)
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if division is None:
@@ -443,8 +443,4 @@ def _weight_copies(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
     """
     if not copies_weights(spec):
         return 0
-    return sum(
-        linear.traits.weight_bytes(linear.out_features, linear.in_features, linear.fp8_products)
-        for linear in linears
-        if linear.traits is not None
-    )
+    return sum(linear.weight_copies(linear.fp8_products) for linear in linears)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
+from math import prod
+from operator import attrgetter
+from typing import NamedTuple
 
 from megafp8.specs import GPTSpec, PrecisionSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.division import WAYS, Divided, Division, Member, padded_rows
-from megafp8.specs.layer import LayerLinear, layer_linears
+from megafp8.specs.layer import LayerLinear, layer_spec
 from megafp8.specs.optim import ITEM_BYTES, StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of
+from megafp8.specs.parameters import WORD, ParameterSpec, parameters_of
 from megafp8.specs.precision import ModulePrecision
 from megafp8.specs.recipes import HIGH_PRECISION, traits_of
 from megafp8.specs.traits import GemmName, Traits
@@ -24,9 +29,8 @@ class LinearShape:
     """Describe one linear of a layer as one tensor-parallel rank holds it."""
 
     whole: LayerLinear  # as all ranks hold it together
-    out_features: int
+    out_features: int  # of each of its weights
     in_features: int
-    has_bias: bool  # whether this rank holds a bias, of `out_features`
     precision: ModulePrecision
     fp8_products: frozenset[GemmName]  # those of its products that run in FP8
 
@@ -47,27 +51,87 @@ class LinearShape:
 
     @property
     def weight_elements(self) -> int:
-        """Return the number of elements of its weight."""
-        return self.in_features * self.out_features
+        """Return the number of elements of its weights."""
+        return self.whole.experts * self.in_features * self.out_features
+
+    @property
+    def written(self) -> int:
+        """Return the features that it writes of a token."""
+        return self.whole.per_token(self.out_features)
+
+    @property
+    def read(self) -> int:
+        """Return the features that it reads of a token."""
+        return self.whole.per_token(self.in_features)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what is equal for linears that compute and hold the same."""
+        whole = replace(self.whole, name="", parts=())
+        return whole, self.out_features, self.in_features, self.precision, self.fp8_products
+
+    def weight_copies(self, products: Collection[GemmName]) -> int:
+        """Return the bytes of FP8 copies of its weights that `products` read."""
+        if self.traits is None:
+            return 0
+        each = self.traits.weight_bytes(self.out_features, self.in_features, products)
+        return self.whole.experts * each
+
+
+class BranchShape(NamedTuple):
+    """Hold the linears of a layer's attention, or of its MLP, as one rank holds them."""
+
+    columns: tuple[LinearShape, ...]  # those that begin it: they read the residual stream
+    rows: tuple[LinearShape, ...]  # those that end it: they write to the residual stream
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """Return the linears in the order in which they run."""
+        return self.columns + self.rows
+
+    @property
+    def written(self) -> int:
+        """Return the features of a token that the linears write which begin it."""
+        return sum(linear.written for linear in self.columns)
+
+    @property
+    def read(self) -> int:
+        """Return the features of a token that the linears read which end it."""
+        return sum(linear.read for linear in self.rows)
+
+
+class LayerShape(NamedTuple):
+    """Hold the linears of one layer as one rank holds them."""
+
+    attention: BranchShape
+    mlp: BranchShape
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """Return the linears in the order in which they run."""
+        return self.attention.linears + self.mlp.linears
 
 
 @dataclass(frozen=True)
 class Parameter:
     """Describe one parameter as one rank holds it, before ZeRO-1 or FSDP shards it."""
 
+    listed: ParameterSpec
     rows: int  # the size of its first dim
     columns: int  # the product of its other dims; 1 without any
     itemsize: int  # bytes of an element of the parameter itself
-    is_sharded: bool  # whether tensor-parallel ranks hold different parts
-    linear: LinearShape | None = None  # the linear of a layer whose weight it is
-    in_layer: bool = True  # whether it belongs to a layer
+    linear: LinearShape | None  # the linear of a layer whose weight it is
     is_tied_end: bool = False  # whether another pipeline rank updates a copy of it
-    is_of_heads: bool = False  # whether its gradients are summed over the ranks that have heads
 
     @property
     def elements(self) -> int:
         """Return the number of its elements."""
         return self.rows * self.columns
+
+    @property
+    def in_layer(self) -> bool:
+        """Whether it belongs to a layer."""
+        return isinstance(self.listed.place, int)
 
     @property
     def is_linear(self) -> bool:
@@ -93,41 +157,37 @@ class RankShape:
     @property
     def params_of_layers(self) -> list[list[Parameter]]:
         """Return the parameters of each of its layers."""
-        inside = [param for param in self.params if param.in_layer]
-        each = len(inside) // len(self.layers)
-        return [inside[begin : begin + each] for begin in range(0, len(inside), each)]
+        of_layer = groupby(filter(attrgetter("in_layer"), self.params), attrgetter("listed.place"))
+        return [list(params) for _, params in of_layer]
 
 
 def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     """Return the part of the model that the ranks of `pipeline_rank` have."""
     stages = stages_of_rank(spec, pipeline_rank)
     layers = tuple(layer for stage in stages for layer in layers_of_stage(spec, stage))
-    of_layers = linears_of_layers(spec)
-    linears = tuple(linear for layer in layers for linear in of_layers[layer])
+    of_layers = layer_shapes(spec)
+    linears = tuple(linear for layer in layers for linear in of_layers[layer].linears)
     has_first, has_last = 0 in stages, num_stages(spec) - 1 in stages
-    params = tuple(_parameters(spec, linears, has_first, has_last))
+    params = tuple(_parameters(spec, stages))
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
 
 
-def linears_of_layer(spec: RunSpec, layer: int) -> tuple[LinearShape, ...]:
-    """Return the linears of one layer, as one rank holds them."""
-    return linears_of_layers(spec)[layer]
-
-
-def linears_of_layers(spec: RunSpec) -> tuple[tuple[LinearShape, ...], ...]:
+def layer_shapes(spec: RunSpec) -> tuple[LayerShape, ...]:
     """Return the linears of each layer of the whole model, as one rank holds them."""
-    return _linears(spec.model, spec.precision, spec.parallel.tp)
+    return _layer_shapes(spec.model, spec.precision, spec.parallel.tp)
 
 
 @lru_cache(maxsize=16)
-def _linears(
-    model: GPTSpec, precision: PrecisionSpec, tp: int
-) -> tuple[tuple[LinearShape, ...], ...]:
+def _layer_shapes(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[LayerShape, ...]:
     """Return the linears of each layer; a search asks for those of one model many times."""
-    return tuple(
-        tuple(_shape_of(linear, precision, tp, model) for linear in layer_linears(model, layer))
-        for layer in range(model.num_layers)
-    )
+
+    def branch(linears: Sequence[LayerLinear]) -> BranchShape:
+        shapes = [_shape_of(linear, precision, tp, model) for linear in linears]
+        parts = ([x for x in shapes if x.whole.is_column == begins] for begins in (True, False))
+        return BranchShape(*map(tuple, parts))
+
+    layers = (layer_spec(model, layer) for layer in range(model.num_layers))
+    return tuple(LayerShape(branch(x.attention.linears), branch(x.mlp.linears)) for x in layers)
 
 
 def _shape_of(
@@ -139,7 +199,7 @@ def _shape_of(
         backend = BACKENDS[precision.backend]
         runs_under = backend.precision_of(recipe, linear.name, model.num_layers)
         products = frozenset(linear.products) - recipe.kept_high(runs_under, linear.name)
-    return LinearShape(linear, *linear.local_shape(tp), linear.has_bias, runs_under, products)
+    return LinearShape(linear, *linear.local_shape(tp), runs_under, products)
 
 
 def kinds_of_layers(spec: RunSpec) -> tuple[int, ...]:
@@ -151,8 +211,8 @@ def kinds_of_layers(spec: RunSpec) -> tuple[int, ...]:
 def _kinds(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[int, ...]:
     first: dict[object, int] = {}
     return tuple(
-        first.setdefault(tuple((each.precision, each.fp8_products) for each in linears), layer)
-        for layer, linears in enumerate(_linears(model, precision, tp))
+        first.setdefault(tuple(linear.kind for linear in shape.linears), layer)
+        for layer, shape in enumerate(_layer_shapes(model, precision, tp))
     )
 
 
@@ -162,17 +222,6 @@ def kind_of_rank(spec: RunSpec, pipeline_rank: int) -> tuple[object, ...]:
     layers = (tuple(kinds[layer] for layer in layers_of_stage(spec, s)) for s in stages)
     places = (stage - stages[0] for stage in stages)
     return 0 in stages, num_stages(spec) - 1 in stages, *places, *layers
-
-
-def features_between(linears: Sequence[LinearShape], *, in_mlp: bool) -> tuple[int, int]:
-    """Return the features that a layer's MLP, or else its attention, has between its linears.
-
-    They are what the linears that begin it write (FC1, QKV), and what those that end it read (FC2,
-    projection).
-    """
-    chosen = [linear for linear in linears if linear.whole.in_mlp == in_mlp]
-    written = sum(linear.out_features for linear in chosen if linear.whole.is_column)
-    return written, sum(linear.in_features for linear in chosen if not linear.whole.is_column)
 
 
 def stages_of_rank(spec: RunSpec, pipeline_rank: int) -> list[int]:
@@ -232,40 +281,30 @@ def sequence_shards(spec: RunSpec) -> int:
     return spec.parallel.tp if spec.parallel.sequence_parallel else 1
 
 
-def _parameters(
-    spec: RunSpec, linears: Sequence[LinearShape], has_first: bool, has_last: bool
-) -> Iterator[Parameter]:
-    """Return a rank's parameters in the model's order."""
-    model, tp = spec.model, spec.parallel.tp
-    plain, compute = plain_itemsize(spec), compute_itemsize(spec)
-    hidden, vocab = model.hidden_size, model.vocab_size // tp
-    num = 2 if model.normalization == "layernorm" else 1
-    norm = [Parameter(hidden, 1, plain, False)] * num
-    of_heads = [Parameter(model.head_size, 1, plain, False, is_of_heads=True)] * (2 * num)
-    is_tied = model.share_embeddings_and_output_weights
-    is_tied_end = is_tied and has_first != has_last
-    if has_first:
-        yield Parameter(vocab, hidden, plain, True, in_layer=False, is_tied_end=is_tied_end)
-        if model.position_embedding_type == "learned_absolute":
-            positions = model.max_position_embeddings
-            yield Parameter(positions, hidden, plain, False, in_layer=False)
-    in_fp8 = spec.precision.fp8 is not None and spec.precision.fp8.params_in_fp8
-    for linear in linears:
-        if linear.whole.is_column:  # a norm comes before QKV, and another before FC1
-            yield from norm
-        itemsize = 1 if in_fp8 and linear.in_fp8 else compute
-        yield Parameter(linear.out_features, linear.in_features, itemsize, True, linear)
-        if linear.has_bias:
-            yield Parameter(linear.out_features, 1, compute, linear.whole.is_column)
-        if model.qk_layernorm and linear.whole.is_column and not linear.whole.in_mlp:
-            yield from of_heads
-    if has_last:
-        if model.transformer_block_type != "post_ln":
-            yield from (replace(param, in_layer=False) for param in norm)
-        if not is_tied:
-            yield Parameter(vocab, hidden, compute, True, in_layer=False)
-        elif not has_first:
-            yield Parameter(vocab, hidden, plain, True, in_layer=False, is_tied_end=True)
+def _parameters(spec: RunSpec, stages: Sequence[int]) -> Iterator[Parameter]:
+    """Yield the parameters of a rank's stages in the model's order."""
+    model, last, recipe = spec.model, num_stages(spec) - 1, spec.precision.fp8
+    listed = parameters_of(model)
+    linears = {x.whole.name: x for shape in layer_shapes(spec) for x in shape.linears}
+    in_fp8 = recipe is not None and recipe.params_in_fp8
+    is_tied = model.share_embeddings_and_output_weights and not {0, last} <= set(stages)
+
+    def held(param: ParameterSpec) -> Parameter:
+        rows, *columns = param.local_shape(spec.parallel.tp)
+        linear = None if param.linear is None else linears[param.linear.name]
+        itemsize = plain_itemsize(spec) if linear is None else compute_itemsize(spec)
+        if not param.is_matrix:
+            linear = None
+        elif in_fp8 and linear is not None and linear.in_fp8:
+            itemsize = 1
+        is_tied_end = is_tied and param.name == WORD
+        return Parameter(param, rows, prod(columns), itemsize, linear, is_tied_end)
+
+    for stage in stages:
+        if stage == last and is_tied:
+            yield held(replace(listed[WORD], place="last"))
+        places = {*layers_of_stage(spec, stage), "first" * (stage == 0), "last" * (stage == last)}
+        yield from (held(param) for param in listed.values() if param.place in places)
 
 
 def shard_ranks(spec: RunSpec) -> int:
@@ -333,7 +372,7 @@ def division_of(spec: RunSpec, params: Sequence[Parameter], way: str = "") -> Di
             weight=stored_as(spec, param),
             grad=grad if param.is_linear else "fp32",
             is_linear=param.is_linear,
-            is_sharded=param.is_sharded and tp > 1,
+            is_sharded=param.listed.divided is not None and tp > 1,
             is_tied=param.is_tied_end,
         )
         for param in params

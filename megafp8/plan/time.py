@@ -19,13 +19,13 @@ from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     FP32,
+    LayerShape,
     LinearShape,
     Parameter,
-    features_between,
     kind_of_rank,
     kinds_of_layers,
+    layer_shapes,
     layers_with_recomputation,
-    linears_of_layers,
     microbatch_tokens,
     num_microbatches,
     rank_shape,
@@ -164,10 +164,10 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     bf16 = hardware.bf16_tflops * 1e12 * achieved.bf16
     fp8 = hardware.fp8_tflops * 1e12 * achieved.fp8
     memory = hardware.memory_gb_s * 1e9 * achieved.memory
-    of_layers, every = linears_of_layers(spec), kinds_of_layers(spec)
+    shapes, every = layer_shapes(spec), kinds_of_layers(spec)
     kinds = [every[layer] for layer in shape.layers]
     times = {
-        kind: [_linear_time(spec, linear, tokens, bf16, fp8, again) for linear in of_layers[kind]]
+        kind: [_linear_time(linear, tokens, bf16, fp8, again) for linear in shapes[kind].linears]
         for kind in set(kinds)
     }
     linears = sum(time for kind in kinds for time in times[kind])
@@ -177,7 +177,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     attention /= hardware.bf16_tflops * 1e12 * achieved.attention
     head = 6 * tokens * model.hidden_size * model.vocab_size / parallel.tp * shape.has_last
     width = tokens * model.hidden_size
-    bytes_of_layer = {kind: _pass_bytes(spec, of_layers[kind]) for kind in set(kinds)}
+    bytes_of_layer = {kind: _pass_bytes(spec, shapes[kind]) for kind in set(kinds)}
     bytes_of_layers = sum(bytes_of_layer[kind] for kind in kinds)
     passes = width * bytes_of_layers * (1 + again / 3) / memory
     weights = _weight_bytes(spec, shape.linears) / memory
@@ -194,7 +194,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         update /= shard_ranks(spec)
         orthogonal /= shard_ranks(spec)
     gpu = count * (linears + passes) + attention
-    launches_of_layer = {kind: _launches(spec, of_layers[kind]) for kind in set(kinds)}
+    launches_of_layer = {kind: _launches(spec, shapes[kind].linears) for kind in set(kinds)}
     launches = count * sum(launches_of_layer[kind] for kind in kinds) * (1 + again / 3)
     host = launches * achieved.launch_microseconds * 1e-6
     if spec.train.cuda_graph:
@@ -224,15 +224,11 @@ def muon_flops(spec: RunSpec, param: Parameter) -> int:
     For the shorter side m and the longer n of a matrix each iteration has two products of 2 m^2 n
     and one of 2 m^3. Query, key and value are matrices of their own.
     """
-    if not (spec.optim.uses_muon and param.linear is not None):
+    if not (spec.optim.uses_muon and param.is_linear):
         return 0
-    whole, total = param.linear.whole, 0
-    for part in whole.parts:
-        rows, columns = part.out_features, whole.in_features
-        if spec.optim.muon.tp_mode != "duplicated":
-            tp = spec.parallel.tp
-            rows, columns = (rows // tp, columns) if whole.is_column else (rows, columns // tp)
-        short, long = sorted((rows, columns))
+    total, ranks = 0, 1 if spec.optim.muon.tp_mode == "duplicated" else spec.parallel.tp
+    for _, shape in param.listed.tensors:
+        short, long = sorted(param.listed.part(shape, ranks))
         total += 4 * short**2 * long + 2 * short**3
     return spec.optim.muon.num_steps * total
 
@@ -266,9 +262,7 @@ def _not_hidden(spec: RunSpec, seconds: Mapping[tuple[AxisName, bool], float], g
     return max(0.0, sums - gpu * 2 / 3 / count) + written
 
 
-def _linear_time(
-    spec: RunSpec, linear: LinearShape, tokens: int, bf16: float, fp8: float, again: float
-) -> float:
+def _linear_time(linear: LinearShape, tokens: int, bf16: float, fp8: float, again: float) -> float:
     """Return the seconds of a linear's three products for one microbatch.
 
     `again` is the fraction of the linears of which recomputation repeats the forward product.
@@ -276,40 +270,45 @@ def _linear_time(
     in_fp8 = linear.fp8_products
     times = {gemm: 1 + again * (gemm == "output") for gemm in GEMMS}
     rates = {gemm: fp8 if gemm in in_fp8 else bf16 for gemm in GEMMS}
-    flops = 2 * tokens * linear.weight_elements
+    flops = 2 * tokens * linear.read * linear.out_features
     return sum(flops * times[gemm] / rates[gemm] for gemm in GEMMS)
 
 
-def _pass_bytes(spec: RunSpec, linears: Sequence[LinearShape]) -> float:
+def _pass_bytes(spec: RunSpec, shape: LayerShape) -> float:
     """Return the bytes of one layer's memory passes, per token and unit of the model's width.
 
-    `linears` are those of the layer. Products and attention's kernels are not counted. In BF16 the
+    Products and attention's kernels are not counted. In BF16 the
     two norms move 4 bytes forward and 6 backward, the two residual sums 6 each way, and the
     gradients of queries, keys and values are packed. Rotary positions read and write queries and
     keys each way. Casts are in `_cast_bytes`.
     """
     model = spec.model
     between = 1 / sequence_shards(spec)  # of the tokens: what norms and residual sums work on
-    packed, query = (n / model.hidden_size for n in features_between(linears, in_mlp=False))
-    made, inner = (n / model.hidden_size for n in features_between(linears, in_mlp=True))
+    packed, query, made, inner = (
+        features / model.hidden_size
+        for branch in (shape.attention, shape.mlp)
+        for features in (branch.written, branch.read)
+    )
     total = 2 * (4 + 6 + 6 + 6) * between
-    is_rotary, in_one = model.position_embedding_type == "rope", linears[0].has_history
+    is_rotary = model.position_embedding_type == "rope"
+    in_one = all(linear.has_history for linear in shape.attention.columns)
     if not in_one:  # otherwise the kernel that casts QKV's gradient packs and turns it as well
         total += 4 * packed
     total += is_rotary * (4 if in_one else 8) * (query + packed) / 2  # of queries and keys
-    has_kernel = linears[-1].has_history and model.activation in FUSED_ACTIVATIONS
+    has_kernel = all(linear.has_history for linear in shape.mlp.rows)
+    has_kernel = has_kernel and model.activation in FUSED_ACTIVATIONS
     if model.is_gated and not has_kernel:  # activation and product are two operations
         total += 36 * inner
     else:  # it reads and writes; backward reads the gradient and the input, and writes
         total += 4 * inner + 6 * made
     casts: float = 0
-    for linear in linears:
-        by_kernel = has_kernel and linear.whole.in_mlp
+    for linear in shape.linears:
+        by_kernel = has_kernel and linear in shape.mlp.linears
         if linear.whole.is_column:
-            width = 0 if by_kernel else linear.out_features / model.hidden_size
+            width = 0 if by_kernel else linear.written / model.hidden_size
             casts += _cast_bytes(linear, between, width, producer="norm")
         else:
-            width = linear.in_features / model.hidden_size
+            width = linear.read / model.hidden_size
             producer: Producer = "activation" if by_kernel else None
             casts += _cast_bytes(linear, width, between, producer=producer)
     return total + casts
@@ -330,7 +329,7 @@ def _cast_bytes(
     backward pass casts FC1's gradient. The casts of `delayed` and `tensorwise` sum output gradients
     over tokens for the bias; otherwise that is a pass of its own.
     """
-    bias = 2 * width_out * linear.has_bias
+    bias = 2 * width_out * linear.whole.has_bias
     traits = linear.traits
     if traits is None:
         return bias

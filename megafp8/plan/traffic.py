@@ -124,7 +124,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             yield message("all_reduce", "embeddings", whole)
         yield message("all_reduce", "activations", len(rows) * whole * passes)
         yield message("all_reduce", "gradients of activations", len(columns) * whole)
-        of_heads = sum(own_bytes(param) for param in shape.params if param.is_of_heads)
+        of_heads = sum(own_bytes(param) for param in shape.params if param.listed.is_of_heads)
         yield message("all_reduce", "gradients of norms of heads", of_heads / count)
         return
     if shape.has_first:
@@ -132,7 +132,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield message("all_gather", "gradient of the embeddings", whole / tp)
     if shape.has_last:
         yield message("all_gather", "input of the head", whole / tp)
-    once = sum(own_bytes(param) for param in shape.params if not param.is_sharded)
+    once = sum(own_bytes(param) for param in shape.params if param.listed.divided is None)
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
     yield message("reduce_scatter", "activations", len(rows) * whole * passes)
     yield message("reduce_scatter", "gradients of activations", len(columns) * whole)
@@ -254,10 +254,10 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
             stride=each,
         )
     if spec.model.share_embeddings_and_output_weights and shape.has_first != shape.has_last:
-        rows = spec.model.vocab_size // parallel.tp
+        tied = next(param for param in shape.params if param.is_tied_end)
+        elements = tied.elements
         if parallel.fsdp is not None:  # a replica sums its rows
-            rows = -(-rows // shard_ranks(spec))
-        elements = rows * spec.model.hidden_size
+            elements = tied.shard_elements(shard_ranks(spec))
         divides = spec.optim.shards_states and spec.optim.storage.is_plain
         if divides and not spec.optim.owns_whole:  # a replica sums its range
             elements = rounded_up(elements, ALIGNMENT * shard_ranks(spec)) // shard_ranks(spec)
@@ -421,7 +421,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     """
     parallel, recipe, count = spec.parallel, spec.precision.fp8, num_microbatches(spec)
     ranks = parallel.tp * parallel.cp * (1 if parallel.tp_only_amax_red else parallel.dp)
-    delayed = sum(linear.has_history for linear in shape.linears)
+    delayed = sum(linear.whole.experts for linear in shape.linears if linear.has_history)
     if recipe is not None and recipe.reduce_amax and ranks > 1:
         yield Message(
             axis="amax",
@@ -434,17 +434,17 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     times, passes = 0.0, 1 + recomputed_fraction(spec, shape.stages)
     for linear in shape.linears:
-        traits = linear.traits
+        traits, num = linear.traits, linear.whole.experts
         if traits is not None and traits.agrees:
             of_input = parallel.sequence_parallel or not linear.whole.is_column
             of_grad = parallel.sequence_parallel or linear.whole.is_column
-            times += _casts(spec, linear, "weight")
-            times += count * of_input * passes * _casts(spec, linear, "input")
-            times += count * of_grad * _casts(spec, linear, "grad_output")
+            times += num * _casts(spec, linear, "weight")
+            times += num * count * of_input * passes * _casts(spec, linear, "input")
+            times += num * count * of_grad * _casts(spec, linear, "grad_output")
         is_divided = parallel.sequence_parallel and "grad_weight" in linear.fp8_products
         if traits is not None and traits.agrees_on_columns and is_divided:
             each = passes if linear.whole.is_column else 1  # of inputs, or of output gradients
-            times += count * each * spec.model.hidden_size
+            times += num * count * each * spec.model.hidden_size
     yield Message(
         axis="tp",
         operation="all_reduce",

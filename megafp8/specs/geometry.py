@@ -101,12 +101,10 @@ class Piece:
         )
 
 
-def whole_pieces(
-    name: str, shape: tuple[int, ...], replica: int = 0, *, is_of_heads: bool = False
-) -> tuple[Piece, ...]:
+def whole_pieces(name: str, shape: Sizes, replica: int = 0) -> tuple[Piece, ...]:
     """Return the one piece of a tensor that is not sharded."""
     local = tuple(slice(0, size) for size in shape)
-    return (Piece(name, shape, (0,) * len(shape), local, replica, is_of_heads),)
+    return (Piece(name, shape, (0,) * len(shape), local, replica),)
 
 
 def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:

@@ -1,11 +1,12 @@
-"""List the linears of a transformer layer: the one table that model, plan and checks read."""
+"""List the linears of a transformer layer by name: what model, plan and checks read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from fractions import Fraction
 
-from megafp8.specs.geometry import Piece
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.traits import GemmName
@@ -30,15 +31,19 @@ class LayerLinear:
     """Describe one linear of a layer by its logical (unsharded) sizes.
 
     `parts` are the logical linears whose rows its weight has, in this order; checkpoints name them.
-    `products` are the GEMMs that a microbatch runs.
+    `products` are the GEMMs that a microbatch runs. A linear may have several weights of one shape,
+    its `experts`, of which a token uses the fraction `visits`.
     """
 
     name: str
     in_features: int
     parts: tuple[SubLinear, ...]
     is_column: bool  # tensor-parallel ranks divide its out features, or else its in features
+    std: float  # the standard deviation of its initial weights
     has_bias: bool = True
     products: tuple[GemmName, ...] = GEMMS
+    experts: int = 1
+    visits: Fraction = Fraction(1)
 
     @property
     def out_features(self) -> int:
@@ -47,57 +52,119 @@ class LayerLinear:
 
     @property
     def weight_elements(self) -> int:
-        """Return the number of elements of the whole weight."""
-        return self.in_features * self.out_features
+        """Return the number of elements of all its whole weights."""
+        return self.experts * self.in_features * self.out_features
 
     @property
-    def in_mlp(self) -> bool:
-        """Whether it belongs to the layer's MLP, and not to its attention."""
-        return ".mlp." in self.name
+    def macs(self) -> int:
+        """Return the multiplications of one product for one token."""
+        return self.per_token(self.in_features * self.out_features)
+
+    def per_token(self, count: int) -> int:
+        """Return `count` numbers of one weight for all weights that a token visits."""
+        return int(count * self.experts * self.visits)
 
     def local_shape(self, tp: int) -> tuple[int, int]:
-        """Return the out and in features of the weight that one of `tp` ranks holds."""
+        """Return the out and in features of a weight that one of `tp` ranks holds."""
         if self.is_column:
             return self.out_features // tp, self.in_features
         return self.out_features, self.in_features // tp
 
-    def pieces(self, tp: int, rank: int) -> tuple[list[Piece], list[Piece]]:
-        """Return which parts of the logical weights and biases rank `rank` of `tp` ranks holds."""
-        weights, biases, begin = [], [], 0
-        columns = self.local_shape(tp)[1]
-        for part in self.parts:
-            name, out = part.name, part.out_features
-            share = out // tp if self.is_column else out
-            row, column = (rank * share, 0) if self.is_column else (0, rank * columns)
-            local, begin = slice(begin, begin + share), begin + share
-            shape = (out, self.in_features)
-            weight = Piece(f"{name}.weight", shape, (row, column), (local, slice(0, columns)))
-            weights.append(weight)
-            biases.append(Piece(f"{name}.bias", (out,), (row,), (local,)))
-        return weights, biases
+    def numbered(self, name: str, index: int) -> str:
+        """Return the name of weight `index`: of several `….3.fc1`, where `name` is `….fc1`."""
+        before, _, last = name.rpartition(".")
+        return name if self.experts == 1 else f"{before}.{index}.{last}"
 
 
-def layer_linears(spec: GPTSpec, layer: int) -> tuple[LayerLinear, ...]:
-    """Return the linears of layer `layer` (from 0) in the order in which they run."""
-    name, hidden, ffn = f"layers.{layer}", spec.hidden_size, spec.ffn_hidden_size
-    heads = {"query": spec.query_size, "key": spec.kv_size, "value": spec.kv_size}
-    qkv = tuple(SubLinear(f"{name}.attention.{part}", size) for part, size in heads.items())
-    inner = ("gate", "up") if spec.is_gated else ("fc1",)
-    fc1 = tuple(SubLinear(f"{name}.mlp.{part}", ffn) for part in inner)
-    projection = SubLinear(f"{name}.attention.projection", hidden)
-    fc2 = SubLinear(f"{name}.mlp.fc2", hidden)
-    bias = spec.bias
-    return (
-        LayerLinear(f"{name}.attention.qkv", hidden, qkv, True, bias or spec.add_qkv_bias),
-        LayerLinear(projection.name, spec.query_size, (projection,), False, bias),
-        LayerLinear(f"{name}.mlp.fc1", hidden, fc1, True, bias),
-        LayerLinear(fc2.name, ffn, (fc2,), False, bias),
+class _Linears:
+    """Hold linears as fields, in the order in which they run."""
+
+    @property
+    def linears(self) -> tuple[LayerLinear, ...]:
+        """Return the linears in the order in which they run."""
+        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Attention(_Linears):
+    """Name the linears of a layer's attention."""
+
+    qkv: LayerLinear
+    projection: LayerLinear
+
+
+@dataclass(frozen=True)
+class Mlp(_Linears):
+    """Name the linears of a layer's MLP."""
+
+    fc1: LayerLinear
+    fc2: LayerLinear
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Name the linears of one layer; those of another layer may have other sizes."""
+
+    attention: Attention
+    mlp: Mlp
+
+    @property
+    def branches(self) -> tuple[Attention, Mlp]:
+        """Return what adds to the residual stream, in the order in which it does."""
+        return self.attention, self.mlp
+
+    @property
+    def linears(self) -> tuple[LayerLinear, ...]:
+        """Return the linears in the order in which they run."""
+        return self.attention.linears + self.mlp.linears
+
+
+def layer_spec(model: GPTSpec, layer: int) -> LayerSpec:
+    """Return the linears of layer `layer` (from 0)."""
+    return LayerSpec(_attention(model, f"layers.{layer}"), _mlp(model, f"layers.{layer}"))
+
+
+def _attention(model: GPTSpec, layer: str) -> Attention:
+    name, std = f"{layer}.attention", model.init_method_std
+    heads = {"query": model.query_size, "key": model.kv_size, "value": model.kv_size}
+    qkv = tuple(SubLinear(f"{name}.{part}", size) for part, size in heads.items())
+    has_bias = model.bias or model.add_qkv_bias
+    return Attention(
+        qkv=LayerLinear(f"{name}.qkv", model.hidden_size, qkv, True, std, has_bias),
+        projection=_output(model, f"{name}.projection", model.query_size),
     )
+
+
+def _mlp(model: GPTSpec, layer: str) -> Mlp:
+    name, width, std = f"{layer}.mlp", model.ffn_hidden_size, model.init_method_std
+    inner = ("gate", "up") if model.is_gated else ("fc1",)
+    fc1 = tuple(SubLinear(f"{name}.{part}", width) for part in inner)
+    return Mlp(
+        fc1=LayerLinear(f"{name}.fc1", model.hidden_size, fc1, True, std, model.bias),
+        fc2=_output(model, f"{name}.fc2", width),
+    )
+
+
+def _output(model: GPTSpec, name: str, in_features: int) -> LayerLinear:
+    """Return a linear that writes to the residual stream.
+
+    Megatron's scaled init: the outputs of 2L residual branches add up in L layers.
+    """
+    parts = (SubLinear(name, model.hidden_size),)
+    scale = math.sqrt(2 * model.num_layers) if model.use_scaled_init_method else 1.0
+    std = model.init_method_std / scale
+    return LayerLinear(name, in_features, parts, False, std, model.bias)
+
+
+def model_linears(model: GPTSpec) -> Iterator[LayerLinear]:
+    """Yield the linears of all layers."""
+    for layer in range(model.num_layers):
+        yield from layer_spec(model, layer).linears
 
 
 def linear_names(layers: Iterable[int]) -> list[str]:
     """Return the names of the linears of these layers, which no size of the model changes."""
-    return [linear.name for layer in layers for linear in layer_linears(_ANY_SIZES, layer)]
+    return [linear.name for layer in layers for linear in layer_spec(_ANY_SIZES, layer).linears]
 
 
 def first_and_last_linear(num_layers: int) -> tuple[str, str]:

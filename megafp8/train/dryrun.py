@@ -6,7 +6,6 @@ size can be built on a laptop.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from megafp8.models.init import pieces_of
 from megafp8.ops.torch_private import storage_key
 from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
-from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.plan.memory import HeldBytes, RankMemory
 from megafp8.plan.pipeline import Times, planned_orders, run_times
+from megafp8.plan.shape import rank_shape
 from megafp8.specs import RunSpec
 from megafp8.specs.division import padded_rows
+from megafp8.specs.parameters import num_parameters
 from megafp8.train.build import build, start_only
 from megafp8.train.dryrun_step import fsdp_step_bytes, step_bytes
 from megafp8.train.live_bytes import LiveBytes
@@ -78,7 +78,7 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
     start = 0 if spec.parallel.fsdp is None else start_bytes(spec, rank)
     with simulated(spec, rank) as state:
         sizes = {axis: getattr(spec.parallel, axis) for axis in AXES}
-        recipe, layers = spec.precision.fp8, tuple(layers_of(state))
+        recipe, layers = spec.precision.fp8, rank_shape(spec, state.mesh.pp.rank).layers
         if spec.parallel.fsdp is None:
             held = held_bytes(state)
             step, kept = step_bytes(state, spec)
@@ -113,43 +113,20 @@ def whole_layout(spec: RunSpec) -> Layout:
     """Describe a whole job from one rank of each stage; the ranks of a stage have equal parts."""
     parallel = spec.parallel
     ranks_per_stage = parallel.world_size // parallel.pp
-    num_params, stages = 0, []
-    num_microbatches = spec.train.num_microbatches(parallel.dp)
-    for stage in range(parallel.pp):
+    stages, num_microbatches = [], spec.train.num_microbatches(parallel.dp)
+    for stage in range(parallel.pp if spec.precision.fp8 is not None else 0):
         with simulated(spec, stage * ranks_per_stage) as state:
-            num_params += logical_params(state)
-            if spec.precision.fp8 is not None:
-                stages.append(linear_flops(state.backend.planned(state.model)))
+            stages.append(linear_flops(state.backend.planned(state.model)))
     times = None
     if parallel.pp > 1:
         orders = planned_orders(parallel.pipeline, parallel.pp, num_microbatches)
         times = run_times(orders, parallel.pp * parallel.pipeline.stages_per_rank)
     return Layout(
-        num_params=num_params,
+        num_params=num_parameters(spec.model),
         stages=tuple(stages),
         num_microbatches=num_microbatches,
         times=times,
     )
-
-
-def logical_params(state: TrainState) -> int:
-    """Return the number of elements of the logical tensors that this rank has a part of.
-
-    A copy of another stage's tensor does not count.
-    """
-    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
-    return sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
-
-
-def layers_of(state: TrainState) -> Iterator[int]:
-    """Yield the indices in the whole model of this rank's layers."""
-    if not isinstance(state.model, PipelinedGPT):
-        yield from range(state.model.spec.num_layers)
-        return
-    pipeline = state.model.pipeline
-    layers = pipeline.layers(state.model.spec.num_layers, state.mesh.pp.size)
-    for index in state.model.indices:
-        yield from layers[index]
 
 
 def shapes_of(state: TrainState) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], str]]:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.checkpoint.reader import Reader
-from megafp8.checkpoint.serving import E4M3_MAX, linears_of, scale_of
+from megafp8.checkpoint.serving import E4M3_MAX, scale_of
 from megafp8.config.load import default_tree
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.precision_spec import module_rules
@@ -23,6 +23,7 @@ from megafp8.errors import CheckpointError
 from megafp8.runs.run_data import open_data
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.layer import model_linears
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
 
 _HISTORIES = "scaling/forward/history/"
@@ -59,7 +60,7 @@ def linears_in_bf16(spec: GPTSpec, values: Mapping[str, Any]) -> frozenset[str]:
     named = Fp8Recipe(modules=module_rules(values))
     backend = values["model.fp8_backend"]
     traits = BACKENDS["native" if backend == "auto" else backend]
-    names = (linear.name for linear in linears_of(spec))
+    names = (linear.name for linear in model_linears(spec))
     return frozenset(
         name
         for name in names
@@ -112,7 +113,7 @@ def recorded_inputs(
     """
     margin, stored = int(values["model.fp8_margin"]), frozenset(reader.names())
     scales, updates = {}, []
-    for linear in linears_of(spec):
+    for linear in model_linears(spec):
         if linear.name in kept:
             continue
         rows = _Rows(reader, stored, linear.name)

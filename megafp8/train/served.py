@@ -59,10 +59,10 @@ class ServedParts(Parts):
         super().__init__(spec, torch.bfloat16, 0, RandomStreams(0))
         self.fmt, self.exported = fmt, exported
 
-    def linear(self, linear: LayerLinear, std: float) -> nn.Module:
+    def linear(self, linear: LayerLinear) -> nn.Module:
         """Return a linear over exported FP8 weights, or a plain one where the export has BF16."""
         if linear.name in self.fmt.kept:
-            return PlainLinear(self, linear, std)
+            return PlainLinear(self, linear)
         return ServedLinear(linear, self.fmt, self.exported)
 
 

@@ -25,6 +25,7 @@ from megafp8.cli import export, import_hf
 from megafp8.errors import CheckpointError, UserError
 from megafp8.models.positions import frequencies, yarn_attention_factor
 from megafp8.specs import GPTSpec
+from megafp8.specs.parameters import logical_shapes
 from megafp8.train.huggingface import import_model
 from megafp8.train.load_model import shape_of
 from tests.tiny import gpt_spec
@@ -77,7 +78,7 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
     names = [name for entry in hf.mapping(spec) for name in entry.ours]
-    ours = sum(math.prod(hf.logical_shape(spec, name)) for name in names)
+    ours = sum(math.prod(logical_shapes(spec)[name]) for name in names)
     assert ours == sum(param.numel() for param in model.parameters())
     assert ours == row.get("parameters", ours)
     for key, field in SAME.items():
@@ -454,7 +455,7 @@ def write_model(folder: Path, spec: GPTSpec, family: str, **options: Any) -> dic
     """A model of random weights, and these by logical name."""
     drawn = torch.Generator().manual_seed(3)
     names = [name for entry in hf.mapping(spec) for name in entry.ours]
-    own = {name: torch.randn(hf.logical_shape(spec, name), generator=drawn) for name in names}
+    own = {name: torch.randn(logical_shapes(spec)[name], generator=drawn) for name in names}
     huggingface_files.write_folder(
         folder, spec, own.__getitem__, dtype=torch.float32, eod_id=3, family=family, **options
     )

@@ -15,6 +15,7 @@ from megafp8.checkpoint import huggingface as hf
 from megafp8.checkpoint import huggingface_files
 from megafp8.checkpoint.reader import Reader
 from megafp8.specs import GPTSpec
+from megafp8.specs.parameters import logical_shapes
 from megafp8.train import huggingface
 from megafp8.train.huggingface import import_model
 from megafp8.train.live_bytes import LiveBytes
@@ -42,7 +43,7 @@ def made_model(folder: Path, spec: GPTSpec, dtype: torch.dtype, file_bytes: int)
     drawn = torch.Generator().manual_seed(3)
 
     def draw(name: str) -> torch.Tensor:
-        return torch.rand(hf.logical_shape(spec, name), generator=drawn)
+        return torch.rand(logical_shapes(spec)[name], generator=drawn)
 
     huggingface_files.write_folder(
         folder, spec, draw, dtype=dtype, eod_id=3, max_file_bytes=file_bytes
@@ -53,7 +54,7 @@ def made_model(folder: Path, spec: GPTSpec, dtype: torch.dtype, file_bytes: int)
 
 
 def hf_bytes(spec: GPTSpec, name: str) -> int:
-    return torch.Size(hf.logical_shape(spec, name)).numel() * 4
+    return torch.Size(logical_shapes(spec)[name]).numel() * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -24,10 +24,11 @@ from megafp8.checkpoint.serving import (
     Scales,
     ServingFormat,
     ServingWeights,
-    linears_of,
 )
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
+from megafp8.specs.layer import model_linears
+from megafp8.specs.parameters import logical_shapes
 from megafp8.train.served import Exported, ServedLinear, served_model
 
 SIZES = {
@@ -121,7 +122,7 @@ def masters_of(spec: GPTSpec) -> Names:
     names = [name for entry in hf.mapping(spec) for name in entry.ours]
     made = {}
     for name in names:
-        shape = hf.logical_shape(spec, name)
+        shape = logical_shapes(spec)[name]
         made[name] = torch.randn(shape, generator=drawn) * 0.02
         if len(shape) == 2:
             made[name] *= torch.exp(torch.randn(shape[0], 1, generator=drawn))
@@ -143,7 +144,7 @@ def write(
 
 
 def formats(spec: GPTSpec) -> dict[str, ServingFormat]:
-    static = {linear.name: INPUT_SCALE for linear in linears_of(spec)}
+    static = {linear.name: INPUT_SCALE for linear in model_linears(spec)}
     return {**{s: ServingFormat(s) for s in SCALES}, "static": ServingFormat("channel", static)}
 
 
@@ -277,7 +278,7 @@ def test_parts_of_a_joined_linear_share_their_scales(inputs: float | None, tmp_p
     """So vLLM's cast of the joined weight with the largest scale changes no byte."""
     spec = spec_of("llama")
     own = masters_of(spec)
-    of_linears = {linear.name: INPUT_SCALE for linear in linears_of(spec)}
+    of_linears = {linear.name: INPUT_SCALE for linear in model_linears(spec)}
     fmt = ServingFormat("tensor", None if inputs is None else of_linears)
     stored, _ = write(tmp_path, spec, own, fmt)
     for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
@@ -384,7 +385,7 @@ def test_a_served_linear_is_the_product_of_the_definition(
     own = masters_of(spec)
     fmt = formats(spec)[form]
     stored, _ = write(tmp_path, spec, own, fmt)
-    qkv = next(iter(linears_of(spec)))
+    qkv = next(iter(model_linears(spec)))
     linear = ServedLinear(qkv, fmt, Exported(tmp_path, spec))
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, qkv.in_features, generator=drawn).bfloat16()
@@ -504,7 +505,7 @@ def test_linears_that_stay_in_bf16_are_named(tmp_path: Path) -> None:
 
 
 def test_what_no_format_has_is_refused_by_name() -> None:
-    everything = frozenset(linear.name for linear in linears_of(spec_of("llama")))
+    everything = frozenset(linear.name for linear in model_linears(spec_of("llama")))
     with pytest.raises(UserError, match="computed every linear in high precision"):
         serving.check_can_be_fp8(spec_of("llama"), everything)
     from tests.config.helpers import run_spec

@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from megafp8.checkpoint.huggingface import logical_shape, mapping
+from megafp8.checkpoint.huggingface import mapping
 from megafp8.checkpoint.huggingface_files import write_folder
 from megafp8.checkpoint.manifest import Manifest, check_state, read_manifest, write_manifest
 from megafp8.cli import commands, report, runs
@@ -27,6 +27,7 @@ from megafp8.data.dataset import load_sidecar, recorded_vocab_size
 from megafp8.data.indexed import IndexedDataset, write_index
 from megafp8.data.library_tokenizers import load_tiktoken
 from megafp8.data.tokenize import byte_tokenizer, load_json
+from megafp8.specs.parameters import logical_shapes
 from megafp8.train.huggingface import import_model
 from tests.foreign.fuzz import Tally, attempt
 from tests.foreign.made import make_model
@@ -186,7 +187,7 @@ def _make_qwen(folder: Path) -> None:
         seq_len_interpolation_factor=2.0,
     )  # fmt: skip
     names = [name for entry in mapping(spec) for name in entry.ours]
-    own = {name: torch.full(logical_shape(spec, name), 0.01) for name in names}
+    own = {name: torch.full(logical_shapes(spec)[name], 0.01) for name in names}
     write_folder(folder, spec, own.__getitem__, dtype=torch.float32, eod_id=3)
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}

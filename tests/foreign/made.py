@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megafp8.checkpoint.huggingface import logical_shape, mapping, to_config
+from megafp8.checkpoint.huggingface import mapping, to_config
 from megafp8.data.tokenize import byte_tokenizer
 from megafp8.specs import GPTSpec
+from megafp8.specs.parameters import logical_shapes
 
 GPT2 = GPTSpec(
     num_layers=2,
@@ -34,7 +35,7 @@ def make_model(folder: Path, **changed: Any) -> Path:
     folder.mkdir(parents=True)
     tensors = {}
     for entry in mapping(GPT2):
-        first, *rest = logical_shape(GPT2, entry.ours[0])
+        first, *rest = logical_shapes(GPT2)[entry.ours[0]]
         shape = (len(entry.ours) * first, *rest)
         tensors[entry.theirs] = torch.full(shape[::-1] if entry.transposed else shape, 0.01)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

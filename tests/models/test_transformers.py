@@ -22,6 +22,7 @@ from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.specs import GPTSpec
+from megafp8.specs.parameters import logical_shapes
 from tests.tiny import VOCAB, gpt_spec
 
 transformers = pytest.importorskip("transformers")
@@ -223,7 +224,7 @@ def test_a_folder_round_trips(case: str, tmp_path: Path) -> None:
     assert shape_of(back) == shape_of(spec)
     tensors = {t.name: t.read() for t in hf_files.read_tensors(tmp_path / "m", back)}
     assert tensors.keys() == own.keys()
-    assert {name: hf.logical_shape(spec, name) for name in own} == {
+    assert {name: logical_shapes(spec)[name] for name in own} == {
         name: tuple(tensor.shape) for name, tensor in own.items()
     }
     assert all(torch.equal(tensors[name], own[name]) for name in own)

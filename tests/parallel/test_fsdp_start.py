@@ -20,6 +20,7 @@ from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import join
 from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, RunSpec
+from megafp8.specs.parameters import logical_shapes
 from megafp8.specs.precision import BackendName
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.train import build
@@ -142,7 +143,7 @@ def test_a_rank_loads_a_checkpoint_into_its_shards(tmp_path: Path) -> None:
     drawn = torch.Generator().manual_seed(3)
 
     def draw(name: str) -> torch.Tensor:
-        return torch.rand(huggingface.logical_shape(GPT2, name), generator=drawn)
+        return torch.rand(logical_shapes(GPT2)[name], generator=drawn)
 
     theirs = tmp_path / "theirs"
     huggingface_files.write_folder(theirs, GPT2, draw, dtype=torch.bfloat16, eod_id=3)

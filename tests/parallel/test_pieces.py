@@ -22,29 +22,33 @@ from megafp8.parallel.sequence import (
     gather_tokens,
 )
 from megafp8.specs import ParallelSpec
-from megafp8.specs.layer import LayerLinear, SubLinear
+from megafp8.specs.parameters import parameters_of
 from tests.tiny import gpt_spec
 
-QKV = LayerLinear(
-    "qkv", 6, (SubLinear("query", 8), SubLinear("key", 8), SubLinear("value", 4)), True
-)
-FC2 = LayerLinear("fc2", 12, (SubLinear("fc2", 5),), False)
+MODEL = gpt_spec(
+    num_layers=1, hidden_size=6, kv_channels=2, num_attention_heads=4, num_query_groups=2,
+    ffn_hidden_size=12, vocab_size=12,
+)  # fmt: skip
+LISTED = parameters_of(MODEL)
+QKV, FC2 = "layers.0.attention.qkv", "layers.0.mlp.fc2"
 
 
 def test_fused_columns_by_hand() -> None:
     """Rank 1 of 2: the second half of query, of key and of value, one after the other."""
-    weights, biases = QKV.pieces(2, 1)
+    weights, biases = (LISTED[f"{QKV}.{kind}"].pieces(2, 1) for kind in ("weight", "bias"))
+    of_layer = "layers.0.attention"
     found = [(p.name, p.global_shape, p.offset, p.local[0]) for p in weights]
     assert found == [
-        ("query.weight", (8, 6), (4, 0), slice(0, 4)),
-        ("key.weight", (8, 6), (4, 0), slice(4, 8)),
-        ("value.weight", (4, 6), (2, 0), slice(8, 10)),
+        (f"{of_layer}.query.weight", (8, 6), (4, 0), slice(0, 4)),
+        (f"{of_layer}.key.weight", (4, 6), (2, 0), slice(4, 6)),
+        (f"{of_layer}.value.weight", (4, 6), (2, 0), slice(6, 8)),
     ]
     assert [(p.name, p.global_shape, p.offset, p.local) for p in biases] == [
-        ("query.bias", (8,), (4,), (slice(0, 4),)),
-        ("key.bias", (8,), (4,), (slice(4, 8),)),
-        ("value.bias", (4,), (2,), (slice(8, 10),)),
+        (f"{of_layer}.query.bias", (8,), (4,), (slice(0, 4),)),
+        (f"{of_layer}.key.bias", (4,), (2,), (slice(4, 6),)),
+        (f"{of_layer}.value.bias", (4,), (2,), (slice(6, 8),)),
     ]
+    assert LISTED[f"{QKV}.weight"].local_shape(2) == (8, 6)
     assert all(piece.is_sharded for piece in (*weights, *biases))
 
 
@@ -65,18 +69,24 @@ def test_ranks_that_divide_a_sequence_drop_elements_of_their_own() -> None:
 
 
 def test_rows_by_hand() -> None:
-    weights, biases = FC2.pieces(3, 2)
-    (weight,), (bias,) = weights, biases
-    assert (weight.global_shape, weight.offset) == ((5, 12), (0, 8))
-    assert weight.local == (slice(0, 5), slice(0, 4)) and weight.is_sharded
-    assert (bias.global_shape, bias.offset) == ((5,), (0,)) and not bias.is_sharded
+    (weight,), (bias,) = (LISTED[f"{FC2}.{kind}"].pieces(3, 2) for kind in ("weight", "bias"))
+    assert (weight.global_shape, weight.offset) == ((6, 12), (0, 8))
+    assert weight.local == (slice(0, 6), slice(0, 4)) and weight.is_sharded
+    assert (bias.global_shape, bias.offset) == ((6,), (0,)) and not bias.is_sharded
+
+
+def test_rows_of_the_vocabulary_by_hand() -> None:
+    (piece,) = LISTED["embedding.word.weight"].pieces(3, 2, replica=1)
+    assert piece.offset == (8, 0) and piece.is_sharded and piece.replica == 1
+    assert LISTED["embedding.word.weight"].local_shape(3) == (4, 6)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_cover_every_element_once(size: int) -> None:
     counts: dict[str, torch.Tensor] = {}
     for rank in range(size):
-        for piece in (*QKV.pieces(size, rank)[0], *FC2.pieces(size, rank)[0]):
+        weights = (LISTED[f"{name}.weight"].pieces(size, rank) for name in (QKV, FC2))
+        for piece in (piece for pieces in weights for piece in pieces):
             count = counts.setdefault(piece.name, torch.zeros(piece.global_shape))
             extent = [
                 slice(start, start + part.stop - part.start)

@@ -12,7 +12,7 @@ from fp8_numerics.kernels import triton_launch
 from megafp8.models.loss import HeadLoss, plain_matmul, through_autograd
 from megafp8.parallel import vocab
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.vocab import VocabParallelHeadLoss, local_rows, vocabulary_piece
+from megafp8.parallel.vocab import VocabParallelHeadLoss, local_rows
 from megafp8.specs.data import IGNORE
 
 RANKS, CHUNK, VOCAB = 3, 7, 12
@@ -101,5 +101,3 @@ def test_each_index_is_on_one_rank() -> None:
     assert (here.sum(dim=0) == 1).all()
     rows, is_here = local_rows(torch.tensor([7, IGNORE, 0]), 4, Axis("tp", RANKS, 1))
     assert rows[0] == 3 and is_here.tolist() == [True, False, False]
-    piece = vocabulary_piece("head.weight", (VOCAB, 5), Axis("tp", RANKS, 2), 1)
-    assert piece.offset == (8, 0) and piece.is_sharded and piece.replica == 1

@@ -21,7 +21,7 @@ from megafp8.models.documents import Documents
 from megafp8.models.positions import rotary
 from megafp8.models.random import RandomStreams
 from megafp8.parallel.parts import NativeParts
-from megafp8.specs.layer import layer_linears
+from megafp8.specs.layer import layer_spec
 from megafp8.specs.model import twice_seen
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.traits import GemmName
@@ -209,8 +209,8 @@ class TeLayer(nn.Module):
 
     def planned(self) -> PlannedGemms:
         """Return what the layer's linears will run, as one entry."""
-        linears = layer_linears(self.spec, self.index)
-        flops = 2 * sum(linear.weight_elements for linear in linears) // self.tp_size
+        linears = layer_spec(self.spec, self.index).linears
+        flops = 2 * sum(linear.macs for linear in linears) // self.tp_size
         fp8: tuple[GemmName, ...] = GEMMS if self.in_fp8 else ()
         reasons = () if self.in_fp8 else (f"{', '.join(GEMMS)}, chosen by name",)
         return PlannedGemms(f"layers.{self.index}", flops, fp8, reasons)

@@ -38,24 +38,19 @@ Part = tuple[str, str, tuple[tuple[str, Direction, str], ...]]
 # Transformer Engine's parameters by our logical names, less `layers.N.`. A fused one goes by the
 # first of its pieces: query, key and value; gate and up.
 PARAMETERS = {
-    "attention_norm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
-    "attention_norm.bias": "self_attention.layernorm_qkv.layer_norm_bias",
-    "attention.query.weight": "self_attention.layernorm_qkv.weight",
-    "attention.query.bias": "self_attention.layernorm_qkv.bias",
-    "attention.query_norm.weight": "self_attention.q_norm.weight",
-    "attention.query_norm.bias": "self_attention.q_norm.bias",
-    "attention.key_norm.weight": "self_attention.k_norm.weight",
-    "attention.key_norm.bias": "self_attention.k_norm.bias",
-    "attention.projection.weight": "self_attention.proj.weight",
-    "attention.projection.bias": "self_attention.proj.bias",
-    "mlp_norm.weight": "layernorm_mlp.layer_norm_weight",
-    "mlp_norm.bias": "layernorm_mlp.layer_norm_bias",
-    "mlp.fc1.weight": "layernorm_mlp.fc1_weight",
-    "mlp.fc1.bias": "layernorm_mlp.fc1_bias",
-    "mlp.gate.weight": "layernorm_mlp.fc1_weight",
-    "mlp.gate.bias": "layernorm_mlp.fc1_bias",
-    "mlp.fc2.weight": "layernorm_mlp.fc2_weight",
-    "mlp.fc2.bias": "layernorm_mlp.fc2_bias",
+    f"{ours}.{kind}": f"{theirs}{kind}"
+    for ours, theirs in {
+        "attention_norm": "self_attention.layernorm_qkv.layer_norm_",
+        "attention.query": "self_attention.layernorm_qkv.",
+        "attention.query_norm": "self_attention.q_norm.",
+        "attention.key_norm": "self_attention.k_norm.",
+        "attention.projection": "self_attention.proj.",
+        "mlp_norm": "layernorm_mlp.layer_norm_",
+        "mlp.fc1": "layernorm_mlp.fc1_",
+        "mlp.gate": "layernorm_mlp.fc1_",
+        "mlp.fc2": "layernorm_mlp.fc2_",
+    }.items()
+    for kind in ("weight", "bias")
 }
 # (module, which of its GEMMs, how many it has, the weight in it) of each of our linears
 GEMM_OF = {
@@ -113,8 +108,8 @@ def casts_gathered_weights_always(layer: nn.Module) -> bool:
 
 def kinds_of_layers(spec: GPTSpec, recipe: Fp8Recipe | None) -> list[bool]:
     """Return which kinds of layers a model has: in FP8 (True) or not, or both."""
-    first = [linear_names([index])[0] for index in range(spec.num_layers)]
-    kinds = {recipe is not None and not is_high_precision(recipe, name) for name in first}
+    layers = range(spec.num_layers)
+    kinds = {recipe is not None and is_layer_in_fp8(recipe, index) for index in layers}
     return sorted(kinds, reverse=True)
 
 
@@ -135,12 +130,7 @@ def tensors_of_attention(
 
 def is_layer_in_fp8(recipe: Fp8Recipe, index: int) -> bool:
     """Whether the linears of a layer are in FP8: the checks let them be so all or none."""
-    return not is_high_precision(recipe, linear_names([index])[0])
-
-
-def is_high_precision(recipe: Fp8Recipe, name: str) -> bool:
-    """Whether the recipe keeps the linear `name` out of FP8."""
-    return recipe.precision_of(name) == HIGH_PRECISION
+    return all(recipe.precision_of(name) != HIGH_PRECISION for name in linear_names([index]))
 
 
 class TransformerEngineParts(NativeParts):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import torch
 from fp8_numerics import bf16, cpu
 from fp8_numerics.dtypes import DTYPE_NAMES, DTYPES
 from fp8_numerics.gemm import wide_dtype
-from megafp8.models.init import pieces_of
 from megafp8.models.packed import uses_varlen
 from megafp8.observe.units import plural
 from megafp8.ops.peak import measured_tflops
@@ -24,6 +22,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.runs.run_data import RunData, epochs_of
 from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
+from megafp8.specs.parameters import num_parameters
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.live_bytes import MemoryOf
@@ -46,11 +45,6 @@ def describe_run(
     """
     model, train = spec.model, spec.train
     present = state.backend.spec
-    # Pieces of fused and sharded parameters count by their logical shapes, copies not at all.
-    pieces = [piece for param in state.model.parameters() for piece in pieces_of(param)]
-    own_params = sum(math.prod(piece.global_shape) for piece in pieces if piece.replica == 0)
-    count = torch.tensor(own_params, dtype=torch.float64, device=state.mesh.device)
-    num_params = int(state.mesh.pp.all_reduce_sum(count).item())
     layout = f"{plural(spec.parallel.world_size, 'rank')} on {state.mesh.device.type}"
     layout += f", tensor parallel {spec.parallel.tp}" if spec.parallel.tp > 1 else ""
     layout += " with sequence parallelism" if state.sequence_parallel else ""
@@ -61,7 +55,7 @@ def describe_run(
     layout += sharing(spec, state.mesh.device.type)
     return [
         f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
-        f"{num_params / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
+        f"{num_parameters(model) / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
         f"data: {_tokens(data.num_train_tokens)} training tokens, "
         f"{_tokens(data.num_validation_tokens)} validation tokens",
         *_epochs(spec, state, data),
