@@ -38,10 +38,10 @@ def grad_norm(
     total = squares[0] + squares[1] / tp.size
     if beside is not None:
         total = torch.cat((total[None], beside))
-    tp.all_reduce_sum(total)
+    total = tp.all_reduce_sum(total)
     for name, replicas in groups.items():
         total.view(-1)[0] += replicas.parts.all_reduce_sum(_squares(masters, of_each, name)[0])
-    pp.all_reduce_sum(total)
+    total = pp.all_reduce_sum(total)
     if beside is None:
         return total.sqrt()
     beside.copy_(total[1:])

@@ -395,7 +395,7 @@ class Masters:
             return self.shards.all_reduce_max(amaxes)
         for name, shards in self.shards_of.items():
             rows = [row for row, param in enumerate(self.params) if group_of(param) == name]
-            amaxes[..., rows] = shards.all_reduce_max(amaxes[..., rows])
+            amaxes[rows] = shards.all_reduce_max(amaxes[rows])
         return amaxes
 
     @torch.no_grad()

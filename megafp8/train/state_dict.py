@@ -303,16 +303,16 @@ def _amaxes_of_parts(
     masters = state.masters
     if masters.row_of is None:
         return {}
-    amaxes = torch.zeros(len(prefixes), len(masters.row_of), device=masters.device)
-    rows = {
-        prefix: dict(zip(masters.row_of, row, strict=True))
-        for prefix, row in zip(prefixes, (row.unbind() for row in amaxes.unbind()), strict=True)
+    amaxes = torch.zeros(len(masters.row_of), len(prefixes), device=masters.device)
+    amax_at = {
+        (prefix, segment.param): amaxes[masters.row_of[segment.param], prefixes.index(prefix)]
+        for prefix, segment, _ in to_convert
     }
     for prefix, segment, tensor in to_convert:
         values, _ = _read_values(reader, state, prefix, segment, tensor)
-        rows[prefix][segment.param].copy_(amax_of(values))
+        amax_at[prefix, segment.param].copy_(amax_of(values))
     masters.agree(amaxes)
-    return {(prefix, s.param): rows[prefix][s.param] for prefix, s, _ in to_convert}
+    return amax_at
 
 
 def _common_factor(

@@ -40,7 +40,7 @@ class Numbering(Axis):
 @pytest.mark.parametrize("shard_by", ["tensors", "elements"])
 def test_each_weight_reads_its_own_of_the_shared_scales(shard_by: str) -> None:
     found = masters(shard_by)
-    found.shards = Numbering("data", 2)
+    found.shards_of = {"dense": Numbering("data", 2)}
     found._share_scales()
     weights = [found.own_weights[param] for param in found.own_weights]
     assert len(weights) > 2
@@ -93,7 +93,7 @@ def test_a_tied_weight_is_alone_in_its_group() -> None:
     found = masters("elements")
     for row, tied in enumerate(found.params):
         found.partition.tied = frozenset([tied])
-        groups = found._divided().kinds()
+        groups = found._divided(found.params, found.partition).kinds()
         assert [row] in groups and sum(map(len, groups)) == len(found.params)
 
 
