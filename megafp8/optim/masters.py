@@ -242,8 +242,9 @@ class Masters:
     @property
     def factors_adapt(self) -> bool:
         """Whether the factors of sums in FP8 change, and belong to the state of a run."""
-        has_replicas = any(each.data.size > 1 for each in self.partitions.values())
-        return self.storage.reduction == "auto" and has_replicas
+        if self.storage.reduction != "auto":
+            return False
+        return any(partition.data.size > 1 for partition in self.partitions.values())
 
     def factor_of(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters with gradients below FP32, and the factor of each, a 0-d view."""
