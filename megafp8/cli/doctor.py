@@ -125,8 +125,8 @@ def what_it_can_do() -> str:
 
     if not torch.cuda.is_available():
         return (
-            "This machine trains in FP8 and FP4 on its CPU: every recipe, with the numbers of a GPU "
-            "and without its speed."
+            "This machine trains in FP8 and FP4 on its CPU: every recipe, with the numbers of a "
+            "GPU and without its speed."
         )
     capability = torch.cuda.get_device_capability()
     fast = {name for name in RECIPES if ways(find_recipe(name).traits, capability)}
