@@ -136,7 +136,8 @@ class Parts:
 
     def local_heads(self) -> slice:
         """Return which query heads this rank holds."""
-        return slice(0, self.spec.num_attention_heads)
+        share = self.spec.num_attention_heads // self.num_parts
+        return slice(self.part * share, (self.part + 1) * share)
 
     def sequence_length(self, x_BSD: torch.Tensor) -> int:
         """Return the number of tokens of the sequence that `x_BSD` is this rank's part of."""

@@ -168,11 +168,6 @@ class NativeParts(Parts):
         """Return this rank's tokens of [B, S, ...], as the residual stream has them."""
         return own_shard(x_BS, self.tp) if self.sequence_parallel else x_BS
 
-    def local_heads(self) -> slice:
-        """Return which query heads this tensor-parallel rank holds."""
-        share = self.spec.num_attention_heads // self.tp.size
-        return slice(self.tp.rank * share, (self.tp.rank + 1) * share)
-
     def head_loss(self) -> HeadLoss:
         """Return the head's loss, whose vocabulary is sharded over tensor-parallel ranks."""
 

@@ -91,14 +91,13 @@ def start_bytes(spec: RunSpec, shape: RankShape) -> int:
     """
     if spec.parallel.fsdp is None:
         return 0
-    whole = sum(param.elements for param in shape.params)
     own_shards = _shards(spec, shape.params)
     root = sum(param.elements for param in shape.params if not param.in_layer)
     before = own_shards
     if shape.has_last or len(shape.stages) == 1:
         before -= _shards(spec, (param for param in shape.params if not param.in_layer))
-    one_layer = FP32 * (whole - root) // len(shape.layers)
-    return max(own_shards + FP32 * root, before + one_layer)
+    largest = max(sum(param.elements for param in layer) for layer in shape.params_of_layers)
+    return max(own_shards + FP32 * root, before + FP32 * largest)
 
 
 def _instants(spec: RunSpec, shape: RankShape, stage: StageBytes) -> Iterator[Instant]:

@@ -418,7 +418,10 @@ def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1
         if recompute.method == "uniform" or len(layers) <= recompute.num_layers:
-            work += min(group, len(layers)) * layer_bytes(spec, layers[0])
+            kinds = [kinds_of_layers(spec)[layer] for layer in layers]
+            whole = {kind: layer_bytes(spec, kind) for kind in set(kinds)}
+            groups = (kinds[at : at + group] for at in range(0, len(layers), group))
+            work += max(sum(whole[kind] for kind in kinds) for kinds in groups)
     return work
 
 

@@ -187,7 +187,7 @@ def _layer_shapes(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[La
         return BranchShape(*map(tuple, parts))
 
     layers = (layer_spec(model, layer) for layer in range(model.num_layers))
-    return tuple(LayerShape(branch(x.attention.linears), branch(x.mlp.linears)) for x in layers)
+    return tuple(LayerShape(branch(x.attention), branch(x.mlp)) for x in layers)
 
 
 def _shape_of(
@@ -314,14 +314,6 @@ def shard_ranks(spec: RunSpec) -> int:
     if parallel.fsdp is not None and parallel.fsdp.strategy == "hybrid":
         return max(1, min(replicas, parallel.devices_per_node // parallel.tp))
     return replicas
-
-
-def recomputed_fraction(spec: RunSpec, stages: Sequence[int] | None = None) -> float:
-    """Return the fraction of layers whose whole forward pass is repeated in backward.
-
-    The layers are those of the given stages, or of the whole model.
-    """
-    return layers_with_recomputation(spec, "full", stages)
 
 
 def layers_with_recomputation(

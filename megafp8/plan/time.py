@@ -29,7 +29,6 @@ from megafp8.plan.shape import (
     microbatch_tokens,
     num_microbatches,
     rank_shape,
-    recomputed_fraction,
     sequence_shards,
     shard_ranks,
 )
@@ -159,7 +158,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     shape = rank_shape(spec, rank)
     model, parallel = spec.model, spec.parallel
     count, tokens = num_microbatches(spec), microbatch_tokens(spec)
-    again = recomputed_fraction(spec, shape.stages)
+    again = layers_with_recomputation(spec, "full", shape.stages)
     again_core = layers_with_recomputation(spec, "selective", shape.stages)
     bf16 = hardware.bf16_tflops * 1e12 * achieved.bf16
     fp8 = hardware.fp8_tflops * 1e12 * achieved.fp8

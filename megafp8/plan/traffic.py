@@ -24,7 +24,6 @@ from megafp8.plan.shape import (
     num_microbatches,
     num_stages,
     rank_shape,
-    recomputed_fraction,
     residual_itemsize,
     sent_in_fp8,
     sequence_shards,
@@ -102,7 +101,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     size = compute_itemsize(spec)
     whole = tokens * spec.model.hidden_size * size  # a microbatch's activations
-    passes = 1 + recomputed_fraction(spec, shape.stages)
+    passes = 1 + layers_with_recomputation(spec, "full", shape.stages)
     columns = [linear for linear in shape.linears if linear.whole.is_column]
     rows = [linear for linear in shape.linears if not linear.whole.is_column]
 
@@ -219,7 +218,7 @@ def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     pairs = 2 * microbatch_tokens(spec) * spec.model.kv_size // spec.parallel.tp
     turns = (cp - 1) * len(shape.layers) * num_microbatches(spec)
     selective = layers_with_recomputation(spec, "selective", shape.stages)  # sends them again, too
-    passes = 2 + recomputed_fraction(spec, shape.stages) + selective
+    passes = 2 + layers_with_recomputation(spec, "full", shape.stages) + selective
     sizes = {"keys and values": passes * compute_itemsize(spec), "their gradients": FP32}
     for what, itemsize in sizes.items():
         yield Message(
@@ -432,7 +431,7 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         )
     if parallel.tp == 1:
         return
-    times, passes = 0.0, 1 + recomputed_fraction(spec, shape.stages)
+    times, passes = 0.0, 1 + layers_with_recomputation(spec, "full", shape.stages)
     for linear in shape.linears:
         traits, num = linear.traits, linear.whole.experts
         if traits is not None and traits.agrees:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megafp8.plan.flops import AttentionCount, ModelFlops, gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN
-from megafp8.plan.shape import layers_with_recomputation, recomputed_fraction
+from megafp8.plan.shape import layers_with_recomputation
 from megafp8.specs import RunSpec
 
 _DATA_SHEET = "data sheet, dense"
@@ -93,7 +93,7 @@ def recomputed_flops_per_token(spec: RunSpec, attention: AttentionCount = "causa
     """
     forward = _third(gemm_flops_per_token(spec.model, attention, seq_length=spec.data.seq_length))
     core = forward.attention * layers_with_recomputation(spec, "selective")
-    return core + (forward.linear + forward.attention) * recomputed_fraction(spec)
+    return core + (forward.linear + forward.attention) * layers_with_recomputation(spec, "full")
 
 
 def _third(flops: ModelFlops) -> ModelFlops:

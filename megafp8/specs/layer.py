@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from megafp8.specs.model import GPTSpec
 from megafp8.specs.precision import GEMMS
@@ -51,11 +52,6 @@ class LayerLinear:
         return sum(part.out_features for part in self.parts)
 
     @property
-    def weight_elements(self) -> int:
-        """Return the number of elements of all its whole weights."""
-        return self.experts * self.in_features * self.out_features
-
-    @property
     def macs(self) -> int:
         """Return the multiplications of one product for one token."""
         return self.per_token(self.in_features * self.out_features)
@@ -76,47 +72,30 @@ class LayerLinear:
         return name if self.experts == 1 else f"{before}.{index}.{last}"
 
 
-class _Linears:
-    """Hold linears as fields, in the order in which they run."""
-
-    @property
-    def linears(self) -> tuple[LayerLinear, ...]:
-        """Return the linears in the order in which they run."""
-        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class Attention(_Linears):
-    """Name the linears of a layer's attention."""
+class Attention(NamedTuple):
+    """Name the linears of a layer's attention, in the order in which they run."""
 
     qkv: LayerLinear
     projection: LayerLinear
 
 
-@dataclass(frozen=True)
-class Mlp(_Linears):
-    """Name the linears of a layer's MLP."""
+class Mlp(NamedTuple):
+    """Name the linears of a layer's MLP, in the order in which they run."""
 
     fc1: LayerLinear
     fc2: LayerLinear
 
 
-@dataclass(frozen=True)
-class LayerSpec:
+class LayerSpec(NamedTuple):
     """Name the linears of one layer; those of another layer may have other sizes."""
 
     attention: Attention
     mlp: Mlp
 
     @property
-    def branches(self) -> tuple[Attention, Mlp]:
-        """Return what adds to the residual stream, in the order in which it does."""
-        return self.attention, self.mlp
-
-    @property
     def linears(self) -> tuple[LayerLinear, ...]:
         """Return the linears in the order in which they run."""
-        return self.attention.linears + self.mlp.linears
+        return (*self.attention, *self.mlp)
 
 
 def layer_spec(model: GPTSpec, layer: int) -> LayerSpec:

@@ -98,8 +98,8 @@ def _listed(model: GPTSpec) -> Iterator[ParameterSpec]:
 
 def _layer(model: GPTSpec, layer: int) -> Iterator[ParameterSpec]:
     """Yield a layer's parameters; the norm of a branch comes before or after its linears."""
-    spec, name, width = layer_spec(model, layer), f"layers.{layer}", model.hidden_size
-    attention, mlp = ([list(_linear(x, layer)) for x in b.linears] for b in spec.branches)
+    name, width = f"layers.{layer}", model.hidden_size
+    attention, mlp = ([list(_linear(x, layer)) for x in b] for b in layer_spec(model, layer))
     for part in ("query", "key") if model.qk_layernorm else ():
         norm, size = f"{name}.attention.{part}_norm", model.head_size
         attention[0] += _norm(model, norm, size, place=layer, is_of_heads=True)
