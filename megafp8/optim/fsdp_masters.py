@@ -18,7 +18,7 @@ from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.ops import torch_private
 from megafp8.optim.masters import ALL_IN_FP32, Masters
-from megafp8.optim.partitions import Segment
+from megafp8.optim.partitions import Segment, group_of
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.specs import StorageSpec
 from megafp8.specs.division import padded_rows
@@ -45,8 +45,8 @@ class FsdpMasters(Masters):
         linears: Collection[nn.Parameter] = (),
     ) -> None:
         """Take the values of the shards; `linears` are the linears' weights among them."""
-        self.shards, self._modules = sharded.shards, sharded.modules
-        self.shards_of = {DENSE: self.shards}
+        self.shards_of, self._modules = sharded.shards_of, sharded.modules
+        self.shards = self.shards_of[DENSE]
         self.storage, self.linears = storage, frozenset(linears)
         self.own_weights = {}  # linears read what FSDP gathers, in the compute dtype or in FP8
         self._gathered_in_fp8 = sharded.gathered_in_fp8
@@ -60,8 +60,9 @@ class FsdpMasters(Masters):
             local = local_of(param.detach())
             if local.numel() == 0:
                 continue  # fewer rows than ranks
-            rows = padded_rows(param.shape[0], self.shards.size)
-            begin = self.shards.rank * rows * (param.numel() // param.shape[0])
+            shards = sharded.shards_of_param(param)
+            rows = padded_rows(param.shape[0], shards.size)
+            begin = shards.rank * rows * (param.numel() // param.shape[0])
             self.segments.append(Segment(param, begin, begin + local.numel()))
             self.masters.append(nn.Parameter(local))  # shares its memory
         one, fmt = torch.ones((), device=self.device), STORAGE_FORMATS["fp32"]
@@ -183,19 +184,22 @@ class FsdpMasters(Masters):
         """Free the gathered weights, so that their next use gathers the updated masters.
 
         For weights that cross ranks in FP8, the ranks also agree on the scale of each whole tensor,
-        with one reduction for all amaxes.
+        with one reduction for all amaxes of a group of replicas.
         """
         self.reshard()
-        if not self._gathered_in_fp8:
-            return
-        (dtype,) = {form.compute_dtype for form in self._gathered_in_fp8.values()}
-        amaxes = torch.zeros(len(self._gathered_in_fp8), device=self.device)
-        for amax, param in zip(amaxes, self._gathered_in_fp8, strict=True):
-            raise_amax(amax, self.rows_of(param))
-        amaxes = amaxes.to(dtype).float()  # the amaxes of the rounded weights: rounding is monotone
-        self.shards.all_reduce_max(amaxes)
-        for amax, (param, form) in zip(amaxes, self._gathered_in_fp8.items(), strict=True):
-            form.agree_on_scale(amax, self.rows_of(param))
+        for name, shards in self.shards_of.items():
+            gathered = {p: form for p, form in self._gathered_in_fp8.items() if group_of(p) == name}
+            if not gathered:
+                continue
+            (dtype,) = {form.compute_dtype for form in gathered.values()}
+            amaxes = torch.zeros(len(gathered), device=self.device)
+            for amax, param in zip(amaxes, gathered, strict=True):
+                raise_amax(amax, self.rows_of(param))
+            # the amaxes of the rounded weights: rounding is monotone
+            amaxes = amaxes.to(dtype).float()
+            shards.all_reduce_max(amaxes)
+            for amax, (param, form) in zip(amaxes, gathered.items(), strict=True):
+                form.agree_on_scale(amax, self.rows_of(param))
 
     def reshard(self) -> None:
         """Free the gathered weights of every module."""

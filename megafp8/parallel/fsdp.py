@@ -29,11 +29,12 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import initial_values, pieces_of
 from megafp8.ops import torch_private
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.mesh import AXES, Mesh, groups_along
+from megafp8.parallel.mesh import AXES, Mesh, group_of, groups_along
 from megafp8.parallel.pipeline import PipelinedGPT
 from megafp8.parallel.scaled_data import ScatteredGrads
 from megafp8.specs import ParallelSpec
 from megafp8.specs.division import padded_rows
+from megafp8.specs.geometry import DENSE
 
 if TYPE_CHECKING:  # torch's FSDP imports its tracer and SymPy: a run without it starts sooner
     from torch.distributed.fsdp import FSDPModule
@@ -41,13 +42,20 @@ if TYPE_CHECKING:  # torch's FSDP imports its tracer and SymPy: a run without it
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """Holds the modules that FSDP gathers and their shards `params`, in the model's order."""
+    """Holds the modules that FSDP gathers and their shards `params`, in the model's order.
+
+    `shards_of` has the ranks that shard the parameters of each group of replicas, by its name.
+    """
 
     modules: tuple[FSDPModule, ...]
     params: tuple[nn.Parameter, ...]
-    shards: Axis
+    shards_of: Mapping[str, Axis]
     compute_dtype: torch.dtype
     gathered_in_fp8: dict[nn.Parameter, GatheredForm]  # the `params` that are sent in FP8
+
+    def shards_of_param(self, param: nn.Parameter) -> Axis:
+        """Return the ranks that shard a parameter."""
+        return self.shards_of[pieces_of(param)[0].group]
 
     def gather_from(self, values: Mapping[nn.Parameter, Callable[[], torch.Tensor]]) -> None:
         """Gather these parameters as what the functions return; their shards need no memory then.
@@ -57,7 +65,7 @@ class ShardedModel:
         """
         for param, read in values.items():
             form = self.gathered_in_fp8.get(param)
-            rows = padded_rows(param.shape[0], self.shards.size)
+            rows = padded_rows(param.shape[0], self.shards_of_param(param).size)
             _gather_by_hooks(local_of(param), read, form, self.compute_dtype, rows)
         for module in self.modules:
             torch_private.fsdp_take_hooks(module)
@@ -71,11 +79,12 @@ class ShardedModel:
             module_params = torch_private.fsdp_params(module)
             if not any(param in params for param in module_params):
                 continue
+            shards = self.shards_of_param(module_params[0])
             sizes = [
-                padded_rows(param.shape[0], self.shards.size) * (param.numel() // param.shape[0])
+                padded_rows(param.shape[0], shards.size) * (param.numel() // param.shape[0])
                 for param in module_params
             ]
-            grads = ScatteredGrads(sizes, [param in params for param in module_params], self.shards)
+            grads = ScatteredGrads(sizes, [param in params for param in module_params], shards)
             reduce = torch_private.fsdp_reduce_scatter_by(grads.reduce)
             module.set_custom_reduce_scatter(reduce)
 
@@ -85,7 +94,8 @@ def shard_model(
 ) -> ShardedModel:
     """Shard the model's parameters in place; the unrounded initial weights become the FP32 shards.
 
-    Each stage of a pipeline is sharded by itself, over the replicas of that stage.
+    Each stage of a pipeline is sharded by itself, over the replicas of that stage. A module with
+    parameters of another group of replicas has these alone, and is sharded over the group's own.
 
     One layer after the other gets its values and is sharded, so that a rank whose parameters have
     none yet (`values_later`) never holds more than its shards and one layer.
@@ -100,6 +110,7 @@ def shard_model(
     assert spec.fsdp is not None and mesh.data.size > 1
     pieces = {name: pieces_of(param) for name, param in model.named_parameters()}
     device_mesh, shards = _device_mesh(mesh, spec)
+    shards_of = {DENSE: shards} | {name: group.data for name, group in mesh.groups.items()}
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute == "fp32" else DTYPES[compute],
         reduce_dtype=DTYPES[spec.fsdp.grad_reduce_dtype],
@@ -109,8 +120,15 @@ def shard_model(
     stages: Iterable[Any] = model.stages if isinstance(model, PipelinedGPT) else [model]
     for gpt in stages:
         for layer in gpt.layers:
+            others = _of_other_groups(layer)  # before other parameters take the place of these
             _give_values(layer, mesh.device)
-            fully_shard(layer, reshard_after_forward=spec.fsdp.strategy != "grad", **shared)
+            reshards = spec.fsdp.strategy != "grad"
+            for module, group in others:
+                over = DeviceMesh.from_group(
+                    group_of(shards_of[group]), mesh.device.type, mesh_dim_names=("shard",)
+                )
+                fully_shard(module, reshard_after_forward=reshards, mesh=over, mp_policy=policy)
+            fully_shard(layer, reshard_after_forward=reshards, **shared)
         _give_values(gpt, mesh.device)
         fully_shard(gpt, **shared)
         for method in ("logits", "forward_stage"):
@@ -118,23 +136,37 @@ def shard_model(
         if isinstance(model, PipelinedGPT):
             _gather_ahead(gpt)
     modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
+    for name, param in model.named_parameters():
+        param.pieces = pieces[name]  # type: ignore[attr-defined]
+    sharded = ShardedModel(modules, tuple(model.parameters()), shards_of, DTYPES[compute], {})
     for module in modules:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-        gather = torch_private.fsdp_all_gather(_counted(shards, "all_gather"))
-        reduce = torch_private.fsdp_reduce_scatter(_counted(shards, "reduce_scatter_sum"))
+        params = torch_private.fsdp_params(module)
+        own = sharded.shards_of_param(params[0]) if params else shards
+        gather = torch_private.fsdp_all_gather(_counted(own, "all_gather"))
+        reduce = torch_private.fsdp_reduce_scatter(_counted(own, "reduce_scatter_sum"))
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
-    for name, param in model.named_parameters():
-        param.pieces = pieces[name]  # type: ignore[attr-defined]
-    in_fp8: dict[nn.Parameter, GatheredForm] = {}
     for owner in model.modules():
         for path, form in _gathered_forms(owner).items():
             weight = owner.get_parameter(path)
-            in_fp8[weight] = form
-            local, rows = local_of(weight), padded_rows(weight.shape[0], shards.size)
+            sharded.gathered_in_fp8[weight] = form
+            num_ranks = sharded.shards_of_param(weight).size
+            local, rows = local_of(weight), padded_rows(weight.shape[0], num_ranks)
             _gather_by_hooks(local, local.detach, form, form.compute_dtype, rows)
-    return ShardedModel(modules, tuple(model.parameters()), shards, DTYPES[compute], in_fp8)
+    return sharded
+
+
+def _of_other_groups(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the modules of a layer whose own parameters are not dense, and their groups."""
+    found = []
+    for module in layer.modules():
+        groups = {pieces_of(param)[0].group for param in module.parameters(recurse=False)}
+        if groups - {DENSE}:
+            (group,) = groups
+            found.append((module, group))
+    return found
 
 
 def _gather_ahead(gpt: GPT) -> None:

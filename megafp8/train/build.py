@@ -188,7 +188,6 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
     parallel, storage = spec.parallel, spec.optim.storage
     masters: Masters
     if parallel.fsdp is not None:
-        assert not mesh.groups, "FSDP shards one group of replicas"
         sharded = shard_model(model, mesh, parallel, spec.precision.compute)
         linears = () if storage.is_plain else backend.weights(model)
         masters = FsdpMasters(sharded, storage, linears)

@@ -20,7 +20,7 @@ from megafp8.models.init import normal, parameter
 from megafp8.models.parts import Parts
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh, Replicas, join, single_rank
-from megafp8.specs import Fp8Recipe, OptimSpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, OptimSpec, ParallelSpec
 from megafp8.specs.geometry import DENSE, Box, Piece, why_not_a_partition
 from megafp8.train import build as build_file
 from megafp8.train.state import TrainState
@@ -46,18 +46,27 @@ class Scaled(nn.Module):
         self, mlp: nn.Module, parts: Parts, layer: int, experts: range, group: str
     ) -> None:
         super().__init__()
-        self.mlp, self.streams = mlp, parts.streams
-        shape = (parts.spec.hidden_size,)
-        self.weights = nn.ParameterDict()
-        for expert in experts:
-            name = f"layers.{layer}.mlp.experts.{expert}.scale"
-            piece = Piece(name, shape, (0,), (slice(0, shape[0]),), group=group)
-            self.weights[str(expert)] = parameter(shape, [piece], normal(1.0, 7), torch.float32)
+        self.mlp, self.vectors = mlp, Vectors(parts, f"layers.{layer}.mlp.experts", experts, group)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.mlp(x_BSD)
+        out: torch.Tensor = self.vectors(self.mlp(x_BSD))
+        return out
+
+
+class Vectors(nn.Module):
+    def __init__(self, parts: Parts, name: str, experts: range, group: str) -> None:
+        super().__init__()
+        self.streams, shape = parts.streams, (parts.spec.hidden_size,)
+        for expert in experts:
+            local = (slice(0, shape[0]),)
+            piece = Piece(f"{name}.{expert}.scale", shape, (0,), local, group=group)
+            values = parameter(shape, [piece], normal(1.0, 7), torch.float32)
+            self.register_parameter(f"of_{expert}", values)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         _, number = self.streams.position
-        return out * self.weights[str(number % NUM_EXPERTS)].to(out.dtype)
+        vector: torch.Tensor = getattr(self, f"of_{number % NUM_EXPERTS}")
+        return x_BSD * vector.to(x_BSD.dtype)
 
 
 def built(case: Case, mesh: Mesh, experts: range) -> TrainState:
@@ -140,6 +149,7 @@ SMOOTH = dict(eps=1e-2, clip_grad_norm=0.5)  # the update follows the gradient's
 CASES = {
     "replicas": case_of(optim_spec(**SMOOTH), parallel=ParallelSpec(grad_bucket_bytes=4096)),
     "ZeRO-1": case_of(optim_spec(name=ZERO, **SMOOTH)),
+    "FSDP": case_of(optim_spec(**SMOOTH), parallel=ParallelSpec(fsdp=FsdpSpec())),
     "by value": case_of(optim_spec(eps=1e-2, clip_grad_norm=0.01, clip_algorithm="value")),
     "BF16": case_of(optim_spec(name=ZERO, **SMOOTH), compute="bf16"),
     "FP8-LM": case_of(
@@ -196,3 +206,7 @@ def test_a_group_sends_messages_of_its_own(found: dict[str, list[Seen]]) -> None
     for rank in found["ZeRO-1"]:
         assert rank.calls["edp", "reduce_scatter_sum", "float32"] == 1
         assert rank.calls["edp", "all_gather", "float32"] == 1
+    for rank in found["FSDP"]:
+        microbatches = 8 // 4
+        sums = MODEL.num_layers * microbatches
+        assert rank.calls["edp", "reduce_scatter_sum", "float32"] == sums
