@@ -45,7 +45,7 @@ class FsdpMasters(Masters):
         linears: Collection[nn.Parameter] = (),
     ) -> None:
         """Take the values of the shards; `linears` are the linears' weights among them."""
-        self.shards_of, self._modules = sharded.shards_of, sharded.modules
+        self.shards_of, self._modules = dict(sharded.shards_of), sharded.modules
         self.shards = self.shards_of[DENSE]
         self.storage, self.linears = storage, frozenset(linears)
         self.own_weights = {}  # linears read what FSDP gathers, in the compute dtype or in FP8

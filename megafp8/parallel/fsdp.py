@@ -124,9 +124,9 @@ def shard_model(
             _give_values(layer, mesh.device)
             reshards = spec.fsdp.strategy != "grad"
             for module, group in others:
-                over = DeviceMesh.from_group(
-                    group_of(shards_of[group]), mesh.device.type, mesh_dim_names=("shard",)
-                )
+                ranks, kind = group_of(shards_of[group]), mesh.device.type
+                assert ranks is not None
+                over = DeviceMesh.from_group(ranks, kind, mesh_dim_names=("shard",))
                 fully_shard(module, reshard_after_forward=reshards, mesh=over, mp_policy=policy)
             fully_shard(layer, reshard_after_forward=reshards, **shared)
         _give_values(gpt, mesh.device)

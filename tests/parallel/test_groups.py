@@ -2,7 +2,8 @@
 
 Each layer has two vectors that scale the output of its MLP, one for microbatches of even and one
 for those of odd number. Four replicas hold one of them each: ranks 0 and 2 the first, 1 and 3 the
-second, as ranks hold different experts. One process that holds both trains as they do.
+second, as ranks hold different experts. One process that holds both trains as they do. With four
+vectors each rank has one of its own, which has no replicas.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, optim_spec
 from tests.train.skipped import O2
 
-NUM_EXPERTS = 2
 MODEL = gpt_spec()
 FP8 = Fp8Recipe(amax_history_len=4)
 STEPS = 2
@@ -42,11 +42,9 @@ STEPS = 2
 class Scaled(nn.Module):
     """Multiplies the output of an MLP by the vector of the microbatch, which is an expert's."""
 
-    def __init__(
-        self, mlp: nn.Module, parts: Parts, layer: int, experts: range, group: str
-    ) -> None:
+    def __init__(self, mlp: nn.Module, vectors: nn.Module) -> None:
         super().__init__()
-        self.mlp, self.vectors = mlp, Vectors(parts, f"layers.{layer}.mlp.experts", experts, group)
+        self.mlp, self.vectors = mlp, vectors
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.vectors(self.mlp(x_BSD))
@@ -54,8 +52,11 @@ class Scaled(nn.Module):
 
 
 class Vectors(nn.Module):
-    def __init__(self, parts: Parts, name: str, experts: range, group: str) -> None:
+    def __init__(
+        self, parts: Parts, name: str, experts: range, group: str, num_experts: int
+    ) -> None:
         super().__init__()
+        self.num_experts = num_experts
         self.streams, shape = parts.streams, (parts.spec.hidden_size,)
         for expert in experts:
             local = (slice(0, shape[0]),)
@@ -65,11 +66,11 @@ class Vectors(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         _, number = self.streams.position
-        vector: torch.Tensor = getattr(self, f"of_{number % NUM_EXPERTS}")
+        vector: torch.Tensor = getattr(self, f"of_{number % self.num_experts}")
         return x_BSD * vector.to(x_BSD.dtype)
 
 
-def built(case: Case, mesh: Mesh, experts: range) -> TrainState:
+def built(case: Case, mesh: Mesh, experts: range, num_experts: int) -> TrainState:
     """The state of a model with the vectors of `experts`, which are dense in one process."""
     group = "expert" if mesh.groups else DENSE
     make_model = build_file.make_model
@@ -78,7 +79,9 @@ def built(case: Case, mesh: Mesh, experts: range) -> TrainState:
         model = make_model(*args)  # type: ignore[arg-type]
         layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
         for index, layer in enumerate(layers):
-            layer.mlp = Scaled(layer.mlp, layer.parts, index, experts, group)  # type: ignore[assignment]
+            name = f"layers.{index}.mlp.experts"
+            vectors = Vectors(layer.parts, name, experts, group, num_experts)
+            layer.mlp = Scaled(layer.mlp, vectors)  # type: ignore[assignment]
         return model
 
     with pytest.MonkeyPatch.context() as patch:
@@ -97,8 +100,8 @@ class Seen:
     calls: dict[tuple[str, str, str], int]  # of a step
 
 
-def seen(case: Case, mesh: Mesh, experts: range) -> Seen:
-    state = built(case, mesh, experts)
+def seen(case: Case, mesh: Mesh, experts: range, num_experts: int) -> Seen:
+    state = built(case, mesh, experts, num_experts)
     forward_backward(state, case.microbatches(0, mesh))
     reduce_gradients(state)
     gradients = [grad.values().clone() for grad in state.masters.stored_grads]
@@ -121,23 +124,21 @@ def seen(case: Case, mesh: Mesh, experts: range) -> Seen:
     )
 
 
-def on_ranks(rank: Rank, cases: dict[str, Case]) -> dict[str, Seen]:
+def on_ranks(rank: Rank, cases: dict[str, Case], num_experts: int) -> dict[str, Seen]:
     mesh = join(ParallelSpec(devices_per_node=rank.size))
+    grid = torch.arange(rank.size).view(-1, num_experts)
     axes = {}
-    for name, groups in (("edp", [[0, 2], [1, 3]]), ("ep", [[0, 1], [2, 3]])):
-        group, _ = dist.new_subgroups_by_enumeration(groups)
+    for name, groups in (("edp", grid.T.tolist()), ("ep", grid.tolist())):
         (own,) = (ranks for ranks in groups if rank.index in ranks)
+        group = None if len(own) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
         axes[name] = Axis(name, len(own), own.index(rank.index), group, mesh.traffic)
     mesh = replace(mesh, groups={"expert": Replicas(axes["edp"], axes["ep"])})
-    expert = axes["ep"].rank
-    return {
-        name: seen(
-            replace(case, parallel=replace(case.parallel, devices_per_node=rank.size)),
-            mesh,
-            range(expert, expert + 1),
-        )
-        for name, case in cases.items()
-    }
+    experts = range(axes["ep"].rank, axes["ep"].rank + 1)
+    found = {}
+    for name, case in cases.items():
+        parallel = replace(case.parallel, devices_per_node=rank.size)
+        found[name] = seen(replace(case, parallel=parallel), mesh, experts, num_experts)
+    return found
 
 
 def case_of(optim: OptimSpec, **changes: object) -> Case:
@@ -160,24 +161,32 @@ BOUNDS = {"BF16": 2e-2, "FP8-LM": 0.5}
 """Sums are rounded to BF16 or to FP8; one of another group's ranks would be twice or half of it."""
 
 
+LAYOUTS = [(name, 2) for name in CASES] + [("ZeRO-1", 4), ("FSDP", 4)]
+Found = dict[tuple[str, int], list[Seen]]
+
+
 @pytest.fixture(scope="module")
-def found() -> dict[str, list[Seen]]:
-    results = run_ranks(on_ranks, 4, {"cases": CASES})
-    return {name: [rank[name] for rank in results] for name in CASES}
+def found() -> Found:
+    results: Found = {}
+    for num_experts in (2, 4):
+        cases = {name: CASES[name] for name, count in LAYOUTS if count == num_experts}
+        ranks = run_ranks(on_ranks, 4, {"cases": cases, "num_experts": num_experts})
+        results |= {(name, num_experts): [rank[name] for rank in ranks] for name in cases}
+    return results
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "num_experts"), LAYOUTS)
 def test_a_group_with_other_replicas_trains_as_one_process(
-    name: str, found: dict[str, list[Seen]]
+    name: str, num_experts: int, found: Found
 ) -> None:
     one = replace(CASES[name], parallel=ParallelSpec())
-    alone = seen(one, single_rank(), range(NUM_EXPERTS))
-    ranks, bound = found[name], BOUNDS.get(name, 2e-5)
+    alone = seen(one, single_rank(), range(num_experts), num_experts)
+    ranks, bound = found[name, num_experts], BOUNDS.get(name, 2e-5)
     for kind in ("gradients", "weights", "masters"):
         ours = assembled([getattr(rank, kind) for rank in ranks])
         theirs = assembled([getattr(alone, kind)])
         assert ours.keys() == theirs.keys()
-        assert sum(".experts." in key for key in ours) == NUM_EXPERTS * MODEL.num_layers
+        assert sum(".experts." in key for key in ours) == num_experts * MODEL.num_layers
         for key, expected in theirs.items():
             of = theirs[key.replace("key.bias", "query.bias")].abs().max()
             assert (ours[key] - expected).abs().max() <= bound * of, (kind, key)
@@ -188,25 +197,25 @@ def test_a_group_with_other_replicas_trains_as_one_process(
     assert min(alone.norms) > 0.5, "the gradients are clipped"
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_part_is_written_once(name: str, found: dict[str, list[Seen]]) -> None:
+@pytest.mark.parametrize(("name", "num_experts"), LAYOUTS)
+def test_each_part_is_written_once(name: str, num_experts: int, found: Found) -> None:
     boxes: dict[tuple[str, tuple[int, ...]], list[Box]] = {}
-    for rank in found[name]:
+    for rank in found[name, num_experts]:
         for key, shape, box in rank.written:
             boxes.setdefault((key, shape), []).append(box)
-    assert sum(".experts." in key for key, _ in boxes) >= 3 * NUM_EXPERTS * MODEL.num_layers
+    assert sum(".experts." in key for key, _ in boxes) >= 3 * num_experts * MODEL.num_layers
     for (key, shape), parts in boxes.items():
         assert why_not_a_partition(parts, shape) is None, key
 
 
-def test_a_group_sends_messages_of_its_own(found: dict[str, list[Seen]]) -> None:
-    for rank in found["replicas"]:
+def test_a_group_sends_messages_of_its_own(found: Found) -> None:
+    for rank in found["replicas", 2]:
         assert rank.calls["edp", "all_reduce_sum", "float32"] == 1, "its gradients"
         assert rank.calls["ep", "all_reduce_sum", "float64"] == 1, "its part of the norm"
-    for rank in found["ZeRO-1"]:
+    for rank in found["ZeRO-1", 2]:
         assert rank.calls["edp", "reduce_scatter_sum", "float32"] == 1
         assert rank.calls["edp", "all_gather", "float32"] == 1
-    for rank in found["FSDP"]:
+    for rank in found["FSDP", 2]:
         microbatches = 8 // 4
         sums = MODEL.num_layers * microbatches
         assert rank.calls["edp", "reduce_scatter_sum", "float32"] == sums
