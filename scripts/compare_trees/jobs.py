@@ -251,6 +251,21 @@ def _levels() -> list[Job]:
     return [Job(f"levels/{name}", words, 2) for name, words in jobs.items()]
 
 
+def _muon() -> list[Job]:
+    """Return jobs of Muon, alone and in each way to share matrices."""
+    name = "model.optim.name"
+    tensor = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=True")
+    jobs = {
+        "zero": (f"{name}=dist_muon",),
+        "fsdp": (f"{name}=muon", "model.fsdp=True"),
+        "tensor": (f"{name}=muon", *tensor),
+        "blocks": (f"{name}=muon", *tensor, "model.optim.muon_tp_mode=blockwise"),
+        "pipeline": (f"{name}=muon", *_pipeline("1F1B")),
+    }
+    alone = Job("muon/alone", fp8("delayed", f"{name}=muon"))
+    return [alone, *(Job(f"muon/{way}", fp8("delayed", *words), 2) for way, words in jobs.items())]
+
+
 def _pipeline(schedule: str) -> tuple[str, ...]:
     words = [
         "model.pipeline_model_parallel_size=2",
@@ -301,8 +316,9 @@ HANDED_OVER = {
     "zero/params",
     "fsdp/grad",
     "fsdp/params",
+    "muon/zero",
 }
-JOBS = [*_alone(), *_settings(), *_ranks(), *_levels(), *_ways()]
+JOBS = [*_alone(), *_settings(), *_ranks(), *_levels(), *_muon(), *_ways()]
 
 
 def chosen(patterns: list[str]) -> list[Job]:
