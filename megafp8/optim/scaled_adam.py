@@ -130,11 +130,6 @@ def updates_by_triton(tensors: Tensors, *, is_l2: bool, stochastic: bool) -> boo
     )
 
 
-def keeps_backup(device: torch.device) -> bool:
-    """Whether what `update` runs on a device may need a backup."""
-    return device.type == "cpu" or runs_triton(device)
-
-
 def kernel_name(
     device: torch.device,
     updated: Iterable[Tensors] = (),
@@ -247,14 +242,7 @@ class _AdamInC(ctypes.Structure):
         ("exp_avg_sq", StoredInC),
         ("grad", StoredInC),
         ("n", ctypes.c_size_t),
-        ("beta1", ctypes.c_float),
-        ("one_minus_beta1", ctypes.c_float),
-        ("beta2", ctypes.c_float),
-        ("one_minus_beta2", ctypes.c_float),
-        ("inverse_root", ctypes.c_float),
-        ("eps", ctypes.c_float),
-        ("step_size", ctypes.c_float),
-        ("decay", ctypes.c_float),
+        ("factors", ctypes.c_float * 8),  # beta1 … decay, as `Constants.factors` has them
         ("is_l2", ctypes.c_int32),
         ("threads", ctypes.c_int32),
         ("backup", ctypes.c_void_p),
@@ -309,7 +297,7 @@ def _asked(
         *(stored.in_c(dither) for stored, dither in written),
         tensors.grad.in_c(),
         tensors.param.payload.numel(),
-        *constants.factors,
+        (ctypes.c_float * 8)(*constants.factors),
         int(constants.is_l2),
         torch.get_num_threads(),
         backup,
@@ -342,7 +330,8 @@ def update_all(asked: Sequence[OneUpdate], skips: torch.Tensor | None = None) ->
     """
     device = asked[0][0].param.payload.device
     largest = max(backup_bytes(tensors) for tensors, _, _ in asked)
-    backup = _memory(largest, device) if keeps_backup(device) else None
+    keeps_backup = device.type == "cpu" or runs_triton(device)
+    backup = _memory(largest, device) if keeps_backup else None
     by_triton: list[OneUpdate] = []
     for tensors, constants, dithers in asked:
         stochastic = dithers != NO_DITHERS
@@ -394,19 +383,22 @@ def _kept_in(backup: torch.Tensor, tensors: Tensors) -> list[torch.Tensor]:
     return places
 
 
+Tried = tuple[tuple[StorageName, StorageName, StorageName], bool, bool]
+TRIED: tuple[Tried, ...] = tuple(
+    (kinds, is_l2, stochastic)
+    for kinds in (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
+    for is_l2 in (False, True)
+    for stochastic in (False, True)
+)
+"""What the C kernels are tried with: formats, L2, stochastic rounding."""
+
+
 @functools.cache
 def _kernel_reproduces_torch() -> bool:
     """Whether there is a C kernel, and updates by it have the bits of torch's operations."""
     if library().lib is None:
         return False
-    names: tuple[tuple[StorageName, StorageName, StorageName], ...]
-    names = (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
-    return all(
-        _same(kinds, is_l2, stochastic)
-        for kinds in names
-        for is_l2 in (False, True)
-        for stochastic in (False, True)
-    )
+    return all(_same(*tried) for tried in TRIED)
 
 
 @functools.cache
@@ -432,14 +424,7 @@ def _split_kernel_reproduces_torch() -> bool:
         _amaxes_torch(tensors, constants, amaxes := torch.empty(3))
         _update_part_torch(tensors, constants, amaxes * 1.5, dithers)
 
-    names: tuple[tuple[StorageName, StorageName, StorageName], ...]
-    names = (("fp16", "fp8", "fp16"), ("fp32", "fp8_e5m2", "bf16"))
-    return all(
-        _same(kinds, is_l2, stochastic, kernel=in_c, reference=in_torch)
-        for kinds in names
-        for is_l2 in (False, True)
-        for stochastic in (False, True)
-    )
+    return all(_same(*tried, kernel=in_c, reference=in_torch) for tried in TRIED)
 
 
 def _same(
