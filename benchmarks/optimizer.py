@@ -26,9 +26,10 @@ from torch import nn
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.models.init import normal, parameter
-from megafp8.optim.adamw import STATES, AdamW
+from megafp8.optim.adamw import STATES
 from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.masters import Masters
+from megafp8.optim.protocol import Optimizers
 from megafp8.optim.scaled_adam import kernel_name
 from megafp8.specs import OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.geometry import whole_pieces
@@ -110,7 +111,7 @@ def level_case(level: str, *size: int) -> Case:
         masters = Masters(params)
         for plain, grad in zip(masters.grads, gradients(params), strict=True):
             plain.copy_(grad)
-        optimizer = AdamW(masters, spec(StorageSpec()))
+        optimizer = Optimizers(masters, spec(StorageSpec()))
     else:
         stores = {}
         if level == "O3":  # the weight in FP8 beside the master, as `StoredFp8` keeps it
@@ -122,7 +123,7 @@ def level_case(level: str, *size: int) -> Case:
         masters = Masters(params, LEVELS[level], linears=params, fp8=fp8)
         for stored, grad in zip(masters.stored_grads, gradients(params), strict=True):
             stored.store(grad)
-        optimizer = AdamW(masters, spec(LEVELS[level]), seed=1)
+        optimizer = Optimizers(masters, spec(LEVELS[level]), seed=1)
     number = 0
 
     def step() -> None:

@@ -27,6 +27,7 @@ from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_modules, split_accumulator, without_match
+from megafp8.specs.optim import OPTIMIZERS
 from megafp8.specs.recipes import HIGH_PRECISION, problem
 
 Resolved = Mapping[str, Any]
@@ -40,11 +41,7 @@ _TAKEN_OUT = {"model.optim.moments_scaling": "tensor"}
 """Keys of earlier versions that are gone, and the value that a run without the key has."""
 
 _SAME_MEANING = {
-    "model.optim.name": {
-        "fused_adam": "adamw",
-        "distributed_fused_adam": "adamw",
-        "dist_muon": "muon",
-    }
+    "model.optim.name": {n: named.same_as for n, named in OPTIMIZERS.items() if named.same_as}
 }
 """Values that mean the same and differ only in the kernel that computes them."""
 

@@ -33,10 +33,6 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "16-mixed": "fp16",
 }
 
-MUON = ("muon", "dist_muon")
-OPTIMIZERS = ("adam", "adamw", "fused_adam", "distributed_fused_adam", *MUON)
-"""The optimizers. NeMo's fused ones are Apex's with `adam_w_mode=True`, the same as `adamw`."""
-
 STATES_OF_LEVEL: dict[str, dict[str, StorageName]] = {
     "O0": {},
     "O1": {"main_grads": "fp8", "main_params": "fp16"},

@@ -192,14 +192,6 @@ def prepare_state(kernel: Kernel, optimizer: Any, params: Sequence[torch.nn.Para
     set_count(kernel, optimizer, 0)
 
 
-def count(kernel: Kernel, optimizer: Any) -> int:
-    """Return how many updates were applied, which is Adam's t."""
-    group = optimizer.param_groups[0]
-    if kernel.counts_in_groups:
-        return int(group["step"])
-    return int(optimizer.state[group["params"][0]]["step"])
-
-
 def set_count(kernel: Kernel, optimizer: Any, count: int) -> None:
     """Set the number of applied updates, which is Adam's t, to `count`."""
     for group in optimizer.param_groups:

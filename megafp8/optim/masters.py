@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
@@ -32,6 +31,7 @@ from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucke
 from megafp8.specs import StorageSpec
 from megafp8.specs.division import Divided, Member
 from megafp8.specs.geometry import DENSE
+from megafp8.specs.optim import ParamKind
 
 ALL_IN_FP32 = StorageSpec()
 
@@ -228,6 +228,10 @@ class Masters:
         # to multiply a scale multiplies its gradient
         self.own_grads += [group.scales for group in self.scaled_groups]
 
+    def kind_of(self, param: nn.Parameter) -> ParamKind:
+        """Return what the optimizer of a parameter depends on."""
+        return ParamKind(param in self.linears, is_vector=param.dim() < 2)
+
     @property
     def held_params(self) -> Sequence[torch.Tensor]:
         """Return the memory that parameters occupy on this rank."""
@@ -370,22 +374,6 @@ class Masters:
     def rows_of(self, param: nn.Parameter) -> torch.Tensor:
         """Return this rank's part of a parameter, as it is stored or in FP32; not to be changed."""
         return local_of(param.detach())
-
-    @contextmanager
-    def attach_grads(self) -> Iterator[None]:
-        """Set the `.grad` of each master that is FP32, as its gradient is, inside the context.
-
-        An FP32 master is also a parameter of the model, so autograd would add to a `.grad` that
-        stays.
-        """
-        with_grad = []
-        for master, stored, grad in zip(self.masters, self.stored, self.stored_grads, strict=True):
-            if stored.fmt.name == grad.fmt.name == "fp32":
-                master.grad = grad.payload
-                with_grad.append(master)
-        yield
-        for master in with_grad:
-            master.grad = None
 
     def agree(self, amaxes: torch.Tensor) -> torch.Tensor:
         """Return the amaxes of whole tensors, from those of this rank's parts, in place.

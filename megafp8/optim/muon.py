@@ -16,66 +16,47 @@ another optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
 
 from megafp8.models.init import pieces_of
 from megafp8.ops import torch_private
-from megafp8.optim.masters import Masters
-from megafp8.optim.partitions import Segment
+from megafp8.optim.protocol import Optimizer, Step
 from megafp8.parallel.collectives import Axis
-from megafp8.specs import OptimSpec
 from megafp8.specs.division import padded_rows
 from megafp8.specs.geometry import Piece
-from megafp8.specs.optim import MuonSpec
+from megafp8.specs.optim import MOMENTUM, MuonSpec
 
 UPDATE = torch.bfloat16
 """The dtype in which torch's Muon orthogonalizes."""
 
 
-class Muon:
-    """Update the segments of `matrices`; another optimizer updates the others."""
+class Muon(Optimizer):
+    """Update matrices whole; another optimizer updates the other parameters."""
 
-    def __init__(
-        self, masters: Masters, spec: OptimSpec, matrices: Collection[nn.Parameter], tp: Axis
-    ) -> None:
-        """Make momenta of zeros. `tp` has the ranks with the other parts of tensors."""
-        self.masters, self.spec, self._tp = masters, spec, tp
-        self._chosen = frozenset(matrices)
-        self._matrices = [param for param in masters.params if param in self._chosen]
-        rows = [row for row, s in enumerate(masters.segments) if self.updates(s.param)]
-        self._rows = {masters.segments[row].param: row for row in rows}
-        assert len(self._rows) == len(rows), "a matrix has one segment on a rank"
-        self._momenta = {p: torch.zeros_like(masters.masters[n]) for p, n in self._rows.items()}
-        self._shards = masters.shards if masters.holds_rows else Axis("shards")
-
-    def updates(self, param: nn.Parameter) -> bool:
-        """Whether `param` is one of the matrices."""
-        return param in self._chosen
-
-    def momenta(self) -> Iterator[tuple[Segment, torch.Tensor]]:
-        """Yield what this rank updates, with its momentum: FP32, shaped as its master weight."""
-        for param, row in self._rows.items():
-            yield self.masters.segments[row], self._momenta[param]
+    def __post_init__(self) -> None:
+        """Make momenta of zeros."""
+        super().__post_init__()
+        self._rows = {self.masters.segments[row].param: row for row in self.rows}
+        assert len(self._rows) == len(self.rows), "a matrix has one segment on a rank"
+        self._shards = self.masters.shards if self.masters.holds_rows else Axis("shards")
 
     def describe(self) -> str:
         """Return what is orthogonalized, for the log."""
-        text = f"Muon for {len(self._matrices)} weights of linears"
-        if self._tp.size > 1:
+        text = f"Muon for {len(self.params)} weights of linears"
+        if self.tp.size > 1:
             gathers = self.spec.muon.tp_mode == "duplicated"
             text += f", {'gathered from tensor-parallel ranks' if gathers else 'by parts of ranks'}"
         return text
 
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def update(self, step: Step) -> None:
         """Apply the gradients in `masters`; all ranks with parts of the same matrices call it.
 
         Ranks that have rows of a parameter share the work: each orthogonalizes one of as many
         parameters as there are ranks.
         """
-        owned = [param for param in self._matrices if self._is_here(param)]
+        owned = [p for p in self.params if self._shards.size > 1 or p in self._rows]
         size, rank = self._shards.size, self._shards.rank
         for first in range(0, len(owned), size):
             group = owned[first : first + size]
@@ -91,11 +72,7 @@ class Muon:
                 if result is None:
                     result = torch.empty(param.shape, dtype=UPDATE, device=self.masters.device)
                 self._shards.broadcast(result, source=index)
-                self._apply(param, result, lr)
-
-    def _is_here(self, param: nn.Parameter) -> bool:
-        """Whether this rank takes part in a parameter's update."""
-        return self._shards.size > 1 or param in self._rows
+                self._apply(param, result, step.lr)
 
     def _gathered(self, param: nn.Parameter) -> torch.Tensor:
         """Return U of a parameter, BF16 [rows, columns], of all ranks that have rows of it."""
@@ -103,7 +80,7 @@ class Muon:
         share = padded_rows(num_rows, self._shards.size)
         own_rows = torch.zeros(share, columns, dtype=UPDATE, device=self.masters.device)
         if (row := self._rows.get(param)) is not None:
-            momentum = self._momenta[param]
+            momentum = self.states[row][MOMENTUM].payload
             grad = self.masters.grads[row].view_as(momentum)
             beta = self.spec.muon.momentum
             momentum.lerp_(grad, 1 - beta)
@@ -116,7 +93,7 @@ class Muon:
         """Return the update of this tensor-parallel rank's part of a parameter, BF16."""
         parts, rank, out = [gathered], 0, torch.empty_like(gathered)
         if self.spec.muon.tp_mode == "duplicated":  # each rank orthogonalizes the whole matrix
-            parts, rank = self._tp.all_gather(gathered.contiguous()), self._tp.rank
+            parts, rank = self.tp.all_gather(gathered.contiguous()), self.tp.rank
         for piece in pieces_of(param):
             dim = _sharded_dim(piece) if len(parts) > 1 else None
             if dim is None:

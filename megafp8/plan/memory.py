@@ -33,7 +33,6 @@ from megafp8.plan.shape import (
     layers_of_stage,
     microbatch_tokens,
     num_microbatches,
-    num_moments,
     num_stages,
     rank_shape,
     recomputes,
@@ -244,10 +243,7 @@ def _owned_itemsizes(spec: RunSpec, param: Parameter, division: Division) -> tup
 
 
 def _itemsize_of_moments(spec: RunSpec, param: Parameter) -> int:
-    storage = spec.optim.storage
-    is_small = param.is_linear or not storage.linears_only
-    names = (storage.exp_avg, storage.exp_avg_sq) if is_small else ("fp32", "fp32")
-    return sum(ITEM_BYTES[name] for name in names[: num_moments(spec, param)])
+    return sum(ITEM_BYTES[name] for name in spec.optim.states_of(param.kind).values())
 
 
 def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.phases import bytes_of_largest_rank, largest_phase, mean_step_seconds
 from megafp8.plan.time import Achieved
-from megafp8.specs import FsdpSpec, PipelineSpec, RunSpec
+from megafp8.specs import FsdpSpec, OptimSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -31,8 +31,6 @@ LAYOUT_KEYS = (
 """The settings that a layout decides."""
 STAGE_KEYS = LAYOUT_KEYS[3:6]
 """Those that say which stages a pipeline rank has, and in which order it runs them."""
-PLAIN = {"distributed_fused_adam": "fused_adam", "dist_muon": "muon"}
-"""The optimizer that does the same without sharding its state."""
 FULL = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
 
 
@@ -127,8 +125,8 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                     continue
                 train = replace(spec.train, micro_batch_size=micro)
                 shared = dp * parallel.cp > 1
-                plain = replace(spec.optim, name=PLAIN.get(spec.optim.name, spec.optim.name))
-                zero = replace(spec.optim, name=_sharded_name(spec)) if shared else plain
+                plain = _optimizer(spec, shards=False)
+                zero = _optimizer(spec, shards=True) if shared else plain
                 pipelines = list(_pipelines(model.num_layers, pp, num_microbatches))
                 for recompute in (None, FULL):
                     made = replace(model, recompute=recompute)
@@ -158,9 +156,17 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _sharded_name(spec: RunSpec) -> str:
-    """Return the optimizer that shards its state; Muon's may not send weights kept in FP8."""
-    fp8 = spec.precision.fp8
-    if not spec.optim.uses_muon:
-        return "distributed_fused_adam"
-    return "muon" if fp8 is not None and fp8.params_in_fp8 else "dist_muon"
+def _optimizer(spec: RunSpec, *, shards: bool) -> OptimSpec:
+    """Return the optimizer that shards its states, or that shards nothing, if there is one.
+
+    Replicas that own whole tensors may not send weights kept in FP8.
+    """
+    optim, fp8 = spec.optim, spec.precision.fp8
+    if shards and optim.needs_whole and fp8 is not None and fp8.params_in_fp8:
+        shards = False
+    named = optim.named
+    if named.shards_states == shards:
+        return optim
+    if optim.given is not None:
+        return replace(optim, given=replace(named, shards_states=shards))
+    return replace(optim, name=(named.sharded if shards else named.unsharded) or optim.name)

@@ -14,7 +14,7 @@ from megafp8.specs import GPTSpec, PrecisionSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.division import WAYS, Divided, Division, Member, padded_rows
 from megafp8.specs.layer import LayerLinear, layer_spec
-from megafp8.specs.optim import ITEM_BYTES, StorageName
+from megafp8.specs.optim import ITEM_BYTES, ParamKind, StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, PipelineSpec, imbalance_of
 from megafp8.specs.parameters import WORD, ParameterSpec, parameters_of
 from megafp8.specs.precision import ModulePrecision
@@ -137,6 +137,11 @@ class Parameter:
     def is_linear(self) -> bool:
         """Whether it is the weight of a layer's linear."""
         return self.linear is not None
+
+    @property
+    def kind(self) -> ParamKind:
+        """Return what its optimizer depends on."""
+        return ParamKind(self.is_linear, is_vector=len(self.listed.tensors[0][1]) < 2)
 
     def shard_elements(self, num_shards: int) -> int:
         """Return the elements of FSDP's largest shard, along the first dim."""
@@ -388,8 +393,8 @@ def way_of(spec: RunSpec) -> str:
     optim = spec.optim
     if not optim.shards_states:
         return "replicated"
-    if optim.uses_muon:
-        return "tensors"  # a matrix is orthogonalized whole
+    if optim.needs_whole:
+        return "tensors"
     if optim.storage.is_plain:
         return "elements"
     if optim.shard_by != "auto":
@@ -421,8 +426,3 @@ def copies_weights(spec: RunSpec) -> bool:
     if spec.parallel.fsdp is not None:
         return traits.copies_gathered(precision.te_version)
     return traits.copies_weights
-
-
-def num_moments(spec: RunSpec, param: Parameter) -> int:
-    """Return the moments of each element: Adam's two, or Muon's momentum of a linear's weight."""
-    return 1 if spec.optim.uses_muon and param.is_linear else 2

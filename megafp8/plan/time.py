@@ -40,14 +40,6 @@ from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.specs.traits import Cost, Traits
 
-OPTIMIZER_BYTES = 36
-"""Bytes that a step's norm and AdamW move for each parameter that a rank updates on a GPU: the norm
-reads gradients of 4 bytes; torch's fused AdamW reads 16 and writes 16, as it clips the gradients
-too. FP8-LM's passes over states in low precision are not modelled and count as these."""
-MUON_BYTES = 60
-"""The same for a matrix that Muon updates, by its operations: the norm reads 4 and clipping moves
-8; the momentum reads 8 and writes 4; Nesterov's step 8 and 4; the conversion to BF16 reads 4 and
-writes 2; decay and update read 4, 4 and 2 and write 4 and 4."""
 FP8_WRITE_BACK_BYTES = 12
 """Bytes that storing an FP32 master as a weight kept in FP8 moves: it is rounded to BF16 (4 read, 2
 written), cast in both orientations (2 and 2), and one of these is copied to its place (1 and 1)."""
@@ -185,10 +177,11 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         took = _seconds(message, parallel.devices_per_node, hardware, achieved)
         seconds[message.axis, message.after_update] += took
     update: float = sum(
-        param.elements * (_update_bytes(spec, param) + write_back_bytes(spec, param.itemsize))
+        param.elements
+        * (spec.optim.owner(param.kind).update_bytes + write_back_bytes(spec, param.itemsize))
         for param in shape.params
     )
-    orthogonal = sum(muon_flops(spec, param) for param in shape.params) / bf16
+    orthogonal = sum(update_flops(spec, param) for param in shape.params) / bf16
     if spec.optim.shards_states or parallel.fsdp is not None:
         update /= shard_ranks(spec)
         orthogonal /= shard_ranks(spec)
@@ -213,23 +206,17 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     )
 
 
-def _update_bytes(spec: RunSpec, param: Parameter) -> int:
-    return MUON_BYTES if spec.optim.uses_muon and param.is_linear else OPTIMIZER_BYTES
+def update_flops(spec: RunSpec, param: Parameter) -> int:
+    """Return the operations of matrix products with which a step updates a parameter.
 
-
-def muon_flops(spec: RunSpec, param: Parameter) -> int:
-    """Return the operations of a step in which Muon orthogonalizes a parameter; 0 for others.
-
-    For the shorter side m and the longer n of a matrix each iteration has two products of 2 m^2 n
-    and one of 2 m^3. Query, key and value are matrices of their own.
+    Query, key and value are matrices of their own.
     """
-    if not (spec.optim.uses_muon and param.is_linear):
+    if param.linear is None:
         return 0
-    total, ranks = 0, 1 if spec.optim.muon.tp_mode == "duplicated" else spec.parallel.tp
-    for _, shape in param.listed.tensors:
-        short, long = sorted(param.listed.part(shape, ranks))
-        total += 4 * short**2 * long + 2 * short**3
-    return spec.optim.muon.num_steps * total
+    traits = spec.optim.owner(param.kind)
+    ranks = 1 if traits.gathers_parts(spec.optim) else spec.parallel.tp
+    shapes = (param.listed.part(shape, ranks) for _, shape in param.listed.tensors)
+    return sum(traits.flops(spec.optim, *shape) for shape in shapes)
 
 
 def write_back_bytes(spec: RunSpec, itemsize: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from megafp8.plan.shape import (
@@ -89,7 +90,7 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
         *_context_parallel(spec, shape),
         *_pipeline(spec, shape),
         *_replicas(spec, shape),
-        *_muon(spec, shape),
+        *_updates(spec, shape),
         *_amaxes(spec, shape),
     ]
     return [message for message in messages if message.handed]
@@ -180,35 +181,29 @@ def _is_sent_once(spec: RunSpec, linear: LinearShape) -> bool:
     return not any(in_fp8) or (all(in_fp8) and serves_both)
 
 
-def _muon(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
-    """Return what ranks send each other so that Muon orthogonalizes whole matrices.
+def _updates(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
+    """Return what ranks send each other so that optimizers update whole matrices.
 
     Under ZeRO-1 a rank gathers the parts of what it owns, under FSDP of one matrix in as many as
     there are ranks. The bytes are those of a rank with an equal share.
     """
-    if not spec.optim.uses_muon:
-        return
-    linears = [param for param in shape.params if param.is_linear]
-    parallel, elements = spec.parallel, sum(param.elements for param in linears)
+    parallel = spec.parallel
     divides = spec.optim.owns_whole or parallel.fsdp is not None
     ranks = shard_ranks(spec) if divides else 1
-
-    def message(operation: Operation, handed: int, axis: AxisName = "data") -> Message:
-        return Message(
-            axis=axis,
-            operation=operation,
-            what="Muon's updates",
-            handed=BF16 * handed,
-            num_ranks=parallel.tp if axis == "tp" else ranks,
-            stride=1 if axis == "tp" else parallel.tp,
-            after_update=True,
-        )
-
-    if parallel.tp > 1 and spec.optim.muon.tp_mode == "duplicated":
-        yield message("all_gather", elements // ranks, "tp")
-    if parallel.fsdp is not None and ranks > 1:
-        yield message("all_gather", sum(param.shard_elements(ranks) for param in linears))
-        yield message("broadcast", elements)
+    for traits in spec.optim.named.optimizers:
+        if not traits.needs_whole:
+            continue
+        params = [param for param in shape.params if spec.optim.owner(param.kind) is traits]
+        message = partial(Message, what=f"{traits.name}'s updates", after_update=True)
+        elements = sum(param.elements for param in params)
+        if parallel.tp > 1 and traits.gathers_parts(spec.optim):
+            handed, num_ranks = BF16 * (elements // ranks), parallel.tp
+            yield message(axis="tp", operation="all_gather", handed=handed, num_ranks=num_ranks)
+        if parallel.fsdp is not None and ranks > 1:
+            of_shards = sum(param.shard_elements(ranks) for param in params)
+            across = partial(message, axis="data", num_ranks=ranks, stride=parallel.tp)
+            yield across(operation="all_gather", handed=BF16 * of_shards)
+            yield across(operation="broadcast", handed=BF16 * elements)
 
 
 def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -353,7 +348,7 @@ def _stored(
     num_in_fp8 = sum(param.itemsize == 1 for param in linears)
     num_own = len(linears) - num_in_fp8 if storage.main_params != "fp32" else 0
     if division.splits:  # one reduction for all weights
-        yield message("all_reduce", "amaxes of masters and moments", 3 * FP32 * len(shape.params))
+        yield message("all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, shape))
         num_in_fp8, num_own = (len(linears) if n else 0 for n in (num_in_fp8, num_own))
         num_own = 0 if num_in_fp8 else num_own
     yield _written(message("all_reduce", "amaxes of weights in FP8", FP32 * num_in_fp8))
@@ -362,6 +357,12 @@ def _stored(
     yield _written(message("all_gather", "updated weights", sent))
     rest = _weight_bytes(division, is_padded=False)
     yield _written(message("broadcast", "updated weights of the rest", rest))
+
+
+def _amaxes_of_states(spec: RunSpec, shape: RankShape) -> int:
+    """Return the bytes of the amaxes on which ranks with parts of masters and states agree."""
+    owners = {spec.optim.owner(param.kind) for param in shape.params}
+    return FP32 * len(shape.params) * sum(traits.num_amaxes for traits in owners)
 
 
 def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -396,7 +397,7 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         sent = ranks * sum(row.num_bytes for row in _scattered_rows(shape, ranks))
         yield message("all_to_all", "gradients in FP8", sent * count)
     if not spec.optim.storage.is_plain:
-        yield message("all_reduce", "amaxes of masters and moments", 3 * FP32 * len(shape.params))
+        yield message("all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, shape))
     yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
     nodes = spec.parallel.dp * spec.parallel.cp // ranks
     if nodes > 1:

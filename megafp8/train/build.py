@@ -19,13 +19,12 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.init import give_values, values_later
 from megafp8.models.random import RandomStreams
-from megafp8.optim.adamw import AdamW
 from megafp8.optim.fp8_weights import WholeFp8Weights
 from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
-from megafp8.optim.muon import Muon
 from megafp8.optim.partitions import Partition
+from megafp8.optim.protocol import Optimizers
 from megafp8.parallel.agreement import agree_on_rows
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import shard_model
@@ -69,7 +68,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     return TrainState(
         model=model,
         masters=masters,
-        optimizer=make_optimizer(spec, mesh, model, backend, masters),
+        optimizer=Optimizers(masters, spec.optim, spec.train.seed, mesh.tp),
         backend=backend,
         scaling=backend.scaling,
         streams=streams,
@@ -189,17 +188,15 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
     masters: Masters
     if parallel.fsdp is not None:
         sharded = shard_model(model, mesh, parallel, spec.precision.compute)
-        linears = () if storage.is_plain else backend.weights(model)
-        masters = FsdpMasters(sharded, storage, linears)
+        masters = FsdpMasters(sharded, storage, backend.weights(model))
     else:
         shards = spec.optim.shards_states
-        needs_linears = spec.optim.uses_muon or not storage.is_plain
         masters = Masters(
             model.parameters(),
             storage,
             make_partition(spec, mesh.data, tied_of(model)),
             others={name: make_partition(spec, group.data) for name, group in mesh.groups.items()},
-            linears=backend.weights(model) if needs_linears else (),
+            linears=backend.weights(model),
             fp8=backend.fp8_weights(model) if shards else WholeFp8Weights(backend.stores(model)),
             bucket_bytes=parallel.grad_bucket_bytes,
         )
@@ -207,16 +204,6 @@ def make_masters(spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: 
             backend.read_stored(model, masters.own_weights)
     masters.write_back()  # fills weights that are kept in FP8; others do not change
     return masters
-
-
-def make_optimizer(
-    spec: RunSpec, mesh: Mesh, model: GPT | PipelinedGPT, backend: Backend, masters: Masters
-) -> AdamW:
-    """Return AdamW for all parameters, or with Muon for the weights of the layers' linears."""
-    muon = None
-    if spec.optim.uses_muon:
-        muon = Muon(masters, spec.optim, backend.weights(model), mesh.tp)
-    return AdamW(masters, spec.optim, spec.train.seed, muon)
 
 
 def make_partition(

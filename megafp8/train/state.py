@@ -11,9 +11,9 @@ from megafp8.fp8.grad_sink import MainGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.random import RandomStreams
-from megafp8.optim.adamw import AdamW
 from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
+from megafp8.optim.protocol import Optimizers
 from megafp8.parallel.grad_reduce import GradReducer
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT
@@ -34,7 +34,7 @@ class TrainState:
 
     model: GPT | PipelinedGPT
     masters: Masters
-    optimizer: AdamW
+    optimizer: Optimizers
     backend: Backend
     scaling: ScalingState | NoScaling
     streams: RandomStreams

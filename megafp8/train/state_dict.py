@@ -1,7 +1,7 @@
 """List what a checkpoint of a run has, as pieces of logical tensors, and load a checkpoint.
 
     model/<name>                     FP32 master weights, logical tensors
-    optimizer/<state>/<name>         AdamW's moments, and Muon's momentum of matrices
+    optimizer/<state>/<name>         what optimizers keep, such as AdamW's moments
     scales/<any of both>             the factor of a tensor in low precision, FP32; a grid of
                                      factors where tensor-parallel ranks hold parts of it, or
                                      two numbers for each group of 128 elements of a row

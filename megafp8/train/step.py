@@ -120,8 +120,8 @@ def train_step(
         added={term.name: rest[row] / term.num_layers for row, term in enumerate(terms)},
     )
     if optimizer.decides_on_device:
-        if not is_finite:
-            optimizer.take_back_count()
+        if not is_finite:  # the device skipped the update
+            optimizer.num_updates -= 1
     elif is_finite:
         optimizer.update(number, norm, divisor=count * grad_scale)
     if scaler is not None:

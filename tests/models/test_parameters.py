@@ -32,7 +32,7 @@ from megafp8.plan import shape as plan_shape
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.layer import layer_bytes
 from megafp8.plan.memory import rank_memory
-from megafp8.plan.time import _linear_time, muon_flops
+from megafp8.plan.time import _linear_time, update_flops
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, RunSpec
 from megafp8.specs import layer as layer_module
 from megafp8.specs import parameters as parameters_module
@@ -152,7 +152,7 @@ def check_the_plan(_: Any) -> None:
 
 def check_muon(_: Any) -> None:
     spec = run_spec(model=SPEC, optim=optim_spec(name="muon"))
-    counted = sum(muon_flops(spec, param) for param in plan_shape.rank_shape(spec, 0).params)
+    counted = sum(update_flops(spec, param) for param in plan_shape.rank_shape(spec, 0).params)
     sides = [sorted(shape) for shape in LINEARS.values()]
     assert counted == spec.optim.muon.num_steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megafp8.fp8 import weights
-from megafp8.optim import adamw, scaled_adam
+from megafp8.optim import scaled_adam, stored_adam
 from megafp8.optim.masters import Masters
 from megafp8.parallel import scaled_data
 from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket
@@ -105,9 +105,9 @@ IN_STATES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "masters of whole tensors": lambda p: _updated(p, scaled_adam, "update", "param"),
     "first moments of whole tensors": lambda p: _updated(p, scaled_adam, "update", "exp_avg"),
     "second moments of whole tensors": lambda p: _updated(p, scaled_adam, "update", "exp_avg_sq"),
-    "masters of parts": lambda p: _updated(p, adamw, "update_part", "param"),
-    "first moments of parts": lambda p: _updated(p, adamw, "update_part", "exp_avg"),
-    "second moments of parts": lambda p: _updated(p, adamw, "update_part", "exp_avg_sq"),
+    "masters of parts": lambda p: _updated(p, stored_adam, "update_part", "param"),
+    "first moments of parts": lambda p: _updated(p, stored_adam, "update_part", "exp_avg"),
+    "second moments of parts": lambda p: _updated(p, stored_adam, "update_part", "exp_avg_sq"),
     "FP8 weights of parts": _agreed,
     "amaxes of parts, not agreed on": lambda p: p.setattr(
         Masters, "agree", lambda self, amaxes: amaxes

@@ -15,6 +15,7 @@ from megafp8.optim import kernels
 from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.kernels import TORCH, choose_foreign, choose_kernel
 from megafp8.optim.masters import Masters
+from megafp8.optim.protocol import Optimizers
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs.geometry import whole_pieces
 from tests.tiny import optim_spec
@@ -124,8 +125,10 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_apex_is_used_where_it_is_installed(apex: types.ModuleType) -> None:
     """Three updates by Apex's interface equal those of torch's plain AdamW."""
     params = [parameter((3, 4), whole_pieces("matrix", (3, 4)), normal(1.0, 1), torch.float32)]
-    ours = AdamW(Masters(params), FUSED)
-    assert ours.kernel_name == "Apex's fused kernel" and isinstance(ours._torch, FusedAdam)
+    ours = Optimizers(Masters(params), FUSED)
+    (adamw,) = ours.optimizers
+    assert ours.describe() == "Apex's fused kernel" and isinstance(adamw, AdamW)
+    assert isinstance(adamw._torch, FusedAdam)
     copy = torch.nn.Parameter(ours.masters.masters[0].detach().clone())
     plain = torch.optim.AdamW(
         [copy], lr=1.0, betas=FUSED.betas, eps=FUSED.eps, weight_decay=FUSED.weight_decay
@@ -137,7 +140,7 @@ def test_apex_is_used_where_it_is_installed(apex: types.ModuleType) -> None:
         plain.param_groups[0]["lr"] = learning_rate(FUSED, step)
         ours.step(step)
         plain.step()
-    assert ours._torch.updates == ours.num_updates == 3
+    assert adamw._torch.updates == ours.num_updates == 3
     torch.testing.assert_close(ours.masters.masters[0].detach(), copy.detach(), rtol=1e-5, atol=0)
 
 
@@ -187,19 +190,19 @@ def test_a_chosen_one_trains_and_continues_like_torchs(monkeypatch: pytest.Monke
     def chosen(*_: object) -> Any:
         return choose_foreign(FUSED, CPU, {"B": lambda: GroupCounting})
 
-    def make() -> AdamW:
+    def make() -> Optimizers:
         params = [
             parameter((3, 4), whole_pieces("matrix", (3, 4)), normal(1.0, 1), torch.bfloat16),
             parameter((4,), whole_pieces("bias", (4,)), normal(1.0, 2), torch.bfloat16),
         ]
-        return AdamW(Masters(params), FUSED)
+        return Optimizers(Masters(params), FUSED)
 
     with monkeypatch.context() as patch:
         patch.setattr("megafp8.optim.adamw.choose_kernel", chosen)
         theirs = make()
-    assert theirs.kernel_name == "B's fused kernel"
+    assert theirs.describe() == "B's fused kernel"
     ours, continued = make(), make()
-    assert ours.kernel_name.startswith(kernels.TORCH.name)
+    assert ours.describe().startswith(kernels.TORCH.name)
     for step in range(1, 6):
         if step == 4:
             assert theirs.num_updates == 3

@@ -17,6 +17,7 @@ from megafp8.models.init import pieces_of
 from megafp8.optim.clipping import clip, grad_norm
 from megafp8.optim.partitions import Segment
 from megafp8.optim.schedules import learning_rate
+from megafp8.optim.stored_adam import StoredAdam
 from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
@@ -278,10 +279,11 @@ def test_stochastic_rounding_repeats_and_depends_on_seed_and_step() -> None:
             state.step += 1
         found.append([stored.values() for stored in state.masters.stored])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    optimizer = state.optimizer
+    stored = state.optimizer.optimizers[0]
+    assert isinstance(stored, StoredAdam)
     first, second = state.masters.segments[:2]
     part = Segment(first.param, 64, 128)  # as ranks that own elements have
-    keys = {optimizer._dithers(of, step) for of in (first, second, part) for step in (1, 2)}
+    keys = {stored._dithers(of, step) for of in (first, second, part) for step in (1, 2)}
     assert len({dither for each in keys for dither in each}) == 18
 
 

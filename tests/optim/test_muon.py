@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megafp8.models.init import pieces_of
-from megafp8.optim.adamw import MOMENTUM
 from megafp8.optim.muon import scale_of
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import LossScaleSpec, MuonSpec, OptimSpec
+from megafp8.specs.optim import MOMENTUM
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step

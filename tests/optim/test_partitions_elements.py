@@ -267,7 +267,7 @@ def test_the_start_names_what_updates_parts(in_c: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(scaled_adam, "_split_kernel_reproduces_torch", lambda: in_c)
     alone = by(case("O2", zero=True, parallel=ParallelSpec()), "elements").build(single_rank())
     name = "our C kernel over stored" if in_c else "torch operations over parts of stored"
-    assert alone.optimizer.kernel_name.startswith(f"{name} tensors")
+    assert alone.optimizer.describe().startswith(f"{name} tensors")
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")  # torch 2.13's new names

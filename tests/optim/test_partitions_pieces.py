@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Partition, Segment, WeightBuffer
+from megafp8.optim.stored_adam import StoredAdam
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
@@ -65,7 +67,8 @@ def test_parts_of_a_tensor_round_by_numbers_of_their_own() -> None:
     """
     storage = {"stochastic_rounding": True}
     optimizer = case("O2", storage=storage).build(single_rank()).optimizer
-    masters = optimizer.masters
+    masters, stored = optimizer.masters, optimizer.optimizers[0]
+    assert isinstance(stored, StoredAdam)
     (first, *_) = (s for s in masters.segments if s.param in masters.linears)
     piece, elements = first.piece, first.param.numel()
     other = nn.Parameter(first.param.detach())
@@ -75,16 +78,24 @@ def test_parts_of_a_tensor_round_by_numbers_of_their_own() -> None:
         for param in (first.param, other)
         for begin in (0, elements // 2, elements // 2 + 1)
     ]
-    keys = {dither.key for part in parts for dither in optimizer._dithers(part, 3) if dither}
+    keys = {dither.key for part in parts for dither in stored._dithers(part, 3) if dither}
     assert len(keys) == 3 * len(parts)
 
 
 def test_masters_keep_no_gradient_that_was_attached() -> None:
-    """Autograd would add to it. At O2 norms and embeddings have FP32 masters and gradients."""
-    found = masters("tensors")
-    with found.attach_grads():
-        with_grad = [master for master in found.masters if master.grad is not None]
-        assert 0 < len(with_grad) < len(found.masters)
+    """Autograd would add to it. At O1 norms and embeddings have states in FP32 alone."""
+    state = case("O1", zero=True, parallel=ParallelSpec()).build(single_rank())
+    adamw, found = state.optimizer.optimizers[1], state.masters
+    assert isinstance(adamw, AdamW)
+    step, with_grad = adamw._torch.step, []
+
+    def noted() -> None:
+        with_grad.extend(master for master in found.masters if master.grad is not None)
+        step()
+
+    adamw._torch.step = noted
+    state.optimizer.step(1)
+    assert 0 < len(with_grad) < len(found.masters)
     assert all(master.grad is None for master in found.masters)
 
 

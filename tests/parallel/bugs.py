@@ -34,7 +34,7 @@ def plant(bug: str, state: TrainState) -> None:
         "te's output is not summed": lambda s: _te_alone(s, "self_attention.proj"),
         "te's grad_input is not summed": lambda s: _te_alone(s, "self_attention.layernorm_qkv"),
         "te's amax is not reduced": _te_amax_over_nobody,
-        "muon orthogonalizes its own part": lambda s: _muon(s, _tp=Axis("tp")),
+        "muon orthogonalizes its own part": lambda s: _muon(s, tp=Axis("tp")),
         "muon takes another rank's part": _muon_of_another,
         "muon sees this rank's rows alone": _muon_of_own_rows,
     }[bug](state)
@@ -42,12 +42,12 @@ def plant(bug: str, state: TrainState) -> None:
 
 def _muon(state: TrainState, **axes: Axis) -> None:
     for name, axis in axes.items():
-        setattr(state.optimizer._muon, name, axis)
+        setattr(state.optimizer.optimizers[0], name, axis)
 
 
 def _muon_of_another(state: TrainState) -> None:
     tp = state.mesh.tp
-    _muon(state, _tp=replace(tp, rank=tp.size - 1 - tp.rank))
+    _muon(state, tp=replace(tp, rank=tp.size - 1 - tp.rank))
 
 
 class OwnRows(Axis):

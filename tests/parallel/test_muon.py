@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from megafp8.models.init import pieces_of
-from megafp8.optim.adamw import MOMENTUM
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.mesh import join, single_rank
 from megafp8.specs import FsdpSpec, MuonSpec, ParallelSpec
+from megafp8.specs.optim import MOMENTUM
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint, placements

@@ -185,10 +185,12 @@ def planned(spec: RunSpec, pipeline_rank: int) -> Counter[tuple[str, str]]:
     return sums
 
 
-def check(name: str, rank: int, outcomes: list[dict[str, Measured]]) -> None:
+def check(
+    name: str, rank: int, outcomes: list[dict[str, Measured]], case: Case | None = None
+) -> None:
     """Compare a rank with the plan. Of FP8-LM's ZeRO the plan is that of the fullest rank."""
     measured = outcomes[rank][name]
-    spec = spec_of(CASES[name][1])
+    spec = spec_of(case or CASES[name][1])
     pipeline_rank = rank // (spec.parallel.world_size // spec.parallel.pp)
     counted: Counter[tuple[str, str]] = Counter()
     for (axis, operation, dtype), num_bytes in measured.sent.items():

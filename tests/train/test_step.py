@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from megafp8.data.loader import Microbatch
 from megafp8.fp8 import scaled
 from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.optim import scaled_adam
-from megafp8.optim.adamw import STATES, AdamW
+from megafp8.optim.adamw import STATES
+from megafp8.optim.protocol import Optimizers
 from megafp8.specs import Fp8Recipe, LossScaleSpec
 from megafp8.specs.recipe import Cast, Scaled
 from megafp8.train.generate import sample
@@ -278,15 +280,15 @@ def test_a_step_copies_once_from_the_device(
     It comes before the update, or after it where the kernel decides whether to update. No copy goes
     to the device that the host would wait for.
     """
-    monkeypatch.setattr(AdamW, "decides_on_device", on_device)
+    monkeypatch.setattr(Optimizers, "decides_on_device", on_device)
     state = build_run(optim=optim_spec(clip_grad_norm=clip_grad_norm))
     train_step(state, [microbatch(1)])
     update = state.optimizer.step
     calls: list[str] = []
 
-    def noted(number: int, skips: torch.Tensor | None = None) -> None:
+    def noted(*args: Any) -> None:
         calls.append("update")
-        update(number, skips)
+        update(*args)
 
     state.optimizer.step = noted  # type: ignore[method-assign]
     with Copies(torch.device("cpu"), calls.append, with_backward=False):
@@ -301,7 +303,7 @@ def test_a_step_that_the_kernel_skips_changes_nothing_but_scales(
     fp8: str, spoils: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A CPU's kernel stands for the GPU's, on which tests/gpu/test_skipped_step.py runs this."""
-    monkeypatch.setattr(AdamW, "decides_on_device", True)
+    monkeypatch.setattr(Optimizers, "decides_on_device", True)
     check_skipped_step(torch.device("cpu"), SKIPPED[fp8], spoils)
 
 
@@ -323,12 +325,10 @@ def steps_with_spoilt_ones(
     return results
 
 
-def clipped_by_the_kernel(ours: AdamW, step: int, norm: float, *, divisor: float) -> None:
+def clipped_by_the_kernel(ours: Optimizers, step: int, norm: float, *, divisor: float) -> None:
     """Update as GPUs did before: the host waits, then torch's kernel divides and clips."""
     limit = ours.spec.clip_grad_norm or math.inf
-    ours._torch.grad_scale = torch.full((), divisor / min(1.0, limit / (norm + 1e-6)))
-    ours.step(step)
-    ours._torch.grad_scale = None
+    ours.step(step, divisor=torch.full((), divisor / min(1.0, limit / (norm + 1e-6))))
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_a_kernel_that_decides_gives_the_bits_of_a_host_that_decides(
     choices = dict(compute=compute, fp8=fp8, loss_scale=rule if scaled else None)
     found = []
     for on_device in (False, True):
-        monkeypatch.setattr(AdamW, "decides_on_device", on_device)
-        monkeypatch.setattr(AdamW, "update", clipped_by_the_kernel)
+        monkeypatch.setattr(Optimizers, "decides_on_device", on_device)
+        monkeypatch.setattr(Optimizers, "update", clipped_by_the_kernel)
         state = build_run(optim=optim_spec(clip_grad_norm=0.5), **choices)
         results = steps_with_spoilt_ones(state, 6, spoilt=(3, 4))
         scale = None if state.loss_scale is None else state.loss_scale.state()
@@ -379,7 +379,7 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_over_stored_states_skips_a_step(
     spoils: str, by_triton: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdamW, "decides_on_device", AdamW._triton_updates_stored)
+    monkeypatch.setattr(Optimizers, "decides_on_device", Optimizers.skip_on_device)
     check_skipped_step(torch.device("cpu"), SKIPPED["delayed"], spoils, O2)
 
 
@@ -392,8 +392,8 @@ def test_stored_states_have_the_bits_of_a_host_that_decides(
     storage = replace(O2, stochastic_rounding=stochastic)
     optim, found = optim_spec(clip_grad_norm=0.5, storage=storage), []
     for on_device in (False, True):
-        decides = AdamW._triton_updates_stored if on_device else False
-        monkeypatch.setattr(AdamW, "decides_on_device", decides)
+        decides = Optimizers.skip_on_device if on_device else False
+        monkeypatch.setattr(Optimizers, "decides_on_device", decides)
         state = build_run(optim=optim, compute="bf16", fp8=FP8)
         assert state.optimizer.decides_on_device == on_device
         results = steps_with_spoilt_ones(state, 5, spoilt=(2, 3))

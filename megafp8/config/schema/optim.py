@@ -26,18 +26,18 @@ from megafp8.config.keys import (
 from megafp8.config.values import (
     LATER_OPTIMIZERS,
     LATER_SCHEDULES,
-    MUON,
-    OPTIMIZERS,
     SCHEDULES,
     SIZES_WITHOUT_CONTEXT,
     STATES_OF_LEVEL,
     ranks_beside,
     storage_of,
 )
-from megafp8.specs.optim import STORAGE_NAMES
+from megafp8.specs.optim import MUON, OPTIMIZERS, STORAGE_NAMES
 
 LEVEL = "model.optim.fp8_opt_level"
-NEEDS_MUON = needs("model.optim.name", *MUON)
+NEEDS_MUON = needs(
+    "model.optim.name", *(name for name, named in OPTIMIZERS.items() if named.optimizers == MUON)
+)
 
 # Makers of the keys of a group, with what most of these keys have in common.
 schedule_key = partial(key, group="schedule")

@@ -14,7 +14,6 @@ from fp8_numerics.gemm import wide_dtype
 from megafp8.models.packed import uses_varlen
 from megafp8.observe.units import plural
 from megafp8.ops.peak import measured_tflops
-from megafp8.optim.adamw import STATES
 from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import from_main
@@ -63,7 +62,7 @@ def describe_run(
         *schedule_lines(state),
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens in microbatches of "
         f"{train.micro_batch_size}{_rampup(train)}; {layout}",
-        f"optimizer: {spec.optim.name} by {state.optimizer.kernel_name}; "
+        f"optimizer: {spec.optim.name} by {state.optimizer.describe()}; "
         f"learning rate: {spec.optim.schedule.name}",
         *shares_of(spec, state),
         *storage_lines(spec, state),
@@ -190,9 +189,9 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     held = state_bytes(state)
     if not spec.optim.storage.is_plain and fsdp is None:
         return [_shares_of_stored(state.masters, held)]
-    numbers = (1 + state.optimizer.num_states(param) for param in state.masters.params)
-    params = zip(state.masters.params, numbers, strict=True)
-    whole = sum(4 * count * param.numel() for param, count in params)
+    masters, states_of = state.masters, spec.optim.states_of
+    counts = (1 + len(states_of(masters.kind_of(param))) for param in masters.params)
+    whole = sum(4 * n * param.numel() for n, param in zip(counts, masters.params, strict=True))
     name = "ZeRO-1" if fsdp is None else f"FSDP ({fsdp.strategy})"
     own = f"{(held.masters + held.moments) / 2**20:.1f}"
     kept = f"{own} of {whole / 2**20:.1f} MiB of FP32 weights and moments"
@@ -227,14 +226,14 @@ def storage_lines(spec: RunSpec, state: TrainState) -> list[str]:
     if storage.is_plain:
         return []
     total = num_params = 0
-    moments = [state.optimizer.stored_states(name) for name in STATES]
+    states_of = state.optimizer.states_of_rows()
     for row, segment in enumerate(masters.segments):
         if segment.param in masters.linears:
             weight: list[torch.Tensor] = []  # FSDP gathers it from the master
             if not masters.holds_rows:
                 weight = _weight_of(segment, state.backend.memory_of)
             held = [masters.masters[row], masters.stored_grads[row].payload, *weight]
-            held += [tensor for each in moments for tensor in each[row].held]
+            held += [tensor for each in states_of[row].values() for tensor in each.held]
             total += storage_bytes_of_views(held)
             num_params += segment.end - segment.begin
     grads = f"gradients of linears in {storage.main_grads}"

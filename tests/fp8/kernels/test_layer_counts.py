@@ -15,7 +15,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.models.loss import HeadLoss, backward_of_loss, beginning_of_backward
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
-from megafp8.optim.adamw import AdamW
+from megafp8.optim.protocol import Optimizers
 from megafp8.parallel import vocab
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.pipeline import Batch
@@ -303,7 +303,7 @@ def order_in_a_step(
         order.append("update")
 
     monkeypatch.setattr(train_step_file, "copy_to_host", copy_to_host)
-    monkeypatch.setattr(AdamW, "decides_on_device", True)
+    monkeypatch.setattr(Optimizers, "decides_on_device", True)
     monkeypatch.setattr(graphs, "make_recorder", lambda device: Eager(tally))
     monkeypatch.setattr(torch, "_fused_adamw_", fused)
     tally.takes_batches = True
