@@ -265,7 +265,7 @@ class NamedOptimizer:
 
 
 OPTIMIZERS: Mapping[str, NamedOptimizer] = {
-    "adam": NamedOptimizer(sharded="distributed_fused_adam"),
+    "adam": NamedOptimizer(),  # none shards: that of NeMo decouples weight decay
     "adamw": NamedOptimizer(sharded="distributed_fused_adam"),
     "fused_adam": NamedOptimizer(same_as="adamw", sharded="distributed_fused_adam"),
     "distributed_fused_adam": NamedOptimizer(

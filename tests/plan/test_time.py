@@ -589,3 +589,9 @@ def test_a_search_keeps_muon(fp8: Fp8Recipe, sharded: str) -> None:
     spec = replace(spec, precision=replace(spec.precision, fp8=fp8))
     names = {found.optim.name for found in layouts(spec) if found.parallel.fsdp is None}
     assert names - {"muon"} == {sharded} - {"muon"}
+
+
+def test_a_search_does_not_change_the_rule_of_an_optimizer() -> None:
+    """Of `adam`, whose weight decay is a term of the gradient, no name shards the states."""
+    found = layouts(replace(job(ranks=4), optim=optim_spec(name="adam")))
+    assert {each.optim.name for each in found} == {"adam"}
