@@ -57,12 +57,14 @@ def lacking() -> list[str]:
 def load(version: str = DEFAULT_VERSION) -> ModuleType:
     """Return `transformer_engine.pytorch` of `version`, on the CPU; each call returns one module.
 
+    The path of a wheel (`….whl`) may be given in place of a version.
+
     Raises:
         VersionError: The version cannot be had, another one is imported already, or a package that
             it needs is missing.
     """
     if (already := loaded()) is not None:
-        if already.version != version:
+        if already.version != wheel.version_of(version):
             reason = f"{already.version} is loaded in this process already"
             raise VersionError(PACKAGE, version, reason, "Use one version in a process")
         return importlib.import_module("transformer_engine.pytorch")
@@ -110,6 +112,8 @@ def _import(sources: Sources) -> ModuleType:
         _supply_recipes()
         triton_functions.supply(release_of(sources.version))
         _leave_out_flash_attention()
+        sys.path.remove(folder)
+        sys.path.insert(1, folder)  # the first one is the program's own
         undo.pop_all()
     return imported
 

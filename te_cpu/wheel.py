@@ -3,10 +3,11 @@
 The wheel `transformer-engine` holds all Python and no compiled code. It never goes into
 site-packages, where other packages would find it and try to use it.
 
-    python -m te_cpu [VERSION …]
+    python -m te_cpu [VERSION or WHEEL …]
 
-fills the cache: `$MEGAFP8_TE_SOURCES`, else `megafp8/te` in `$XDG_CACHE_HOME` or `~/.cache`, with
-one folder for each version. Each folder has the wheel and, unpacked in `sources`, its files.
+fills the cache, without a network where the path of a wheel is given. The cache is
+`$MEGAFP8_TE_SOURCES`, else `megafp8/te` in `$XDG_CACHE_HOME` or `~/.cache`, with one folder for
+each version. Each folder has the wheel and, unpacked in `sources`, its files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import csv
 import hashlib
 import io
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,13 +29,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8_numerics.caches import built_beside, cache_folder, locked, move_away, own_folder
+from fp8_numerics.caches import built_beside, cache_folder, locked, move_away, own_folder, put
 from te_cpu.errors import VersionError
 from te_cpu.versions import DEFAULT_VERSION, HASHES, release_of, why_not
 
 PACKAGE = "transformer-engine"
 EXTENSION = "transformer_engine_torch"
 KNOWN_HASHES = HASHES
+_NAME = re.compile(r"transformer_engine-([^-]+)-.*\.whl")
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,26 @@ def te_folder() -> Path:
     return Path(given) if given else cache_folder() / "te"
 
 
+def version_of(given: str) -> str:
+    """Return the version that a wheel's path names; anything else is a version already.
+
+    Raises:
+        VersionError: The path is not that of the wheel with the Python.
+    """
+    if not given.endswith(".whl"):
+        return given
+    if (found := _NAME.fullmatch(Path(given).name)) is None:
+        reason = "is not named as the wheel with its Python, transformer_engine-VERSION-….whl"
+        hint = f"Get that wheel with `pip download --no-deps {PACKAGE}=={DEFAULT_VERSION}`"
+        raise VersionError(PACKAGE, given, reason, hint)
+    return found[1]
+
+
 def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
     """Return the Python of `version`, downloaded if the cache lacks it and `fetch` allows that.
+
+    The path of a wheel (`….whl`) may be given in place of a version: that wheel is copied into the
+    cache.
 
     Every call compares the wheel's hash with the known one and every unpacked file with the
     wheel's own record; damaged files are unpacked again.
@@ -74,8 +96,11 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
     Raises:
         VersionError: The version is malformed or too old, cannot be fetched, or has another hash.
     """
+    given, version = version, version_of(version)
     _check_version(version)
     folder = _own(te_folder(), version) / version
+    if given != version:
+        _adopt(Path(given), version, folder)
     if (wheel := _wheel_in(folder)) is None or not _is_intact(folder / "sources", wheel):
         with _filling(folder, version):
             wheel = _wheel_in(folder)  # another process may have brought it meanwhile
@@ -88,6 +113,25 @@ def sources(version: str = DEFAULT_VERSION, *, fetch: bool = True) -> Sources:
                 _unpack(wheel, folder / "sources")
     _check_hash(version, wheel)
     return Sources(version, folder / "sources", version in KNOWN_HASHES)
+
+
+def _adopt(given: Path, version: str, folder: Path) -> None:
+    """Copy a user's wheel into the cache, if the cache does not have it."""
+    hint = f"Get it with `pip download --no-deps {PACKAGE}=={version}`"
+    if not given.is_file():
+        raise VersionError(PACKAGE, given, "there is no such file", hint)
+    try:
+        digest = _check_hash(version, given, hint)
+        with _filling(folder, version):
+            if (kept := _wheel_in(folder)) is None:
+                with tempfile.TemporaryDirectory(dir=folder, prefix="copying-") as fresh:
+                    put(Path(shutil.copy(given, fresh)), folder / given.name)
+            elif _check_hash(version, kept) != digest:
+                reason = f"the cache has another wheel of this version, {kept}"
+                raise VersionError(PACKAGE, given, reason, "Delete one of the two")
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+        raise VersionError(PACKAGE, given, reason, hint) from error
 
 
 def _own(folder: Path, version: str) -> Path:
@@ -126,12 +170,16 @@ def _wheel_in(folder: Path) -> Path | None:
     return next(iter(sorted(folder.glob(f"transformer_engine-{folder.name}-*.whl"))), None)
 
 
-def _check_hash(version: str, wheel: Path) -> None:
+def _check_hash(
+    version: str, wheel: Path, hint: str = "Delete the file, and it is fetched again"
+) -> str:
+    """Return the wheel's SHA-256; another one than the known one is an error."""
     known = KNOWN_HASHES.get(version)
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if known is not None and found != known:
         reason = f"{wheel} has the SHA-256 {found}, and PyPI's wheel of this version has {known}"
-        raise VersionError(PACKAGE, version, reason, "Delete the file, and it is fetched again")
+        raise VersionError(PACKAGE, version, reason, hint)
+    return found
 
 
 def _is_intact(folder: Path, wheel: Path) -> bool:
@@ -177,6 +225,9 @@ def _download(version: str, folder: Path) -> Path:
         wheel = next(iter(Path(fresh).glob(f"transformer_engine-{version}-*.whl")), None)
         if done.returncode != 0 or wheel is None:
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+            if any("(from versions: " in line and ": none)" not in line for line in lines):
+                hint = f"Use {DEFAULT_VERSION}, or another one that `python -m te_cpu doctor` lists"
+                raise VersionError(PACKAGE, version, "the package index has no such version", hint)
             raise _absent(version, folder, (lines or ["pip download found no wheel"])[-1].strip())
         _check_hash(version, wheel)
         return wheel.rename(folder / wheel.name)
@@ -210,9 +261,11 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m te_cpu",
         description="Fetch Transformer Engine's Python into the cache, and say where it is.",
-        epilog=f"The cache is {te_folder()}; MEGAFP8_TE_SOURCES names another folder.",
+        epilog=f"The cache is {te_folder()}; MEGAFP8_TE_SOURCES names another folder. Other "
+        "commands: `python -m te_cpu run` runs a program, `python -m te_cpu doctor` says what this "
+        "machine has; each with --help.",
     )
-    about = f"a version of Transformer Engine, by default {DEFAULT_VERSION}"
+    about = f"a version of Transformer Engine, by default {DEFAULT_VERSION}, or a wheel's path"
     parser.add_argument("versions", metavar="VERSION", nargs="*", help=about)
     for version in parser.parse_args(argv).versions or (DEFAULT_VERSION,):
         try:

@@ -189,16 +189,17 @@ def test_a_release_has_notes_of_a_page_and_a_citation() -> None:
     assert cited["authors"] == [{"name": "The megafp8 contributors"}]
 
 
+WORKFLOWS = sorted([*ROOT.glob(".github/workflows/*.yml"), *ROOT.glob("examples/*/*.yml")])
 CHECKED = {
-    "github-workflows": "workflows/*.yml",
-    "github-issue-forms": "ISSUE_TEMPLATE/*.yml",
-    "citation-file-format": "../CITATION.cff",
+    "github-workflows": WORKFLOWS,
+    "github-issue-forms": sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*.yml")),
+    "citation-file-format": [ROOT / "CITATION.cff"],
 }
 
 
 @pytest.mark.parametrize("schema", CHECKED)
 def test_files_for_the_host_fit_their_schemas(schema: str) -> None:
-    files = [str(path) for path in sorted((ROOT / ".github").glob(CHECKED[schema]))]
+    files = [str(path) for path in CHECKED[schema]]
     words = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
     done = subprocess.run([*words, *files], capture_output=True, text=True)
     assert files and done.returncode == 0, done.stdout
@@ -206,7 +207,7 @@ def test_files_for_the_host_fit_their_schemas(schema: str) -> None:
 
 def test_workflows_take_actions_by_commit_and_no_secrets() -> None:
     """A tag of an action can be moved; publishing needs no password but the job's own identity."""
-    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+    for path in WORKFLOWS:
         text = path.read_text("utf-8")
         for action in re.findall(r"uses: (.*)", text):
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", action), (path.name, action)

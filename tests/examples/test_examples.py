@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from megafp8.config.load import load
 from megafp8.data.builtin import PREFIX, build_dataset
@@ -78,6 +79,24 @@ def test_transformer_engine_runs_on_a_laptop(driver: Driver, tmp_path: Path) -> 
     assert [float(row[1]) > 1 for row in rows] == [False, True, True]
     errors = [float(row[-1].rstrip("%")) for row in rows] + [float(lines[-1].split()[-1][:-1])]
     assert all(0.05 < error < 10 for error in errors)
+
+
+def test_a_layer_on_transformer_engine_is_tested_without_a_gpu(tmp_path: Path) -> None:
+    need_sources(DEFAULT_VERSION)
+    folder = ROOT / "examples/11_layer_on_transformer_engine"
+    for name in ("layer.py", "test_layer.py"):
+        (tmp_path / name).write_text((folder / name).read_text("utf-8"))
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "te_cpu", "test_layer.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "6 passed" in done.stdout, done.stdout
+    [[*_, pytest_line]] = [
+        [step["run"] for step in job["steps"] if "run" in step]
+        for job in yaml.safe_load((folder / "test.yml").read_text("utf-8"))["jobs"].values()
+    ]
+    assert pytest_line.startswith("python -m pytest -p te_cpu --te-version ")
 
 
 def test_primer_differs_from_fp32_by_the_rounding_of_operands_only(table: Table) -> None:

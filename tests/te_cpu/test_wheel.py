@@ -119,6 +119,50 @@ def test_without_network_the_command_is_shown(
     assert command in capsys.readouterr().err
 
 
+def test_a_version_that_the_index_lacks_is_no_matter_of_the_network(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        error = "ERROR: Could not find a version that satisfies x==2.12.7 (from versions: 2.12.0)"
+        return subprocess.CompletedProcess(command, 1, "", error)
+
+    monkeypatch.setattr(subprocess, "run", lacking)
+    with pytest.raises(VersionError, match=r"has no such version. Use 2\.12\.0, or .* doctor"):
+        wheel.sources("2.12.7")
+
+
+def test_the_path_of_a_wheel_needs_no_network(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_network(monkeypatch)
+    given = make_wheel(tmp_path / "mine")
+    assert wheel.main([str(given)]) == 0
+    assert given.is_file() and wheel.sources(str(given)) == wheel.sources(VERSION)
+    assert wheel.sources(VERSION).is_known and wheel.version_of(str(given)) == VERSION
+    with pytest.raises(VersionError, match=r"SHA-256.* Get it with `pip download"):
+        wheel.sources(str(make_wheel(tmp_path / "mine", "A = 4\n")))
+    monkeypatch.setattr(wheel, "KNOWN_HASHES", {})
+    with pytest.raises(VersionError, match="the cache has another wheel of this version"):
+        wheel.sources(str(given))
+    assert not list((cache / VERSION).glob("*ing-*")), "temporary folders are left"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"transformer_engine-{VERSION}-py3-none-any.whl", "there is no such file"),
+        ("transformer_engine_cu12-2.12.0-py3-none-any.whl", "is not named as the wheel"),
+        ("transformer_engine-2.3.0-py3-none-any.whl", "too old"),
+        (f"folder/transformer_engine-{VERSION}-py3-none-any.whl", "there is no such file"),
+    ],
+)
+def test_wrong_paths_of_wheels(cache: Path, tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "folder" / f"transformer_engine-{VERSION}-py3-none-any.whl").mkdir(parents=True)
+    with pytest.raises(VersionError, match=words) as error:
+        wheel.sources(str(tmp_path / name))
+    assert "\n" not in str(error.value) and not cache.exists()
+
+
 def test_the_command_explains_itself_and_refuses_options(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
