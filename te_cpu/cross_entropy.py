@@ -181,7 +181,8 @@ def cross_entropy_backward(
     """Write the gradient of the logits over `saved_input`, rounded once."""
     width, goal = saved_input.shape[-1], target.reshape(-1)
     logits = saved_input.detach().reshape(-1, width).float()
-    grad = _gradient(logits, *stats.unbind(-1), label_smoothing / (width * world_size))
+    largest, total = stats.unbind(-1)
+    grad = _gradient(logits, largest, total, label_smoothing / (width * world_size))
     grad[_targets(goal, ignore_idx, rank, width)] -= 1 - label_smoothing
     factor = grad_output.detach().reshape(-1, 1).float()
     if n_non_ignore is not None:

@@ -372,7 +372,7 @@ def _normalized_gradient(grad: torch.Tensor, out: torch.Tensor, wide: torch.dtyp
 def _sum(x: torch.Tensor) -> torch.Tensor:
     """Return sums [T, 1] in the dtype of `x`: each lane adds every 32nd number, then lanes add."""
     rows = F.pad(x, (0, -x.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
-    total = rows[:, 0]
+    total: torch.Tensor = rows[:, 0]
     for row in rows.unbind(1)[1:]:
         total = total + row
     while total.shape[1] > 1:
@@ -458,7 +458,7 @@ def kernels(release: Release) -> dict[str, Callable[..., Any]]:
         score_bwd = fused_score_for_moe_aux_loss_bwd_to_2_16
     elif release < (2, 18):
         topk_bwd = fused_topk_with_score_function_bwd_to_2_17
-    told = {
+    told: dict[str, Callable[..., Any]] = {
         "fused_topk_with_score_function_fwd": fused_topk_with_score_function_fwd,
         "fused_score_for_moe_aux_loss_fwd": fused_score_for_moe_aux_loss_fwd,
         "fused_score_for_moe_aux_loss_bwd": score_bwd,
@@ -466,5 +466,7 @@ def kernels(release: Release) -> dict[str, Callable[..., Any]]:
         "fused_moe_aux_loss_fwd_graph_safe": fused_moe_aux_loss_fwd,
         "fused_moe_aux_loss_bwd": fused_moe_aux_loss_bwd,
     }
-    found = {name: functools.partial(kernel, release=release) for name, kernel in told.items()}
+    found: dict[str, Callable[..., Any]] = {
+        name: functools.partial(kernel, release=release) for name, kernel in told.items()
+    }
     return {**found, "fused_topk_with_score_function_bwd": topk_bwd}
