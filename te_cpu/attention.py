@@ -1,4 +1,4 @@
-"""Compute the fused softmaxes of unfused attention, and the form of documents.
+"""Compute the fused softmaxes of unfused attention, the form of documents, and the KV cache.
 
 `scale_factor` multiplies the scores. A masked score is -10000, as in the kernels; a causally masked
 one contributes nothing. `cu_seqlens` has the place of each document's first token among all tokens,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from te_cpu.enums import QkvFormat
 from te_cpu.errors import SizeError
 
 MASKED = -10000.0
@@ -106,6 +107,57 @@ def places_of(
     return documents, torch.arange(num_tokens, device=lengths.device) - cu_seqlens[documents]
 
 
+def copy_to_kv_cache(
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page_table: torch.Tensor,
+    cu_new_lens: torch.Tensor,
+    cu_cached_lens: torch.Tensor,
+    qkv_format: int,
+    b: int,
+    max_ctx_len: int,
+    max_seq_len: int,
+    max_pages_per_seq: int,
+    is_non_paged: bool,
+) -> None:
+    """Write new keys and values behind those of each sample that the caches [pages, S, H, D] have.
+
+    `cu_cached_lens` counts the new tokens too. `page_table` [B, pages of a sample] says where the
+    pages of a sample are or, with `is_non_paged`, from which row of the cache a sample [B] is to be
+    brought into its own row first.
+    """
+    new = cu_new_lens.diff().tolist()[:b]
+    cached = cu_cached_lens.diff().tolist()[:b]
+    size = max_seq_len // max_pages_per_seq
+    form = int(qkv_format)
+    for source, cache in ((new_k.detach(), k_cache.detach()), (new_v.detach(), v_cache.detach())):
+        if is_non_paged:
+            _bring_samples_together(cache, page_table.flatten().tolist()[:b], new, cached)
+        for sample, (count, total) in enumerate(zip(new, cached, strict=True)):
+            if form == int(QkvFormat["NVTE_THD"]):
+                tokens = source[int(cu_new_lens[sample]) :][:count]
+            else:
+                is_sbhd = form == int(QkvFormat["NVTE_SBHD"])
+                tokens = (source[:, sample] if is_sbhd else source[sample])[:count]
+            places = torch.arange(total - count, total, device=cache.device)
+            pages = page_table.view(-1, max_pages_per_seq)[sample][places // size].long()
+            page = torch.full_like(places, sample) if is_non_paged else pages
+            cache.flatten(0, 1)[page * size + places % size] = tokens
+
+
+def _bring_samples_together(
+    cache: torch.Tensor, rows: list[int], new: list[int], cached: list[int]
+) -> None:
+    """Move the cached tokens of each sample from its row of `rows` to the row of its number."""
+    falls = [after for after in range(1, len(rows)) if rows[after] < rows[after - 1]]
+    for sample in range(falls[-1] if falls else len(rows)):
+        if rows[0] != 0 or rows[sample] - rows[0] != sample:
+            count = cached[sample] - new[sample]
+            cache[sample, :count] = cache[rows[sample], :count].clone()
+
+
 KERNELS = (
     scaled_softmax_forward,
     scaled_softmax_backward,
@@ -114,4 +166,5 @@ KERNELS = (
     scaled_aligned_causal_masked_softmax_forward,
     convert_thd_to_bshd,
     convert_bshd_to_thd,
+    copy_to_kv_cache,
 )

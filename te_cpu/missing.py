@@ -13,7 +13,6 @@ SETTINGS = {
     "get_fused_attn_backend": "cuDNN's attention (NVTE_FUSED_ATTN=1)",
     "fa_prepare": "flash attention (NVTE_FLASH_ATTN=1)",
     "thd_": "packed sequences (qkv_format='thd') with context parallelism",
-    "copy_to_kv_cache": "inference with a KV cache (InferenceParams)",
     "fused_topk_with_score_function_qb": "balancing experts by quantiles (qb_histogram)",
     "te_general_grouped_gemm_for": "grouped products of a GroupedTensor (mixture of experts)",
     "group_quantize": "a GroupedTensor (mixture of experts)",

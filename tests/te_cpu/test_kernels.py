@@ -346,6 +346,50 @@ def test_documents_in_rows_and_back() -> None:
     assert meta.is_meta and meta.shape == rows.shape
 
 
+@pytest.mark.parametrize("layout", ["NVTE_SBHD", "NVTE_BSHD", "NVTE_THD"])
+@pytest.mark.parametrize("pages", [1, 2])
+def test_new_keys_and_values_go_behind_the_cached_ones(layout: str, pages: int) -> None:
+    """Two samples with 3 and 0 tokens get 2 and 1 more; pages of 4 tokens lie in any order."""
+    counts, totals = [2, 1], [5, 1]
+    cu_new, cu_cached = (torch.tensor([0, *c]).cumsum(0).int() for c in (counts, totals))
+    table = torch.tensor([[1], [2]] if pages == 1 else [[3, 0], [2, 1]])
+    size, new_k, new_v = 8 // pages, normal(2, 2, 3, 4), normal(2, 2, 3, 2, seed=1)
+    caches = [normal(4, size, 3, width, seed=2) for width in (4, 2)]
+    wanted = [cache.clone() for cache in caches]
+    for cache, new in zip(wanted, (new_k, new_v), strict=True):
+        for sample, (count, total) in enumerate(zip(counts, totals, strict=True)):
+            for token in range(count):
+                place = total - count + token
+                cache[table[sample, place // size], place % size] = new[sample, token]
+
+    def as_given(new: torch.Tensor) -> torch.Tensor:
+        if layout == "NVTE_THD":
+            return torch.cat([new[0], new[1, :1]])
+        return new if layout == "NVTE_BSHD" else new.transpose(0, 1).contiguous()
+
+    attention.copy_to_kv_cache(
+        as_given(new_k), as_given(new_v), *caches, table.int(), cu_new, cu_cached,
+        QkvFormat[layout], 2, 2, 8, pages, False,
+    )  # fmt: skip
+    assert all(torch.equal(*pair) for pair in zip(caches, wanted, strict=True))
+
+
+def test_samples_that_stay_are_brought_together_in_the_cache() -> None:
+    """Of three samples the first one has ended: those in rows 1 and 2 move to 0 and 1."""
+    cache, new = normal(3, 4, 1, 2), normal(2, 1, 1, 2, seed=1)
+    borders = torch.tensor([0, 1, 2]).int(), torch.tensor([0, 3, 5]).int()
+    wanted = cache.clone()
+    wanted[0, :2], wanted[1, :1] = cache[1, :2], cache[2, :1]
+    wanted[0, 2], wanted[1, 1] = new[0, 0], new[1, 0]
+    rows = torch.tensor([1, 2, 0]).int()
+    for given in (rows, rows[:, None]):
+        keys, values = cache.clone(), cache.clone()
+        attention.copy_to_kv_cache(
+            new, new, keys, values, given, *borders, QkvFormat["NVTE_BSHD"], 2, 1, 4, 1, True
+        )
+        assert torch.equal(keys, wanted) and torch.equal(values, wanted)
+
+
 @pytest.mark.parametrize("borders", [[0, 4, 11], [1, 4, 12], [0, 5, 12], [0, 13, 12]])
 def test_borders_that_are_not_those_of_the_tokens_are_refused(borders: list[int]) -> None:
     """The compiled kernels would read or write other memory."""
