@@ -48,15 +48,48 @@ LEFT_OUT = {
     "distributed/test_newton_schulz.py": "torch.cuda.device_count() < 2",
     "distributed/test_numerics.py": "torch.cuda.device_count() < 2",
     "distributed/test_numerics_exact.py": "torch.cuda.device_count() < 2",
+    "distributed/test_sanity.py": "requires more than one GPU",
     "distributed/test_torch_fsdp2.py": "torch.cuda.device_count()",
 }
 """The files whose every test needs several GPUs or NCCL, and words of the line that says so."""
 HARDWARE = re.compile(
     r"CUDAGraph|CUDA graph|graph_pool_handle|fused_attn|FusedAttention|[Ff]lash.?[Aa]ttention|"
-    r"flash_attn|nccl|NCCL|userbuffers|active drivers|device\.type == .cuda.|memory_allocated|"
-    r"CommOverlap|torchrun|NVSHMEM|cuDNN",
+    r"flash_attn|nccl|NCCL|userbuffers|active drivers|device\.type == .cuda.|"
+    r"CommOverlap|torchrun|NVSHMEM|cuDNN|more than one GPU|needs Blackwell|memory_allocated|"
+    r"memory_reserved|elapsed_time|mem_usage|memory_usage|_mem\b",
 )
 """What an error says where a test needs a GPU itself, not its arithmetic."""
+
+
+EXPLAINED = {
+    "test_float8_current_scaling_exact.py::test_current_scaling_gemm_versus_reference": (
+        "the reference is `torch._scaled_mm` (`qgemm` in "
+        "custom_recipes/quantization_current_scaling.py). On a GPU that is cuBLASLt, as "
+        "Transformer Engine's own product is; on a CPU it is oneDNN, which adds in another order. "
+        "Both are within 2 units of 2^-24 of the sum of magnitudes, in FP64; BF16 hides it"
+    ),
+}
+"""Why values differ, by file and function of the tests."""
+COLUMNS = (PASSED, *REASONS, ERROR, SKIPPED)
+TEXT = """\
+# Transformer Engine's own tests on a CPU
+
+`python -m scripts.te_tests` has written this page, by hand and not in CI: Transformer Engine's own
+tests (`tests/pytorch` at the tag of a version, none of which is in this repository) over the
+[kernels on a CPU](../reference/backends.md#on-a-cpu). No test was changed. Each file ran in a
+process of its own, in a random order by the seed 1; "run" is how many of its tests ran, and "of"
+how many it has. Every test that does not pass has a reason, by what its error says:
+
+- **value differs**: an assertion of the test does not hold. Each is explained below.
+- **lacks a kernel**: a function of the compiled extension is not here, and the error names it.
+- **needs hardware**: cuDNN, flash attention, CUDA graphs, several GPUs, a Blackwell GPU, or a GPU's
+  memory and clock that the test reads.
+- **needs a package**: one that is not installed here.
+- **too slow**: the test has used up its seconds of the processor.
+- **skipped**: the test says itself that it does not apply here. It does not count.
+
+A file that does not load counts as {sample} failed tests. No GPU has run any of this here.
+"""
 
 
 class TooSlowError(Exception):
@@ -66,8 +99,10 @@ class TooSlowError(Exception):
 class Sampled:
     """Draw a sample of a file's tests, and write what becomes of each to a file of lines."""
 
-    def __init__(self, lines: Path, sample: int, seed: int, seconds: float) -> None:
-        self.lines, self.sample, self.seed, self.seconds = lines, sample, seed, seconds
+    def __init__(self, lines: Path, options: argparse.Namespace) -> None:
+        self.lines, self.sample, self.seed = lines, options.sample, options.seed
+        self.seconds, self.seconds_of_file = options.seconds, options.seconds_of_file
+        self.began = time.process_time()
         self.done = {entry["test"] for entry in read_lines(lines) if "test" in entry}
 
     def say(self, **entry: Any) -> None:
@@ -80,7 +115,7 @@ class Sampled:
     ) -> None:
         drawn = random.Random(self.seed).sample(range(len(items)), min(self.sample, len(items)))
         self.say(collected=len(items), drawn=len(drawn))
-        items[:] = [items[number] for number in sorted(drawn)]
+        items[:] = [items[number] for number in drawn]  # in this order: a file's time may be up
         items[:] = [item for item in items if item.nodeid not in self.done]
 
     @pytest.hookimpl(wrapper=True)
@@ -92,6 +127,8 @@ class Sampled:
             return (yield)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
+            if time.process_time() - self.began > self.seconds_of_file:
+                item.session.shouldstop = "the file has used up its time"
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -100,7 +137,11 @@ class Sampled:
         report = yield
         if report.failed and call.excinfo is not None:
             error = call.excinfo.value
-            self.say(test=item.nodeid, outcome=reason_of(error), error=said(error, call.excinfo))
+            line = (
+                "" if not len(call.excinfo.traceback) else str(call.excinfo.traceback[-1].statement)
+            )
+            outcome, what = reason_of(error, line), said(error, call.excinfo)
+            self.say(test=item.nodeid, outcome=outcome, error=what, line=line.strip())
         elif report.skipped and call.excinfo is not None:
             self.say(test=item.nodeid, outcome=SKIPPED, error=str(call.excinfo.value)[:300])
         elif report.when == "call":
@@ -124,10 +165,10 @@ def chain(error: BaseException | None) -> Iterable[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def reason_of(error: BaseException) -> str:
-    """Return one of REASONS by what the error says, or ERROR."""
+def reason_of(error: BaseException, line: str = "") -> str:
+    """Return one of REASONS by what the error says and the line that raised it, or ERROR."""
     errors = list(chain(error))
-    text = "\n".join(f"{type(e).__name__}: {e}" for e in errors)
+    text = "\n".join([*(f"{type(e).__name__}: {e}" for e in errors), line])
     if any(isinstance(e, TooSlowError) for e in errors):
         return "too slow"
     if any(isinstance(e, MissingKernelError) for e in errors):
@@ -213,7 +254,7 @@ def _run_here(file: Path, folder: Path, options: argparse.Namespace, lines: Path
     os.dup2(log, 1), os.dup2(log, 2)
     os.chdir(folder)
     os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", **debug_folders(file, folder))
-    plugin = Sampled(lines, options.sample, options.seed, options.seconds)
+    plugin = Sampled(lines, options)
     words = ["--te-version", options.version, "-p", "no:cacheprovider", "-p", "no:timeout"]
     words += ["-p", "no:xdist", "--tb=short", f"--rootdir={folder}", "-o", "addopts="]
     if "debug" in file.parts:
@@ -272,7 +313,8 @@ def run(options: argparse.Namespace) -> None:
         if name in out or (options.only and not any(word in name for word in options.only)):
             continue
         found = run_file(file, options.folder, options, work)
-        found |= {"sample": options.sample, "seed": options.seed, "seconds": options.seconds}
+        asked = ("sample", "seed", "seconds", "seconds_of_file")
+        found |= {key: getattr(options, key) for key in asked}
         known["files"][name] = found
         results.write_text(json.dumps(known, indent=1))
         print(name, dict(counts(found)), f"{found['minutes']} min", flush=True)
@@ -285,6 +327,68 @@ def counts(found: dict[str, Any]) -> Counter[str]:
     return Counter(test["outcome"] for test in found["tests"].values())
 
 
+def table(results: Sequence[Path]) -> str:
+    """Return the page of the results of several versions."""
+    return TEXT.format(sample=SAMPLE) + "".join(
+        section(json.loads(path.read_text("utf-8"))) for path in results
+    )
+
+
+def section(found: dict[str, Any]) -> str:
+    """Return the part of the page of one version."""
+    files, total = found["files"], Counter[str]()
+    rows = []
+    for name, file in sorted(files.items()):
+        own = counts(file)
+        total += own
+        drawn = SAMPLE if "unloaded" in file else len(file["tests"])
+        cells = [f"`{name}`", drawn, file.get("collected", "–"), *(own[c] or "" for c in COLUMNS)]
+        rows.append(cells)
+    counted = sum(total.values()) - total[SKIPPED]
+    cells = ["all", sum(row[1] for row in rows), "", *(total[c] or "" for c in COLUMNS)]
+    rows.append([f"**{cell}**" if cell else "" for cell in cells])
+
+    def of(key: str) -> str:
+        return " or ".join(f"{value:g}" for value in sorted({file[key] for file in files.values()}))
+
+    lines = [
+        f"\n## {found['version']}\n",
+        f"**{total[PASSED]} of {counted} pass ({total[PASSED] / counted:.0%})**. Of a file at most "
+        f"{of('sample')} tests were drawn. A test had {of('seconds')} seconds of the processor, "
+        f"and no other one began when its file had used {of('seconds_of_file')}.\n",
+        "| file | run | of | " + " | ".join(COLUMNS) + " |",
+        "|---|" + "--:|" * (len(COLUMNS) + 2),
+        *(f"| {' | '.join(map(str, row))} |" for row in rows),
+        "\nWhat did not pass:\n",
+        *(f"- {line}" for line in failures(files)),
+        "\nLeft out, since every test needs several GPUs or NCCL:\n",
+        *(
+            f"- `{name}`, line {line.replace(': ', ': `', 1)}`"
+            for name, line in found["left_out"].items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def failures(files: dict[str, Any]) -> list[str]:
+    """Return a line for each function and reason: how many tests, and what the error says."""
+    found: dict[tuple[str, str, str], list[str]] = {}
+    for name, file in sorted(files.items()):
+        if "unloaded" in file:
+            found[name, "", file["unloaded"]] = [file["error"]]
+        for test, result in file["tests"].items():
+            if result["outcome"] not in (PASSED, SKIPPED):
+                function = re.sub(r"\[.*", "", test.rpartition("::")[2])
+                found.setdefault((name, function, result["outcome"]), []).append(result["error"])
+    lines = []
+    for (name, function, outcome), errors in found.items():
+        known = EXPLAINED.get(f"{name}::{function}") if outcome == "value differs" else None
+        number = f"{len(errors)} " if function else "the file does not load: "
+        where = f"`{name}`{f' `{function}`' if function else ''}"
+        lines.append(f"{where}: {number}{outcome}. {known or f'`{errors[0][:200]}`'}")
+    return lines
+
+
 def main(argv: Sequence[str]) -> int:
     """Run tests, or write the table of results."""
     parser = argparse.ArgumentParser(
@@ -295,9 +399,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--results", type=Path, default=Path("te_tests.json"))
     parser.add_argument("--sample", type=int, default=SAMPLE)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of a test, by the processor")
+    parser.add_argument("--seconds-of-file", type=float, default=3600.0, help="then it ends early")
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of files")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="RESULTS", help="write the table")
     options = parser.parse_args(argv)
+    if options.table:
+        TABLE.write_text(table(options.table), "utf-8")
+        return 0
+    if options.folder is None or options.version is None:
+        parser.error("a folder and a version are needed, or --table")
     options.folder = options.folder.resolve()
     run(options)
     return 0
