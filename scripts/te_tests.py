@@ -255,14 +255,15 @@ def _run_here(file: Path, folder: Path, options: argparse.Namespace, lines: Path
     os.chdir(folder)
     os.environ.update(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0", **debug_folders(file, folder))
     plugin = Sampled(lines, options)
-    words = ["--te-version", options.version, "-p", "no:cacheprovider", "-p", "no:timeout"]
-    words += ["-p", "no:xdist", "--tb=short", f"--rootdir={folder}", "-o", "addopts="]
+    words = ["--te-version", options.version, "--tb=short", f"--rootdir={folder}", "-o", "addopts="]
+    for name in ("cacheprovider", "timeout", "xdist", "fp8_coverage"):
+        words += ["-p", f"no:{name}"]
     if "debug" in file.parts:
         words += [f"--feature_dirs={features()}", f"--configs_dir={file.parent}/test_configs/"]
     code = 1
     try:
         code = int(pytest.main([*words, str(file)], plugins=[pytest_plugin, plugin]))
-        if code in (2, 4) and not any("unloaded" in e for e in read_lines(lines)):
+        if code in (2, 4) and not read_lines(lines):
             plugin.say(unloaded=ERROR, error=f"pytest ended with {code}")
     except BaseException as error:  # noqa: BLE001  # the process ends here
         plugin.say(unloaded=reason_of(error), error=f"{type(error).__name__}: {error}"[:400])

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fp8_numerics.swizzle import swizzled
 from te_cpu.enums import WIDE
 from te_cpu.gemm import generic_gemm
 from te_cpu.missing import missing
@@ -167,8 +168,25 @@ def group_quantize(
     for (rows, _), out in parts:
         if rows:
             fill(quantizer, x[at : at + rows], out)
+            _tile(quantizer, out)
         at += rows
+    if _is_tiled(quantizer):
+        grouped._with_gemm_swizzled_scales = True
+        grouped.quantized_tensors = grouped.split_into_quantized_tensors()
     return grouped
+
+
+def _is_tiled(quantizer: Quantizer) -> bool:
+    return bool(getattr(quantizer, "optimize_for_gemm", False))
+
+
+def _tile(quantizer: Quantizer, out: Any) -> None:
+    """Put the scales into tiles, as a Blackwell's products read them, if that is asked for."""
+    for side in ("rowwise", "columnwise"):
+        stored = getattr(out, f"_{side}_scale_inv")
+        if stored is not None and _is_tiled(quantizer):
+            is_turned = side == "columnwise" and is_mx(quantizer)  # those of NVFP4 lie so
+            stored.copy_(swizzled(stored.t() if is_turned else stored).view_as(stored))
 
 
 def _grouped(
@@ -180,7 +198,7 @@ def _grouped(
 ) -> Any:
     """Return a `GroupedTensor` of the shape of `like`, made by Transformer Engine's own Python.
 
-    Its scales are never swizzled, and it says so.
+    Its scales are not in tiles yet, and it says so.
     """
     module = importlib.import_module(
         "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"
@@ -242,6 +260,8 @@ def bgrad_group_quantize_from_2_18(
 
 def group_dequantize(input: Any, otype: int) -> Any:
     """Return the values of a `GroupedTensor` as another one."""
+    if input._with_gemm_swizzled_scales:
+        raise missing("group_dequantize", " of scales in tiles (optimize_for_gemm)")
     shape, dtype = input.logical_shape, WIDE[otype]
     like = torch.empty(shape, dtype=dtype)
     found = _grouped(like, None, input.num_tensors, input.first_dims, input.tensor_offsets)

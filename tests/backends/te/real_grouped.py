@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from fp8_numerics.swizzle import unswizzled
+from te_cpu.errors import MissingKernelError
 from tests.backends.te.real import autocast, recipes, te
 
 ROWS = (128, 0, 256, 128)
@@ -122,6 +124,20 @@ if HAS_GROUPED_TENSORS:  # later versions; the default one is to skip no test
                 for field in (f"_{side}_data", f"_{side}_scale_inv"):
                     assert torch.equal(getattr(found, field), getattr(alone, field)), field
             assert torch.equal(value, alone.dequantize(dtype=torch.bfloat16))
+        plain_parts = grouped.split_into_quantized_tensors()
+        quantizer.optimize_for_gemm = True
+        tiled = tex.group_quantize(x, quantizer, 3, first)
+        for one, other in zip(plain_parts, tiled.split_into_quantized_tensors(), strict=True):
+            if not one.shape[0]:
+                continue
+            assert other._with_gemm_swizzled_scales and not one._with_gemm_swizzled_scales
+            for side in ("rowwise", "columnwise"):
+                plain, found = (getattr(each, f"_{side}_scale_inv") for each in (one, other))
+                plain = plain.t() if name == "mxfp8" and side == "columnwise" else plain
+                rows_and_blocks = plain.shape
+                assert torch.equal(unswizzled(found.flatten(), *rows_and_blocks), plain)
+        with pytest.raises(MissingKernelError, match="optimize_for_gemm"):
+            tex.group_dequantize(tiled, tex.DType.kBFloat16)
         sizes, (ends, begins) = tex.splits_to_offsets_multi(
             first.int(), "cuda", strides=[1, 5], include_leading_zero=[False, True],
             dtypes=[torch.int32, torch.int64],
