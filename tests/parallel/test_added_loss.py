@@ -223,6 +223,22 @@ def test_terms_are_those_of_autograd(name: str, found: dict[str, list[Seen]], pl
         assert rank.validation[0] == rank.validation[1]
 
 
+FP64_WITHOUT_TERMS = {
+    "replicas": {("dp", "all_reduce_sum"): (1, 2 * 8)},  # loss and tokens
+    "replicas, ZeRO-1": {("dp", "all_reduce_sum"): (2, 4 * 8)},  # and two sums of squares
+    "tensor": {("tp", "all_reduce_sum"): (1, 8)},  # the squares of the norm
+    "1F1B": {("pp", "all_reduce_sum"): (2, 2 * 8)},  # the loss, and the squares
+}
+"""Messages and bytes of FP64 numbers in a step of a model whose layers add no term."""
+
+
+@pytest.mark.parametrize("name", FP64_WITHOUT_TERMS)
+def test_without_terms_no_byte_is_sent_for_them(name: str, found: dict[str, list[Seen]]) -> None:
+    """How many operations such a step starts is counted in test_step_counts.py."""
+    for rank in found[name]:
+        assert rank.sent[1] == FP64_WITHOUT_TERMS[name]
+
+
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_terms_need_no_message(name: str, found: dict[str, list[Seen]]) -> None:
     """A step sends as many messages; those of its sums have two numbers more."""
