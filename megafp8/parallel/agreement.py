@@ -8,18 +8,23 @@ unless it logs FP8's health.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megafp8.errors import RunError, UserError
-from megafp8.fp8.rows import why_rows_differ
+from megafp8.fp8.rows import why_lists_differ, why_rows_differ
 from megafp8.fp8.scaling import NoScaling, ScalingState
+from megafp8.models.init import pieces_of
 from megafp8.ops.exchange import broadcast_bytes, gather_bytes
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.messages import from_bytes, to_bytes
+from megafp8.specs.geometry import DENSE
 
 T = TypeVar("T")
 
@@ -90,19 +95,46 @@ def agree_on_rows(mesh: Mesh, scaling: ScalingState | NoScaling) -> None:
     Raises:
         RunError: Ranks that reduce their amaxes together have different rows.
     """
-    is_simulated = mesh.agreement is None
-    if is_simulated or mesh.amax.size == 1 or not isinstance(scaling, ScalingState):
+    if isinstance(scaling, ScalingState):
+        _agree(mesh, [(mesh.amax, partial(why_rows_differ, scaling))])
+
+
+def agree_on_parameters(mesh: Mesh, params: Iterable[nn.Parameter]) -> None:
+    """Agree on the parameters of each group of replicas, whose gradients are summed by place.
+
+    All ranks call it together, with all parameters.
+
+    Raises:
+        RunError: Ranks that sum their gradients together have different parameters.
+    """
+    named = [
+        (piece.group, f"{piece.name} {piece.offset}") for p in params for piece in pieces_of(p)
+    ]
+    checks = []
+    for group in (DENSE, *mesh.groups):
+        lists = {f"{group} parameters": [name for of, name in named if of == group]}
+        checks.append((mesh.replicas_of(group).data, partial(why_lists_differ, lists)))
+    _agree(mesh, checks)
+
+
+def _agree(
+    mesh: Mesh, checks: Iterable[tuple[Axis, Callable[[dist.ProcessGroup], str | None]]]
+) -> None:
+    """Raise on all ranks what a check says of the ranks of its axis."""
+    checks = [(axis, check) for axis, check in checks if axis.size > 1]
+    if mesh.agreement is None or not checks:  # a simulated rank has none to agree with
         return
 
-    def check() -> None:
-        assert mesh.amax.group is not None
-        if (difference := why_rows_differ(scaling, mesh.amax.group)) is not None:
-            raise RunError(
-                f"ranks would reduce the amaxes of different tensors together: {difference}. "
-                "All ranks must run the same version of megafp8 with the same settings"
-            )
+    def act() -> None:
+        for axis, check in checks:
+            assert axis.group is not None
+            if (difference := check(axis.group)) is not None:
+                raise RunError(
+                    f"ranks would reduce different tensors together: {difference}. All ranks must "
+                    "run the same version of megafp8 with the same settings"
+                )
 
-    on_all(mesh, check)
+    on_all(mesh, act)
 
 
 def raise_on_all(error: UserError) -> NoReturn:

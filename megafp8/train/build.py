@@ -25,7 +25,7 @@ from megafp8.optim.loss_scale import LossScale
 from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Partition
 from megafp8.optim.protocol import Optimizers
-from megafp8.parallel.agreement import agree_on_rows
+from megafp8.parallel.agreement import agree_on_parameters, agree_on_rows
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink
@@ -51,6 +51,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     sinks = make_sinks(spec, mesh)
     backend = choose.make_backend(spec, mesh, streams, sinks.outer, counter)
     model = make_model(spec, mesh, backend)
+    agree_on_parameters(mesh, model.parameters())
     agree_on_rows(mesh, backend.scaling)
     graphs = make_graphs(spec, mesh, model, backend.scaling, sinks, counter)
     compiled = None

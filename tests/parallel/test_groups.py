@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megafp8.errors import RunError
 from megafp8.models.block import TransformerLayer
 from megafp8.models.init import normal, parameter
 from megafp8.models.parts import Parts
@@ -139,6 +140,27 @@ def on_ranks(rank: Rank, cases: dict[str, Case], num_experts: int) -> dict[str, 
         parallel = replace(case.parallel, devices_per_node=rank.size)
         found[name] = seen(replace(case, parallel=parallel), mesh, experts, num_experts)
     return found
+
+
+def refused(rank: Rank) -> str:
+    """What the ranks say where two of them have changed places, so that replicas differ."""
+    mesh = join(ParallelSpec(devices_per_node=rank.size))
+    group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    one = Axis("edp", 2, rank.index // 2, group, mesh.traffic)
+    mesh = replace(mesh, groups={"expert": Replicas(one, Axis("ep"))})
+    with pytest.raises(RunError) as error:
+        built(case_of(optim_spec()), mesh, range(rank.index // 2, rank.index // 2 + 1), 2)
+    return str(error.value)
+
+
+def test_ranks_do_not_sum_gradients_of_different_parameters() -> None:
+    """Those that would are told apart by name before the first step; all ranks say the same."""
+    (text,) = set(run_ranks(refused, 4))
+    assert (
+        "ranks would reduce different tensors together: row 0 of the expert parameters is" in text
+    )
+    assert "layers.0.mlp.experts.0.scale (0,) on rank 0 and " in text
+    assert "layers.0.mlp.experts.1.scale (0,) on rank 2" in text
 
 
 def case_of(optim: OptimSpec, **changes: object) -> Case:
