@@ -146,10 +146,9 @@ def mapping(spec: GPTSpec) -> Iterator[Mapped]:
         yield Mapped("lm_head.weight", (HEAD,))
 
 
-_QKV = ("attention.query", "attention.key", "attention.value")
 _GPT2 = {
     "ln_1": ("attention_norm",),
-    "attn.c_attn": _QKV,
+    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
     "attn.c_proj": ("attention.projection",),
     "ln_2": ("mlp_norm",),
     "mlp.c_fc": ("mlp.fc1",),

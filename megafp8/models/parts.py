@@ -113,7 +113,7 @@ class Parts:
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the core: ([B, S, queries + keys + values], context) -> [B, S, queries]."""
-        spec = self.spec
+        spec, names = self.spec, [f"{name}.query_norm", f"{name}.key_norm"]
         return self.make_core(
             spec.head_size,
             spec.attention_dropout,
@@ -124,15 +124,9 @@ class Parts:
             layer=index,
             layer_scaling=index + 1 if spec.apply_query_key_layer_scaling else 1,
             split_heads=self.split_heads,
-            norms=self.head_norms(name),
+            norms=HeadNorms(*map(self.norm, names)) if spec.qk_layernorm else None,
             window=spec.window_of(index),
         )
-
-    def head_norms(self, name: str) -> HeadNorms | None:
-        """Return the norms of the queries and of the keys of attention `name`, if it has them."""
-        if not self.spec.qk_layernorm:
-            return None
-        return HeadNorms(self.norm(f"{name}.query_norm"), self.norm(f"{name}.key_norm"))
 
     def local_heads(self) -> slice:
         """Return which query heads this rank holds."""

@@ -43,10 +43,7 @@ class ParameterSpec:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def pieces(self, tp: int, rank: int, replica: int = 0) -> tuple[Piece, ...]:
-        """Return which parts of its logical tensors rank `rank` of `tp` ranks holds.
-
-        A `replica` above 0 is a copy in another pipeline stage.
-        """
+        """Return which parts of its tensors rank `rank` of `tp` ranks holds; see `Piece`."""
         pieces, begin = [], 0
         for name, shape in self.tensors:
             part = self.part(shape, tp)
