@@ -240,7 +240,8 @@ def answer_everyone() -> None:
 def _replace_in_cuda(name: str, value: Any, undo: ExitStack) -> None:
     """Replace a name of `torch.cuda`, also where programs find it in the file that defines it."""
     real = getattr(torch.cuda, name)
-    for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.streams):
+    parts = (torch.cuda.graphs, torch.cuda.memory, torch.cuda.random, torch.cuda.streams)
+    for owner in (torch.cuda, *parts):
         if vars(owner).get(name) is real:
             _replace(owner, name, value, undo)
 

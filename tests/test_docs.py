@@ -172,7 +172,7 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         if file is None or not file.is_file() or name in ("pytest", "pip"):
             continue
         options = ROOT / "megafp8/cli/job.py"  # what every command with settings takes
-        package = [file.with_name("__init__.py")] if file.name == "__main__.py" else []
+        package = [*file.parent.glob("*.py")] if file.name == "__main__.py" else []
         known = "".join(part.read_text("utf-8") for part in (file, options, *package))
         for option in OPTION.findall(re.sub("'[^']*'", "", command[4]).partition(" # ")[0]):
             if f'"{option}"' not in known:

@@ -216,6 +216,10 @@ PAGES = {
             "CONTAINER_IMAGE=": SLURM,
         },
     ),
+    "docs/guide/te_on_cpu.md": Page(
+        not_run={"pip install": "downloads"},
+        te=("2.12.0",),
+    ),
     "docs/guide/training.md": Page(
         added={
             "python pretrain_gpt.py": SMALL,

@@ -25,8 +25,11 @@ def tokens() -> torch.Tensor:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_fp8_is_near_what_the_same_layer_computes_without_it(name: str, layer: GatedMLP) -> None:
-    """E4M3 rounds a number by 2^-4 of itself at most, and each product rounds both operands. Gate
-    and up are off by 2^-3 each then, and the last product adds as much: 3/8 of their size."""
+    """Compare them within what roundings explain.
+
+    A number is rounded by 2^-4 of itself at most, and each product rounds both operands. So gate
+    and up are off by 2^-3 each, and the last product adds as much: 3/8 of their size.
+    """
     x = tokens()
     exact = layer(x) - x
     for _ in range(2):  # the first pass of delayed scaling has scales of 1
@@ -63,7 +66,7 @@ def test_delayed_scaling_has_seen_every_tensor(layer: GatedMLP) -> None:
 
 
 def test_attention_in_fp8_is_left_to_a_gpu() -> None:
-    """With `--te-skip-missing` a test that reaches a kernel of cuDNN's is skipped by its name."""
+    """Call a kernel of cuDNN's; `--te-skip-missing` would skip the test by that name."""
     import transformer_engine_torch as tex
 
     if "CPU" not in torch.cuda.get_device_name():

@@ -61,7 +61,7 @@ def make(tp: int, ep: int, experts: dict[str, Any] | None, more: dict[str, Any])
     )
     model: Any = GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS).cuda()
     for name, parameter in model.named_parameters():
-        if experts is not None and parameter.dim() > 1:
+        if experts is not None and (parameter.dim() > 1 or "router" in name):
             draw = torch.Generator().manual_seed(seed_of(name, config.num_moe_experts // ep))
             parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=draw))
     model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)

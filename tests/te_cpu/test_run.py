@@ -62,16 +62,16 @@ def folder(tmp_path: Path) -> Path:
     "words",
     [
         ("link.py", "-m", "--te-version", "x"),
-        ("-m", "package", "--help"),
-        ("-m", "package.script", "fail"),
+        ("-m", "package.script", "--help"),
+        ("-m", "package", "fail"),
         ("package/script.py", "fail"),
         ("package/wrong.py",),
     ],
     ids=" ".join,
 )
 def test_a_program_runs_as_by_python(words: tuple[str, ...], folder: Path) -> None:
-    """Arguments, names, paths, exit code and the text of an error are the same; with spawned
-    processes, a GPU is answered where the exit code is the program's."""
+    """Arguments, names, paths, exit code and the text of an error are the same. A program that ends
+    by itself is answered as on a GPU, and so is a process that it spawns."""
     need_sources(DEFAULT_VERSION)
     plain = python(folder, *words)
     found = python(folder, "-m", "te_cpu", "run", *words, gpu=words[-1] != "fail")
