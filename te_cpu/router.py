@@ -82,8 +82,8 @@ def fused_topk_with_score_function_bwd(
     use_pre_softmax: bool,
     scaling_factor: float | None,
     score_function: str,
-    use_dense_indices: bool,
-    routing_map_format: int,
+    use_dense_indices: bool = False,
+    routing_map_format: int = 0,
 ) -> None:
     """Write the gradient of the logits [T, E] into `grad_logits`."""
     wide = torch.float32
@@ -111,7 +111,7 @@ def fused_topk_with_score_function_bwd_to_2_17(
     use_pre_softmax: bool,
     scaling_factor: float | None,
     score_function: str,
-    routing_map_format: int,
+    routing_map_format: int = 0,
 ) -> None:
     """Take no dense indices, as in 2.17."""
     fused_topk_with_score_function_bwd(
