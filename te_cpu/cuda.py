@@ -272,7 +272,10 @@ def _placed(function: Callable[..., Any], *, is_to: bool) -> Callable[..., Any]:
     @functools.wraps(function)
     def placed(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = _places[-1](kwargs["device"], sys._getframe(1))
+            if torch.compiler.is_compiling():  # torch.compile traces no look at frames
+                kwargs["device"] = to_cpu(kwargs["device"])
+            else:
+                kwargs["device"] = _places[-1](kwargs["device"], sys._getframe(1))
         elif is_to and len(args) > 1:
             args = (args[0], to_cpu(args[1]), *args[2:])
         kwargs.pop("pin_memory", None)  # it is there for copies to a GPU
