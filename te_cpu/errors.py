@@ -29,6 +29,10 @@ class SizeError(TeCpuError, ValueError):
     """Report a tensor whose sizes Transformer Engine's kernels do not take."""
 
 
+class ProductError(TeCpuError, RuntimeError):
+    """Report a product that cuBLAS refuses, in its words."""
+
+
 class VersionError(TeCpuError):
     """Report a version of Transformer Engine whose Python cannot be had or loaded."""
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E5M2
 from fp8_numerics.gemm import GemmCounter, gemm
 from te_cpu import nv
 from te_cpu.activations import dgelu, gelu_of
 from te_cpu.enums import WIDE
-from te_cpu.errors import SizeError
+from te_cpu.errors import ProductError, SizeError
 from te_cpu.missing import missing
 from te_cpu.quantize import quantize
 from te_cpu.tensors import Quantizer, is_quantized, operand, row_shape
@@ -85,6 +86,11 @@ def _product(
         left, right = operand(b, by_column=trans_b), operand(a, by_column=not trans_a)
         _check_alignment(a)
         _check_alignment(b)
+        if left.fmt is E5M2 and right.fmt is E5M2:
+            raise ProductError(
+                "CUBLAS_STATUS_NOT_SUPPORTED: cuBLAS has no product of two tensors in E5M2. Make "
+                "one of them in E4M3"
+            )
     elif is_quantized(a) or is_quantized(b):
         raise missing("generic_gemm", " of one operand in FP8 and one that is not")
     else:

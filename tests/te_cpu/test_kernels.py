@@ -28,6 +28,7 @@ from te_cpu import (
     attention,
     cuda,
     dropout,
+    gemm,
     grouped,
     masters,
     multi_tensor,
@@ -40,7 +41,7 @@ from te_cpu import (
     updates,
 )
 from te_cpu.enums import FORMATS, DType, QkvFormat
-from te_cpu.errors import MissingKernelError, SizeError
+from te_cpu.errors import MissingKernelError, ProductError, SizeError
 from te_cpu.extension import kernels, make_extension
 from te_cpu.missing import FromAbsentPackage, ImportPhase, Missing, MissingTriton
 from te_cpu.wheel import Sources
@@ -650,6 +651,27 @@ def test_a_cast_passes_over_nan_and_saturates() -> None:
     quantizer.amax.zero_()
     quantize.fill(quantizer, torch.tensor([torch.nan] + [3.0] * 7), out)
     assert quantizer.amax == 3
+
+
+@pytest.mark.parametrize(("first", "second"), [("e4m3", "e5m2"), ("e5m2", "e5m2")])
+def test_two_tensors_in_e5m2_have_no_product(first: str, second: str) -> None:
+    """cuBLAS has none, so a program that asks for it would fail on a GPU."""
+    types = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
+    one, other = (
+        SimpleNamespace(
+            _fp8_dtype=types[name],
+            _data=torch.zeros(16, 16, dtype=torch.uint8),
+            _transpose=None,
+            _scale_inv=torch.ones(1),
+        )
+        for name in (first, second)
+    )
+    arguments = (one, True, other, False, None, None, FP32, None, FP32, False, None, False)
+    if first == second:
+        with pytest.raises(ProductError, match="CUBLAS_STATUS_NOT_SUPPORTED"):
+            gemm.generic_gemm(*arguments, None, 0, False, False)
+    else:
+        assert not gemm.generic_gemm(*arguments, None, 0, False, False)[0].any()
 
 
 def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
