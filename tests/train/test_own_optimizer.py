@@ -34,6 +34,7 @@ from megafp8.specs.optim import (
     ParamKind,
     StorageName,
 )
+from megafp8.train.dryrun import rank_share
 from megafp8.train.pretrain import pretrain
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
@@ -178,6 +179,13 @@ def cases_of(chosen: Mapping[str, tuple[OptimSpec, ParallelSpec]]) -> dict[str, 
     }
 
 
+def on_two_ranks(chosen: Mapping[str, tuple[OptimSpec, ParallelSpec]]) -> dict[str, Case]:
+    return {
+        name: replace(case, parallel=replace(case.parallel, devices_per_node=2))
+        for name, case in cases_of(chosen).items()
+    }
+
+
 def assert_as_one_process(chosen: Mapping[str, tuple[OptimSpec, ParallelSpec]], size: int) -> None:
     """Within FP32's rounding, which sums of gradients over ranks have in another order."""
     cases = cases_of(chosen)
@@ -206,6 +214,14 @@ def test_ranks_send_and_hold_what_the_plan_says() -> None:
     for rank in range(2):
         for name in cases:
             check(name, rank, measured, cases[name])
+
+
+def test_a_dry_run_holds_what_the_plan_says() -> None:
+    """To the byte, for each layout of two ranks."""
+    for name, case in on_two_ranks(LAYOUTS).items():
+        spec = spec_of(case)
+        plan = rank_memory(spec, 0).held
+        assert rank_share(spec, 0).held == plan and plan.moments > 0, name
 
 
 def test_a_plan_follows_the_description() -> None:
