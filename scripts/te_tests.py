@@ -68,7 +68,8 @@ EXPLAINED = {
         "the reference is `torch._scaled_mm` (`qgemm` in "
         "custom_recipes/quantization_current_scaling.py). On a GPU that is cuBLASLt, as "
         "Transformer Engine's own product is; on a CPU it is oneDNN, which adds in another order. "
-        "Both are within 2 units of 2^-24 of the sum of magnitudes, in FP64; BF16 hides it"
+        "Both are within 2 units of 2^-24 of the sum of magnitudes, by FP64; of results in BF16 "
+        "one of 12,288 is rounded the other way"
     ),
     "nvfp4/test_nvfp4_module_exact.py::test_nvfp4_linear_versus_reference": (
         "`qgemm` in custom_recipes/quantization_nvfp4.py divides the product of two amaxes by "

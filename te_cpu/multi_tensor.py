@@ -246,7 +246,7 @@ def multi_tensor_sgd(
             g = g + momentum * m if nesterov else m
         if wd_after_momentum:
             g = g + wd * old
-        weight.copy_(old - lr * g)
+        weight.add_((-lr * g).to(weight.dtype))  # what is added is rounded too
         if copy:
             copy[0].copy_(weight)
 

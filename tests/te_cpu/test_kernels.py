@@ -512,6 +512,21 @@ def test_sgd(momentum: float, nesterov: bool) -> None:
     assert torch.equal(copy, weight.half())
 
 
+def test_sgd_of_weights_in_fp16_is_torchs_bit_for_bit() -> None:
+    """Torch rounds the momentum before it is used, and the kernel the update: with a learning rate
+    that is a power of 2 that is the same."""
+    exact = nn.Parameter(normal(64, 64).half())
+    reference = torch.optim.SGD([exact], lr=0.25, momentum=0.125)
+    weight, moment = exact.detach().clone(), torch.zeros(64, 64).half()
+    for number in range(4):
+        exact.grad = normal(64, 64, seed=number).half()
+        reference.step()
+        lists = [[exact.grad.clone()], [weight], [moment]]
+        settings = (0.0, 0.125, 0.0, 0.25, False, number == 0, False, 1.0)
+        multi_tensor.multi_tensor_sgd(0, torch.zeros(1), lists, *settings)
+        assert torch.equal(weight, exact.detach())
+
+
 def test_sgd_adds_the_decay_after_the_momentum_where_it_is_told_to() -> None:
     weight, moment = torch.tensor([2.0]), torch.tensor([1.0])
     lists = [[torch.tensor([0.5])], [weight], [moment]]
