@@ -279,9 +279,24 @@ def _placed(function: Callable[..., Any], *, is_to: bool) -> Callable[..., Any]:
         elif is_to and len(args) > 1:
             args = (args[0], to_cpu(args[1]), *args[2:])
         kwargs.pop("pin_memory", None)  # it is there for copies to a GPU
+        if is_to and _is_there(*args, **kwargs):
+            return args[0]
         return function(*args, **kwargs)
 
     return placed
+
+
+def _is_there(
+    tensor: torch.Tensor, *args: Any, device: Any = None, non_blocking: bool = False, **kwargs: Any
+) -> bool:
+    """Whether a call of `to` asks for nothing but the CPU, where the tensor is.
+
+    Torch returns the tensor itself then, but not to the code of a tensor's own class: a tensor in
+    MXFP8 would be dequantized there, for which it is brought to "cuda", and so on.
+    """
+    asked = args[0] if len(args) == 1 else device
+    is_alone = not kwargs and len(args) + (device is not None) == 1
+    return is_alone and asked is CPU and tensor.device.type == "cpu"
 
 
 def _is_cuda(tensor: torch.Tensor) -> bool:

@@ -109,6 +109,8 @@ if HAS_GROUPED_TENSORS:  # later versions; the default one is to skip no test
             quantizer = te.MXFP8Quantizer(tex.DType.kFloat8E4M3)
         else:
             quantizer = te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True)
+        # A tensor that is to be dequantized is brought to "cuda" first, in its own class's code.
+        assert torch.equal(torch.clone(quantizer(x).detach()), quantizer(x).dequantize())
         first = torch.tensor(rows)
         grouped, sums = tex.bgrad_group_quantize(x, quantizer, 3, first)
         parts = x[: sum(rows)].split(rows)
