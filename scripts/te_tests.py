@@ -321,7 +321,8 @@ def run(options: argparse.Namespace) -> None:
     files = sorted((options.folder / "tests/pytorch").glob("**/test_*.py"))
     work = results.parent / f"{results.stem}.work"
     work.mkdir(parents=True, exist_ok=True)
-    known.update(version=options.version, left_out=out)
+    names = [str(file.relative_to(options.folder / "tests/pytorch")) for file in files]
+    known.update(version=options.version, left_out=out, all=[n for n in names if n not in out])
     known.setdefault("files", {})
     for file in files:
         name = str(file.relative_to(options.folder / "tests/pytorch"))
@@ -382,6 +383,8 @@ def section(found: dict[str, Any]) -> str:
             for name, line in found["left_out"].items()
         ),
     ]
+    if lacking := [name for name in found["all"] if name not in files]:
+        lines.append(f"\nNot run yet: {', '.join(f'`{name}`' for name in lacking)}.")
     return "\n".join(lines) + "\n"
 
 
