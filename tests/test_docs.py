@@ -260,11 +260,16 @@ CHECKS: list[Check] = [
     bad_names, bad_commands,
 ]  # fmt: skip
 
+NAMES_OF_OTHERS: dict[str, tuple[Check, ...]] = {
+    "docs/evidence/te_own_tests.md": (bad_paths, bad_tests),  # Transformer Engine's
+}
+
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_exists(page: str) -> None:
     text = PAGES[page]
-    found = [f"{page}: {complaint}" for check in CHECKS for complaint in check(page, text)]
+    checks = [check for check in CHECKS if check not in NAMES_OF_OTHERS.get(page, ())]
+    found = [f"{page}: {complaint}" for check in checks for complaint in check(page, text)]
     assert not found, "\n".join(found)
 
 
