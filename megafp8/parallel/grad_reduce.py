@@ -101,14 +101,13 @@ class GradReducer:
     same bit for bit whenever a bucket is reduced.
     """
 
-    def __init__(self, axis: Axis, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
         """Make a reducer without buckets; `dtype` is what gradients are sent in.
 
-        Buckets are summed over `axis` where `attach` says no other one. BF16 halves the bytes that
-        are sent and rounds each addend.
+        BF16 halves the bytes that are sent and rounds each addend.
         """
-        self.axis, self.dtype = axis, dtype
-        self._axis_of: dict[int, Axis] = {}  # the axis of each bucket, by its identity
+        self.dtype = dtype
+        self.axis_of: dict[int, Axis] = {}  # over which each bucket is summed, by its identity
         self.at_the_end = False  # reduce nothing before `finish`
         self.buckets: list[GradBucket] = []
         self._bucket_of: dict[nn.Parameter, GradBucket] = {}
@@ -119,12 +118,12 @@ class GradReducer:
         self._order: list[GradBucket] = []  # buckets to reduce, the last one first
         self._under_way: list[GradBucket] = []  # started ones that have steps left
 
-    def attach(self, buckets: Sequence[GradBucket], axis: Axis | None = None) -> None:
-        """Take the buckets that are reduced from now on; call it once for each group of replicas,
-        before the first step.
+    def attach(self, buckets: Sequence[GradBucket], axis: Axis) -> None:
+        """Take the buckets that are summed over `axis` from now on; call it once for each group of
+        replicas, before the first step.
         """
         self.buckets += buckets
-        self._axis_of |= {id(bucket): axis or self.axis for bucket in buckets}
+        self.axis_of |= dict.fromkeys(map(id, buckets), axis)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}
         assert not bucket_of.keys() & self._bucket_of.keys(), "buckets are attached already"
         self._bucket_of |= bucket_of
@@ -170,7 +169,7 @@ class GradReducer:
         while self._under_way:
             self._advance()
         for bucket in self.buckets:
-            bucket.finish(self._axis_of[id(bucket)])
+            bucket.finish(self.axis_of[id(bucket)])
 
     def _plan(self) -> _Plan:
         """Return the plan that follows from the gradients of this step, in their order."""
@@ -185,11 +184,11 @@ class GradReducer:
     def _start(self, bucket: GradBucket) -> None:
         """Start a bucket's reduction; those under way take their next step first."""
         self._advance()
-        bucket.start(self._axis_of[id(bucket)], self.dtype)
+        bucket.start(self.axis_of[id(bucket)], self.dtype)
         self._under_way.append(bucket)
 
     def _advance(self) -> None:
-        self._under_way = [b for b in self._under_way if b.advance(self._axis_of[id(b)])]
+        self._under_way = [b for b in self._under_way if b.advance(self.axis_of[id(b)])]
 
     def _note(self, param: torch.Tensor) -> None:
         """Note what autograd says of a parameter, also where a sink has kept the gradient."""

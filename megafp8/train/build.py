@@ -155,7 +155,7 @@ def make_sinks(spec: RunSpec, mesh: Mesh) -> Sinks:
     deferring: DeferringSink | None = None
     sums = mesh.data.size > 1 or any(group.data.size > 1 for group in mesh.groups.values())
     if sums and spec.parallel.fsdp is None:
-        reducer = GradReducer(mesh.data, dtype=DTYPES[spec.parallel.grad_reduce_dtype])
+        reducer = GradReducer(dtype=DTYPES[spec.parallel.grad_reduce_dtype])
         outer = NotingSink(outer, reducer)
     if mesh.pp.size > 1 and spec.parallel.pipeline.schedule in ZERO_BUBBLE_SCHEDULES:
         outer = deferring = DeferringSink(outer)

@@ -32,7 +32,7 @@ def drawn(*shape: int, seed: int = 1) -> torch.Tensor:
 
 def persistent_norm() -> Forms:
     """A kernel that reads a row once adds up sums and squares; the other subtracts the mean."""
-    norm = Norm(Parts(gpt_spec(), torch.float64, 7, RandomStreams(7)), "norm")
+    norm = Norm(Parts(gpt_spec(), torch.float64, 7, RandomStreams(7)), "final_norm")
     assert norm.bias is not None
     with torch.no_grad():
         norm.weight.copy_(drawn(WIDTH))

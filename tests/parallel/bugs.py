@@ -88,8 +88,9 @@ class Unsent(Axis):
 
 def _scales_unsent(state: TrainState) -> None:
     assert state.reducer is not None
-    axis = state.reducer.axis
-    state.reducer.axis = Unsent(axis.name, axis.size, axis.rank, axis.group, axis.traffic)
+    for bucket, axis in state.reducer.axis_of.items():
+        unsent = Unsent(axis.name, axis.size, axis.rank, axis.group, axis.traffic)
+        state.reducer.axis_of[bucket] = unsent
 
 
 def _amax_over_nobody(state: TrainState) -> None:
@@ -141,7 +142,8 @@ def _columns(state: TrainState, times: int) -> None:
 
 def _gradients(state: TrainState, times: int) -> None:
     assert state.reducer is not None
-    state.reducer.axis = _Repeated(state.reducer.axis, times)  # type: ignore[assignment]
+    for bucket, axis in state.reducer.axis_of.items():
+        state.reducer.axis_of[bucket] = _Repeated(axis, times)  # type: ignore[assignment]
 
 
 def _tied(state: TrainState, times: int) -> None:

@@ -55,11 +55,11 @@ class Three:
         self.params = [self.a, self.b, self.c]
         self.flat = torch.full((9,), torch.nan)
         self.sink = MainGradSink()
-        self.reducer = GradReducer(self.axis, dtype=dtype)
+        self.reducer = GradReducer(dtype=dtype)
         self.noting = NotingSink(self.sink, self.reducer)
         views = self.flat.split([3, 2, 4])
         self.sink.attach(zip(self.params, views, strict=True))
-        self.reducer.attach(buckets_of(self.flat, self.params, bucket_bytes=20))
+        self.reducer.attach(buckets_of(self.flat, self.params, bucket_bytes=20), self.axis)
 
     def step(self, microbatches: int = 1, *, with_b: bool = True, extra: bool = False) -> list[str]:
         self.axis.events.clear()

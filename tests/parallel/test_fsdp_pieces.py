@@ -34,10 +34,10 @@ def test_layers_keep_their_weights_for_the_backward_pass_only_if_asked(
         torch.distributed.fsdp, "register_fsdp_forward_method", lambda model, name: None
     )
     monkeypatch.setattr(fsdp, "_device_mesh", lambda mesh, spec: (None, None))
-    monkeypatch.setattr(fsdp, "pieces_of", lambda param: ())
+    monkeypatch.setattr(fsdp, "pieces_of", lambda param: (SimpleNamespace(group="dense"),))
     model: Any = nn.Module()
     model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2), device=torch.device("cpu"))
+    mesh: Any = SimpleNamespace(data=SimpleNamespace(size=2), groups={}, device=torch.device("cpu"))
     fsdp.shard_model(model, mesh, ParallelSpec(fsdp=FsdpSpec(strategy=strategy)), "bf16")
     assert asked == [(model.layers[0], frees), (model.layers[1], frees), (model, None)]
 

@@ -233,9 +233,10 @@ def test_the_loaded_version_is_reported_and_stays() -> None:
 
 
 def test_what_is_missing_is_named_where_it_is_used() -> None:
-    grouped = te.GroupedLinear(2, 16, 16, params_dtype=torch.float32)
-    with pytest.raises(MissingKernelError, match="mixture of experts"):
-        grouped(torch.randn(32, 16), [16, 16])
+    import transformer_engine_torch as tex
+
+    with pytest.raises(MissingKernelError, match="packed sequences .* with context parallelism"):
+        tex.thd_read_half_tensor(torch.randn(32, 2, 8), torch.tensor([0, 32]), 0)
 
 
 def test_sizes_that_the_hardware_does_not_take_are_an_error() -> None:
