@@ -274,6 +274,14 @@ def test_a_wrong_entry_is_found_by_all_that_read_it(
     assert noticed == by
 
 
+def test_ranks_sum_the_gradients_of_norms_of_heads_alone() -> None:
+    """Every rank has such a norm whole, and its gradient of the rank's own heads."""
+    listed = parameters_of(gpt_spec(num_layers=1, qk_layernorm=True)).values()
+    found = {piece.name for param in listed for piece in param.pieces(2, 1) if piece.is_of_heads}
+    names = ("layers.0.attention.query_norm", "layers.0.attention.key_norm")
+    assert found == {f"{name}.{kind}" for name in names for kind in ("weight", "bias")}
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_list_has_the_models_order(option: str) -> None:
     spec = gpt_spec(**OPTIONS[option])

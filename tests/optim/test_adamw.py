@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from megafp8.optim.adamw import STATES, AdamW
 from megafp8.optim.clipping import clip, grad_norm
 from megafp8.optim.kernels import STATES_OF_ADAM, TorchAdam
 from megafp8.optim.masters import Masters
+from megafp8.optim.partitions import Partition
 from megafp8.optim.protocol import Optimizers
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import Replicas
 from megafp8.plan.time import write_back_bytes
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece, whole_pieces
@@ -403,23 +406,62 @@ def test_gradient_norm_sums_sharded_parameters_over_ranks_and_replicated_ones_on
     )
 
 
-def test_number_of_updates_can_be_restored() -> None:
-    """Adam's bias correction goes on from there."""
-    ours, again = optimizer(torch.float32), optimizer(torch.float32)
+def test_gradient_norm_leaves_out_copies_and_sums_groups_over_stages_too() -> None:
+    """A stage's copy of a tied weight is counted by its owner, and experts by all stages."""
+
+    class Summing(Axis):
+        def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor * self.size
+
+    given = params(torch.float32)
+    copy, expert = given[0], given[1]
+    for param, change in ((copy, {"replica": 1}), (expert, {"group": "expert"})):
+        (piece,) = pieces_of(param)
+        param.pieces = (replace(piece, **change),)  # type: ignore[attr-defined, arg-type]
+    masters = Masters(given, others={"expert": Partition()})
+    masters.shards_of = {"dense": Summing("data", 2), "expert": Summing("edp", 3)}
+    draw_gradients(masters, 3)
+    masters.own_grads[1].fill_(2.0)
+    both = zip(masters.segments, masters.grads, strict=True)
+    of = {s.param: g.double().square().sum().item() for s, g in both}
+    dense = sum(of[param] for param in given[2:])
+    groups = {"expert": Replicas(Axis("edp"), Summing("ep", 5))}
+    norm = grad_norm(masters, Axis("tp"), Summing("pp", 7), groups=groups)
+    assert norm.item() == pytest.approx(math.sqrt(7 * (2 * dense + 3 * 5 * of[expert])), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_number_of_updates_can_be_restored(name: str) -> None:
+    """Adam's bias correction goes on from there, also where Muon owns the first parameter."""
+
+    def made() -> Optimizers:
+        given = params(torch.float32)
+        return Optimizers(Masters(given, linears=given[:1]), optim_spec(name=name))
+
+    ours, again = made(), made()
+    assert len(ours.optimizers) == 1 + (name == "muon")
     for step in (1, 2, 3):
         draw_gradients(ours.masters, step)
         ours.step(step)
         if step == 2:
             for mine, theirs in zip(again.masters.masters, ours.masters.masters, strict=True):
                 mine.data.copy_(theirs.data)
-            for name in STATES:
-                for mine, theirs in zip(
-                    again.state_tensors(name), ours.state_tensors(name), strict=True
-                ):
-                    mine.copy_(theirs)
+            both = zip(again.all_state_tensors(), ours.all_state_tensors(), strict=True)
+            for state, their_state in both:
+                state.copy_(their_state)
             again.set_num_updates(ours.num_updates)
     draw_gradients(again.masters, 3)
     again.step(3)
     assert again.num_updates == 3
     for mine, theirs in zip(again.masters.masters, ours.masters.masters, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_ranks_that_own_nothing_name_the_same_states() -> None:
+    """Names that some ranks lack would be checkpoints and messages that others wait for."""
+    for rank in range(8):
+        given = params(torch.float32)
+        partition = Partition("tensors", Axis("data", 8, rank))
+        masters = Masters(given, partition=partition, linears=given[:1])
+        states = Optimizers(masters, optim_spec(name="dist_muon")).states()
+        assert [name for name, _ in states] == ["exp_avg", "exp_avg_sq", "momentum_buffer"], rank

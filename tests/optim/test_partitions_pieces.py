@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from megafp8.models.init import pieces_of
 from megafp8.optim.adamw import AdamW
 from megafp8.optim.masters import Masters
-from megafp8.optim.partitions import Partition, Segment, WeightBuffer
+from megafp8.optim.partitions import Partition, Segment, WeightBuffer, group_of
 from megafp8.optim.stored_adam import StoredAdam
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import single_rank
@@ -47,6 +48,44 @@ def test_each_weight_reads_its_own_of_the_shared_scales(shard_by: str) -> None:
     weights = [found.own_weights[param] for param in found.own_weights]
     assert len(weights) > 2
     assert [w.dequant_scale.item() for w in weights] == list(range(1, len(weights) + 1))
+
+
+def in_two_groups(reduction: str = "auto") -> Masters:
+    """Every second linear belongs to experts, of which 4 ranks have copies, and the rest to 16."""
+    whole = masters("tensors")
+    for param in [param for param in whole.params if param in whole.linears][::2]:
+        pieces = tuple(replace(piece, group="expert") for piece in pieces_of(param))
+        param.pieces = pieces  # type: ignore[attr-defined]
+    return Masters(
+        whole.params,
+        replace(whole.storage, reduction=reduction),  # type: ignore[arg-type]
+        Partition("replicated", Axis("data", 16)),
+        others={"expert": Partition("replicated", Axis("edp", 4))},
+        linears=whole.linears,
+    )
+
+
+def test_ranks_of_each_group_agree_on_its_own_scales_and_amaxes() -> None:
+    found = in_two_groups()
+    found.shards_of = {"dense": Numbering("data", 2), "expert": Numbering("edp", 2)}
+    found._share_scales()
+    amaxes = found.agree(torch.zeros(len(found.params))).tolist()
+    for group in found.shards_of:
+        scales = [w.dequant_scale for p, w in found.own_weights.items() if group_of(p) == group]
+        rows = [a for p, a in zip(found.params, amaxes, strict=True) if group_of(p) == group]
+        for numbers in (scales, rows):
+            assert len(numbers) > 1 and numbers == list(range(1, len(numbers) + 1)), group
+
+
+def test_each_group_has_its_own_buckets_and_factors() -> None:
+    found = in_two_groups()
+    members = {group: found.reducer_buckets(group) for group in found.partitions}
+    owned = [param for buckets in members.values() for b in buckets for param in b.params]
+    assert len(owned) == len(set(owned)) == len(found.params)
+    for group, buckets in members.items():
+        assert {group_of(param) for bucket in buckets for param in bucket.params} == {group}
+    factors = {(group_of(param), factor.item()) for param, factor in found.factor_of()}
+    assert factors == {("dense", 1 / 4), ("expert", 1 / 2)}
 
 
 @pytest.mark.parametrize(("reduction", "factor"), [("pre", 1 / 16), ("post", 1.0), ("auto", 1 / 4)])
