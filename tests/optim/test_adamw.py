@@ -18,7 +18,7 @@ from megafp8.optim.clipping import clip, grad_norm
 from megafp8.optim.kernels import STATES_OF_ADAM, TorchAdam
 from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Partition
-from megafp8.optim.protocol import Optimizers
+from megafp8.optim.protocol import Optimizers, Step
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.mesh import Replicas
@@ -149,6 +149,18 @@ def test_norms_and_biases_decay_only_if_asked(vectors_decay: bool) -> None:
     for master, old in zip(ours.masters.masters, before, strict=True):
         expected = old * factor if master.dim() > 1 or vectors_decay else old
         torch.testing.assert_close(master.detach(), expected)
+
+
+def test_a_range_of_a_matrix_decays_as_the_matrix_does() -> None:
+    """Under ZeRO-1 masters are ranges of elements, which are vectors all of them."""
+    masters = Masters(params(torch.float32), partition=Partition("elements", Axis("data", 2)))
+    before = [master.detach().clone() for master in masters.masters]
+    masters.own_grads[0].zero_()
+    ours = Optimizers(masters, optim_spec(weight_decay=0.5))
+    ours.optimizers[0].update(Step(1, 0.1, 1))
+    assert len(before) > 1 and all(master.dim() == 1 for master in masters.masters)
+    for segment, old, new in zip(masters.segments, before, masters.masters, strict=True):
+        assert torch.equal(new, old) == (segment.param.dim() == 1)
 
 
 def test_in_a_gpt_matrices_and_embeddings_decay_alone() -> None:
