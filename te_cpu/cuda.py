@@ -15,12 +15,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from te_cpu import torch_private
@@ -34,15 +36,29 @@ PROPERTIES = SimpleNamespace(
     minor=0,
     multi_processor_count=132,
     total_memory=80 << 30,
+    L2_cache_size=50 << 20,
+    warp_size=32,
+    max_threads_per_block=1024,
+    max_threads_per_multi_processor=2048,
+    regs_per_multiprocessor=1 << 16,
+    shared_memory_per_block=48 << 10,
+    shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10,
+    is_integrated=0,
+    is_multi_gpu_board=0,
 )
+"""What the CUDA programming guide says of compute capability 9.0, and the data sheet of an H100."""
 
 
 class Stream:
-    """A CPU has no streams: everything has happened already."""
+    """A CPU has no streams: everything has happened already, and all have one priority."""
 
-    cuda_stream = 0
+    cuda_stream = priority = 0
+    device = CPU
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
     def wait_stream(self, other: object) -> None: ...
     def wait_event(self, event: object) -> None: ...
     def synchronize(self) -> None: ...
@@ -53,6 +69,20 @@ class Stream:
 
     def query(self) -> bool:
         return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
+
+class Device:
+    """Chooses the one device that there is."""
+
+    idx = 0
+
+    def __init__(self, device: object) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *args: object) -> None: ...
 
 
 class Event:
@@ -105,6 +135,7 @@ serves "cuda"."""
 _NEVER_ASKING = ("torch", "triton")
 """The packages that would then use a GPU, even where everyone's code is answered."""
 
+_RUNTIME = SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
 MEMORY_IN_USE = (
     "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
 )  # fmt: skip
@@ -135,6 +166,10 @@ ANSWERS: dict[str, Callable[..., Any]] = {
     "can_device_access_peer": lambda device, other: False,
     "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
     **dict.fromkeys(MEMORY_IN_USE, lambda device=None: 0),
+    "memory_stats": lambda device=None: Counter(),
+    "memory_summary": lambda device=None, abbreviated=False: "No memory of a GPU is in use.",
+    "memory_snapshot": lambda *args, **kwargs: [],
+    "cudart": lambda: _RUNTIME,
 }
 # What takes a device, by who has it. The windows of `torch.signal` are made of these.
 TAKE_A_DEVICE: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -180,17 +215,37 @@ FOR_EVERYONE: dict[str, Any] = {
     "default_stream": lambda device=None: _STREAM,
     "stream": _nothing,
     "set_stream": lambda stream: None,
-    "device": _nothing,
+    "device": Device,
+    "ExternalStream": Stream,
     "synchronize": lambda device=None: None,
     "is_current_stream_capturing": lambda: False,
     "empty_cache": lambda: None,
     "ipc_collect": lambda: None,
     "reset_peak_memory_stats": lambda device=None: None,
     "reset_max_memory_allocated": lambda device=None: None,
+    "reset_accumulated_memory_stats": lambda device=None: None,
+    "set_per_process_memory_fraction": lambda fraction, device=None: None,
+    "check_error": lambda result: None,
     "default_generators": (torch.default_generator,),
     "CUDAGraph": CUDAGraph,
     "graph_pool_handle": lambda: CUDAGraph(),
 }
+# Answered so to Transformer Engine's code, beside what has the name of one of `torch.cuda`.
+OF_ACCELERATORS: dict[str, Callable[..., Any]] = {
+    "current_accelerator": lambda check_available=False: torch.device("cuda"),
+    "current_device_idx": lambda: 0,
+    "current_device_index": lambda: 0,
+    "device_index": lambda device: Device(device),
+    "get_memory_info": ANSWERS["mem_get_info"],
+    "set_device_idx": lambda device: None,
+    "set_device_index": lambda device: None,
+}
+WITHOUT_A_PROFILER = (
+    (torch.cuda.nvtx, ("mark", "range", "range_end", "range_pop", "range_push", "range_start")),
+    (torch.cuda.profiler, ("start", "stop")),
+)
+"""What marks a program for NVIDIA's profilers, by who has it."""
+OLD_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
 
 def install(undo: ExitStack) -> None:
@@ -212,8 +267,20 @@ def install(undo: ExitStack) -> None:
         _replace_in_cuda(name, asked, undo)
     for name, value in FOR_EVERYONE.items():
         _replace_in_cuda(name, value, undo)
-    for name in ("range", "range_push", "range_pop"):
-        _replace(torch.cuda.nvtx, name, _nothing, undo)
+    for owner, names in WITHOUT_A_PROFILER:
+        for name in names:
+            _replace(owner, name, _nothing, undo)
+    both = {**FOR_EVERYONE, **ANSWERS}
+    answers = {name: both[name] for name in torch.accelerator.__all__ if name in both}
+    for name, answer in {**answers, **OF_ACCELERATORS}.items():
+        if hasattr(torch.accelerator, name):  # the older torch is, the fewer it has
+            asked = _to_transformer_engine(answer, getattr(torch.accelerator, name))
+            _replace(torch.accelerator, name, asked, undo)
+    for name in (f"{kind}Tensor" for kind in OLD_TYPES):
+        _replace(torch.cuda, name, getattr(torch, name), undo)
+    _replace(torch.UntypedStorage, "cuda", _stay, undo)
+    undo.callback(torch_private.read_from("cuda"))
+    _replace(torch.random, "fork_rng", _of_the_cpu(torch.random.fork_rng), undo)
     _patch_cuda_version(undo)
     undo.callback(_patch_wrapper_tensors())
     undo.callback(torch_private.wrap_coalescing_manager(_without_coalescing))
@@ -221,6 +288,9 @@ def install(undo: ExitStack) -> None:
         _replace(torch.distributed, name, _arrived(getattr(torch.distributed, name)), undo)
     for name in ("init_process_group", "new_group"):
         _replace(torch.distributed, name, _by_gloo(getattr(torch.distributed, name)), undo)
+    wrapped: Any = nn.parallel.DistributedDataParallel
+    _replace(wrapped, "__init__", _without_indices(wrapped.__init__), undo)
+    _replace(torch.distributed, "barrier", _without_indices(torch.distributed.barrier), undo)
 
 
 def _replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
@@ -418,6 +488,30 @@ def _by_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
         return make(*bound.args, **bound.kwargs)
 
     return made
+
+
+def _without_indices(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that leaves out the numbers of GPUs, with which torch refuses a CPU."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        for name in ("device_ids", "output_device"):
+            bound.arguments.pop(name, None)
+        return function(*bound.args, **bound.kwargs)
+
+    return called
+
+
+def _of_the_cpu(fork_rng: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `fork_rng`, which keeps the one generator; torch asks for those of GPUs otherwise."""
+
+    @functools.wraps(fork_rng)
+    def forked(devices: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return fork_rng([] if _asked_by_transformer_engine() else devices, *args, **kwargs)
+
+    return forked
 
 
 def to_cpu(device: Any) -> Any:

@@ -29,7 +29,7 @@ from te_cpu.versions import DEFAULT_VERSION, HASHES, why_not
 
 _CALLED = re.compile(r"(?<![\w.])(?:tex|transformer_engine_torch)\.([a-z]\w+)")
 _IMPORTED = re.compile(r"from transformer_engine_torch import (\([^)]*\)|[^(\n]*)")
-_NAME = re.compile(r"\b[a-z]\w+")
+_NAME = re.compile(r"(?<!as )\b(?!as )[a-z]\w+")  # and not by which it is imported
 
 
 def main(argv: Sequence[str]) -> int:

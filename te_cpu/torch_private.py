@@ -52,3 +52,22 @@ def wrap_coalescing_manager(
     original = distributed._coalescing_manager
     distributed._coalescing_manager = wrap(original)
     return lambda: setattr(distributed, "_coalescing_manager", original)
+
+
+def read_from(device: str) -> Callable[[], None]:
+    """Let `torch.load` put on the CPU what a file or `map_location` says is on `device`.
+
+    The result undoes it.
+    """
+    serialization: Any = torch.serialization
+    before = [*serialization._package_registry]
+    serialization.register_package(
+        0,  # before the CPU's 10 and CUDA's 20
+        lambda storage: None,
+        lambda storage, place: storage if place.partition(":")[0] == device else None,
+    )
+
+    def undo() -> None:
+        serialization._package_registry[:] = before
+
+    return undo

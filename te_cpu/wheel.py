@@ -267,7 +267,14 @@ def main(argv: Sequence[str]) -> int:
     )
     about = f"a version of Transformer Engine, by default {DEFAULT_VERSION}, or a wheel's path"
     parser.add_argument("versions", metavar="VERSION", nargs="*", help=about)
-    for version in parser.parse_args(argv).versions or (DEFAULT_VERSION,):
+    versions = parser.parse_args(argv).versions or [DEFAULT_VERSION]
+    for word in versions:
+        if not word[:1].isdigit() and not word.endswith(".whl"):
+            reason = f"{word} is no version, no wheel's path, and none of the commands run, doctor"
+            hint = f"`python -m te_cpu run {word}` runs a program"
+            print(f"te_cpu: {reason}. {hint}", file=sys.stderr)
+            return 2
+    for version in versions:
         try:
             print(f"{PACKAGE} {version}: {sources(version).folder}")
         except VersionError as error:

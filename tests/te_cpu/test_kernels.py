@@ -431,6 +431,34 @@ def test_adam(decoupled: bool, has_masters: bool) -> None:
         assert torch.equal(param, master.bfloat16())
 
 
+def test_adam_without_the_correction_of_its_bias() -> None:
+    """The first moment is then g / 4 and the second g^2 / 4, so that half the rate is taken."""
+    grad, param = normal(7, 3), torch.zeros(7, 3)
+    lists = [[grad], [param], [torch.zeros(7, 3)], [torch.zeros(7, 3)]]
+    for is_corrected, moved in ((0, 0.05), (1, 0.1)):
+        lists[1:] = [[torch.zeros(7, 3)] for _ in range(3)]
+        multi_tensor.multi_tensor_adam(
+            0, torch.zeros(1), lists, 0.1, 0.75, 0.75, 1e-12, 1, 1, is_corrected, 0.0
+        )
+        assert_near(lists[1][0], -moved * grad.sign())
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("single_output", [False, True])
+def test_an_expert_without_rows_has_gradients_of_0(accumulate: bool, single_output: bool) -> None:
+    """They are added to what is there where that is asked for; its bias has none to add to."""
+    inputs, grads = [normal(rows, 3) for rows in (4, 0)], [normal(rows, 2) for rows in (4, 0)]
+    whole, biases = torch.ones(4, 3), [torch.ones(2), torch.ones(2)]
+    grouped.te_general_grouped_gemm(
+        inputs, False, grads, True, [whole] if single_output else [*whole.split(2)], FP32, [4, 0],
+        biases, FP32, single_output, [torch.empty(0)] * 2, True, None, 0, accumulate, True, 0,
+    )  # fmt: skip
+    assert_near(whole[:2], grads[0].double().t() @ inputs[0].double() + float(accumulate))
+    assert torch.equal(whole[2:], torch.full((2, 3), float(accumulate)))
+    assert_near(biases[0], grads[0].double().sum(0))
+    assert not biases[1].any()
+
+
 def test_adam_of_a_graph_unscales_gradients_and_may_do_nothing() -> None:
     """The learning rate, the step and the scale are tensors; masters as in the other update."""
     start, grad = normal(7, 3), normal(7, 3, seed=1)
@@ -865,6 +893,55 @@ def test_what_files_of_torch_cuda_define_is_replaced_in_them_too(
     assert torch.cuda.streams.Event is torch.cuda.Event
 
 
+USED = {
+    "a stream in a with": "with cuda.Stream(priority=cuda.Stream.priority_range()[1]) as s: pass",
+    "what a stream is": "assert cuda.Stream().device == torch.ones(1, device='cuda').device",
+    "a stream of others": "cuda.ExternalStream(0).synchronize()",
+    "a device in a with": "with cuda.device(0): assert cuda.device(1).idx == 0",
+    "statistics of memory": "assert cuda.memory_stats()['allocated_bytes.all.current'] == 0",
+    "memory as text": "assert 'GPU' in cuda.memory_summary() and cuda.memory_snapshot() == []",
+    "limits of memory": "cuda.set_per_process_memory_fraction(0.5)",
+    "counts of memory": "cuda.reset_accumulated_memory_stats()",
+    "marks": "cuda.nvtx.mark('x'); cuda.nvtx.range_end(cuda.nvtx.range_start('x'))",
+    "the profiler": "cuda.profiler.start(); cuda.profiler.stop()",
+    "the runtime": "cuda.check_error(cuda.cudart().cudaProfilerStart())",
+    "a forked generator": """before = torch.get_rng_state()
+for devices in ([0], None, [torch.device("cuda", 1)]):
+    with torch.random.fork_rng(devices=devices): torch.rand(1)
+assert torch.equal(torch.get_rng_state(), before)""",
+    "old types": "assert cuda.FloatTensor([1]).type(cuda.HalfTensor).is_cuda",
+    "the accelerator": """accelerator = torch.accelerator
+assert accelerator.is_available() and accelerator.current_accelerator().type == "cuda"
+assert accelerator.device_count() == 1 and accelerator.current_device_index() == 0
+accelerator.synchronize(), accelerator.set_device_index(0)""",
+    "sizes": "assert cuda.get_device_properties(0).max_threads_per_multi_processor == 2048",
+}
+
+
+@pytest.mark.parametrize("use", USED)
+def test_what_programs_ask_of_a_gpu_is_answered(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of these failed with "Torch not compiled with CUDA enabled" or a worse error."""
+    monkeypatch.setattr(cuda, "_ASKING", [*cuda._ASKING, "program"])
+    with ExitStack() as undo:
+        cuda.install(undo)
+        exec(USED[use], {"__name__": "program", "torch": torch, "cuda": torch.cuda})
+
+
+@pytest.mark.parametrize(
+    "place", ["cuda", "cuda:1", torch.device("cuda"), {"cpu": "cuda:0"}, lambda s, _: s.cuda(0)]
+)
+def test_a_file_that_is_read_to_a_gpu_comes_to_the_cpu(place: Any, tmp_path: Path) -> None:
+    torch.save(torch.arange(3), tmp_path / "x.pt")
+    with ExitStack() as undo:
+        cuda.install(undo)
+        assert torch.load(tmp_path / "x.pt", map_location=place).tolist() == [0, 1, 2]
+        meta = torch.load(tmp_path / "x.pt", map_location="meta")
+        assert meta.is_meta
+    if not callable(place) and not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="CUDA"):
+            torch.load(tmp_path / "x.pt", map_location=place)
+
+
 @pytest.mark.parametrize(
     "words",
     [("nccl",), ("cuda:nccl,cpu:gloo",), (None,)],
@@ -881,6 +958,11 @@ def test_a_group_by_nccl_is_one_by_gloo(words: tuple[Any, ...], tmp_path: Path) 
         torch.distributed.all_reduce(x)
         torch.distributed.all_reduce(x, group=group)
         assert x.tolist() == [1, 1]
+        torch.distributed.barrier(device_ids=[0])
+        model = nn.Linear(2, 2, device="cuda")
+        parallel = nn.parallel.DistributedDataParallel(model, device_ids=[0], output_device=0)
+        parallel(x).sum().backward()
+        assert model.weight.grad is not None
 
 
 def test_a_default_cuda_device_is_the_cpu_and_another_stays() -> None:

@@ -35,6 +35,10 @@ def seen() -> dict[str, Any]:
         "default device": torch.utils._device.DeviceContext.__init__,
         "subclasses": tensor._make_wrapper_subclass,
         "script": torch.jit.script,
+        "accelerator": torch.accelerator.is_available,
+        "files": len(torch.serialization._package_registry),
+        "generators": torch.random.fork_rng,
+        "parallel": torch.nn.parallel.DistributedDataParallel.__init__,
     }
 
 

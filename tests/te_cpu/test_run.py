@@ -128,7 +128,7 @@ def test_the_doctor_says_that_a_version_runs_and_what_is_missing(tmp_path: Path)
     )
     text = " ".join(" ".join(lines).split())
     missing = text.partition("refused by its name: ")[2].split(", ")
-    assert "fused_attn_fwd" in missing and not {"generic_gemm", "quantize"} & {*missing}
+    assert "fused_attn_fwd" in missing and not {"generic_gemm", "quantize", "as"} & {*missing}
     assert f"{DEFAULT_VERSION}-py3-none-any.whl (has the SHA-256 of PyPI's)" in text
     assert "einops " in text and "triton " in text and "2.20.2" in text
 

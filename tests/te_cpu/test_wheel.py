@@ -171,6 +171,8 @@ def test_the_command_explains_itself_and_refuses_options(
             wheel.main([argument])
         said = capsys.readouterr()
         assert "usage: python -m te_cpu [-h] [VERSION ...]" in said.out + said.err
+    assert wheel.main(["train.py", VERSION]) == 2
+    assert "`python -m te_cpu run train.py` runs a program" in capsys.readouterr().err
     assert not cache.exists()
 
 
