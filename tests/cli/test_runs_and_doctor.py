@@ -125,7 +125,7 @@ def test_the_doctor_names_releases_that_were_never_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = f"{torch.__version__.rpartition('.')[0]}.9"  # another build of a release that was tried
-    installed = {"torch": f"{whole}+cu130", "hydra-core": "1.9.1", "wandb": "0.17.3"}
+    installed = {"torch": f"{whole}+cu130", "hydra-core": "1.9.1", "wandb": "0.31.3"}
 
     def released(name: str) -> str:
         if name in installed:
