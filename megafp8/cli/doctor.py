@@ -115,7 +115,7 @@ def examine_machine(disk: Path) -> Iterator[MachinePart]:
     for package, gives in PACKAGES:
         yield _package(package, gives)
     for name, installed, tried in untried():
-        text = f"no test has run with {name} {installed}; they ran with {tried}"
+        text = f"no suite has passed with {name} {installed}; it has with {tried}"
         yield MachinePart("versions", text, is_there=False)
 
 
@@ -129,11 +129,10 @@ def what_it_can_do() -> str:
             "GPU and without its speed."
         )
     capability = torch.cuda.get_device_capability()
-    fast = {name for name in RECIPES if ways(find_recipe(name).traits, capability)}
+    fast = [name for name in RECIPES if ways(find_recipe(name).traits, capability)]
     emulated = [name for name in RECIPES if name not in fast]
-    fast_ones = [name for name in RECIPES if name in fast]
     return (
-        f"This machine trains on tensor cores with {', '.join(fast_ones) or 'no recipe'}; "
+        f"This machine trains on tensor cores with {', '.join(fast) or 'no recipe'}; "
         f"{', '.join(emulated) or 'no recipe'} would be emulated. No test of ours has run on a GPU."
     )
 
@@ -151,9 +150,8 @@ def _own_version() -> str:
 def _torch() -> MachinePart:
     import torch
 
-    tried = f"tests ran with {TRIED['torch']}"
-    text = f"{torch.__version__}, {torch.get_num_threads()} threads; {tried}"
-    return MachinePart("torch", text)
+    tried = f"the tests pass with {TRIED['torch']}"
+    return MachinePart("torch", f"{torch.__version__}, {torch.get_num_threads()} threads; {tried}")
 
 
 def _gpu() -> MachinePart:

@@ -109,6 +109,8 @@ def convert(
     _check_group(amax_group, chosen, reduces=any(is_delayed.values()) and chosen.reduce_amax)
     reduce = None if amax_group is None else _maximum_over(amax_group)
     shared = Shared(ScalingState(chosen, reduce))
+    own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
+    census = census_of(model, own, others, to_convert, [] if callable(skip) else _patterns(skip))
     bounds = {}
     for name, module in to_convert.items():
         quantizer = linear_quantizer(shared.scaling, name)
@@ -119,8 +121,9 @@ def convert(
             FreshFp8(quantizer),
             shared,
             is_delayed[name],
-            _is_conv1d(module),
-            multiples[name],
+            is_transposed=_is_conv1d(module),
+            multiple=multiples[name],
+            is_head=name in census.converted_outputs,
         )
     weights = {name: module.get_parameter("weight") for name, module in to_convert.items()}
     if all(weight.device.type != "meta" for weight in weights.values()):
@@ -128,12 +131,7 @@ def convert(
     if amax_group is not None and (reason := why_rows_differ(shared.scaling, amax_group)):
         hint = "Convert the same linears with the same recipe on all ranks of the group"
         raise Fp8Error("amax_group", f"would mix the amaxes of different tensors: {reason}", hint)
-    # Nothing below refuses anything.
-    own = {name: module for name, module in linears.items() if not isinstance(module, Converted)}
-    given = [] if callable(skip) else _patterns(skip)
-    census = census_of(model, own, others, to_convert, given)
-    for name, module in to_convert.items():
-        bounds[name].is_head = name in census.converted_outputs
+    for name, module in to_convert.items():  # nothing from here on refuses anything
         _bind(module, bounds[name])
     _say_what_is_unusual(census, lambda found: _patterns_of(found, linears, others, skipped))
     return Fp8State(shared, census, model)

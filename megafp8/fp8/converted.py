@@ -250,7 +250,7 @@ class Bound:
     is_delayed: bool
     is_transposed: bool
     multiple: int
-    is_head: bool = False
+    is_head: bool
     num_uses: int = 0
     kept_stamp: Stamp | None = None  # of the weight, in an evaluation that keeps FP8 copies
 

@@ -54,8 +54,8 @@ class Masters:
         stored_grads   the gradient of each segment, valid after the reduction
         grads          the memory of these
         grad_of        the gradient of each parameter, as the backward pass fills it
-        plain_groups   the gradients in FP32, in the flat tensors in which ranks reduce them
-        scaled_groups  those below FP32
+        plain_flats    the gradients in FP32, in the flat tensors in which ranks reduce them
+        scaled_flats   those below FP32
         own_grads      flat tensors; to multiply them multiplies all of `stored_grads`
         own_weights    the parameters that are their own masters in low precision
         row_of         the number of each parameter, where segments are parts of tensors; or None
@@ -110,8 +110,8 @@ class Masters:
                 there = [members[row] for row in places.rows]
                 grads.append(lay_out(places, there, formats[places.kind]))
             order += (members[row] for row in division.order)
-        self.plain_groups = [group for group in grads if group.fmt.name == "fp32"]
-        self.scaled_groups = [group for group in grads if group.fmt.name != "fp32"]
+        self.plain_flats = [flat for flat in grads if flat.fmt.name == "fp32"]
+        self.scaled_flats = [flat for flat in grads if flat.fmt.name != "fp32"]
         self.row_of = None
         if self.partition.divides:
             self.row_of = {param: row for row, param in enumerate(self.params)}
@@ -125,11 +125,11 @@ class Masters:
         for param in order:
             self._take(param, buffer_of.get(param))
         self._collect(grads)
-        sizes = [len(group.params) for group in self.scaled_groups]
+        sizes = [len(flat.params) for flat in self.scaled_flats]
         self.factors = torch.ones(sum(sizes), device=self.device)
         self._factors_of = self.factors.split(sizes)
-        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
-            count = self._partition_of(group.params).data.size
+        for flat, factors in zip(self.scaled_flats, self._factors_of, strict=True):
+            count = self._partition_of(flat.params).data.size
             factors.fill_({"pre": 1 / count, "post": 1.0}.get(storage.reduction, count**-0.5))
 
     def _divided(self, params: Sequence[nn.Parameter], partition: Partition) -> Divided:
@@ -201,32 +201,32 @@ class Masters:
         if not (param is master or self._is_own_master(param) or self._is_fp8(param)):
             self._rounded.append((param if place is None else place[owned].view_as(master), master))
 
-    def _collect(self, groups: Sequence[FlatGrads]) -> None:
-        """Take the gradients of `groups`, and find those of the segments."""
+    def _collect(self, flats: Sequence[FlatGrads]) -> None:
+        """Take the gradients in `flats`, and find those of the segments."""
         own: dict[nn.Parameter, ScaledTensor] = {}
         self.grad_of: dict[nn.Parameter, ScaledTensor] = {}
-        for group in groups:
-            self.grad_of |= dict(zip(group.params, group.grads, strict=True))
-            partition = self._partition_of(group.params)
+        for flat in flats:
+            self.grad_of |= dict(zip(flat.params, flat.grads, strict=True))
+            partition = self._partition_of(flat.params)
             if partition.frees_grads:
-                group.free_early(partition.shards.rank)
+                flat.free_early(partition.shards.rank)
             is_whole = partition.shards.size == 1
-            sums = enumerate(group.grads) if is_whole else group.own_sums(partition.shards.rank)
-            own |= {group.params[index]: grad for index, grad in sums}
-        self._group_of = {param: group for group in groups for param in group.params}
+            sums = enumerate(flat.grads) if is_whole else flat.own_sums(partition.shards.rank)
+            own |= {flat.params[index]: grad for index, grad in sums}
+        self._flat_of = {param: flat for flat in flats for param in flat.params}
         self.param_grads = [self.grad_of[param].payload for param in self.params]
         self.stored_grads = [
             replace(own[segment.param], payload=own[segment.param].payload.view_as(master))
             for segment, master in zip(self.segments, self.masters, strict=True)
         ]
         self.grads = [grad.payload for grad in self.stored_grads]
-        ranks = [self._partition_of(group.params).shards.rank for group in self.plain_groups]
-        both = list(zip(self.plain_groups, ranks, strict=True))
-        self.own_grads = [group.own_range(rank) for group, rank in both]
-        ranges = (replicated_range(group, rank) for group, rank in both)
+        ranks = [self._partition_of(flat.params).shards.rank for flat in self.plain_flats]
+        both = list(zip(self.plain_flats, ranks, strict=True))
+        self.own_grads = [flat.own_range(rank) for flat, rank in both]
+        ranges = (replicated_range(flat, rank) for flat, rank in both)
         self.replicated_grads = [x for x in ranges if x is not None]  # whole on every TP rank
         # to multiply a scale multiplies its gradient
-        self.own_grads += [group.scales for group in self.scaled_groups]
+        self.own_grads += [flat.scales for flat in self.scaled_flats]
 
     def kind_of(self, param: nn.Parameter) -> ParamKind:
         """Return what the optimizer of a parameter depends on."""
@@ -252,18 +252,18 @@ class Masters:
 
     def factor_of(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters with gradients below FP32, and the factor of each, a 0-d view."""
-        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
-            yield from zip(group.params, factors.unbind(), strict=True)
+        for flat, factors in zip(self.scaled_flats, self._factors_of, strict=True):
+            yield from zip(flat.params, factors.unbind(), strict=True)
 
     def plain_grads(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield the parameters whose gradients are in FP32, with these."""
-        for group in self.plain_groups:
-            yield from zip(group.params, (grad.payload for grad in group.grads), strict=True)
+        for flat in self.plain_flats:
+            yield from zip(flat.params, (grad.payload for grad in flat.grads), strict=True)
 
     def scaled_grads(self) -> Iterator[tuple[nn.Parameter, ScaledTensor]]:
         """Yield the parameters whose gradients are in low precision, with these."""
-        for group in self.scaled_groups:
-            yield from zip(group.params, group.grads, strict=True)
+        for flat in self.scaled_flats:
+            yield from zip(flat.params, flat.grads, strict=True)
 
     def reducer_buckets(self, name: str = DENSE) -> list[GradBucket]:
         """Return the buckets of a group of replicas for the gradient reducer.
@@ -273,36 +273,36 @@ class Masters:
         """
         storage, partition = self.storage, self.partitions[name]
         stays, buckets = partition.stays, list[GradBucket]()
-        for group in self.plain_groups:
-            if group_of(group.params[0]) != name:
+        for flat in self.plain_flats:
+            if group_of(flat.params[0]) != name:
                 continue
             if not stays:
-                buckets += buckets_of(group.flat, group.params, self.bucket_bytes)
+                buckets += buckets_of(flat.flat, flat.params, self.bucket_bytes)
             elif storage.is_plain and partition.divides:
-                buckets.append(Bucket(group.flat, frozenset(group.params), is_scattered=True))
+                buckets.append(Bucket(flat.flat, frozenset(flat.params), is_scattered=True))
             else:
-                buckets.append(ExchangedBucket(group, stays=True))
-        for group, factors in zip(self.scaled_groups, self._factors_of, strict=True):
-            if group_of(group.params[0]) != name:
+                buckets.append(ExchangedBucket(flat, stays=True))
+        for flat, factors in zip(self.scaled_flats, self._factors_of, strict=True):
+            if group_of(flat.params[0]) != name:
                 continue
             starts_early = not storage.sums_in_fp32
-            bucket = ExchangedBucket(group, stays, starts_early)
+            bucket = ExchangedBucket(flat, stays, starts_early)
             if storage.reduction != "fp32":
                 adapts = storage.reduction == "auto"
-                bucket = Fp8SumBucket(group, stays, starts_early, factors=factors, adapts=adapts)
+                bucket = Fp8SumBucket(flat, stays, starts_early, factors=factors, adapts=adapts)
             if partition.frees_grads:
-                bucket.num_gradients = len(group.params)
+                bucket.num_gradients = len(flat.params)
             buckets.append(bucket)
         return buckets
 
     def begin_step(self) -> None:
         """Free the sums of the last step, if a step allocates new ones."""
-        for group in (*self.plain_groups, *self.scaled_groups):
-            group.begin_step()
+        for flat in (*self.plain_flats, *self.scaled_flats):
+            flat.begin_step()
 
     def hold_grad(self, param: nn.Parameter) -> None:
         """Allocate the memory of a parameter's gradient, if it is freed between uses."""
-        self._group_of[param].hold()
+        self._flat_of[param].hold()
 
     def collect_grads(self) -> None:
         """Make `grads` valid; called after the gradients have been reduced over ranks."""

@@ -29,11 +29,6 @@ class Replicas:
 
     data    the ranks that have the same part; they sum its gradients
     parts   the ranks that have the other parts, which make up the group together
-
-    FP8's scale tables are not divided by group: all share one message a direction, and a rank has a
-    row for each tensor of its stage, also for those that other ranks cast (`fp8/rows.py`). A tied
-    embedding is no group, since its gradients are summed in two steps, over replicas and then over
-    stages; one sum over both would round otherwise.
     """
 
     data: Axis

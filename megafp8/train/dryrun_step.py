@@ -195,10 +195,10 @@ def freed_gradients(state: TrainState) -> list[torch.Tensor]:
     They are the flat ones of ZeRO-2, and FP32 sums of gradients that are stored in low precision.
     """
     masters = state.masters
-    groups = [*masters.plain_groups, *masters.scaled_groups]
+    flats = [*masters.plain_flats, *masters.scaled_flats]
     totals = (each.total for each in state.sink.scaled_sums if each.total is not None)
-    flat = [(group.flat, group.sums) for group in groups if group.sums is not None]
-    return [*totals, *(tensor for both in flat for tensor in both)]
+    divided = [(flat.flat, flat.sums) for flat in flats if flat.sums is not None]
+    return [*totals, *(tensor for both in divided for tensor in both)]
 
 
 def _loss_by_kernel(

@@ -136,7 +136,7 @@ def test_the_doctor_names_releases_that_were_never_tried(
     assert [name for name, *_ in tried.untried()] == ["hydra-core"]
     assert doctor.main(["--disk", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "no test has run with hydra-core 1.9.1; they ran with 1.3.8, in part 1.3.2" in said
+    assert "no suite has passed with hydra-core 1.9.1; it has with 1.3.8, in part 1.3.2" in said
 
 
 def test_the_page_of_versions_has_what_was_tried() -> None:
