@@ -2,6 +2,7 @@
 
 from megafp8.specs.data import DataSpec, InstructionSpec, TokenizerSpec
 from megafp8.specs.model import GPTSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.optim import MuonSpec, OptimSpec, ScheduleSpec, StorageSpec
 from megafp8.specs.parallel import FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.precision import Fp8Recipe, LossScaleSpec, PrecisionSpec

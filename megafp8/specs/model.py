@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megafp8.specs.moe import MoESpec
+
 Normalization = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu-tanh", "squared-relu", "geglu", "geglu-tanh", "swiglu", "reglu"]
 PositionEmbedding = Literal["learned_absolute", "rope", "alibi", "none"]
@@ -82,6 +84,7 @@ class GPTSpec:
     apply_query_key_layer_scaling: bool = False
     fp32_residual_connection: bool = False
     recompute: RecomputeSpec | None = None
+    moe: MoESpec | None = None  # experts; None: every layer has one MLP
 
     @property
     def head_size(self) -> int:
