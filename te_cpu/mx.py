@@ -17,7 +17,7 @@ import torch
 
 from fp8_numerics import block_casts, cast
 from fp8_numerics.cast import Fp8Tensor, times_scale
-from fp8_numerics.formats import E4M3
+from fp8_numerics.formats import E4M3, Fp8Format
 from fp8_numerics.mxfp8 import BLOCK, LARGEST_CODE, power_of, quantize_rows
 from fp8_numerics.swizzle import rounded_up
 from te_cpu.enums import FORMATS
@@ -74,37 +74,35 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
     """Write the cast of `x` [..., K] and its scales into `out`, for what memory is there."""
     if getattr(quantizer, "with_2d_quantization", False):
         raise missing("quantize", " of MXFP8 in blocks of 32 x 32 (enable_2d_quantization)")
-    if FORMATS[quantizer.dtype] is not E4M3:
-        raise missing("quantize", " of MXFP8 in E5M2 (fp8_format=Format.HYBRID)")
-    x_MK = x.reshape(-1, x.shape[-1])
+    x_MK, fmt = x.reshape(-1, x.shape[-1]), FORMATS[quantizer.dtype]
     sides = (
         (ROW, out._rowwise_data, out._rowwise_scale_inv),
         (COLUMN, out._columnwise_data, out._columnwise_scale_inv),
     )
     for block, data, scale_inv in sides:
         if data is not None:
-            payload, code = quantize_blocks(x_MK, block, version_in_use())
+            payload, code = quantize_blocks(x_MK, block, version_in_use(), fmt)
             data.copy_(payload.view(torch.uint8).reshape(data.shape))
             scale_inv.zero_()[: code.shape[0], : code.shape[1]].copy_(code)
     return out
 
 
 def quantize_blocks(
-    x_MK: torch.Tensor, block: tuple[int, int], version: tuple[int, ...]
+    x_MK: torch.Tensor, block: tuple[int, int], version: tuple[int, ...], fmt: Fp8Format = E4M3
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers in E4M3 [M, K] and the codes of the scales of blocks, as a version does.
+    """Return numbers in `fmt` [M, K] and the codes of the scales of blocks, as a version does.
 
     From 2.13 on the rule is that of `fp8_numerics/mxfp8.py`.
     """
-    if block_casts.runs_in_c(x_MK):
+    if fmt is E4M3 and block_casts.runs_in_c(x_MK):
         payload, scale = block_casts.mxfp8(x_MK, along_columns=block == COLUMN)
     elif block == ROW:
-        payload, scale = quantize_rows(x_MK)
+        payload, scale = quantize_rows(x_MK, fmt)
     else:
-        payload, scale = (each.t() for each in quantize_rows(x_MK.t().contiguous()))
+        payload, scale = (each.t() for each in quantize_rows(x_MK.t().contiguous(), fmt))
     code = scale.contiguous().view(torch.int32) >> 23  # a subnormal one, 2^-127, has the code 0
     if version < (2, 13):
-        payload = _with_older_factors(x_MK, payload, code, block, version)
+        payload = _with_older_factors(x_MK, payload, code, block, version, fmt)
     return payload, code.to(torch.uint8)
 
 
@@ -129,22 +127,24 @@ def _with_older_factors(
     code: torch.Tensor,
     block: tuple[int, int],
     version: tuple[int, ...],
+    fmt: Fp8Format,
 ) -> torch.Tensor:
     """Cast blocks whose scale is the least or the largest one again, as before 2.13.
 
-    The factor of the code 0 is 1 there instead of 2^127, so that blocks of numbers up to 448 *
-    2^-127 become 0. That of the code 254, which an infinite amax gives, is 0 from 2.6 on, and then
-    an infinity becomes NaN (exp2f_rcp in common/util/ptx.cuh, corrected by the commit 71971e33d).
+    The factor of the code 0 is 1 there instead of 2^127, so that blocks of numbers up to the
+    largest one of the format times 2^-127 become 0. That of the code 254, which an infinite amax
+    gives, is 0 from 2.6 on, and then an infinity becomes NaN (exp2f_rcp in common/util/ptx.cuh,
+    corrected by the commit 71971e33d).
     """
     is_other = (code == 0) | (code == LARGEST_CODE)
     if not bool(is_other.any()):
         return payload
     factor = torch.where(code == 0, 1.0, _largest(version))
     scaled = times_scale(x_MK.float(), factor, block)
-    other = cast.quantize_scaled(scaled, E4M3).view(torch.uint8)
+    other = cast.quantize_scaled(scaled, fmt).view(torch.uint8)
     other = other.where(~scaled.isnan(), 0x7F)
     is_other = is_other.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return torch.where(is_other, other, payload.view(torch.uint8)).view(E4M3.dtype)
+    return torch.where(is_other, other, payload.view(torch.uint8)).view(fmt.dtype)
 
 
 def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
@@ -153,8 +153,9 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
     scale_inv = tensor._columnwise_scale_inv if by_column else tensor._rowwise_scale_inv
     side, block = ("column", COLUMN) if by_column else ("row", ROW)
     assert data is not None, f"this product needs {side}-wise blocks, which are not there"
-    payload_MK = data.reshape(-1, data.shape[-1]).view(FORMATS[tensor._fp8_dtype].dtype)
+    fmt = FORMATS[tensor._fp8_dtype]
+    payload_MK = data.reshape(-1, data.shape[-1]).view(fmt.dtype)
     rows, columns = payload_MK.shape
     code = scale_inv[: rows // block[0], : columns // block[1]]
     scale = power_of(code.to(torch.int32))
-    return Fp8Tensor(payload_MK, scale, E4M3, block=block, is_exact_in_bf16=True, layout="other")
+    return Fp8Tensor(payload_MK, scale, fmt, block=block, is_exact_in_bf16=True, layout="other")

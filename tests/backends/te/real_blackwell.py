@@ -17,7 +17,7 @@ from tests.backends.te.real import VERSION, autocast, linears, recipes, run_of, 
 from tests.backends.te.same_codes import OF_A_FLIP, run
 from tests.spec import mxfp8
 from tests.spec.data import data
-from tests.spec.formats import E4M3, same_codes
+from tests.spec.formats import E4M3, E5M2, same_codes
 
 NUMBERS = tuple(int(number) for number in VERSION.split(".")[:2])
 FACTORS = None if NUMBERS >= (2, 13) else mxfp8.FACTORS_OF_2_12
@@ -26,10 +26,11 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 MXFP8 = Fp8Recipe(name="mxfp8", backward_format="e4m3", power_2_scale=True)
 KINDS = ("normal", "wide", "zeros", "subnormal", "tiny", "bits", "edges", "largest", "inf", "nan")
 TYPES = te.module.base.tex.DType
+FORMATS = {TYPES.kFloat8E4M3: E4M3, TYPES.kFloat8E5M2: E5M2}
 
 
-def quantizer(**usages: bool) -> Any:
-    return te.tensor.mxfp8_tensor.MXFP8Quantizer(TYPES.kFloat8E4M3, **usages)
+def quantizer(fp8_dtype: Any = TYPES.kFloat8E4M3, **usages: bool) -> Any:
+    return te.tensor.mxfp8_tensor.MXFP8Quantizer(fp8_dtype, **usages)
 
 
 def sides_of(tensor: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -47,29 +48,37 @@ def sides_of(tensor: Any) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def assert_specified(tensor: Any, x_MK: torch.Tensor) -> None:
     """What a quantized tensor holds is the specification's, for each side that it has."""
-    x = x_MK.float().reshape(-1, x_MK.shape[-1]).numpy()
+    x, fmt = x_MK.float().reshape(-1, x_MK.shape[-1]).numpy(), FORMATS[tensor._fp8_dtype]
     sides = sides_of(tensor)
     assert sides
     for side, (codes, scales) in sides.items():
         is_turned = side == "columnwise"
-        exact = mxfp8.quantize_rows(np.ascontiguousarray(x.T) if is_turned else x, factors=FACTORS)
+        rows = np.ascontiguousarray(x.T) if is_turned else x
+        exact = mxfp8.quantize_rows(rows, fmt, factors=FACTORS)
         found = (codes.T, scales.T) if is_turned else (codes, scales)
         assert np.array_equal(found[1], exact.scale_codes), side
-        assert same_codes(found[0], exact.codes, E4M3), side
+        assert same_codes(found[0], exact.codes, fmt), side
 
 
 @DTYPES
+@pytest.mark.parametrize("fp8_dtype", FORMATS, ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_quantizer_makes_the_specification_s_bytes(kind: str, dtype: torch.dtype) -> None:
+def test_a_quantizer_makes_the_specification_s_bytes(
+    kind: str, fp8_dtype: Any, dtype: torch.dtype
+) -> None:
     """Both sides, of this version: before 2.13 the least and the largest scale are another rule."""
     x = torch.from_numpy(data(kind)).to(dtype)
-    made = quantizer()(x)
+    made = quantizer(fp8_dtype)(x)
     assert_specified(made, x)
+    values = made.dequantize(dtype=torch.float32).numpy()
+    exact = mxfp8.quantize_rows(x.float().numpy(), FORMATS[fp8_dtype], factors=FACTORS).values
+    with np.errstate(over="ignore"):  # the largest numbers times the largest scales
+        assert np.array_equal(values, exact.astype(np.float32), equal_nan=True)
     assert made._rowwise_scale_inv.shape == (128, 4)  # padded: 32 rows of 2 blocks
     assert made._columnwise_scale_inv.shape == (4, 128)
     if NUMBERS < (2, 13) and kind == "inf":
         bytes_of_inf = made._rowwise_data[3, 5].item()
-        assert (bytes_of_inf == E4M3.nan_code) is (NUMBERS >= (2, 6))
+        assert (bytes_of_inf == FORMATS[fp8_dtype].nan_code) is (NUMBERS >= (2, 6))
 
 
 def test_one_side_alone_and_back() -> None:
@@ -86,11 +95,7 @@ def test_one_side_alone_and_back() -> None:
 def test_what_is_not_here_is_named() -> None:
     with pytest.raises(SizeError, match="multiples of 32"):
         quantizer()(torch.ones(16, 64))
-    half = te.tensor.mxfp8_tensor.MXFP8Quantizer(TYPES.kFloat8E5M2)
-    with pytest.raises(MissingKernelError, match="E5M2"):
-        half(torch.ones(32, 64))
-    if hasattr(half, "with_2d_quantization"):
-        square = quantizer()
+    if hasattr(square := quantizer(), "with_2d_quantization"):
         square.with_2d_quantization = True
         with pytest.raises(MissingKernelError, match="32 x 32"):
             square(torch.ones(32, 64))
@@ -114,19 +119,26 @@ def test_a_linear_is_ours_bit_for_bit(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_a_linear_s_products_are_those_of_the_specification(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backward", FORMATS.values(), ids=["e4m3", "hybrid"])
+def test_a_linear_s_products_are_those_of_the_specification(
+    backward: Any, dtype: torch.dtype
+) -> None:
     """Within the bound of sums in FP32, K * 2**-24 of the products' magnitudes, and one rounding
     to BF16 (2**-8). The output has rows of both operands, the gradient of the input columns of the
     weight, and that of the weight columns of both."""
     theirs, _, x, grad = linears(dtype, octaves=6)
-    x = x.requires_grad_()
-    with autocast(recipes.MXFP8BlockScaling()):
+    x, halves = (
+        x.requires_grad_(),
+        recipes.Format.HYBRID if backward is E5M2 else recipes.Format.E4M3,
+    )
+    with autocast(recipes.MXFP8BlockScaling(fp8_format=halves)):
         out = theirs(x)
     out.backward(grad)
 
     def values(tensor: torch.Tensor, *, turned: bool) -> np.ndarray:
-        matrix = tensor.detach().float().numpy()
-        return mxfp8.quantize_rows(np.ascontiguousarray(matrix.T) if turned else matrix).values
+        matrix, fmt = tensor.detach().float().numpy(), backward if tensor is grad else E4M3
+        rows = np.ascontiguousarray(matrix.T) if turned else matrix
+        return mxfp8.quantize_rows(rows, fmt).values
 
     weight = theirs.weight
     cases = (
