@@ -60,7 +60,8 @@ def generic_gemm(
     shape = _result_shape(A, transA, B, transB)
     dtype = _result_dtype(A, D, output_dtype)
     own_bias = bias if bias is not None and bias.numel() and not grad else None
-    work = torch.float32 if gelu else dtype
+    # What comes after the product reads its sum in FP32, which is rounded once, at the end.
+    work = torch.promote_types(dtype, torch.float32) if gelu or accumulate else dtype
     product = _product(A, transA, B, transB, work, own_bias, alpha).reshape(shape)
     before_gelu = None
     if gelu and grad:
@@ -73,7 +74,7 @@ def generic_gemm(
     else:
         assert D.shape == shape, f"the result is {shape}, and D is {D.shape}"
         if accumulate:
-            product = D.float() * (1.0 if beta is None else beta) + product.float()
+            product = D.to(work) * (1.0 if beta is None else beta) + product
         out = D.copy_(product)
     return [out, _bias_gradient(B, bias) if grad else None, before_gelu, None]
 

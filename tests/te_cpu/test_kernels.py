@@ -717,6 +717,18 @@ def test_two_tensors_in_e5m2_have_no_product(first: str, second: str) -> None:
         assert not gemm.generic_gemm(*arguments, None, 0, False, False)[0].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_product_and_what_it_is_added_to_are_rounded_once(dtype: torch.dtype) -> None:
+    """257 + 1 is exact in BF16, and 257 is not: it would become 256, and then 257 again."""
+    rows = torch.tensor([[16.0, 1.0]], dtype=dtype)
+    out = torch.ones(1, 1, dtype=dtype)
+    rest = (None, None, None, 0, False, None, False, None, 0, True, False)
+    gemm.generic_gemm(rows, True, rows, False, out, *rest)
+    assert out.item() == 258
+    gemm.generic_gemm(rows, True, rows, False, out, *rest, beta=0.5)
+    assert out.item() == 386
+
+
 def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
     extension = make_extension(Sources("2.12.0", None, True))  # type: ignore[arg-type]
     with pytest.raises(MissingKernelError, match=r"fused_attn_fwd.*NVTE_FUSED_ATTN"):
