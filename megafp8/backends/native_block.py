@@ -19,7 +19,7 @@ from megafp8.fp8.chain import Link
 from megafp8.fp8.fused import KINDS, ActivationProducer, NormProducer
 from megafp8.fp8.linear import Linear
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
-from megafp8.models.block import TransformerLayer
+from megafp8.models.block import MLP, TransformerLayer
 from megafp8.models.parts import Dropout, Norm
 from megafp8.parallel.parts import NativeParts, heads_of
 
@@ -43,8 +43,11 @@ class FusedLayer(TransformerLayer):
         super().__init__(parts, index)
         self.dtype = parts.dtype
         self.qkv_link = self._after_norm(self.attention_norm, self.attention.qkv)
-        self.fc1_link = self._after_norm(self.mlp_norm, self.mlp.fc1)
+        self.fc1_link: Link | None = None
         self.fc2_link: Link | None = None
+        if not isinstance(self.mlp, MLP):  # a router reads the norm's output in high precision
+            return
+        self.fc1_link = self._after_norm(self.mlp_norm, self.mlp.fc1)
         if kind := KINDS.get(parts.spec.activation):  # otherwise the activation has no kernel
             assert isinstance(self.mlp.fc2, Linear)
             self.fc2_link = Link(ActivationProducer(kind), self.mlp.fc2)
@@ -57,8 +60,8 @@ class FusedLayer(TransformerLayer):
         context = context or AttentionContext()
         if self.is_post:
             x = self.attention_norm(x + self.attention_dropout(self.attention(x, context)))
-            inner_BSF = self.mlp.fc1(x.to(self.dtype))
-            out_BSD = self._run(self._activation_link(), inner_BSF, self.mlp.contract)
+            inner_BSF = self._mlp.fc1(x.to(self.dtype))
+            out_BSD = self._run(self._activation_link(), inner_BSF, self._mlp.contract)
             x = self.mlp_norm(x + self.mlp_dropout(out_BSD))
         else:
             x, attended = self._attend(x, context)
@@ -88,16 +91,19 @@ class FusedLayer(TransformerLayer):
         self, x_BSD: torch.Tensor, addend_BSD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the residual stream x + addend, and mlp(norm(stream))."""
+        if self.fc1_link is None:
+            stream_BSD = x_BSD + addend_BSD
+            return stream_BSD, self.mlp(self.mlp_norm(stream_BSD))
         first, second = self.fc1_link, self._activation_link()
         links = [first] if second is None else [first, second]
         if not chain.can_run(links):
             stream_BSD = x_BSD + addend_BSD
-            inner_BSF = self._run(first, stream_BSD, lambda x: self.mlp.fc1(self.mlp_norm(x)))
-            return stream_BSD, self._run(second, inner_BSF, self.mlp.contract)
+            inner_BSF = self._run(first, stream_BSD, lambda x: self._mlp.fc1(self.mlp_norm(x)))
+            return stream_BSD, self._run(second, inner_BSF, self._mlp.contract)
         flat_TD, addend_TD = x_BSD.flatten(0, -2), addend_BSD.flatten(0, -2)
         stream_TD, out_TF = chain.run_chain(links, flat_TD, self.dtype, addend_TX=addend_TD)
         out_BSF = _like(out_TF, x_BSD)
-        out_BSD = self.mlp.contract(out_BSF) if second is None else out_BSF
+        out_BSD = self._mlp.contract(out_BSF) if second is None else out_BSF
         return stream_TD.view(x_BSD.shape), out_BSD
 
     def _run(
@@ -108,13 +114,19 @@ class FusedLayer(TransformerLayer):
             return apart(x_BSF)
         return _like(chain.run_chain([link], x_BSF.flatten(0, -2), self.dtype)[1], x_BSF)
 
+    @property
+    def _mlp(self) -> MLP:
+        """Return the MLP of a layer without experts."""
+        assert isinstance(self.mlp, MLP)
+        return self.mlp
+
     def _after_norm(self, norm: nn.Module, linear: nn.Module) -> Link:
         assert isinstance(norm, Norm) and isinstance(linear, Linear)
         return Link(NormProducer(norm, self.dtype), linear)
 
     def _activation_link(self) -> Link | None:
         """Return activation and FC2; None without a kernel, or with dropout between them."""
-        dropout = self.mlp.dropout
+        dropout = self._mlp.dropout
         is_dropped = isinstance(dropout, Dropout) and dropout.training
         return None if is_dropped else self.fc2_link
 

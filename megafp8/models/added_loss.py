@@ -10,7 +10,7 @@ layer, on whatever pipeline stage that is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,16 @@ class AddedLosses:
 
     sums: torch.Tensor
 
-    def __init__(self, terms: Sequence[AddedLoss]) -> None:
+    def __init__(self, terms: Iterable[AddedLoss]) -> None:
         self.terms = tuple(terms)
         self.grad_scale = 1.0  # multiplies all gradients but no value: FP16 loss scaling
         self._row_of = {term.name: row for row, term in enumerate(self.terms)}
         self._is_recording = True
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether layers run for the first time in training: no evaluation, no recomputation."""
+        return self._is_recording and torch.is_grad_enabled()
 
     def begin_step(self, device: torch.device) -> None:
         """Begin the sums of a step, in the same memory as those of the step before."""

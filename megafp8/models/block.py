@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from megafp8.models.attention import QKV, AttentionContext
+from megafp8.models.moe import MoE
 from megafp8.models.parts import Parts, activation
-from megafp8.specs.layer import layer_spec
+from megafp8.specs.layer import Mlp, layer_spec
 
 
 def layer_of(parts: Parts, index: int) -> nn.Module:
@@ -33,13 +34,13 @@ class TransformerLayer(nn.Module):
         if self.is_post:
             self.attention = Attention(parts, index)
             self.attention_norm = parts.norm(f"{name}.attention_norm", is_stream=True)
-            self.mlp = MLP(parts, index)
+            self.mlp = mlp_of(parts, index)
             self.mlp_norm = parts.norm(f"{name}.mlp_norm", is_stream=True)
         else:
             self.attention_norm = parts.norm(f"{name}.attention_norm")
             self.attention = Attention(parts, index)
             self.mlp_norm = parts.norm(f"{name}.mlp_norm")
-            self.mlp = MLP(parts, index)
+            self.mlp = mlp_of(parts, index)
         self.attention_dropout = parts.dropout(dropout, f"{name}.attention.out_dropout")
         self.mlp_dropout = parts.dropout(dropout, f"{name}.mlp.out_dropout")
 
@@ -87,12 +88,22 @@ class Attention(nn.Module):
         return out_BSD
 
 
+def mlp_of(parts: Parts, index: int) -> MLP | MoE:
+    """Return what layer `index` has after its attention: an MLP or experts."""
+    linears = layer_spec(parts.spec, index)
+    mlp = None if linears.mlp is None else MLP(parts, linears.mlp)
+    if linears.experts is not None:
+        return MoE(parts, f"layers.{index}.mlp", linears.experts, mlp)
+    assert mlp is not None
+    return mlp
+
+
 class MLP(nn.Module):
     """Computes fc2(dropout(activation(fc1(x)))); a gated activation reads 2F features."""
 
-    def __init__(self, parts: Parts, index: int) -> None:
+    def __init__(self, parts: Parts, linears: Mlp) -> None:
         super().__init__()
-        linears, site = layer_spec(parts.spec, index).mlp, f"layers.{index}.mlp.fc2.dropout"
+        site = f"{linears.fc2.name}.dropout"
         self.dtype = parts.dtype
         self.fc1 = parts.linear(linears.fc1)
         self.activation = activation(parts.spec.activation)

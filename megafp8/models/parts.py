@@ -25,6 +25,7 @@ from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
 from megafp8.models.init import constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
+from megafp8.models.router import Router, router_losses
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
@@ -62,6 +63,9 @@ class Parts:
         self.num_sharing = 1  # ranks that have parts of the same sequences
         self.split_heads: SplitHeads | None = None  # a faster way than the core's own
         self.added_losses: AddedLosses | None = None  # of the whole model; None without any
+        self.routers: list[Router] = []  # of the layers that are made
+        if spec.moe is not None:
+            self.added_losses = AddedLosses(router_losses(spec.moe))
         if spec.fp32_residual_connection:
             self.residual_dtype = torch.promote_types(dtype, torch.float32)
 
@@ -79,16 +83,17 @@ class Parts:
     def parameter(self, name: str, replica: int = 0) -> nn.Parameter:
         """Return this rank's part of a listed parameter, with its initial values.
 
-        Those of linears are in `dtype`, and others in `whole_dtype`. A `replica` above 0 is a copy
-        in another pipeline stage.
+        Those of linears are in `dtype`, others in `whole_dtype` or, if the list says so, in FP32 or
+        FP64. A `replica` above 0 is a copy in another pipeline stage.
         """
         listed = self.listed[name]
         std, size = listed.std, self.num_parts
+        dtype = self.whole_dtype if listed.linear is None else self.dtype
         return parameter(
             listed.local_shape(size),
             listed.pieces(size, self.part, replica),
             constant(listed.value) if std is None else normal(std, self.seed),
-            self.whole_dtype if listed.linear is None else self.dtype,
+            torch.promote_types(dtype, torch.float32) if listed.in_fp32 else dtype,
         )
 
     def parameter_if_listed(self, name: str) -> nn.Parameter | None:
@@ -110,6 +115,14 @@ class Parts:
     def linear(self, linear: LayerLinear) -> nn.Module:
         """Return one linear of a layer: [B, S, in] -> [B, S, out]."""
         return PlainLinear(self, linear)
+
+    def router(self, name: str) -> Router:
+        """Return the router `name` of a layer with experts."""
+        moe, added = self.spec.moe, self.added_losses
+        assert moe is not None and added is not None
+        weight_ED = self.parameter(f"{name}.weight")
+        self.routers.append(Router(name, weight_ED, moe, added, self.count_router_flops))
+        return self.routers[-1]
 
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the core: ([B, S, queries + keys + values], context) -> [B, S, queries]."""
@@ -185,6 +198,9 @@ class Parts:
 
     def count_attention_flops(self, flops: int) -> None:
         """Count `flops` of attention's products; the plain parts ignore them."""
+
+    def count_router_flops(self, flops: int) -> None:
+        """Count `flops` of a router's products; the plain parts ignore them."""
 
 
 @contextmanager

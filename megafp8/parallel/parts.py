@@ -206,6 +206,11 @@ class NativeParts(Parts):
         """Count `flops` of attention's products under the compute dtype."""
         self.counter.add(DTYPE_NAMES[self.dtype], "attention", flops)
 
+    def count_router_flops(self, flops: int) -> None:
+        """Count `flops` of a router's products."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        self.counter.add(DTYPE_NAMES[dtype], "router", flops)
+
 
 def heads_of(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:
     """Return how a kernel splits the output of a QKV linear of `batch` sequences."""

@@ -192,7 +192,7 @@ def _layer_shapes(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[La
         return BranchShape(*map(tuple, parts))
 
     layers = (layer_spec(model, layer) for layer in range(model.num_layers))
-    return tuple(LayerShape(branch(x.attention), branch(x.mlp)) for x in layers)
+    return tuple(LayerShape(branch(x.attention), branch(x.after_attention)) for x in layers)
 
 
 def _shape_of(

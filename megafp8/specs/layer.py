@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
 from megafp8.specs.model import GPTSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.traits import GemmName
 
@@ -33,7 +34,8 @@ class LayerLinear:
 
     `parts` are the logical linears whose rows its weight has, in this order; checkpoints name them.
     `products` are the GEMMs that a microbatch runs. A linear may have several weights of one shape,
-    its `experts`, of which a token uses the fraction `visits`.
+    its `experts`, of which a token uses the fraction `visits`. They are numbered, and with
+    `is_expert` even a single one is.
     """
 
     name: str
@@ -45,6 +47,7 @@ class LayerLinear:
     products: tuple[GemmName, ...] = GEMMS
     experts: int = 1
     visits: Fraction = Fraction(1)
+    is_expert: bool = False
 
     @property
     def out_features(self) -> int:
@@ -69,7 +72,21 @@ class LayerLinear:
     def numbered(self, name: str, index: int) -> str:
         """Return the name of weight `index`: of several `….3.fc1`, where `name` is `….fc1`."""
         before, _, last = name.rpartition(".")
-        return name if self.experts == 1 else f"{before}.{index}.{last}"
+        is_numbered = self.is_expert or self.experts > 1
+        return f"{before}.{index}.{last}" if is_numbered else name
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the linears of all its weights."""
+        return [self.numbered(self.name, index) for index in range(self.experts)]
+
+    def one(self, index: int) -> LayerLinear:
+        """Return the linear of weight `index` alone."""
+        names = ((self.numbered(part.name, index), part.out_features) for part in self.parts)
+        parts, name = tuple(SubLinear(*part) for part in names), self.numbered(self.name, index)
+        return LayerLinear(
+            name, self.in_features, parts, self.is_column, self.std, self.has_bias, self.products
+        )
 
 
 class Attention(NamedTuple):
@@ -87,20 +104,39 @@ class Mlp(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """Name the linears of one layer; those of another layer may have other sizes."""
+    """Name the linears of one layer; those of another layer may have other sizes.
+
+    Every token visits the `mlp`: a layer with `experts` has one only if they share an expert.
+    """
 
     attention: Attention
-    mlp: Mlp
+    mlp: Mlp | None
+    experts: Mlp | None = None
+
+    @property
+    def after_attention(self) -> tuple[LayerLinear, ...]:
+        """Return the linears of MLP and experts in the order in which they run."""
+        return (*(self.mlp or ()), *(self.experts or ()))
 
     @property
     def linears(self) -> tuple[LayerLinear, ...]:
         """Return the linears in the order in which they run."""
-        return (*self.attention, *self.mlp)
+        return (*self.attention, *self.after_attention)
 
 
 def layer_spec(model: GPTSpec, layer: int) -> LayerSpec:
     """Return the linears of layer `layer` (from 0)."""
-    return LayerSpec(_attention(model, f"layers.{layer}"), _mlp(model, f"layers.{layer}"))
+    name, moe = f"layers.{layer}", model.moe
+    attention = _attention(model, name)
+    if moe is None or not moe.layers[layer]:
+        return LayerSpec(attention, _mlp(model, name))
+    shared, width = None, moe.shared_ffn_hidden_size
+    if width is not None:
+        shared = _pair(model, f"{name}.mlp.shared", width)
+    count, visits = moe.num_experts, Fraction(moe.top_k, moe.num_experts)
+    pair = _pair(model, f"{name}.mlp.experts", moe.ffn_hidden_size)
+    experts = (replace(x, experts=count, visits=visits, is_expert=True) for x in pair)
+    return LayerSpec(attention, shared, Mlp(*experts))
 
 
 def _attention(model: GPTSpec, layer: str) -> Attention:
@@ -115,7 +151,12 @@ def _attention(model: GPTSpec, layer: str) -> Attention:
 
 
 def _mlp(model: GPTSpec, layer: str) -> Mlp:
-    name, width, std = f"{layer}.mlp", model.ffn_hidden_size, model.init_method_std
+    return _pair(model, f"{layer}.mlp", model.ffn_hidden_size)
+
+
+def _pair(model: GPTSpec, name: str, width: int) -> Mlp:
+    """Return the two linears of an MLP with `width` features between them."""
+    std = model.init_method_std
     inner = ("gate", "up") if model.is_gated else ("fc1",)
     fc1 = tuple(SubLinear(f"{name}.{part}", width) for part in inner)
     return Mlp(
@@ -141,9 +182,15 @@ def model_linears(model: GPTSpec) -> Iterator[LayerLinear]:
         yield from layer_spec(model, layer).linears
 
 
-def linear_names(layers: Iterable[int]) -> list[str]:
-    """Return the names of the linears of these layers, which no size of the model changes."""
-    return [linear.name for layer in layers for linear in layer_spec(_ANY_SIZES, layer).linears]
+def linear_names(layers: Iterable[int], moe: MoESpec | None = None) -> list[str]:
+    """Return the names of the linears of these layers: experts add some, and no other setting."""
+    model = replace(_ANY_SIZES, moe=moe)
+    return [
+        name
+        for layer in layers
+        for linear in layer_spec(model, layer).linears
+        for name in linear.names
+    ]
 
 
 def first_and_last_linear(num_layers: int) -> tuple[str, str]:

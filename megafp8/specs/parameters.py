@@ -7,7 +7,7 @@ read it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal
@@ -31,6 +31,7 @@ class ParameterSpec:
     divided: int | None = None  # the dim of its tensors along which ranks divide them, if they do
     linear: LayerLinear | None = None  # the linear of a layer whose weight or bias it is
     is_of_heads: bool = False  # whether it acts on a rank's heads: its gradient is a part of a sum
+    in_fp32: bool = False  # whether it is in FP32 whatever the model's dtype: FP64 stays FP64
 
     @property
     def is_matrix(self) -> bool:
@@ -78,6 +79,17 @@ def num_parameters(model: GPTSpec) -> int:
     return sum(map(prod, logical_shapes(model).values()))
 
 
+def buffers_of(model: GPTSpec) -> dict[str, Sizes]:
+    """Return the shapes of what a model keeps beside its parameters, by the names in checkpoints.
+
+    The biases of routers follow the experts' counts and have no gradient.
+    """
+    if model.moe is None or not model.moe.has_expert_bias:
+        return {}
+    layers = (layer for layer, has_experts in enumerate(model.moe.layers) if has_experts)
+    return {f"layers.{layer}.mlp.router.bias": (model.moe.num_experts,) for layer in layers}
+
+
 def _listed(model: GPTSpec) -> Iterator[ParameterSpec]:
     """Yield the parameters in the order of the model's modules."""
     width, std = model.hidden_size, model.init_method_std
@@ -96,7 +108,13 @@ def _listed(model: GPTSpec) -> Iterator[ParameterSpec]:
 def _layer(model: GPTSpec, layer: int) -> Iterator[ParameterSpec]:
     """Yield a layer's parameters; the norm of a branch comes before or after its linears."""
     name, width = f"layers.{layer}", model.hidden_size
-    attention, mlp = ([list(_linear(x, layer)) for x in b] for b in layer_spec(model, layer))
+    linears_of = layer_spec(model, layer)
+    attention = [list(_linear(linear, layer)) for linear in linears_of.attention]
+    mlp = [list(_linear(linear, layer)) for linear in linears_of.after_attention]
+    if linears_of.experts is not None:
+        shape = (linears_of.experts.fc1.experts, width)
+        router = _one(f"{name}.mlp.router.weight", shape, place=layer, in_fp32=True)
+        mlp.insert(0, [replace(router, std=model.init_method_std)])
     for part in ("query", "key") if model.qk_layernorm else ():
         norm, size = f"{name}.attention.{part}_norm", model.head_size
         attention[0] += _norm(model, norm, size, place=layer, is_of_heads=True)

@@ -119,6 +119,8 @@ def train_step(
         more=tuple(rest[len(terms) :]),
         added={term.name: rest[row] / term.num_layers for row, term in enumerate(terms)},
     )
+    for router in state.model.parts.routers if is_finite else ():
+        router.move_bias()
     if optimizer.decides_on_device:
         if not is_finite:  # the device skipped the update
             optimizer.num_updates -= 1
@@ -148,6 +150,8 @@ def forward_backward(
     state.masters.begin_step()
     if (added := state.model.parts.added_losses) is not None:
         added.begin_step(device)
+    for router in state.model.parts.routers:
+        router.begin_step()
     if state.reducer is not None:
         state.reducer.begin_step(len(microbatches))
     if state.pipeline is not None:

@@ -1,0 +1,118 @@
+"""Define the experts of a layer: each is an MLP of two ordinary linears with names of their own.
+
+A token's row is computed by each of its experts, and no expert drops a token. The rows are sorted
+by expert, then by token. So recipes, master weights, checkpoints and reports know an expert's
+linear by its name, as any other one.
+"""
+
+# B sequences  S tokens of one  T tokens  K experts of a token  R rows (T x K)  D model width
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megafp8.models.parts import Parts, activation
+from megafp8.specs.layer import Mlp
+
+
+class MoE(nn.Module):
+    """Computes the sum of a token's experts, each times the router's weight, and of a shared MLP.
+
+    As in Megatron-core the weight multiplies what the second linear reads, before its cast to FP8.
+    """
+
+    def __init__(self, parts: Parts, name: str, experts: Mlp, shared: nn.Module | None) -> None:
+        super().__init__()
+        numbers = range(experts.fc1.experts)
+        self.dtype = parts.dtype
+        self.router = parts.router(f"{name}.router")
+        self.shared = shared
+        self.fc1 = nn.ModuleList(parts.linear(experts.fc1.one(index)) for index in numbers)
+        self.fc2 = nn.ModuleList(parts.linear(experts.fc2.one(index)) for index in numbers)
+        self.activation = activation(parts.spec.activation)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, [B, S, D] -> [B, S, D] in the dtype of the linears."""
+        x_BSD = x_BSD.to(self.dtype)
+        x_TD = x_BSD.flatten(0, 1)
+        logits_TE = self.router.logits(x_TD)
+        (experts_TK, weights_TK), counts_E = self.router(logits_TE)
+        order_R = experts_TK.flatten().sort(stable=True).indices
+        place_TK = torch.empty_like(order_R)
+        place_TK[order_R] = torch.arange(len(order_R), device=order_R.device)
+        place_TK = place_TK.view_as(experts_TK)
+        rows_RD, weights_R = _ToExperts.apply(x_TD, weights_TK, order_R, place_TK)  # type: ignore[no-untyped-call]
+        sizes = _sizes(counts_E, len(order_R))
+        both = zip(rows_RD.split(sizes), weights_R[:, None].split(sizes), strict=True)
+        rows = [
+            self._expert(index, x_ND, weights_N1) for index, (x_ND, weights_N1) in enumerate(both)
+        ]
+        out_BSD: torch.Tensor = _ToTokens.apply(torch.cat(rows), order_R, place_TK).view_as(x_BSD)  # type: ignore[no-untyped-call]
+        if self.shared is not None:
+            out_BSD = out_BSD + self.shared(x_BSD)
+        return self.router.add_losses(logits_TE, out_BSD)
+
+    def _expert(self, index: int, x_ND: torch.Tensor, weights_N1: torch.Tensor) -> torch.Tensor:
+        """Return the output of an expert for its N rows, which may be none: [N, D] -> [N, D]."""
+        inner_NF = self.activation(self.fc1[index](x_ND))
+        out_ND: torch.Tensor = self.fc2[index]((inner_NF * weights_N1).to(self.dtype))
+        return out_ND
+
+
+def _sizes(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+    """Return the rows of each expert; without values, on meta, as many for each as can be."""
+    if counts_E.is_meta:
+        share, more = divmod(num_rows, len(counts_E))
+        return [share + (index < more) for index in range(len(counts_E))]
+    return counts_E.tolist()
+
+
+def _sum_of_tokens(rows_RD: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:
+    """Return the sums of each token's rows, added in the order of experts and rounded once."""
+    first, *others = place_TK.unbind(1)
+    total_TD = rows_RD[first].to(torch.promote_types(rows_RD.dtype, torch.float32))
+    for place_T in others:
+        total_TD += rows_RD[place_T]
+    return total_TD.to(rows_RD.dtype)
+
+
+class _ToExperts(torch.autograd.Function):
+    """Copies tokens and their weights to rows in the order of experts; see `_ToTokens`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        weights_TK: torch.Tensor,
+        order_R: torch.Tensor,
+        place_TK: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(place_TK)
+        source_R = order_R // place_TK.shape[1]
+        return x_TD[source_R], weights_TK.flatten()[order_R]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (place_TK,) = ctx.saved_tensors
+        grad_RD, grad_weights_R = grads
+        return _sum_of_tokens(grad_RD, place_TK), grad_weights_R[place_TK], None, None
+
+
+class _ToTokens(torch.autograd.Function):
+    """Adds up the rows of each token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RD: torch.Tensor, order_R: torch.Tensor, place_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order_R)
+        ctx.top_k = place_TK.shape[1]
+        return _sum_of_tokens(rows_RD, place_TK)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (order_R,) = ctx.saved_tensors
+        return grads[0][order_R // ctx.top_k], None, None
