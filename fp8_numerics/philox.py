@@ -33,6 +33,10 @@ class Rows(NamedTuple):
     samples: torch.Tensor
     positions: torch.Tensor
 
+    def take(self, index_R: torch.Tensor) -> Rows:
+        """Return the places of some of the rows, by their numbers (int64 [R]), in that order."""
+        return Rows(self.samples[index_R], self.positions[index_R])
+
 
 class Counters(NamedTuple):
     """Say which bytes a kernel is to make for a matrix whose columns are whole blocks of `WIDTH`.

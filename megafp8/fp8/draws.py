@@ -10,7 +10,8 @@ byte in every layout of ranks, in every division of samples into microbatches, a
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -97,6 +98,7 @@ class Draws:
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.at = Moment(0, ONE_SAMPLE)
+        self.rows: Rows | None = None  # of the present cast; None: those of the microbatch's tokens
         self._uses: dict[Tokens, dict[str, int]] = {}  # of the microbatches of one step
         self._step_of_uses = 0
 
@@ -117,6 +119,19 @@ class Draws:
             self._uses.clear()
             self._step_of_uses = self.at.step
         return self._uses.setdefault(self.at.tokens, defaultdict(int))
+
+    def rows_of(self, number: int, order: TokenOrder, device: torch.device) -> Rows:
+        """Return the samples and positions of the `number` tokens of this rank's microbatch."""
+        return _of_tokens(self.at.tokens, order, number, device)
+
+    @contextmanager
+    def of_rows(self, rows: Rows | None) -> Iterator[None]:
+        """Let casts inside the context draw for these rows: tokens in another order, or a part."""
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
 
     def begin_evaluation(self) -> None:
         """Let the casts that follow draw what those of every evaluation draw."""
@@ -198,6 +213,9 @@ class Draw:
         if self.is_weight:
             rows = self.part.rows or (range(number),)
             return _of_weight(rows, self.device)
+        if (given := self.draws.rows) is not None:
+            assert len(given.samples) == number, f"{number} rows, and {len(given.samples)} places"
+            return given
         return _of_tokens(tokens, self.part.tokens, number, self.device)
 
 
@@ -223,6 +241,8 @@ def _of_weight(rows: tuple[range, ...], device: torch.device) -> Rows:
 @lru_cache(maxsize=64)
 def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.device) -> Rows:
     """Return the samples and positions of `number` rows of a tensor."""
+    if not number:
+        return Rows(*torch.zeros(2, 0, dtype=torch.int64, device=device))
     samples_B = torch.tensor(tokens.samples, dtype=torch.int64)
     rows_per_sample, rest = divmod(number, len(samples_B))
     assert not rest, f"{number} rows are not the tokens of {len(samples_B)} samples"

@@ -22,6 +22,7 @@ from torch import nn
 
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import EMULATED, GemmCounter, gemm
+from fp8_numerics.philox import Rows
 from megafp8.fp8.draws import TokenOrder
 from megafp8.fp8.grad_sink import GradSink, GradSum
 from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
@@ -163,19 +164,31 @@ class Linear(nn.Module):
         self.quantizer = self._new_quantizer()
         self.weight_form = weight_form(self.weight, self.quantizer, is_gathered=self._is_gathered)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, number: int) -> Rows | None:
+        """Return the places of the microbatch's `number` tokens on this rank, for `forward`.
+
+        They are for a caller that gives the linear some of these tokens, in any order: it takes
+        theirs (`Rows.take`). None says that no cast of the linear draws.
+        """
+        if self.quantizer is None:
+            return None
+        return self.quantizer.rows_of(number, self.comm.token_order("input"), self.weight.device)
+
+    def forward(self, input: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """Return the output, [B, ..., I] -> [B, ..., O], in the input's dtype.
 
         Where `comm` gathers tokens or scatters them, the first dim is that many times longer or
-        shorter.
+        shorter. `rows` are the places of the input's rows, by which stochastic rounding draws, so
+        that a token draws alike wherever its row is; None stands for `rows_of` all of them. There
+        may be no row: the weight is cast all the same, and its gradient is zero.
         """
         flat_TI = input.flatten(0, -2)
-        if self.compiled is not None and torch.compiler.is_compiling():
+        if self.compiled is not None and rows is None and torch.compiler.is_compiling():
             output_TO = self.compiled(flat_TI)
         else:
             params = torch_private.parameters_of(self)
             output_TO = DirectLinearFunction.apply(
-                flat_TI, params["weight"], params.get("bias"), self, torch.is_grad_enabled()
+                flat_TI, params["weight"], params.get("bias"), self, torch.is_grad_enabled(), rows
             )
         return output_TO.view(-1, *input.shape[1:-1], output_TO.shape[-1])
 
@@ -216,13 +229,15 @@ def linear_forward(
     num_tokens: int,
     *,
     for_backward: bool = True,
+    rows: Rows | None = None,
 ) -> tuple[torch.Tensor, Operand, Operand | None]:
     """Run a linear's forward pass, [T, I] -> [T', O], without autograd; T' is `tokens_out` of T.
 
     `input` has `num_tokens` tokens, and may be quantized already, by the norm or activation that
     computed it. `work` is the dtype of the result. `for_backward` says that a backward pass
-    follows. After the output come the operands that the backward pass reads: the input's, and the
-    weight's, or None if the weight is gathered again in the backward pass.
+    follows. `rows` are the places of the tokens (`Linear.forward`). After the output come the
+    operands that the backward pass reads: the input's, and the weight's, or None if the weight is
+    gathered again in the backward pass.
     """
     quantizer, comm, (weight_OI, bias_O) = layer.quantizer, layer.comm, params
     # The input becomes FP8 here, in E4M3: of the two formats it has the more bits of mantissa, and
@@ -234,7 +249,9 @@ def linear_forward(
     elif quantizer is None:
         input_last = input_first = input
     else:
-        (input_last, input_first), _ = quantizer.operands("input", input, with_first=for_backward)
+        (input_last, input_first), _ = quantizer.operands(
+            "input", input, with_first=for_backward, rows=rows
+        )
     # The weight becomes FP8 in E4M3 too, in the first microbatch of a step. It changes once a step,
     # so its FP8 copy serves the other microbatches; one that FSDP gathers is cast for each use.
     weight_last, weight_first = layer.weight_form.operands(weight_OI, work, num_tokens)
@@ -260,13 +277,15 @@ def linear_backward(
     weight: Operand | None,
     *,
     needs_input: bool = True,
+    rows: Rows | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Run a linear's backward pass, given the gradient of its output and the operands of `forward`.
 
     `grad_output` [T', O] may be quantized already, by the backward pass that computed it.
-    `needs_input` False leaves out the input gradient. The weight gradient is computed when the sink
-    asks for it. The results are the gradients of input, weight and bias for autograd; one is None
-    if autograd does not need it or if the sink has taken it.
+    `needs_input` False leaves out the input gradient. `rows` are those of the forward pass. The
+    weight gradient is computed when the sink asks for it. The results are the gradients of input,
+    weight and bias for autograd; one is None if autograd does not need it or if the sink has taken
+    it.
     """
     comm, sink, (weight_OI, bias_O) = layer.comm, layer.sink, params
     # The output gradient becomes FP8 here, in E5M2 where a tensor has one scale: the gradients of
@@ -286,7 +305,7 @@ def linear_backward(
                 sums_PO = column_sum(grad_output)
         else:
             (grad_last, grad_first), sums_PO = layer.quantizer.operands(
-                "grad_output", grad_output, with_sum=has_bias
+                "grad_output", grad_output, with_sum=has_bias, rows=rows
             )
     along_last = comm.gather_grad_output(grad_last)
     along_first = along_last  # gathered once where one quantization serves both products
@@ -364,26 +383,28 @@ class LinearFunction(torch.autograd.Function):
         bias_O: nn.Parameter | None,
         layer: LinearWork,
         is_grad_enabled: bool,
+        rows: Rows | None = None,
     ) -> torch.Tensor:
         params, work = (weight_OI, bias_O), input_TI.dtype
         output_TO, saved, weight = linear_forward(
-            layer, params, input_TI, work, input_TI.shape[0], for_backward=is_grad_enabled
+            layer, params, input_TI, work, len(input_TI), for_backward=is_grad_enabled, rows=rows
         )
         if is_grad_enabled:
             # autograd keeps the tensors, so that its hooks (offloading, recomputation) see them
             ctx.save_for_backward(*(saved.tensors if isinstance(saved, Fp8Tensor) else (saved,)))
             ctx.remake = saved.factory() if isinstance(saved, Fp8Tensor) else None
-            ctx.layer, ctx.params, ctx.weight = layer, params, weight
+            ctx.layer, ctx.params, ctx.weight, ctx.rows = layer, params, weight, rows
         return output_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         input: Operand = saved[0] if ctx.remake is None else ctx.remake(*saved)
+        arguments = ctx.layer, ctx.params, grads[0], input, ctx.weight
         grads_of_inputs = linear_backward(
-            ctx.layer, ctx.params, grads[0], input, ctx.weight, needs_input=ctx.needs_input_grad[0]
+            *arguments, needs_input=ctx.needs_input_grad[0], rows=ctx.rows
         )
-        return *grads_of_inputs, None, None
+        return *grads_of_inputs, None, None, None
 
 
 class DirectLinearFunction(torch_private.DirectFunction, LinearFunction):

@@ -14,6 +14,7 @@ tensor, which several recipes have, are here.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +23,14 @@ import torch
 from fp8_numerics.cast import Fp8Tensor, quantize
 from fp8_numerics.formats import Fp8Format
 from fp8_numerics.gemm import wide_dtype
+from fp8_numerics.philox import Rows
 from fp8_numerics.swizzle import swizzled_size
-from megafp8.fp8.draws import WHOLE, Part
+from megafp8.fp8.draws import WHOLE, Part, TokenOrder
 from megafp8.fp8.fused import Make, Produced
 from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
+from megafp8.specs.recipes import find_recipe
 from megafp8.specs.traits import TENSOR, GemmName, Scales
 from megafp8.specs.traits import Role as Role
 
@@ -156,22 +159,35 @@ class LinearQuantizer:
             for with_first in (True, False)
         }
 
+    def rows_of(self, number: int, order: TokenOrder, device: torch.device) -> Rows | None:
+        """Return the places of this rank's tokens as `Draws.rows_of`, or None if no cast draws."""
+        traits = find_recipe(self.state.recipe.precision_of(self.name)).traits
+        return self.state.draws.rows_of(number, order, device) if traits.is_random else None
+
     def operands(
-        self, role: Role, x_MN: torch.Tensor, *, with_first: bool = True, with_sum: bool = False
+        self,
+        role: Role,
+        x_MN: torch.Tensor,
+        *,
+        with_first: bool = True,
+        with_sum: bool = False,
+        rows: Rows | None = None,
     ) -> tuple[Operands, torch.Tensor | None]:
         """Return one of the linear's tensors as its products read it, and sums of its columns.
 
         The recipe makes FP8 operands of it, for the products that run in FP8. `with_first` False
         says that only the product of the forward pass will be done. `with_sum` asks for FP32 sums
         of the columns, [P, N], in which each row has the sums over a group of the tensor's rows.
+        `rows` say which tokens the rows are, for casts that draw; None stands for all tokens of
+        this rank's microbatch in their order.
         """
         need = self._needs[role, with_first]
         if not (any(need) and self.state.fp8_enabled):
             return Operands(x_MN, x_MN), column_sum(x_MN) if with_sum else None
         tensor = self.tensors[role]
-        quantized: tuple[Operands, torch.Tensor | None] = tensor.rule.operands(
-            tensor, x_MN, need, with_sum=with_sum
-        )
+        quantized: tuple[Operands, torch.Tensor | None]
+        with self.state.draws.of_rows(rows) if rows is not None else nullcontext():
+            quantized = tensor.rule.operands(tensor, x_MN, need, with_sum=with_sum)
         if self.state.observers:
             self._observe(role, x_MN, quantized[0])
         return quantized

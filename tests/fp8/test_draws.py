@@ -19,10 +19,14 @@ from fp8_numerics.philox import Key, Rows, philox4x32, random_bytes
 from megafp8 import fp8
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import WHOLE, Draw, Draws, Moment, Part, TokenOrder, Tokens, columns_of
+from megafp8.fp8.probe import values
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.recipes import register_recipe
 from tests.fp8.models import mlp
 from tests.fp8.quantized import quantized
+from tests.fp8.test_linear import make, noise
+from tests.fp8.test_own_recipes import settings_of
 from tests.spec import draws as spec
 from tests.spec import nvfp4
 
@@ -367,3 +371,51 @@ def test_a_continued_run_draws_what_one_that_was_not_interrupted_draws(
     for mine, theirs in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     assert state.state_dict().keys() == {"step"} and int(state.state_dict()["step"]) == 4
+
+
+SHUFFLED = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("recipe", [*RANDOM, "nvfp4-no_2d"])
+@pytest.mark.parametrize("tokens", [Tokens((4, 9), (range(16),)), Tokens((4, 9)), Tokens((7,))])
+def test_a_token_draws_alike_in_whichever_row_it_is(tokens: Tokens, recipe: str) -> None:
+    """An expert gets tokens in an order of its own; another microbatch begins before backward."""
+    name = register_recipe(Rounded) if recipe == "of our own" else recipe
+    x, weight, grad = (noise(32, 32, seed=n, dtype=torch.float32) for n in range(3))
+    found: list[torch.Tensor] = []
+    for order in (None, torch.arange(32), SHUFFLED):
+        layer = make(weight, None, settings_of(name))
+        assert layer.state is not None
+        layer.state.begin_microbatch(0, 1, tokens)
+        rows = layer.linear.rows_of(32)
+        assert rows is not None
+        in_order = slice(None) if order is None else order
+        out = layer.linear(x[in_order], None if order is None else rows.take(order))
+        layer.state.begin_microbatch(1, 1, Tokens((99,)))
+        layer.state.return_to(1, tokens)
+        layer.state.observers.append(lambda _, x, last, first: found.append(values(last)))
+        out.backward(grad[in_order])
+    plain, same, moved = found
+    assert torch.equal(plain, same) and torch.equal(plain[SHUFFLED], moved)
+
+
+def test_a_part_of_the_tokens_draws_what_the_whole_draws() -> None:
+    """In every order, and where the tokens of the microbatch are divided over ranks."""
+    whole_BSO, draws = whole(), Draws(seed=11)
+    draws.at = Moment(5, ALL)
+    for order, of_rank in ((TokenOrder(), slice(None)), (TokenOrder("own", 1, 4), slice(2, 4))):
+        expected = whole_BSO[:, of_rank].flatten(0, 1)
+        cpu, some = torch.device("cpu"), torch.tensor([5, 1, 7])
+        rows = draws.rows_of(len(expected), order, cpu).take(some)
+        draws.at = Moment(5, ALL)
+        sizes = 3, FEATURES
+        draw = Draw(draws, "a.grad_output.last", WHOLE, sizes, sizes, cpu)
+        draws._uses.clear()
+        with draws.of_rows(rows):
+            assert torch.equal(draw(sizes), expected[some])
+
+
+def test_only_a_linear_that_draws_asks_for_places() -> None:
+    for name, draws in (("nvfp4", True), ("nvfp4-no_sr", False), ("delayed", False), (None, False)):
+        layer = make(torch.ones(16, 16), None, None if name is None else settings_of(name))
+        assert (layer.linear.rows_of(16) is not None) == draws
