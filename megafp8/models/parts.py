@@ -124,6 +124,11 @@ class Parts:
         self.routers.append(Router(name, weight_ED, moe, added, self.count_router_flops))
         return self.routers[-1]
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return what checkpoints have beside parameters, by logical names: biases of routers."""
+        biases = ((f"{router.name}.bias", router.bias) for router in self.routers)
+        return {name: bias for name, bias in biases if bias is not None}
+
     def attention_core(self, name: str, index: int) -> nn.Module:
         """Return the core: ([B, S, queries + keys + values], context) -> [B, S, queries]."""
         spec, names = self.spec, [f"{name}.query_norm", f"{name}.key_norm"]

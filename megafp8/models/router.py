@@ -127,8 +127,7 @@ class Router(nn.Module):
         """Return the logits of each token: [T, D] -> [T, E] in FP32 or FP64."""
         flops = 2 * x_TD.shape[0] * self.weight.numel()
         self.count_flops(flops)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
+        logits_TE = F.linear(x_TD.to(self.weight.dtype), self.weight)
         if logits_TE.requires_grad:
             logits_TE.register_hook(lambda grad: self.count_flops(2 * flops))
         return logits_TE

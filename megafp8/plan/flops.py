@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megafp8.specs import GPTSpec
-from megafp8.specs.layer import model_linears
+from megafp8.specs.layer import model_linears, num_experts
 from megafp8.specs.model import twice_seen
 
 AttentionCount = Literal["causal", "full"]
@@ -33,11 +33,12 @@ class ModelFlops:
     linear: float  # the linears of every layer: the GEMMs that FP8 runs
     head: float  # hidden state times vocabulary: stays in the compute dtype
     attention: float  # the scores, and their product with the values
+    router: float = 0.0  # the logits of experts: stay in FP32
 
     @property
     def total(self) -> float:
         """Return the FLOPs per token of all kinds."""
-        return self.linear + self.head + self.attention
+        return self.linear + self.head + self.attention + self.router
 
 
 def gemm_flops_per_token(
@@ -64,6 +65,9 @@ def gemm_flops_per_token(
         linear=float(_FLOPS_PER_MAC * in_linears),
         head=float(per_mac * spec.hidden_size * spec.vocab_size),
         attention=float(per_mac * 2 * spec.query_size * sum(seen)),
+        router=float(
+            per_mac * sum(num_experts(spec, layer) for layer in layers) * spec.hidden_size
+        ),
     )
 
 

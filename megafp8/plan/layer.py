@@ -21,7 +21,10 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.layer import num_experts
 from megafp8.specs.traits import GemmName, Scales
+
+INDEX_BYTES = 8  # of a row's place in the order of experts
 
 # ---- What a layer keeps
 
@@ -60,17 +63,33 @@ def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int
         "attention": _attention_bytes(spec, keeps_core=keeps_core),
         "mlp": tokens * compute_itemsize(spec) * activated,
         "ffn_dropout": tokens * shape.mlp.read if model.ffn_dropout else 0,
+        "router": _routing_bytes(spec, layer),
     }
     for name, branch in (("attention", shape.attention), ("mlp", shape.mlp)):
         kept[f"{name}_norm"] = norm_bytes(spec)
         kept[f"{name}_dropout"] = between * model.hidden_size if model.hidden_dropout else 0
         for linear in branch.linears:
             rows = between if linear.whole.is_column else tokens
-            kept[linear.whole.name] = _input_bytes(spec, linear, rows)
+            kept[linear.names[0]] = _input_bytes(spec, linear, rows)
     for linear in shape.attention.rows:
         if keeps_core and not is_copied and _keeps_input_as_it_is(spec, linear):
-            kept[linear.whole.name] = 0
+            kept[linear.names[0]] = 0
     return kept
+
+
+def _routing_bytes(spec: RunSpec, layer: int) -> int:
+    """Return what the router of a layer keeps, and the weights of its choice; 0 without experts.
+
+    They are its input and scores in FP32, an order and a weight for each row of an expert, and the
+    rows between the experts' linears before these weights.
+    """
+    model, tokens = spec.model, microbatch_tokens(spec)
+    if model.moe is None or not (experts := num_experts(model, layer)):
+        return 0
+    rows = tokens * model.moe.top_k
+    kept = tokens * (model.hidden_size + experts) * FP32
+    kept += rows * (3 * INDEX_BYTES + 2 * FP32)
+    return kept + rows * model.moe.ffn_hidden_size * compute_itemsize(spec)
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
@@ -166,7 +185,7 @@ def backward_instants(
         for linear in reversed(branch.rows):
             yield now + _products_bytes(spec, linear)
             now += tokens * size * linear.read
-            now += stays * _gradient_bytes(spec, linear) - kept[linear.whole.name]
+            now += stays * _gradient_bytes(spec, linear) - kept[linear.names[0]]
         now -= own
         if name == "mlp":
             yield now + (read if kept["ffn_dropout"] else 0)
@@ -176,10 +195,10 @@ def backward_instants(
             now += core
             yield now + written + scores + _ring_bytes(spec)
             now -= core
-        now += written - read - kept[name]
+        now += written - read - kept[name] - (kept["router"] if name == "mlp" else 0)
         for linear in reversed(branch.columns):
             yield now + _products_bytes(spec, linear)
-            now += stays * _gradient_bytes(spec, linear) - kept[linear.whole.name]
+            now += stays * _gradient_bytes(spec, linear) - kept[linear.names[0]]
             now -= tokens * size * linear.written
         now += between * width * size  # the gradient of what they read
         yield now + stream + (stream if stream != between * width * size else 0)
@@ -245,7 +264,7 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
         need += tokens * out * size
     if _casts_weight(spec):
         need += linear.weight_copies(products & {"grad_input"})
-    gradients = _gradient_bytes(spec, linear)
+    gradients = _gradient_bytes(spec, linear) // linear.whole.experts  # one after the other
     whole = tokens * linear.in_features * size
     if shards == 1 or not is_column:
         return need + whole + gradients

@@ -33,6 +33,7 @@ class LinearShape:
     in_features: int
     precision: ModulePrecision
     fp8_products: frozenset[GemmName]  # those of its products that run in FP8
+    names: tuple[str, ...]  # of the linears of its weights
 
     @cached_property
     def traits(self) -> Traits | None:
@@ -187,7 +188,7 @@ def _layer_shapes(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[La
     """Return the linears of each layer; a search asks for those of one model many times."""
 
     def branch(linears: Sequence[LayerLinear]) -> BranchShape:
-        shapes = [_shape_of(linear, precision, tp, model) for linear in linears]
+        shapes = [x for linear in linears for x in _shapes_of(linear, precision, tp, model)]
         parts = ([x for x in shapes if x.whole.is_column == begins] for begins in (True, False))
         return BranchShape(*map(tuple, parts))
 
@@ -195,16 +196,22 @@ def _layer_shapes(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[La
     return tuple(LayerShape(branch(x.attention), branch(x.after_attention)) for x in layers)
 
 
-def _shape_of(
+def _shapes_of(
     linear: LayerLinear, precision: PrecisionSpec, tp: int, model: GPTSpec
-) -> LinearShape:
-    runs_under: ModulePrecision = HIGH_PRECISION
-    products = frozenset[GemmName]()
-    if (recipe := precision.fp8) is not None:
-        backend = BACKENDS[precision.backend]
-        runs_under = backend.precision_of(recipe, linear.name, model.num_layers)
-        products = frozenset(linear.products) - recipe.kept_high(runs_under, linear.name)
-    return LinearShape(linear, *linear.local_shape(tp), runs_under, products)
+) -> Iterator[LinearShape]:
+    """Yield a linear; one with several weights once for each precision that rules give them."""
+    alike: dict[tuple[ModulePrecision, frozenset[GemmName]], list[str]] = {}
+    for name in linear.names:
+        runs_under: ModulePrecision = HIGH_PRECISION
+        products = frozenset[GemmName]()
+        if (recipe := precision.fp8) is not None:
+            backend = BACKENDS[precision.backend]
+            runs_under = backend.precision_of(recipe, name, model.num_layers)
+            products = frozenset(linear.products) - recipe.kept_high(runs_under, name)
+        alike.setdefault((runs_under, products), []).append(name)
+    for how, names in alike.items():
+        whole = replace(linear, experts=len(names))
+        yield LinearShape(whole, *linear.local_shape(tp), *how, tuple(names))
 
 
 def kinds_of_layers(spec: RunSpec) -> tuple[int, ...]:
@@ -290,14 +297,16 @@ def _parameters(spec: RunSpec, stages: Sequence[int]) -> Iterator[Parameter]:
     """Yield the parameters of a rank's stages in the model's order."""
     model, last, recipe = spec.model, num_stages(spec) - 1, spec.precision.fp8
     listed = parameters_of(model)
-    linears = {x.whole.name: x for shape in layer_shapes(spec) for x in shape.linears}
+    shapes = (x for shape in layer_shapes(spec) for x in shape.linears)
+    linears = {name: shape for shape in shapes for name in shape.names}
     in_fp8 = recipe is not None and recipe.params_in_fp8
     is_tied = model.share_embeddings_and_output_weights and not {0, last} <= set(stages)
 
     def held(param: ParameterSpec) -> Parameter:
         rows, *columns = param.local_shape(spec.parallel.tp)
-        linear = None if param.linear is None else linears[param.linear.name]
+        linear = None if param.linear is None else linears[param.name.rpartition(".")[0]]
         itemsize = plain_itemsize(spec) if linear is None else compute_itemsize(spec)
+        itemsize = FP32 if param.in_fp32 else itemsize
         if not param.is_matrix:
             linear = None
         elif in_fp8 and linear is not None and linear.in_fp8:

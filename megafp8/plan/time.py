@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from megafp8.errors import ConfigError
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
@@ -99,7 +100,15 @@ class StepTime:
 
 
 def step_time(spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None) -> StepTime:
-    """Return the predicted time of one step; `spec.model.vocab_size` must be known."""
+    """Return the predicted time of one step; `spec.model.vocab_size` must be known.
+
+    Raises:
+        ConfigError: The model has experts, whose time is not modelled.
+    """
+    if (moe := spec.model.moe) is not None and any(moe.layers):
+        reason = "the time of a step of a model with experts is not predicted"
+        hint = "Plan a model without experts, or measure a run of a few steps"
+        raise ConfigError("model.num_moe_experts", moe.num_experts, reason, hint)
     rates = achieved or Achieved()
     unlike = {kind_of_rank(spec, rank): rank for rank in reversed(range(spec.parallel.pp))}
     ranks = [_rank_time(spec, rank, hardware, rates) for rank in sorted(unlike.values())]

@@ -9,7 +9,7 @@ a matrix product on a CPU and on an accelerator that is not known.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megafp8.plan.flops import AttentionCount, ModelFlops, gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN
@@ -93,11 +93,12 @@ def recomputed_flops_per_token(spec: RunSpec, attention: AttentionCount = "causa
     """
     forward = _third(gemm_flops_per_token(spec.model, attention, seq_length=spec.data.seq_length))
     core = forward.attention * layers_with_recomputation(spec, "selective")
-    return core + (forward.linear + forward.attention) * layers_with_recomputation(spec, "full")
+    in_layers = forward.linear + forward.attention + forward.router
+    return core + in_layers * layers_with_recomputation(spec, "full")
 
 
 def _third(flops: ModelFlops) -> ModelFlops:
-    return ModelFlops(linear=flops.linear / 3, head=flops.head / 3, attention=flops.attention / 3)
+    return ModelFlops(**{name: of_kind / 3 for name, of_kind in asdict(flops).items()})
 
 
 def utilization(spec: RunSpec, tokens_per_second: float, peak: Peak) -> Utilization:

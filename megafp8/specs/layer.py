@@ -128,7 +128,7 @@ def layer_spec(model: GPTSpec, layer: int) -> LayerSpec:
     """Return the linears of layer `layer` (from 0)."""
     name, moe = f"layers.{layer}", model.moe
     attention = _attention(model, name)
-    if moe is None or not moe.layers[layer]:
+    if moe is None or not num_experts(model, layer):
         return LayerSpec(attention, _mlp(model, name))
     shared, width = None, moe.shared_ffn_hidden_size
     if width is not None:
@@ -174,6 +174,11 @@ def _output(model: GPTSpec, name: str, in_features: int) -> LayerLinear:
     scale = math.sqrt(2 * model.num_layers) if model.use_scaled_init_method else 1.0
     std = model.init_method_std / scale
     return LayerLinear(name, in_features, parts, False, std, model.bias)
+
+
+def num_experts(model: GPTSpec, layer: int) -> int:
+    """Return the number of experts of a layer; 0 for a layer with an MLP."""
+    return 0 if model.moe is None else model.moe.layers[layer] * model.moe.num_experts
 
 
 def model_linears(model: GPTSpec) -> Iterator[LayerLinear]:

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from megafp8.specs.geometry import Piece, Sizes
-from megafp8.specs.layer import LayerLinear, layer_spec
+from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
 from megafp8.specs.model import GPTSpec
 
 WORD, POSITION, HEAD = "embedding.word.weight", "embedding.position.weight", "head.weight"
@@ -79,15 +79,13 @@ def num_parameters(model: GPTSpec) -> int:
     return sum(map(prod, logical_shapes(model).values()))
 
 
-def buffers_of(model: GPTSpec) -> dict[str, Sizes]:
-    """Return the shapes of what a model keeps beside its parameters, by the names in checkpoints.
-
-    The biases of routers follow the experts' counts and have no gradient.
-    """
-    if model.moe is None or not model.moe.has_expert_bias:
-        return {}
-    layers = (layer for layer, has_experts in enumerate(model.moe.layers) if has_experts)
-    return {f"layers.{layer}.mlp.router.bias": (model.moe.num_experts,) for layer in layers}
+def num_active_parameters(model: GPTSpec) -> int:
+    """Return how many of them a token visits: a few experts of each layer that has experts."""
+    total = num_parameters(model)
+    for linear in model_linears(model):
+        weight = linear.in_features * linear.out_features
+        total -= weight * linear.experts - linear.per_token(weight)
+    return total
 
 
 def _listed(model: GPTSpec) -> Iterator[ParameterSpec]:

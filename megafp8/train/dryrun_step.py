@@ -47,6 +47,8 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     alive.watch(freed_gradients(state))
     state.sink.begin_step()
     state.masters.begin_step()
+    if (added := state.model.parts.added_losses) is not None:
+        added.begin_step(state.mesh.device)
     if count > 1:
         for param in state.masters.params:
             state.masters.hold_grad(param)

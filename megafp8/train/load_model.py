@@ -67,7 +67,11 @@ def read_tensor(reader: Reader, name: str) -> torch.Tensor:
 
 def load_model(reader: Reader, dtype: torch.dtype, device: torch.device) -> GPT:
     """Return the model of a checkpoint on one rank, without FP8, for evaluation."""
-    model = GPT(Parts(shape_of(reader), dtype, 0, RandomStreams(0)))
+    parts = Parts(shape_of(reader), dtype, 0, RandomStreams(0))
+    model = GPT(parts)
+    for name, buffer in parts.buffers().items():
+        place = (0,) * buffer.dim()
+        reader.load_into([Placement(MODEL + name, tuple(buffer.shape), place, buffer)])
     for param in model.parameters():
         loaded = torch.empty(param.shape)
         reader.load_into(list(_placements(param, loaded)))

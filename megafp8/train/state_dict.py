@@ -1,6 +1,6 @@
 """List what a checkpoint of a run has, as pieces of logical tensors, and load a checkpoint.
 
-    model/<name>                     FP32 master weights, logical tensors
+    model/<name>                     FP32 master weights, logical tensors, and routers' biases
     optimizer/<state>/<name>         what optimizers keep, such as AdamW's moments
     scales/<any of both>             the factor of a tensor in low precision, FP32; a grid of
                                      factors where tensor-parallel ranks hold parts of it, or
@@ -91,6 +91,7 @@ def _passing_placements(state: TrainState) -> Iterator[Placement]:
     if isinstance(state.scaling, ScalingState):
         yield from scaling_placements(state)
     yield from _factor_placements(state)
+    yield from _buffer_placements(state)
     if state.mesh.is_main:
         rng = torch.get_rng_state()
         yield Placement("rng/torch", tuple(rng.shape), (0,), rng)
@@ -108,6 +109,13 @@ def _factor_placements(state: TrainState) -> Iterator[Placement]:
         whole = Segment(param, 0, param.numel())
         for piece in placements_of(FACTORS, whole, param, state.mesh, num_shards=1):
             yield _scalar_of(piece.name, piece, factor)
+
+
+def _buffer_placements(state: TrainState) -> Iterator[Placement]:
+    """Yield the placements of what the model keeps beside its parameters, the same on replicas."""
+    replica = int(state.mesh.data.rank > 0 or state.mesh.tp.rank > 0)
+    for name, tensor in state.model.parts.buffers().items():
+        yield Placement(f"model/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor, replica)
 
 
 class RepeatedPlacements:
@@ -146,6 +154,7 @@ def load_checkpoint(step_dir: Path, state: TrainState, notify: Notify) -> dict[s
     return_to(state, reader.step, meta, notify)
     for line in _load_states(reader, state, _states(state)):
         notify(line)
+    reader.load_into(list(_buffer_placements(state)))
     if isinstance(state.scaling, ScalingState):
         load_scaling(reader, state, notify)
         state.backend.after_load()
@@ -173,6 +182,7 @@ def load_weights(reader: Reader, state: TrainState, notify: Notify) -> None:
     """Fill the master weights alone from a checkpoint of any layout; all ranks call it together."""
     for line in _load_states(reader, state, itertools.islice(_states(state), 1)):
         notify(line)
+    reader.load_into(list(_buffer_placements(state)))
     wait_for_all(state.mesh)
 
 

@@ -20,8 +20,8 @@ from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.runs.run_data import RunData, epochs_of
-from megafp8.specs import Fp8Recipe, RunSpec, TrainSpec
-from megafp8.specs.parameters import num_parameters
+from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, TrainSpec
+from megafp8.specs.parameters import num_active_parameters, num_parameters
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.live_bytes import MemoryOf
@@ -54,7 +54,8 @@ def describe_run(
     layout += sharing(spec, state.mesh.device.type)
     return [
         f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
-        f"{num_parameters(model) / 1e6:.2f} M parameters, vocabulary {model.vocab_size}",
+        f"{num_parameters(model) / 1e6:.2f} M parameters{_active(model)}, "
+        f"vocabulary {model.vocab_size}",
         f"data: {_tokens(data.num_train_tokens)} training tokens, "
         f"{_tokens(data.num_validation_tokens)} validation tokens",
         *_epochs(spec, state, data),
@@ -163,6 +164,12 @@ def peak_of(spec: RunSpec, device: torch.device) -> Peak:
         fp8_tflops=None,
         source=how,
     )
+
+
+def _active(model: GPTSpec) -> str:
+    """Return how many parameters a token visits, for a model with experts."""
+    active = num_active_parameters(model)
+    return "" if active == num_parameters(model) else f", {active / 1e6:.2f} M active"
 
 
 def _tokens(count: int) -> str:
