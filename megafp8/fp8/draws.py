@@ -156,7 +156,8 @@ class Draw:
 
     `tensor` names the tensor and the product; `sizes` are those of the matrix that the rule is
     given, before it was filled up to whole blocks, and `seen` afterwards. `is_turned` says that it
-    is the transposed tensor.
+    is the transposed tensor. `is_rotated` says that what it was filled with is rotated with the
+    rest, so that it is not zero: its rows draw as if their tokens followed.
     """
 
     draws: Draws
@@ -167,6 +168,7 @@ class Draw:
     device: torch.device
     is_turned: bool = False
     is_weight: bool = False
+    is_rotated: bool = False
     _begun: tuple[str, Moment] | None = None
     _calls: int = field(default=0)
 
@@ -182,11 +184,11 @@ class Draw:
             first = 0 if self.is_weight else moment.tokens.samples[0]
             rows = Rows(*(torch.full((1,), n, device=self.device) for n in (first, 0)))
             return random_bytes(key, rows, [range(count)]).reshape(shape)
-        rows_T, columns = self.sizes[:: -1 if self.is_turned else 1]
-        rows = self._rows(rows_T, moment.tokens)
+        columns = self.sizes[0 if self.is_turned else 1]
+        rows = self._rows(moment.tokens, with_all=self.is_rotated)
         drawn = random_bytes(key, rows, self.part.columns or (range(columns),))
         drawn = drawn.t() if self.is_turned else drawn
-        missing = [seen - size for seen, size in zip(self.seen, self.sizes, strict=True)]
+        missing = [seen - size for seen, size in zip(self.seen, drawn.shape, strict=True)]
         return F.pad(drawn, (0, missing[1], 0, missing[0])) if any(missing) else drawn
 
     def counters(self) -> Counters | None:
@@ -194,13 +196,12 @@ class Draw:
 
         None: this rank's columns are not whole blocks of `WIDTH`, so that no kernel makes them.
         """
-        rows_T, num_columns = self.sizes[:: -1 if self.is_turned else 1]
-        columns = self.part.columns or (range(num_columns),)
+        columns = self.part.columns or (range(self.sizes[0 if self.is_turned else 1]),)
         if any(span.start % WIDTH or len(span) % WIDTH for span in columns):
             return None
         key, moment = self._next()
         blocks = _blocks_of(columns, self.device)
-        return Counters(key, self._rows(rows_T, moment.tokens), blocks)
+        return Counters(key, self._rows(moment.tokens, with_all=True), blocks)
 
     def _next(self) -> tuple[Key, Moment]:
         if self._begun is None:
@@ -209,14 +210,18 @@ class Draw:
         self._calls += 1
         return _key(f"{named} {self._calls}"), moment
 
-    def _rows(self, number: int, tokens: Tokens) -> Rows:
+    def _rows(self, tokens: Tokens, *, with_all: bool) -> Rows:
+        """Return the places of the tensor's rows, `with_all` also of those that it has seen."""
+        step = -1 if self.is_turned else 1
+        number, seen = self.sizes[::step][0], self.seen[::step][0]
         if self.is_weight:
             rows = self.part.rows or (range(number),)
             return _of_weight(rows, self.device)
-        if (given := self.draws.rows) is not None:
-            assert len(given.samples) == number, f"{number} rows, and {len(given.samples)} places"
-            return given
-        return _of_tokens(tokens, self.part.tokens, number, self.device)
+        places = self.draws.rows
+        if places is None:
+            places = _of_tokens(tokens, self.part.tokens, number, self.device)
+        assert len(places.samples) == number, f"{number} rows, and {len(places.samples)} places"
+        return _continued(places, seen - number) if with_all and seen > number > 0 else places
 
 
 def _key(text: str) -> Key:
@@ -261,6 +266,13 @@ def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.dev
     )
     assert len(rows.samples) == number, f"{number} rows are not these {len(rows.samples)} tokens"
     return Rows(rows.samples.to(device), rows.positions.to(device))
+
+
+def _continued(rows: Rows, number: int) -> Rows:
+    """Return rows with `number` more, of the last sample, after all positions."""
+    following = torch.arange(1, number + 1, device=rows.positions.device) + rows.positions.amax()
+    samples = rows.samples[-1:].expand(number)
+    return Rows(torch.cat((rows.samples, samples)), torch.cat((rows.positions, following)))
 
 
 def columns_of(ranges: Sequence[range]) -> tuple[range, ...]:

@@ -71,13 +71,14 @@ class SavedForm:
 
     `scales` None keeps the input itself. Otherwise it is kept in FP8 of `dtype`, with such scales
     along T. `is_transposed` says that its bytes lie in memory as [I, T], and `is_packed` that it is
-    packed for tensor cores.
+    packed for tensor cores. The tokens are filled up with zeros to a multiple of `fill`.
     """
 
     scales: Scales | None = None
     dtype: torch.dtype = torch.uint8
     is_transposed: bool = False
     is_packed: bool = False
+    fill: int = 1
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -88,6 +89,7 @@ class SavedForm:
         """Return the payload's shape as it lies in memory; [0] where the input itself is kept."""
         if self.scales is None:
             return [0]
+        tokens += -tokens % self.fill
         if self.is_packed and self.dtype == torch.float4_e2m1fn_x2:
             return [features, tokens // 2]
         return [features, tokens] if self.is_transposed else [tokens, features]
@@ -102,6 +104,7 @@ class SavedForm:
             return [0]
         if self.scales.is_one:
             return []
+        tokens += -tokens % self.fill
         along, across = self.scales.along or tokens, self.scales.across or features
         along_blocks, across_blocks = -(-tokens // along), -(-features // across)
         if self.is_packed:  # a row of scales for each feature

@@ -29,7 +29,7 @@ from megafp8.fp8.quantizer import (
 )
 from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
 from megafp8.specs.recipes import is_interrupt, raised
-from megafp8.specs.traits import Casts, Scales
+from megafp8.specs.traits import Scales
 
 if TYPE_CHECKING:
     from megafp8.fp8.scaling import ScalingState
@@ -59,40 +59,44 @@ class CastRule(Recipe):
 
     def __init__(self, recipe: Recipe, given: TensorQuantizer) -> None:
         self.recipe, self.given = recipe, given
-
-    @property
-    def _casts(self) -> Casts:
-        return self.recipe.traits.casts[self.given.role]
+        self._casts = casts = recipe.traits.casts[given.role]
+        # An operand that is rotated, or packed with two numbers in a byte, cannot be cut off inside
+        # a block of rows. Rows of zeros fill the block, which add nothing to the product.
+        self._fill = recipe.traits.multiple if casts.rotation is not None else 1
+        self._fill_packed = recipe.traits.multiple if given.fmt is E2M1 else self._fill
 
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
         """Quantize for each product in `need`."""
-        casts, last, first = self._casts, None, None
-        if tensor.state.engine.uses_triton and x_MN.numel():
-            rows, cols = x_MN.shape
+        casts, last, first, (rows, cols) = self._casts, None, None, x_MN.shape
+        in_triton = tensor.state.engine.uses_triton and bool(x_MN.numel())
+        packed = in_triton and self._packs(tensor)
+        fill, filled_MN = self._fill_packed if packed else self._fill, x_MN
+        if need.first and rows % fill:
+            filled_MN = F.pad(x_MN, (0, 0, 0, -rows % fill))
+        if in_triton:
+            seen = filled_MN.shape
             asked = (
-                self._asked(casts.last, LAST, (rows, cols)),
-                self._asked(casts.first, FIRST, (cols, rows)),
+                self._asked(casts.last, LAST, (rows, cols), seen),
+                self._asked(casts.first, FIRST, (cols, rows), seen[::-1]),
             )
-            packed = self._packs(tensor)
-            along = casts.first.along or 1
-            if packed and need.first and rows % along and self.given.fmt is E2M1:
-                raise self._not_whole((cols, rows), (1, along), "two numbers in a byte")
             made = self.recipe.in_triton(
-                x_MN.contiguous(), need, asked, packed=packed, with_sum=with_sum
+                filled_MN.contiguous(), need, asked, packed=packed, with_sum=with_sum
             )
             if made is not None:
                 last, first = (
-                    None if x is None else self._of_kernel(x, along, x_MN.shape, packed)
+                    None if x is None else self._of_kernel(x, along, seen, packed)
                     for x, along in ((made.last, LAST), (made.first, FIRST))
                 )
                 first = last if made.first is made.last and last is not None else first
+                if last is not None and seen[0] > rows:
+                    last = _first_rows(last, rows)
                 return operands_of(x_MN, last, first), made.sums
         if need.last or (need.first and casts.serves_both):
-            last = self._cast(x_MN, casts.last, "last")
+            last = self._cast(x_MN, casts.last, "last", (rows, cols))
         if need.first:
-            first = last if casts.serves_both else self._along_first(x_MN)
+            first = last if casts.serves_both else self._along_first(filled_MN, (cols, rows))
         last = last if need.last else None
         return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
@@ -102,11 +106,12 @@ class CastRule(Recipe):
         if tensor.state.engine.uses_triton and self.recipe.has_casts_in_triton():
             packed = self._packs(tensor)
             dtype = torch.float4_e2m1fn_x2 if packed and self.given.fmt is E2M1 else dtype
-            return SavedForm(casts.first, dtype, is_transposed=packed, is_packed=packed)
+            fill = self._fill_packed if packed else self._fill
+            return SavedForm(casts.first, dtype, packed, packed, fill)
         # C leaves the bytes in the tensor's own order; the table lies on the tensor's device.
         is_in_c = self.recipe.has_casts_in_c() and block_casts.runs_in_c(tensor.state.forward.amax)
         is_transposed = not casts.serves_both and not is_in_c
-        return SavedForm(casts.first, dtype, is_transposed=is_transposed)
+        return SavedForm(casts.first, dtype, is_transposed=is_transposed, fill=self._fill)
 
     def _packs(self, tensor: TensorQuantizer) -> bool:
         packs = self.recipe.traits.packs
@@ -140,11 +145,14 @@ class CastRule(Recipe):
             raise self._wrong(f"scale_of_amax gave {_described(scale)}, not a 0-d FP32 tensor")
         return scale
 
-    def _along_first(self, x_MN: torch.Tensor) -> Fp8Tensor:
-        """Cast the transposed tensor, and turn the result back: its bytes stay where they are."""
-        if (by_kernel := self._in_c(x_MN, self._casts.first, "first")) is not None:
+    def _along_first(self, x_MN: torch.Tensor, sizes: tuple[int, int]) -> Fp8Tensor:
+        """Cast the transposed tensor, and turn the result back: its bytes stay where they are.
+
+        `sizes` are those of the transposed tensor before it was filled.
+        """
+        if (by_kernel := self._in_c(x_MN, self._casts.first, "first", sizes)) is not None:
             return by_kernel
-        turned = self._cast(x_MN.t().contiguous(), self._casts.first, "first")
+        turned = self._cast(x_MN.t().contiguous(), self._casts.first, "first", sizes)
         if turned.block is None:
             return replace(turned, payload=turned.payload.t())
         return replace(
@@ -154,9 +162,14 @@ class CastRule(Recipe):
             block=turned.block[::-1],
         )
 
-    def _cast(self, x_MK: torch.Tensor, scales: Scales, along: Along) -> Fp8Tensor:
-        """Run the rule over whole blocks, and check that it returns what the traits say."""
-        by_kernel = self._in_c(x_MK, scales, along) if along == "last" else None
+    def _cast(
+        self, x_MK: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]
+    ) -> Fp8Tensor:
+        """Run the rule over whole blocks, and check that it returns what the traits say.
+
+        `sizes` are those of the matrix before it was filled.
+        """
+        by_kernel = self._in_c(x_MK, scales, along, sizes) if along == "last" else None
         if by_kernel is not None:
             return by_kernel
         rows, inner = x_MK.shape
@@ -165,10 +178,8 @@ class CastRule(Recipe):
         # the other ranks wait for, and need not know what the amax of nothing is.
         missing = (0, _missing(inner, block[1]), 0, _missing(rows, block[0]))
         rotation = self._casts.rotation if along == "first" else None
-        if rotation is not None and any(missing) and x_MK.numel():  # it cannot be cut off
-            raise self._not_whole((rows, inner), block, "a rotated tensor")
         whole_MK = F.pad(x_MK, missing) if any(missing) else x_MK
-        result = self._result(whole_MK, scales, along, (rows, inner))
+        result = self._result(whole_MK, scales, along, sizes)
         self._check(result, whole_MK, scales)
         payload, dequant_scale = result.payload, result.dequant_scale
         if any(missing):
@@ -190,7 +201,9 @@ class CastRule(Recipe):
             rotation=rotation,
         )
 
-    def _in_c(self, x_MN: torch.Tensor, scales: Scales, along: Along) -> Fp8Tensor | None:
+    def _in_c(
+        self, x_MN: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]
+    ) -> Fp8Tensor | None:
         """Return what the recipe's C kernels make of the tensor; None where the rule runs."""
         if not x_MN.numel() or not block_casts.runs_in_c(x_MN):
             return None
@@ -198,12 +211,11 @@ class CastRule(Recipe):
         shape = _turned(x_MN, is_last)
         block = _block(scales, *shape)
         block = block if is_last else block[::-1]
-        result = self.recipe.in_c(x_MN, block, self._asked(scales, along, shape))
+        result = self.recipe.in_c(x_MN, block, self._asked(scales, along, sizes, shape))
         missing = [_missing(size, step) for size, step in zip(x_MN.shape, block, strict=True)]
-        is_rotated = not is_last and self._casts.rotation is not None
-        if result is None and any(missing) and not is_rotated:
+        if result is None and any(missing):
             whole_MN = F.pad(x_MN, (0, missing[1], 0, missing[0]))
-            asked = self._asked(scales, along, shape, seen=_turned(whole_MN, is_last))
+            asked = self._asked(scales, along, sizes, seen=_turned(whole_MN, is_last))
             result = self.recipe.in_c(whole_MN, block, asked)
             if result is not None:  # the blocks are those of the tensor; its numbers end inside
                 payload = result.payload[: x_MN.shape[0], : x_MN.shape[1]].contiguous()
@@ -213,7 +225,7 @@ class CastRule(Recipe):
     def _result(
         self, x_MK: torch.Tensor, scales: Scales, along: Along, sizes: tuple[int, int]
     ) -> Scaled:
-        """Return what the rule makes of whole blocks; `sizes` are those before padding."""
+        """Return what the rule makes of whole blocks; `sizes` are those before it was filled."""
         rows, inner = x_MK.shape
         asked = self._asked(scales, along, sizes, seen=(rows, inner))
         result = self._run(lambda: self.recipe.cast(x_MK, asked))
@@ -243,6 +255,7 @@ class CastRule(Recipe):
             given.state.forward.amax.device,
             is_turned=along == "first",
             is_weight=given.role == "weight",
+            is_rotated=along == "first" and self._casts.rotation is not None,
         )
         return Cast(given.role, scales, given.fmt, given.power_2, along, given.reduce_max, draw)
 
@@ -277,14 +290,6 @@ class CastRule(Recipe):
 
     def _run(self, rule: Callable[[], Result]) -> Result:
         return _run(rule, self.given.state, self._where)
-
-    def _not_whole(self, sizes: tuple[int, int], block: tuple[int, int], what: str) -> RuleError:
-        """Return the error for an operand [M, K] whose last blocks `what` would let end early."""
-        return self._wrong(
-            f"{list(sizes)} is not a multiple of its blocks of {list(block)}, and {what} needs "
-            f"whole blocks. Give a microbatch a multiple of {block[1]} tokens, or use another "
-            "recipe"
-        )
 
     def _wrong(self, reason: str, trait: str = "runs") -> RuleError:
         return RuleError(f"{self._where}: {reason}", trait)
@@ -336,6 +341,16 @@ def _run(rule: Callable[[], Result], state: ScalingState, where: str) -> Result:
 def _block(scales: Scales, rows: int, inner: int) -> tuple[int, int]:
     """Return the rows and columns of an operand [rows, inner] that share a scale."""
     return scales.across or max(1, rows), scales.along or max(1, inner)
+
+
+def _first_rows(x: Fp8Tensor, rows: int) -> Fp8Tensor:
+    """Return an operand without the rows that fill its last block.
+
+    Packed scales lie in tiles of 128 rows, which are as many with these rows.
+    """
+    assert x.block is not None
+    scale = x.dequant_scale if x.is_packed else x.dequant_scale[: -(-rows // x.block[0])]
+    return replace(x, payload=x.payload[:rows], dequant_scale=scale)
 
 
 def _turned(x_MN: torch.Tensor, is_last: bool) -> tuple[int, int]:

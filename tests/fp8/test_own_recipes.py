@@ -15,6 +15,7 @@ from fp8_numerics.gemm import GemmCounter, gemm
 from megafp8 import fp8
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Tokens
+from megafp8.fp8.probe import values
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.rule import RuleError
 from megafp8.fp8.scaling import ScaleTable, ScalingState
@@ -126,9 +127,14 @@ def test_rotation_two_levels_and_a_product_that_cancels_them(rows: int) -> None:
         kept.factory()(kept.payload, kept.dequant_scale)
 
 
-def test_a_rotated_tensor_is_not_cut_off_inside_a_block() -> None:
-    with pytest.raises(RuleError, match="needs whole blocks"):
-        operands(own("four_bits"), "input", torch.ones(24, 32))
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+def test_a_rotated_tensor_is_filled_with_zeros_to_whole_blocks(role: Role) -> None:
+    """What fills it is rotated with the rest, and rounded at random as the rows after it."""
+    x = torch.randn(24, 32, generator=torch.Generator().manual_seed(1))
+    filled = torch.cat([x, torch.zeros(8, 32)])
+    (last, first), (of_filled, whole) = (operands(own("four_bits"), role, t) for t in (x, filled))
+    assert torch.equal(values(last), values(of_filled)[:24])
+    assert torch.equal(values(first), values(whole)) and values(first)[24:].any()
 
 
 class Drawing(Recipe):

@@ -23,9 +23,9 @@ from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.engine import LAYOUTS, engine_of
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, LinearComm
+from megafp8.fp8.probe import values
 from megafp8.fp8.quantizer import Operands, Role, WantsFp8
 from megafp8.fp8.recipes import nvfp4
-from megafp8.fp8.rule import RuleError
 from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.weights import GatheredFp8, StoredFp8
 from megafp8.parallel.mesh import Mesh
@@ -298,16 +298,47 @@ def test_fp4_without_rotation_trains_with_any_number_of_tokens(
         torch.testing.assert_close(ours[2], theirs[2])
 
 
+@ODD_TOKENS
 @pytest.mark.parametrize(
-    ("name", "engine"),
-    [("nvfp4", EMULATED), ("nvfp4", HOPPER_ITSELF), ("nvfp4-no_rht", "blackwell")],
+    ("name", "engine"), [("nvfp4", HOPPER_ITSELF), ("nvfp4", None), ("nvfp4-no_rht", None)]
 )
-def test_fp4_says_which_numbers_of_tokens_it_trains_with(name: RecipeName, engine: Any) -> None:
-    linear, _ = make(
-        recipe_of(name), hopper() if engine == "blackwell" else engine, noise(32, 48, seed=2)
-    )
-    with pytest.raises(RuleError, match=r"linear.input: \[48, 33\] .*a multiple of 16 tokens"):
-        linear(noise(33, 48, seed=1))
+def test_kernels_fill_the_last_tokens_of_fp4_with_zeros(
+    name: RecipeName, engine: Engine | None, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the rule in torch operations does, where operands cannot be cut off; None: Blackwell."""
+    x, weight, grad = noise(tokens, 48, seed=1), noise(32, 48, seed=2), noise(tokens, 32, seed=3)
+    found, results = [], []
+    for each in (EMULATED, engine or hopper()):
+        linear, _ = make(recipe_of(name), each, weight)
+        assert linear.quantizer is not None
+        if each is not EMULATED:
+            monkeypatch.setattr(nvfp4.Nvfp4, "cast", None)
+            monkeypatch.setattr(nvfp4.Nvfp4, "in_c", lambda *_: None)
+        leaf = x.clone().requires_grad_()
+        out = linear(leaf)
+        out.backward(grad)
+        results.append((out, leaf.grad, linear.weight.grad))
+        for role, each_MN in (("input", x), ("grad_output", grad)):
+            operands, sums = quantized(linear.quantizer, role, each_MN, with_sum=True)
+            assert sums is not None
+            found.append((*(o.plain() for o in operands), sums.sum(0)))
+    for theirs, ours in zip(found[:2], found[2:], strict=True):
+        (last, first, sums), (of_kernel, filled, sums_of_kernel) = theirs, ours
+        assert_same_numbers(of_kernel, last, tokens)
+        assert_same_numbers(filled, first, len(first.payload))
+        assert filled.payload.shape[0] == tokens + -tokens % 16
+        torch.testing.assert_close(sums_of_kernel, sums)
+    pairs = ((x, weight.t()), (grad, weight), (grad.t(), x))
+    for theirs, ours, (a, b) in zip(*results, pairs, strict=True):
+        slack = 2.0**-12 * (a.abs() @ b.abs())  # rotated terms are up to 16 times as large
+        assert ((ours - theirs).abs() <= slack + 2.0**-7 * theirs.abs()).all()
+
+
+def assert_same_numbers(ours: Fp8Tensor, theirs: Fp8Tensor, rows: int) -> None:
+    """The same values in the first rows, and zeros after them."""
+    ours64, theirs64 = values(ours), values(theirs)
+    assert torch.equal(ours64[:rows], theirs64[:rows]) and len(theirs64) == rows
+    assert not ours64[rows:].any()
 
 
 @recipes
