@@ -64,10 +64,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Inert:
-    """Describe settings that change no number here; with `unless` set they are refused with it."""
+    """Describe settings that change no number here: some, if a model is `without` a setting."""
 
     note: str
-    unless: str | None = None
+    without: str | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,6 @@ def megatron_flags() -> Flags:
         )  # fmt: skip
         groups += [(name, refused) for name in row["names"]]
     for row in table["inert"]:
-        groups += [(name, Inert(row["note"], row.get("unless"))) for name in row["names"]]
+        groups += [(name, Inert(row["note"], row.get("without"))) for name in row["names"]]
     together = frozenset(name for row in table["together"] for name in row["names"])
     return Flags(table["version"], passed, together, tuple(groups), names)

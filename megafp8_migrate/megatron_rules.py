@@ -15,6 +15,7 @@ from megafp8.config.api import all_keys
 from megafp8.specs.recipes import DEFAULT_RECIPE, names_where
 from megafp8_migrate.ignored import note_of
 from megafp8_migrate.megatron_data import DATA_RULES
+from megafp8_migrate.megatron_experts import experts
 from megafp8_migrate.megatron_flags import NONE, Refused, megatron_flags
 from megafp8_migrate.megatron_modules import modules
 from megafp8_migrate.megatron_schedule import schedule
@@ -89,10 +90,8 @@ def _by_table(s: MegatronSettings, name: str, m: Migration) -> None:
             m.drop(shown, said, group.reason)
         else:
             m.decide(shown, said, group.reason, group.hint)
-    elif group is not None and (group.unless is None or not s.get(group.unless)):
-        m.drop(shown, said, group.note)
     elif group is not None:
-        m.decide(shown, said, group.note, "Leave it out for a dense model")
+        m.drop(shown, said, group.note)
     else:
         m.decide(
             shown, said, f"is not among the settings of {megatron_flags().version} that are known "
@@ -441,6 +440,6 @@ def _write(s: MegatronSettings, m: Migration, value: Any, new: dict[str, Any], *
 
 
 RULES: tuple[Callable[[MegatronSettings, Migration], None], ...] = (
-    _norm, _mlp, _heads, window, _positions, _precision, modules, _optimizer, _gradients, _states,
-    _sequence_parallel, _stages, _recomputation, _batches, schedule, *DATA_RULES,
+    _norm, _mlp, experts, _heads, window, _positions, _precision, modules, _optimizer, _gradients,
+    _states, _sequence_parallel, _stages, _recomputation, _batches, schedule, *DATA_RULES,
 )  # fmt: skip

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from typing import Any
 
-from megafp8.config.api import MAX_LAYERS, is_skip_frequency, window_problem
+from megafp8.config.api import is_skip_frequency, layer_list, window_problem
 from megafp8_migrate.megatron_settings import MegatronSettings
 from megafp8_migrate.report import Migration
 
@@ -47,34 +46,7 @@ def _pair(value: Any) -> Any:
 def frequency(value: Any) -> int | list[int] | None:
     """Return the layers without a window as our key has them; None if the value says none.
 
-    Megatron evaluates a text such as `([1]*3+[0])*8`. Here sums and repetitions of lists of 0 and 1
-    are read, and no code is run.
+    Megatron evaluates a text such as `([1]*3+[0])*8`, and `layer_list` reads it.
     """
-    if isinstance(value, str):
-        try:
-            value = _read(ast.parse(value.strip(), mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-    return value if is_skip_frequency(value) else None
-
-
-def _read(node: ast.expr) -> Any:
-    """Return the value of a number, a list of numbers, or a sum or a multiple of lists.
-
-    Raises:
-        ValueError: The text is anything else, or its list is longer than models have layers.
-    """
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.List):
-        return [_read(item) for item in node.elts]
-    if isinstance(node, ast.BinOp):
-        left, right = _read(node.left), _read(node.right)
-        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
-            return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, int):
-            left, right = right, left
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
-            if len(left) * right <= MAX_LAYERS:
-                return left * right
-    raise ValueError("is no list")
+    read = layer_list(value) if isinstance(value, str) else value
+    return read if is_skip_frequency(read) else None

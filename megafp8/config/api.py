@@ -21,7 +21,7 @@ from megafp8.config.overrides import preset_names
 from megafp8.config.rules import unmet_need, unused
 from megafp8.config.schema import all_keys, schema_tree
 from megafp8.config.settings import UNDECIDED, Setting, flatten, put_in, read_value, read_values
-from megafp8.config.values import is_skip_frequency, plain, window_problem
+from megafp8.config.values import is_skip_frequency, layer_list, plain, window_problem
 
 __all__ = [
     "CombinedConfigError",
@@ -44,6 +44,7 @@ __all__ = [
     "flatten",
     "is_skip_frequency",
     "launcher_paths_once",
+    "layer_list",
     "load",
     "nemo_keys",
     "plain",

@@ -8,11 +8,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from megafp8.config.keys import Values, keys_of
+from megafp8.config.keys import Key, Values, keys_of
 from megafp8.config.schema import Model, all_keys, spec_fields
+from megafp8.config.schema.experts import COEFF, LOSS, NUM_EXPERTS, Experts
 from megafp8.config.schema.model import Architecture
-from megafp8.config.values import GELUS, spell_activation
+from megafp8.config.values import GELUS, layers_with_experts, spell_activation
 from megafp8.specs.model import Activation, GPTSpec, RecomputeSpec
+from megafp8.specs.moe import MoESpec
 
 TANH = "-tanh"
 """How the name of an activation ends whose GELU is the tanh form."""
@@ -22,12 +24,17 @@ VOCAB_SIZE_UNKNOWN = 0
 
 
 @cache
+def _shape_keys() -> dict[str, Key]:
+    return keys_of(Architecture) | keys_of(Experts)
+
+
+@cache
 def function_keys() -> tuple[str, ...]:
     """Return the keys under `model` that define the function which weights compute.
 
     Each is marked in the schema. Models whose values of them are equal can exchange weights.
     """
-    return tuple(name for name, key in keys_of(Architecture).items() if key.defines_function)
+    return tuple(name for name, key in _shape_keys().items() if key.defines_function)
 
 
 def gpt_spec(values: Values, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
@@ -36,6 +43,7 @@ def gpt_spec(values: Values, vocab_size: int = VOCAB_SIZE_UNKNOWN) -> GPTSpec:
         **spec_fields("model", values),
         activation=_activation(values["model.activation"], values["model.openai_gelu"]),
         recompute=_recompute(values),
+        moe=_experts(values),
         vocab_size=vocab_size,
     )
 
@@ -46,7 +54,7 @@ def spec_of_tree(model: Mapping[str, Any], vocab_size: int) -> GPTSpec:
     A checkpoint records these settings. Keys that the section lacks, since an earlier version wrote
     it, have their defaults.
     """
-    known = {key: model[key] for key in keys_of(Architecture) if key in model}
+    known = {key: model[key] for key in _shape_keys() if key in model}
     merged = OmegaConf.merge(OmegaConf.structured(Model), known)
     typed: Any = OmegaConf.to_container(merged, throw_on_missing=False)
     values = {path: key.default for path, key in all_keys().items()}
@@ -57,8 +65,23 @@ def tree_of_spec(spec: GPTSpec) -> dict[str, Any]:
     """Return the function of a model as keys and values below `model`, for `spec_of_tree`."""
     activation = spec.activation.removesuffix(TANH)
     gelu = {"activation": activation, "openai_gelu": spec.activation != activation}
-    given = {name: getattr(spec, name) for name in function_keys() if name not in gelu}
-    return gelu | {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
+    experts = _tree_of_experts(spec.moe)
+    given = {n: getattr(spec, n) for n in function_keys() if n not in gelu.keys() | experts.keys()}
+    tree = {name: list(v) if isinstance(v, tuple) else v for name, v in given.items()}
+    return gelu | tree | experts
+
+
+def _tree_of_experts(moe: MoESpec | None) -> dict[str, Any]:
+    """Return the function of experts and router as keys below `model`, with all values filled."""
+    keys = {name: key for name, key in keys_of(Experts).items() if key.defines_function}
+    if moe is None:
+        return {name: key.default for name, key in keys.items()}
+    of_fields = {name: (key.spec or "").rpartition(".")[2] for name, key in keys.items()}
+    return {name: getattr(moe, field) for name, field in of_fields.items() if field} | {
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [int(has) for has in moe.layers],
+        "moe_router_topk_scaling_factor": None if moe.scaling_factor == 1 else moe.scaling_factor,
+    }
 
 
 def function_differences(asked: GPTSpec, stored: GPTSpec) -> dict[str, tuple[Any, Any]]:
@@ -83,6 +106,21 @@ def _activation(name: str, openai_gelu: bool) -> Activation:
     plain = spell_activation(name)
     has_tanh_form = openai_gelu and plain in GELUS
     return f"{plain}{TANH}" if has_tanh_form else plain  # type: ignore[return-value]  # validated
+
+
+def _experts(values: Values) -> MoESpec | None:
+    if values[NUM_EXPERTS] is None:
+        return None
+    coeff = values[COEFF]
+    return MoESpec(
+        **spec_fields("model.moe", values),
+        ffn_hidden_size=values["model.moe_ffn_hidden_size"] or values["model.ffn_hidden_size"],
+        layers=layers_with_experts(values["model.moe_layer_freq"], values["model.num_layers"]),
+        scaling_factor=values["model.moe_router_topk_scaling_factor"] or 1.0,
+        router_loss=values[LOSS] if coeff else "none",
+        router_loss_coeff=coeff,
+        z_loss_coeff=values["model.moe_z_loss_coeff"] or 0.0,
+    )
 
 
 def _recompute(values: Values) -> RecomputeSpec | None:

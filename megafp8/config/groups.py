@@ -86,6 +86,13 @@ GROUPS = {
         "model.num_attention_heads=8",
         "model",
     ),
+    "experts": Group(
+        "Mixture of experts",
+        "MLPs of which a router chooses a few for each token, by the names of Megatron-core.",
+        "model=moe_tiny model.num_moe_experts=16 model.moe_router_topk=4 "
+        "model.moe_aux_loss_coeff=0.01",
+        "model",
+    ),
     "memory": Group(
         "Memory and speed",
         "Recomputation of activations, compilation, CUDA graphs and garbage collection.",

@@ -27,6 +27,7 @@ LARGEST = 2**53  # a float cannot hold every whole number above
 # only be a mistake, and rules, plans and tables that go through all layers or heads would not end.
 MAX_LAYERS = 10_000
 MAX_HEADS = 2**16
+MAX_EXPERTS = 2**12
 MAX_WIDTH = 2**22
 MAX_POSITIONS = 2**27
 MAX_VOCABULARY = 2**24

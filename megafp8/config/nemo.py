@@ -137,7 +137,12 @@ COMPUTED: dict[str, Callable[[Values], Any]] = {
     "model_ranks": _model_ranks,
     "layers_but_one": _layers_but_one,
 }
-WHERE = {"can_fuse": can_fuse}
+WHERE: dict[str, Callable[[Any, Values], bool]] = {
+    "can_fuse": can_fuse,
+    "without_experts": lambda value, v: (
+        v["model.num_moe_experts"] is None and not isinstance(value, (list, dict))
+    ),
+}
 _BY_NAME: dict[str, Mapping[str, Any]] = {"free": FREE, "where": WHERE}
 
 

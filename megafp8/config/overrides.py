@@ -309,7 +309,8 @@ def _grammar_problem(text: str, error: Exception) -> SettingError:
     key, _, value = text.partition("=")
     detail = str(error).strip().splitlines()[0] if str(error).strip() else "cannot be read"
     hint = f"Quote the value: '{key}=\"…\"'"
-    if value.startswith(("[", "{")):  # a shell has split it at a blank
+    is_split = value[:1] in _CLOSING and value.count(value[0]) != value.count(_CLOSING[value[0]])
+    if is_split:  # by a shell, at a blank
         hint = f"Quote the whole setting for the shell: '{key}={value[0]}…{_CLOSING[value[0]]}'"
     return SettingError(key, value, f"Hydra cannot read it: {detail}", hint, origin=COMMAND_LINE)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megafp8.config.keys import MAX_POSITIONS
+from megafp8.config.keys import LARGEST, MAX_LAYERS, MAX_POSITIONS
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.specs.layer import linear_names
 from megafp8.specs.optim import StorageName
@@ -92,6 +93,8 @@ MAX_RAMP_SIZES = 100_000
 
 LAYERS_NAMED = 10_000
 
+MAX_LIST_TEXT = 100_000  # characters of a list of layers; a longer one is cut, and then not valid
+
 _MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from a run's name
 
 GELUS = ("gelu", "geglu")
@@ -174,6 +177,76 @@ def is_skip_frequency(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(type(v) is int and v in (0, 1) for v in value)
     return type(value) is int
+
+
+def layer_list(text: str) -> Any:
+    """Return the number or the list in a text such as `([1]*3+[0])*8`; None if there is none.
+
+    Megatron evaluates such a text. Here sums and repetitions of lists of whole numbers are read,
+    and no code is run.
+    """
+    try:
+        return _read_list(ast.parse(text[:MAX_LIST_TEXT].strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _read_list(node: ast.expr) -> Any:
+    """Return the value of a number, a list of numbers, or a sum or a multiple of lists.
+
+    Raises:
+        ValueError: The text is anything else, or its list is longer than models have layers.
+    """
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_read_list(item) for item in node.elts]
+    if isinstance(node, ast.BinOp):
+        left, right = _read_list(node.left), _read_list(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, int):
+            left, right = right, left
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if len(left) * right <= MAX_LAYERS:
+                return left * right
+    raise ValueError("is no list")
+
+
+def spell_frequency(value: Any) -> Any:
+    """Return `moe_layer_freq` as a number or a list, where a text may stand for either."""
+    read = layer_list(value) if isinstance(value, str) else value
+    read = list(read) if isinstance(read, (list, tuple)) else read
+    return 1 if isinstance(read, list) and read and all(read) else read
+
+
+def is_layer_frequency(value: object) -> bool:
+    """Whether `value` says which layers have experts: each N-th, or 0 or 1 for each layer."""
+    read = layer_list(value) if isinstance(value, str) else value
+    if isinstance(read, (list, tuple)):
+        return bool(read) and all(type(v) is int and v in (0, 1) for v in read)
+    return type(read) is int and 1 <= read <= LARGEST
+
+
+def layers_with_experts(value: Any, num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts, from a valid `moe_layer_freq`.
+
+    With a number N, layer i (from 0) has some if i mod N is 0, as in Megatron. A list has its own
+    length, whatever the number of layers.
+    """
+    read = layer_list(value) if isinstance(value, str) else value
+    if isinstance(read, int):
+        return tuple(layer % read == 0 for layer in range(num_layers))
+    return tuple(bool(number) for number in read)
+
+
+def no_loss_type(value: object) -> str | None:
+    """Return why a value is no `moe_router_load_balancing_type`, where Megatron has the value."""
+    if isinstance(value, (list, tuple)):
+        return "asks for several losses, and a router has one; write its name alone"
+    if value in ("global_aux_loss", "sinkhorn", "quantile_balancing"):
+        return "is not supported: a router has aux_loss, seq_aux_loss or none"
+    return None
 
 
 def steps_or_ratio(steps: int | None, ratio: float | None, max_steps: int) -> int | None:

@@ -55,6 +55,8 @@ VALUES: dict[str, Any] = {
     "trainer.gradient_clip_algorithm": "value",
     "model.rotary_percentage": 0.5,
     "model.window_attn_skip_freq": 2,
+    "model.moe_router_score_function": "sigmoid",
+    "model.moe_router_load_balancing_type": "seq_aux_loss",
     "model.optim.fp8_opt_level": "O2",
     "model.optim.grad_sync_dtype": "bf16",
     "model.optim.low_precision_moments_of": "linears",

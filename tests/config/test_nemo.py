@@ -86,7 +86,7 @@ def another(key: NemoKey) -> Any:
               "model.encoder_seq_length": 256, "model.init_method_std": 0.02,
               "model.hidden_size": 256, "model.num_attention_heads": 4, "model.num_layers": 4,
               "model.tensor_model_parallel_size": 1,
-              "model.pipeline_model_parallel_size": 1}  # fmt: skip
+              "model.pipeline_model_parallel_size": 1, "model.num_moe_experts": 4}  # fmt: skip
     candidates += [[3], {"a": 1}, [["x"]]]
     return next(value for value in candidates if not key.passes(value, values))
 
@@ -148,7 +148,7 @@ def test_nemos_default_passes_and_is_named(key: NemoKey, inert_all: set[str]) ->
 
 @pytest.fixture(scope="module")
 def refused_all() -> dict[str, Any]:
-    given = [override(key, another(key)) for key in TABLE]
+    given = ["model.num_moe_experts=4", *(override(key, another(key)) for key in TABLE)]
     return {problem.key: problem for problem in load_problems(*given)}
 
 

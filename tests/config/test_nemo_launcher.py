@@ -189,7 +189,10 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "mixtral": {"model.num_moe_experts": 8},
+    "a mixtral with capacities": {
+        "model.moe_expert_capacity_factor": 1.0,
+        "model.num_moe_experts": 8,
+    },
     "falcon": {"model.name": "megatron_falcon_gpt"},
     "chatglm": {"model.rotary_interleaved": True},
     "gemma": {"model.apply_embedding_scaling": True},

@@ -22,7 +22,7 @@ from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.optim.schedules import learning_rate
 from megafp8.secrets import is_secret_name
-from megafp8.specs import RunSpec
+from megafp8.specs import MoESpec, RunSpec
 from megafp8_migrate import main, migrate
 from megafp8_migrate.audit import request
 from megafp8_migrate.megatron_flags import NONE, Refused, megatron_flags
@@ -188,7 +188,6 @@ def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "flag"),
     [
-        ("--num-experts 8", "--num-experts"),
         ("--qk-clip", "--qk-clip"),
         ("--fp8-output-proj", "--fp8-output-proj"),
         ("--te-precision-config-file a.yaml", "--te-precision-config-file"),
@@ -328,9 +327,116 @@ def test_no_setting_of_megatrons_is_named_like_a_secret() -> None:
     assert [name for name in sorted(names) if is_secret_name(name)] == []
 
 
+MIXTRAL = (
+    "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--moe-permute-fusion --disable-bias-linear --swiglu --ffn-hidden-size 224 "
+    "--expert-model-parallel-size 1 --overlap-moe-expert-parallel-comm"
+)
+ONE_RANK = SCRIPT.replace("GPUS=2", "GPUS=1")
+
+
+def experts_script(more: str) -> Migration:
+    return migrate(f"{ONE_RANK}--disable-bias-linear {more}\n", "train.sh", (), {})
+
+
+def test_a_script_of_mixtral(tmp_path: Path) -> None:
+    m = migrate(ONE_RANK + MIXTRAL + "\n", "train.sh", (), {})
+    assert spec_of(m, tmp_path).model.moe == MoESpec(
+        num_experts=8, top_k=2, ffn_hidden_size=224, layers=(True, True), router_loss="aux_loss",
+        router_loss_coeff=0.01,
+    )  # fmt: skip
+    dropped = "\n".join(m.inert)
+    for flag in ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-dispatcher-type",
+                 "--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"):  # fmt: skip
+        assert f"{flag}: " in dropped, flag
+
+
+@pytest.mark.parametrize(
+    ("more", "field", "ours"),
+    [
+        ("--moe-ffn-hidden-size 96", "ffn_hidden_size", 96),
+        ("--moe-layer-freq ([0]*1+[1]*1)", "layers", (False, True)),
+        ("--moe-layer-freq 2", "layers", (True, False)),
+        ("--moe-router-topk 1 --moe-router-pre-softmax", "pre_softmax", True),
+        ("--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+         "--moe-router-bias-update-rate 1e-4", "bias_update_rate", 1e-4),
+        ("--moe-router-topk-scaling-factor 2.5", "scaling_factor", 2.5),
+        ("--moe-z-loss-coeff 1e-3", "z_loss_coeff", 1e-3),
+        ("--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4", "router_loss",
+         "seq_aux_loss"),
+        ("--moe-shared-expert-intermediate-size 48", "shared_ffn_hidden_size", 48),
+        ("--moe-router-load-balancing-type none", "router_loss", "none"),
+        ("--moe-router-dtype fp32 --moe-expert-capacity-factor -1", "num_experts", 4),
+    ],
+)  # fmt: skip
+def test_flags_of_experts(more: str, field: str, ours: Any, tmp_path: Path) -> None:
+    quoted = " ".join(shlex.quote(word) for word in more.split())
+    m = experts_script(f"--num-experts 4 {quoted}")
+    assert getattr(spec_of(m, tmp_path).model.moe, field) == ours
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["--moe-router-bias-update-rate 1e-3", "--moe-router-load-balancing-type seq_aux_loss",
+     "--moe-router-score-function sigmoid --moe-router-pre-softmax"],
+)  # fmt: skip
+def test_a_flag_of_experts_that_megatron_does_not_read_is_dropped(
+    more: str, tmp_path: Path
+) -> None:
+    m = experts_script(f"--num-experts 4 {more}")
+    assert spec_of(m, tmp_path).model.moe is not None
+    flag = next(word for word in reversed(more.split()) if word.startswith("--"))
+    assert any(line.startswith(f"{flag}: ") and "no effect without" in line for line in m.inert)
+
+
+@pytest.mark.parametrize(
+    ("more", "flag"),
+    [
+        ("--moe-router-topk 5", "model.moe_router_topk"),
+        ("--moe-router-topk 1", "model.moe_router_topk"),
+        ("--moe-layer-freq '[len(0)]'", "model.moe_layer_freq"),
+        ("--moe-layer-freq 0", "model.moe_layer_freq"),
+        ("--moe-layer-freq [1,0,1]", "model.moe_layer_freq"),
+        ("--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1e-2",
+         "model.moe_router_load_balancing_type"),
+        ("--moe-router-enable-expert-bias", "model.moe_router_enable_expert_bias"),
+        ("--moe-expert-capacity-factor 1.25", "--moe-expert-capacity-factor"),
+        ("--moe-pad-expert-input-to-capacity", "--moe-pad-expert-input-to-capacity"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type"),
+        ("--moe-router-dtype fp64", "--moe-router-dtype"),
+        ("--moe-shared-expert-gate", "--moe-shared-expert-gate"),
+        ("--expert-model-parallel-size 4", "--expert-model-parallel-size"),
+        ("--moe-router-num-groups 2", "--moe-router-num-groups"),
+        ("--moe-use-upcycling", "--moe-use-upcycling"),
+        ("--moe-never-heard-of 3", "--moe-never-heard-of"),
+        ("--moe-aux-loss-coeff 0.1 0.2", "model.moe_aux_loss_coeff"),
+    ],
+)  # fmt: skip
+def test_flags_of_experts_that_cannot_be_kept_must_be_decided(more: str, flag: str) -> None:
+    assert decided(experts_script(f"--num-experts 4 {more}")) == [flag]
+
+
+def test_a_script_of_experts_with_biases_or_ranks_must_be_decided() -> None:
+    assert decided(script("--num-experts 4 --disable-bias-linear")) == ["trainer.devices"]
+    assert decided(migrate(f"{ONE_RANK} --num-experts 4\n", "train.sh", (), {})) == ["model.bias"]
+    (line,) = migrate(f"{ONE_RANK}--disable-bias-linear --num-experts $E --moe-router-topk 1\n",
+                      "train.sh", (), {}).undecided  # fmt: skip
+    assert line.startswith("--num-experts: $E: ") and "model.num_moe_experts" in line
+
+
+def test_without_experts_no_flag_of_theirs_is_kept(tmp_path: Path) -> None:
+    more = "--moe-router-topk 1 --moe-expert-capacity-factor 1.0 --moe-layer-freq 2"
+    m = script(more)
+    assert spec_of(m, tmp_path).model.moe is None
+    assert "moe" not in str(m.out)
+    for flag in ("--moe-router-topk", "--moe-expert-capacity-factor", "--moe-layer-freq"):
+        assert any(line.startswith(f"{flag}: ") and "no experts" in line for line in m.inert)
+
+
 ONLY_FLAGS = {
     "decoder_seq_length", "enable_mhc_connections", "encoder_num_layers",
-    "init_method_xavier_uniform", "num_experts", "quick_geglu", "spec", "yaml_cfg",
+    "init_method_xavier_uniform", "quick_geglu", "spec", "yaml_cfg",
 }  # fmt: skip
 """Names of the command line that Megatron's configuration of a model does not have."""
 
@@ -459,7 +565,7 @@ def test_a_saved_run_of_bridge(tmp_path: Path) -> None:
     [
         ("model", "unknown_thing", 3, "model.unknown_thing"),
         ("model", "qk_clip", True, "model.qk_clip"),
-        ("model", "num_moe_experts", 8, "model.num_moe_experts"),
+        ("model", "softmax_type", "off-by-one", "model.softmax_type"),
         ("peft", "dim", 16, "peft.dim"),
         ("checkpoint", "finetune", True, "checkpoint.finetune"),
     ],
@@ -470,6 +576,31 @@ def test_fields_of_bridge_that_must_be_decided(
     tree = RUN_CONFIG | {section: {**RUN_CONFIG.get(section, {}), field: given}}  # type: ignore[dict-item]
     assert set(decided(migrate(yaml.safe_dump(tree), "run_config.yaml"))) == {
         "trainer.devices", shown}  # fmt: skip
+
+
+def test_a_saved_run_of_bridge_with_experts(tmp_path: Path) -> None:
+    """Such a file has every field of Megatron's, most of them with their defaults."""
+    fields = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_layer_freq": [0, 1, 1, 1],
+              "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.001,
+              "moe_router_pre_softmax": False, "moe_router_score_function": "softmax",
+              "moe_router_dtype": None, "moe_router_bias_update_rate": 0.001,
+              "moe_ffn_hidden_size": 96, "moe_z_loss_coeff": None, "moe_grouped_gemm": True,
+              "moe_flex_dispatcher_backend": "deepep", "moe_token_drop_policy": "probs",
+              "moe_hybridep_num_sms_preprocessing": 108, "moe_paged_stash_page_size": 64,
+              "moe_permute_fusion": True, "moe_token_dispatcher_type": "alltoall",
+              "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 1}  # fmt: skip
+    tree = RUN_CONFIG | {"model": {**RUN_CONFIG["model"], **fields, "add_bias_linear": False}}
+    m = migrate(yaml.safe_dump(tree), "run_config.yaml")
+    assert decided(m) == ["trainer.devices"]
+    m.undecided.clear()
+    found = spec_of(m, tmp_path).model.moe
+    assert found == MoESpec(
+        num_experts=4, top_k=2, ffn_hidden_size=96, layers=(False, True, True, True),
+        router_loss="aux_loss", router_loss_coeff=0.001,
+    )  # fmt: skip
+    tree["model"]["moe_shared_expert_gate"] = True
+    assert decided(migrate(yaml.safe_dump(tree), "run_config.yaml")) == [
+        "trainer.devices", "model.moe_shared_expert_gate"]  # fmt: skip
 
 
 def test_overrides_of_a_recipe_and_a_named_precision(tmp_path: Path) -> None:

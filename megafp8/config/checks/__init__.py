@@ -9,6 +9,7 @@ from omegaconf import MISSING
 
 from megafp8.config import together
 from megafp8.config.checks import (
+    experts,
     finetuning,
     model,
     optim,
@@ -65,7 +66,16 @@ def _without(findings: Iterable[Finding], values: Values) -> dict[str, Any]:
 
 def rule_findings(values: Values) -> Iterator[Finding]:
     """Yield what the rules between keys find; keys without effect must have their defaults."""
-    for subject in (model, parallel, precision, precision_schedule, optim, run, finetuning):
+    for subject in (
+        model,
+        experts,
+        parallel,
+        precision,
+        precision_schedule,
+        optim,
+        run,
+        finetuning,
+    ):
         yield from subject.rule.findings(values)
     yield from together.findings(values)
 

@@ -47,17 +47,18 @@ def _fp8_has_format(v: Values) -> Iterator[Finding]:
 
 @rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
 def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    yield from _fp8_size(v, "model.hidden_size", hidden_step(v))
+    tp = v["model.tensor_model_parallel_size"]
+    yield from fp8_size(v, "model.hidden_size", hidden_step(v), tp)
 
 
 @rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
 def _fp8_ffn(v: Values) -> Iterator[Finding]:
-    step = size_multiple(v) * v["model.tensor_model_parallel_size"]
-    yield from _fp8_size(v, "model.ffn_hidden_size", step)
-
-
-def _fp8_size(v: Values, key: str, step: int) -> Iterator[Finding]:
     tp = v["model.tensor_model_parallel_size"]
+    yield from fp8_size(v, "model.ffn_hidden_size", size_multiple(v) * tp, tp)
+
+
+def fp8_size(v: Values, key: str, step: int, tp: int) -> Iterator[Finding]:
+    """Check that a width which `tp` ranks divide suits FP8; the hint has multiples of `step`."""
     multiple = size_multiple(v)
     if v["model.fp8"] and v[key] % (multiple * tp):
         shared = f" divided by model.tensor_model_parallel_size={tp}" if tp > 1 else ""

@@ -26,6 +26,7 @@ from megafp8.config.keys import (
 )
 from megafp8.config.schema.data import OF_EXAMPLES, Data, TokenizerKeys
 from megafp8.config.schema.exp_manager import ExpManager, NsysProfile
+from megafp8.config.schema.experts import Experts
 from megafp8.config.schema.model import Architecture
 from megafp8.config.schema.optim import Optim
 from megafp8.config.schema.parallel import Parallel
@@ -34,8 +35,8 @@ from megafp8.config.schema.trainer import Trainer
 
 
 @dataclass
-class Model(Precision, Architecture, Parallel):
-    """Define the keys below `model`: the GPT, batches, FP8, parallelism, data and optimizer."""
+class Model(Precision, Experts, Architecture, Parallel):
+    """Define the keys below `model`: GPT, experts, batches, FP8, ranks, data and optimizer."""
 
     seed: int = key(
         1234,

@@ -1,0 +1,96 @@
+"""Check that the numbers of experts fit each other, the layers and FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megafp8.config.checks.precision import fp8_size
+from megafp8.config.keys import Values
+from megafp8.config.rules import Finding, Rules
+from megafp8.config.schema.experts import COEFF, LOSS, NUM_EXPERTS, SCORES
+from megafp8.config.values import (
+    SIZES,
+    WORLD,
+    layers_with_experts,
+    size_multiple,
+    world_size,
+)
+
+rule = Rules()
+
+TOP_K, FREQUENCY = "model.moe_router_topk", "model.moe_layer_freq"
+WIDTH, SHARED = "model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size"
+PRE_SOFTMAX, BIAS = "model.moe_router_pre_softmax", "model.moe_router_enable_expert_bias"
+FP8 = ("model.fp8", "model.fp8_recipe")
+
+
+@rule(NUM_EXPERTS, TOP_K, SCORES, PRE_SOFTMAX)
+def _top_k_of_the_experts(v: Values) -> Iterator[Finding]:
+    experts, top_k = v[NUM_EXPERTS], v[TOP_K]
+    if experts is None:
+        return
+    if top_k > experts:
+        yield Finding(TOP_K, f"is more than {NUM_EXPERTS}={experts}", f"Give from 1 to {experts}")
+    elif top_k == 1 and v[SCORES] == "softmax" and not v[PRE_SOFTMAX]:
+        yield Finding(
+            TOP_K,
+            "gives the router no gradient: the softmax over one chosen expert is always 1",
+            f"Set {PRE_SOFTMAX}=True or {SCORES}=sigmoid, or choose 2 experts or more",
+        )
+
+
+@rule(NUM_EXPERTS, BIAS, SCORES)
+def _bias_of_sigmoid(v: Values) -> Iterator[Finding]:
+    if v[BIAS] and v[SCORES] != "sigmoid":
+        yield Finding(
+            BIAS,
+            f"is for sigmoid alone, as in Megatron; the run has {SCORES}={v[SCORES]}",
+            f"Set {SCORES}=sigmoid, or leave it out and give {COEFF}=0.01",
+        )
+
+
+@rule(NUM_EXPERTS, FREQUENCY, "model.num_layers")
+def _some_layers_have_experts(v: Values) -> Iterator[Finding]:
+    if v[NUM_EXPERTS] is None:
+        return
+    layers, has = v["model.num_layers"], layers_with_experts(v[FREQUENCY], v["model.num_layers"])
+    if len(has) != layers:
+        hint = f"Give {layers} numbers, or the number N of which each N-th layer has experts"
+        yield Finding(FREQUENCY, f"has {len(has)} numbers for model.num_layers={layers}", hint)
+    elif not any(has):
+        hint = f"Give 1 for some layers, or leave {NUM_EXPERTS} out"
+        yield Finding(FREQUENCY, "says that no layer has experts", hint)
+
+
+@rule(NUM_EXPERTS, COEFF, LOSS)
+def _coefficient_of_a_loss(v: Values) -> Iterator[Finding]:
+    if v[COEFF] > 0 and v[LOSS] == "none":
+        yield Finding(
+            COEFF, f"has no effect with {LOSS}=none", f"Use {LOSS}=aux_loss, or leave one out"
+        )
+
+
+@rule(*FP8, NUM_EXPERTS, WIDTH)
+def _fp8_experts(v: Values) -> Iterator[Finding]:
+    if v[WIDTH] is not None:  # null is that of other layers, which has a rule
+        yield from fp8_size(v, WIDTH, size_multiple(v), 1)
+
+
+@rule(*FP8, NUM_EXPERTS, SHARED, "model.tensor_model_parallel_size")
+def _fp8_shared_experts(v: Values) -> Iterator[Finding]:
+    tp = v["model.tensor_model_parallel_size"]
+    if v[SHARED] is not None:
+        yield from fp8_size(v, SHARED, size_multiple(v) * tp, tp)
+
+
+@rule(NUM_EXPERTS, *SIZES, *WORLD)
+def _one_rank(v: Values) -> Iterator[Finding]:
+    """Refuse experts on several ranks; this is the one place that does so."""
+    if v[NUM_EXPERTS] is None or world_size(v) == 1:
+        return
+    divided = [key for key in (*SIZES, *WORLD) if v[key] > 1]
+    yield Finding(
+        divided[0],
+        f"a model with experts ({NUM_EXPERTS}={v[NUM_EXPERTS]}) runs on one rank in this version",
+        f"Leave {' and '.join(divided)} out, or {NUM_EXPERTS} for a dense model",
+    )
