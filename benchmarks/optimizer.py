@@ -131,7 +131,7 @@ def level_case(level: str, *size: int) -> Case:
         number += 1
         optimizer.step(number)
 
-    moments = [t for name in STATES for t in optimizer.state_tensors(name)]
+    moments = optimizer.all_state_tensors()
     return Case(step, [*params, *masters.masters, *masters.param_grads, *moments])
 
 

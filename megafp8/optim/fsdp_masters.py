@@ -18,7 +18,7 @@ from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.ops import torch_private
 from megafp8.optim.masters import ALL_IN_FP32, Masters
-from megafp8.optim.partitions import Segment, group_of
+from megafp8.optim.partitions import Segment, by_group
 from megafp8.parallel.fsdp import ShardedModel, local_of
 from megafp8.specs import StorageSpec
 from megafp8.specs.division import padded_rows
@@ -51,6 +51,7 @@ class FsdpMasters(Masters):
         self.own_weights = {}  # linears read what FSDP gathers, in the compute dtype or in FP8
         self._gathered_in_fp8 = sharded.gathered_in_fp8
         self.params = list(sharded.params)
+        self.params_of = by_group(self.params, self.shards_of)
         self.row_of = None
         if not storage.is_plain:  # rows are parts of tensors
             self.row_of = {param: row for row, param in enumerate(self.params)}
@@ -187,19 +188,20 @@ class FsdpMasters(Masters):
         with one reduction for all amaxes of a group of replicas.
         """
         self.reshard()
+        forms = self._gathered_in_fp8
         for name, shards in self.shards_of.items():
-            gathered = {p: form for p, form in self._gathered_in_fp8.items() if group_of(p) == name}
-            if not gathered:
+            params = [param for param in self.params_of[name] if param in forms]
+            if not params:
                 continue
-            (dtype,) = {form.compute_dtype for form in gathered.values()}
-            amaxes = torch.zeros(len(gathered), device=self.device)
-            for amax, param in zip(amaxes, gathered, strict=True):
+            (dtype,) = {forms[param].compute_dtype for param in params}
+            amaxes = torch.zeros(len(params), device=self.device)
+            for amax, param in zip(amaxes, params, strict=True):
                 raise_amax(amax, self.rows_of(param))
             # the amaxes of the rounded weights: rounding is monotone
             amaxes = amaxes.to(dtype).float()
             shards.all_reduce_max(amaxes)
-            for amax, (param, form) in zip(amaxes, gathered.items(), strict=True):
-                form.agree_on_scale(amax, self.rows_of(param))
+            for amax, param in zip(amaxes, params, strict=True):
+                forms[param].agree_on_scale(amax, self.rows_of(param))
 
     def reshard(self) -> None:
         """Free the gathered weights of every module."""

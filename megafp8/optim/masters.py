@@ -21,10 +21,12 @@ from megafp8.optim.partitions import (
     Partition,
     Segment,
     WeightBuffer,
+    by_group,
     group_of,
     is_sharded,
     replicated_range,
 )
+from megafp8.parallel.collectives import Axis
 from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.grad_reduce import Bucket, GradBucket, buckets_of
 from megafp8.parallel.scaled_data import ExchangedBucket, FlatGrads, Fp8SumBucket, lay_out
@@ -48,6 +50,7 @@ class Masters:
     scale of its own.
 
         params         all parameters of this rank
+        params_of      those of each group of replicas, by its name
         segments       what this rank updates: whole parameters, or ranges of their elements
         masters        the master weight of each segment, as torch's optimizers take it
         stored         the same with its format and scale
@@ -91,6 +94,7 @@ class Masters:
         self.params, self.linears = list(params), frozenset(linears)
         if storage.is_plain:  # the gradient norm adds squares in this order
             self.params.sort(key=lambda param: not is_sharded(param))
+        self.params_of = by_group(self.params, self.shards_of)
         self.device, self.bucket_bytes = self.params[0].device, bucket_bytes
         self._one = torch.ones((), device=self.device)
         self._fp8 = fp8 or WholeFp8Weights()
@@ -102,7 +106,7 @@ class Masters:
         grads: list[FlatGrads] = []
         order: list[nn.Parameter] = []
         for name, each in self.partitions.items():
-            members = [param for param in self.params if group_of(param) == name]
+            members = self.params_of[name]
             division = each.way.divide(self._divided(members, each))
             for places in division.weights:
                 self.buffers.append(WeightBuffer.of(places, [members[row] for row in places.rows]))
@@ -265,35 +269,32 @@ class Masters:
         for flat in self.scaled_flats:
             yield from zip(flat.params, flat.grads, strict=True)
 
-    def reducer_buckets(self, name: str = DENSE) -> list[GradBucket]:
-        """Return the buckets of a group of replicas for the gradient reducer.
+    def reducer_buckets(self) -> Iterator[tuple[Axis, Sequence[GradBucket]]]:
+        """Yield buckets for the gradient reducer, with the ranks that sum their gradients.
 
         In stage 2 those of linears are reduced early in the first step too, since each linear gives
         one gradient in a microbatch.
         """
-        storage, partition = self.storage, self.partitions[name]
-        stays, buckets = partition.stays, list[GradBucket]()
+        storage = self.storage
         for flat in self.plain_flats:
-            if group_of(flat.params[0]) != name:
-                continue
-            if not stays:
-                buckets += buckets_of(flat.flat, flat.params, self.bucket_bytes)
+            partition = self._partition_of(flat.params)
+            if not partition.stays:
+                yield partition.data, buckets_of(flat.flat, flat.params, self.bucket_bytes)
             elif storage.is_plain and partition.divides:
-                buckets.append(Bucket(flat.flat, frozenset(flat.params), is_scattered=True))
+                scattered = Bucket(flat.flat, frozenset(flat.params), is_scattered=True)
+                yield partition.data, [scattered]
             else:
-                buckets.append(ExchangedBucket(flat, stays=True))
+                yield partition.data, [ExchangedBucket(flat, stays=True)]
         for flat, factors in zip(self.scaled_flats, self._factors_of, strict=True):
-            if group_of(flat.params[0]) != name:
-                continue
-            starts_early = not storage.sums_in_fp32
+            partition = self._partition_of(flat.params)
+            stays, starts_early = partition.stays, not storage.sums_in_fp32
             bucket = ExchangedBucket(flat, stays, starts_early)
             if storage.reduction != "fp32":
                 adapts = storage.reduction == "auto"
                 bucket = Fp8SumBucket(flat, stays, starts_early, factors=factors, adapts=adapts)
             if partition.frees_grads:
                 bucket.num_gradients = len(flat.params)
-            buckets.append(bucket)
-        return buckets
+            yield partition.data, [bucket]
 
     def begin_step(self) -> None:
         """Free the sums of the last step, if a step allocates new ones."""
@@ -414,23 +415,19 @@ class Masters:
 
     def _share_scales(self) -> None:
         """Tell all ranks the scales of weights that are their own masters."""
+        own, weights = {segment.param for segment in self.segments}, self.own_weights
         for name, shards in self.shards_of.items():
-            weights = {p: weight for p, weight in self.own_weights.items() if group_of(p) == name}
-            if not weights or shards.size == 1:
+            params = [param for param in self.params_of[name] if param in weights]
+            if not params or shards.size == 1:
                 continue
-            own = {segment.param for segment in self.segments}
-            scales = torch.stack(
-                [
-                    weight.dequant_scale if param in own else torch.zeros_like(weight.dequant_scale)
-                    for param, weight in weights.items()
-                ]
-            )
+            scales = {param: weights[param].dequant_scale for param in params}
+            told = [x if param in own else torch.zeros_like(x) for param, x in scales.items()]
             # Only a weight's owner knows its scale: the others send 0. A maximum may drop a NaN, so
             # a NaN travels as infinity.
-            shared = shards.all_reduce_max(scales.nan_to_num(nan=torch.inf))
+            shared = shards.all_reduce_max(torch.stack(told).nan_to_num(nan=torch.inf))
             shared = torch.where(shared.isfinite(), shared, torch.nan)
-            for weight, scale in zip(weights.values(), shared.unbind(), strict=True):
-                weight.dequant_scale.copy_(scale)
+            for scale, found in zip(scales.values(), shared.unbind(), strict=True):
+                scale.copy_(found)
 
 
 def initial_master(param: nn.Parameter) -> nn.Parameter:

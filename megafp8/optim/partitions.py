@@ -9,7 +9,7 @@ clipping acts, its factor: norms of parts are rounded apart (1e-7).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,6 +47,13 @@ def is_sharded(param: nn.Parameter) -> bool:
 def group_of(param: nn.Parameter) -> str:
     """Return the name of the group of replicas that a parameter belongs to."""
     return pieces_of(param)[0].group
+
+
+def by_group(
+    params: Collection[nn.Parameter], groups: Iterable[str]
+) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each of the `groups` of replicas, by its name."""
+    return {name: [param for param in params if group_of(param) == name] for name in groups}
 
 
 @dataclass(frozen=True)

@@ -211,14 +211,6 @@ class Optimizers:
         for name in self._names:
             yield name, [(segments[row], s[name]) for row, s in of_rows.items() if name in s]
 
-    def stored_states(self, name: str) -> list[ScaledTensor]:
-        """Return the states of one name in the order of the masters that have it."""
-        return [state for _, state in dict(self.states())[name]]
-
-    def state_tensors(self, name: str) -> list[torch.Tensor]:
-        """Return the payloads of `stored_states`."""
-        return [state.payload for state in self.stored_states(name)]
-
     def all_state_tensors(self) -> list[torch.Tensor]:
         """Return the payloads of the states of all names."""
         return [state.payload for _, states in self.states() for _, state in states]

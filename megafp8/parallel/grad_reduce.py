@@ -119,9 +119,7 @@ class GradReducer:
         self._under_way: list[GradBucket] = []  # started ones that have steps left
 
     def attach(self, buckets: Sequence[GradBucket], axis: Axis) -> None:
-        """Take the buckets that are summed over `axis` from now on; call it once for each group of
-        replicas, before the first step.
-        """
+        """Take buckets that are summed over `axis` from now on; called before the first step."""
         self.buckets += buckets
         self.axis_of |= dict.fromkeys(map(id, buckets), axis)
         bucket_of = {param: bucket for bucket in buckets for param in bucket.params}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.plan.shape import FP32, num_microbatches, shard_ranks
+from megafp8.plan.shape import FP32, num_microbatches, shard_ranks, way_of
 from megafp8.specs import RunSpec
 from megafp8.specs.division import Division, Places
 from megafp8.specs.optim import ITEM_BYTES
@@ -56,7 +56,7 @@ def arriving_bytes(spec: RunSpec, division: Division) -> tuple[int, int]:
 
     FP32 gradients and a bucket that is the only one are complete at the end alone (FP8-LM).
     """
-    in_place = spec.optim.storage.is_plain and not spec.optim.owns_whole
+    in_place = spec.optim.storage.is_plain and way_of(spec) != "tensors"
     if in_place or shard_ranks(spec) == 1:
         return 0, 0
     low_precision = [places for places in division.grads if places.kind != "fp32"]

@@ -29,6 +29,7 @@ from megafp8.plan.shape import (
     sent_in_fp8,
     sequence_shards,
     shard_ranks,
+    way_of,
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.division import ALIGNMENT, Division, ScatteredRow, rounded_up
@@ -188,7 +189,7 @@ def _updates(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     there are ranks. The bytes are those of a rank with an equal share.
     """
     parallel = spec.parallel
-    divides = spec.optim.owns_whole or parallel.fsdp is not None
+    divides = spec.optim.shards_states or parallel.fsdp is not None
     ranks = shard_ranks(spec) if divides else 1
     for traits in spec.optim.named.optimizers:
         if not traits.needs_whole:
@@ -252,8 +253,7 @@ def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         elements = tied.elements
         if parallel.fsdp is not None:  # a replica sums its rows
             elements = tied.shard_elements(shard_ranks(spec))
-        divides = spec.optim.shards_states and spec.optim.storage.is_plain
-        if divides and not spec.optim.owns_whole:  # a replica sums its range
+        if spec.optim.storage.is_plain and way_of(spec) == "elements":  # a replica sums its range
             elements = rounded_up(elements, ALIGNMENT * shard_ranks(spec)) // shard_ranks(spec)
         yield Message(
             axis="tied",
@@ -296,7 +296,7 @@ def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
     division = division_of(spec, shape.params)
     plain = sum(places.elements for places in division.grads if places.kind == "fp32")
-    if not spec.optim.storage.is_plain or spec.optim.owns_whole:
+    if not spec.optim.storage.is_plain or way_of(spec) == "tensors":
         yield from _stored(spec, shape, division, plain * itemsize, message)
     elif spec.optim.shards_states:
         yield message("reduce_scatter", "gradients", plain * itemsize)

@@ -133,11 +133,6 @@ class OptimSpec:
         """Whether an optimizer updates whole matrices, so that replicas own whole tensors."""
         return any(traits.needs_whole for traits in self.named.optimizers)
 
-    @property
-    def owns_whole(self) -> bool:
-        """Whether a replica owns FP32 states of whole tensors, and not of equal ranges."""
-        return self.shards_states and self.needs_whole
-
 
 # --- optimizers -----------------------------------------------------------------------------------
 

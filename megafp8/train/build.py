@@ -264,8 +264,8 @@ def connect_gradients(spec: RunSpec, sinks: Sinks, masters: Masters) -> None:
     in_fp32 = spec.optim.storage.sums_in_fp32
     sinks.main.attach_scaled(masters.scaled_grads(), sums_in_fp32=in_fp32)
     if sinks.reducer is not None:
-        for name, partition in masters.partitions.items():
-            sinks.reducer.attach(masters.reducer_buckets(name), partition.data)
+        for data, buckets in masters.reducer_buckets():
+            sinks.reducer.attach(buckets, data)
 
 
 def make_pipeline(

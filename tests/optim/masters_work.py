@@ -41,6 +41,7 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint, placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
+from tests.kit.states import stored_states
 from tests.optim.masters_bugs import IN_SUMS
 from tests.optim.sharded_work import on_ranks, spoil_gradient, weights
 from tests.parallel.rank_work import Case, Piece
@@ -222,7 +223,7 @@ def after_steps(state: TrainState, case: Case, steps: int, spoiled: int | None =
         norms.append(result.grad_norm)
         state.step += 1
         traffic = {key: n - before.get(key, 0) for key, n in mesh.traffic.num_bytes.items()}
-    moments = [optimizer.stored_states(name) for name in ("exp_avg", "exp_avg_sq")]
+    moments = [stored_states(optimizer, name) for name in ("exp_avg", "exp_avg_sq")]
     return Trained(
         losses,
         norms,

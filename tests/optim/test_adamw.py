@@ -26,6 +26,7 @@ from megafp8.plan.time import write_back_bytes
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece, whole_pieces
 from megafp8.specs.optim import AdamTraits
+from tests.kit.states import state_tensors
 from tests.tiny import build_run, optim_spec, run_spec
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -90,7 +91,7 @@ def test_masters_follow_torchs_plain_optimizer(
             assert difference <= 1e-6 * copy.detach().abs().max()
     assert ours.num_updates == 12
     for moment in STATES:
-        for state, copy in zip(ours.state_tensors(moment), copies, strict=True):
+        for state, copy in zip(state_tensors(ours, moment), copies, strict=True):
             theirs = plain.state[copy][moment]
             assert (state.to(reference) - theirs).abs().max() <= 1e-6 * theirs.abs().max()
 
@@ -205,7 +206,7 @@ def scalar(value: float) -> torch.Tensor:
 def contents(ours: Optimizers) -> list[torch.Tensor]:
     """Return copies of gradients, masters, weights and moments."""
     masters = ours.masters
-    moments = [tensor for name in STATES for tensor in ours.state_tensors(name)]
+    moments = [tensor for name in STATES for tensor in state_tensors(ours, name)]
     tensors = [masters.own_grads[0], *masters.masters, *masters.params, *moments]
     return [tensor.detach().clone() for tensor in tensors]
 
@@ -227,7 +228,7 @@ def test_a_kernel_that_clips_updates_as_after_clipping(limit: float | None) -> N
                 ours.update_if_finite(step, scalar(1), scalar(norm), divisor=scalar(7))
             else:
                 ours.update(step, norm, divisor=7)
-        moments = [torch.cat([x.flatten() for x in ours.state_tensors(name)]) for name in STATES]
+        moments = [torch.cat([x.flatten() for x in state_tensors(ours, name)]) for name in STATES]
         results.append((ours.masters.own_grads[0].clone(), *moments))
     for mine, theirs in zip(*results, strict=True):
         assert (mine - theirs).abs().max() <= 2.0**-21 * theirs.abs().max()

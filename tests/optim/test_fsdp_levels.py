@@ -32,6 +32,7 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint
 from megafp8.train.step import train_step
+from tests.kit.states import stored_states
 from tests.optim import masters_work
 from tests.optim.masters_work import FP8, stored_pieces
 from tests.optim.sharded_work import on_ranks
@@ -342,7 +343,7 @@ def state_of(state: TrainState, like: Case, steps: int) -> State:
     moments = [
         p
         for name in names
-        for p in stored_pieces(state, state.optimizer.stored_states(name), f"{name}/")
+        for p in stored_pieces(state, stored_states(state.optimizer, name), f"{name}/")
     ]
     masters, losses = stored_pieces(state, state.masters.stored), []
     for _ in range(steps):

@@ -18,6 +18,7 @@ from megafp8.optim.masters import Masters
 from megafp8.optim.protocol import Optimizers
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs.geometry import whole_pieces
+from tests.kit.states import state_tensors
 from tests.tiny import optim_spec
 
 CPU = torch.device("cpu")
@@ -211,7 +212,7 @@ def test_a_chosen_one_trains_and_continues_like_torchs(monkeypatch: pytest.Monke
                 mine.data.copy_(other.data)
             for name in STATES:
                 for mine, other in zip(
-                    continued.state_tensors(name), theirs.state_tensors(name), strict=True
+                    state_tensors(continued, name), state_tensors(theirs, name), strict=True
                 ):
                     mine.copy_(other)
         for optimizer in (ours, theirs, continued):

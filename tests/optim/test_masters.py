@@ -22,6 +22,7 @@ from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
+from tests.kit.states import state_tensors, stored_states
 from tests.tiny import build_run, microbatch, optim_spec
 
 LEVELS = {
@@ -53,7 +54,7 @@ def linear_bytes(state: TrainState) -> dict[str, int]:
     for index, param in enumerate(masters.params):
         if param in masters.linears:
             tensors = [param, masters.masters[index], masters.param_grads[index]]
-            tensors += [optimizer.state_tensors(n)[index] for n in ("exp_avg", "exp_avg_sq")]
+            tensors += [state_tensors(optimizer, n)[index] for n in ("exp_avg", "exp_avg_sq")]
             storages = {t.untyped_storage().data_ptr(): t for t in tensors}
             each = sum(t.numel() * t.itemsize for t in storages.values())
             found[names_of(state)[index]] = each // param.numel()
@@ -98,7 +99,7 @@ def test_moments_take_three_eighths_of_fp32s(level: str) -> None:
         held = sum(
             t.numel() * t.itemsize
             for name in ("exp_avg", "exp_avg_sq")
-            for t in optimizer.state_tensors(name)
+            for t in state_tensors(optimizer, name)
         )
         in_linears = sum(param.numel() for param in masters.linears)
         assert held == (whole - 5 * in_linears if only else whole * 3 // 8)
@@ -222,7 +223,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(level: str, bad: float) ->
     state = at_level(level)
     train_step(state, [microbatch(0)])
     masters, sink = state.masters, state.sink
-    tensors = [*masters.stored, *state.optimizer.stored_states("exp_avg_sq")]
+    tensors = [*masters.stored, *stored_states(state.optimizer, "exp_avg_sq")]
     before = [stored.values() for stored in tensors]
     victim, add = next(masters.scaled_grads())[0], sink.add
 
@@ -381,4 +382,4 @@ def test_a_new_format_is_one_entry(rounding: bool, monkeypatch: pytest.MonkeyPat
         losses.append(train_step(state, [microbatch(step)]).loss)
         state.step += 1
     assert losses[-1] < losses[0] - 0.05
-    assert {x.payload.dtype for x in state.optimizer.stored_states("exp_avg")} == {fmt.dtype}
+    assert {x.payload.dtype for x in stored_states(state.optimizer, "exp_avg")} == {fmt.dtype}

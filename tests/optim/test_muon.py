@@ -17,6 +17,7 @@ from megafp8.specs.optim import MOMENTUM
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.kit.states import state_tensors, stored_states
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec, run_spec
 
 LLAMA = gpt_spec(num_query_groups=2, bias=False, activation="swiglu", normalization="rmsnorm")
@@ -62,7 +63,7 @@ def test_one_rank_has_the_bits_of_torchs_muon(model: Any, nesterov: bool, adjust
         for name, (row, _, local) in where.items():
             assert torch.equal(masters.masters[row].detach()[local], theirs[name].detach()), name
     (name,) = (name for name, _ in state.optimizer.states() if name == "momentum_buffer")
-    momenta = state.optimizer.stored_states(name)
+    momenta = stored_states(state.optimizer, name)
     assert sum(m.payload.numel() for m in momenta) == sum(p.numel() for p in theirs.values())
 
 
@@ -128,7 +129,7 @@ def test_an_overflow_moves_no_momentum() -> None:
     precision = replace(spec.precision, loss_scale=LossScaleSpec(init_scale=2.0**12))
     state = build(replace(spec, precision=precision), single_rank())
     assert train_step(state, [microbatch(0)]).is_finite and state.loss_scale is not None
-    momenta = state.optimizer.state_tensors(MOMENTUM)
+    momenta = state_tensors(state.optimizer, MOMENTUM)
     assert all(momentum.isfinite().all() and momentum.any() for momentum in momenta)
     held = [*state.masters.masters, *momenta]
     before = [tensor.detach().clone() for tensor in held]

@@ -79,11 +79,12 @@ def test_ranks_of_each_group_agree_on_its_own_scales_and_amaxes() -> None:
 
 def test_each_group_has_its_own_buckets_and_factors() -> None:
     found = in_two_groups()
-    members = {group: found.reducer_buckets(group) for group in found.partitions}
-    owned = [param for buckets in members.values() for b in buckets for param in b.params]
+    members = [(data.name, b) for data, buckets in found.reducer_buckets() for b in buckets]
+    owned = [param for _, bucket in members for param in bucket.params]
     assert len(owned) == len(set(owned)) == len(found.params)
-    for group, buckets in members.items():
-        assert {group_of(param) for bucket in buckets for param in bucket.params} == {group}
+    for data, bucket in members:
+        (group,) = {group_of(param) for param in bucket.params}
+        assert data == {"dense": "data", "expert": "edp"}[group]
     factors = {(group_of(param), factor.item()) for param, factor in found.factor_of()}
     assert factors == {("dense", 1 / 4), ("expert", 1 / 2)}
 

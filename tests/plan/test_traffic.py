@@ -199,7 +199,7 @@ def check(
     assert dict(counted) == dict(planned(spec, pipeline_rank)), f"{name}, rank {rank}"
     held = rank_memory(spec, pipeline_rank).held.total
     own = measured.held
-    if spec.optim.shards_states and (spec.optim.owns_whole or not spec.optim.storage.is_plain):
+    if spec.optim.shards_states and (spec.optim.needs_whole or not spec.optim.storage.is_plain):
         own = max(outcome[name].held for outcome in outcomes)
     assert held == pytest.approx(own, rel=0.05), f"{name}, rank {rank}"
 

@@ -14,6 +14,7 @@ from megafp8.specs import Fp8Recipe, StorageSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.kit.states import state_tensors
 from tests.tiny import microbatch, optim_spec, run_spec
 
 SKIPPED: dict[str, Fp8Recipe | None] = {
@@ -33,7 +34,7 @@ def kept(state: TrainState) -> dict[str, torch.Tensor]:
         if param.dtype.itemsize > 1:
             tensors[f"weight {row}"] = param.detach().clone()
     for name in STATES:
-        moments = enumerate(state.optimizer.state_tensors(name))
+        moments = enumerate(state_tensors(state.optimizer, name))
         tensors |= {f"{name} {row}": moment.clone() for row, moment in moments}
     return tensors
 

@@ -39,6 +39,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import evaluate
 from tests.documents import borders_of
+from tests.kit.states import state_tensors
 from tests.ranks import Rank, run_ranks
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 from tests.train.tape import TapeRecorder, use_tapes
@@ -89,7 +90,7 @@ def everything(state: TrainState) -> dict[str, torch.Tensor]:
     tensors |= {f"gradient {i}": grad for i, grad in enumerate(state.masters.grads)}
     tensors |= {f"master {i}": m.detach() for i, m in enumerate(state.masters.masters)}
     for name in STATES:
-        moments = state.optimizer.state_tensors(name)
+        moments = state_tensors(state.optimizer, name)
         tensors |= {f"{name} {i}": moment for i, moment in enumerate(moments)}
     for direction, table in state.scaling.tables.items():
         tensors |= {f"{direction} {name}": t for name, t in table.tensors().items()}

@@ -38,6 +38,7 @@ from megafp8.train.dryrun import rank_share
 from megafp8.train.pretrain import pretrain
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.kit.states import stored_states
 from tests.parallel import matrix, plan_traffic_work, rank_work
 from tests.parallel.rank_work import Case, run_case
 from tests.plan.test_traffic import check, spec_of
@@ -151,7 +152,7 @@ def test_a_state_is_stored_in_the_format_that_the_traits_name() -> None:
     for stored in ("fp32", "fp8"):
         state = build_run(optim=sgd_spec(NamedOptimizer((Sgd(stored=stored),))))
         train_step(state, [microbatch(0)])
-        found[stored] = state.optimizer.stored_states("velocity")
+        found[stored] = stored_states(state.optimizer, "velocity")
     for exact, rounded in zip(found["fp32"], found["fp8"], strict=True):
         expected = ScaledTensor.of(exact.values(), STORAGE_FORMATS["fp8"])
         assert rounded.payload.dtype == torch.float8_e4m3fn

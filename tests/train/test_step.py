@@ -25,6 +25,7 @@ from megafp8.train.step import StepResult, forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.c_kernels import need_kernels
 from tests.copies import Copies
+from tests.kit.states import state_tensors
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
 from tests.train.skipped import O2, SKIPPED, check_skipped_step
 
@@ -61,7 +62,7 @@ def everything(state: TrainState) -> dict[str, torch.Tensor]:
     tensors = {f"weight {i}": p.detach() for i, p in enumerate(state.masters.params)}
     tensors |= {f"master {i}": m for i, m in enumerate(masters_of(state))}
     for name in STATES:
-        moments = state.optimizer.state_tensors(name)
+        moments = state_tensors(state.optimizer, name)
         tensors |= {f"{name} {i}": moment for i, moment in enumerate(moments)}
     for direction, table in state.scaling.tables.items():
         tensors |= {f"{direction} {name}": t for name, t in table.tensors().items()}

@@ -46,6 +46,7 @@ from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.same_codes import IN_FP32, OF_A_FLIP, run, with_same_codes
+from tests.kit.states import stored_states
 from tests.spec import scaled as spec
 from tests.tiny import microbatch
 
@@ -188,7 +189,7 @@ def test_the_update_is_the_specifications_of_transformer_engines_gradients() -> 
                               number + 1)  # fmt: skip
         fresh = spec.adam(slow, used[-1].numpy(), constants)
         slow = [spec.stored(x, kind) for x, kind in zip(fresh, kinds, strict=True)]
-        ours = [masters.stored[row], *(optimizer.stored_states(n)[row] for n in
+        ours = [masters.stored[row], *(stored_states(optimizer, n)[row] for n in
                                        ("exp_avg", "exp_avg_sq"))]  # fmt: skip
         for one, other in zip(ours, slow, strict=True):
             assert torch.equal(one.values(), torch.from_numpy(other))
@@ -385,7 +386,10 @@ def no_notice(text: str) -> None:
 
 def stored_tensors(state: TrainState) -> list[torch.Tensor]:
     optimizer = state.optimizer
-    kinds = [masters_of(state).stored, *map(optimizer.stored_states, ("exp_avg", "exp_avg_sq"))]
+    kinds = [
+        masters_of(state).stored,
+        *(stored_states(optimizer, n) for n in ("exp_avg", "exp_avg_sq")),
+    ]
     return [tensor.values() for each in kinds for tensor in each]
 
 

@@ -1,0 +1,1 @@
+"""A vocabulary for tests."""
