@@ -36,7 +36,7 @@ PRELOADED = [
     "megafp8.train.pretrain",
     "megafp8.parallel.pipeline_runner",  # which imports FSDP too
     "tests.tiny",
-    "tests.parallel.rank_work",  # and pytest; most ranks import Transformer Engine's backend by it
+    "tests.kit.runs",  # and pytest; most ranks import Transformer Engine's backend by it
 ]
 
 

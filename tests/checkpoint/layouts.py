@@ -23,8 +23,9 @@ from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece, weights
 from tests.parallel.matrix import INTERLEAVED, MODEL, ZERO, ZERO_BUBBLE
-from tests.parallel.rank_work import Case, Piece, weights
 from tests.ranks import Rank, run_ranks
 from tests.tiny import SEQ, optim_spec
 

@@ -13,8 +13,9 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.train import state_dict
 from tests.checkpoint import layouts
 from tests.checkpoint.layouts import GLOBAL_BATCH, STEPS_AFTER, STEPS_BEFORE, Layout
+from tests.kit.cases import perturb
+from tests.kit.tensors import Piece
 from tests.parallel.matrix import PERTURBATIONS, distance
-from tests.parallel.rank_work import Piece, perturb
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.parallel.rank_work import Case
+from tests.kit.cases import Case
 from tests.ranks import Rank, run_ranks
 
 RANKS, STEPS = 4, 2

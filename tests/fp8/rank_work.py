@@ -27,7 +27,7 @@ from megafp8.train.phases import begin_phase
 from megafp8.train.step import train_step
 from tests.fp8.models import mlp, noise
 from tests.fp8.quantized import quantized
-from tests.parallel.rank_work import Case
+from tests.kit.cases import Case
 from tests.ranks import Rank
 
 STEPS = 3

@@ -41,10 +41,10 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint, placements_of
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
-from tests.kit.states import stored_states
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece, stored_states
 from tests.optim.masters_bugs import IN_SUMS
 from tests.optim.sharded_work import on_ranks, spoil_gradient, weights
-from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank
 
 SHAPES = ((8, 24), (3, 5), (16, 16), (1, 7), (9, 11))

@@ -20,7 +20,8 @@ from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint, placements
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import evaluate
-from tests.parallel.rank_work import Case, Piece
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece
 from tests.ranks import Rank
 from tests.tiny import microbatch, run_spec
 

@@ -26,7 +26,7 @@ from megafp8.plan.time import write_back_bytes
 from megafp8.specs import OptimSpec
 from megafp8.specs.geometry import Piece, whole_pieces
 from megafp8.specs.optim import AdamTraits
-from tests.kit.states import state_tensors
+from tests.kit.tensors import state_tensors
 from tests.tiny import build_run, optim_spec, run_spec
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

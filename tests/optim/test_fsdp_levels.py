@@ -32,7 +32,8 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint
 from megafp8.train.step import train_step
-from tests.kit.states import stored_states
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece, stored_states
 from tests.optim import masters_work
 from tests.optim.masters_work import FP8, stored_pieces
 from tests.optim.sharded_work import on_ranks
@@ -45,7 +46,6 @@ from tests.optim.test_masters_ranks import (
     same_bits,
     together,
 )
-from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec
 

@@ -18,7 +18,7 @@ from megafp8.optim.masters import Masters
 from megafp8.optim.protocol import Optimizers
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs.geometry import whole_pieces
-from tests.kit.states import state_tensors
+from tests.kit.tensors import state_tensors
 from tests.tiny import optim_spec
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from megafp8.specs import Fp8Recipe, LossScaleSpec, StorageSpec
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
-from tests.kit.states import state_tensors, stored_states
+from tests.kit.tensors import state_tensors, stored_states
 from tests.tiny import build_run, microbatch, optim_spec
 
 LEVELS = {

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.kit.cases import Case
 from tests.optim.masters_bugs import IN_STATES, IN_SUMS, planted
 from tests.optim.masters_work import Summed, Sums, Trained, train
 from tests.optim.test_masters_ranks import (
@@ -20,7 +21,6 @@ from tests.optim.test_masters_ranks import (
     case,
 )
 from tests.optim.test_partitions_elements import assert_same, by
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 
 SUMS = {

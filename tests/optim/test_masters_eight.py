@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megafp8.specs import ParallelSpec
+from tests.kit.cases import Case
 from tests.optim import masters_work
 from tests.optim.masters_work import Sums, train
 from tests.optim.test_masters import LEVELS
@@ -22,7 +23,6 @@ from tests.optim.test_masters_ranks import (
     rounding_by_amax,
     together,
 )
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 
 pytestmark = pytest.mark.slow

@@ -27,6 +27,8 @@ from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.parallel import owners_of
 from megafp8.train import state_dict
 from megafp8.train.step import forward_backward
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece
 from tests.optim import masters_work
 from tests.optim.masters_work import (
     FP8,
@@ -40,7 +42,6 @@ from tests.optim.masters_work import (
     train,
 )
 from tests.optim.test_masters import LEVELS
-from tests.parallel.rank_work import Case, Piece
 from tests.ranks import Rank, run_ranks
 from tests.spec import formats
 from tests.tiny import gpt_spec, optim_spec

@@ -17,7 +17,7 @@ from megafp8.specs.optim import MOMENTUM
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.kit.states import state_tensors, stored_states
+from tests.kit.tensors import state_tensors, stored_states
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec, run_spec
 
 LLAMA = gpt_spec(num_query_groups=2, bias=False, activation="swiglu", normalization="rmsnorm")

@@ -19,10 +19,10 @@ from megafp8.config.settings import read_values
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.geometry import boxes_of_run
+from tests.kit.cases import Case
+from tests.kit.tensors import assembled
 from tests.optim import sharded_work
 from tests.optim.sharded_work import Job, Loaded, Run, load_all, run, save
-from tests.parallel.rank_work import Case
-from tests.parallel.test_tensor_parallel import assembled
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, optim_spec
 

@@ -21,11 +21,11 @@ from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
 from megafp8.train.dryrun import simulated
 from tests.c_kernels import need_kernels
+from tests.kit.cases import Case
 from tests.optim import masters_work
 from tests.optim.masters_work import Trained, train
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, together
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, run_spec
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megafp8.specs import ParallelSpec
+from tests.kit.cases import Case
 from tests.optim import masters_work, zero_work
 from tests.optim.masters_work import Trained, train
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, same_bits
 from tests.optim.test_partitions_elements import assert_same
 from tests.optim.zero_work import Memory
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 
 

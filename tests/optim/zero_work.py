@@ -13,9 +13,9 @@ from torch import nn
 from megafp8.parallel.mesh import join
 from megafp8.parallel.scaled_data import ExchangedBucket
 from megafp8.train.step import train_step
+from tests.kit.cases import Case
 from tests.limits import HANG_SECONDS
 from tests.optim.sharded_work import on_ranks
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank
 
 

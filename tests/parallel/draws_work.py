@@ -21,7 +21,7 @@ from megafp8.parallel.parts import linears_of
 from megafp8.specs import ParallelSpec
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients
-from tests.parallel.rank_work import Case
+from tests.kit.cases import Case
 from tests.ranks import Rank
 from tests.tiny import SEQ
 

@@ -13,9 +13,9 @@ import torch
 from megafp8.fp8.quantizer import Role
 from megafp8.specs import Fp8Recipe
 from tests.fp8.test_recipes import groups_of, rule_of
+from tests.kit.cases import Case
+from tests.kit.tensors import assembled
 from tests.parallel.linear_records import Fed, Parameter, Pass, Step, Watched
-from tests.parallel.rank_work import Case
-from tests.parallel.test_tensor_parallel import assembled
 from tests.spec import current, mxfp8, nvfp4
 from tests.spec.formats import E4M3, FORMATS, Floats64, dequantize, quantize
 

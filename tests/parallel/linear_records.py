@@ -21,8 +21,9 @@ from megafp8.specs.geometry import Piece as Place
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients
 from megafp8.train.validate import evaluate
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece, pieces
 from tests.parallel import scale_bugs
-from tests.parallel.rank_work import Case, Piece, pieces
 from tests.ranks import Rank
 from tests.tiny import microbatch
 

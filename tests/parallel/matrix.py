@@ -32,15 +32,12 @@ from megafp8.specs import (
 )
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import traits_of
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
-from tests.parallel.test_tensor_parallel import (
-    Outcomes,
-    assembled,
-    assert_same_tables,
-    gradient_errors,
-)
-from tests.ranks import ROOT, run_ranks
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import assembled
+from tests.parallel.rank_work import Outcome, run_case
+from tests.parallel.test_tensor_parallel import Outcomes, assert_same_tables, gradient_errors
+from tests.ranks import ROOT
 from tests.tiny import SEQ, gpt_spec, optim_spec
 
 PAGE = ROOT / "docs" / "evidence" / "layouts.md"
@@ -313,11 +310,12 @@ def run_pairs(
         cases = {
             precision: case_of(precision, spec, model_of(name), **changes) for precision in chosen
         }
-        results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
+        results = on_ranks(run_case, cases, size)
         for precision in chosen:
             key = (precision, replicas_of(name), kind_of(name))
-            ranks = [result[precision] for result in results]
-            line, good = row(name, precision, ranks, reference(*key), bound_of(key, bounds))
+            line, good = row(
+                name, precision, results[precision], reference(*key), bound_of(key, bounds)
+            )
             tell(line)
             all_good = all_good and good
     return all_good

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megafp8.parallel.mesh import join
 from megafp8.train.dryrun import held_bytes
 from megafp8.train.step import train_step
-from tests.parallel.rank_work import Case
+from tests.kit.cases import Case
 from tests.ranks import Rank
 
 

@@ -21,8 +21,8 @@ from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
 from megafp8.train.load import newest_after_cleanup
 from megafp8.train.saver import Saver
+from tests.kit.cases import Case
 from tests.limits import HANG_SECONDS
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank
 
 

@@ -11,7 +11,9 @@ from megafp8.errors import RunError
 from megafp8.parallel.agreement import first_known, from_main, gather, on_all, on_main
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec
-from tests.parallel.rank_work import Case, run_layouts
+from tests.kit.cases import Case
+from tests.kit.runs import each_case
+from tests.parallel.rank_work import run_case
 from tests.ranks import Rank
 
 
@@ -44,4 +46,4 @@ def without_pickles(rank: Rank, cases: dict[str, Case]) -> None:
 
     private: Any = distributed_c10d
     private._object_to_tensor = private._tensor_to_object = refuse
-    run_layouts(rank, cases)
+    each_case(rank, run_case, cases)

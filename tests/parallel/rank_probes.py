@@ -20,7 +20,8 @@ from megafp8.train.load import newest_after_cleanup
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, local_batch, train_step
-from tests.parallel.rank_work import Case, Piece, pieces
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece, pieces
 from tests.ranks import Rank
 
 TrafficOf = dict[tuple[str, str, str], int]

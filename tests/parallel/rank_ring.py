@@ -23,7 +23,9 @@ from megafp8.parallel.context import (
 from megafp8.parallel.cut import ScorePiece, places_of
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec
-from tests.parallel.rank_work import Case, run_layouts
+from tests.kit.cases import Case
+from tests.kit.runs import each_case
+from tests.parallel.rank_work import run_case
 from tests.ranks import Rank
 
 BATCH, SEQ, WIDTH = 2, 256, 8
@@ -79,7 +81,7 @@ def run_all(rank: Rank, cases: dict[str, Case]) -> dict[str, Any]:
         "windows": compare_windows(cp),
         "dropout": with_dropout(cp),
         "streams": with_streams(cp),
-        "outcomes": run_layouts(rank, cases),
+        "outcomes": each_case(rank, run_case, cases),
     }
 
 

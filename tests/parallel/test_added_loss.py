@@ -27,11 +27,10 @@ from megafp8.train.loop import log_step
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, forward_backward, reduce_gradients, train_step
 from megafp8.train.validate import evaluate
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Piece, pieces
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import Piece, assembled, pieces
 from tests.parallel.test_pipeline import SCHEDULES
-from tests.parallel.test_tensor_parallel import assembled
-from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
 MODEL = gpt_spec(num_layers=4)
@@ -201,8 +200,7 @@ FOUR = {
 def found() -> dict[str, list[Seen]]:
     results = {name: [seen(case, single_rank())] for name, case in ONE.items()}
     for size, cases in ((2, TWO), (4, FOUR)):
-        ranks = run_ranks(rank_work.each_case, size, {"work": seen, "cases": cases})
-        results |= {name: [rank[name] for rank in ranks] for name in cases}
+        results |= on_ranks(seen, cases, size)
     return results
 
 

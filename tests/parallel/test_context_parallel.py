@@ -16,13 +16,15 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec
-from tests.parallel import rank_ring, rank_work
-from tests.parallel.rank_work import RESETS, Case, Outcome, run_case
+from tests.kit.cases import RESETS, Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import assembled
+from tests.parallel import rank_ring
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     DROPOUT,
     LLAMA,
     Outcomes,
-    assembled,
     assert_gradients_close,
     assert_losses_close,
     assert_same_tables,
@@ -83,11 +85,6 @@ LAYOUTS = {
     "cp 2 x pp 2": (4, ParallelSpec(cp=2, pp=2)),
     "tp 2 x cp 2 x pp 2": (8, ParallelSpec(tp=2, cp=2, pp=2)),
 }
-
-
-def on_ranks(size: int, cases: dict[str, Case]) -> dict[str, Outcomes]:
-    results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
-    return {name: [rank[name] for rank in results] for name in cases}
 
 
 def check(ranks: Outcomes, case: Case, one: Outcome) -> None:
@@ -275,7 +272,7 @@ def test_with_other_axes(alone: dict[str, Outcome], layout: str) -> None:
     size, spec = LAYOUTS[layout]
     names = ("fp32", "llama", "delayed", "tensorwise")
     cases = {name: replace(CASES[name], parallel=spec) for name in names}
-    found = on_ranks(size, cases)
+    found = on_ranks(run_case, cases, size)
     for name, ranks in found.items():
         if CASES[name].fp8 is DELAYED:
             half = size // spec.pp
@@ -297,7 +294,7 @@ def test_zero_bubble_is_bitwise_1f1b() -> None:
         "1f1b": replace(case, parallel=ParallelSpec(cp=2, pp=2)),
         "zero bubble": replace(case, parallel=ParallelSpec(cp=2, pp=2, pipeline=ZERO_BUBBLE)),
     }
-    found = on_ranks(4, cases)
+    found = on_ranks(run_case, cases, 4)
     assert found["1f1b"][0].losses == found["zero bubble"][0].losses
     check(found["zero bubble"], case, run_case(case, single_rank()))
 
@@ -307,7 +304,7 @@ def test_tp_only_amax_red_spans_the_parts_of_a_sequence() -> None:
     """Replicas (ranks 0 1 and 2 3) keep scales of their own, ranks of one sequence share them."""
     spec = ParallelSpec(cp=2, tp_only_amax_red=True)
     case = replace(CASES["delayed"], steps=3, parallel=spec)
-    ranks = on_ranks(4, {"own": case})["own"]
+    ranks = on_ranks(run_case, {"own": case}, 4)["own"]
     assert_same_tables(ranks[:2])
     assert_same_tables(ranks[2:])
     with pytest.raises(AssertionError):

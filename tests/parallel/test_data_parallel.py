@@ -14,17 +14,17 @@ from megafp8.parallel.collectives import Axis
 from megafp8.parallel.grad_reduce import Bucket, GradReducer, NotingSink, buckets_of
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec, PipelineSpec
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import assembled
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_sequence_pipeline import EXACT, assert_same_bits, staged
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
-    assembled,
     assert_gradients_close,
     assert_losses_close,
     assert_same_tables,
 )
-from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)
@@ -155,19 +155,14 @@ FOUR = {
 Runs = dict[str, Outcomes]
 
 
-def on(size: int, cases: dict[str, Case]) -> Runs:
-    results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
-    return {name: [rank[name] for rank in results] for name in cases}
-
-
 @pytest.fixture(scope="module")
 def two() -> Runs:
-    return on(2, TWO)
+    return on_ranks(run_case, TWO, 2)
 
 
 @pytest.fixture(scope="module")
 def four() -> Runs:
-    return on(4, FOUR)
+    return on_ranks(run_case, FOUR, 4)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
+from tests.kit.cases import Case
 from tests.parallel import draws_work
 from tests.parallel.draws_work import (
     Cast,
@@ -20,7 +21,6 @@ from tests.parallel.draws_work import (
     tokens_at,
     watch_case,
 )
-from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 

@@ -14,11 +14,12 @@ import pytest
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
-from tests.parallel import matrix, rank_work
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.parallel import matrix
 from tests.parallel.matrix import case_of, distance, row, spread
-from tests.parallel.rank_work import Case, run_case
+from tests.parallel.rank_work import run_case
 from tests.parallel.test_tensor_parallel import gradient_errors
-from tests.ranks import run_ranks
 
 MISTRAL = replace(matrix.LLAMA, recompute=None, share_embeddings_and_output_weights=False)
 MODELS = {
@@ -58,8 +59,7 @@ def test_a_family_trains_as_in_one_process(family: str, precision: str) -> None:
     bound = 1e-5 if precision == "FP32" else 3 * spread(alone, one)
     for name in layouts:
         # All ranks of a call are of one layout: `join` makes its groups.
-        results = run_ranks(rank_work.run_layouts, 4, {"cases": {name: cases[name]}})
-        ranks = [result[name] for result in results]
+        ranks = on_ranks(run_case, {name: cases[name]}, 4)[name]
         kind = "BF16" if precision == "FP32" else precision  # whose norms are not compared closely
         line, is_good = row(name, kind, ranks, one, bound)
         assert is_good, line

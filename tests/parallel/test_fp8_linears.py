@@ -8,10 +8,10 @@ import pytest
 
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from tests.fp8.test_recipes import recipe_of
+from tests.kit.cases import Case
 from tests.parallel import linear_records
 from tests.parallel.linear_oracle import Checker, problem_of
 from tests.parallel.linear_records import Watched
-from tests.parallel.rank_work import Case
 from tests.parallel.scale_bugs import BUGS
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, optim_spec

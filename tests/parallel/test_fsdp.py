@@ -18,10 +18,10 @@ from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec, Pipe
 from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
+from tests.kit.cases import Case
+from tests.kit.tensors import assembled
 from tests.optim import sharded_work
 from tests.optim.sharded_work import Job, Loaded, Run, load_all, save
-from tests.parallel.rank_work import Case
-from tests.parallel.test_tensor_parallel import assembled
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, optim_spec
 

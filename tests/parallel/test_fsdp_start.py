@@ -28,8 +28,8 @@ from megafp8.train.huggingface import import_model
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.load_model import start_from
 from megafp8.train.state_dict import load_checkpoint
+from tests.kit.cases import Case
 from tests.optim import sharded_work
-from tests.parallel.rank_work import Case
 from tests.ranks import Rank, run_ranks
 from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, run_spec

@@ -28,9 +28,9 @@ from megafp8.train import build as build_file
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import placements
 from megafp8.train.step import forward_backward, reduce_gradients, train_step
-from tests.parallel.rank_work import Case, pieces, weights
-from tests.parallel.rank_work import Piece as Part
-from tests.parallel.test_tensor_parallel import assembled
+from tests.kit.cases import Case
+from tests.kit.tensors import Piece as Part
+from tests.kit.tensors import assembled, pieces, weights
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, optim_spec
 from tests.train.skipped import O2

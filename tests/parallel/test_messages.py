@@ -18,8 +18,8 @@ from megafp8.runs.directory import RunChoice
 from megafp8.runs.lock import RunLock
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from scripts.packages import ROOT, sources
+from tests.kit.cases import Case
 from tests.parallel import rank_messages
-from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 

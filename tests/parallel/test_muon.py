@@ -23,9 +23,11 @@ from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint, placements
 from megafp8.train.step import train_step
-from tests.parallel import matrix, rank_work
-from tests.parallel.rank_work import Case, Outcome, Piece, run_case
-from tests.parallel.test_tensor_parallel import assembled
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import Piece, assembled
+from tests.parallel import matrix
+from tests.parallel.rank_work import Outcome, run_case
 from tests.ranks import Rank, run_ranks
 from tests.tiny import gpt_spec, optim_spec
 
@@ -61,18 +63,13 @@ def one_process(precision: str, merged: int, **changes: Any) -> tuple[Outcome, f
     return one, 1e-4 if precision == "FP32" else 3 * matrix.spread(case, one)
 
 
-def train(layout: str, cases: dict[str, Case]) -> dict[str, list[Outcome]]:
-    results = run_ranks(rank_work.run_layouts, 2, {"cases": cases})
-    return {name: [result[name] for result in results] for name in cases}
-
-
 @pytest.mark.parametrize("precision", ["FP32", "FP8 delayed"])
 def test_two_ranks_train_as_one_process(precision: str) -> None:
     ones = {merged: one_process(precision, merged) for merged in (1, 2)}
     found = {}
     for layout in LAYOUTS:
         one, bound = ones[2 if "dp 2" in layout else 1]
-        ranks = train(layout, {precision: case_of(precision, layout)})[precision]
+        ranks = on_ranks(run_case, {precision: case_of(precision, layout)}, 2)[precision]
         found[layout] = ranks
         kind = "BF16" if precision == "FP32" else precision  # updates are in BF16
         line, good = matrix.row(layout, kind, ranks, one, bound)
@@ -100,8 +97,7 @@ def test_four_ranks_train_as_one_process() -> None:
     for layout, (optim, spec) in FOUR.items():
         one, bound = ones[4 if "dp 4" in layout else 2]
         case = matrix.case_of("FP8 delayed", spec, optim=optim, **small)
-        results = run_ranks(rank_work.run_layouts, 4, {"cases": {layout: case}})
-        ranks = [result[layout] for result in results]
+        ranks = on_ranks(run_case, {layout: case}, 4)[layout]
         line, good = matrix.row(layout, "FP8 delayed", ranks, one, bound)
         assert good, line
 
@@ -109,7 +105,7 @@ def test_four_ranks_train_as_one_process() -> None:
 def test_grouped_queries_and_gated_layers_on_tensor_parallel_ranks() -> None:
     """Query, key, value, gate and the other half are matrices of their own on each rank."""
     one, bound = one_process("FP32", 1, model=GROUPED)
-    (ranks,) = train("tp 2, sp", {"FP32": case_of("FP32", "tp 2, sp", model=GROUPED)}).values()
+    (ranks,) = on_ranks(run_case, {"FP32": case_of("FP32", "tp 2, sp", model=GROUPED)}, 2).values()
     line, good = matrix.row("tp 2, sp", "BF16", ranks, one, bound)
     assert good, line
 
@@ -118,7 +114,7 @@ def test_ranks_of_fsdp_may_hold_unequal_numbers_of_rows() -> None:
     model = gpt_spec(ffn_hidden_size=63)
     one, bound = one_process("FP32", 2, model=model)
     case = case_of("FP32", "dp 2, FSDP full", model=model)
-    (ranks,) = train("dp 2, FSDP full", {"FP32": case}).values()
+    (ranks,) = on_ranks(run_case, {"FP32": case}, 2).values()
     line, good = matrix.row("dp 2, FSDP full", "BF16", ranks, one, bound)
     assert good, line
 
@@ -175,7 +171,7 @@ def test_momenta_move_between_a_layout_and_one_rank_bit_for_bit(
 )
 def test_planted_bugs_leave_the_bounds(bug: str, layout: str) -> None:
     one, bound = one_process("FP32", 2 if "dp 2" in layout else 1)
-    ranks = train(layout, {"FP32": case_of("FP32", layout, bug=bug)})["FP32"]
+    ranks = on_ranks(run_case, {"FP32": case_of("FP32", layout, bug=bug)}, 2)["FP32"]
     assert max(matrix.distance(rank.losses, one.losses) for rank in ranks) > bound
 
 
@@ -221,6 +217,6 @@ def test_a_block_has_torchs_update_of_a_matrix_of_its_shape() -> None:
 def test_blocks_need_no_message_and_are_another_optimizer() -> None:
     one, bound = one_process("FP32", 1)
     blocks = replace(MUON, muon=MuonSpec(tp_mode="blockwise"))
-    ranks = train("tp 2, sp", {"FP32": case_of("FP32", "tp 2, sp", optim=blocks)})["FP32"]
+    ranks = on_ranks(run_case, {"FP32": case_of("FP32", "tp 2, sp", optim=blocks)}, 2)["FP32"]
     assert matrix.distance(ranks[0].losses, one.losses) > bound
     assert not any(dtype == "bfloat16" for _, _, dtype in ranks[0].traffic)

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from megafp8.parallel.mesh import single_rank
-from tests.parallel import matrix, rank_work
+from tests.kit.runs import on_ranks
+from tests.parallel import matrix
 from tests.parallel.rank_work import run_case
-from tests.ranks import run_ranks
 
 STEPS = {"steps": 2, "num_microbatches": 2, "documents": True}
 IN_PARTS = [f"{name}, {matrix.PACKED}" for name in ("tp 2, sp", "cp 2")]
@@ -37,8 +37,7 @@ def test_ranks_train_on_documents_as_one_process(precision: str) -> None:
     for layout in IN_PARTS:
         size, spec = matrix.LAYOUTS[layout]
         cases = {precision: matrix.case_of(precision, spec, **STEPS)}
-        results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
-        ranks = [result[precision] for result in results]
+        ranks = on_ranks(run_case, cases, size)[precision]
         found[layout], good = matrix.row(layout, precision, ranks, one, bound)
         assert good, found[layout]
         # The first step's loss has seen no update, so that a rank's own roundings alone differ: by

@@ -10,15 +10,15 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.kit.cases import Case
+from tests.kit.runs import alone, on_ranks
+from tests.kit.tensors import assembled
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
-    assembled,
     assert_gradients_close,
     assert_losses_close,
 )
-from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec, optim_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)
@@ -75,8 +75,7 @@ Runs = dict[str, Outcomes]
 
 @pytest.fixture(scope="module")
 def ranks() -> Runs:
-    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES})
-    return {name: [rank[name] for rank in results] for name in CASES}
+    return on_ranks(run_case, CASES, 2)
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +191,9 @@ def test_eight_stages_on_four_ranks_equal_one_process_bit_for_bit() -> None:
         for name, pipeline in SCHEDULES.items()
         if pipeline.stages_per_rank > 1
     }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    expected = run_case(case, single_rank())
-    torch.set_num_threads(threads)
-    for rank in run_ranks(rank_work.run_layouts, 4, {"cases": cases}):
-        assert {name: each.losses for name, each in rank.items()} == dict.fromkeys(
-            cases, expected.losses
-        )
+    expected = alone(run_case, {"one": case})["one"]
+    for name, ranks in on_ranks(run_case, cases, 4).items():
+        assert all(rank.losses == expected.losses for rank in ranks), name
 
 
 def test_each_rank_holds_its_layers(ranks: Runs) -> None:

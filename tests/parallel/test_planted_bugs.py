@@ -11,15 +11,16 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.te_versions import DEFAULT_VERSION
-from tests.parallel import matrix, rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.parallel import matrix
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
     assert_gradients_close,
     assert_same_tables,
     assert_tables_follow_specification,
 )
-from tests.ranks import run_ranks
 from tests.te_sources import need_sources
 from tests.tiny import gpt_spec
 
@@ -61,8 +62,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, Outcomes]:
-    results = run_ranks(rank_work.run_layouts, 2, {"cases": CASES})
-    return {name: [rank[name] for rank in results] for name in CASES}
+    return on_ranks(run_case, CASES, 2)
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +117,16 @@ def test_transformer_engine_s_gradients_tell() -> None:
     }
     amax = "te's amax is not reduced"
     cases |= right | {"fp8": fp8, amax: replace(fp8, bug=amax)}
-    work = rank_work.run_layouts
-    results = run_ranks(work, 2, {"cases": cases})
-    ((one,),) = (list(found.values()) for found in run_ranks(work, 1, {"cases": {"one": plain}}))
+    ranks = on_ranks(run_case, cases, 2)
+    (one,) = on_ranks(run_case, {"one": plain}, 1)["one"]
     for name in right:
-        assert_gradients_close([rank[name] for rank in results], one, 1e-5)
+        assert_gradients_close(ranks[name], one, 1e-5)
     for name in TE_BUGS:
         with pytest.raises(AssertionError):
-            assert_gradients_close([rank[name] for rank in results], one, 1e-5)
-    assert_same_tables([rank["fp8"] for rank in results])
+            assert_gradients_close(ranks[name], one, 1e-5)
+    assert_same_tables(ranks["fp8"])
     with pytest.raises(AssertionError):
-        assert_same_tables([rank[amax] for rank in results])
+        assert_same_tables(ranks[amax])
 
 
 OF_RECIPES = [
@@ -157,7 +156,7 @@ def test_the_matrix_tells(precision: str) -> None:
         name: matrix.case_of(precision, spec, bug=name.removesuffix(", sp"))
         for name, spec in chosen.items()
     }
-    ranks = run_ranks(rank_work.run_layouts, 2, {"cases": cases})
+    results = on_ranks(run_case, cases, 2)
     ones: dict[int, Outcome] = {}
     inside = {}
     for name, spec in chosen.items():
@@ -165,9 +164,13 @@ def test_the_matrix_tells(precision: str) -> None:
         if replicas not in ones:
             merged = matrix.case_of(precision, merged=replicas)
             ones[replicas] = run_case(merged, single_rank())
-        one, bound = ones[replicas], bounds[precision, replicas, matrix.kind_of("tp 2")]
-        losses = max(matrix.distance(rank[name].losses, one.losses) for rank in ranks)
-        norms = max(matrix.norms_distance(precision, rank[name].norms, one.norms) for rank in ranks)
+        one, ranks, bound = (
+            ones[replicas],
+            results[name],
+            bounds[precision, replicas, matrix.kind_of("tp 2")],
+        )
+        losses = max(matrix.distance(rank.losses, one.losses) for rank in ranks)
+        norms = max(matrix.norms_distance(precision, rank.norms, one.norms) for rank in ranks)
         print(f"{name}: losses {losses:.1e} (bound {bound:.1e}), norms {norms:.1e}")
         if losses <= bound and norms <= matrix.NORMS_BOUND:
             inside[name] = (losses, norms)

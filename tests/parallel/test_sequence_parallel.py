@@ -15,8 +15,10 @@ from megafp8.specs import Fp8Recipe, ParallelSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import RECIPES
 from tests.config.helpers import load_problems, run_spec
-from tests.parallel import rank_probes, rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.parallel import rank_probes
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     DROPOUT,
     Outcomes,
@@ -58,18 +60,17 @@ RECOMPUTED = {
 }
 
 
-def on_ranks(size: int, tp: int) -> dict[str, Outcomes]:
-    spec = ParallelSpec(devices_per_node=size, tp=tp, sequence_parallel=True)
+def of_tp(size: int) -> dict[str, Outcomes]:
+    spec = ParallelSpec(tp=size, sequence_parallel=True)
     cases = {
         name: replace(case, parallel=spec) for name, case in (ALIKE | DROPPED | RECOMPUTED).items()
     }
-    ranks = run_ranks(rank_work.run_layouts, size, {"cases": cases})
-    return {name: [rank[name] for rank in ranks] for name in cases}
+    return on_ranks(run_case, cases, size)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> dict[str, Outcomes]:
-    return on_ranks(request.param, request.param)
+    return of_tp(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +89,7 @@ def first_losses() -> dict[str, float]:
         for layout in ("tp", "sp"):
             spec = ParallelSpec(tp=2, sequence_parallel=layout == "sp")
             cases[f"{name}, {layout}"] = replace(case, parallel=spec)
-    ranks = run_ranks(rank_work.run_layouts, 2, {"cases": cases})
-    return {name: ranks[0][name].losses[0] for name in cases}
+    return {name: ranks[0].losses[0] for name, ranks in on_ranks(run_case, cases, 2).items()}
 
 
 def test_rank_major_order_there_and_back() -> None:

@@ -13,18 +13,18 @@ import torch
 from megafp8.parallel.mesh import single_rank
 from megafp8.parallel.pipeline import Boundary
 from megafp8.specs import Fp8Recipe, ParallelSpec
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import assembled
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_pipeline import SCHEDULES, assert_same_fp8_state
 from tests.parallel.test_tensor_parallel import (
     Outcomes,
-    assembled,
     assert_gradients_close,
     assert_losses_close,
     assert_same_tables,
     assert_tables_follow_specification,
 )
-from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec, optim_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)
@@ -53,11 +53,6 @@ Runs = dict[str, Outcomes]
 
 def staged(case: Case, schedule: str) -> Case:
     return replace(case, parallel=replace(SHARED, pp=2, pipeline=SCHEDULES[schedule]))
-
-
-def on(size: int, cases: dict[str, Case]) -> Runs:
-    results = run_ranks(rank_work.run_layouts, size, {"cases": cases})
-    return {name: [rank[name] for rank in results] for name in cases}
 
 
 def alone(case: Case, merged: int = 1) -> Outcome:
@@ -94,13 +89,17 @@ def test_a_stage_refuses_what_was_not_agreed_on() -> None:
 @pytest.fixture(scope="module")
 def four() -> Runs:
     cases = {"fp32": PLAIN, "exact": EXACT, "tensorwise": TENSORWISE}
-    return on(4, {f"{s} {n}": staged(case, s) for s in SCHEDULES for n, case in cases.items()})
+    cases = {f"{s} {n}": staged(case, s) for s in SCHEDULES for n, case in cases.items()}
+    return on_ranks(run_case, cases, 4)
 
 
 @pytest.fixture(scope="module")
 def references() -> tuple[Runs, dict[str, Outcome]]:
     """Of two ranks, and of one process."""
-    return on(2, {"exact": EXACT}), {"fp32": alone(PLAIN), "tensorwise": alone(TENSORWISE)}
+    return on_ranks(run_case, {"exact": EXACT}, 2), {
+        "fp32": alone(PLAIN),
+        "tensorwise": alone(TENSORWISE),
+    }
 
 
 @pytest.mark.slow
@@ -123,8 +122,9 @@ def test_tensor_sequence_pipeline_and_data_on_eight_ranks() -> None:
     """Also without stages, on four: the largest amax is taken over replicas too."""
     case = replace(PLAIN, num_microbatches=8)
     fp8 = replace(case, compute="bf16", fp8=FP8, steps=8)
-    eight = on(8, {"fp32": staged(case, "1F1B"), "fp8": staged(fp8, "1F1B")})
-    four = on(4, {"fp32": case, "fp8": fp8})
+    stages = {"fp32": staged(case, "1F1B"), "fp8": staged(fp8, "1F1B")}
+    eight = on_ranks(run_case, stages, 8)
+    four = on_ranks(run_case, {"fp32": case, "fp8": fp8}, 4)
     for ranks in (eight, four):
         assert_equals_one_process(ranks["fp32"], alone(case, merged=2))
         assert_losses_close(ranks["fp8"], alone(fp8, merged=2), 1e-2)

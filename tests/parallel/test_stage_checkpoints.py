@@ -10,11 +10,12 @@ import torch
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import ParallelSpec
+from tests.kit.cases import Case
+from tests.kit.tensors import assembled
 from tests.parallel import rank_probes
 from tests.parallel.rank_probes import Resumed, load_train, train_save
-from tests.parallel.rank_work import Case, Outcome, run_case
+from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_pipeline import FP8, SCHEDULES, UNTIED
-from tests.parallel.test_tensor_parallel import assembled
 from tests.ranks import run_ranks
 from tests.tiny import optim_spec
 

@@ -15,10 +15,11 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec
 from megafp8.specs.precision import BackendName
 from megafp8.specs.te_versions import DEFAULT_VERSION
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Piece, Sums, sums_of
-from tests.parallel.test_tensor_parallel import LLAMA, assembled
-from tests.ranks import run_ranks
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import Piece, assembled
+from tests.parallel.rank_work import Sums, sums_of
+from tests.parallel.test_tensor_parallel import LLAMA
 from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, optim_spec
 
@@ -80,8 +81,7 @@ SENT["sequence, FP8"] = SENT["sequence"]
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, list[Sums]]:
-    results = run_ranks(rank_work.each_case, 2, {"work": sums_of, "cases": CASES})
-    return {name: [rank[name] for rank in results] for name in CASES}
+    return on_ranks(sums_of, CASES, 2)
 
 
 def assert_sum(whole: list[list[Piece]], parts: list[dict[str, torch.Tensor]]) -> None:
@@ -118,8 +118,7 @@ def test_other_backends_add_up_microbatches_in_fp32(backend: BackendName) -> Non
         for name, fp8 in (("BF16", None), ("FP8", TENSORWISE))
         if fp8 is not None or backend == "te"
     }
-    (found,) = run_ranks(rank_work.each_case, 1, {"work": sums_of, "cases": cases})
-    for sums in found.values():
+    for (sums,) in on_ranks(sums_of, cases, 1).values():
         assert_sum([sums.whole], [assembled([each]) for each in sums.rounds])
 
 

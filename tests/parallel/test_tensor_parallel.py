@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe
+from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import assembled, errors
 from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, Outcome, Piece, run_case
+from tests.parallel.rank_work import Outcome, run_case
 from tests.ranks import run_ranks
 from tests.spec.delayed import DelayedScalingModel, Recipe, reduce
-from tests.tiny import SEQ, beside, gpt_spec
+from tests.tiny import SEQ, gpt_spec
 
 FP8 = Fp8Recipe(amax_history_len=4)
 DROPOUT = gpt_spec(hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
@@ -56,16 +59,14 @@ FOUR_RANK_CASES = {
 }
 
 
-def by_case(size: int, tp: int, cases: dict[str, Case]) -> dict[str, Outcomes]:
-    arguments = {"tp": tp, "cases": cases}
-    ranks = run_ranks(rank_work.run_cases, size, arguments)
-    return {name: [rank[name] for rank in ranks] for name in cases}
+def with_tp(size: int, cases: dict[str, Case]) -> dict[str, Case]:
+    return {name: replace(case, parallel=ParallelSpec(tp=size)) for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> dict[str, Outcomes]:
     """tp=2."""
-    return by_case(2, 2, CASES | SHAPES)
+    return on_ranks(run_case, with_tp(2, CASES | SHAPES), 2)
 
 
 @pytest.fixture(scope="module")
@@ -76,35 +77,11 @@ def alone() -> dict[str, Outcome]:
     return {name: run_case(case, single_rank()) for name, case in cases.items()}
 
 
-def assembled(ranks: list[list[Piece]]) -> dict[str, torch.Tensor]:
-    """Logical tensors from all ranks' pieces; where two hold the same part they agree bitwise."""
-    whole: dict[str, torch.Tensor] = {}
-    for piece in (piece for rank in ranks for piece in rank):
-        target = whole.setdefault(piece.name, torch.full(piece.global_shape, torch.nan))
-        extent = tuple(
-            slice(start, start + size)
-            for start, size in zip(piece.offset, piece.tensor.shape, strict=True)
-        )
-        held, here = target[extent], piece.tensor.float()
-        assert held.isnan().all() or torch.equal(held, here), f"{piece.name} differs between ranks"
-        target[extent] = here
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
-
-
 def gradient_errors(ranks: Outcomes, one: Outcome) -> dict[str, float]:
-    """Relative to each logical tensor's largest element. Softmax does not see what all keys have
-    in common: the gradient of the keys' bias is 0 but for rounding, and compared with the queries'.
-    """
-    ours = assembled([rank.first_gradients for rank in ranks])
+    """Relative to each logical tensor's largest element, as `errors` says."""
     theirs = assembled([one.first_gradients])
-    assert ours.keys() == theirs.keys()
-    errors = {}
-    for name, expected in theirs.items():
-        assert expected.abs().max() > 0, name
-        scale = theirs[beside(name)].abs().max()
-        errors[name] = ((ours[name] - expected).abs().max() / scale).item()
-    return errors
+    assert all(expected.abs().max() > 0 for expected in theirs.values())
+    return errors(assembled([rank.first_gradients for rank in ranks]), theirs)
 
 
 def assert_gradients_close(ranks: Outcomes, one: Outcome, tolerance: float) -> None:
@@ -291,7 +268,7 @@ def test_bytes_on_the_wire(two_ranks: dict[str, Outcomes], case: str) -> None:
 def test_two_data_parallel_ranks_equal_one_process(alone: dict[str, Outcome]) -> None:
     """Ranks count unequal numbers of tokens; hidden dropout is keyed by the global microbatch.
     FP8: the same tables on both ranks, by the specification."""
-    ranks = by_case(2, 1, DP_CASES)
+    ranks = on_ranks(run_case, DP_CASES, 2)
     assert_losses_close(ranks["fp32"], alone["fp32"], 1e-5)
     assert_losses_close(ranks["hidden dropout"], alone["hidden dropout"], 1e-5)
     assert_losses_close(ranks["bf16 fp8"], alone["bf16 fp8"], 1e-2)
@@ -310,7 +287,7 @@ def test_two_data_parallel_ranks_equal_one_process(alone: dict[str, Outcome]) ->
 
 def test_both_together_equal_one_process(alone: dict[str, Outcome]) -> None:
     """tp=2 with dp=2, 5 steps."""
-    ranks = by_case(4, 2, FOUR_RANK_CASES)
+    ranks = on_ranks(run_case, with_tp(2, FOUR_RANK_CASES), 4)
     assert_losses_close(ranks["fp32"], alone["fp32"], 1e-5)
     for outcomes in ranks.values():
         assembled([outcome.weights for outcome in outcomes])  # replicas agree

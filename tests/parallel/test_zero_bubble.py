@@ -9,9 +9,9 @@ import pytest
 
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
+from tests.kit.cases import Case
 from tests.parallel import rank_probes
 from tests.parallel.rank_probes import Recorded, record
-from tests.parallel.rank_work import Case
 from tests.parallel.test_pipeline import SCHEDULES
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec

@@ -13,10 +13,10 @@ from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
+from tests.kit.cases import Case
 from tests.parallel import plan_traffic_work
 from tests.parallel.matrix import LAYOUTS, kind_of
 from tests.parallel.plan_traffic_work import Measured
-from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, optim_spec, run_spec
 

@@ -14,7 +14,7 @@ from megafp8.specs import Fp8Recipe, StorageSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.kit.states import state_tensors
+from tests.kit.tensors import state_tensors
 from tests.tiny import microbatch, optim_spec, run_spec
 
 SKIPPED: dict[str, Fp8Recipe | None] = {

@@ -16,8 +16,10 @@ from megafp8.specs import Fp8Recipe, FsdpSpec, LossScaleSpec, ParallelSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.parallel.rank_work import Case, each_case, first_update
-from tests.parallel.test_tensor_parallel import assembled
+from tests.kit.cases import Case
+from tests.kit.runs import each_case
+from tests.kit.tensors import assembled
+from tests.parallel.rank_work import first_update
 from tests.ranks import run_ranks
 from tests.tiny import build_run, microbatch, optim_spec, run_spec
 from tests.train.runs import TWO_RANKS, Place, assert_same

@@ -39,7 +39,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult, train_step
 from megafp8.train.validate import evaluate
 from tests.documents import borders_of
-from tests.kit.states import state_tensors
+from tests.kit.tensors import state_tensors
 from tests.ranks import Rank, run_ranks
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 from tests.train.tape import TapeRecorder, use_tapes

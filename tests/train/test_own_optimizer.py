@@ -38,9 +38,11 @@ from megafp8.train.dryrun import rank_share
 from megafp8.train.pretrain import pretrain
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.kit.states import stored_states
-from tests.parallel import matrix, plan_traffic_work, rank_work
-from tests.parallel.rank_work import Case, run_case
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.kit.tensors import stored_states
+from tests.parallel import matrix, plan_traffic_work
+from tests.parallel.rank_work import run_case
 from tests.plan.test_traffic import check, spec_of
 from tests.ranks import Rank, run_ranks
 from tests.tiny import build_run, microbatch, optim_spec
@@ -189,11 +191,9 @@ def on_two_ranks(chosen: Mapping[str, tuple[OptimSpec, ParallelSpec]]) -> dict[s
 
 def assert_as_one_process(chosen: Mapping[str, tuple[OptimSpec, ParallelSpec]], size: int) -> None:
     """Within FP32's rounding, which sums of gradients over ranks have in another order."""
-    cases = cases_of(chosen)
-    ranks = run_ranks(rank_work.run_layouts, size, {"cases": cases})
-    for name in cases:
+    for name, ranks in on_ranks(run_case, cases_of(chosen), size).items():
         one = run_case(matrix.case_of("FP32", optim=sgd_spec(), **SMALL), single_rank())
-        line, good = matrix.row(name, "FP32", [rank[name] for rank in ranks], one, 1e-4)
+        line, good = matrix.row(name, "FP32", ranks, one, 1e-4)
         assert good, line
 
 

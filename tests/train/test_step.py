@@ -25,7 +25,7 @@ from megafp8.train.step import StepResult, forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.c_kernels import need_kernels
 from tests.copies import Copies
-from tests.kit.states import state_tensors
+from tests.kit.tensors import state_tensors
 from tests.tiny import build_run, gpt_spec, microbatch, optim_spec
 from tests.train.skipped import O2, SKIPPED, check_skipped_step
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from megafp8.parallel.mesh import single_rank
-from megafp8.specs import Fp8Recipe, LossScaleSpec, RunSpec
+from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.train.build import build
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.documents import borders_of
-from tests.parallel import rank_work
-from tests.parallel.rank_work import Case, run_case
-from tests.ranks import run_ranks
+from tests.kit.cases import Case
+from tests.kit.runs import on_ranks
+from tests.parallel.rank_work import run_case
 from tests.tiny import SEQ, gpt_spec, microbatch, optim_spec, run_spec
 
 RECIPES = ("delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
@@ -144,12 +144,14 @@ RANK_CASES = {
 
 
 def test_two_tensor_parallel_ranks_recompute_in_every_recipe() -> None:
-    ranks = run_ranks(rank_work.run_cases, 2, {"tp": 2, "cases": RANK_CASES})
+    tp = ParallelSpec(tp=2)
+    cases = {name: dataclasses.replace(c, parallel=tp) for name, c in RANK_CASES.items()}
+    results = on_ranks(run_case, cases, 2)
     for name, case in RANK_CASES.items():
         plain = dataclasses.replace(case, model=dataclasses.replace(case.model, recompute=None))
         alone = run_case(plain, single_rank())
-        for rank in ranks:
+        for rank in results[name]:
             # The first weights are equal. Roundings to BF16 and FP8 differ, and later weights.
-            assert rank[name].losses == pytest.approx(alone.losses, rel=5e-3), name
-            assert rank[name].norms[0] == pytest.approx(alone.norms[0], rel=1e-2), name
-            assert rank[name].norms == pytest.approx(alone.norms, rel=5e-2), name
+            assert rank.losses == pytest.approx(alone.losses, rel=5e-3), name
+            assert rank.norms[0] == pytest.approx(alone.norms[0], rel=1e-2), name
+            assert rank.norms == pytest.approx(alone.norms, rel=5e-2), name

@@ -13,7 +13,7 @@ from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.recipes import RECIPES
 from megafp8.train.step import train_step
-from tests.parallel.rank_work import Case
+from tests.kit.cases import Case
 from tests.tiny import SEQ, gpt_spec
 
 STEPS = 2

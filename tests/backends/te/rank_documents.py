@@ -11,7 +11,7 @@ from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from megafp8.train.build import build
 from megafp8.train.step import train_step
 from tests.backends.te.rank_work import LLAMA
-from tests.parallel.rank_work import together, with_documents
+from tests.kit.cases import together, with_documents
 from tests.ranks import Rank
 from tests.tiny import microbatch
 

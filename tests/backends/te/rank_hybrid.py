@@ -12,7 +12,7 @@ from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, RunSpec
 from megafp8.train.build import build
 from megafp8.train.step import train_step
 from tests.backends.te.rank_work import LLAMA
-from tests.parallel.rank_work import together
+from tests.kit.cases import together
 from tests.ranks import Rank
 from tests.tiny import microbatch
 

@@ -31,6 +31,7 @@ from tests.backends.te.real import DELAYED, VERSION, spec_of, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.real_nemo import assert_near, logical
 from tests.backends.te.same_codes import IN_FP32, with_same_codes
+from tests.kit.cases import with_documents
 from tests.models.test_documents import (
     LENGTHS,
     SIZE,
@@ -41,7 +42,6 @@ from tests.models.test_documents import (
     formula,
     inputs,
 )
-from tests.parallel.rank_work import with_documents
 from tests.tiny import SEQ, microbatch
 
 IS_TOO_OLD = is_before(VERSION, DOCUMENTS_ON_CPU)

@@ -46,7 +46,7 @@ from megafp8.train.validate import evaluate
 from tests.backends.te.real import DELAYED, spec_of, step, tables_of, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.same_codes import IN_FP32, OF_A_FLIP, run, with_same_codes
-from tests.kit.states import stored_states
+from tests.kit.tensors import stored_states
 from tests.spec import scaled as spec
 from tests.tiny import microbatch
 

@@ -35,8 +35,8 @@ from tests.backends.te.real import autocast, recipes, te
 from tests.backends.te.real import forget_other_models as forget_other_models
 from tests.backends.te.same_codes import IN_FP32, with_same_codes
 from tests.config.test_nemo_launcher import PATHS, launcher_yaml
+from tests.kit.tensors import Piece
 from tests.parallel import bugs
-from tests.parallel.rank_work import Piece
 from tests.ranks import Rank, run_ranks
 from tests.tiny import SEQ, VOCAB, beside, microbatch, optim_spec
 

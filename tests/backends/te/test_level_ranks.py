@@ -20,10 +20,10 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.train.dryrun import rank_share
 from tests.backends.te.same_codes import OF_A_FLIP
+from tests.kit.cases import Case
 from tests.optim import masters_work
 from tests.optim.masters_work import Trained
 from tests.optim.test_masters_ranks import PP, SMALL, SP, assert_gradients_are_right, case, together
-from tests.parallel.rank_work import Case
 from tests.ranks import run_ranks
 from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, run_spec
