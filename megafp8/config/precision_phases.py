@@ -17,7 +17,6 @@ from typing import Self
 from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
-from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import (
     GEMMS,
     Fp8Recipe,
@@ -59,9 +58,8 @@ class Assigned:
     of_linear: dict[str, Products]
 
     @classmethod
-    def by_settings(cls, recipe: Fp8Recipe, num_layers: int) -> Self:
-        """Return what the settings beside the schedule ask for."""
-        names = linear_names(range(num_layers))
+    def by_settings(cls, recipe: Fp8Recipe, names: Sequence[str]) -> Self:
+        """Return what the settings beside the schedule ask for, for the linears of these names."""
         of_linear = {name: products_of(recipe, name) for name in names}
         return cls(recipe.name, of_linear)
 

@@ -8,7 +8,13 @@ from dataclasses import replace
 from megafp8.config.keys import Values
 from megafp8.config.precision_phases import Assigned, changes_of, in_phases, recipe_of
 from megafp8.config.schema import spec_fields
-from megafp8.config.values import PRECISIONS, layers_in_bf16, parse_modules, split_accumulator
+from megafp8.config.values import (
+    PRECISIONS,
+    layers_in_bf16,
+    named_linears,
+    parse_modules,
+    split_accumulator,
+)
 from megafp8.specs import Fp8Recipe, LossScaleSpec, PrecisionSpec
 from megafp8.specs.precision import (
     GEMMS,
@@ -71,7 +77,7 @@ def phases_of(values: Values, changes: Sequence[PrecisionChange]) -> Iterator[Pr
     if not changes:
         return
     settings, off = settings_recipe(values), switched_off_parts(values)
-    present = start = Assigned.by_settings(settings, values["model.num_layers"])
+    present = start = Assigned.by_settings(settings, named_linears(values))
     for after, begin_here in in_phases(changes):
         present = present.after(begin_here, start, off)
         own = settings

@@ -26,7 +26,12 @@ from megafp8.config.overrides import quoted
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unmet_need
 from megafp8.config.schema import all_keys
-from megafp8.config.values import parse_modules, split_accumulator, without_match
+from megafp8.config.values import (
+    named_linears,
+    parse_modules,
+    split_accumulator,
+    without_match,
+)
 from megafp8.specs.optim import OPTIMIZERS
 from megafp8.specs.recipes import HIGH_PRECISION, problem
 
@@ -256,7 +261,7 @@ def _rules_with_match(rules: Any, values: Values) -> Any:
     """Return the rules of `fp8_modules` without those whose pattern matches no linear."""
     if not isinstance(rules, (list, tuple)):
         return rules
-    idle = without_match(rules, values["model.num_layers"])
+    idle = without_match(rules, named_linears(values))
     return [rule for rule in rules if rule not in idle]
 
 

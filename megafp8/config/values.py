@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megafp8.config.keys import LARGEST, MAX_LAYERS, MAX_POSITIONS
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.specs.layer import linear_names
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import ScheduleName
 from megafp8.specs.precision import ModuleRule
@@ -92,6 +93,7 @@ MAX_RAMP_SIZES = 100_000
 """The most sizes that a growing batch may have, since each of them is checked."""
 
 LAYERS_NAMED = 10_000
+MOST_EXPERTS = 100_000  # of all layers together
 
 MAX_LIST_TEXT = 100_000  # characters of a list of layers; a longer one is cut, and then not valid
 
@@ -293,13 +295,34 @@ def modules_problem(value: object) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def without_match(value: object, num_layers: int) -> list[str]:
-    """Return the entries of `fp8_modules` whose pattern matches no linear of the model.
+def named_linears(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of all linears of a model, those of experts too.
 
-    None are returned for more than `LAYERS_NAMED` layers, whose names would fill the memory.
+    None are returned for more layers or experts than are accepted, whose names would fill the
+    memory, or if the list of layers with experts does not fit; other rules report these.
+    """
+    layers, experts = values["model.num_layers"], values.get("model.num_moe_experts")
+    if layers > LAYERS_NAMED:
+        return []
+    if experts is None:
+        return linear_names(range(layers))
+    has_experts = layers_with_experts(values.get("model.moe_layer_freq", 1), layers)
+    if len(has_experts) != layers or experts * sum(has_experts) > MOST_EXPERTS:
+        return []
+    shared = values.get("model.moe_shared_expert_intermediate_size")
+    moe = MoESpec(
+        num_experts=experts, top_k=1, ffn_hidden_size=1, layers=has_experts,
+        shared_ffn_hidden_size=shared,
+    )  # fmt: skip
+    return linear_names(range(layers), moe)
+
+
+def without_match(value: object, names: Sequence[str]) -> list[str]:
+    """Return the entries of `fp8_modules` whose pattern matches none of a model's linears.
+
+    None are returned where no names are known.
     """
     rules = parse_modules(value) or ()
-    names = linear_names(range(num_layers)) if rules and num_layers <= LAYERS_NAMED else []
     if not names:
         return []
     entries = value if isinstance(value, (list, tuple)) else ()

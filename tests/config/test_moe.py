@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,49 @@ def test_a_run_with_experts_does_not_continue_one_with_others() -> None:
     assert not differences("model.moe_router_topk_scaling_factor=1.0", "model.moe_z_loss_coeff=0")
 
 
+# --- names of linears -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more"),
+    [("*.experts.*", ()), ("layers.3.mlp.experts.3.fc2", ()), ("layers.0.mlp.fc1", ()),
+     ("*.shared.fc1", ("model.moe_shared_expert_intermediate_size=32",))],
+)  # fmt: skip
+def test_patterns_name_experts(pattern: str, more: tuple[str, ...]) -> None:
+    job = (*EXPERTS, *FP8, "model.moe_layer_freq=[0,1,1,1]", *more)
+    fp8 = run_spec(*job, f"model.fp8_modules=['{pattern}:high_precision']").precision.fp8
+    assert fp8 is not None
+    names = ("layers.3.mlp.experts.3.fc2", "layers.0.mlp.fc1", "layers.2.mlp.shared.fc1")
+    kept = [name for name in names if fp8.precision_of(name) == "high_precision"]
+    assert kept == [name for name in names if fnmatchcase(name, pattern)] and len(kept) == 1
+    entry = f"[{{from: 0.5, recipe: high_precision, modules: ['{pattern}']}}]"
+    assert run_spec(*job, f"model.precision_schedule={entry}").precision.schedule
+
+
+@pytest.mark.parametrize(
+    ("pattern", "given"),
+    [("*.experts.*", ()), ("layers.0.mlp.experts.0.fc1", EXPERTS),
+     ("layers.1.mlp.fc1", EXPERTS), ("layers.1.mlp.experts.4.fc1", EXPERTS),
+     ("*.shared.*", EXPERTS)],
+)  # fmt: skip
+def test_a_pattern_that_matches_no_linear_is_refused(pattern: str, given: tuple[str, ...]) -> None:
+    layers = ("model.moe_layer_freq=[0,1,1,1]",) if given else ()
+    job = (*given, *layers, *FP8)
+    entry = f"[{{from: 0.5, recipe: high_precision, modules: ['{pattern}']}}]"
+    for setting in (f"model.fp8_modules=['{pattern}:high_precision']",
+                    f"model.precision_schedule={entry}"):  # fmt: skip
+        problem = load_problems(*job, setting)[0]
+        assert problem.reason == f"the pattern {pattern} matches no linear"
+        assert ("mlp.experts.*.fc2" in problem.hint) == bool(given)
+
+
+def test_padding_has_an_effect_where_experts_alone_need_it() -> None:
+    job = (*EXPERTS, *FP8, "model.pad_inner_dim=True")
+    assert the_problem(*job).reason.startswith("has no effect")
+    load([*job, "model.moe_ffn_hidden_size=40"])
+    load([*job, "model.moe_shared_expert_intermediate_size=40"])
+
+
 # --- which layers have experts --------------------------------------------------------------------
 
 
@@ -193,6 +237,8 @@ REFUSED: list[tuple[tuple[str, ...], str, str, str]] = [
     (("model.moe_router_bias_update_rate=0.1",), "moe_router_bias_update_rate",
      "has no effect with model.moe_router_enable_expert_bias=False", "enable_expert_bias=True"),
     (("model.num_moe_experts=0",), "num_moe_experts", "at least 1", "null"),
+    (("model.num_moe_experts=4096", "model.num_layers=100"), "num_moe_experts", "409600 experts",
+     "at most 1000"),
     (("model.moe_ffn_hidden_size=100", *FP8), "moe_ffn_hidden_size", "multiples of 16",
      "96 or 112"),
     (("model.moe_ffn_hidden_size=144", *FP8, "model.fp8_recipe=blockwise"), "moe_ffn_hidden_size",

@@ -192,6 +192,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "a mixtral with capacities": {
         "model.moe_expert_capacity_factor": 1.0,
         "model.num_moe_experts": 8,
+        "model.bias": False,
+        "trainer.devices": 1,
+        "trainer.num_nodes": 1,
     },
     "falcon": {"model.name": "megatron_falcon_gpt"},
     "chatglm": {"model.rotary_interleaved": True},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
+from megafp8.config.checks.model import TP, tp_divides
 from megafp8.config.checks.precision import fp8_size
 from megafp8.config.keys import Values
-from megafp8.config.rules import Finding, Rules
+from megafp8.config.rules import Finding, Rules, counted
 from megafp8.config.schema.experts import COEFF, LOSS, NUM_EXPERTS, SCORES
 from megafp8.config.values import (
+    MOST_EXPERTS,
     SIZES,
     WORLD,
     layers_with_experts,
@@ -60,6 +63,9 @@ def _some_layers_have_experts(v: Values) -> Iterator[Finding]:
     elif not any(has):
         hint = f"Give 1 for some layers, or leave {NUM_EXPERTS} out"
         yield Finding(FREQUENCY, "says that no layer has experts", hint)
+    elif (count := v[NUM_EXPERTS] * sum(has)) > MOST_EXPERTS:
+        reason = f"gives the model {count} experts in {counted(sum(has), 'layer')}"
+        yield Finding(NUM_EXPERTS, reason, f"Give at most {MOST_EXPERTS // sum(has)}")
 
 
 @rule(NUM_EXPERTS, COEFF, LOSS)
@@ -76,11 +82,13 @@ def _fp8_experts(v: Values) -> Iterator[Finding]:
         yield from fp8_size(v, WIDTH, size_multiple(v), 1)
 
 
-@rule(*FP8, NUM_EXPERTS, SHARED, "model.tensor_model_parallel_size")
+@rule(*FP8, NUM_EXPERTS, SHARED, TP)
 def _fp8_shared_experts(v: Values) -> Iterator[Finding]:
-    tp = v["model.tensor_model_parallel_size"]
     if v[SHARED] is not None:
-        yield from fp8_size(v, SHARED, size_multiple(v) * tp, tp)
+        yield from fp8_size(v, SHARED, size_multiple(v) * v[TP], v[TP])
+
+
+rule(SHARED, TP)(partial(tp_divides, key=SHARED))
 
 
 @rule(NUM_EXPERTS, *SIZES, *WORLD)

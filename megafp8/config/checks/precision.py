@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from megafp8.config.checks.model import hidden_step, other_sizes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT
@@ -17,11 +18,11 @@ from megafp8.config.rows import NATIVE
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
 from megafp8.config.values import (
     TENSOR_CORE_MULTIPLE,
+    named_linears,
     recipes_in,
     size_multiple,
     without_match,
 )
-from megafp8.specs.layer import linear_names
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import RECIPES, find_recipe, names_where, recipes_where
 from megafp8.specs.traits import Traits
@@ -30,6 +31,13 @@ rule = Rules()
 
 BACKEND = "model.fp8_backend"
 HYBRID = "model.fp8_hybrid"
+NAMES = (
+    "model.num_layers",
+    "model.num_moe_experts",
+    "model.moe_layer_freq",
+    "model.moe_shared_expert_intermediate_size",
+)
+"""The keys that the names of linears depend on."""
 
 
 @rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
@@ -256,7 +264,8 @@ def _padding_pads(v: Values) -> Iterator[Finding]:
         return
     tp = v["model.tensor_model_parallel_size"]
     tokens = v["model.micro_batch_size"] * v["model.encoder_seq_length"]
-    sizes = [v["model.hidden_size"], v["model.ffn_hidden_size"]]
+    of_experts = filter(None, (v.get("model.moe_ffn_hidden_size"), v.get(NAMES[-1])))
+    sizes = [v["model.hidden_size"], v["model.ffn_hidden_size"], *of_experts]
     heads = [v.get("model.kv_channels"), v.get("model.num_query_groups")]
     if all(size % (TENSOR_CORE_MULTIPLE * tp) == 0 for size in sizes):
         if tokens % TENSOR_CORE_MULTIPLE == 0 and heads == [None, None]:
@@ -281,19 +290,20 @@ def _torchao_has_the_recipe(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule("model.fp8", "model.fp8_modules", "model.num_layers")
+@rule("model.fp8", "model.fp8_modules", *NAMES)
 def _patterns_match(v: Values) -> Iterator[Finding]:
     """Compare with the names of the whole model: a pipeline stage may have none that match."""
-    if not v["model.fp8"]:
+    if not v["model.fp8"] or not v["model.fp8_modules"]:
         return
-    for entry in without_match(v["model.fp8_modules"], v["model.num_layers"]):
-        yield no_match("model.fp8_modules", entry.partition(":")[0], v["model.num_layers"])
+    names = named_linears(v)
+    for entry in without_match(v["model.fp8_modules"], names):
+        yield no_match("model.fp8_modules", entry.partition(":")[0], names)
 
 
-def no_match(key: str, pattern: str, num_layers: int) -> Finding:
+def no_match(key: str, pattern: str, names: Sequence[str]) -> Finding:
     """Return what is wrong with a pattern that matches no linear, with similar ones."""
-    names = linear_names(range(num_layers))
-    ends = [name.removeprefix("layers.0.") for name in linear_names([0])]
+    parts = dict.fromkeys(name.split(".", 2)[2] for name in names)
+    ends = list(dict.fromkeys(re.sub(r"(experts)\.\d+", r"\1.*", part) for part in parts))
     short = [name.partition(".")[2] for name in ends]
     known = [*names, *(f"*.{name}" for name in ends), *short, *(f"*.{n}" for n in short)]
     known += [f"*{name}" for name in short]

@@ -7,13 +7,13 @@ from fnmatch import fnmatchcase
 from itertools import chain, islice, pairwise, product
 from typing import Any
 
-from megafp8.config.checks.precision import no_match
+from megafp8.config.checks.precision import NAMES, no_match
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, names_bf16
 from megafp8.config.precision_phases import Assigned, Product, changes_of_job, in_phases, linears_of
 from megafp8.config.precision_spec import settings_recipe, switched_off_parts
 from megafp8.config.rules import Finding, Rules
-from megafp8.config.values import LAYERS_NAMED, compute_dtypes, plain
+from megafp8.config.values import compute_dtypes, named_linears, plain
 from megafp8.specs.precision import PrecisionChange
 from megafp8.specs.recipes import HIGH_PRECISION, problem
 
@@ -25,7 +25,7 @@ _READ = (
     SCHEDULE,
     STEPS,
     "trainer.precision",
-    "model.num_layers",
+    *NAMES,
     "model.fp8_recipe",
     "model.fp8_modules",
     "model.fp8_backend",
@@ -57,8 +57,8 @@ def _entries_have_effects(v: Values) -> Iterator[Finding]:
     findings = _order(changes, v)
     recipes = {v["model.fp8_recipe"], *(change.precision for change in changes)}
     is_known = all(problem(name) is None for name in recipes - {HIGH_PRECISION})
-    if is_known and v["model.num_layers"] <= LAYERS_NAMED:
-        findings = chain(findings, _effects(changes, v))
+    if is_known and (names := named_linears(v)):
+        findings = chain(findings, _effects(changes, v, names))
     yield from islice(findings, 1)  # what is wrong with later entries may follow from it
 
 
@@ -87,12 +87,14 @@ def _order(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]
             )
 
 
-def _effects(changes: tuple[PrecisionChange, ...], v: Values) -> Iterator[Finding]:
+def _effects(
+    changes: tuple[PrecisionChange, ...], v: Values, names: Sequence[str]
+) -> Iterator[Finding]:
     """Yield which entries match nothing or change nothing, and which steps mix recipes."""
-    start = Assigned.by_settings(settings_recipe(v), v["model.num_layers"])
+    start = Assigned.by_settings(settings_recipe(v), names)
     for pattern in (pattern for change in changes for pattern in change.modules):
         if not any(fnmatchcase(name, pattern) for name in start.of_linear):
-            yield no_match(SCHEDULE, pattern, v["model.num_layers"])
+            yield no_match(SCHEDULE, pattern, names)
     present, off, number, has_fp8 = start, switched_off_parts(v), 0, False
     for after, entries in in_phases(changes):
         began = now = present.in_fp8()
