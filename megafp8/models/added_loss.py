@@ -56,9 +56,16 @@ class AddedLosses:
         else:
             self.sums = torch.zeros(len(self.terms), dtype=torch.float64, device=device)
 
-    def begin_microbatch(self, is_counted_BS: torch.Tensor) -> None:
-        """Begin a microbatch, of which these tokens count: boolean [B, S]."""
+    def begin_microbatch(
+        self, is_counted_BS: torch.Tensor, num_counted: torch.Tensor | None = None
+    ) -> None:
+        """Begin a microbatch, of which these tokens count: boolean [B, S].
+
+        `num_counted` (0-d) is their number on all ranks that have tokens of the microbatch; None
+        stands for those of this rank alone.
+        """
         self._is_counted_BS = is_counted_BS
+        self._num_counted = is_counted_BS.sum() if num_counted is None else num_counted
 
     def add(self, name: str, x_BSD: torch.Tensor, values_BS: torch.Tensor) -> torch.Tensor:
         """Add a value of the term `name` for each token, in FP32; return `x_BSD`.
@@ -66,14 +73,27 @@ class AddedLosses:
         The layer continues with the result: the gradient of the values begins where that of the
         result comes back. Outside of training nothing is added.
         """
+        return self._added(name, x_BSD, values_BS, self._is_counted_BS)
+
+    def add_mean(self, name: str, x_BSD: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Add one value (0-d) for all counted tokens of the microbatch; return `x_BSD` as `add`.
+
+        Ranks that have tokens of the same microbatch give values whose sum is meant.
+        """
+        return self._added(name, x_BSD, value, self._num_counted)
+
+    def _added(
+        self, name: str, x_BSD: torch.Tensor, values: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Add values, each with its weight: one for a token that counts, and 0 for another."""
         if not torch.is_grad_enabled():
             return x_BSD
         row = self._row_of[name]
-        is_counted_BS = self._is_counted_BS
         if self._is_recording:
-            self.sums[row] += values_BS.detach().double().where(is_counted_BS, 0.0).sum()
+            weighted = values.detach().double() * weights
+            self.sums[row] += weighted.where(weights != 0, 0.0).sum()
         factor = self.terms[row].weight * self.grad_scale
-        out_BSD: torch.Tensor = _Added.apply(x_BSD, values_BS, is_counted_BS, factor)  # type: ignore[no-untyped-call]
+        out_BSD: torch.Tensor = _Added.apply(x_BSD, values, weights, factor)  # type: ignore[no-untyped-call]
         return out_BSD
 
     def recomputation(self) -> AbstractContextManager[None]:
@@ -81,16 +101,18 @@ class AddedLosses:
 
         It is made in the forward pass and entered when that pass is recomputed.
         """
-        return self._recomputation(self._is_counted_BS)
+        return self._recomputation(self._is_counted_BS, self._num_counted)
 
     @contextmanager
-    def _recomputation(self, is_counted_BS: torch.Tensor) -> Iterator[None]:
-        present_BS, self._is_counted_BS = self._is_counted_BS, is_counted_BS
+    def _recomputation(self, *counted: torch.Tensor) -> Iterator[None]:
+        present = self._is_counted_BS, self._num_counted
+        self.begin_microbatch(*counted)
         self._is_recording = False
         try:
             yield
         finally:
-            self._is_counted_BS, self._is_recording = present_BS, True
+            self.begin_microbatch(*present)
+            self._is_recording = True
 
 
 class _Added(torch.autograd.Function):
@@ -98,15 +120,15 @@ class _Added(torch.autograd.Function):
     def forward(
         ctx: Any,
         x_BSD: torch.Tensor,
-        values_BS: torch.Tensor,
-        is_counted_BS: torch.Tensor,
+        values: torch.Tensor,
+        weights: torch.Tensor,
         factor: float,
     ) -> torch.Tensor:
-        ctx.save_for_backward(is_counted_BS)
-        ctx.factor, ctx.dtype = factor, values_BS.dtype
+        ctx.save_for_backward(weights)
+        ctx.factor, ctx.dtype = factor, values.dtype
         return x_BSD.view_as(x_BSD)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (is_counted_BS,) = ctx.saved_tensors
-        return grads[0], is_counted_BS.to(ctx.dtype) * ctx.factor, None, None
+        (weights,) = ctx.saved_tensors
+        return grads[0], weights.to(ctx.dtype) * ctx.factor, None, None

@@ -106,7 +106,10 @@ class GPT(nn.Module):
     def _begin_microbatch(self, targets_BS: torch.Tensor) -> None:
         """Tell the losses that layers add which tokens of the residual stream count."""
         if (added := self.parts.added_losses) is not None:
-            added.begin_microbatch(self.parts.own_sequence(targets_BS >= 0))
+            is_counted_BS, num_counted = self.parts.own_sequence(targets_BS >= 0), None
+            if added.terms and self.parts.routers and torch.is_grad_enabled():
+                num_counted = self.parts.sharing.sum(is_counted_BS.sum())
+            added.begin_microbatch(is_counted_BS, num_counted)
 
     def forward_embedding(
         self, tokens_BS: torch.Tensor, position_ids_BS: torch.Tensor | None = None

@@ -25,7 +25,7 @@ from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
 from megafp8.models.init import constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
-from megafp8.models.router import Router, router_losses
+from megafp8.models.router import Router, Sharing, router_losses
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
@@ -60,7 +60,8 @@ class Parts:
         self.whole_dtype = dtype  # the dtype of embeddings and norms
         self.residual_dtype = dtype
         self.make_core: Callable[..., AttentionCore] = AttentionCore
-        self.num_sharing = 1  # ranks that have parts of the same sequences
+        self.num_sharing = 1  # ranks that have parts of the same sequences in attention
+        self.sharing = Sharing()  # those that have parts of the residual stream's tokens
         self.split_heads: SplitHeads | None = None  # a faster way than the core's own
         self.added_losses: AddedLosses | None = None  # of the whole model; None without any
         self.routers: list[Router] = []  # of the layers that are made
@@ -121,7 +122,8 @@ class Parts:
         moe, added = self.spec.moe, self.added_losses
         assert moe is not None and added is not None
         weight_ED = self.parameter(f"{name}.weight")
-        self.routers.append(Router(name, weight_ED, moe, added, self.count_router_flops))
+        count_flops, sharing = self.count_router_flops, self.sharing
+        self.routers.append(Router(name, weight_ED, moe, added, count_flops, sharing))
         return self.routers[-1]
 
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ promises no order. A NaN among a token's logits makes its weights NaN, and so th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -58,11 +59,29 @@ def best(scores_TE: torch.Tensor, count: int) -> torch.Tensor:
     return order_TE[:, :count].sort(dim=-1).values
 
 
-def balance_loss(logits_TE: torch.Tensor, moe: MoESpec, num_sequences: int = 1) -> torch.Tensor:
+@dataclass(frozen=True)
+class Sharing:
+    """Tell of the `size` ranks that have equally many tokens of the same sequences each.
+
+    `sum` returns the sum of a tensor over them, in its place.
+    """
+
+    size: int = 1
+    sum: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+
+ALONE = Sharing()
+
+
+def balance_loss(
+    logits_TE: torch.Tensor, moe: MoESpec, num_sequences: int = 1, sharing: Sharing = ALONE
+) -> torch.Tensor:
     """Return Megatron-core's auxiliary loss without its coefficient, 0-d; it is 1 in balance.
 
     With `num_sequences` above 1 it is the mean of the losses of so many sequences. The experts are
-    those of the highest scores, whatever the biases have chosen, and counts have no gradient.
+    those of the highest scores, whatever the biases have chosen, and counts have no gradient. The
+    counts are those of all tokens that ranks share, and the scores this rank's own: the losses of
+    the ranks add up to that of all their tokens.
     """
     if moe.score_function == "sigmoid":
         scores_TE = logits_TE.sigmoid()
@@ -72,8 +91,8 @@ def balance_loss(logits_TE: torch.Tensor, moe: MoESpec, num_sequences: int = 1) 
     scores_BSE = scores_TE.unflatten(0, (num_sequences, -1))
     experts_TK = best(scores_TE.detach(), moe.top_k)
     counts = (counts_of(part, moe.num_experts) for part in experts_TK.chunk(num_sequences))
-    counts_BE = torch.stack(tuple(counts)).to(scores_TE.dtype)
-    size = scores_BSE.shape[1]
+    counts_BE = sharing.sum(torch.stack(tuple(counts))).to(scores_TE.dtype)
+    size = scores_BSE.shape[1] * sharing.size
     factor = moe.num_experts / (moe.top_k * size * size * num_sequences)
     loss: torch.Tensor = factor * (counts_BE * scores_BSE.sum(1)).sum()
     return loss
@@ -102,7 +121,8 @@ class Router(nn.Module):
     """Chooses the experts of each token, and lets `added` take the losses of a choice.
 
     `counts` [E] int64 has the tokens of each expert in the present step: those of training alone,
-    once if layers are recomputed. `bias` [E] FP32 is None for a router without one.
+    once if layers are recomputed. At its end a step puts those of all ranks there. `bias` [E] FP32
+    is None for a router without one.
     """
 
     bias: torch.Tensor | None
@@ -115,9 +135,12 @@ class Router(nn.Module):
         moe: MoESpec,
         added: AddedLosses,
         count_flops: Callable[[int], object],
+        sharing: Sharing = ALONE,
     ) -> None:
         super().__init__()
+        self.sharing = sharing
         self.name, self.moe, self.added, self.count_flops = name, moe, added, count_flops
+        self.layer = int(name.split(".")[1])
         self.weight = weight_ED
         experts = moe.num_experts
         self.register_buffer("bias", torch.zeros(experts) if moe.has_expert_bias else None)
@@ -143,17 +166,16 @@ class Router(nn.Module):
     def add_losses(self, logits_TE: torch.Tensor, out_BSD: torch.Tensor) -> torch.Tensor:
         """Add this layer's terms to the loss; return `out_BSD`, the layer's output, with them.
 
-        A term is a mean over all tokens of the microbatch, and weighs as its counted tokens do:
-        each of them is given the mean. The data does not say which tokens are padding.
+        A term is a mean over all tokens of the microbatch, and weighs as its counted tokens do. The
+        data does not say which tokens are padding.
         """
-        shape = out_BSD.shape[:2]
         for term in self.added.terms if torch.is_grad_enabled() else ():
             if term.name == Z_LOSS:
-                value = z_loss(logits_TE)
+                value = z_loss(logits_TE) / self.sharing.size
             else:
-                sequences = shape[0] if term.name == "seq_aux_loss" else 1
-                value = balance_loss(logits_TE, self.moe, sequences)
-            out_BSD = self.added.add(term.name, out_BSD, value.expand(shape))
+                sequences = out_BSD.shape[0] if term.name == "seq_aux_loss" else 1
+                value = balance_loss(logits_TE, self.moe, sequences, self.sharing)
+            out_BSD = self.added.add_mean(term.name, out_BSD, value)
         return out_BSD
 
     def begin_step(self) -> None:

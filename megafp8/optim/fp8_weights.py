@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8_numerics.cast import raise_amax
 from megafp8.fp8.weights import StoredFp8
+from megafp8.optim.partitions import largest_of_parts
 from megafp8.parallel.collectives import Axis
 from megafp8.specs.geometry import boxes_of_run
 
@@ -41,10 +42,11 @@ class Fp8Weights(Protocol):
     def move(self, param: nn.Parameter, place: torch.Tensor) -> None:
         """Let the weight occupy `place`, a flat tensor of that dtype."""
 
-    def store(self, parts: Iterable[MasterPart], shards: Axis) -> None:
+    def store(self, parts: Iterable[MasterPart], shards_of: Mapping[str, Axis]) -> None:
         """Quantize this rank's parts by the scales of whole weights; all ranks call it together.
 
-        The weights are complete once the ranks' places have been gathered.
+        `shards_of` are the ranks that have the parts, by group of replicas. The weights are
+        complete once the ranks' places have been gathered.
         """
 
 
@@ -64,7 +66,7 @@ class WholeFp8Weights:
         """Let the weight occupy `place`."""
         move(param, place)
 
-    def store(self, parts: Iterable[MasterPart], shards: Axis) -> None:
+    def store(self, parts: Iterable[MasterPart], shards_of: Mapping[str, Axis]) -> None:
         """Quantize the masters, one after the other."""
         for part in parts:
             self._stores[part.param](part.master.view(part.param.shape))
@@ -85,8 +87,8 @@ class OwnFp8Weights:
         """Let the weight occupy `place`."""
         move(param, place)
 
-    def store(self, parts: Iterable[MasterPart], shards: Axis) -> None:
-        """Agree on all amaxes in one reduction, and quantize this rank's parts."""
+    def store(self, parts: Iterable[MasterPart], shards_of: Mapping[str, Axis]) -> None:
+        """Agree on all amaxes, in one reduction for each group, and quantize this rank's parts."""
         amaxes = torch.zeros(len(self.params), device=self.params[0].device)
         row_of = {param: row for row, param in enumerate(self.params)}  # the same everywhere
         rounded_parts: dict[nn.Parameter, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -97,7 +99,7 @@ class OwnFp8Weights:
             rounded, at = part.master.to(dtype), row_of[part.param]
             raise_amax(amaxes[at], rounded)
             rounded_parts[part.param] = list(rectangles(part, rounded))
-        shards.all_reduce_max(amaxes)
+        largest_of_parts(amaxes, self.params, shards_of)
         for param, row in row_of.items():
             self._forms[param].store_parts(amaxes[row], rounded_parts.get(param, ()))
 

@@ -24,6 +24,7 @@ from megafp8.optim.partitions import (
     by_group,
     group_of,
     is_sharded,
+    largest_of_parts,
     replicated_range,
 )
 from megafp8.parallel.collectives import Axis
@@ -99,8 +100,6 @@ class Masters:
         self._one = torch.ones((), device=self.device)
         self._fp8 = fp8 or WholeFp8Weights()
         self._in_fp8 = frozenset(self._fp8.params)
-        if self.shards.size > 1:  # one reduction of amaxes serves all weights
-            assert not {group_of(p) for p in self._in_fp8} - {DENSE}, "FP8 weights of other groups"
         formats = {str(name): fmt for name, fmt in STORAGE_FORMATS.items()}
         self.buffers: list[WeightBuffer] = []
         grads: list[FlatGrads] = []
@@ -381,12 +380,7 @@ class Masters:
 
         A row is a parameter's, in the order of `row_of`; parts of other ranks count as 0.
         """
-        if len(self.shards_of) == 1:  # one scale a tensor, whose parts ranks share
-            return self.shards.all_reduce_max(amaxes)
-        for name, shards in self.shards_of.items():
-            rows = [row for row, param in enumerate(self.params) if group_of(param) == name]
-            amaxes[rows] = shards.all_reduce_max(amaxes[rows])
-        return amaxes
+        return largest_of_parts(amaxes, self.params, self.shards_of)
 
     @torch.no_grad()
     def write_back(self) -> None:
@@ -395,7 +389,7 @@ class Masters:
             places, masters = zip(*self._rounded, strict=True)
             torch_private.copy_all_(places, masters)
         if self._in_fp8:
-            self._fp8.store(self._parts_in_fp8(), self.shards)
+            self._fp8.store(self._parts_in_fp8(), self.shards_of)
         pending = [
             buffer.start_gathering(self._partition_of(buffer.index_of).shards)
             for buffer in self.buffers

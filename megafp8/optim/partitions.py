@@ -56,6 +56,22 @@ def by_group(
     return {name: [param for param in params if group_of(param) == name] for name in groups}
 
 
+def largest_of_parts(
+    amaxes: torch.Tensor, params: Sequence[nn.Parameter], shards_of: Mapping[str, Axis]
+) -> torch.Tensor:
+    """Return the amaxes of whole tensors, from those of this rank's parts, in place.
+
+    A row is that of one of `params`, which has one scale. `shards_of` are the ranks that have parts
+    of the parameters of each group of replicas.
+    """
+    if len(shards_of) == 1:
+        return next(iter(shards_of.values())).all_reduce_max(amaxes)
+    for name, shards in shards_of.items():
+        if rows := [row for row, param in enumerate(params) if group_of(param) == name]:
+            amaxes[rows] = shards.all_reduce_max(amaxes[rows])
+    return amaxes
+
+
 @dataclass(frozen=True)
 class WeightBuffer:
     """Hold weights of one dtype in a flat tensor, which lie as `places` says."""

@@ -17,7 +17,7 @@ from megafp8.parallel import rendezvous
 from megafp8.parallel.collectives import Axis, Traffic
 from megafp8.parallel.rendezvous import Store
 from megafp8.specs import ParallelSpec
-from megafp8.specs.geometry import DENSE
+from megafp8.specs.geometry import DENSE, EXPERTS
 
 AXES = ("tp", "cp", "dp", "pp")
 """Innermost first, Megatron's order: tensor-parallel ranks are neighbours, stages far apart."""
@@ -71,6 +71,15 @@ class Mesh:
     def is_main(self) -> bool:
         """Return whether this is rank 0 of the run."""
         return self.world.rank == 0
+
+    def with_experts(self) -> Mesh:
+        """Return the mesh of a model with experts, which every rank of a stage has whole.
+
+        Without tensor parallelism their replicas are those of all parameters.
+        """
+        if self.tp.size == 1:
+            return self
+        return replace(self, groups={EXPERTS: Replicas(self.stage, Axis("parts"))})
 
     def replicas_of(self, group: str) -> Replicas:
         """Return how the ranks hold the parameters of a group."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -28,9 +29,11 @@ from megafp8.models.loss import HeadLoss
 from megafp8.models.parts import Elementwise, Parts, both_contexts
 from megafp8.models.positions import Rotary
 from megafp8.models.random import RandomStreams
+from megafp8.models.router import Sharing
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import RingAttentionCore
 from megafp8.parallel.sequence import (
+    OwnTokens,
     SequenceColumnParallel,
     SequenceRowParallel,
     WholeSequence,
@@ -94,6 +97,9 @@ class NativeParts(Parts):
         if parts_args.cp is not None and parts_args.cp.size > 1:
             self.make_core = partial(RingAttentionCore, cp=parts_args.cp)
             self.num_sharing = parts_args.cp.size
+        axes = [parts_args.tp] if self.sequence_parallel else []
+        axes += [] if parts_args.cp is None else [parts_args.cp]
+        self.sharing = Sharing(prod(axis.size for axis in axes), partial(_sum_over, axes))
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the embeddings of `tokens_BS`; with sequence parallelism [B, S/tp, D]."""
@@ -104,11 +110,16 @@ class NativeParts(Parts):
         return look_up(tokens_BS, weight_VD, self.sink)
 
     def linear(self, linear: LayerLinear) -> nn.Module:
-        """Return a column-parallel linear (QKV, FC1) or a row-parallel one (projection, FC2)."""
+        """Return a column-parallel linear (QKV, FC1) or a row-parallel one (projection, FC2).
+
+        The linear of an expert is whole, for this rank's tokens.
+        """
         comms: tuple[Callable[[Axis], LinearComm], ...] = (RowParallel, ColumnParallel)
         if self.sequence_parallel:
             comms = (SequenceRowParallel, SequenceColumnParallel)
         comm = LinearComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
+        if self.listed[f"{linear.name}.weight"].divided is None and self.sequence_parallel:
+            comm = OwnTokens(self.tp)
         weight = self.parameter(f"{linear.name}.weight")
         bias = self.parameter_if_listed(f"{linear.name}.bias")
         return self._linear(linear.name, weight, bias, comm)
@@ -210,6 +221,13 @@ class NativeParts(Parts):
         """Count `flops` of a router's products."""
         dtype = torch.promote_types(self.dtype, torch.float32)
         self.counter.add(DTYPE_NAMES[dtype], "router", flops)
+
+
+def _sum_over(axes: Sequence[Axis], x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of x over the ranks of `axes`, in place."""
+    for axis in axes:
+        x = axis.all_reduce_sum(x)
+    return x
 
 
 def heads_of(batch: int, sizes: HeadSizes, turn: Rotary | None) -> Heads:

@@ -22,6 +22,7 @@ from torch import nn
 
 from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.draws import TokenOrder
+from megafp8.fp8.linear import LinearComm
 from megafp8.fp8.quantizer import Operand, Role
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.models.attention import AttentionContext
@@ -100,6 +101,17 @@ class SequenceRowParallel(RowParallel):
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the outputs' sum: [tp T, O] -> [T, O]."""
         return self.tp.start_reduce_scatter_sum(output_TO).wait()
+
+
+@dataclass(frozen=True)
+class OwnTokens(LinearComm):
+    """Exchanges nothing: the linear of an expert is whole on every rank, for the rank's tokens."""
+
+    tp: Axis
+
+    def token_order(self, role: Role) -> TokenOrder:
+        """Return this rank's tokens for inputs and output gradients."""
+        return TokenOrder("own", self.tp.rank, self.tp.size)
 
 
 def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:

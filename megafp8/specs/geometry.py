@@ -9,6 +9,8 @@ from math import prod
 Sizes = tuple[int, ...]
 DENSE = "dense"
 """The group of replicas of all parameters whose piece names no other."""
+EXPERTS = "experts"
+"""The group of parameters that tensor-parallel ranks have whole, each for tokens of its own."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class LayerLinear:
     `parts` are the logical linears whose rows its weight has, in this order; checkpoints name them.
     `products` are the GEMMs that a microbatch runs. A linear may have several weights of one shape,
     its `experts`, of which a token uses the fraction `visits`. They are numbered, and with
-    `is_expert` even a single one is.
+    `is_expert` even a single one is; such weights are whole on each rank.
     """
 
     name: str
@@ -65,6 +65,8 @@ class LayerLinear:
 
     def local_shape(self, tp: int) -> tuple[int, int]:
         """Return the out and in features of a weight that one of `tp` ranks holds."""
+        if self.is_expert:
+            return self.out_features, self.in_features
         if self.is_column:
             return self.out_features // tp, self.in_features
         return self.out_features, self.in_features // tp

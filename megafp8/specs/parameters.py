@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
-from megafp8.specs.geometry import Piece, Sizes
+from megafp8.specs.geometry import DENSE, EXPERTS, Piece, Sizes
 from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
 from megafp8.specs.model import GPTSpec
 
@@ -51,8 +51,18 @@ class ParameterSpec:
             offset = tuple(rank * size * (dim == self.divided) for dim, size in enumerate(part))
             local = (slice(begin, begin + part[0]), *(slice(0, size) for size in part[1:]))
             begin += part[0]
-            pieces.append(Piece(name, shape, offset, local, replica, self.is_of_heads))
+            group = self.group(tp)
+            pieces.append(Piece(name, shape, offset, local, replica, self.is_of_heads, group))
         return tuple(pieces)
+
+    def group(self, tp: int) -> str:
+        """Return the group of replicas that it belongs to where `tp` ranks divide matrices.
+
+        Such a rank has whole experts, and other tokens for them than its neighbours. Without them
+        the replicas of experts are those of all parameters.
+        """
+        is_expert = self.linear is not None and self.linear.is_expert
+        return EXPERTS if is_expert and tp > 1 else DENSE
 
     def part(self, shape: Sizes, tp: int) -> Sizes:
         """Return the shape of a rank's part of a logical tensor."""
@@ -136,13 +146,13 @@ def _linear(linear: LayerLinear, layer: int) -> Iterator[ParameterSpec]:
         name = linear.numbered(linear.name, index)
         parts = [(linear.numbered(part.name, index), part.out_features) for part in linear.parts]
         weights = tuple((f"{part}.weight", (out, linear.in_features)) for part, out in parts)
-        divided = 0 if linear.is_column else 1
+        divided = None if linear.is_expert else 0 if linear.is_column else 1
         yield ParameterSpec(
             f"{name}.weight", weights, layer, std=linear.std, divided=divided, linear=linear
         )
         biases = tuple((f"{part}.bias", (out,)) for part, out in parts)
         if linear.has_bias:
-            divided_bias = 0 if linear.is_column else None
+            divided_bias = 0 if linear.is_column and not linear.is_expert else None
             yield ParameterSpec(f"{name}.bias", biases, layer, divided=divided_bias, linear=linear)
 
 

@@ -52,6 +52,8 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     check_experts(spec)
+    if spec.model.moe is not None:
+        mesh = mesh.with_experts()
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     counter = GemmCounter()
     sinks = make_sinks(spec, mesh)
@@ -118,6 +120,8 @@ def check_experts(spec: RunSpec) -> None:
 
 def start_only(spec: RunSpec, mesh: Mesh) -> Backend:
     """Make what `build` makes before its optimizer, as a dry run counts it; return the backend."""
+    if spec.model.moe is not None:
+        mesh = mesh.with_experts()
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     backend = choose.make_backend(spec, mesh, streams, make_sinks(spec, mesh).outer, GemmCounter())
     make_masters(spec, mesh, make_model(spec, mesh, backend), backend)

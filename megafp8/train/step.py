@@ -81,6 +81,7 @@ def train_step(
                 module.grad_scale = grad_scale
     if (added := state.model.parts.added_losses) is not None:
         added.grad_scale = grad_scale
+    terms = () if added is None else added.terms
     loss_sum, num_tokens = forward_backward(state, microbatches)
     mesh, beside = state.mesh, None
     mesh.pp.all_reduce_sum(loss_sum)  # 0 except on the stage with the head
@@ -88,7 +89,7 @@ def train_step(
     totals = torch.stack((loss_sum, num_tokens))
     if added is not None:  # each rank of a stage has other tokens, or all tp ranks the same ones
         sums = added.sums if state.sequence_parallel else added.sums / mesh.tp.size
-        totals = torch.cat((totals, sums))
+        totals = torch.cat((totals, sums, counts_of_experts(state).flatten()))
         beside = totals[2:]
     mesh.data.all_reduce_sum(totals)
     reduce_gradients(state)
@@ -98,7 +99,8 @@ def train_step(
     optimizer, number = state.optimizer, state.step + 1
     results = torch.stack((mean_loss, mean_norm, totals[1]))
     if beside is not None:
-        results = torch.cat((results, beside / totals[1]))
+        results = torch.cat((results, beside[: len(terms)] / totals[1]))
+        take_counts(state, beside[len(terms) :])
     if more is not None:
         results = torch.cat((results, more()))
     reading = start_read_back(mesh, results, flags())
@@ -106,7 +108,7 @@ def train_step(
         divisor = totals[1] * grad_scale
         optimizer.update_if_finite(number, mean_loss, mean_norm, divisor=divisor)
     (loss, norm, num_counted, *rest), raised = reading.wait()
-    count, terms = int(num_counted), () if added is None else added.terms
+    count = int(num_counted)
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
         loss,
@@ -129,6 +131,28 @@ def train_step(
     if scaler is not None:
         scaler.update(overflowed=not is_finite)
     return result
+
+
+def counts_of_experts(state: TrainState) -> torch.Tensor:
+    """Return the tokens that this rank has sent to each expert in the step, FP64 [layers, experts].
+
+    The layers are those of the whole model, so that ranks of all stages can add up their counts.
+    FP64 has whole numbers exactly, in whatever order they are added. A model without experts has
+    [0, 0].
+    """
+    moe = state.model.spec.moe
+    shape = (0, 0) if moe is None else (len(moe.layers), moe.num_experts)
+    counts_LE = torch.zeros(shape, dtype=torch.float64, device=state.mesh.device)
+    for router in state.model.parts.routers:
+        counts_LE[router.layer] = router.counts
+    return counts_LE
+
+
+def take_counts(state: TrainState, counts: torch.Tensor) -> None:
+    """Give each router the sum over ranks of what `counts_of_experts` returned, here flat."""
+    for router in state.model.parts.routers:
+        own = slice(router.layer * len(router.counts), (router.layer + 1) * len(router.counts))
+        router.counts.copy_(counts[own])
 
 
 def forward_backward(

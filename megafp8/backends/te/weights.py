@@ -70,7 +70,7 @@ class TeFp8Weights:
         self._names(param).tensor_utils.replace_raw_data(param, place.view(param.shape))
 
     @torch.no_grad()
-    def store(self, parts: Iterable[MasterPart], shards: Axis) -> None:
+    def store(self, parts: Iterable[MasterPart], shards_of: Mapping[str, Axis]) -> None:
         """Quantize this rank's parts into the row-wise bytes, and agree on the amaxes.
 
         Transformer Engine's own function does both. It also drops the bytes in the other
@@ -78,6 +78,7 @@ class TeFp8Weights:
         """
         if not self.params:
             return
+        (shards,) = shards_of.values()  # there are no experts among them
         if shards.size == 1:
             for part in parts:
                 part.param.copy_(part.master.view(part.param.shape).to(self._dtype(part.param)))
