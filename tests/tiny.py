@@ -14,6 +14,7 @@ from megafp8.specs import (
     Fp8Recipe,
     GPTSpec,
     LossScaleSpec,
+    MoESpec,
     ObserveSpec,
     OptimSpec,
     ParallelSpec,
@@ -46,6 +47,12 @@ def gpt_spec(**changes: Any) -> GPTSpec:
         layernorm_epsilon=1e-5,
     )
     return GPTSpec(**(sizes | changes))
+
+
+def moe_spec(**changes: Any) -> MoESpec:
+    """Four experts in the second of two layers, of which a token visits two."""
+    sizes = dict(num_experts=4, top_k=2, ffn_hidden_size=32, layers=(False, True))
+    return MoESpec(**(sizes | changes))
 
 
 def of_heads(size: int) -> GPTSpec:

@@ -27,7 +27,7 @@ class MoE(nn.Module):
     def __init__(self, parts: Parts, name: str, experts: Mlp, shared: nn.Module | None) -> None:
         super().__init__()
         numbers = range(experts.fc1.experts)
-        self.dtype = parts.dtype
+        self.dtype, self.of_tokens = parts.dtype, parts.of_tokens
         self.router = parts.router(f"{name}.router")
         self.shared = shared
         self.fc1 = nn.ModuleList(parts.linear(experts.fc1.one(index)) for index in numbers)
@@ -41,25 +41,35 @@ class MoE(nn.Module):
         logits_TE = self.router.logits(x_TD)
         (experts_TK, weights_TK), counts_E = self.router(logits_TE)
         order_R = experts_TK.flatten().sort(stable=True).indices
-        place_TK = torch.empty_like(order_R)
-        place_TK[order_R] = torch.arange(len(order_R), device=order_R.device)
-        place_TK = place_TK.view_as(experts_TK)
-        rows_RD, weights_R = _ToExperts.apply(x_TD, weights_TK, order_R, place_TK)  # type: ignore[no-untyped-call]
+        place_R = torch.empty_like(order_R)
+        place_R[order_R] = torch.arange(len(order_R), device=order_R.device)
+        place_TK, token_R = place_R.view_as(experts_TK), order_R // experts_TK.shape[1]
+        rows_RD = _ToExperts.apply(x_TD, token_R, place_TK)  # type: ignore[no-untyped-call]
+        weights_R1 = _InOrder.apply(weights_TK, order_R, place_TK)[:, None]  # type: ignore[no-untyped-call]
         sizes = _sizes(counts_E, len(order_R))
-        both = zip(rows_RD.split(sizes), weights_R[:, None].split(sizes), strict=True)
+        parts = (x.split(sizes) for x in (rows_RD, weights_R1, token_R))
         rows = [
-            self._expert(index, x_ND, weights_N1) for index, (x_ND, weights_N1) in enumerate(both)
+            self._expert(index, *of_expert, len(x_TD))
+            for index, of_expert in enumerate(zip(*parts, strict=True))
         ]
-        out_BSD: torch.Tensor = _ToTokens.apply(torch.cat(rows), order_R, place_TK).view_as(x_BSD)  # type: ignore[no-untyped-call]
+        out_TD = _ToTokens.apply(torch.cat(rows), token_R, place_TK)  # type: ignore[no-untyped-call]
+        out_BSD: torch.Tensor = out_TD.view_as(x_BSD)
         if self.shared is not None:
             out_BSD = out_BSD + self.shared(x_BSD)
         return self.router.add_losses(logits_TE, out_BSD)
 
-    def _expert(self, index: int, x_ND: torch.Tensor, weights_N1: torch.Tensor) -> torch.Tensor:
-        """Return the output of an expert for its N rows, which may be none: [N, D] -> [N, D]."""
-        inner_NF = self.activation(self.fc1[index](x_ND))
-        out_ND: torch.Tensor = self.fc2[index]((inner_NF * weights_N1).to(self.dtype))
-        return out_ND
+    def _expert(
+        self,
+        index: int,
+        x_ND: torch.Tensor,
+        weights_N1: torch.Tensor,
+        tokens_N: torch.Tensor,
+        num_tokens: int,
+    ) -> torch.Tensor:
+        """Return an expert's output for its rows, of which there may be none: [N, D] -> [N, D]."""
+        inner_NF = self.activation(self.of_tokens(self.fc1[index], x_ND, tokens_N, num_tokens))
+        weighted_NF = (inner_NF * weights_N1).to(self.dtype)
+        return self.of_tokens(self.fc2[index], weighted_NF, tokens_N, num_tokens)
 
 
 def _sizes(counts_E: torch.Tensor, num_rows: int) -> list[int]:
@@ -80,25 +90,18 @@ def _sum_of_tokens(rows_RD: torch.Tensor, place_TK: torch.Tensor) -> torch.Tenso
 
 
 class _ToExperts(torch.autograd.Function):
-    """Copies tokens and their weights to rows in the order of experts; see `_ToTokens`."""
+    """Copies tokens to rows in the order of experts."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: torch.Tensor,
-        weights_TK: torch.Tensor,
-        order_R: torch.Tensor,
-        place_TK: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(place_TK)
-        source_R = order_R // place_TK.shape[1]
-        return x_TD[source_R], weights_TK.flatten()[order_R]
+        ctx: Any, x_TD: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.place_TK = place_TK
+        return x_TD[token_R]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (place_TK,) = ctx.saved_tensors
-        grad_RD, grad_weights_R = grads
-        return _sum_of_tokens(grad_RD, place_TK), grad_weights_R[place_TK], None, None
+        return _sum_of_tokens(grads[0], ctx.place_TK), None, None
 
 
 class _ToTokens(torch.autograd.Function):
@@ -106,13 +109,26 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: torch.Tensor, order_R: torch.Tensor, place_TK: torch.Tensor
+        ctx: Any, rows_RD: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.save_for_backward(order_R)
-        ctx.top_k = place_TK.shape[1]
+        ctx.token_R = token_R
         return _sum_of_tokens(rows_RD, place_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (order_R,) = ctx.saved_tensors
-        return grads[0][order_R // ctx.top_k], None, None
+        return grads[0][ctx.token_R], None, None
+
+
+class _InOrder(torch.autograd.Function):
+    """Puts the weights of all choices into the order of experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_TK: torch.Tensor, order_R: torch.Tensor, place_TK: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.place_TK = place_TK
+        return weights_TK.flatten()[order_R]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grads[0][ctx.place_TK], None, None

@@ -117,6 +117,16 @@ class Parts:
         """Return one linear of a layer: [B, S, in] -> [B, S, out]."""
         return PlainLinear(self, linear)
 
+    def of_tokens(
+        self, linear: nn.Module, x_ND: torch.Tensor, tokens_N: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Return a linear's output for some rows: those of `tokens_N` among `num_tokens` tokens.
+
+        Random draws follow the tokens and not their rows.
+        """
+        out_NO: torch.Tensor = linear(x_ND)
+        return out_NO
+
     def router(self, name: str) -> Router:
         """Return the router `name` of a layer with experts."""
         moe, added = self.spec.moe, self.added_losses

@@ -112,9 +112,9 @@ def counts_of(experts_TK: torch.Tensor, num_experts: int) -> torch.Tensor:
 
 def router_losses(moe: MoESpec) -> Iterable[AddedLoss]:
     """Return the terms that the routers of a model add to its loss."""
-    weights = {moe.router_loss: moe.router_loss_coeff, Z_LOSS: moe.z_loss_coeff}
-    layers = sum(moe.layers)
-    return [AddedLoss(name, x, layers) for name, x in weights.items() if name != "none" and x]
+    layers, has_balance = sum(moe.layers), moe.router_loss != "none"
+    weights = {moe.router_loss: moe.router_loss_coeff * has_balance, Z_LOSS: moe.z_loss_coeff}
+    return [AddedLoss(name, weight, layers) for name, weight in weights.items() if weight * layers]
 
 
 class Router(nn.Module):

@@ -150,6 +150,15 @@ class NativeParts(Parts):
             new_quantizer=new_quantizer,
         )
 
+    def of_tokens(
+        self, linear: nn.Module, x_ND: torch.Tensor, tokens_N: torch.Tensor, num_tokens: int
+    ) -> torch.Tensor:
+        """Return a linear's output for the rows of some tokens; see `Parts`."""
+        assert isinstance(linear, Linear)
+        rows = linear.rows_of(num_tokens)
+        out_NO: torch.Tensor = linear(x_ND, None if rows is None else rows.take(tokens_N))
+        return out_NO
+
     def recompute_contexts(
         self,
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

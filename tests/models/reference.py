@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from megafp8.specs import GPTSpec
+from megafp8.specs import GPTSpec, MoESpec
 
 Tensors = Mapping[str, torch.Tensor]
 Mask = Callable[[str, float, tuple[int, ...]], torch.Tensor | float]  # site, p, shape -> factors
@@ -94,9 +95,12 @@ def loss_of(
         x = x + out * dropout(site, spec.hidden_dropout, tuple(out.shape))
         x = norm(f"{name}.attention_norm", x) if is_post else x
         h = x if is_post else norm(f"{name}.mlp_norm", x)
-        inner = mlp(spec, name, linear, h)
-        inner = inner * dropout(f"{name}.mlp.fc2.dropout", spec.ffn_dropout, tuple(inner.shape))
-        out = linear(f"{name}.mlp.fc2", inner)
+        if spec.moe is not None and spec.moe.layers[i]:
+            out = experts(spec, f"{name}.mlp", w, linear, h)
+        else:
+            inner = mlp(spec, f"{name}.mlp", linear, h)
+            inner = inner * dropout(f"{name}.mlp.fc2.dropout", spec.ffn_dropout, tuple(inner.shape))
+            out = linear(f"{name}.mlp.fc2", inner)
         x = x + out * dropout(f"{name}.mlp.out_dropout", spec.hidden_dropout, tuple(out.shape))
         x = norm(f"{name}.mlp_norm", x) if is_post else x
     x = x if is_post else norm("final_norm", x)
@@ -131,14 +135,50 @@ def mlp(
         return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
     if spec.activation in ("geglu", "geglu-tanh", "swiglu", "reglu"):
-        gate, up = linear(f"{name}.mlp.gate", h), linear(f"{name}.mlp.up", h)
+        gate, up = linear(f"{name}.gate", h), linear(f"{name}.up", h)
         if spec.activation.startswith("geglu"):
             return (gelu(gate) if spec.activation == "geglu" else gelu_tanh(gate)) * up
         return (gate * torch.sigmoid(gate) if spec.activation == "swiglu" else gate.clamp(0)) * up
-    inner = linear(f"{name}.mlp.fc1", h)
+    inner = linear(f"{name}.fc1", h)
     if spec.activation == "squared-relu":
         return inner.clamp(0) ** 2
     return gelu(inner) if spec.activation == "gelu" else gelu_tanh(inner)
+
+
+def experts(
+    spec: GPTSpec,
+    name: str,
+    w: Tensors,
+    linear: Callable[[str, torch.Tensor], torch.Tensor],
+    h: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, one token and one expert at a time."""
+    moe = spec.moe
+    assert moe is not None
+    out = torch.zeros_like(h)
+    if moe.shared_ffn_hidden_size is not None:
+        out = linear(f"{name}.shared.fc2", mlp(spec, f"{name}.shared", linear, h))
+    for b in range(h.shape[0]):
+        for s in range(h.shape[1]):
+            x = h[b : b + 1, s : s + 1]
+            for e, p in weights_of(moe, w[f"{name}.router.weight"] @ x.flatten()).items():
+                inner = mlp(spec, f"{name}.experts.{e}", linear, x)
+                row = p * linear(f"{name}.experts.{e}.fc2", inner)
+                place = (torch.tensor(b), torch.tensor(s))
+                out = out.index_put(place, row.flatten(), accumulate=True)
+    return out
+
+
+def weights_of(moe: MoESpec, logits: torch.Tensor, bias: Sequence[float] = ()) -> dict[int, Any]:
+    """The experts of a token and their weights, from the definition of each mode."""
+    count = len(logits)
+    softmax = [x.exp() / logits.exp().sum() for x in logits]
+    scores = [1 / (1 + (-x).exp()) for x in logits] if moe.score_function == "sigmoid" else softmax
+    ranks = [score.item() + (bias[e] if bias else 0) for e, score in enumerate(scores)]
+    chosen = sorted(sorted(range(count), key=lambda e: (-ranks[e], e))[: moe.top_k])
+    divides = moe.top_k > 1 if moe.score_function == "sigmoid" else not moe.pre_softmax
+    total = sum(scores[e] for e in chosen) if divides else 1.0
+    return {e: moe.scaling_factor * scores[e] / total for e in chosen}
 
 
 def turn(spec: GPTSpec, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from megafp8.parallel.parts import NativeParts, PartsArgs
 from megafp8.specs import GPTSpec
 from tests.documents import borders_of
 from tests.models.reference import loss_of
-from tests.tiny import VOCAB, beside, gpt_spec
+from tests.tiny import VOCAB, beside, gpt_spec, moe_spec
 
 BATCH, SEQ = 2, 8
 LLAMA: dict[str, Any] = dict(
@@ -40,6 +40,7 @@ YARN: dict[str, Any] = dict(
     position_embedding_type="rope", kv_channels=32, yarn_rotary_scaling_factor=4.0,
     yarn_beta_fast=8.0, original_max_position_embeddings=256,
 )  # fmt: skip
+EXPERTS: dict[str, Any] = dict(bias=False, activation="swiglu")
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "rmsnorm": dict(normalization="rmsnorm"),
@@ -83,6 +84,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a window in layer 1, alibi": dict(
         window_size=(2, 0), window_attn_skip_freq=(0, 1), position_embedding_type="alibi"
     ),
+    "experts": EXPERTS | dict(moe=moe_spec()),
+    "experts, weights of all, not gated": EXPERTS
+    | dict(activation="gelu", moe=moe_spec(pre_softmax=True, layers=(True, True))),
+    "experts, sigmoid, scaled, shared": EXPERTS
+    | dict(moe=moe_spec(score_function="sigmoid", scaling_factor=2.5, shared_ffn_hidden_size=16)),
     "qwen3": LLAMA | dict(qk_layernorm=True, kv_channels=16),
 }
 DROPOUT = dict(hidden_dropout=0.2, attention_dropout=0.3, ffn_dropout=0.1)
