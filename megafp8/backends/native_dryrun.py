@@ -17,6 +17,7 @@ from torch import nn
 
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import Engine
+from fp8_numerics.philox import Rows
 from megafp8.fp8.quantizer import READERS, LinearQuantizer, Operands, column_sum, operands_of
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.parts import linears_of
@@ -47,6 +48,7 @@ def _operands(
     *,
     with_first: bool = True,
     with_sum: bool = False,
+    rows: Rows | None = None,
 ) -> tuple[Operands, torch.Tensor | None]:
     """Return what `LinearQuantizer.operands` returns on a GPU.
 
