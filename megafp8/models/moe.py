@@ -47,10 +47,10 @@ class MoE(nn.Module):
         rows_RD = _ToExperts.apply(x_TD, token_R, place_TK)  # type: ignore[no-untyped-call]
         weights_R1 = _InOrder.apply(weights_TK, order_R, place_TK)[:, None]  # type: ignore[no-untyped-call]
         sizes = _sizes(counts_E, len(order_R))
-        parts = (x.split(sizes) for x in (rows_RD, weights_R1, token_R))
+        parts = zip(*(x.split(sizes) for x in (rows_RD, weights_R1, token_R)), strict=True)
         rows = [
-            self._expert(index, *of_expert, len(x_TD))
-            for index, of_expert in enumerate(zip(*parts, strict=True))
+            self._expert(index, x_ND, weights_N1, tokens_N, len(x_TD))
+            for index, (x_ND, weights_N1, tokens_N) in enumerate(parts)
         ]
         out_TD = _ToTokens.apply(torch.cat(rows), token_R, place_TK)  # type: ignore[no-untyped-call]
         out_BSD: torch.Tensor = out_TD.view_as(x_BSD)

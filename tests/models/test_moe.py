@@ -282,7 +282,7 @@ def test_the_layer_is_the_example(dtype: torch.dtype, bound: float, example: Exa
         found[f"d{part}"] = torch.stack(each)
     sums = layer.router.added.sums
     found |= {"aux": 0.01 * sums[0] / 4, "z": 0.001 * sums[1] / 4}
-    found |= {f"amax {name}": torch.tensor(amaxes) for name, amaxes in read.items()}
+    found |= {f"amax {name}": torch.tensor(amaxes, dtype=dtype) for name, amaxes in read.items()}
     printed = example.printed()
     for name, value in found.items():
         expected = printed[name].detach().flatten()
@@ -458,7 +458,7 @@ def test_a_block_of_transformers(block: str) -> None:
         assert layer.router.bias is not None
         layer.router.bias.copy_(gate.e_score_correction_bias)
     generator = torch.Generator().manual_seed(4)
-    x, factors = torch.randn(2, 2, 5, 8, dtype=torch.float64, generator=generator)
+    x, factors = 0.5 * torch.randn(2, 2, 5, 8, dtype=torch.float64, generator=generator)
     inputs = x.clone().requires_grad_(), x.clone().requires_grad_()
     out = reference(inputs[0])
     out = out[0] if isinstance(out, tuple) else out
@@ -682,8 +682,6 @@ def test_recomputation_counts_once() -> None:
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_a_nan_of_the_router_is_a_step_that_is_skipped(recipe: str | None) -> None:
-    if recipe == "nvfp4":
-        pytest.skip("its rows must be multiples of 16")
     state = build_run(model=MODEL, fp8=None if recipe is None else Fp8Recipe(name=recipe))
     (router,) = state.model.parts.routers
     with torch.no_grad():
