@@ -771,6 +771,51 @@ def test_the_rest_of_a_model_may_get_another_recipe() -> None:
         assert odd(torch.empty(0, 5)).shape == (0, 7)
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32)])
+@pytest.mark.parametrize("rows", [(0, 5), (5, 0), (0, 0)])
+def test_a_linear_without_rows_casts_its_weight_in_a_microbatch(
+    rows: tuple[int, int], shape: tuple[int, ...]
+) -> None:
+    """As an expert that no token has chosen: the scales are those of every other order of rows."""
+    layer = nn.Linear(32, 48)
+    state = fp8.convert(layer, fp8.Fp8Recipe(amax_history_len=3))
+    for _ in range(2):
+        layer.zero_grad()
+        with state.health("scales") as report:
+            for index, number in enumerate(rows):
+                x = (noise(number, 32, seed=1) if number else torch.empty(shape)).requires_grad_()
+                with state.microbatch(first=index == 0, samples=range(number or 2)):
+                    out = layer(x)
+                    out.sum().backward()
+                assert out.shape == (*x.shape[:-1], 48) and x.grad.shape == x.shape
+        assert report.complaints() == {}
+        assert "linear.weight" in report.tensors
+        assert len(report.tensors) == (3 if any(rows) else 1)
+    assert layer.weight.grad.any() == layer.bias.grad.any() == any(rows)
+    found = {name: scale.num_updates for name, scale in state.scales().items()}
+    used = 2 if any(rows) else 0
+    of_roles = {"input": used, "weight": 2, "grad_output": used}
+    assert found == {f"linear.{role}": number for role, number in of_roles.items()}
+    assert "never called" not in repr(state)
+
+
+@pytest.mark.parametrize("number", [1, 17])
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "nvfp4-no_rht"])
+def test_recipes_of_blocks_train_with_any_number_of_tokens(recipe: Any, number: int) -> None:
+    """As with zeros after them, up to rounding."""
+    grads = []
+    for more in (0, -number % 32):
+        model = mlp(bias=False)  # so that zeros stay zeros
+        state = fp8.convert(model, recipe)
+        x = F.pad(noise(number, 32, seed=1), (0, 0, 0, more))
+        with state.microbatch(samples=[3]):
+            model(x)[:number].square().sum().backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    for one, other in zip(*grads, strict=True):
+        assert one.any()
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+
+
 def test_delayed_scaling_outside_of_a_microbatch_is_refused() -> None:
     model = mlp()
     state = fp8.convert(model)

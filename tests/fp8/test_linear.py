@@ -24,12 +24,17 @@ from fp8_numerics import cpu
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import GemmCounter
 from megafp8.fp8.build import linear_quantizer
+from megafp8.fp8.draws import Tokens
 from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, LinearComm
+from megafp8.fp8.probe import values
 from megafp8.fp8.quantizer import SavedForm
 from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.weights import StoredFp8
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.recipes import RECIPES
 from megafp8.specs.traits import ROW
+from tests.fp8.test_own_recipes import own, settings_of
 from tests.spec import linear as spec
 from tests.spec.delayed import DelayedScalingModel, Quantized, Recipe
 from tests.spec.formats import FORMATS
@@ -63,17 +68,23 @@ def make(
     bias: torch.Tensor | None,
     recipe: Fp8Recipe | None,
     sink: Any = None,
+    *,
+    stored: bool = False,
 ) -> Layer:
+    """`stored`: the weight is kept in FP8 alone."""
     state, counter = None if recipe is None else ScalingState(recipe), GemmCounter()
     linear = Linear(
-        nn.Parameter(weight.clone()),
+        nn.Parameter(weight.to(torch.float8_e4m3fn) if stored else weight.clone()),
         None if bias is None else nn.Parameter(bias.clone()),
         name="linear",
         quantizer=None if state is None else linear_quantizer(state, "linear"),
         comm=LinearComm(),
         sink=sink or AutogradSink(),
         counter=counter,
+        stored_compute_dtype=weight.dtype if stored else None,
     )
+    if isinstance(linear.weight_form, StoredFp8):
+        linear.weight_form.store(weight.float())
     return Layer(linear, state, counter)
 
 
@@ -494,3 +505,157 @@ def test_an_input_that_is_kept_itself_has_no_payload() -> None:
     assert SavedForm().payload_shape(32, 64) == [0]
     assert SavedForm(ROW).payload_shape(32, 64) == [32, 64]
     assert SavedForm(ROW, is_transposed=True).payload_shape(32, 64) == [64, 32]
+
+
+# Any number of rows, as an expert gets them
+
+
+ALL_RECIPES = (*RECIPES, "of our own")
+all_recipes = pytest.mark.parametrize("name", ALL_RECIPES)
+LEFT_OUT = "left out"
+
+
+def recipe_of(name: str) -> Fp8Recipe:
+    return settings_of(own("four_bits") if name == "of our own" else name, amax_history_len=3)
+
+
+def step_of(layer: Layer, rows: list[int | str], params: list[Any]) -> list[torch.Tensor]:
+    """Sum the gradients of microbatches with these numbers of rows; one may be left out."""
+    assert layer.state is not None
+    totals = [torch.full(param.shape, torch.nan) for param in params]
+    layer.linear.sink = sink = MainGradSink()
+    sink.attach(zip(params, totals, strict=True))
+    sink.begin_step()
+    for index, number in enumerate(rows):
+        if number == LEFT_OUT:
+            continue
+        work = layer.linear.bias.dtype
+        layer.state.begin_microbatch(index, 1, Tokens((index,)))
+        x = noise(int(number), 64, seed=index, dtype=work).requires_grad_()
+        output = layer.linear(x)
+        layer.state.end_forward()
+        output.backward(noise(int(number), 48, seed=9 + index, dtype=work))
+        layer.state.end_backward()
+        assert output.shape == (number, 48) and x.grad is not None and x.grad.shape == x.shape
+        assert output.dtype == x.grad.dtype == work
+        assert output.isfinite().all() and x.grad.isfinite().all()
+    sink.end_step()
+    return totals
+
+
+@works
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [(n, False) for n in ALL_RECIPES] + [(n, True) for n in ("delayed", "tensorwise", "blockwise")],
+)
+@pytest.mark.parametrize("rows", [(0, 33), (33, 0), (0, 0)], ids=str)
+def test_a_microbatch_without_rows_adds_nothing_and_casts_the_weight(
+    rows: tuple[int, int], name: str, stored: bool, work: torch.dtype
+) -> None:
+    """Gradients are those of the other microbatch alone, or zeros; NaN lies where they go."""
+    recipe = recipe_of(name)
+    seen: list[list[str]] = []
+    results = []
+    for microbatches in (list(rows), [number or LEFT_OUT for number in rows]):
+        weight, bias = noise(48, 64, seed=1, dtype=work), noise(48, seed=2, dtype=work)
+        layer = make(weight, bias, recipe, stored=stored)
+        seen.append([])
+        assert layer.state is not None
+        layer.state.observers.append(lambda name, *_: seen[-1].append(name))
+        layer.state.begin_microbatch(0)  # a step begins, whichever of its microbatches has rows
+        results.append(step_of(layer, microbatches, list(layer.linear.parameters())))
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs) and bool(ours.any()) == any(rows)
+    assert seen[0].count("linear.weight") == (0 if stored else 1)
+
+
+def test_histories_of_an_expert_without_rows_follow_the_specification() -> None:
+    """Its weight's history rolls once a step; no other moves. Weights grow from step to step."""
+    layer = make(noise(48, 64, seed=1, dtype=torch.float32), None, recipe_of("delayed"))
+    kinds = {f"linear.{kind}": kind for kind in ("input", "weight", "grad_output")}
+    model = DelayedScalingModel(kinds, Recipe(amax_history_len=3))  # type: ignore[arg-type]
+    linear, state = layer.linear, layer.state
+    assert state is not None
+    for step, rows in enumerate([(0, 0), (7, 0), (0, 5), (0, 0), (0, 0), (3, 0)]):
+        with torch.no_grad():
+            linear.weight.mul_(1.5)
+        for index, number in enumerate(rows):
+            x = noise(number, 64, seed=step, dtype=torch.float32, std=2.0**step)
+            grad = noise(number, 48, seed=9 + step, dtype=torch.float32, std=2.0**-step)
+            state.begin_microbatch(index)
+            model.begin_microbatch(index)
+            output = linear(x.requires_grad_())
+            model.quantize("linear.input", x.detach().numpy())
+            model.quantize("linear.weight", linear.weight.detach().numpy())
+            with state.evaluation():
+                linear(x[:0])
+            with state.recomputation():
+                linear(x)
+            state.end_forward()
+            model.end_forward()
+            output.backward(grad)
+            model.quantize("linear.grad_output", grad.numpy())
+            state.end_backward()
+            model.end_backward()
+            for table in state.tables.values():
+                for row, tensor in enumerate(table.names):
+                    expected = model.states[tensor]
+                    assert table.history[row].tolist() == expected.history[1:].tolist(), tensor
+                    assert table.quant_scale[row].item() == expected.scale, tensor
+                    assert table.num_updates[row].item() == expected.num_updates, tensor
+        assert state.forward.num_updates[1].item() == step + 1
+
+
+@pytest.mark.parametrize("then", ["tensorwise", "delayed", "nvfp4"])
+def test_a_weight_without_rows_is_cast_by_the_recipe_of_now(then: str) -> None:
+    layer = make(noise(48, 64, seed=1, dtype=torch.float32), None, recipe_of("delayed"))
+    linear, state = layer.linear, layer.state
+    assert state is not None
+    linear._new_quantizer = lambda: linear_quantizer(state, "linear")
+    empty, seen = torch.empty(0, 64, requires_grad=True), []
+    state.observers.append(lambda name, x, last, first: seen.append((name, last)))
+    for recipe in (None, replace(recipe_of(then), margin=1)):
+        if recipe is not None:
+            state.change_recipe(recipe, linear.take_recipe)
+        state.begin_microbatch(0)
+        linear(empty).sum().backward()
+        state.end_forward()
+        state.end_backward()
+    names, operands = zip(*[each for each in seen if each[0] == "linear.weight"], strict=True)
+    assert len(names) == 2 and (operands[1].block is None) == (then != "nvfp4")
+    if then == "delayed":
+        amax = linear.weight.abs().max().item()
+        assert state.forward.history.tolist() == [[0, 0], [amax, amax]]
+        assert state.forward.num_updates.tolist() == [0, 2]
+
+
+@works
+@all_recipes
+@pytest.mark.parametrize("number", [1, 17, 33, 130])
+def test_rows_of_zeros_change_no_number(number: int, name: str, work: torch.dtype) -> None:
+    """Every number of rows is taken, and a rotated product is that of rows filled up to 16."""
+    weight, bias = noise(48, 64, seed=1, dtype=work), noise(48, seed=2, dtype=work)
+    x, grad = noise(number, 64, seed=3, dtype=work), noise(number, 48, seed=4, dtype=work)
+    results, casts = [], []
+    for more in (0, -number % 16):
+        layer = make(weight, bias, recipe_of(name))
+        assert layer.state is not None
+        layer.state.begin_microbatch(0, 1)
+        found: dict[str, Any] = {}
+        layer.state.observers.append(lambda name, _, *both, to=found: to.update({name: both}))
+        leaf = F.pad(x, (0, 0, 0, more)).requires_grad_()
+        output = layer.linear(leaf)
+        output.backward(F.pad(grad, (0, 0, 0, more)))
+        casts.append(found)
+        grads = [leaf.grad[:number], *(param.grad for param in layer.linear.parameters())]
+        results.append([output[:number], *grads])
+    for tensor, operands in casts[0].items():
+        for ours, filled in zip(operands, casts[1][tensor], strict=True):
+            if ours is not None and filled is not None:
+                own_values, of_filled = values(ours), values(filled)
+                assert torch.equal(own_values, of_filled[: len(own_values)]), tensor
+                assert not of_filled[len(own_values) :].any()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-7, atol=2.0**-7)
+    if name in ("nvfp4", "of our own"):  # both have multiplied the same operands
+        assert torch.equal(results[0][2], results[1][2])

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fp8_numerics.swizzle import unswizzled
+from megafp8 import fp8
 from te_cpu.errors import MissingKernelError
 from tests.backends.te.real import autocast, recipes, te
 
@@ -68,6 +70,48 @@ def test_a_grouped_linear_is_a_linear_for_each_expert(name: str) -> None:
             assert torch.equal(alone[number].bias.grad, bias.grad)
         for module in (group, *alone):
             module.zero_grad()
+
+
+def test_our_linears_of_experts_keep_the_histories_of_a_grouped_linear() -> None:
+    """Ours get 17 rows, which are filled up there. An expert without rows keeps what it has but for
+    its weight, whose history rolls in every step. Weights change from step to step."""
+    steps = ((32, 0, 64, 17), (0, 0, 17, 32), (0, 17, 0, 0), (32, 0, 0, 17))
+    torch.manual_seed(0)
+    group = te.GroupedLinear(4, WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16)
+    ours = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+    ours.to(torch.bfloat16)
+    state = fp8.convert(ours, fp8.Fp8Recipe(amax_history_len=4))
+    for step, rows in enumerate(steps):
+        filled = [number + -number % 16 for number in rows]
+        x = [torch.randn(number, WIDTH).mul(2.0**step).bfloat16() for number in rows]
+        grad = [torch.randn(number, WIDTH).div(2.0**step).bfloat16() for number in rows]
+        whole_x, whole_grad = (
+            torch.cat([F.pad(t, (0, 0, 0, -len(t) % 16)) for t in each]) for each in (x, grad)
+        )
+        with torch.no_grad():
+            for number, linear in enumerate(ours):
+                weight = getattr(group, f"weight{number}")
+                linear.weight.copy_(weight.mul_(1.25))
+        with region("delayed"):
+            out = group(whole_x.requires_grad_(), filled)
+        out.backward(whole_grad)
+        with state.microbatch():
+            for linear, own, own_grad in zip(ours, x, grad, strict=True):
+                linear(own.requires_grad_()).backward(own_grad)
+        with region("delayed"):  # histories of gradients roll when another region begins
+            pass
+        for role, part, slot, slots in (
+            ("input", "fwd", 0, 3), ("weight", "fwd", 1, 3), ("grad_output", "bwd", 0, 2),
+        ):  # fmt: skip
+            theirs = group.fp8_meta[f"scaling_{part}"]
+            for number in range(4):
+                at, name = slots * number + slot, f"{number}.{role}"
+                own = state.state_dict()[f"{name}/history"]
+                assert torch.equal(own, theirs.amax_history[1:, at]), (step, name)
+                assert state.scales()[name].quant_scale == theirs.scale[at].item(), (step, name)
+            updates = [state.scales()[f"{number}.{role}"].num_updates for number in range(4)]
+            used = [sum(number > 0 for number in of) for of in zip(*steps[: step + 1], strict=True)]
+            assert updates == ([step + 1] * 4 if role == "weight" else used)
 
 
 def test_padded_rows_change_nothing() -> None:
