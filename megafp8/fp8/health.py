@@ -124,7 +124,8 @@ class UpdateProbe:
 
     The numbers are those of a `HealthProbe`, without a pass over any tensor: an update has the
     amaxes of a microbatch's casts, and the scales that they used. A tensor of which no update has
-    an amax was zero. A weight that is kept in FP8 counts with the step that reads it.
+    an amax was zero, or had no rows, which a `HealthProbe` leaves out. A weight that is kept in FP8
+    counts with the step that reads it.
     """
 
     def __init__(self, state: ScalingState) -> None:

@@ -121,7 +121,7 @@ def recorded_inputs(
         if amaxes.shape[-1] == 0:  # the run kept none, and its scale follows from the last one
             amaxes = E4M3_MAX * 2.0**-margin / rows.read("quant_scale")[..., None]
         if count == 0:
-            reason = f"has no amaxes of the inputs of {linear.name}: its run has trained no step"
+            reason = f"has no amaxes of the inputs of {linear.name}, which has met no tokens yet"
             raise CheckpointError(reader.path, reason, _OTHER_INPUTS)
         scales[linear.name] = float(scale_of(amaxes.amax() * 2.0**margin))
         updates.append(min(count, amaxes.shape[-1]))

@@ -93,8 +93,9 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
     """Load FP8 scales and histories.
 
     Shards that were saved in another layout are merged by the rule of a reduction: the larger amax
-    and the smaller scale are taken. So all ranks that share their scales have the same ones, also
-    where the number of ranks is that of the checkpoint and the groups are others.
+    and the smaller scale are taken, of ranks that have cast the tensor. So all ranks that share
+    their scales have the same ones, also where the number of ranks is that of the checkpoint and
+    the groups are others.
 
     Raises:
         CheckpointError: The checkpoint lacks the scales of a tensor.
@@ -131,8 +132,12 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
     for placement, source in others:
         value = values[source]
         if source.endswith(_SHARDS):
-            field = source.split("/")[2]
-            value = value.amin(0) if field == "quant_scale" else value.amax(0)
+            if "/quant_scale/" in source:  # one that was never updated is no scale of the tensor
+                is_known = values[source.replace("/quant_scale/", "/num_updates/")] > 0
+                value = value.where(is_known, torch.inf) if is_known.any() else value
+                value = value.amin(0)
+            else:
+                value = value.amax(0)
             merged += 1
         placement.tensor.copy_(value.view_as(placement.tensor))
     if merged:

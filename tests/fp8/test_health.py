@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.health import HealthProbe, num_nonfinite
+from megafp8.fp8.health import HealthProbe, TableProbe, UpdateProbe, num_nonfinite
 from megafp8.fp8.scaling import ScalingState
-from megafp8.specs import Fp8Recipe, TensorHealth
+from megafp8.observe.accuracy import beyond_range
+from megafp8.observe.health import HealthRecord, complaints, scalars
+from megafp8.specs import Fp8Recipe, HealthSpec, TensorHealth
 from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES, find_recipe
+from tests.fp8.test_linear import make, noise
 from tests.spec import formats as spec_formats
 
 
@@ -99,3 +102,34 @@ def test_evaluation_is_not_watched_and_nonfinite_updates_are_counted() -> None:
     quantizer.operands("input", torch.full((2, 2), math.inf))
     state.end_forward()
     assert num_nonfinite(state) == {"linear.input": 1}
+
+
+def test_a_linear_without_rows_is_no_fault() -> None:
+    """As an expert that no token chooses: before its first row, and between others."""
+    layer = make(noise(16, 32, seed=1, dtype=torch.float32), None, Fp8Recipe(margin=1))
+    state = layer.state
+    assert state is not None
+    probes = HealthProbe(state, "full"), UpdateProbe(state), TableProbe(state)
+    casts, updates, tables = probes
+    for rows in (0, 0, 3, 0, 0, 0):
+        for probe in probes:
+            probe.attach()
+        state.begin_microbatch(0)
+        out = layer.linear(noise(rows, 32, seed=2, dtype=torch.float32).requires_grad_())
+        state.end_forward()
+        out.backward(noise(rows, 16, seed=3, dtype=torch.float32))
+        state.end_backward()
+        numbers = updates.numbers().tolist()
+        found = casts.detach(), updates.measures(numbers)[0], tables.detach()
+        assert "linear.weight" in found[0] and (len(found[0]) == 3) == (rows > 0)
+        assert found[2].keys() == found[0].keys()
+        was_cast = bool(state.backward.num_updates[0])
+        assert len(found[1]) == (3 if was_cast else 1)
+        seen = {name: health.amax for name, health in found[1].items() if health.amax}
+        assert seen == {name: health.amax for name, health in found[0].items()}
+        for measured in found:
+            record = HealthRecord(1, measured, num_nonfinite(state))
+            assert complaints(record, HealthSpec()) == {}
+            assert all(map(math.isfinite, scalars(record).values()))
+            for name, health in measured.items():
+                assert beyond_range(name, health, 448.0, 2.0**-9) is None

@@ -163,6 +163,29 @@ def test_ranks_find_the_squares_of_one_rank() -> None:
                 assert found[name] == pytest.approx(one[name], rel=2**-5), (layout, name)
 
 
+def test_a_rank_without_rows_counts_its_part_of_the_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an expert: another rank's noise is compared with the gradient of both."""
+    state = built("model.fp8_recipe=tensorwise", FULL, WARN)
+    log = HealthLog(state, state.backend.spec.observe.health, tmp_path, 0, lambda _: None)
+    detach, name = NoiseProbe.detach, "layers.0.mlp.fc1"
+
+    def without_one(probe: NoiseProbe) -> dict[str, Any]:
+        return {n: noise for n, noise in detach(probe).items() if not n.startswith(name)}
+
+    monkeypatch.setattr(NoiseProbe, "detach", without_one)
+    result = train_step(state, [microbatch(0, 4)], more=log.begin())
+    assert log._check is not None
+    found = log._check.squares(result.more)
+    assert all(
+        gradient > 0 and (noise > 0) == (n != name) for n, (gradient, noise) in found.items()
+    )
+    assert name in found
+    assert list(log._check._beyond({}, [{name: (1.0, 0.5)}, {name: (0.0, 0.0)}])) != []
+    assert list(log._check._beyond({}, [{name: (1.0, 0.5)}, {name: (9.0, 0.0)}])) == []
+
+
 def test_a_weight_without_a_cast_gradient_is_not_judged(tmp_path: Path) -> None:
     state = built("model.fp8_recipe=delayed", FULL, WARN, "model.fp8_wgrad=False")
     log = HealthLog(state, state.backend.spec.observe.health, tmp_path, 0, lambda _: None)

@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import with_defaults
 from megafp8.data.samples import IGNORE
+from megafp8.errors import CheckpointError
+from megafp8.specs.layer import model_linears
 from megafp8.train.load_model import shape_of
 from megafp8.train.recorded import (
     linears_in_bf16,
@@ -25,6 +28,7 @@ from megafp8.train.recorded import (
     recorded_values,
     validation_data,
 )
+from tests.tiny import gpt_spec
 from tests.train.runs import Place
 
 LLAMA = [
@@ -228,3 +232,17 @@ def test_torchaos_first_and_last_linear_stay_in_bf16() -> None:
         assert linears_in_bf16(spec.model, with_defaults(spec.resolved)) == kept
     spec = resolve(load(words), lambda: False)
     assert not linears_in_bf16(spec.model, with_defaults(spec.resolved))
+
+
+def test_a_linear_that_has_met_no_tokens_has_no_static_scale() -> None:
+    """Its history says nothing, though the run has trained for long."""
+    spec = gpt_spec()
+    *_, unused = names = [linear.name for linear in model_linears(spec)]
+    fields = ("history", "num_updates", "quant_scale")
+    reader = Mock(path=Path("run"), step=5)
+    reader.names.return_value = [f"scaling/forward/{f}/{n}.input" for f in fields for n in names]
+    reader.read = lambda name: torch.full((3,), int(unused not in name))
+    values = {"model.fp8_margin": 0}
+    with pytest.raises(CheckpointError, match=f"inputs of {unused}, which has met no tokens yet"):
+        recorded_inputs(reader, spec, values, frozenset())
+    assert recorded_inputs(reader, spec, values, frozenset([unused])).num_updates == 1

@@ -80,8 +80,9 @@ class AccuracyCheck:
         for linear in linears_of(self._state.model):
             x, g = (noise.get(f"{linear.name}.{role}") for role in ("input", "grad_output"))
             is_cast = linear.quantizer is not None and "grad_weight" in linear.quantizer.fp8_gemms
-            if is_cast and x is not None and g is not None:
-                found[linear.name] = gradients[linear.weight], noise_of_gradient(x, g)
+            if is_cast:  # a rank that had no rows may still keep a part of their gradient
+                noise_here = 0.0 if x is None or g is None else noise_of_gradient(x, g)
+                found[linear.name] = gradients[linear.weight], noise_here
         return found
 
     def warn_of(
