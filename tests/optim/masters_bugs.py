@@ -1,124 +1,116 @@
-"""Scales of FP8-LM's tensors that are wrong by 3 % between ranks, planted in the product."""
+"""Mistakes between ranks in FP8-LM's tensors, planted in the product; most scales are 3 % off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
-from megafp8.fp8 import weights
-from megafp8.optim import scaled_adam, stored_adam
-from megafp8.optim.masters import Masters
-from megafp8.parallel import scaled_data
-from megafp8.parallel.scaled_data import ExchangedBucket, Fp8SumBucket
+from megafp8.fp8.scaled import ScaledTensor
+from megafp8.fp8.scaling import Pending
+from tests.kit.faults import Fault, unchanged
 
 FACTOR = 1.03
+Right = Callable[..., Any]
+DATA = "megafp8.parallel.scaled_data"
 
 
-def _received(patch: pytest.MonkeyPatch) -> None:
+def _received(right: Right, self: Any, received: Any, scales: torch.Tensor, *more: Any) -> None:
     """The scales of all ranks but the first one, as each rank adds up the values."""
-    right = ExchangedBucket._add_up
-
-    def wrong(self: Any, received: Any, scales: torch.Tensor, *more: Any) -> None:
-        factors = torch.full_like(scales, FACTOR)
-        factors[0] = 1.0
-        right(self, received, scales * factors, *more)
-
-    patch.setattr(ExchangedBucket, "_add_up", wrong)
+    factors = torch.full_like(scales, FACTOR)
+    factors[0] = 1.0
+    right(self, received, scales * factors, *more)
 
 
-def _summed(patch: pytest.MonkeyPatch) -> None:
+def _summed(right: Right, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The scales of sums in FP32, once they are quantized."""
-    right = scaled_data.scales_for
-
-    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        quant_scales, dequant_scales = right(*args)
-        return quant_scales, dequant_scales * FACTOR
-
-    patch.setattr(scaled_data, "scales_for", wrong)
+    quant_scales, dequant_scales = right(*args)
+    return quant_scales, dequant_scales * FACTOR
 
 
-def _summed_in_fp8(patch: pytest.MonkeyPatch) -> None:
-    """The scales of sums in FP8."""
-    right = Fp8SumBucket._stages
-
-    def wrong(self: Any, *args: Any) -> Iterator[None]:
-        yield from right(self, *args)
-        self.held.scales.mul_(FACTOR)
-
-    patch.setattr(Fp8SumBucket, "_stages", wrong)
+def _summed_in_fp8(right: Right, self: Any, *args: Any) -> Iterator[None]:
+    yield from right(self, *args)
+    self.held.scales.mul_(FACTOR)
 
 
-def _quantized(patch: pytest.MonkeyPatch) -> None:
+def _quantized(right: Right, values: torch.Tensor, scale: torch.Tensor, fmt: Any) -> torch.Tensor:
     """The scale with which a rank quantizes what it sends or has summed."""
-    right = scaled_data.cast_stored
-    patch.setattr(scaled_data, "cast_stored", lambda x, scale, fmt: right(x, scale * FACTOR, fmt))
+    found: torch.Tensor = right(values, scale * FACTOR, fmt)
+    return found
 
 
-def _sent(patch: pytest.MonkeyPatch) -> None:
+def _sent(right: Right, self: Any) -> None:
     """The scales of weights of which this rank has no part."""
-    right = Masters._share_scales
-
-    def wrong(self: Any) -> None:
-        right(self)
-        own = {segment.param for segment in self.segments}
-        for param, weight in self.own_weights.items():
-            if param not in own:
-                weight.dequant_scale.mul_(FACTOR)
-
-    patch.setattr(Masters, "_share_scales", wrong)
+    right(self)
+    own = {segment.param for segment in self.segments}
+    for param, weight in self.own_weights.items():
+        if param not in own:
+            weight.dequant_scale.mul_(FACTOR)
 
 
-def _updated(patch: pytest.MonkeyPatch, module: Any, function: str, tensor: str) -> None:
+def _updated(tensor: str, right: Right, tensors: Any, *args: Any) -> None:
     """The scale of a master or moment that a rank has updated."""
-    right = getattr(module, function)
-
-    def wrong(tensors: Any, *args: Any) -> None:
-        right(tensors, *args)
-        getattr(tensors, tensor).dequant_scale.mul_(FACTOR)
-
-    patch.setattr(module, function, wrong)
+    right(tensors, *args)
+    getattr(tensors, tensor).dequant_scale.mul_(FACTOR)
 
 
-def _agreed(patch: pytest.MonkeyPatch) -> None:
+def _agreed(right: Right, quant_scale: torch.Tensor, *args: Any) -> Any:
     """The scale of a weight in FP8 of which ranks have parts."""
-    right = weights.AgreedScale.of.__func__  # type: ignore[attr-defined]
-
-    def wrong(cls: Any, quant_scale: torch.Tensor, *args: Any) -> Any:
-        return right(cls, quant_scale * FACTOR, *args)
-
-    patch.setattr(weights.AgreedScale, "of", classmethod(wrong))
+    return right(quant_scale * FACTOR, *args)
 
 
-IN_SUMS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "received": _received,
-    "summed": _summed,
-    "summed in FP8": _summed_in_fp8,
-    "quantized": _quantized,
+def _by_own_amax(right: Right, values: torch.Tensor, scale: torch.Tensor, fmt: Any) -> torch.Tensor:
+    is_whole = values.dim() == 2
+    found: torch.Tensor = ScaledTensor.of(values, fmt).payload
+    return found if is_whole else right(values, scale, fmt)
+
+
+def _by_no_scale(right: Right, values: torch.Tensor, scale: torch.Tensor, fmt: Any) -> torch.Tensor:
+    found: torch.Tensor = right(values, torch.ones_like(scale), fmt)
+    return found
+
+
+def _not_agreed(right: Right, self: Any, tensor: torch.Tensor) -> Pending:
+    """Ranks do not agree on maxima."""
+    return Pending(tensor)
+
+
+def _not_gathered(right: Right, self: Any, tensor: torch.Tensor) -> Pending:
+    """A rank takes its own scales for everybody's."""
+    return Pending(tensor) if tensor.dtype == torch.float32 else right(self, tensor)
+
+
+IN_SUMS = {
+    "received": Fault(f"{DATA}.ExchangedBucket._add_up", _received),
+    "summed": Fault(f"{DATA}.scales_for", _summed),
+    "summed in FP8": Fault(f"{DATA}.Fp8SumBucket._stages", _summed_in_fp8),
+    "quantized": Fault(f"{DATA}.cast_stored", _quantized),
 }
-IN_STATES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "weights that other ranks own": _sent,
-    "weights of other ranks' parts": _sent,
-    "masters of whole tensors": lambda p: _updated(p, scaled_adam, "update", "param"),
-    "first moments of whole tensors": lambda p: _updated(p, scaled_adam, "update", "exp_avg"),
-    "second moments of whole tensors": lambda p: _updated(p, scaled_adam, "update", "exp_avg_sq"),
-    "masters of parts": lambda p: _updated(p, stored_adam, "update_part", "param"),
-    "first moments of parts": lambda p: _updated(p, stored_adam, "update_part", "exp_avg"),
-    "second moments of parts": lambda p: _updated(p, stored_adam, "update_part", "exp_avg_sq"),
-    "FP8 weights of parts": _agreed,
-    "amaxes of parts, not agreed on": lambda p: p.setattr(
-        Masters, "agree", lambda self, amaxes: amaxes
+WITHOUT_RULE = {
+    "nothing is quantized again": Fault(f"{DATA}.cast_stored", _by_own_amax),
+    "the sum is not quantized again": Fault(f"{DATA}.cast_stored", _by_no_scale),
+    "a scale is not shared": Fault(
+        "megafp8.parallel.collectives.Axis.start_all_reduce_max", _not_agreed
+    ),
+    "scales are not sent": Fault(
+        "megafp8.parallel.collectives.Axis.start_all_gather_in_place", _not_gathered
     ),
 }
-
-
-@contextmanager
-def planted(bug: str | None) -> Iterator[None]:
-    """Plant one of the bugs inside the context."""
-    with pytest.MonkeyPatch.context() as patch:
-        if bug is not None:
-            (IN_SUMS | IN_STATES)[bug](patch)
-        yield
+_SENT = Fault("megafp8.optim.masters.Masters._share_scales", _sent)
+STATES = {"masters": "param", "first moments": "exp_avg", "second moments": "exp_avg_sq"}
+IN_STATES = {
+    "weights that other ranks own": _SENT,
+    "weights of other ranks' parts": _SENT,
+    **{
+        f"{states} of {what}": Fault(f"megafp8.optim.{function}", partial(_updated, tensor))
+        for what, function in (
+            ("whole tensors", "scaled_adam.update"),
+            ("parts", "stored_adam.update_part"),
+        )
+        for states, tensor in STATES.items()
+    },
+    "FP8 weights of parts": Fault("megafp8.fp8.weights.AgreedScale.of", _agreed),
+    "amaxes of parts, not agreed on": Fault("megafp8.optim.masters.Masters.agree", unchanged),
+}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,32 +18,35 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.fp8 import scaled
 from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.optim import fsdp_masters
 from megafp8.optim.fsdp_masters import FsdpMasters
-from megafp8.parallel import scaled_data
 from megafp8.parallel.fsdp import local_of
-from megafp8.parallel.mesh import join
+from megafp8.parallel.mesh import Mesh, join
 from megafp8.parallel.scaled_data import ScatteredGrads
-from megafp8.specs import FsdpSpec, ParallelSpec
+from megafp8.specs import FsdpSpec, ParallelSpec, StorageSpec
 from megafp8.train.report.header import state_bytes
-from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
-from megafp8.train.state_dict import load_checkpoint
 from megafp8.train.step import train_step
 from tests.kit.cases import Case
-from tests.kit.tensors import Piece, stored_states
+from tests.kit.faults import Fault, unchanged
+from tests.kit.runs import on_ranks, train
+from tests.kit.tensors import (
+    Piece,
+    assembled,
+    assert_same,
+    assert_same_pieces,
+    pieces,
+    stored_states,
+)
 from tests.optim import masters_work
-from tests.optim.masters_work import FP8, stored_pieces
-from tests.optim.sharded_work import on_ranks
+from tests.optim.masters_work import FP8
 from tests.optim.test_masters import BYTES, LEVELS
 from tests.optim.test_masters_ranks import (
     SMALL,
     Found,
     assert_gradients_are_right,
     case,
-    same_bits,
     together,
 )
 from tests.ranks import Rank, run_ranks
@@ -67,53 +70,42 @@ TWO = {
     "stored": sharded("O2", fp8=None, steps=1, storage=STORED, model=ODD),
     "stored, replicas": case("O2", fp8=None, steps=1, storage=STORED, model=ODD),
     "O2, clipped": sharded("O2", clip=0.5),
-    "O2, spoiled": sharded("O2"),
+    "O2, spoiled": sharded("O2", spoiled=1),
 }
+
+
+def once(right: Callable[..., None], self: ScaledTensor, more: torch.Tensor, **_: bool) -> None:
+    right(self, more, is_first=True)
+
+
+def swapped(
+    right: Callable[..., torch.Tensor], parts: list[ScaledTensor], total: torch.Tensor
+) -> torch.Tensor:
+    scales = [part.dequant_scale for part in reversed(parts)]
+    pairs = zip(parts, scales, strict=True)
+    return right([replace(part, dequant_scale=s) for part, s in pairs], total)
+
+
+@cache
+def remembered(right: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    return right(*args)
+
+
+MASTERS = "megafp8.optim.fsdp_masters.FsdpMasters"
 BUGS = {
-    "ranks do not agree on a master's scale": "stored",
-    "microbatches are not added": "exact, four",
-    "a rank's scales are those of another": "exact",
-    "weights are gathered from before the update": "O2",
-}
-
-
-@contextmanager
-def planted(bug: str | None) -> Iterator[None]:
-    """Plant a mistake in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        if bug == "ranks do not agree on a master's scale":
-            patch.setattr(FsdpMasters, "agree", lambda self, amaxes: amaxes)
-        if bug == "microbatches are not added":
-            add = ScaledTensor.add
-            patch.setattr(
-                ScaledTensor, "add", lambda self, more, *, is_first: add(self, more, is_first=True)
-            )
-        if bug == "a rank's scales are those of another":
-            add_up = scaled.add_up
-
-            def swapped(parts: list[ScaledTensor], total: torch.Tensor) -> torch.Tensor:
-                scales = [part.dequant_scale for part in reversed(parts)]
-                pairs = zip(parts, scales, strict=True)
-                return add_up([replace(part, dequant_scale=s) for part, s in pairs], total)
-
-            patch.setattr(scaled_data, "add_up", swapped)
-        if bug == "weights are gathered from before the update":
-            patch.setattr(FsdpMasters, "rows_of", cache(FsdpMasters.rows_of))
-        yield
-
-
-def train(rank: Rank, bugs: bool = False) -> Found:
-    """Train every case, and those of `BUGS` with their mistakes."""
-    found = masters_work.train(rank, TWO, spoiled={"O2, spoiled": 1})
-    for bug, name in BUGS.items() if bugs else ():
-        with planted(bug):
-            found |= {bug: masters_work.train(rank, {name: TWO[name]})[name]}
-    return found  # type: ignore[return-value]
+    "ranks do not agree on a master's scale": ("stored", Fault(f"{MASTERS}.agree", unchanged)),
+    "microbatches are not added": (
+        "exact, four", Fault("megafp8.fp8.scaled.ScaledTensor.add", once)),
+    "a rank's scales are those of another": (
+        "exact", Fault("megafp8.parallel.scaled_data.add_up", swapped)),
+    "weights are gathered from before the update": ("O2", Fault(f"{MASTERS}.rows_of", remembered)),
+}  # fmt: skip
+WRONG = {bug: replace(TWO[name], fault=fault) for bug, (name, fault) in BUGS.items()}
 
 
 @pytest.fixture(scope="module")
 def trained() -> Found:
-    return run_ranks(train, 2, {"bugs": True})
+    return run_ranks(masters_work.train, 2, {"cases": TWO | WRONG})
 
 
 @pytest.mark.parametrize("name", ["exact", "exact, four"])
@@ -141,25 +133,23 @@ def assert_stored_as_whole_tensors(ranks: Found, name: str) -> None:
                 torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-4)
 
 
-def first_scales(rank: Rank) -> dict[str, dict[str, float]]:
+def first_scales(case: Case, mesh: Mesh) -> dict[str, float]:
     """The scales of linears' masters before the first step."""
-    found = {}
-    for name in ("O2", "O2, replicas"):
-        state = TWO[name].build(join(on_ranks(TWO[name].parallel, rank)))
-        names = {param: key for key, param in state.model.named_parameters()}
-        rows = zip(state.masters.segments, state.masters.stored, strict=True)
-        found[name] = {
-            names[segment.param]: stored.dequant_scale.item()
-            for segment, stored in rows
-            if segment.param in state.masters.linears
-        }
-    return found
+    state = case.build(mesh)
+    names = {param: key for key, param in state.model.named_parameters()}
+    rows = zip(state.masters.segments, state.masters.stored, strict=True)
+    return {
+        names[segment.param]: stored.dequant_scale.item()
+        for segment, stored in rows
+        if segment.param in state.masters.linears
+    }
 
 
 def test_first_masters_have_the_scales_of_whole_tensors() -> None:
-    for found in run_ranks(first_scales, 2):
-        assert found["O2"] == found["O2, replicas"]
-        assert len(set(found["O2"].values())) > 1, "one scale for all would be equal too"
+    cases = {name: TWO[name] for name in ("O2", "O2, replicas")}
+    for ours, replicas in zip(*on_ranks(first_scales, cases, 2).values(), strict=True):
+        assert ours == replicas
+        assert len(set(ours.values())) > 1, "one scale for all would be equal too"
 
 
 def test_rows_are_stored_with_the_scales_of_whole_tensors(trained: Found) -> None:
@@ -205,41 +195,32 @@ class Grads:
     norm: float
 
 
-def without_scales(masters: FsdpMasters) -> None:
+def without_scales(right: Callable[..., None], masters: FsdpMasters) -> None:
     """Leave the scales of gradients in FP8 out of what clipping multiplies."""
-    real_collect(masters)
+    right(masters)
     masters.own_grads.pop()
 
 
-real_collect = FsdpMasters.collect_grads
-
-
-def grads_of_a_step(rank: Rank, levels: tuple[str, ...], bug: bool) -> dict[str, list[Grads]]:
-    """Return for each level what a step without clipping leaves, and one with."""
-    found = {}
-    for level in levels:
-        found[level] = []
-        for limit in (None, 0.5):
-            like = sharded(level, clip=limit)
-            state = like.build(join(on_ranks(FSDP, rank)))
-            with pytest.MonkeyPatch.context() as patch:
-                if bug:
-                    patch.setattr(FsdpMasters, "collect_grads", without_scales)
-                norm = train_step(state, like.microbatches(0, state.mesh)).grad_norm
-            grads = state.masters.stored_grads
-            in_fp8 = [x.payload.view(torch.uint8) for x in grads if x.fmt.name != "fp32"]
-            values = torch.cat([x.values().flatten() for x in grads]).double()
-            found[level].append(Grads(values, in_fp8, norm))
+def grads_of_a_step(case: Case, mesh: Mesh) -> list[Grads]:
+    """Return what a step without clipping leaves, and one with."""
+    found = []
+    for limit in (None, 0.5):
+        like = replace(case, optim=replace(case.optim, clip_grad_norm=limit))
+        state = like.build(mesh)
+        norm = train_step(state, like.microbatches(0, mesh)).grad_norm
+        grads = state.masters.stored_grads
+        in_fp8 = [x.payload.view(torch.uint8) for x in grads if x.fmt.name != "fp32"]
+        values = torch.cat([x.values().flatten() for x in grads]).double()
+        found.append(Grads(values, in_fp8, norm))
     return found
 
 
-def assert_clipped(ranks: list[dict[str, list[Grads]]]) -> None:
+def assert_clipped(levels: dict[str, list[list[Grads]]]) -> None:
     """All ranks' rows together have the norm 0.5, and are all multiplied by one factor."""
-    for level in ranks[0]:
-        whole, clipped = (torch.cat([x[level][i].values for x in ranks]) for i in range(2))
+    for level, ranks in levels.items():
+        whole, clipped = (torch.cat([rank[i].values for rank in ranks]) for i in range(2))
         norm = whole.norm().item()
-        for rank in ranks:
-            free, shrunk = rank[level]
+        for free, shrunk in ranks:
             assert free.norm == pytest.approx(norm, rel=1e-6) and free.norm == shrunk.norm
             pairs = list(zip(free.payloads, shrunk.payloads, strict=True))
             assert pairs and all(torch.equal(*pair) for pair in pairs), "scales alone change"
@@ -248,11 +229,12 @@ def assert_clipped(ranks: list[dict[str, list[Grads]]]) -> None:
 
 
 def test_clipped_gradients_in_fp8_have_the_norm_of_the_limit() -> None:
-    assert_clipped(run_ranks(grads_of_a_step, 2, {"levels": tuple(LEVELS), "bug": False}))
+    assert_clipped(on_ranks(grads_of_a_step, {level: TWO[level] for level in LEVELS}, 2))
 
 
 def test_scales_that_clipping_leaves_out_are_found() -> None:
-    found = run_ranks(grads_of_a_step, 2, {"levels": ("O2",), "bug": True})
+    wrong = replace(TWO["O2"], fault=Fault(f"{MASTERS}.collect_grads", without_scales))
+    found = on_ranks(grads_of_a_step, {"O2": wrong}, 2)
     with pytest.raises(AssertionError):
         assert_clipped(found)
 
@@ -266,7 +248,7 @@ def test_a_skip_is_all_ranks_skip(trained: Found) -> None:
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_bounds_tell_planted_mistakes(trained: Found, bug: str) -> None:
-    name = BUGS[bug]
+    name, _ = BUGS[bug]
     ranks = [{**rank, name: rank[bug]} for rank in trained]
     with pytest.raises(AssertionError):
         if name == "stored":
@@ -338,18 +320,14 @@ class State:
     losses: list[float]
 
 
-def state_of(state: TrainState, like: Case, steps: int) -> State:
-    names = ("exp_avg", "exp_avg_sq")
+def state_of(state: TrainState, case: Case, steps: int) -> State:
     moments = [
-        p
-        for name in names
-        for p in stored_pieces(state, stored_states(state.optimizer, name), f"{name}/")
+        piece
+        for name in ("exp_avg", "exp_avg_sq")
+        for piece in pieces(state, stored_states(state.optimizer, name), f"{name}/")
     ]
-    masters, losses = stored_pieces(state, state.masters.stored), []
-    for _ in range(steps):
-        losses.append(train_step(state, like.microbatches(state.step, state.mesh)).loss)
-        state.step += 1
-    return State(masters, moments, losses)
+    masters = pieces(state, state.masters.stored)
+    return State(masters, moments, train(state, replace(case, saves=None), steps).losses)
 
 
 def held_of(state: TrainState) -> Held:
@@ -382,20 +360,18 @@ def watched_start() -> Iterator[list[int]]:
         yield found
 
 
-def save(rank: Rank, root: Path) -> Saved:
-    found = {}
-    for level in LEVELS:
-        spec = on_ranks(FSDP, rank)
-        with watched_start() as noted:
-            state = sharded(level).build(join(spec))
-        state_of(state, sharded(level), 2)
-        Saver(root / level, keep=1, meta={}).save(state)
-        held = replace(held_of(state), at_start=max(noted))
-        found[level] = state_of(state, sharded(level), 2), held
-    return found
+def save(case: Case, mesh: Mesh) -> tuple[State, Held]:
+    with watched_start() as noted:
+        state = case.build(mesh)
+    train(state, case)
+    held = replace(held_of(state), at_start=max(noted))
+    return state_of(state, case, 2), held
 
 
-Saved = dict[str, tuple[State, Held]]
+def load(case: Case, mesh: Mesh) -> State:
+    return state_of(case.build(mesh), case, case.steps)
+
+
 LOADED = {
     "FSDP": FSDP,
     "replicas": SMALL,
@@ -405,29 +381,17 @@ LOADED = {
 }
 
 
-def load(rank: Rank, root: Path) -> dict[str, State]:
-    found = {}
+def loads(root: Path) -> Iterator[tuple[str, Case]]:
     for level in LEVELS:
         for name, parallel in LOADED.items():
             if level != "O2" and name not in ("FSDP", "replicas"):
                 continue
-            spec = on_ranks(parallel, rank)
-            like = case(level, zero="ZeRO" in name, parallel=spec)
-            like = replace(like, optim=replace(like.optim, shard_by="elements"))
+            like = case(level, zero="ZeRO" in name, parallel=parallel)
+            optim = replace(like.optim, shard_by="elements")
             if name.startswith("FP32"):
-                like = replace(like, optim=replace(like.optim, storage=type(LEVELS["O1"])()))
-            state = like.build(join(spec))
-            load_checkpoint(root / level / "step_00000002", state, lambda line: None)
-            found[f"{level} to {name}"] = state_of(state, like, 2 if name == "FSDP" else 0)
-    return found
-
-
-def save_and_load(rank: Rank, root: Path) -> tuple[Saved, dict[str, State]]:
-    return save(rank, root), load(rank, root)
-
-
-def joined(ranks: list[Any], field: str) -> dict[str, torch.Tensor]:
-    return together([{"it": rank} for rank in ranks], "it", field)
+                optim = replace(optim, storage=StorageSpec())
+            begins, steps = root / level / "step_00000002", 2 if name == "FSDP" else 0
+            yield f"{level} to {name}", replace(like, optim=optim, begins=begins, steps=steps)
 
 
 def test_bytes_and_checkpoints(tmp_path: Path) -> None:
@@ -436,11 +400,11 @@ def test_bytes_and_checkpoints(tmp_path: Path) -> None:
     A checkpoint loads bit for bit in every layout, and in FP32 states its values; its own layout
     continues it bit for bit.
     """
-    both = run_ranks(save_and_load, 2, {"root": tmp_path})
-    ranks, loaded = [saved for saved, _ in both], [found for _, found in both]
-    for level in LEVELS:
-        for rank in ranks:
-            held = rank[level][1]
+    cases = {level: replace(TWO[level], steps=2, saves=tmp_path / level) for level in LEVELS}
+    saved = on_ranks(save, cases, 2)
+    loaded = on_ranks(load, dict(loads(tmp_path)), 2)
+    for level, ranks in saved.items():
+        for _, held in ranks:
             assert held.shards == 0 and held.linears > 0
             assert 4 * held.linears < held.at_start < 5 * held.linears, "4 bytes, then 2 of each"
             in_fp32 = 8 if level == "O1" else 3
@@ -450,18 +414,18 @@ def test_bytes_and_checkpoints(tmp_path: Path) -> None:
             of_linears = held.masters + held.moments + held.gradients - (8 + in_fp32) * held.rest
             bytes_each = BYTES[level] - (level == "O3")
             assert of_linears - 4 * 8 == bytes_each * held.linears
-        states = [rank[level][0] for rank in ranks]
-        for name in (name for name in LOADED if f"{level} to {name}" in loaded[0]):
-            found = [rank[f"{level} to {name}"] for rank in loaded]
+        states = [state for state, _ in ranks]
+        for name in (name for name in LOADED if f"{level} to {name}" in loaded):
+            found = loaded[f"{level} to {name}"]
             for field in ("masters", "moments"):
-                before, after = joined(states, field), joined(found, field)
-                assert before.keys() == after.keys()
-                for key, tensor in before.items():
-                    assert torch.equal(after[key], tensor), (level, name, key)
+                before, after = (
+                    assembled([getattr(rank, field) for rank in each]) for each in (states, found)
+                )
+                assert_same(after, before)
             if name == "FSDP":
                 for one, other in zip(states, found, strict=True):
                     assert one.losses == other.losses
-                    same_bits(one.masters, other.masters)
+                    assert_same_pieces(one.masters, other.masters)
 
 
 HYBRID = ParallelSpec(fsdp=FsdpSpec(strategy="hybrid"), num_nodes=2)

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from tests.kit.cases import Case
-from tests.optim.masters_bugs import IN_STATES, IN_SUMS, planted
-from tests.optim.masters_work import Summed, Sums, Trained, train
+from tests.optim.masters_bugs import IN_STATES, IN_SUMS
+from tests.optim.masters_work import Summed, Sums, Trained, sums, train
 from tests.optim.test_masters_ranks import (
     SMALL,
     Found,
@@ -20,7 +20,7 @@ from tests.optim.test_masters_ranks import (
     assert_the_sum_is_rounded_once,
     case,
 )
-from tests.optim.test_partitions_elements import assert_same, by
+from tests.optim.test_partitions_elements import assert_same_whole, by
 from tests.ranks import Rank, run_ranks
 
 SUMS = {
@@ -55,13 +55,8 @@ PLANTED = {
 
 
 def work(rank: Rank) -> tuple[dict[str, Trained], dict[str, Sums]]:
-    from tests.optim import masters_work
-
-    found = train(rank, STATES)
-    for bug, name in PLANTED.items():
-        with planted(bug):
-            found |= train(rank, {bug: STATES[name]})
-    return found, masters_work.sums(rank, SUMS)
+    wrong = {bug: replace(STATES[name], fault=IN_STATES[bug]) for bug, name in PLANTED.items()}
+    return train(rank, STATES | wrong), sums(rank, SUMS)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ def summed(ranks: list[tuple[dict[str, Trained], dict[str, Sums]]]) -> list[dict
 def assert_as_replicas(trained: Found, name: str, like: str) -> None:
     """Each rank has the weights of replicas, and the ranks together their masters and moments."""
     replicas = [rank | {like: trained[0][like]} for rank in trained]
-    assert_same(replicas, like, name)
+    assert_same_whole(replicas, like, name)
 
 
 def assert_sums(summed: list[dict[str, Sums]], name: str) -> None:

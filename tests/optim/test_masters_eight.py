@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.specs import ParallelSpec
 from tests.kit.cases import Case
+from tests.kit.runs import alone
 from tests.optim import masters_work
-from tests.optim.masters_work import Sums, train
+from tests.optim.masters_work import Sums, train, train_case
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import (
     JOBS,
@@ -23,7 +23,7 @@ from tests.optim.test_masters_ranks import (
     rounding_by_amax,
     together,
 )
-from tests.ranks import Rank, run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_the_bounds_of_eight_ranks_tell_planted_mistakes(
 
 @pytest.fixture(scope="module")
 def trained() -> Found:
-    return run_ranks(masters_work.train, 8, {"cases": CASES})
+    return run_ranks(train, 8, {"cases": CASES})
 
 
 def assert_gradients_are_right(ranks: Found, name: str, like: Case) -> None:
@@ -108,7 +108,7 @@ def test_the_bounds_of_gradients_tell_scales_that_are_not_sent(trained: Found) -
 @pytest.mark.parametrize("level", LEVELS)
 def test_eight_ranks_learn_as_one_process_does(trained: Found, level: str) -> None:
     """The losses within 2 %: amaxes of FP8 products are of eight microbatches and not of one."""
-    one = train(Rank(0, 1), {level: replace(CASES[level], parallel=ParallelSpec())})[level]
+    ((one,),) = alone(train_case, {level: CASES[level]}).values()
     for rank in trained:
         assert rank[level].losses == trained[0][level].losses
         assert rank[level].losses == pytest.approx(one.losses, rel=2e-2)

@@ -28,7 +28,8 @@ from megafp8.specs.parallel import owners_of
 from megafp8.train import state_dict
 from megafp8.train.step import forward_backward
 from tests.kit.cases import Case
-from tests.kit.tensors import Piece
+from tests.kit.runs import alone
+from tests.kit.tensors import assembled, assert_same, assert_same_pieces, pieces
 from tests.optim import masters_work
 from tests.optim.masters_work import (
     FP8,
@@ -36,13 +37,15 @@ from tests.optim.masters_work import (
     Summed,
     Sums,
     Trained,
+    going_on,
     gradients,
-    stored_pieces,
+    saving,
     sum_gradients,
     train,
+    train_case,
 )
 from tests.optim.test_masters import LEVELS
-from tests.ranks import Rank, run_ranks
+from tests.ranks import run_ranks
 from tests.spec import formats
 from tests.tiny import gpt_spec, optim_spec
 
@@ -280,8 +283,8 @@ TWO = {
     "O2, FP32 sums": case("O2", storage={"sums_in_fp32": True}),
     "O2, clipped": case("O2", clip=0.5),
     "O3, ZeRO, clipped": case("O3", zero=True, clip=0.5),
-    "O2, spoiled": case("O2", steps=3),
-    "O3, ZeRO, spoiled": case("O3", zero=True, steps=3),
+    "O2, spoiled": case("O2", spoiled=1),
+    "O3, ZeRO, spoiled": case("O3", zero=True, spoiled=1),
     "exact": case("O2", fp8=None, steps=1, storage={"exp_avg": "fp32", "exp_avg_sq": "fp32"}),
     "exact, ZeRO": case("O1", fp8=None, steps=1, zero=True),
     "exact, tp": case("O2", fp8=None, steps=1, parallel=replace(SMALL, tp=2)),
@@ -293,7 +296,6 @@ TWO = {
     "O3, sp": case("O3", parallel=SP),
     "cp": case("O2", parallel=replace(SMALL, cp=2)),
 }
-SPOILED = {"O2, spoiled": 1, "O3, ZeRO, spoiled": 1}
 SAVED = ("O2", "O3, ZeRO", "tp", "O2, summed in FP8")
 
 
@@ -303,20 +305,12 @@ Found = list[dict[str, Trained]]
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
-    arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks(masters_work.train, 2, arguments)
+    return root, run_ranks(train, 2, {"cases": saving(TWO, SAVED, root)})
 
 
 def together(ranks: Found, name: str, field: str) -> dict[str, torch.Tensor]:
     """The whole logical tensors of the pieces that all ranks have."""
-    found: dict[str, torch.Tensor] = {}
-    for rank in ranks:
-        for piece in getattr(rank[name], field):
-            whole = found.setdefault(piece.name, torch.full(piece.global_shape, math.nan))
-            inside = zip(piece.offset, piece.tensor.shape, strict=True)
-            whole[tuple(slice(at, at + size) for at, size in inside)] = piece.tensor
-    assert not any(whole.isnan().any() for whole in found.values()), name
-    return found
+    return assembled([getattr(rank[name], field) for rank in ranks])
 
 
 def exact_gradients(like: Case) -> dict[str, list[torch.Tensor]]:
@@ -330,7 +324,7 @@ def exact_gradients(like: Case) -> dict[str, list[torch.Tensor]]:
         state = alone.build(single_rank())
         batch = alone.microbatches(0, single_rank())[index]
         forward_backward(state, [batch])
-        for piece in stored_pieces(state, state.masters.stored_grads):
+        for piece in pieces(state, state.masters.stored_grads):
             found.setdefault(piece.name, []).append(piece.tensor)
     return found
 
@@ -377,16 +371,10 @@ def test_zero_trains_as_replicas_do_bit_for_bit(trained: tuple[Path, Found], lev
         plain, sharded = rank[level], rank[f"{level}, ZeRO"]
         assert plain.losses == sharded.losses
         assert plain.norms == pytest.approx(sharded.norms, rel=1e-12)
-        assert plain.weights.keys() == sharded.weights.keys()
-        for name, weight in plain.weights.items():
-            assert torch.equal(weight, sharded.weights[name]), name
+        assert_same(plain.weights, sharded.weights)
     for field in ("masters", "moments"):
-        plain_ones, own = (
-            together(ranks[:1], level, field),
-            together(ranks, f"{level}, ZeRO", field),
-        )
-        assert plain_ones.keys() == own.keys()
-        assert all(torch.equal(own[name], tensor) for name, tensor in plain_ones.items())
+        own = together(ranks, f"{level}, ZeRO", field)
+        assert_same(own, together(ranks[:1], level, field))
     owned = [rank[f"{level}, ZeRO"].num_owned for rank in ranks]
     assert sum(owned) == ranks[0][level].num_owned and min(owned) > 0
 
@@ -398,18 +386,18 @@ def test_all_ranks_have_the_same_weights_losses_and_norms(trained: tuple[Path, F
         assert one.losses == other.losses, name
         assert one.norms == pytest.approx(other.norms, rel=0, nan_ok=True), name
         if TWO[name.removesuffix(", continued")].parallel == SMALL:
-            assert all(torch.equal(w, other.weights[key]) for key, w in one.weights.items()), name
+            assert_same(one.weights, other.weights)
 
 
 def test_two_ranks_learn_as_one_process_does(trained: tuple[Path, Found]) -> None:
     for name in ("O1", "O2", "O3", "O2, summed in FP8", "O2, FP32 sums", "tp", "O3, sp", "cp"):
-        one = train(Rank(0, 1), {name: replace(TWO[name], parallel=ParallelSpec())})[name]
+        ((one,),) = alone(train_case, {name: TWO[name]}).values()
         assert trained[1][0][name].losses == pytest.approx(one.losses, rel=2e-2), name
 
 
 def test_a_skip_is_all_ranks_skip(trained: tuple[Path, Found]) -> None:
     for rank in trained[1]:
-        for name in SPOILED:
+        for name in ("O2, spoiled", "O3, ZeRO, spoiled"):
             found = rank[name]
             assert math.isnan(found.norms[1]) and math.isfinite(found.norms[2])
             assert found.named is not None and found.named.startswith("gradient of layers.0.")
@@ -440,12 +428,6 @@ def path_of(root: Path, name: str) -> Path:
     return next(path for path in (root / name).iterdir() if path.name.startswith("step"))
 
 
-def same_bits(one: list[Piece], other: list[Piece]) -> None:
-    both = [{(p.name, p.offset): p.tensor for p in pieces} for pieces in (one, other)]
-    assert both[0].keys() == both[1].keys()
-    assert all(torch.equal(tensor, both[1][key]) for key, tensor in both[0].items())
-
-
 def test_factors_that_a_checkpoint_lacks_are_counted_by_parameter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -462,32 +444,25 @@ def test_factors_that_a_checkpoint_lacks_are_counted_by_parameter(
 def test_checkpoints_continue_in_any_layout(trained: tuple[Path, Found]) -> None:
     """Bit for bit in their own, and under ZeRO or without it; elsewhere the losses agree."""
     root, before = trained
-    loads = {
-        "O2": (path_of(root, "O2"), TWO["O2"]),
-        "O2 to ZeRO": (path_of(root, "O2"), TWO["O2, ZeRO"]),
-        "O3, ZeRO": (path_of(root, "O3, ZeRO"), TWO["O3, ZeRO"]),
-        "O3 from ZeRO": (path_of(root, "O3, ZeRO"), TWO["O3"]),
-        "tp": (path_of(root, "tp"), TWO["tp"]),
-        "tp to replicas": (path_of(root, "tp"), TWO["O2"]),
-        "replicas to tp": (path_of(root, "O2"), TWO["tp"]),
-        "O2, summed in FP8": (path_of(root, "O2, summed in FP8"), TWO["O2, summed in FP8"]),
+    cases = {name: going_on(TWO[name], path_of(root, name)) for name in SAVED} | {
+        "O2 to ZeRO": going_on(TWO["O2, ZeRO"], path_of(root, "O2")),
+        "O3 from ZeRO": going_on(TWO["O3"], path_of(root, "O3, ZeRO")),
+        "tp to replicas": going_on(TWO["O2"], path_of(root, "tp")),
+        "replicas to tp": going_on(TWO["tp"], path_of(root, "O2")),
     }
-    ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads})
+    ranks = run_ranks(train, 2, {"cases": cases})
     kept = {name: name for name in SAVED} | {"O2 to ZeRO": "O2", "O3 from ZeRO": "O3, ZeRO"}
     for name, source in kept.items():
         for rank, was in zip(ranks, before, strict=True):
             assert rank[name].losses == was[f"{source}, continued"].losses, name
             if name == source:
-                same_bits(rank[name].masters, was[f"{source}, continued"].masters)
-                same_bits(rank[name].moments, was[f"{source}, continued"].moments)
+                assert_same_pieces(rank[name].masters, was[f"{source}, continued"].masters)
+                assert_same_pieces(rank[name].moments, was[f"{source}, continued"].moments)
     for name, source in (("tp to replicas", "tp"), ("replicas to tp", "O2")):
         expected = before[0][f"{source}, continued"].losses
         assert ranks[0][name].losses == pytest.approx(expected, rel=2e-2)
-    alone = {
-        name: (path_of(root, name), replace(TWO[name], parallel=ParallelSpec()))
-        for name in ("O3, ZeRO", "tp")
-    }
-    for name, found in train(Rank(0, 1), {}, loads=alone).items():
+    ones = {name: cases[name] for name in ("O3, ZeRO", "tp")}
+    for name, (found,) in alone(train_case, ones).items():
         expected = before[0][f"{name}, continued"].losses
         assert found.losses == pytest.approx(expected, rel=2e-2), name
 
@@ -509,14 +484,13 @@ FOUR = {
 
 @pytest.mark.slow
 def test_four_ranks_in_all_layouts() -> None:
-    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR})
+    ranks = run_ranks(train, 4, {"cases": FOUR})
     for plain, sharded in itertools.pairwise(FOUR):
         if sharded.replace(", ZeRO", "") == plain or plain.replace(", ZeRO", "") == sharded:
             for rank in ranks:
                 assert rank[plain].losses == rank[sharded].losses, plain
-                for name, weight in rank[plain].weights.items():
-                    assert torch.equal(weight, rank[sharded].weights[name]), name
+                assert_same(rank[plain].weights, rank[sharded].weights)
     for name, asked in FOUR.items():
         assert all(rank[name].losses == ranks[0][name].losses for rank in ranks)
-        one = train(Rank(0, 1), {name: replace(asked, parallel=ParallelSpec())})[name]
+        ((one,),) = alone(train_case, {name: asked}).values()
         assert ranks[0][name].losses == pytest.approx(one.losses, rel=2e-2), name

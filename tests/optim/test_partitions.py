@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.geometry import boxes_of_run
 from tests.kit.cases import Case
-from tests.kit.tensors import assembled
-from tests.optim import sharded_work
-from tests.optim.sharded_work import Job, Loaded, Run, load_all, run, save
-from tests.ranks import Rank, run_ranks
+from tests.kit.runs import alone, on_ranks
+from tests.kit.tensors import assembled, assert_same
+from tests.optim.sharded_work import Loaded, Run, continued, run
 from tests.tiny import gpt_spec, optim_spec
 
 SMALL = ParallelSpec(grad_bucket_bytes=4096)
@@ -35,13 +33,13 @@ SCALE = LossScaleSpec(init_scale=2.0**24, hysteresis=1)  # overflows first
 ODD = gpt_spec(hidden_size=28, ffn_hidden_size=52, vocab_size=96)  # nothing is a multiple of 64
 
 TWO = {
-    "FP32": Job(Case("fp32", None, ODD, steps=4, parallel=SMALL), grows=True),
-    "BF16, one NaN": Job(Case("bf16", steps=3), spoiled=1),
-    "BF16 sums": Job(Case("bf16", steps=3, parallel=replace(SMALL, grad_reduce_dtype="bf16"))),
-    "FP16": Job(Case("fp16", steps=6), loss_scale=SCALE),
-    "FP8 delayed": Job(Case("bf16", DELAYED, steps=3, parallel=SMALL)),
-    "FP8 delayed weights": Job(Case("bf16", IN_FP8, ODD, steps=4, parallel=SMALL)),
-    "FP8 tensorwise weights": Job(Case("bf16", TENSORWISE, steps=3, parallel=SMALL)),
+    "FP32": Case("fp32", None, ODD, steps=4, parallel=SMALL, grows=True),
+    "BF16, one NaN": Case("bf16", steps=3, spoiled=1),
+    "BF16 sums": Case("bf16", steps=3, parallel=replace(SMALL, grad_reduce_dtype="bf16")),
+    "FP16": Case("fp16", steps=6, loss_scale=SCALE),
+    "FP8 delayed": Case("bf16", DELAYED, steps=3, parallel=SMALL),
+    "FP8 delayed weights": Case("bf16", IN_FP8, ODD, steps=4, parallel=SMALL),
+    "FP8 tensorwise weights": Case("bf16", TENSORWISE, steps=3, parallel=SMALL),
 }
 CLIPPED = "FP32, clipped"
 SLOW = pytest.mark.slow
@@ -50,18 +48,18 @@ TWO[CLIPPED] = TWO["FP32"]
 PP = PipelineSpec(schedule="1F1B")
 DEEP = gpt_spec(num_layers=4)
 FOUR = {
-    "tp x dp": Job(Case("bf16", TENSORWISE, steps=3, parallel=replace(SMALL, tp=2))),
-    "tp x dp, sequence": Job(
-        Case("bf16", IN_FP8, steps=3, parallel=replace(SMALL, tp=2, sequence_parallel=True))
+    "tp x dp": Case("bf16", TENSORWISE, steps=3, parallel=replace(SMALL, tp=2)),
+    "tp x dp, sequence": Case(
+        "bf16", IN_FP8, steps=3, parallel=replace(SMALL, tp=2, sequence_parallel=True)
     ),
-    "pp x dp, tied": Job(
-        Case("bf16", IN_FP8, DEEP, steps=3, num_microbatches=4,
-             parallel=replace(SMALL, pp=2, pipeline=PP))
+    "pp x dp, tied": Case(
+        "bf16", IN_FP8, DEEP, steps=3, num_microbatches=4,
+        parallel=replace(SMALL, pp=2, pipeline=PP)
     ),
-    "pp x dp, zero bubble": Job(
-        Case("bf16", DELAYED, DEEP, steps=3, num_microbatches=4,
-             parallel=replace(SMALL, pp=2, pipeline=PipelineSpec(
-                 schedule="ZBVZeroBubble", stages_per_rank=2)))
+    "pp x dp, zero bubble": Case(
+        "bf16", DELAYED, DEEP, steps=3, num_microbatches=4,
+        parallel=replace(SMALL, pp=2, pipeline=PipelineSpec(
+            schedule="ZBVZeroBubble", stages_per_rank=2))
     ),
 }  # fmt: skip
 SAVED = Case("bf16", IN_FP8, ODD, steps=3, num_microbatches=4, parallel=SMALL, optim=FREE)
@@ -72,22 +70,11 @@ def zero(case: Case) -> Case:
     return replace(case, optim=replace(case.optim, name="distributed_fused_adam"))
 
 
-def both(jobs: dict[str, Job]) -> dict[str, Job]:
-    """Each replicated (0) and sharded (1)."""
-    found: dict[str, Job] = {}
-    for name, job in jobs.items():
-        case = job.case if name == CLIPPED else replace(job.case, optim=FREE)
-        found |= {f"{name}/0": replace(job, case=case), f"{name}/1": replace(job, case=zero(case))}
-    return found
-
-
-def paired(names: Iterable[str], ranks: list[dict[str, Run]]) -> Pairs:
-    return {name: [(rank[f"{name}/0"], rank[f"{name}/1"]) for rank in ranks] for name in names}
-
-
-def pairs(size: int, jobs: dict[str, Job]) -> Pairs:
-    ranks = run_ranks(sharded_work.runs, size, {"jobs": both(jobs)})
-    return paired(jobs, ranks)
+def pairs(size: int, cases: dict[str, Case]) -> Pairs:
+    free = {n: c if n == CLIPPED else replace(c, optim=FREE) for n, c in cases.items()}
+    replicated = on_ranks(run, free, size)
+    sharded = on_ranks(run, {name: zero(case) for name, case in free.items()}, size)
+    return {name: list(zip(replicated[name], sharded[name], strict=True)) for name in cases}
 
 
 @dataclass(frozen=True)
@@ -103,23 +90,18 @@ class Two:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     root = tmp_path_factory.mktemp("checkpoints")
-    alone = save(Rank(0, 1), {"alone": zero(SAVED)}, root)
+    saves = {"sharded": replace(zero(SAVED), saves=root / "sharded")}
+    saves["replicated"] = replace(SAVED, saves=root / "replicated")
+    one = alone(continued, {"alone": replace(zero(SAVED), saves=root / "alone")})
+    before = on_ranks(continued, saves, 2) | {"alone": [one["alone"]]}
     loads = {
-        "replicated to sharded": (path_of(root, "replicated"), zero(SAVED)),
-        "sharded to replicated": (path_of(root, "sharded"), SAVED),
-        "sharded to sharded": (path_of(root, "sharded"), zero(SAVED)),
-        "alone to sharded": (path_of(root, "alone"), zero(SAVED)),
+        "replicated to sharded": loading(zero(SAVED), root, "replicated"),
+        "sharded to replicated": loading(SAVED, root, "sharded"),
+        "sharded to sharded": loading(zero(SAVED), root, "sharded"),
+        "alone to sharded": loading(zero(SAVED), root, "alone"),
     }
-    saves = {"sharded": zero(SAVED), "replicated": SAVED}
-    jobs = both({name: TWO[name] for name in DEFAULT})
-    arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
-    ranks = run_ranks(sharded_work.everything, 2, arguments)
-    before, after = (
-        {name: [rank[part][name] for rank in ranks] for name in names}
-        for part, names in ((1, saves), (2, loads))
-    )
-    found = paired(DEFAULT, [rank[0] for rank in ranks])
-    return Two(root, found, before | {"alone": [alone["alone"]]}, after)
+    found = pairs(2, {name: TWO[name] for name in DEFAULT})
+    return Two(root, found, before, on_ranks(continued, loads, 2))
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +122,8 @@ def marked(*names: str) -> list[Any]:
     return [n if n in DEFAULT else pytest.param(n, marks=SLOW) for n in names]
 
 
-def path_of(root: Path, name: str) -> Path:
-    return root / name / "step_00000003"
+def loading(case: Case, root: Path, name: str) -> Case:
+    return replace(case, begins=root / name / "step_00000003", steps=0)
 
 
 def assert_bitwise(ranks: list[tuple[Run, Run]]) -> None:
@@ -156,11 +138,6 @@ def assert_bitwise(ranks: list[tuple[Run, Run]]) -> None:
             assert_same(sharded.tables[direction], fields)
     ours = assembled([sharded.saved for _, sharded in ranks])
     assert_same(ours, assembled([replicated.saved for replicated, _ in ranks]))
-
-
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in theirs if not torch.equal(ours[name], theirs[name])]
 
 
 @pytest.mark.parametrize(
@@ -264,8 +241,8 @@ def test_clipping_by_a_norm_whose_parts_were_rounded_apart(two: Two) -> None:
 
 def test_one_rank_owns_everything() -> None:
     mesh = single_rank()
-    job = Job(Case("bf16", IN_FP8, ODD, steps=3, optim=FREE))
-    assert_bitwise([(run(job, mesh), run(replace(job, case=zero(job.case)), mesh))])
+    case = Case("bf16", IN_FP8, ODD, steps=3, optim=FREE)
+    assert_bitwise([(run(case, mesh), run(zero(case), mesh))])
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.data())
@@ -311,9 +288,9 @@ def test_sharded_and_replicated_load_each_other(two: Two, how: str) -> None:
 
 
 def test_one_rank_loads_what_two_have_saved(two: Two) -> None:
-    path = path_of(two.root, "sharded")
-    cases = {"replicated": (path, SAVED), "sharded": (path, zero(SAVED))}
-    for loaded in load_all(Rank(0, 1), cases).values():
+    cases = {"replicated": SAVED, "sharded": zero(SAVED)}
+    cases = {name: loading(case, two.root, "sharded") for name, case in cases.items()}
+    for loaded in alone(continued, cases).values():
         assert_loaded([loaded], two.before["sharded"], same_losses=False)
 
 
@@ -338,14 +315,13 @@ def test_with_other_axes_bit_for_bit() -> None:
 @pytest.mark.slow
 def test_four_replicas() -> None:
     """gloo adds four addends in an order that depends on their place in the buffer."""
-    jobs = {"FP32": TWO["FP32"], "FP8": TWO["FP8 delayed weights"]}
-    jobs = {name: replace(j, case=replace(j.case, num_microbatches=4)) for name, j in jobs.items()}
-    found = pairs(4, jobs)
+    cases = {"FP32": TWO["FP32"], "FP8": TWO["FP8 delayed weights"]}
+    found = pairs(4, {name: replace(c, num_microbatches=4) for name, c in cases.items()})
     for replicated, sharded in found["FP32"]:
         assert sharded.losses == pytest.approx(replicated.losses, rel=1e-6)
     for replicated, sharded in found["FP8"]:
         assert sharded.losses == pytest.approx(replicated.losses, rel=1e-2)
-    for name in jobs:
+    for name in cases:
         first = found[name][0][1]
         for _, sharded in found[name]:
             assert_same(sharded.weights, first.weights)
@@ -354,11 +330,10 @@ def test_four_replicas() -> None:
 
 @pytest.mark.slow
 def test_four_ranks_load_what_two_have_saved(two: Two) -> None:
-    path = path_of(two.root, "sharded")
-    cases = {"sharded": (path, zero(SAVED)), "replicated": (path, SAVED)}
-    ranks = run_ranks(sharded_work.load_all, 4, {"cases": cases})
-    for name in cases:
-        assert_loaded([rank[name] for rank in ranks], two.before["sharded"], same_losses=False)
+    cases = {"sharded": zero(SAVED), "replicated": SAVED}
+    cases = {name: loading(case, two.root, "sharded") for name, case in cases.items()}
+    for loaded in on_ranks(continued, cases, 4).values():
+        assert_loaded(loaded, two.before["sharded"], same_losses=False)
 
 
 def test_transformer_engine_s_fp8_weights_may_be_in_blocks() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,11 +21,12 @@ from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
 from megafp8.train.dryrun import simulated
 from tests.c_kernels import need_kernels
 from tests.kit.cases import Case
-from tests.optim import masters_work
-from tests.optim.masters_work import Trained, train
+from tests.kit.runs import alone
+from tests.kit.tensors import assert_same
+from tests.optim.masters_work import Trained, going_on, saving, train, train_case
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, together
-from tests.ranks import Rank, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, run_spec
 
 
@@ -39,18 +39,15 @@ def both(name: str, like: Case, *, frees: bool = False) -> dict[str, Case]:
     return {name: like, f"{name}, split": by(like, "elements", frees=frees)}
 
 
-def assert_same(ranks: Found, one: str, other: str) -> None:
+def assert_same_whole(ranks: Found, one: str, other: str) -> None:
     """The whole tensors of both are equal bit for bit; FP32 norms of parts are rounded apart."""
     for rank in ranks:
         a, b = rank[one], rank[other]
         assert a.losses == b.losses, one
         assert a.norms == pytest.approx(b.norms, rel=1e-6, nan_ok=True), one
-        assert a.weights.keys() == b.weights.keys()
-        assert all(torch.equal(w, b.weights[key]) for key, w in a.weights.items()), one
+        assert_same(a.weights, b.weights)
     for field in ("masters", "moments"):
-        whole, parts = together(ranks, one, field), together(ranks, other, field)
-        assert whole.keys() == parts.keys()
-        assert all(torch.equal(whole[key], parts[key]) for key in whole), (one, field)
+        assert_same(together(ranks, one, field), together(ranks, other, field))
 
 
 MANY_WORDS = gpt_spec(vocab_size=768)
@@ -60,7 +57,7 @@ TWO = {
     **both("summed in FP8", case("O2", zero=True, storage={"reduction": "auto"})),
     "O3, clip": case("O3", zero=True, clip=0.5),
     "O3, clip and split": by(case("O3", zero=True, clip=0.5), "elements"),
-    **both("spoiled", case("O3", zero=True)),
+    **both("spoiled", case("O3", zero=True, spoiled=1)),
     **both("masters in FP8", case("O1", zero=True, storage={"main_params": "fp8"})),
     "replicas": case("O2"),
     "dithered, split": by(case("O2", zero=True, storage={"stochastic_rounding": True}), "elements"),
@@ -68,22 +65,20 @@ TWO = {
     **both("unbalanced", case("O2", zero=True, model=MANY_WORDS)),
     "unbalanced, auto": by(case("O2", zero=True, model=MANY_WORDS), "auto"),
 }
-SPOILED = {"spoiled": 1, "spoiled, split": 1}
 SAVED = ("O2, split", "O3, split")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
-    arguments = {"cases": TWO, "root": root, "saved": SAVED, "spoiled": SPOILED}
-    return root, run_ranks(masters_work.train, 2, arguments)
+    return root, run_ranks(train, 2, {"cases": saving(TWO, SAVED, root)})
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if f"{name}, split" in TWO])
 def test_elements_train_as_whole_tensors_bit_for_bit(
     trained: tuple[Path, Found], name: str
 ) -> None:
-    assert_same(trained[1], name, f"{name}, split")
+    assert_same_whole(trained[1], name, f"{name}, split")
 
 
 def test_clipping_by_the_norm_of_parts(trained: tuple[Path, Found]) -> None:
@@ -138,12 +133,12 @@ def test_a_skip_is_all_ranks_skip(trained: tuple[Path, Found]) -> None:
 def test_dithered_parts_agree_on_weights(trained: tuple[Path, Found]) -> None:
     first, second = (rank["dithered, split"] for rank in trained[1])
     assert first.losses == second.losses == pytest.approx(trained[1][0]["O2"].losses, rel=2e-2)
-    assert all(torch.equal(w, second.weights[key]) for key, w in first.weights.items())
+    assert_same(first.weights, second.weights)
 
 
 def continued(found: Trained, was: Trained, name: str) -> None:
     assert found.losses == was.losses, name
-    assert all(torch.equal(w, was.weights[key]) for key, w in found.weights.items()), name
+    assert_same(found.weights, was.weights)
 
 
 def test_checkpoints_of_parts_continue_in_any_layout(trained: tuple[Path, Found]) -> None:
@@ -151,22 +146,20 @@ def test_checkpoints_of_parts_continue_in_any_layout(trained: tuple[Path, Found]
     of sums, the masters as they were."""
     root, before = trained
     paths = {level: path_of(root, f"{level}, split") for level in ("O2", "O3")}
-    loads: dict[str, Any] = {}
+    cases = {}
     for level, path in paths.items():
-        loads[f"{level}, same"] = (path, TWO[f"{level}, split"])
-        loads[f"{level}, whole"] = (path, TWO[level])
-        loads[f"{level}, replicas"] = (path, case(level))
-    loads["to tp"] = (paths["O2"], case("O2", parallel=replace(SMALL, tp=2)))
-    arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks(masters_work.train, 2, arguments)
+        cases[f"{level}, same"] = going_on(TWO[f"{level}, split"], path)
+        cases[f"{level}, whole"] = going_on(TWO[level], path)
+        cases[f"{level}, replicas"] = going_on(case(level), path)
+    cases["to tp"] = going_on(case("O2", parallel=replace(SMALL, tp=2)), paths["O2"])
+    ranks = run_ranks(train, 2, {"cases": cases})
     for rank, was in zip(ranks, before, strict=True):
         for name, found in rank.items():
             if name != "to tp":
                 continued(found, was[f"{name[:2]}, split, continued"], name)
     expected = before[0]["O2, split, continued"].losses
     assert ranks[0]["to tp"].losses == pytest.approx(expected, rel=2e-2)
-    alone = {"one": (paths["O3"], replace(TWO["O3, split"], parallel=ParallelSpec()))}
-    one = train(Rank(0, 1), {}, loads=alone)["one"]
+    ((one,),) = alone(train_case, {"one": going_on(TWO["O3, split"], paths["O3"])}).values()
     assert one.losses == pytest.approx(before[0]["O3, split, continued"].losses, rel=2e-2)
 
 
@@ -176,12 +169,10 @@ def test_a_run_at_another_level_converts_parts_with_the_scale_of_the_whole(
     """FP32 moments and masters become FP8 and FP16 ones; parts and whole tensors get equal bits."""
     root, _ = trained
     plain = replace(case("O1", zero=True), optim=replace(TWO["O1"].optim, shard_by="elements"))
-    arguments: dict[str, Any] = {"cases": {"O1": plain}, "root": root / "more", "saved": ("O1",)}
-    run_ranks(masters_work.train, 2, arguments)
+    run_ranks(train, 2, {"cases": saving({"O1": plain}, {"O1"}, root / "more")})
     path = path_of(root / "more", "O1")
-    loads = {"whole": (path, TWO["O2"]), "split": (path, TWO["O2, split"])}
-    ranks = run_ranks(masters_work.train, 2, {"cases": {}, "loads": loads})
-    assert_same(ranks, "whole", "split")
+    cases = {"whole": going_on(TWO["O2"], path), "split": going_on(TWO["O2, split"], path)}
+    assert_same_whole(run_ranks(train, 2, {"cases": cases}), "whole", "split")
 
 
 FORMATS: list[tuple[StorageName, StorageName, StorageName]] = [
@@ -306,10 +297,10 @@ FOUR: dict[str, Case] = {
 def test_elements_in_all_layouts_of_four_ranks(trained: tuple[Path, Found]) -> None:
     """A checkpoint of two ranks is read by four, too."""
     path = path_of(trained[0], "O2, split")
-    loads = {"of two": (path, FOUR["dp, split"]), "of two, whole": (path, FOUR["dp"])}
-    arguments = {"cases": FOUR, "loads": loads}
-    ranks = run_ranks(masters_work.train, 4, arguments)
+    loads = {"of two": FOUR["dp, split"], "of two, whole": FOUR["dp"]}
+    cases = FOUR | {name: going_on(like, path) for name, like in loads.items()}
+    ranks = run_ranks(train, 4, {"cases": cases})
     for name in FOUR:
         if f"{name}, split" in FOUR:
-            assert_same(ranks, name, f"{name}, split")
-    assert_same(ranks, "of two", "of two, whole")
+            assert_same_whole(ranks, name, f"{name}, split")
+    assert_same_whole(ranks, "of two", "of two, whole")

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megafp8.specs import ParallelSpec
 from tests.kit.cases import Case
-from tests.optim import masters_work, zero_work
-from tests.optim.masters_work import Trained, train
+from tests.kit.runs import alone, on_ranks
+from tests.kit.tensors import assert_same, assert_same_pieces
+from tests.optim import masters_work
+from tests.optim.masters_work import Trained, going_on, saving, train, train_case
 from tests.optim.test_masters import LEVELS
-from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of, same_bits
-from tests.optim.test_partitions_elements import assert_same
-from tests.optim.zero_work import Memory
-from tests.ranks import Rank, run_ranks
+from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of
+from tests.optim.test_partitions_elements import assert_same_whole
+from tests.optim.zero_work import memory_of_gradients
+from tests.ranks import run_ranks
 
 
 def stage_2(like: Case) -> Case:
@@ -32,10 +32,9 @@ def both(name: str, like: Case) -> dict[str, Case]:
 def assert_same_training(one: Trained, two: Trained, name: str) -> None:
     """Bit for bit, but for NaN, which a spoiled step's norm is."""
     assert one.losses == two.losses and str(one.norms) == str(two.norms), name
-    assert one.weights.keys() == two.weights.keys()
-    assert all(torch.equal(w, two.weights[key]) for key, w in one.weights.items()), name
+    assert_same(one.weights, two.weights)
     for field in ("first_gradients", "masters", "moments"):
-        same_bits(getattr(one, field), getattr(two, field))
+        assert_same_pieces(getattr(one, field), getattr(two, field))
     assert one.named == two.named and one.traffic == two.traffic, name
 
 
@@ -45,18 +44,16 @@ TWO = {
     **both("three microbatches a rank", case("O2", **MANY)),
     **both("summed in FP8", case("O2", **MANY, storage={"reduction": "auto"})),
     **both("clipped", case("O3", zero=True, clip=0.5)),
-    **both("spoiled", case("O3", **MANY)),
+    **both("spoiled", case("O3", spoiled=1, **MANY)),
     **both("gradients in FP32", case("O2", zero=True, storage={"main_grads": "fp32"})),
 }
-SPOILED = {"spoiled": 1, "spoiled, ZeRO-2": 1}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Found]:
     root = tmp_path_factory.mktemp("checkpoints")
-    saved = ("three microbatches a rank, ZeRO-2",)
-    arguments = {"cases": TWO, "root": root, "saved": saved, "spoiled": SPOILED}
-    return root, run_ranks(masters_work.train, 2, arguments)
+    cases = saving(TWO, {"three microbatches a rank, ZeRO-2"}, root)
+    return root, run_ranks(train, 2, {"cases": cases})
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if "ZeRO-2" not in name])
@@ -78,15 +75,14 @@ def test_its_checkpoint_continues_in_stage_1_and_in_one_process(
     root, before = trained
     name = "three microbatches a rank"
     path = path_of(root, f"{name}, ZeRO-2")
-    loads = {"same": (path, TWO[f"{name}, ZeRO-2"]), "stage 1": (path, TWO[name])}
-    arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks(masters_work.train, 2, arguments)
+    loads = {"same": TWO[f"{name}, ZeRO-2"], "stage 1": TWO[name]}
+    cases = {key: going_on(like, path) for key, like in loads.items()}
+    ranks = run_ranks(train, 2, {"cases": cases})
     for rank, was in zip(ranks, before, strict=True):
         for found in rank.values():
             assert found.losses == was[f"{name}, ZeRO-2, continued"].losses
-            same_bits(found.masters, was[f"{name}, ZeRO-2, continued"].masters)
-    alone = {"one": (path, replace(TWO[name], parallel=ParallelSpec()))}
-    one = train(Rank(0, 1), {}, loads=alone)["one"]
+            assert_same_pieces(found.masters, was[f"{name}, ZeRO-2, continued"].masters)
+    ((one,),) = alone(train_case, {"one": going_on(TWO[name], path)}).values()
     assert one.losses == pytest.approx(ranks[0]["same"].losses, rel=2e-2)
 
 
@@ -113,23 +109,23 @@ def test_a_rank_holds_its_own_gradients_and_those_on_their_way() -> None:
     }
     half = LINEARS // 2
     limits = {
-        "one microbatch": (2 * LINEARS, LINEARS),
-        "one microbatch, ZeRO-2": (half + 3 * LARGEST, half),
-        "two microbatches": (2 * LINEARS, LINEARS),
-        "two microbatches, ZeRO-2": (LINEARS + 2 * LARGEST, half),
+        (2, False): (2 * LINEARS, LINEARS),
+        (2, True): (half + 3 * LARGEST, half),
+        (4, False): (2 * LINEARS, LINEARS),
+        (4, True): (LINEARS + 2 * LARGEST, half),
     }
-    ranks: list[dict[str, Memory]] = run_ranks(
-        zero_work.memory_of_gradients, 2, {"cases": cases, "steps": 3, "limits": limits}
-    )
-    for rank in ranks:
+    found = on_ranks(memory_of_gradients, cases, 2, limits=limits)
+    for rank in range(2):
         for name in ("one microbatch", "two microbatches"):
-            first, second = rank[name], rank[f"{name}, ZeRO-2"]
+            first, second = found[name][rank], found[f"{name}, ZeRO-2"][rank]
             assert first.losses == second.losses
             assert first.started == [0, 16, 16] and second.started == [16, 16, 16]
             assert first.after == [LINEARS] * 3 and second.after == [half] * 3
             assert all(min(step) >= LINEARS for step in first.at_gradients)
-        alone, summed = rank["one microbatch, ZeRO-2"], rank["two microbatches, ZeRO-2"]
-        for step in alone.at_gradients:  # the first step too
+        single, summed = (
+            found[f"{n}, ZeRO-2"][rank] for n in ("one microbatch", "two microbatches")
+        )
+        for step in single.at_gradients:  # the first step too
             assert max(step) <= half + 3 * LARGEST < LINEARS
         for step in summed.at_gradients[1:]:  # the sums of the first step are there before
             assert LINEARS <= max(step) <= LINEARS + 2 * LARGEST and min(step) < LINEARS // 4
@@ -173,7 +169,7 @@ FOUR = {
 
 @pytest.mark.slow
 def test_stage_2_in_all_layouts_of_four_ranks() -> None:
-    ranks = run_ranks(masters_work.train, 4, {"cases": FOUR})
+    ranks = run_ranks(train, 4, {"cases": FOUR})
     for name in FOUR:
         if "ZeRO-2" not in name:
             for rank in ranks:
@@ -190,7 +186,7 @@ def test_a_new_partition_is_one_entry() -> None:
         "by turns": replace(zero, optim=replace(zero.optim, shard_by=turns)),
     }
     ranks = run_ranks(masters_work.train_with_turns, 2, {"cases": cases})
-    assert_same(ranks, "replicas", "by turns")
+    assert_same_whole(ranks, "replicas", "by turns")
     owned = [tuple(rank[name].num_owned for rank in ranks) for name in cases]
     assert owned[0][0] == owned[0][1] == sum(owned[1]) == sum(owned[2])
     assert owned[2][0] - owned[2][1] in (0, 1) and owned[1] != owned[2]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from megafp8.parallel.mesh import join
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.scaled_data import ExchangedBucket
-from megafp8.train.step import train_step
 from tests.kit.cases import Case
+from tests.kit.runs import train
 from tests.limits import HANG_SECONDS
-from tests.optim.sharded_work import on_ranks
-from tests.ranks import Rank
 
 
 @dataclass
@@ -51,43 +49,34 @@ def live_fp8_bytes_below(limit: int) -> int:
 
 
 def memory_of_gradients(
-    rank: Rank, cases: dict[str, Case], steps: int, limits: dict[str, tuple[int, int]]
-) -> dict[str, Memory]:
+    case: Case, mesh: Mesh, limits: dict[tuple[int, bool], tuple[int, int]]
+) -> Memory:
     """The cases have no FP8 numbers but gradients: no products, moments or weights in FP8.
 
-    `limits` has the most bytes that a case may have at a gradient and after a step.
+    `limits` has, by the number of microbatches and whether this is ZeRO-2, the most bytes that a
+    case may have at a gradient and after a step.
     """
-    torch.set_num_threads(1)
-    found = {}
-    mesh = join(on_ranks(next(iter(cases.values())).parallel, rank))
-    for name, asked in cases.items():
-        before = live_fp8_bytes()
-        case = replace(asked, parallel=on_ranks(asked.parallel, rank))
-        state = case.build(mesh)
-        reducer, memory = state.reducer, Memory()
-        assert reducer is not None and state.optimizer.spec.storage.main_grads == "fp8"
-        note: Callable[[nn.Parameter], None] = reducer.note
+    gc.collect()  # of the case before
+    before, memory = live_fp8_bytes(), Memory()
+    state = case.build(mesh)
+    reducer, optim = state.reducer, case.optim
+    assert reducer is not None and optim.storage.main_grads == "fp8"
+    note: Callable[[nn.Parameter], None] = reducer.note
+    finish: Callable[[], None] = reducer.finish
+    at_gradient, after_step = limits[case.num_microbatches, optim.shards_grads]
 
-        at_gradient, after_step = (before + most for most in limits[name])
+    def measured(param: nn.Parameter) -> None:
+        memory.at_gradients[-1].append(live_fp8_bytes_below(before + at_gradient) - before)
+        note(param)
 
-        def measured(  # type: ignore[no-untyped-def]
-            param: nn.Parameter, note=note, memory=memory, before=before, limit=at_gradient
-        ) -> None:
-            memory.at_gradients[-1].append(live_fp8_bytes_below(limit) - before)
-            note(param)
+    def finished() -> None:
+        early = [b for b in reducer.buckets if isinstance(b, ExchangedBucket) and b.has_started]
+        memory.started.append(sum(bucket.held.fmt.name == "fp8" for bucket in early))
+        finish()
 
-        finish: Callable[[], None] = reducer.finish
-
-        def finished(reducer=reducer, finish=finish, memory=memory) -> None:  # type: ignore[no-untyped-def]
-            early = [b for b in reducer.buckets if isinstance(b, ExchangedBucket) and b.has_started]
-            memory.started.append(sum(bucket.held.fmt.name == "fp8" for bucket in early))
-            finish()
-
-        reducer.note, reducer.finish = measured, finished  # type: ignore[method-assign]
-        for _ in range(steps):
-            memory.at_gradients.append([])
-            memory.losses.append(train_step(state, case.microbatches(state.step, mesh)).loss)
-            state.step += 1
-            memory.after.append(live_fp8_bytes_below(after_step) - before)
-        found[name] = memory
-    return found
+    reducer.note, reducer.finish = measured, finished  # type: ignore[method-assign]
+    for _ in range(case.steps):
+        memory.at_gradients.append([])
+        memory.losses += train(state, case, 1).losses
+        memory.after.append(live_fp8_bytes_below(before + after_step) - before)
+    return memory

@@ -19,10 +19,9 @@ from megafp8.specs.layer import first_and_last_linear
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import RecipeName
 from tests.kit.cases import Case
+from tests.kit.runs import alone, on_ranks
 from tests.kit.tensors import assembled
-from tests.optim import sharded_work
-from tests.optim.sharded_work import Job, Loaded, Run, load_all, save
-from tests.ranks import Rank, run_ranks
+from tests.optim.sharded_work import Loaded, Run, continued, run
 from tests.tiny import gpt_spec, optim_spec
 
 FREE = optim_spec(clip_grad_norm=None)
@@ -39,17 +38,13 @@ def fsdp(strategy: str = "full", **changes: object) -> ParallelSpec:
     return ParallelSpec(fsdp=FsdpSpec(strategy=strategy), **changes)  # type: ignore[arg-type]
 
 
-def job(compute: str, fp8: Fp8Recipe | None = None, **changes: object) -> Job:
+def job(compute: str, fp8: Fp8Recipe | None = None, **changes: object) -> Case:
     """One microbatch a rank unless more are asked for: then sums have the same two addends."""
-    names = {"loss_scale", "backend", "spoiled", "grows"}
-    of_job = {name: value for name, value in changes.items() if name in names}
-    of_case = {name: value for name, value in changes.items() if name not in names}
-    case = Case(compute, fp8, **({"steps": 3, "optim": FREE} | of_case))  # type: ignore[arg-type]
-    return Job(case, **of_job)  # type: ignore[arg-type]
+    return Case(compute, fp8, **({"steps": 3, "optim": FREE} | changes))  # type: ignore[arg-type]
 
 
-def sharded(whole: Job, spec: ParallelSpec) -> Job:
-    return replace(whole, case=replace(whole.case, parallel=spec))
+def sharded(whole: Case, spec: ParallelSpec) -> Case:
+    return replace(whole, parallel=spec)
 
 
 WHOLE = {
@@ -69,14 +64,12 @@ DEFAULT = ("FP32", "FP8 weights", "BF16, FP8")
 JOBS = {f"{name}/whole": whole for name, whole in WHOLE.items()}
 JOBS |= {f"{name}/full": sharded(whole, fsdp()) for name, whole in WHOLE.items()}
 JOBS |= {f"{name}/grad": sharded(WHOLE[name], fsdp("grad")) for name in ("FP32", "BF16, FP8")}
-JOBS["BF16, FP8/recomputed"] = sharded(
-    replace(WHOLE["BF16, FP8"], case=replace(WHOLE["BF16, FP8"].case, model=RECOMPUTED)), fsdp()
-)
+JOBS["BF16, FP8/recomputed"] = replace(WHOLE["BF16, FP8"], model=RECOMPUTED, parallel=fsdp())
 JOBS["FP32/bf16 sums"] = sharded(
     WHOLE["FP32"], ParallelSpec(fsdp=FsdpSpec(grad_reduce_dtype="bf16"))
 )
 JOBS["torchao/in FP8"] = sharded(WHOLE["torchao"], ParallelSpec(fsdp=FsdpSpec(torchao_in_fp8=True)))
-SAVED = WHOLE["FP8 weights"].case
+SAVED = WHOLE["FP8 weights"]
 SHARDED = replace(SAVED, parallel=fsdp())
 
 
@@ -100,32 +93,27 @@ class Two:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Two:
     root = tmp_path_factory.mktemp("checkpoints")
-    alone = save(Rank(0, 1), {"alone": SAVED}, root)
+    one = alone(continued, {"alone": replace(SAVED, saves=root / "alone")})
     saves = {"whole": SAVED, "sharded": SHARDED}
+    cases = {name: replace(case, saves=root / name) for name, case in saves.items()}
+    before = on_ranks(continued, cases, 2) | {"alone": [one["alone"]]}
     zero = replace(SAVED, optim=replace(SAVED.optim, name="distributed_fused_adam"))
     loads = {
-        "whole to sharded": (path_of(root, "whole"), SHARDED),
-        "sharded to whole": (path_of(root, "sharded"), SAVED),
-        "sharded to sharded": (path_of(root, "sharded"), SHARDED),
-        "sharded to ZeRO-1": (path_of(root, "sharded"), zero),
-        "alone to sharded": (path_of(root, "alone"), SHARDED),
+        "whole to sharded": loading(SHARDED, root, "whole"),
+        "sharded to whole": loading(SAVED, root, "sharded"),
+        "sharded to sharded": loading(SHARDED, root, "sharded"),
+        "sharded to ZeRO-1": loading(zero, root, "sharded"),
+        "alone to sharded": loading(SHARDED, root, "alone"),
     }
     jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] in DEFAULT}
-    arguments = {"jobs": jobs, "root": root, "saves": saves, "loads": loads}
-    ranks = run_ranks(sharded_work.everything, 2, arguments)
-    runs, before, after = (
-        {name: [rank[part][name] for rank in ranks] for name in names}
-        for part, names in enumerate((jobs, saves, loads))
-    )
-    return Two(root, runs, before | {"alone": [alone["alone"]]}, after)
+    return Two(root, on_ranks(run, jobs, 2), before, on_ranks(continued, loads, 2))
 
 
 @pytest.fixture(scope="module")
 def more() -> Runs:
     """The slow ones."""
     jobs = {name: job for name, job in JOBS.items() if name.split("/")[0] not in DEFAULT}
-    ranks = run_ranks(sharded_work.runs, 2, {"jobs": jobs})
-    return {name: [rank[name] for rank in ranks] for name in jobs}
+    return on_ranks(run, jobs, 2)
 
 
 def runs_of(name: str, request: pytest.FixtureRequest) -> Runs:
@@ -136,8 +124,8 @@ def runs_of(name: str, request: pytest.FixtureRequest) -> Runs:
     return found
 
 
-def path_of(root: Path, name: str) -> Path:
-    return root / name / "step_00000003"
+def loading(case: Case, root: Path, name: str) -> Case:
+    return replace(case, begins=root / name / "step_00000003", steps=0)
 
 
 def assert_same_on_all(ranks: list[Run]) -> None:
@@ -353,7 +341,7 @@ def assert_loaded(after: list[Loaded], before: list[Loaded]) -> None:
 
 
 def test_one_rank_loads_what_two_have_sharded(two: Two) -> None:
-    loaded = load_all(Rank(0, 1), {"alone": (path_of(two.root, "sharded"), SAVED)})
+    loaded = alone(continued, {"alone": loading(SAVED, two.root, "sharded")})
     assert_loaded([loaded["alone"]], two.before["sharded"])
 
 
@@ -396,7 +384,7 @@ def test_who_shards_and_who_replicates(
 
 
 def compare(
-    of: dict[str, tuple[Job, ParallelSpec, ParallelSpec, float]], num_ranks: int = 4
+    of: dict[str, tuple[Case, ParallelSpec, ParallelSpec, float]], num_ranks: int = 4
 ) -> dict[str, Any]:
     """Compare jobs with and without sharded weights; return the bytes of the latter's moments.
 
@@ -404,9 +392,9 @@ def compare(
     """
     jobs = {f"{name}/whole": sharded(w, spec) for name, (w, spec, _, _) in of.items()}
     jobs |= {f"{name}/full": sharded(w, spec) for name, (w, _, spec, _) in of.items()}
-    ranks = run_ranks(sharded_work.runs, num_ranks, {"jobs": jobs})
+    ranks = on_ranks(run, jobs, num_ranks)
     for name, (_, _, spec, bound) in of.items():
-        ours, whole = ([rank[f"{name}/{how}"] for rank in ranks] for how in ("full", "whole"))
+        ours, whole = (ranks[f"{name}/{how}"] for how in ("full", "whole"))
         each = num_ranks // spec.pp
         for begin in range(0, num_ranks, each):
             assert_same_on_all(ours[begin : begin + each])
@@ -416,7 +404,7 @@ def compare(
         found = [result.grad_norm for result in ours[0].results]
         assert found == pytest.approx(norms, rel=5e-2 if bound == IN_FP8_BOUND else 1e-4), name
         assembled([rank.saved for rank in ours])  # every element is saved once
-    return {name: ranks[0][f"{name}/full"].held.moments for name in of}
+    return {name: ranks[f"{name}/full"][0].held.moments for name in of}
 
 
 def test_ranks_that_share_sequences() -> None:
@@ -478,9 +466,9 @@ def test_four_ranks() -> None:
 
 @pytest.mark.slow
 def test_four_ranks_load_what_two_have_sharded(two: Two) -> None:
-    cases = {"sharded": (path_of(two.root, "sharded"), replace(SHARDED, num_microbatches=4))}
-    ranks = run_ranks(sharded_work.load_all, 4, {"cases": cases})
-    after = assembled([rank["sharded"].saved for rank in ranks])
+    case = replace(loading(SHARDED, two.root, "sharded"), num_microbatches=4)
+    (ranks,) = on_ranks(continued, {"sharded": case}, 4).values()
+    after = assembled([rank.saved for rank in ranks])
     before = assembled([rank.saved for rank in two.before["sharded"]])
     assert all(torch.equal(after[name], before[name]) for name in before)
 

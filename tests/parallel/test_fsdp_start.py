@@ -29,7 +29,8 @@ from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.load_model import start_from
 from megafp8.train.state_dict import load_checkpoint
 from tests.kit.cases import Case
-from tests.optim import sharded_work
+from tests.kit.runs import alone
+from tests.optim.sharded_work import continued
 from tests.ranks import Rank, run_ranks
 from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, run_spec
@@ -148,11 +149,8 @@ def test_a_rank_loads_a_checkpoint_into_its_shards(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs"
     huggingface_files.write_folder(theirs, GPT2, draw, dtype=torch.bfloat16, eod_id=3)
     import_model(theirs, tmp_path / "imported")
-    alone = {
-        name: replace(case, model=GPT2, parallel=ParallelSpec(), steps=1)
-        for name, case in CASES.items()
-    }
-    sharded_work.save(Rank(0, 1), alone, tmp_path)
+    ones = {n: replace(c, model=GPT2, steps=1, saves=tmp_path / n) for n, c in CASES.items()}
+    alone(continued, ones)
     whole, layer, largest = sum(units(GPT2)), units(GPT2)[0], 4 * 512 * 64  # the word embedding
     for results in run_ranks(load, 2, {"root": tmp_path}):
         for name, (before, more) in results.items():

@@ -22,7 +22,7 @@ from megafp8.train.dryrun import rank_share
 from tests.backends.te.same_codes import OF_A_FLIP
 from tests.kit.cases import Case
 from tests.optim import masters_work
-from tests.optim.masters_work import Trained
+from tests.optim.masters_work import Trained, going_on, saving
 from tests.optim.test_masters_ranks import PP, SMALL, SP, assert_gradients_are_right, case, together
 from tests.ranks import run_ranks
 from tests.te_sources import need_sources
@@ -104,8 +104,7 @@ def trained_with(tmp_path_factory: pytest.TempPathFactory) -> Training:
             for name, asked in (EXACT | REPLICAS | SHARDED | BESIDE).items()
             if (name in FAST or name.rpartition(", ")[0] in FAST) is is_fast or name in REPLICAS
         }
-        arguments = {"cases": cases, "root": root, "saved": SAVED}
-        return root, run_ranks(masters_work.train, 2, arguments)
+        return root, run_ranks(masters_work.train, 2, {"cases": saving(cases, SAVED, root)})
 
     return lambda name: train(name in FAST)
 
@@ -183,13 +182,13 @@ def test_checkpoints_continue_in_other_layouts(trained_with: Training, name: str
     (path,) = (root / name).glob("step*")
     level, other = name[:2], FORMS["elements" if name.endswith("ZeRO") else "ZeRO"]
     loads = {
-        "replicas": (path, of_te(level)),
-        "sharded otherwise": (path, of_te(level, other, zero=True)),
-        "native": (path, of_te(level, backend="native")),
-        "tp": (path, of_te(level, parallel=TP)),
+        "replicas": of_te(level),
+        "sharded otherwise": of_te(level, other, zero=True),
+        "native": of_te(level, backend="native"),
+        "tp": of_te(level, parallel=TP),
     }
-    arguments: dict[str, Any] = {"cases": {}, "loads": loads}
-    ranks = run_ranks(masters_work.train, 2, arguments)
+    cases = {layout: going_on(like, path) for layout, like in loads.items()}
+    ranks = run_ranks(masters_work.train, 2, {"cases": cases})
     for rank, was in zip(ranks, before, strict=True):
         expected = was[f"{name}, continued"]
         for layout in ("replicas", "sharded otherwise"):
