@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megafp8.config.keys import (
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -23,6 +24,7 @@ from megafp8.config.keys import (
 from megafp8.errors import CheckpointError
 from megafp8.foreign import Fields, ForeignFileError, shown_value
 from megafp8.specs import GPTSpec
+from megafp8.specs.moe import MoESpec
 
 _GPT2_ACTIVATIONS = {"gelu": "gelu", "gelu-tanh": "gelu_new", "squared-relu": "relu2"}
 _GATED_ACTIVATIONS = {
@@ -86,9 +88,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "is_llama_config": (True,),
     "n_special": (0,),
     "num_experts": (0,),
+    "output_router_logits": (False, True),
     "partial_rotary_factor": (1.0,),
     "pruned_heads": ({},),
+    "qkv_bias": (False,),
     "rope_interleaved": (False,),
+    "router_jitter_noise": (0,),
+    "shared_expert_intermediate_size": (0,),
     "tie_encoder_decoder": (False,),
     "use_mrope": (False,),
 }
@@ -100,7 +106,7 @@ _NULL_IS_NONE = ("is_causal", "tie_word_embeddings", "initializer_range", "scale
 _NULL_IS_A_VALUE = frozenset(
     """
     architectures attention_bias attention_dropout head_dim layer_types max_window_layers mlp_bias
-    n_inner num_key_value_heads rope_scaling sliding_window use_sliding_window
+    mlp_only_layers n_inner num_key_value_heads rope_scaling sliding_window use_sliding_window
     """.split()
 )
 """The keys that a family writes and that may be null, which stands for what follows from others."""
@@ -123,8 +129,11 @@ def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
         for key, value in sorted(c.tree.items())
         if value is not None
         and key not in keys.keys() | family.also_reads | _WITHOUT_EFFECT
-        and not any(_same(value, neutral) for neutral in _NEUTRAL.get(key, ()))
-        and not _same(value, keys.get(family.aliases.get(key, "")))
+        and not (
+            _same(value, keys.get(family.aliases[key]))
+            if key in family.aliases
+            else any(_same(value, neutral) for neutral in _NEUTRAL.get(key, ()))
+        )
     ]
     if unknown:
         hint = (
@@ -230,7 +239,8 @@ class Decoder:
         model_class: The class of transformers.
         biases: Which linears have biases: what two keys say, QKV's alone, or none.
         has_head_norms: Whether queries and keys are normalized.
-        windows: Which layers may have a window: none, all, or those that keys name.
+        windows: Which layers may have a window: none, all, all if a key says so, or those that keys
+            name.
         defaults: What the family has where a key is missing that others leave out.
     """
 
@@ -238,10 +248,12 @@ class Decoder:
     model_class: str
     biases: Literal["by keys", "of qkv", "none"]
     has_head_norms: bool = False
-    windows: Literal["none", "all layers", "by layer"] = "none"
-    defaults: Mapping[str, int] = field(default_factory=dict)
+    windows: Literal["none", "all layers", "all layers by key", "by layer"] = "none"
+    defaults: Mapping[str, int | None] = field(default_factory=dict)
     also_reads: frozenset[str] = frozenset(
-        {"attention_bias", "layer_types", "max_window_layers", "mlp_bias", "rope_parameters"}
+        """
+        attention_bias layer_types max_window_layers mlp_bias rope_parameters use_qk_norm
+        """.split()
     )
     aliases: Mapping[str, str] = field(default_factory=lambda: {"layer_norm_eps": "rms_norm_eps"})
 
@@ -282,6 +294,8 @@ class Decoder:
         bias, mlp_bias = (c.flag(key, False) for key in ("attention_bias", "mlp_bias"))
         _only(file, c, "attention_bias", self._by_keys or not bias)
         _only(file, c, "mlp_bias", mlp_bias == bias)
+        has_norms = c.flag("use_qk_norm", self.has_head_norms)
+        _only(file, c, "use_qk_norm", has_norms == self.has_head_norms)
         heads = c.whole("num_attention_heads", 1, MAX_HEADS)
         groups = c.whole(
             "num_key_value_heads", 1, MAX_HEADS, self._default(c, "num_key_value_heads")
@@ -315,7 +329,7 @@ class Decoder:
             normalization="rmsnorm",
             activation=activation,  # type: ignore[arg-type]  # checked above
             position_embedding_type="rope",
-            **_rope_fields(c, file),
+            **_rope_fields(c, file, self._theta),
             bias=bias,
             add_qkv_bias=self.biases == "of qkv",
             qk_layernorm=self.has_head_norms,
@@ -347,9 +361,13 @@ class Decoder:
             return [
                 f"note: config.json has rope_theta {shown_value(old['rope_theta'])} in "
                 "rope_scaling, where transformers 5 reads it, and so it was done here. "
-                f"transformers 4 reads it beside rope_scaling, and else takes {_THETA:g}"
+                f"transformers 4 reads it beside rope_scaling, and else takes {self._theta:g}"
             ]
         return []
+
+    @property
+    def _theta(self) -> float:
+        return self.defaults.get("rope_theta") or _THETA
 
     def _default(self, c: Fields, key: str) -> int | None:
         """Return what a key stands for that is missing; None for one that is null."""
@@ -362,10 +380,14 @@ class Decoder:
         size = with_own_token[0] if with_own_token else None
         if self.windows == "none":
             return {}
+        if self.windows != "by layer":
+            size = size if len(with_own_token) == len(windows) else None
         if self.windows == "all layers":
-            return {"sliding_window": size if len(with_own_token) == len(windows) else None}
+            return {"sliding_window": size}
         if size is None:
             return {"use_sliding_window": False, "sliding_window": None}
+        if self.windows == "all layers by key":
+            return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 0}
         return {
             "use_sliding_window": True,
             "sliding_window": size,
@@ -386,13 +408,16 @@ class Decoder:
         )
         _only(file, c, "layer_types", fits)
         if self.windows == "none" or (
-            self.windows == "by layer" and not c.flag("use_sliding_window", False)
+            self.windows != "all layers" and not c.flag("use_sliding_window", False)
         ):
             _only(file, c, "layer_types", kinds is None or _SLIDING not in kinds)
             return {}
-        if "sliding_window" not in c.tree:
+        if "sliding_window" not in c.tree and "sliding_window" not in self.defaults:
             raise ForeignFileError("sliding_window is missing")
         size = c.whole("sliding_window", 1, MAX_POSITIONS, None)
+        if self.windows == "all layers by key":  # transformers 5 ignores it, and 4 does not
+            _only(file, c, "max_window_layers", not c.tree.get("max_window_layers"))
+            _only(file, c, "sliding_window", size is not None)
         if self.windows == "by layer":
             if kinds is None:
                 first = c.whole("max_window_layers", 0, MAX_LAYERS)
@@ -408,6 +433,100 @@ class Decoder:
         if kinds is not None and _FULL in kinds:
             fields["window_attn_skip_freq"] = tuple(int(kind == _SLIDING) for kind in kinds)
         return fields
+
+
+@dataclass(frozen=True)
+class WithExperts(Decoder):
+    """Describes such a family that has experts, of which a softmax over all of them chooses.
+
+    Attributes:
+        names_layers: Whether keys say which layers have experts and whether the weights of the chosen
+            ones are divided by their sum, or else all layers have experts, and they are.
+    """
+
+    names_layers: bool = False
+
+    def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
+        """Return the keys of such a model; see `Family`. One without experts has none of them."""
+        width = spec.ffn_hidden_size
+        moe = spec.moe or MoESpec(num_experts=0, top_k=0, ffn_hidden_size=width, layers=())
+        has_loss = moe.router_loss != "none"
+        keys = {
+            **super().to_keys(spec),
+            self._count: moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "router_aux_loss_coef": float(moe.router_loss_coeff) if has_loss else 0.0,
+        }
+        if not self.names_layers:
+            return keys | {"intermediate_size": moe.ffn_hidden_size}
+        return keys | {
+            "moe_intermediate_size": moe.ffn_hidden_size,
+            "norm_topk_prob": not moe.pre_softmax,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer, has in enumerate(moe.layers) if not has],
+        }
+
+    @property
+    def _count(self) -> str:
+        return "num_experts" if self.names_layers else "num_local_experts"
+
+    def from_keys(self, c: Fields, file: Path) -> GPTSpec:
+        """Return the model of such keys; see `Family`.
+
+        Weights that are divided by their sum are the softmax over the chosen experts' logits.
+        """
+        spec = super().from_keys(c, file)
+        count = self._count
+        if count not in c.tree:  # transformers 5 writes the number of experts by either name
+            count = next((name for name in self.aliases if name in c.tree), count)
+        experts = c.whole(count, 1, MAX_EXPERTS)
+        top_k = c.whole("num_experts_per_tok", 1, MAX_EXPERTS)
+        _only(file, c, "num_experts_per_tok", top_k <= experts)
+        coeff = self._loss(c)
+        moe = MoESpec(
+            num_experts=experts,
+            top_k=top_k,
+            ffn_hidden_size=c.whole(
+                "moe_intermediate_size" if self.names_layers else "intermediate_size", 1, MAX_WIDTH
+            ),
+            layers=self._layers(c, file, spec.num_layers),
+            pre_softmax=self.names_layers and not c.flag("norm_topk_prob", False),
+            router_loss="aux_loss" if coeff else "none",
+            router_loss_coeff=coeff,
+        )
+        return replace(spec, moe=moe)
+
+    def _layers(self, c: Fields, file: Path, num_layers: int) -> tuple[bool, ...]:
+        """Return for each layer whether it has experts."""
+        if not self.names_layers:
+            return (True,) * num_layers
+        step = c.whole("decoder_sparse_step", 1, MAX_LAYERS, 1)
+        without = c.tree.get("mlp_only_layers") or []
+        numbers = range(num_layers)
+        known = isinstance(without, list) and all(type(x) is int and x in numbers for x in without)
+        _only(file, c, "mlp_only_layers", known)
+        layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in numbers)
+        _only(file, c, "mlp_only_layers" if without else "decoder_sparse_step", any(layers))
+        return layers
+
+    def _loss(self, c: Fields) -> float:
+        coeff: float = c.number("router_aux_loss_coef", 0.001, at_least=0)
+        return coeff
+
+    def notes(self, c: Fields) -> list[str]:
+        """Return what the user should know of the router's loss too; see `Family`."""
+        if not (coeff := self._loss(c)):
+            return super().notes(c)
+        moe = self.from_keys(c, Path()).moe
+        assert moe is not None
+        return [
+            *super().notes(c),
+            f"note: router_aux_loss_coef is {coeff:g} in config.json, and model.moe_aux_loss_coeff "
+            "is the same number. The losses are others: transformers' is num_experts_per_tok times "
+            "as large and one for all layers, and here each layer adds one. "
+            f"{coeff * moe.top_k / sum(moe.layers):g} would be about as strong. transformers adds "
+            "its loss only with output_router_logits, which is not read",
+        ]
 
 
 def _first_with_window(windows: Sequence[int | None]) -> int:
@@ -448,6 +567,24 @@ FAMILIES: dict[str, Family] = {
             windows="all layers",
             defaults={"num_key_value_heads": 8},
         ),
+        WithExperts(
+            "mixtral",
+            "MixtralForCausalLM",
+            "none",
+            windows="all layers",
+            defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000, "sliding_window": None},
+            aliases={"layer_norm_eps": "rms_norm_eps", "num_experts": "num_local_experts"},
+        ),
+        WithExperts(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            "none",
+            has_head_norms=True,
+            windows="all layers by key",
+            defaults={"num_key_value_heads": 4},
+            aliases={"layer_norm_eps": "rms_norm_eps", "num_local_experts": "num_experts"},
+            names_layers=True,
+        ),
     )
 }
 """The families by their names. A model is exported as the first one that can express it."""
@@ -473,17 +610,18 @@ def _rope_type(section: Mapping[str, Any]) -> object:
     return section.get("rope_type", section.get("type", "default"))
 
 
-def _rope_section(c: Fields, file: Path) -> tuple[str, Fields]:
+def _rope_section(c: Fields, file: Path, base: float) -> tuple[str, Fields]:
     """Return the section of rotary positions that transformers reads, with its name and the base.
 
     transformers 5 takes `rope_scaling` as a whole if it says anything, and else `rope_parameters`,
     with the `rope_theta` in it or else beside it. transformers 4 takes `rope_scaling` alone, with
     the `rope_theta` beside it. A base or a kind that they would read differently is refused.
+    Where no base is given it is `base`.
     """
     sections = {key: c.section(key) for key in ("rope_scaling", "rope_parameters")}
     name = "rope_scaling" if sections["rope_scaling"].tree else "rope_parameters"
     rope = sections[name]
-    given = {"rope_theta": c.tree.get("rope_theta", _THETA), **rope.tree}
+    given = {"rope_theta": c.tree.get("rope_theta", base), **rope.tree}
     theta = Fields(given).number("rope_theta", above=1, at_most=1e15)
     hint = "Write the one with which the model was trained to both places, or to one alone"
     for place, tree in (("config.json", c.tree), *((k, v.tree) for k, v in sections.items())):
@@ -498,9 +636,9 @@ def _rope_section(c: Fields, file: Path) -> tuple[str, Fields]:
     return name, Fields({**rope.tree, "rope_theta": theta})
 
 
-def _rope_fields(c: Fields, file: Path) -> dict[str, Any]:
+def _rope_fields(c: Fields, file: Path, base: float) -> dict[str, Any]:
     """Return the fields of rotary positions, of a `config.json` of transformers 4 or 5."""
-    section, rope = _rope_section(c, file)
+    section, rope = _rope_section(c, file, base)
     kind = _rope_type(rope.tree)
     if not isinstance(kind, str) or kind not in _SCALINGS:
         hint = f"Models with rope_type {', '.join(_SCALINGS)} can be imported"

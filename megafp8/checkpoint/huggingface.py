@@ -10,19 +10,20 @@ configurations, and `huggingface_files` reads and writes the files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megafp8.checkpoint.families import FAMILIES, Family, read_family
+from megafp8.checkpoint.families import FAMILIES, Family, WithExperts, read_family
 from megafp8.config.architecture import function_differences
 from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.errors import CheckpointError, UserError
 from megafp8.foreign import Fields, ForeignFileError, shown_value
 from megafp8.specs import GPTSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.parameters import HEAD, POSITION, WORD, logical_shapes
 
 
@@ -34,13 +35,23 @@ class ConversionError(UserError):
 class Mapped:
     """Say which logical tensors make up one tensor of transformers.
 
-    The logical tensors are joined along their first dimension, and the result is then transposed
-    if `transposed` is set.
+    The logical tensors are joined along their first dimension. The result is then transposed if
+    `transposed` is set, or divided along a new first dimension into those of `stacked` experts.
+    Files may have the tensor by one of the names `also` instead.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    stacked: int = 0
+    also: tuple[str, ...] = ()
+
+    def shape(self, first: Sequence[int]) -> tuple[int, ...]:
+        """Return the tensor's shape, of that of each logical tensor."""
+        rows = len(self.ours) * first[0]
+        if self.stacked:
+            return (self.stacked, rows // self.stacked, *first[1:])
+        return (rows, *first[1:])[:: -1 if self.transposed else 1]
 
 
 def architecture(spec: GPTSpec, family: str | None = None) -> str:
@@ -49,7 +60,8 @@ def architecture(spec: GPTSpec, family: str | None = None) -> str:
     Raises:
         ConversionError: None can; the message names the settings that do not fit.
     """
-    families = FAMILIES if family is None else {family: FAMILIES[family]}
+    named = [family] if family else [name for name in FAMILIES if _has(name) == bool(spec.moe)]
+    families = {name: FAMILIES[name] for name in named}
     misfits = {name: _misfits(spec, members) for name, members in families.items()}
     for name, wrong in misfits.items():
         if not wrong:
@@ -61,13 +73,28 @@ def architecture(spec: GPTSpec, family: str | None = None) -> str:
     )
 
 
+def _has(family: str) -> bool:
+    """Whether models of a family have experts."""
+    return isinstance(FAMILIES[family], WithExperts)
+
+
 def _misfits(spec: GPTSpec, family: Family) -> list[str]:
     """Return the settings of a model that are others once its `config.json` is read back."""
     try:
         again = from_config(family.to_keys(spec) | _common(spec), Path("config.json"))
     except CheckpointError as error:  # such as a width that its heads do not divide
         return [f"such model ({error.reason})"]
-    return [f"{name}={value}" for name, (value, _) in function_differences(spec, again).items()]
+    if spec.moe is not None and all(spec.moe.layers):  # a width that no layer has
+        again = replace(again, ffn_hidden_size=spec.ffn_hidden_size)
+    found = [f"{name}={value}" for name, (value, _) in function_differences(spec, again).items()]
+    return found + _other_experts(spec.moe, again.moe)
+
+
+def _other_experts(moe: MoESpec | None, again: MoESpec | None) -> list[str]:
+    """Return the experts' settings of the function that are others in `again`."""
+    names = [] if moe is None else [field.name for field in fields(MoESpec)]
+    values = {n: getattr(moe, n) for n in names if not n.startswith(("router_", "bias_", "z_"))}
+    return [f"{n}={v}" for n, v in values.items() if again is None or getattr(again, n) != v]
 
 
 def to_config(
@@ -139,9 +166,14 @@ def end_of_text(config: dict[str, Any], file: Path) -> int | None:
     return number
 
 
-def mapping(spec: GPTSpec) -> Iterator[Mapped]:
-    """Yield every tensor that transformers has of a model, in the model's order."""
-    yield from _gpt2_tensors(spec) if architecture(spec) == "gpt2" else _decoder_tensors(spec)
+def mapping(spec: GPTSpec, *, fused: bool = False) -> Iterator[Mapped]:
+    """Yield every tensor that transformers has of a model, in the model's order.
+
+    With `fused` they are those of its modules in memory, where transformers 5 joins the experts of
+    a layer, and else those of its files.
+    """
+    family = architecture(spec)
+    yield from _gpt2_tensors(spec) if family == "gpt2" else _decoder_tensors(spec, family, fused)
     if not spec.share_embeddings_and_output_weights:
         yield Mapped("lm_head.weight", (HEAD,))
 
@@ -168,6 +200,13 @@ _DECODER = {
     "self_attn.k_norm": "attention.key_norm",
 }
 """Our tensors of a layer, by their names in the library's modules."""
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe", {"gate": "w1", "up": "w3", "fc2": "w2"}),
+    "qwen3_moe": ("mlp", {"gate": "gate_proj", "up": "up_proj", "fc2": "down_proj"}),
+}
+"""By family, the module of a layer's experts in files, and the names of an expert's linears."""
+_FUSED = {"gate_up_proj": ("gate", "up"), "down_proj": ("fc2",)}
+"""The tensors that join all experts of a layer in memory, and what each has of an expert."""
 
 
 def _gpt2_tensors(spec: GPTSpec) -> Iterator[Mapped]:
@@ -183,7 +222,7 @@ def _gpt2_tensors(spec: GPTSpec) -> Iterator[Mapped]:
     yield Mapped("transformer.ln_f.bias", ("final_norm.bias",))
 
 
-def _decoder_tensors(spec: GPTSpec) -> Iterator[Mapped]:
+def _decoder_tensors(spec: GPTSpec, family: str, fused: bool) -> Iterator[Mapped]:
     listed = logical_shapes(spec)
     yield Mapped("model.embed_tokens.weight", (WORD,))
     for index in range(spec.num_layers):
@@ -191,10 +230,42 @@ def _decoder_tensors(spec: GPTSpec) -> Iterator[Mapped]:
             for theirs, name in _DECODER.items():
                 if (ours := f"layers.{index}.{name}.{kind}") in listed:
                     yield Mapped(f"model.layers.{index}.{theirs}.{kind}", (ours,))
+        if spec.moe is not None and spec.moe.layers[index]:
+            yield from _expert_tensors(index, spec.moe.num_experts, family, fused)
     yield Mapped("model.norm.weight", ("final_norm.weight",))
+
+
+def _expert_tensors(layer: int, count: int, family: str, fused: bool) -> Iterator[Mapped]:
+    """Yield the router and the experts of a layer."""
+    (in_files, names), in_memory = _EXPERTS[family], "mlp"
+    modules = (in_memory, in_files) if fused else (in_files, in_memory)
+    theirs, *others = (f"model.layers.{layer}.{module}" for module in dict.fromkeys(modules))
+    ours = f"layers.{layer}.mlp"
+
+    def one(name: str, *parts: str, also: tuple[str, ...] = (), stacked: int = 0) -> Mapped:
+        names = [f"{module}.{end}" for module in (theirs, *others) for end in (name, *also)]
+        tensors = tuple(f"{ours}.{part}.weight" for part in parts)
+        return Mapped(names[0], tensors, stacked=stacked, also=tuple(names[1:]))
+
+    yield one("gate.weight", "router")
+    if fused:
+        for name, parts in _FUSED.items():
+            joined = [f"experts.{expert}.{part}" for expert in range(count) for part in parts]
+            yield one(f"experts.{name}", *joined, also=(f"experts.{name}.weight",), stacked=count)
+        return
+    for expert in range(count):
+        for part, name in names.items():
+            yield one(f"experts.{expert}.{name}.weight", f"experts.{expert}.{part}")
+
+
+def is_fused(name: str) -> bool:
+    """Whether a tensor of a file joins all experts of a layer, as they are in memory."""
+    return any(f".experts.{fused}" in name for fused in _FUSED)
 
 
 def to_theirs(entry: Mapped, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """Return one tensor of transformers; `read` returns one of ours by its logical name."""
     whole = torch.cat([read(name) for name in entry.ours])
+    if entry.stacked:
+        return whole.view(entry.stacked, -1, *whole.shape[1:])
     return whole.t().contiguous() if entry.transposed else whole

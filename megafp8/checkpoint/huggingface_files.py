@@ -20,6 +20,7 @@ from fp8_numerics.caches import put
 from megafp8.checkpoint.huggingface import (
     ConversionError,
     Mapped,
+    is_fused,
     mapping,
     to_config,
     to_theirs,
@@ -246,19 +247,22 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
         CheckpointError: A file cannot be read, or the tensors are not those that `spec` has.
     """
     files = _files_by_tensor(folder)
-    entries = list(mapping(spec))
+    entries = list(mapping(spec, fused=any(map(is_fused, files))))
     # A model saved without its head (`GPT2Model`) has names without the first word.
     prefix = "" if entries[0].theirs in files else entries[0].theirs.partition(".")[0] + "."
-    names = [entry.theirs.removeprefix(prefix) for entry in entries]
-    for entry, theirs in zip(entries, names, strict=True):
-        if theirs not in files:
+    names = []
+    for entry in entries:
+        known_as = (name.removeprefix(prefix) for name in (entry.theirs, *entry.also))
+        name = next((name for name in known_as if name in files), None)
+        if name is None:
             raise CheckpointError(folder, f"lacks {entry.theirs}", "Download the model again")
+        names.append(name)
     known, shapes = {*names, HEAD}, logical_shapes(spec)
     if extra := sorted(n for n in files.keys() - known if not n.endswith(_NOT_WEIGHTS)):
         reason = f"has {extra[0]}, which a model of its config.json does not have"
         raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
     for entry, theirs in zip(entries, names, strict=True):
-        _check_shape(files[theirs], prefix, entry, spec)
+        _check_shape(files[theirs], theirs, entry, spec)
     if HEAD in files and HEAD not in names:
         _check_tied_head(files[HEAD], files[names[0]], names[0])
     return [
@@ -303,12 +307,16 @@ def _read_part(
     """Return the logical tensor `part` of those that a stored tensor joins, some rows at a time."""
     out = torch.empty(shape)
     rows = max(1, _READ_BYTES // (out[0].numel() * out.element_size()))
+    expert, place = divmod(part, len(entry.ours) // max(1, entry.stacked))
     with _opened(path) as file:
         stored = file.get_slice(theirs)
         for begin in range(0, shape[0], rows):
             end = min(begin + rows, shape[0])
-            of_all = slice(part * shape[0] + begin, part * shape[0] + end)
-            values = stored[:, of_all].t() if entry.transposed else stored[of_all]
+            of_all = slice(place * shape[0] + begin, place * shape[0] + end)
+            if entry.stacked:
+                values = stored[expert, of_all]
+            else:
+                values = stored[:, of_all].t() if entry.transposed else stored[of_all]
             out[begin:end] = values
             is_finite = bool(torch.isfinite(values).all())
             del values  # it is a view of the whole mapped tensor, of which the next one is another
@@ -337,18 +345,14 @@ def stored_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def _check_shape(path: Path, prefix: str, entry: Mapped, spec: GPTSpec) -> None:
-    name = entry.theirs.removeprefix(prefix)
+def _check_shape(path: Path, name: str, entry: Mapped, spec: GPTSpec) -> None:
     with _opened(path) as file:
         stored = file.get_slice(name)
         actual, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
     if dtype not in DTYPES:
         reason = f"{name} has the dtype {dtype}; weights are read in {', '.join(DTYPES)}"
         raise CheckpointError(path, reason, "Save the model in one of these dtypes")
-    first, *rest = logical_shapes(spec)[entry.ours[0]]
-    expected = (len(entry.ours) * first, *rest)
-    if entry.transposed:
-        expected = expected[::-1]
+    expected = entry.shape(logical_shapes(spec)[entry.ours[0]])
     if actual != expected:
         reason = f"{name} has shape {actual}; config.json asks for {expected}"
         raise CheckpointError(path, reason, "Give a model's own config.json and weights")

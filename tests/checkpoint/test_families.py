@@ -35,11 +35,21 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 96,
 }  # fmt: skip
 DECODERS = [name for name in FAMILIES if name != "gpt2"]
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
 
 
 def of(name: str, **more: Any) -> dict[str, Any]:
     window = {"sliding_window": None} if name == "mistral" else {}
-    return {"model_type": name, **SIZES, "head_dim": 8, **window, **more}
+    sizes = SIZES | EXPERTS.get(name, {})
+    return {"model_type": name, **sizes, "head_dim": 8, **window, **more}
+
+
+def without_experts(family: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys without those about experts, if the family has these."""
+    return {k: v for k, v in keys.items() if family not in EXPERTS or "expert" not in k}
 
 
 def spec_of(config: dict[str, Any]) -> GPTSpec:
@@ -83,7 +93,8 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
     assert ours == row.get("parameters", ours)
     for key, field in SAME.items():
         if family == "gpt2" or not key.startswith(("n_", "layer_norm")):
-            value = getattr(theirs, key, getattr(spec, field))
+            value = getattr(theirs, key, None)
+            value = getattr(spec, field) if value is None else value  # a width that follows
             assert value == getattr(spec, field) == getattr(written, key, value), key
     if family != "gpt2":
         assert torch.equal(ours_of(spec)[0], theirs_of(config)[0])
@@ -93,7 +104,8 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
         windows = [spec.window_of(layer) for layer in range(spec.num_layers)]
         has_window = name in ("mistralai/Mistral-7B-v0.1", "HuggingFaceH4/zephyr-7b-beta")
         assert set(windows) == {4095 if has_window else None}
-        assert spec.qk_layernorm == (family == "qwen3") and spec.add_qkv_bias == (family == "qwen2")
+        assert spec.qk_layernorm == family.startswith("qwen3")
+        assert spec.add_qkv_bias == (family == "qwen2")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -103,7 +115,7 @@ def test_all_keys_that_transformers_writes_are_known(family: str) -> None:
     written = json.loads(config.to_json_string(use_diff=False))
     assert len(written) > 20
     assert spec_of(written | {"model_type": family}).num_layers == config.num_hidden_layers
-    assert not hf.notes_on(written | {"model_type": family})
+    assert len(hf.notes_on(written | {"model_type": family})) == (family in EXPERTS)
 
 
 NEUTRAL: dict[str, Any] = {
@@ -114,12 +126,16 @@ NEUTRAL: dict[str, Any] = {
     None, "rope_interleaved": False, "task_specific_params": {"x": {"max_length": 5}},
     "tie_encoder_decoder": False, "transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True,
     "unsloth_version": "2024.9", "use_mrope": False, "attn_logit_softcapping": None,
+    "output_router_logits": True, "router_jitter_noise": 0.0, "qkv_bias": False,
+    "shared_expert_intermediate_size": 0,
 }  # fmt: skip
 NOT_NEUTRAL: dict[str, Any] = {
     "add_cross_attention": True, "is_causal": False, "is_encoder_decoder": True, "num_experts": 8,
     "is_llama_config": False, "num_experts_per_tok": 2, "partial_rotary_factor": 0.5,
     "pruned_heads": {"0": [1]}, "rope_interleaved": True, "use_mrope": True, "hidden_activation":
     "gelu", "text_config": {"tie_word_embeddings": True}, "original_max_position_embeddings": 16,
+    "router_jitter_noise": 0.01, "qkv_bias": True, "shared_expert_intermediate_size": 64,
+    "scoring_func": "sigmoid", "routed_scaling_factor": 2.5, "n_shared_experts": 1, "clip_qkv": 8.0,
 }  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
         "n_ctx": 64, "vocab_size": 96}  # fmt: skip
@@ -129,8 +145,9 @@ GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positi
 def test_neutral_keys_are_known_by_key_and_value(family: str) -> None:
     config = GPT2 if family == "gpt2" else of(family)
     eps = {"layer_norm_eps": spec_of(config).layernorm_epsilon}
-    assert spec_of(config | NEUTRAL | eps) == spec_of(config)
-    for key, value in NOT_NEUTRAL.items():
+    assert spec_of(config | without_experts(family, NEUTRAL) | eps) == spec_of(config)
+    unknown = {k: v for k, v in NOT_NEUTRAL.items() if family not in EXPERTS or "num_e" not in k}
+    for key, value in unknown.items():
         with pytest.raises(CheckpointError, match=rf"{key} is .*{family}|{key} is true"):
             spec_of(config | {key: value})
     for key in ("is_causal", "tie_word_embeddings", "initializer_range"):
@@ -258,6 +275,9 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], list[int | None]]] = {
     "from layer 0 on": ("qwen3", USED | {"max_window_layers": 0}, [15, 15]),
     "behind the last layer": ("qwen2", USED | {"max_window_layers": 2}, [None, None]),
     "by layer": ("qwen3", USED | {"layer_types": [SLIDING, FULL]}, [15, None]),
+    "experts, all layers": ("mixtral", {"sliding_window": 16}, [15, 15]),
+    "experts, all layers by key": ("qwen3_moe", USED | {"max_window_layers": 0}, [15, 15]),
+    "experts, unused": ("qwen3_moe", {"sliding_window": 16, "max_window_layers": 1}, [None, None]),
     "unused": ("qwen3", USED | {"use_sliding_window": False}, [None, None]),
 }
 
@@ -273,7 +293,7 @@ def test_windows_are_read_and_written(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     theirs, ours = (transformers.AutoConfig.for_model(**c) for c in (of(family, **more), again))
     assert theirs.sliding_window == ours.sliding_window or windows == [None, None]
-    if family != "mistral":
+    if family in ("qwen2", "qwen3"):
         kinds = [FULL if window is None else SLIDING for window in windows]
         assert ours.layer_types == theirs.layer_types == kinds
 
@@ -293,6 +313,11 @@ def test_windows_are_read_and_written(name: str) -> None:
         ("qwen3", USED | {"layer_types": [SLIDING, "chunked_attention"]}, "layer_types is"),
         ("qwen3", USED | {"layer_types": [SLIDING, [FULL]]}, "layer_types is"),
         ("qwen3", {"layer_types": [SLIDING, FULL], "sliding_window": 16}, "layer_types is"),
+        ("qwen3_moe", USED | {"max_window_layers": 1}, "max_window_layers is 1"),
+        ("qwen3_moe", USED | {"sliding_window": None}, "sliding_window is null"),
+        ("qwen3_moe", {"use_sliding_window": True}, "sliding_window is missing"),
+        ("qwen3_moe", USED | {"layer_types": [SLIDING, FULL]}, "layer_types is"),
+        ("mixtral", {"sliding_window": 16, "layer_types": [FULL, FULL]}, "layer_types is"),
         ("gemma", {}, 'model_type is "gemma"'),
     ],
 )  # fmt: skip
@@ -352,7 +377,7 @@ def theirs_of(config: dict[str, Any]) -> tuple[torch.Tensor, float]:
     transformers = pytest.importorskip("transformers")
     family = config["model_type"]
     models = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    rotary = getattr(models, f"{family.capitalize()}RotaryEmbedding")
+    rotary = getattr(models, f"{family.title().replace('_', '')}RotaryEmbedding")
     made = rotary(transformers.AutoConfig.for_model(**copy.deepcopy(config)))
     return made.inv_freq, made.attention_scaling
 
@@ -374,7 +399,7 @@ def test_two_sections_of_positions_are_read_as_transformers_does(
         config = of(family, rope_scaling=ROPES[old], rope_parameters=ROPES[new])
         config |= {} if theta is None else {"rope_theta": theta}
         one, other = (dict(ROPES[name] or {}) for name in (old, new))
-        base = (one or other).get("rope_theta", theta or 10000.0)
+        base = (one or other).get("rope_theta", theta or (1e6 if family == "mixtral" else 10000.0))
         if {config.get("rope_theta", base), other.get("rope_theta", base)} == {base}:
             wanted.append((old, new))
         try:
@@ -462,7 +487,7 @@ def write_model(folder: Path, spec: GPTSpec, family: str, **options: Any) -> dic
     return own
 
 
-IN_AND_OUT = {name: (name, {}) for name in DECODERS}
+IN_AND_OUT = {name: (name, {}) for name in DECODERS if name not in EXPERTS}
 IN_AND_OUT |= {
     "mistral with a window": ("mistral", WINDOWS["all layers"][1]),
     "qwen2 with windows": ("qwen2", WINDOWS["from a layer on"][1]),
