@@ -440,8 +440,8 @@ class WithExperts(Decoder):
     """Describes such a family that has experts, of which a softmax over all of them chooses.
 
     Attributes:
-        names_layers: Whether keys say which layers have experts and whether the weights of the chosen
-            ones are divided by their sum, or else all layers have experts, and they are.
+        names_layers: Whether keys say which layers have experts, and whether the weights of the
+            chosen ones are divided by their sum, or else all layers have experts, and they are.
     """
 
     names_layers: bool = False

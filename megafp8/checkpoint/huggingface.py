@@ -11,7 +11,7 @@ configurations, and `huggingface_files` reads and writes the files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.errors import CheckpointError, UserError
 from megafp8.foreign import Fields, ForeignFileError, shown_value
 from megafp8.specs import GPTSpec
-from megafp8.specs.moe import MoESpec
 from megafp8.specs.parameters import HEAD, POSITION, WORD, logical_shapes
 
 
@@ -86,15 +85,7 @@ def _misfits(spec: GPTSpec, family: Family) -> list[str]:
         return [f"such model ({error.reason})"]
     if spec.moe is not None and all(spec.moe.layers):  # a width that no layer has
         again = replace(again, ffn_hidden_size=spec.ffn_hidden_size)
-    found = [f"{name}={value}" for name, (value, _) in function_differences(spec, again).items()]
-    return found + _other_experts(spec.moe, again.moe)
-
-
-def _other_experts(moe: MoESpec | None, again: MoESpec | None) -> list[str]:
-    """Return the experts' settings of the function that are others in `again`."""
-    names = [] if moe is None else [field.name for field in fields(MoESpec)]
-    values = {n: getattr(moe, n) for n in names if not n.startswith(("router_", "bias_", "z_"))}
-    return [f"{n}={v}" for n, v in values.items() if again is None or getattr(again, n) != v]
+    return [f"{name}={value}" for name, (value, _) in function_differences(spec, again).items()]
 
 
 def to_config(

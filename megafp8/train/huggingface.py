@@ -79,6 +79,8 @@ def _build(
             spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
         ),
     }
+    if spec.moe is not None:
+        tree["moe_aux_loss_coeff"] = spec.moe.router_loss_coeff
     if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
         tree["override_vocab_size"] = spec.vocab_size
     meta = {"config": {"model": tree}, "eod_id": eod_id, "imported_from": config["model_type"]}

@@ -487,10 +487,11 @@ def write_model(folder: Path, spec: GPTSpec, family: str, **options: Any) -> dic
     return own
 
 
-IN_AND_OUT = {name: (name, {}) for name in DECODERS if name not in EXPERTS}
+IN_AND_OUT = {name: (name, {}) for name in DECODERS}
 IN_AND_OUT |= {
     "mistral with a window": ("mistral", WINDOWS["all layers"][1]),
     "qwen2 with windows": ("qwen2", WINDOWS["from a layer on"][1]),
+    "qwen3_moe with a dense layer": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": True}),
 }
 
 
@@ -513,7 +514,7 @@ def test_in_out_and_in_again_gives_the_same_bits(name: str, tmp_path: Path) -> N
     assert generation.items() >= kept.items()
     one, other = (Reader(next((folder / "checkpoints").iterdir())) for folder in (ours, again))
     assert shape_of(one) == shape_of(other)
-    assert shape_of(one).window_size == spec.window_size
+    assert shape_of(one).window_size == spec.window_size and shape_of(one).moe == spec.moe
     assert set(one.names()) == set(other.names())
     assert all(torch.equal(one.read(name), other.read(name)) for name in one.names())
     files = [load_file(path) for path in sorted(first.glob("*.safetensors"))]
