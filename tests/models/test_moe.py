@@ -517,6 +517,27 @@ def test_the_order_of_experts_has_no_effect() -> None:
             assert torch.equal(again[name(e)], grads[name(was)])
 
 
+def test_sums_over_a_tokens_experts_are_rounded_once() -> None:
+    """Outputs and gradients of inputs in BF16, of tokens that have three experts each."""
+    moe = moe_spec(num_experts=3, top_k=3, layers=(True,))
+    layer, _ = layer_of(moe, torch.bfloat16)
+    rows: dict[str, list[torch.Tensor]] = {"out": [], "grad": []}
+    for fc1, fc2 in zip(layer.fc1, layer.fc2, strict=True):
+        fc2.register_forward_hook(lambda _, args, out: rows["out"].append(out.detach().float()))
+        fc1.register_full_backward_hook(lambda _, grads, __: rows["grad"].append(grads[0].float()))
+    layer.router.weight.requires_grad_(False).zero_()  # its gradient would be a fourth part
+    x = (30 * random_input().to(torch.bfloat16)).requires_grad_()
+    out = layer(x)
+    out.square().sum().backward()
+    first, second, third = rows["out"]  # every expert has all tokens in order
+    assert torch.equal(out.flatten(0, 1), (first + second + third).to(torch.bfloat16))
+    first, second, third = reversed(rows["grad"])
+    assert x.grad is not None
+    assert torch.equal(x.grad.flatten(0, 1), (first + second + third).to(torch.bfloat16))
+    twice = (first + second).to(torch.bfloat16).float() + third
+    assert not torch.equal(twice.to(torch.bfloat16), x.grad.flatten(0, 1))
+
+
 def test_equal_experts_are_the_dense_mlp() -> None:
     layer, tensors = layer_of(moe_spec(ffn_hidden_size=64, layers=(True,)))
     spec = gpt_spec(num_layers=1, bias=False, activation="swiglu")
@@ -774,6 +795,8 @@ def test_the_names_and_sizes_of_a_layer() -> None:
     assert own == expected
     layer = layer_spec(spec, 1)
     assert layer.experts is not None and layer.experts.fc1.visits == Fraction(1, 2)
+    names = [part.name for part in layer.experts.fc1.one(3).parts]
+    assert names == [f"layers.1.mlp.experts.3.{part}" for part in ("gate", "up")]
     assert layer.experts.fc2.std == layer_spec(spec, 0).linears[-1].std == 0.02 / 2
     total = num_parameters(spec)
     assert total == sum(math.prod(shape) for shape in shapes.values())
