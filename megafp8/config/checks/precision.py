@@ -112,28 +112,6 @@ def _padded(v: Values) -> str:
     return "" if cannot else "; or model.pad_inner_dim=True"
 
 
-@rule(
-    "model.fp8",
-    "model.fp8_recipe",
-    "model.micro_batch_size",
-    "model.encoder_seq_length",
-    "model.context_parallel_size",
-)
-def _rotated_tokens(v: Values) -> Iterator[Finding]:
-    """A rotation of blocks of tokens needs whole ones on each rank that has its own tokens."""
-    turned = recipes_where(recipes_in(v), lambda traits: traits.input.rotation is not None)
-    length, ranks = v["model.encoder_seq_length"], v["model.context_parallel_size"]
-    tokens, multiple = v["model.micro_batch_size"] * length, size_multiple(v)
-    if v["model.fp8"] and turned and ranks > 1 and tokens % multiple == 0:
-        if tokens % (multiple * ranks):
-            yield Finding(
-                "model.context_parallel_size",
-                f"gives each rank {tokens // ranks} tokens of a microbatch; the rotation of "
-                f"{turned[0]} needs a multiple of {multiple}",
-                "Use another model.micro_batch_size, or another model.encoder_seq_length",
-            )
-
-
 @rule("model.fp8", "model.fp8_recipe", "model.micro_batch_size", "model.encoder_seq_length")
 def _fp8_tokens(v: Values) -> Iterator[Finding]:
     micro, length = v["model.micro_batch_size"], v["model.encoder_seq_length"]
