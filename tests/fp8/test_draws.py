@@ -419,3 +419,37 @@ def test_only_a_linear_that_draws_asks_for_places() -> None:
     for name, draws in (("nvfp4", True), ("nvfp4-no_sr", False), ("delayed", False), (None, False)):
         layer = make(torch.ones(16, 16), None, None if name is None else settings_of(name))
         assert (layer.linear.rows_of(16) is not None) == draws
+
+
+def test_what_fills_a_rotated_tensor_draws_after_all_tokens() -> None:
+    """The samples keep their own positions; without a rotation it is zero, and draws nothing."""
+    tokens, count = Tokens((2, 0), (range(3, 8),)), 10
+    key = spec.key_of(11, 5, "a.grad_output.first")
+    places = [(sample, at) for sample in (2, 0) for at in range(3, 8)]
+    places += [(0, at) for at in range(8, 14)]
+    expected = torch.tensor(
+        [[spec.byte_of(key, *place, number) for number in range(FEATURES)] for place in places]
+    )
+    for is_rotated in (True, False):
+        draws = Draws(seed=11)
+        draws.at = Moment(5, tokens)
+        sizes, seen, cpu = (FEATURES, count), (FEATURES, 16), torch.device("cpu")
+        turned = {"is_turned": True, "is_rotated": is_rotated}
+        drawn = Draw(draws, "a.grad_output.first", WHOLE, sizes, seen, cpu, **turned)(seen).t()
+        assert torch.equal(drawn[:count].long(), expected[:count])
+        assert torch.equal(drawn[count:].long(), expected[count:] * is_rotated)
+
+
+def test_tokens_of_samples_that_are_filled_up_keep_their_draws() -> None:
+    tokens, found = Tokens((4, 9), (range(17),)), []
+    x = noise(34, 32, seed=1, dtype=torch.float32)
+    samples = torch.tensor([4] * 17 + [9] * (17 + 14))
+    filled = Rows(samples, torch.cat([torch.arange(17), torch.arange(17 + 14)]))
+    for rows, tensor in ((None, x), (filled, torch.cat([x, torch.zeros(14, 32)]))):
+        layer = make(torch.ones(32, 32), None, settings_of("nvfp4"))
+        assert layer.state is not None and layer.linear.quantizer is not None
+        layer.state.begin_microbatch(0, 1, tokens)
+        operands, _ = layer.linear.quantizer.operands("grad_output", tensor, rows=rows)
+        found.append([values(operand) for operand in operands])
+    (last, first), (of_filled, first_of_filled) = found
+    assert torch.equal(last, of_filled[:34]) and torch.equal(first, first_of_filled)
