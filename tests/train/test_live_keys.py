@@ -86,6 +86,9 @@ FOUR_BITS = ("model.fp8_recipe=nvfp4", "model.fp8_amax_history_len=1024")
 CURRENT = ("model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=1024")
 
 
+SUITS_EXPERTS = ("model.bias=False", "model.ffn_dropout=0")
+EXPERTS = ("model.num_moe_experts=4", *SUITS_EXPERTS)
+SIGMOID = (*EXPERTS, "model.moe_router_score_function=sigmoid")
 EFFECTS: dict[str, Effect] = {
     "restore_from_path": ShownBy("tests/train/test_weights.py::test_run_to_transformers_and_back"),
     "model.resume_from_checkpoint": RESUMES,
@@ -109,6 +112,23 @@ EFFECTS: dict[str, Effect] = {
     "model.qk_layernorm": Trains(True),
     "model.window_size": Trains([3, 0]),
     "model.window_attn_skip_freq": Trains(2, ("model.window_size=[3,0]",)),
+    "model.num_moe_experts": Trains(4, SUITS_EXPERTS),
+    "model.moe_router_topk": Trains(3, EXPERTS),
+    "model.moe_ffn_hidden_size": Trains(48, EXPERTS),
+    "model.moe_layer_freq": Trains(2, EXPERTS),
+    "model.moe_router_score_function": Trains("sigmoid", EXPERTS),
+    "model.moe_router_pre_softmax": Trains(True, EXPERTS),
+    "model.moe_router_topk_scaling_factor": Trains(2.5, EXPERTS),
+    "model.moe_router_enable_expert_bias": Trains(True, SIGMOID),
+    "model.moe_router_bias_update_rate": Trains(
+        0.5, (*SIGMOID, "model.moe_router_enable_expert_bias=True")
+    ),
+    "model.moe_router_load_balancing_type": Trains(
+        "seq_aux_loss", (*EXPERTS, "model.moe_aux_loss_coeff=1.0")
+    ),
+    "model.moe_aux_loss_coeff": Trains(1.0, EXPERTS),
+    "model.moe_z_loss_coeff": Trains(1.0, EXPERTS),
+    "model.moe_shared_expert_intermediate_size": Trains(48, EXPERTS),
     "model.transformer_block_type": Trains("post_ln"),
     "model.position_embedding_type": Trains("rope"),
     "model.rotary_percentage": Trains(0.5, ROPE),

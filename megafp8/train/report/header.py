@@ -56,6 +56,7 @@ def describe_run(
         f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
         f"{num_parameters(model) / 1e6:.2f} M parameters{_active(model)}, "
         f"vocabulary {model.vocab_size}",
+        *experts_of(model),
         f"data: {_tokens(data.num_train_tokens)} training tokens, "
         f"{_tokens(data.num_validation_tokens)} validation tokens",
         *_epochs(spec, state, data),
@@ -164,6 +165,28 @@ def peak_of(spec: RunSpec, device: torch.device) -> Peak:
         fp8_tflops=None,
         source=how,
     )
+
+
+def experts_of(model: GPTSpec) -> list[str]:
+    """Return a line about a model's experts and their router; none for a dense model."""
+    moe = model.moe
+    if moe is None:
+        return []
+    layers = plural(sum(moe.layers), "layer")
+    where = f"each of {layers}" if all(moe.layers) else f"{layers} of {model.num_layers}"
+    parts = [
+        f"{moe.num_experts} of width {moe.ffn_hidden_size} in {where}, {moe.top_k} for a token"
+    ]
+    if moe.shared_ffn_hidden_size is not None:
+        parts.append(f"an MLP of width {moe.shared_ffn_hidden_size} for all tokens")
+    before = "before" if moe.pre_softmax else "after"
+    softmax = f"softmax {before} top-k"
+    router = [softmax if moe.score_function == "softmax" else moe.score_function]
+    router += [f"weights x {moe.scaling_factor:g}"] if moe.scaling_factor != 1 else []
+    router += [f"a bias that moves by {moe.bias_update_rate:g}"] if moe.has_expert_bias else []
+    router += [f"{moe.router_loss} x {moe.router_loss_coeff:g}"] if moe.router_loss_coeff else []
+    router += [f"z-loss x {moe.z_loss_coeff:g}"] if moe.z_loss_coeff else []
+    return [f"experts: {'; '.join(parts)}; router: {', '.join(router)}"]
 
 
 def _active(model: GPTSpec) -> str:
