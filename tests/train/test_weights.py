@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -25,6 +26,7 @@ from megafp8.models.gpt import GPT
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.runs.tokenizer import find_tokenizer
+from megafp8.specs import MoESpec
 from megafp8.train import generate as generating
 from megafp8.train.generate import Sampling, beyond_training
 from megafp8.train.generate import generate as draw
@@ -269,6 +271,43 @@ def test_longer_contexts_may_start_from_a_model(imported: Path) -> None:
         check_fits(replace(spec, bias=True), reader)
     with pytest.raises(ConfigError, match="vocabulary has 100 rows"):
         check_fits(replace(spec, vocab_size=128), reader)
+
+
+def test_a_checkpoint_describes_experts(place: Place) -> None:
+    """A new run may start from it with the same experts, and one of an earlier version has none."""
+    experts = ["model.num_moe_experts=4", "model.moe_layer_freq=[0,1]", "model.bias=False",
+               "model.moe_ffn_hidden_size=48", "model.moe_router_score_function=sigmoid",
+               "model.moe_router_enable_expert_bias=True", "model.ffn_dropout=0",
+               "model.moe_router_topk_scaling_factor=2.5", "trainer.max_steps=2"]  # fmt: skip
+    done = place.run(*experts)
+    assert done.code == 0, done.output
+    assert (
+        "\nexperts: 4 of width 48 in 1 layer of 2, 2 for a token; router: sigmoid," in done.output
+    )
+    reader = Reader(place.checkpoint(2))
+    spec = shape_of(reader)
+    assert spec.moe == MoESpec(
+        num_experts=4, top_k=2, ffn_hidden_size=48, layers=(False, True), has_expert_bias=True,
+        score_function="sigmoid", scaling_factor=2.5,
+    )  # fmt: skip
+    assert check_fits(spec, reader) == []
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"top_k": 1}, "moe_router_topk=1"),
+        ({"layers": (True, True)}, "moe_layer_freq"),
+        ({"scaling_factor": 1.0}, "scaling_factor=None: .* has 2.5"),
+    ]
+    for change, named in changes:
+        with pytest.raises(ConfigError, match=named):
+            check_fits(replace(spec, moe=replace(spec.moe, **change)), reader)
+    with pytest.raises(ConfigError, match="model.num_moe_experts=None: the model in .* has 4"):
+        check_fits(replace(spec, moe=None), reader)
+    other = place.run(*experts[:-2], "model.moe_router_topk_scaling_factor=1.5",
+                      "trainer.max_steps=3")  # fmt: skip
+    assert other.code == 2 and "model.moe_router_topk_scaling_factor" in other.output, other.output
+    assert "Traceback" not in other.output
+    assert place.run(*experts[:-1], "trainer.max_steps=3").code == 0, "the run continues"
+    again = place.run(*experts, f"restore_from_path={place.dir()}", "exp_manager.name=second")
+    assert again.code == 0 and "loaded the weights from" in again.output, again.output
 
 
 @pytest.mark.parametrize(
