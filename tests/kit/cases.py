@@ -39,7 +39,7 @@ class Case:
     parallel: ParallelSpec = ParallelSpec()
     optim: OptimSpec = field(default_factory=optim_spec)
     bug: str | None = None  # one of `bugs`, planted in the state
-    fault: Fault | None = None  # planted in the code while the case is built and runs
+    faults: tuple[Fault, ...] = ()  # planted in the code while the case is built and runs
     spoiled: int | None = None  # the step in which rank 1's gradients become NaN below layer 1
     grows: bool = False  # later steps have twice the microbatches
     merged: int = 1  # microbatches that are run as one: what replicas run at the same time
@@ -64,7 +64,11 @@ class Case:
         return replace(
             spec,
             precision=replace(spec.precision, backend=self.backend),
-            train=replace(spec.train, micro_batch_size=self.batch),
+            train=replace(
+                spec.train,
+                micro_batch_size=self.batch,
+                global_batch_size=self.num_microbatches * self.batch,
+            ),
             data=replace(spec.data, reset_attention_mask=are_apart),
         )
 

@@ -30,11 +30,11 @@ class Fault:
 
 
 @contextmanager
-def planted(*faults: Fault | None, rank: int = 0) -> Iterator[None]:
+def planted(*faults: Fault, rank: int = 0) -> Iterator[None]:
     """Plant the faults of a rank inside the context."""
     with pytest.MonkeyPatch.context() as patch:
         for fault in faults:
-            if fault is not None and fault.rank in (None, rank):
+            if fault.rank in (None, rank):
                 fault.plant(patch)
         yield
 

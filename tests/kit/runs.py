@@ -77,7 +77,7 @@ def each_case(
         sizes = (spec.tp, spec.cp, spec.pp, spec.num_nodes, spec.tp_only_amax_red)
         if sizes not in meshes:
             meshes[sizes] = join(spec)
-        with planted(case.fault, rank=rank.index):
+        with planted(*case.faults, rank=rank.index):
             found[name] = work(replace(case, parallel=spec), meshes[sizes], **more)
     torch.set_num_threads(threads)
     return found

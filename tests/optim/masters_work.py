@@ -99,7 +99,7 @@ def sum_gradients(summed: Summed, axis: Axis) -> Sums:
             held, stays=summed.whole, factors=factors, adapts=summed.how == "auto"
         )
     before = dict(axis.traffic.num_bytes)
-    with planted((IN_SUMS | WITHOUT_RULE)[summed.bug] if summed.bug else None):
+    with planted(*((IN_SUMS | WITHOUT_RULE)[summed.bug],) if summed.bug else ()):
         for _ in range(summed.steps):
             for grad, values in zip(held.grads, gradients(summed, axis.rank), strict=True):
                 grad.store(values)

@@ -100,7 +100,7 @@ BUGS = {
         "exact", Fault("megafp8.parallel.scaled_data.add_up", swapped)),
     "weights are gathered from before the update": ("O2", Fault(f"{MASTERS}.rows_of", remembered)),
 }  # fmt: skip
-WRONG = {bug: replace(TWO[name], fault=fault) for bug, (name, fault) in BUGS.items()}
+WRONG = {bug: replace(TWO[name], faults=(fault,)) for bug, (name, fault) in BUGS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +233,7 @@ def test_clipped_gradients_in_fp8_have_the_norm_of_the_limit() -> None:
 
 
 def test_scales_that_clipping_leaves_out_are_found() -> None:
-    wrong = replace(TWO["O2"], fault=Fault(f"{MASTERS}.collect_grads", without_scales))
+    wrong = replace(TWO["O2"], faults=(Fault(f"{MASTERS}.collect_grads", without_scales),))
     found = on_ranks(grads_of_a_step, {"O2": wrong}, 2)
     with pytest.raises(AssertionError):
         assert_clipped(found)

@@ -55,7 +55,7 @@ PLANTED = {
 
 
 def work(rank: Rank) -> tuple[dict[str, Trained], dict[str, Sums]]:
-    wrong = {bug: replace(STATES[name], fault=IN_STATES[bug]) for bug, name in PLANTED.items()}
+    wrong = {bug: replace(STATES[name], faults=(IN_STATES[bug],)) for bug, name in PLANTED.items()}
     return train(rank, STATES | wrong), sums(rank, SUMS)
 
 

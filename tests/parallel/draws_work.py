@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -16,13 +16,12 @@ from fp8_numerics.cast import Fp8Tensor
 from megafp8.fp8.draws import Draw, Tokens
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.cut import places_of
-from megafp8.parallel.mesh import Mesh, join
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
 from megafp8.specs import ParallelSpec
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, reduce_gradients
 from tests.kit.cases import Case
-from tests.ranks import Rank
 from tests.tiny import SEQ
 
 STEPS = 2
@@ -94,19 +93,6 @@ def given_gradient(linear: str, batch: int, features: int) -> torch.Tensor:
     grad = torch.randn(batch * SEQ, features, generator=generator).clamp_(-4, 4)
     grad[:, 0] = 5
     return grad
-
-
-def watch(rank: Rank, cases: dict[str, Case]) -> dict[str, Watched]:
-    """Every case on the mesh that it names; equal meshes are made once."""
-    meshes: dict[tuple[int, ...], Mesh] = {}
-    found = {}
-    for name, case in cases.items():
-        spec = replace(case.parallel, devices_per_node=rank.size)
-        sizes = (spec.tp, spec.cp, spec.pp)
-        if sizes not in meshes:
-            meshes[sizes] = join(spec)
-        found[name] = watch_case(replace(case, parallel=spec), meshes[sizes])
-    return found
 
 
 def watch_case(case: Case, mesh: Mesh) -> Watched:

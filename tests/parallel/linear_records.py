@@ -15,7 +15,7 @@ from megafp8.fp8 import linear as native
 from megafp8.fp8.draws import Draw
 from megafp8.fp8.linear import Linear
 from megafp8.models.init import pieces_of
-from megafp8.parallel.mesh import Mesh, join
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import linears_of
 from megafp8.specs.geometry import Piece as Place
 from megafp8.train.state import TrainState
@@ -23,8 +23,6 @@ from megafp8.train.step import forward_backward, reduce_gradients
 from megafp8.train.validate import evaluate
 from tests.kit.cases import Case
 from tests.kit.tensors import Piece, pieces
-from tests.parallel import scale_bugs
-from tests.ranks import Rank
 from tests.tiny import microbatch
 
 STEPS = 2
@@ -75,21 +73,6 @@ class Watched:
     biases: dict[str, Parameter]
     steps: list[Step]
     evaluation: Step
-
-
-def watch(rank: Rank, cases: dict[str, Case]) -> dict[str, Watched]:
-    """Every case on the mesh that it names; equal meshes are made once."""
-    meshes: dict[tuple[int, ...], Mesh] = {}
-    found = {}
-    for name, case in cases.items():
-        spec = replace(case.parallel, devices_per_node=rank.size)
-        sizes = (spec.tp, spec.cp)
-        if sizes not in meshes:
-            meshes[sizes] = join(spec)
-        with scale_bugs.planted(case.bug):
-            sound = replace(case, parallel=spec, bug=None)
-            found[name] = watch_case(sound, meshes[sizes])
-    return found
 
 
 def watch_case(case: Case, mesh: Mesh) -> Watched:

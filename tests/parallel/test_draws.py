@@ -12,7 +12,7 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from tests.kit.cases import Case
-from tests.parallel import draws_work
+from tests.kit.runs import on_ranks
 from tests.parallel.draws_work import (
     Cast,
     Place,
@@ -21,7 +21,6 @@ from tests.parallel.draws_work import (
     tokens_at,
     watch_case,
 )
-from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 
 BATCH, MICROBATCHES = 4, 4
@@ -78,8 +77,7 @@ def one(name: str = "one") -> Watched:
 @cache
 def watched(size: int) -> dict[str, list[Watched]]:
     cases = {name: case_of(name) for name, (ranks, _) in LAYOUTS.items() if ranks == size}
-    found = run_ranks(draws_work.watch, size, {"cases": cases})
-    return {name: [rank[name] for rank in found] for name in cases}
+    return on_ranks(watch_case, cases, size)
 
 
 def by_place(casts: list[Cast]) -> dict[tuple[int, tuple[int, ...], str], Cast]:

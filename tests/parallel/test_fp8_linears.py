@@ -9,11 +9,10 @@ import pytest
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
 from tests.fp8.test_recipes import recipe_of
 from tests.kit.cases import Case
-from tests.parallel import linear_records
+from tests.kit.runs import on_ranks
 from tests.parallel.linear_oracle import Checker, problem_of
-from tests.parallel.linear_records import Watched
+from tests.parallel.linear_records import Watched, watch_case
 from tests.parallel.scale_bugs import BUGS
-from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, optim_spec
 
 MODEL = gpt_spec(num_layers=1)
@@ -116,7 +115,7 @@ AGAIN = [
     *((bug, f"{layout} nvfp4") for layout, bug in OF_ONE_AMAX),
 ]
 WITH_BUGS = {
-    f"{bug}, {name}": replace(CASES[f"{name} bf16"], bug=bug)
+    f"{bug}, {name}": replace(CASES[f"{name} bf16"], faults=BUGS[bug])
     for bug, name in dict.fromkeys([*PLANTED.items(), *AGAIN])
 }
 """BF16's bound is the wider one."""
@@ -124,8 +123,7 @@ WITH_BUGS = {
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Watched]]:
-    found = run_ranks(linear_records.watch, 2, {"cases": CASES | WITH_BUGS})
-    return {name: [rank[name] for rank in found] for name in CASES | WITH_BUGS}
+    return on_ranks(watch_case, CASES | WITH_BUGS, 2)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from megafp8.parallel.mesh import Mesh
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
+from megafp8.train.dryrun import held_bytes
 from tests.kit.cases import Case
-from tests.parallel import plan_traffic_work
+from tests.kit.runs import Traffic, on_ranks, train
 from tests.parallel.matrix import LAYOUTS, kind_of
-from tests.parallel.plan_traffic_work import Measured
-from tests.ranks import run_ranks
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
 DELAYED = Fp8Recipe(amax_history_len=16)
@@ -163,17 +163,16 @@ OPERATION = {
 AXIS = {"dp": "data", "ends": "tied", "shard": "data"}
 
 
-def spec_of(case: Case) -> RunSpec:
-    spec = run_spec(
-        compute=case.compute,
-        fp8=case.fp8,
-        model=case.model,
-        parallel=case.parallel,
-        optim=case.optim,
-    )
-    batch = case.num_microbatches * case.batch
-    train = replace(spec.train, micro_batch_size=case.batch, global_batch_size=batch)
-    return replace(spec, train=train)
+class Measured(NamedTuple):
+    """What one rank did in the second step of a case."""
+
+    sent: Traffic  # bytes
+    held: int  # bytes of the state
+
+
+def measure(case: Case, mesh: Mesh) -> Measured:
+    state = case.build(mesh)
+    return Measured(train(state, case, 2).traffic, held_bytes(state).total)
 
 
 def planned(spec: RunSpec, pipeline_rank: int) -> Counter[tuple[str, str]]:
@@ -185,33 +184,32 @@ def planned(spec: RunSpec, pipeline_rank: int) -> Counter[tuple[str, str]]:
     return sums
 
 
-def check(
-    name: str, rank: int, outcomes: list[dict[str, Measured]], case: Case | None = None
-) -> None:
+def check(case: Case, ranks: list[Measured]) -> None:
+    for rank in range(len(ranks)):
+        check_rank(case, rank, ranks)
+
+
+def check_rank(case: Case, rank: int, ranks: list[Measured]) -> None:
     """Compare a rank with the plan. Of FP8-LM's ZeRO the plan is that of the fullest rank."""
-    measured = outcomes[rank][name]
-    spec = spec_of(case or CASES[name][1])
+    measured, spec = ranks[rank], case.spec()
     pipeline_rank = rank // (spec.parallel.world_size // spec.parallel.pp)
     counted: Counter[tuple[str, str]] = Counter()
     for (axis, operation, dtype), num_bytes in measured.sent.items():
         if dtype != "float64":  # the sums of losses
             counted[AXIS.get(axis, axis), OPERATION.get(operation, operation)] += num_bytes
-    assert dict(counted) == dict(planned(spec, pipeline_rank)), f"{name}, rank {rank}"
+    assert dict(counted) == dict(planned(spec, pipeline_rank)), f"rank {rank}"
     held = rank_memory(spec, pipeline_rank).held.total
     own = measured.held
     if spec.optim.shards_states and (spec.optim.needs_whole or not spec.optim.storage.is_plain):
-        own = max(outcome[name].held for outcome in outcomes)
-    assert held == pytest.approx(own, rel=0.05), f"{name}, rank {rank}"
+        own = max(other.held for other in ranks)
+    assert held == pytest.approx(own, rel=0.05), f"rank {rank}"
 
 
 def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
     """Each recipe's tokens, scales and agreed amaxes under sequence parallelism, to the byte."""
     cases = {name: real for name, (_, real) in CASES.items() if name.startswith("sequence, ")}
-    work = plan_traffic_work.measure
-    measured = run_ranks(work, 2, {"cases": cases})
-    for rank in range(2):
-        for name in cases:
-            check(name, rank, measured)
+    for name, ranks in on_ranks(measure, cases, 2).items():
+        check(cases[name], ranks)
 
 
 @pytest.mark.parametrize("kind", ["Muon", "fsdp, O"])
@@ -220,10 +218,8 @@ def test_a_plan_has_the_messages_and_states_of_two_ranks(kind: str) -> None:
     named = {name: found for name, found in CASES.items() if name.startswith(kind)}
     cases = {name: real for name, (ranks, real) in named.items() if ranks == 2}
     assert len(cases) > 1
-    measured = run_ranks(plan_traffic_work.measure, 2, {"cases": cases})
-    for rank in range(2):
-        for name in cases:
-            check(name, rank, measured)
+    for name, ranks in on_ranks(measure, cases, 2).items():
+        check(cases[name], ranks)
 
 
 @pytest.mark.slow
@@ -231,10 +227,8 @@ def test_a_plan_has_the_messages_and_states_of_two_ranks(kind: str) -> None:
 def test_a_plan_has_the_bytes_that_ranks_send_and_hold(num_ranks: int) -> None:
     """What is sent to the byte, in every layout of the matrix; what is held within 5 %."""
     cases = {name: real for name, (ranks, real) in CASES.items() if ranks == num_ranks}
-    measured = run_ranks(plan_traffic_work.measure, num_ranks, {"cases": cases})
-    for rank in range(num_ranks):
-        for name in cases:
-            check(name, rank, measured)
+    for name, ranks in on_ranks(measure, cases, num_ranks).items():
+        check(cases[name], ranks)
 
 
 @pytest.mark.slow
@@ -242,15 +236,14 @@ def test_ranks_at_o3_hold_what_the_plan_says() -> None:
     """2 tensor-parallel ranks, 2 stages, 2 replicas; to the byte for each stage's fullest rank."""
     layout = replace(SEQUENCE, pp=2)
     _, real = case(layout, 8, fp8=IN_FP8, optim=replace(ZERO, storage=O2))
-    work = plan_traffic_work.measure
-    measured = run_ranks(work, 8, {"cases": {"O3": real}})
+    (ranks,) = on_ranks(measure, {"O3": real}, 8).values()
     for stage in range(2):
-        held = [found["O3"].held for found in measured[4 * stage : 4 * stage + 4]]
-        assert rank_memory(spec_of(real), stage).held.total == max(held)
+        held = [found.held for found in ranks[4 * stage : 4 * stage + 4]]
+        assert rank_memory(real.spec(), stage).held.total == max(held)
 
 
 def sent_by(name: str, pipeline_rank: int, axis: str, what: str) -> int:
-    found = rank_traffic(spec_of(CASES[name][1]), pipeline_rank)
+    found = rank_traffic(CASES[name][1].spec(), pipeline_rank)
     return sum(m.handed for m in found if (m.axis, m.what) == (axis, what))
 
 
@@ -271,7 +264,7 @@ def test_a_rank_sends_again_what_its_own_layers_recompute(pipeline_rank: int, ag
 
 def test_a_hybrid_rank_sums_its_shard_over_nodes() -> None:
     """FSDP does not count this message; it has the size of the shard's gradients."""
-    spec = spec_of(CASES["fsdp, hybrid"][1])
+    spec = CASES["fsdp, hybrid"][1].spec()
     found = [m for m in rank_traffic(spec, 0) if m.axis == "nodes"]
     scattered = [m for m in rank_traffic(spec, 0) if m.operation == "reduce_scatter"]
     assert [(m.num_ranks, m.stride) for m in found] == [(2, 2)]

@@ -41,9 +41,9 @@ from megafp8.train.step import train_step
 from tests.kit.cases import Case
 from tests.kit.runs import on_ranks
 from tests.kit.tensors import stored_states
-from tests.parallel import matrix, plan_traffic_work
+from tests.parallel import matrix
 from tests.parallel.rank_work import run_case
-from tests.plan.test_traffic import check, spec_of
+from tests.plan.test_traffic import check, measure
 from tests.ranks import Rank, run_ranks
 from tests.tiny import build_run, microbatch, optim_spec
 from tests.train import faults
@@ -207,20 +207,15 @@ def test_four_ranks_train_as_one_process() -> None:
 
 
 def test_ranks_send_and_hold_what_the_plan_says() -> None:
-    cases = cases_of(LAYOUTS)
-    cases = {
-        n: replace(c, parallel=replace(c.parallel, devices_per_node=2)) for n, c in cases.items()
-    }
-    measured = run_ranks(plan_traffic_work.measure, 2, {"cases": cases})
-    for rank in range(2):
-        for name in cases:
-            check(name, rank, measured, cases[name])
+    cases = on_two_ranks(LAYOUTS)
+    for name, ranks in on_ranks(measure, cases, 2).items():
+        check(cases[name], ranks)
 
 
 def test_a_dry_run_holds_what_the_plan_says() -> None:
     """To the byte, for each layout of two ranks."""
     for name, case in on_two_ranks(LAYOUTS).items():
-        spec = spec_of(case)
+        spec = case.spec()
         plan = rank_memory(spec, 0).held
         assert rank_share(spec, 0).held == plan and plan.moments > 0, name
 
@@ -228,8 +223,7 @@ def test_a_dry_run_holds_what_the_plan_says() -> None:
 def test_a_plan_follows_the_description() -> None:
     """The states have half of AdamW's bytes, and a step of the optimizer takes its bytes' time."""
     ours, adamws = (
-        spec_of(matrix.case_of("FP32", optim=optim, **SMALL))
-        for optim in (sgd_spec(), optim_spec())
+        matrix.case_of("FP32", optim=optim, **SMALL).spec() for optim in (sgd_spec(), optim_spec())
     )
     assert 2 * rank_memory(ours, 0).held.moments == rank_memory(adamws, 0).held.moments > 0
     gpu = hardware_of("h100", {})
