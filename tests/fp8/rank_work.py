@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,8 +21,8 @@ from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.rows import why_rows_differ
 from megafp8.fp8.scaling import ScaleTable, ScalingState, Slot
 from megafp8.ops import exchange
-from megafp8.parallel.mesh import Mesh, join
-from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.parallel.mesh import Mesh
+from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import PrecisionPhase
 from megafp8.specs.recipes import load_recipe
 from megafp8.train.phases import begin_phase
@@ -28,9 +30,11 @@ from megafp8.train.step import train_step
 from tests.fp8.models import mlp, noise
 from tests.fp8.quantized import quantized
 from tests.kit.cases import Case
+from tests.kit.faults import Fault, planted
 from tests.ranks import Rank
 
 STEPS = 3
+Right = Callable[..., Any]
 
 
 def batch(step: int) -> torch.Tensor:
@@ -96,15 +100,23 @@ def convert_other_linears(rank: Rank) -> str:
     return str(refused.value)
 
 
-def build_with_other_rows(rank: Rank, faults: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
-    """What a run refuses of ranks whose rows differ: at its start, and when its recipe changes."""
-    mesh = join(ParallelSpec(devices_per_node=rank.size))
-    return {label: _refused(rank, mesh, fault) for label, fault in faults.items()}
+def build_with_other_rows(mesh: Mesh, renamed: dict[str, tuple[str, str]]) -> dict[str, list[str]]:
+    """What a run refuses of ranks whose rows differ: at its start, and when its recipe changes.
+
+    On rank 1 the tensor of a pair's first name is registered under the second, or not at all.
+    """
+    return {label: _refused(mesh, pair) for label, pair in renamed.items()}
 
 
-def _refused(rank: Rank, mesh: Mesh, fault: tuple[str, str]) -> list[str]:
-    """On rank 1 the tensor of the fault's first name is registered under the second, or not."""
-    recipe, register = Fp8Recipe(amax_history_len=4), ScaleTable.register
+def _register(
+    pair: tuple[str, str], right: Right, table: ScaleTable, name: str, *rule: Any
+) -> Slot:
+    name = dict(zip(pair, reversed(pair), strict=True)).get(name, name)
+    return right(table, name, *rule) if name else Slot(table, 0)
+
+
+def _refused(mesh: Mesh, pair: tuple[str, str]) -> list[str]:
+    recipe = Fp8Recipe(amax_history_len=4)
     state, other = Case(fp8=recipe).build(mesh), replace(recipe, margin=1)
     state.phases = tuple(
         PrecisionPhase(after=after, changes=(), recipe=each)
@@ -114,15 +126,9 @@ def _refused(rank: Rank, mesh: Mesh, fault: tuple[str, str]) -> list[str]:
         patch.setattr(exchange, "dist", None)  # a step exchanges no names
         train_step(state, Case().microbatches(0, mesh))
     state.step = 1
-    renamed = dict(zip(fault, reversed(fault), strict=True)) if rank.index == 1 else {}
-
-    def registered(table: ScaleTable, name: str, *rule: Any) -> Slot:
-        name = renamed.get(name, name)
-        return register(table, name, *rule) if name else Slot(table, 0)
-
     texts = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScaleTable, "register", registered)
+    wrong = Fault("megafp8.fp8.scaling.ScaleTable.register", partial(_register, pair), rank=1)
+    with planted(wrong, rank=mesh.world.rank):
         for act in (lambda: Case(fp8=recipe).build(mesh), lambda: begin_phase(state)):
             with pytest.raises(RunError) as error:
                 act()
@@ -130,17 +136,17 @@ def _refused(rank: Rank, mesh: Mesh, fault: tuple[str, str]) -> list[str]:
     return texts
 
 
-def share_rows(rank: Rank) -> tuple[str | None, dict[str, list[float]], str | None]:
+def share_rows(mesh: Mesh) -> tuple[str | None, dict[str, list[float]], str | None]:
     """Each rank casts the tensor of its own number, and has rows for all of them.
 
     Return what the ranks say of their rows, the histories, and what they say of a row of nobody.
     """
-    mesh = join(ParallelSpec(devices_per_node=rank.size))
+    rank, size = mesh.world.rank, mesh.world.size
     state = ScalingState(Fp8Recipe(amax_history_len=3), mesh.amax.start_all_reduce_max)
     for table in (state.forward, state.backward):
-        for number in range(rank.size):
-            table.register(f"expert {number}", is_here=number == rank.index)
-        table.amax[rank.index] = rank.index + 1
+        for number in range(size):
+            table.register(f"expert {number}", is_here=number == rank)
+        table.amax[rank] = rank + 1
     assert mesh.amax.group is not None
     difference = why_rows_differ(state, mesh.amax.group)
     state.end_forward()

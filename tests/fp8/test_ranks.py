@@ -10,6 +10,7 @@ import torch
 from tests.fp8 import rank_work
 from tests.fp8.models import mlp
 from tests.fp8.rank_work import batch
+from tests.kit.runs import on_mesh
 from tests.ranks import run_ranks
 
 OWN = Path(__file__).parents[1] / "own_recipes"
@@ -47,7 +48,7 @@ def test_a_group_whose_ranks_convert_other_linears_is_refused() -> None:
     assert "row 2 of the forward scales is 2.input on rank 0 and missing on rank 1" in text
 
 
-FAULTS = {
+RENAMED = {
     "forward": ("layers.1.mlp.fc2.weight", "layers.1.mlp.fc9.weight"),
     "backward": ("layers.0.attention.qkv.grad_output", "layers.0.attention.query.grad_output"),
     "missing": ("layers.1.mlp.fc2.grad_output", ""),
@@ -67,7 +68,7 @@ FOUND = {
 
 def test_ranks_whose_scales_have_other_rows_do_not_train() -> None:
     """They agree when a run begins and when it changes its recipe, and send no names in a step."""
-    for refused in run_ranks(rank_work.build_with_other_rows, 2, {"faults": FAULTS}):
+    for refused in on_mesh(rank_work.build_with_other_rows, 2, renamed=RENAMED):
         for label, texts in refused.items():
             for text in texts:
                 assert FOUND[label] in text, label
@@ -76,7 +77,7 @@ def test_ranks_whose_scales_have_other_rows_do_not_train() -> None:
 
 def test_a_row_has_the_amax_of_the_rank_that_casts_its_tensor() -> None:
     """As experts will: a rank has rows for the tensors of others, and the maximum is their own."""
-    for difference, histories, of_nobody in run_ranks(rank_work.share_rows, 2, {}):
+    for difference, histories, of_nobody in on_mesh(rank_work.share_rows, 2):
         assert difference is None
         assert histories == {"forward": [1.0, 2.0], "backward": [1.0, 2.0]}
         assert of_nobody == "row 2 of the backward scales is expert 9, which no rank casts"

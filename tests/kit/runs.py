@@ -99,3 +99,17 @@ def alone(work: Callable[..., T], cases: Mapping[str, Case], **more: Any) -> dic
     """Do `work` with the same cases in this process, undivided."""
     whole = {name: replace(case, parallel=ParallelSpec()) for name, case in cases.items()}
     return each_case(Rank(0, 1), work, whole, **more)
+
+
+def on_mesh(
+    work: Callable[..., T], size: int, parallel: ParallelSpec | None = None, **more: Any
+) -> list[T]:
+    """Do `work(mesh)` on the mesh of `size` ranks, and return the results by rank."""
+    given = {"work": work, "parallel": parallel or ParallelSpec(), "more": more}
+    return run_ranks(_in_mesh, size, given)
+
+
+def _in_mesh(
+    rank: Rank, work: Callable[..., T], parallel: ParallelSpec, more: Mapping[str, Any]
+) -> T:
+    return work(join(replace(parallel, devices_per_node=rank.size // parallel.num_nodes)), **more)

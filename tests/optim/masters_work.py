@@ -14,13 +14,12 @@ from torch import nn
 from fp8_numerics.kernels.compile import library
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.mesh import Mesh, join
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.scaled_data import (
     ExchangedBucket,
     Fp8SumBucket,
     lay_out,
 )
-from megafp8.specs import ParallelSpec
 from megafp8.specs.division import (
     WAYS,
     Divided,
@@ -117,8 +116,7 @@ def sum_gradients(summed: Summed, axis: Axis) -> Sums:
     )
 
 
-def sums(rank: Rank, jobs: dict[str, Summed]) -> dict[str, Sums]:
-    mesh = join(ParallelSpec(devices_per_node=rank.size))
+def sums(mesh: Mesh, jobs: dict[str, Summed]) -> dict[str, Sums]:
     return {name: sum_gradients(job, mesh.data) for name, job in jobs.items()}
 
 
@@ -185,13 +183,13 @@ def going_on(case: Case, step_dir: Path) -> Case:
     return replace(case, begins=step_dir, steps=2)
 
 
-def exchange(rank: Rank, how: str, elements: int) -> tuple[int, int, bool]:
+def exchange(mesh: Mesh, how: str, elements: int) -> tuple[int, int, bool]:
     """Sum a bucket of which rank 1 owns nine tenths and rank 3 the rest.
 
     Return the peak of the bytes that were made for it, the bytes sent, and whether this rank's sums
     are right: small whole numbers, which every format has exactly.
     """
-    axis = join(ParallelSpec(devices_per_node=rank.size)).dp
+    axis = mesh.dp
     fmt = STORAGE_FORMATS["fp32"] if how == "FP32" else FP8
     shapes, owners = ((9, elements), (elements,)), (1, 3)
     params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]

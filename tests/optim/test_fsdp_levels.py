@@ -22,7 +22,7 @@ from megafp8.fp8.scaled import ScaledTensor, resize_memory
 from megafp8.optim import fsdp_masters
 from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.parallel.fsdp import local_of
-from megafp8.parallel.mesh import Mesh, join
+from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.scaled_data import ScatteredGrads
 from megafp8.specs import FsdpSpec, ParallelSpec, StorageSpec
 from megafp8.train.report.header import state_bytes
@@ -30,7 +30,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
 from tests.kit.cases import Case
 from tests.kit.faults import Fault, unchanged
-from tests.kit.runs import on_ranks, train
+from tests.kit.runs import on_mesh, on_ranks, train
 from tests.kit.tensors import (
     Piece,
     assembled,
@@ -49,7 +49,7 @@ from tests.optim.test_masters_ranks import (
     case,
     together,
 )
-from tests.ranks import Rank, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 
 FSDP = ParallelSpec(fsdp=FsdpSpec())
@@ -273,17 +273,17 @@ def given_gradient(rank: int, bad: float | None) -> torch.Tensor:
     return grads
 
 
-def scatter(rank: Rank) -> dict[float | None, torch.Tensor]:
-    grads = ScatteredGrads(SIZES, IN_FP8, join(ParallelSpec(devices_per_node=rank.size)).data)
+def scatter(mesh: Mesh) -> dict[float | None, torch.Tensor]:
+    grads = ScatteredGrads(SIZES, IN_FP8, mesh.data)
     sums = {None: torch.empty(sum(SIZES)), math.inf: torch.empty(sum(SIZES))}
     for bad, output in sums.items():
-        grads.reduce(output, given_gradient(rank.index, bad).view(-1))
+        grads.reduce(output, given_gradient(mesh.data.rank, bad).view(-1))
     return sums
 
 
 def test_a_sum_is_that_of_each_ranks_own_rounding() -> None:
     """Bit for bit; FP32 gradients are not rounded. An infinity makes its whole tensor NaN."""
-    ranks = run_ranks(scatter, 2)
+    ranks = on_mesh(scatter, 2)
     for (rank, sums), bad in itertools.product(enumerate(ranks), (None, math.inf)):
         found, begin = sums[bad], 0
         for size, is_in_fp8 in zip(SIZES, IN_FP8, strict=True):

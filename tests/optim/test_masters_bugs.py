@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tests.kit.cases import Case
+from tests.kit.runs import on_mesh
 from tests.optim.masters_bugs import IN_STATES, IN_SUMS
-from tests.optim.masters_work import Summed, Sums, Trained, sums, train
+from tests.optim.masters_work import Summed, Sums, sums, train
 from tests.optim.test_masters_ranks import (
     SMALL,
     Found,
@@ -21,7 +22,7 @@ from tests.optim.test_masters_ranks import (
     case,
 )
 from tests.optim.test_partitions_elements import assert_same_whole, by
-from tests.ranks import Rank, run_ranks
+from tests.ranks import run_ranks
 
 SUMS = {
     "fp32": Summed("fp32"),
@@ -54,24 +55,15 @@ PLANTED = {
 } | {"amaxes of parts, not agreed on": "O2, halves"}
 
 
-def work(rank: Rank) -> tuple[dict[str, Trained], dict[str, Sums]]:
+@pytest.fixture(scope="module")
+def trained() -> Found:
     wrong = {bug: replace(STATES[name], faults=(IN_STATES[bug],)) for bug, name in PLANTED.items()}
-    return train(rank, STATES | wrong), sums(rank, SUMS)
+    return run_ranks(train, 2, {"cases": STATES | wrong})
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[str, Trained], dict[str, Sums]]]:
-    return run_ranks(work, 2)
-
-
-@pytest.fixture(scope="module")
-def trained(ranks: list[tuple[dict[str, Trained], dict[str, Sums]]]) -> Found:
-    return [states for states, _ in ranks]
-
-
-@pytest.fixture(scope="module")
-def summed(ranks: list[tuple[dict[str, Trained], dict[str, Sums]]]) -> list[dict[str, Sums]]:
-    return [sums for _, sums in ranks]
+def summed() -> list[dict[str, Sums]]:
+    return on_mesh(sums, 2, jobs=SUMS)
 
 
 def assert_as_replicas(trained: Found, name: str, like: str) -> None:

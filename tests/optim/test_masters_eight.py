@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.kit.cases import Case
-from tests.kit.runs import alone
-from tests.optim import masters_work
-from tests.optim.masters_work import Sums, train, train_case
+from tests.kit.runs import alone, on_mesh
+from tests.optim.masters_work import Sums, sums, train, train_case
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import (
     JOBS,
@@ -56,7 +55,7 @@ CASES = levels()
 @pytest.fixture(scope="module")
 def summed() -> list[dict[str, Sums]]:
     jobs = {name: JOBS[name] for name in (*SUMMED, *BUGS)}
-    return run_ranks(masters_work.sums, 8, {"jobs": jobs})
+    return on_mesh(sums, 8, jobs=jobs)
 
 
 @pytest.mark.parametrize("name", SUMMED)

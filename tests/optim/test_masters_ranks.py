@@ -28,9 +28,8 @@ from megafp8.specs.parallel import owners_of
 from megafp8.train import state_dict
 from megafp8.train.step import forward_backward
 from tests.kit.cases import Case
-from tests.kit.runs import alone
+from tests.kit.runs import alone, on_mesh
 from tests.kit.tensors import assembled, assert_same, assert_same_pieces, pieces
-from tests.optim import masters_work
 from tests.optim.masters_work import (
     FP8,
     SHAPES,
@@ -41,6 +40,7 @@ from tests.optim.masters_work import (
     gradients,
     saving,
     sum_gradients,
+    sums,
     train,
     train_case,
 )
@@ -109,7 +109,7 @@ def assert_sums_are_right(ranks: Ranks, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> Ranks:
-    return run_ranks(masters_work.sums, 2, {"jobs": JOBS})
+    return on_mesh(sums, 2, jobs=JOBS)
 
 
 @pytest.mark.parametrize("name", ["fp32", "auto", "pre", "fp32, whole", "auto, whole"])
@@ -120,7 +120,7 @@ def test_two_ranks_sum_as_one_process(two: Ranks, name: str) -> None:
 def test_four_ranks_sum_as_one_process() -> None:
     names = ("fp32", "auto", "pre", "fp32, whole", "auto, whole", "a scale is not shared")
     jobs = {name: JOBS[name] for name in names}
-    ranks = run_ranks(masters_work.sums, 4, {"jobs": jobs})
+    ranks = on_mesh(sums, 4, jobs=jobs)
     for name in names[:-1]:
         assert_sums_are_right(ranks, name)
     with pytest.raises(AssertionError):
@@ -208,11 +208,8 @@ def test_the_factors_rule() -> None:
     """Halved above 1e-5 of saturated values; else by 2 in 1,000 steps; from 1/4N to 1."""
     alone = run_one(Summed("auto", equal=True, steps=3)).factors
     assert alone[3] == 1 and alone.min() >= 0.25, "one rank begins with the most, 1"
-    ranks = run_ranks(
-        masters_work.sums,
-        2,
-        {"jobs": {str(n): Summed("auto", equal=True, steps=n) for n in (1, 2, 3, 40)}},
-    )
+    jobs = {str(n): Summed("auto", equal=True, steps=n) for n in (1, 2, 3, 40)}
+    ranks = on_mesh(sums, 2, jobs=jobs)
     first, second = ranks[0]["1"].factors, ranks[0]["2"].factors
     zeros = 3  # nothing saturates in a gradient of zeros
     assert first[zeros] == pytest.approx(2**-0.5 * 2**0.001, rel=1e-6)

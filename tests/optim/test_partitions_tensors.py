@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.kit.cases import Case
-from tests.kit.runs import alone, on_ranks
+from tests.kit.runs import alone, on_mesh, on_ranks
 from tests.kit.tensors import assert_same, assert_same_pieces
 from tests.optim import masters_work
-from tests.optim.masters_work import Trained, going_on, saving, train, train_case
+from tests.optim.masters_work import Trained, exchange, going_on, saving, train, train_case
 from tests.optim.test_masters import LEVELS
 from tests.optim.test_masters_ranks import DEEP, PP, SMALL, SP, Found, case, path_of
 from tests.optim.test_partitions_elements import assert_same_whole
@@ -140,7 +140,7 @@ def test_an_owner_receives_no_more_than_a_bucket_at_a_time(how: str) -> None:
     bucket = size * (9 + 1) * EXCHANGED
     sums = 4 * 9 * EXCHANGED if how != "FP32" else 0
     small = 4096  # scales and amaxes
-    ranks = run_ranks(masters_work.exchange, 4, {"how": how, "elements": EXCHANGED})
+    ranks = on_mesh(exchange, 4, how=how, elements=EXCHANGED)
     for most, num_sent, is_right in ranks:
         assert is_right and num_sent == bucket
         assert most <= 2 * bucket + sums + small

@@ -14,37 +14,28 @@ import torch
 from megafp8.fp8 import linear
 from megafp8.fp8.scaling import ScalingState
 from megafp8.parallel.mesh import Mesh, join
-from megafp8.specs import ParallelSpec
 from megafp8.train import state_dict
 from megafp8.train.load import newest_after_cleanup
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, local_batch, train_step
 from tests.kit.cases import Case
+from tests.kit.runs import Traffic
 from tests.kit.tensors import Piece, pieces
 from tests.ranks import Rank
 
-TrafficOf = dict[tuple[str, str, str], int]
 
+def phases(case: Case, mesh: Mesh) -> dict[str, Traffic]:
+    """Bytes of one microbatch's forward and backward pass, without what is sent once a step."""
+    state, num_bytes = case.build(mesh), mesh.traffic.num_bytes
 
-def phases(rank: Rank, cases: dict[str, Case]) -> dict[str, dict[str, TrafficOf]]:
-    """Bytes of one microbatch's forward and backward pass, without what is sent once a step; all
-    cases have one layout."""
-    (spec,) = {case.parallel for case in cases.values()}
-    mesh = join(spec)
-    return {name: phases_of(case.build(mesh), case) for name, case in cases.items()}
-
-
-def phases_of(state: TrainState, case: Case) -> dict[str, TrafficOf]:
-    num_bytes = state.mesh.traffic.num_bytes
-
-    def since(before: TrafficOf) -> TrafficOf:
+    def since(before: Traffic) -> Traffic:
         return {
             key: n - before.get(key, 0) for key, n in num_bytes.items() if n > before.get(key, 0)
         }
 
-    (batch,) = case.microbatches(0, state.mesh)
-    own = local_batch(batch, state.mesh)
+    (batch,) = case.microbatches(0, mesh)
+    own = local_batch(batch, mesh)
     state.sink.begin_step()
     state.streams.begin_microbatch(1, 0)
     state.scaling.begin_microbatch(0)
@@ -68,13 +59,9 @@ class Recorded:
     num_stages: int
 
 
-def recorded(rank: Rank, cases: dict[str, Case]) -> dict[str, Recorded]:
-    """One step of every case on the ranks' mesh of stages."""
-    mesh = join(ParallelSpec(devices_per_node=rank.size, pp=rank.size))
-    return {name: record(case.build(mesh), case) for name, case in cases.items()}
-
-
-def record(state: TrainState, case: Case) -> Recorded:
+def record(case: Case, mesh: Mesh) -> Recorded:
+    """One step."""
+    state = case.build(mesh)
     assert isinstance(state.scaling, ScalingState)
     found = Recorded([], {}, {}, 0, len(getattr(state.model, "indices", [0])))
 
@@ -85,7 +72,7 @@ def record(state: TrainState, case: Case) -> Recorded:
     for direction, table in state.scaling.tables.items():
         _count_updates(direction, table, found)
     with _recorded_products(found):
-        forward_backward(state, case.microbatches(0, state.mesh))
+        forward_backward(state, case.microbatches(0, mesh))
     return found
 
 

@@ -21,17 +21,17 @@ from megafp8.models.block import TransformerLayer
 from megafp8.models.init import normal, parameter
 from megafp8.models.parts import Parts
 from megafp8.parallel.collectives import Axis
-from megafp8.parallel.mesh import Mesh, Replicas, join, single_rank
+from megafp8.parallel.mesh import Mesh, Replicas, single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, OptimSpec, ParallelSpec
 from megafp8.specs.geometry import DENSE, Box, Piece, why_not_a_partition
 from megafp8.train import build as build_file
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import placements
-from megafp8.train.step import forward_backward, reduce_gradients, train_step
+from megafp8.train.step import forward_backward, reduce_gradients
 from tests.kit.cases import Case
+from tests.kit.runs import on_mesh, on_ranks, train
 from tests.kit.tensors import Piece as Part
-from tests.kit.tensors import assembled, pieces, weights
-from tests.ranks import Rank, run_ranks
+from tests.kit.tensors import assembled, assert_close, pieces, weights
 from tests.tiny import gpt_spec, optim_spec
 from tests.train.skipped import O2
 
@@ -106,56 +106,49 @@ def seen(case: Case, mesh: Mesh, experts: range, num_experts: int) -> Seen:
     forward_backward(state, case.microbatches(0, mesh))
     reduce_gradients(state)
     gradients = [grad.values().clone() for grad in state.masters.stored_grads]
-    losses, norms, calls = [], [], Counter[tuple[str, str, str]]()
-    for step in range(STEPS):
-        before = Counter(mesh.traffic.num_calls)
-        result = train_step(state, case.microbatches(step, mesh))
-        calls = Counter(mesh.traffic.num_calls) - before
-        state.step += 1
-        losses.append(result.loss)
-        norms.append(result.grad_norm)
+    first = train(state, case, STEPS - 1)
+    before = Counter(mesh.traffic.num_calls)
+    last = train(state, case, 1)
+    calls = Counter(mesh.traffic.num_calls) - before
     written = [
         (place.name, place.global_shape, Box(place.offset, tuple(place.tensor.shape)))
         for place in placements(state)
         if not place.replica
     ]
-    masters = pieces(state, [stored.values() for stored in state.masters.stored])
+    masters = pieces(state, state.masters.stored)
     return Seen(
-        losses, norms, pieces(state, gradients), weights(state), masters, written, dict(calls)
-    )
+        first.losses + last.losses, first.norms + last.norms,
+        pieces(state, gradients), weights(state), masters, written, dict(calls),
+    )  # fmt: skip
 
 
-def on_ranks(rank: Rank, cases: dict[str, Case], num_experts: int) -> dict[str, Seen]:
-    mesh = join(ParallelSpec(devices_per_node=rank.size))
-    grid = torch.arange(rank.size).view(-1, num_experts)
+def seen_on_ranks(case: Case, mesh: Mesh, num_experts: int) -> Seen:
+    """On ranks in groups of `num_experts`, each of which has the vector of one expert."""
+    rank = mesh.world.rank
+    grid = torch.arange(mesh.world.size).view(-1, num_experts)
     axes = {}
     for name, groups in (("edp", grid.T.tolist()), ("ep", grid.tolist())):
-        (own,) = (ranks for ranks in groups if rank.index in ranks)
+        (own,) = (ranks for ranks in groups if rank in ranks)
         group = None if len(own) == 1 else dist.new_subgroups_by_enumeration(groups)[0]
-        axes[name] = Axis(name, len(own), own.index(rank.index), group, mesh.traffic)
+        axes[name] = Axis(name, len(own), own.index(rank), group, mesh.traffic)
     mesh = replace(mesh, groups={"expert": Replicas(axes["edp"], axes["ep"])})
-    experts = range(axes["ep"].rank, axes["ep"].rank + 1)
-    found = {}
-    for name, case in cases.items():
-        parallel = replace(case.parallel, devices_per_node=rank.size)
-        found[name] = seen(replace(case, parallel=parallel), mesh, experts, num_experts)
-    return found
+    return seen(case, mesh, range(axes["ep"].rank, axes["ep"].rank + 1), num_experts)
 
 
-def refused(rank: Rank) -> str:
+def refused(mesh: Mesh) -> str:
     """What the ranks say where two of them have changed places, so that replicas differ."""
-    mesh = join(ParallelSpec(devices_per_node=rank.size))
+    half = mesh.world.rank // 2
     group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-    one = Axis("edp", 2, rank.index // 2, group, mesh.traffic)
+    one = Axis("edp", 2, half, group, mesh.traffic)
     mesh = replace(mesh, groups={"expert": Replicas(one, Axis("ep"))})
     with pytest.raises(RunError) as error:
-        built(case_of(optim_spec()), mesh, range(rank.index // 2, rank.index // 2 + 1), 2)
+        built(case_of(optim_spec()), mesh, range(half, half + 1), 2)
     return str(error.value)
 
 
 def test_ranks_do_not_sum_gradients_of_different_parameters() -> None:
     """Those that would are told apart by name before the first step; all ranks say the same."""
-    (text,) = set(run_ranks(refused, 4))
+    (text,) = set(on_mesh(refused, 4))
     assert (
         "ranks would reduce different tensors together: row 0 of the expert parameters is" in text
     )
@@ -192,8 +185,8 @@ def found() -> Found:
     results: Found = {}
     for num_experts in (2, 4):
         cases = {name: CASES[name] for name, count in LAYOUTS if count == num_experts}
-        ranks = run_ranks(on_ranks, 4, {"cases": cases, "num_experts": num_experts})
-        results |= {(name, num_experts): [rank[name] for rank in ranks] for name in cases}
+        ranks = on_ranks(seen_on_ranks, cases, 4, num_experts=num_experts)
+        results |= {(name, num_experts): of_ranks for name, of_ranks in ranks.items()}
     return results
 
 
@@ -207,11 +200,8 @@ def test_a_group_with_other_replicas_trains_as_one_process(
     for kind in ("gradients", "weights", "masters"):
         ours = assembled([getattr(rank, kind) for rank in ranks])
         theirs = assembled([getattr(alone, kind)])
-        assert ours.keys() == theirs.keys()
         assert sum(".experts." in key for key in ours) == num_experts * MODEL.num_layers
-        for key, expected in theirs.items():
-            of = theirs[key.replace("key.bias", "query.bias")].abs().max()
-            assert (ours[key] - expected).abs().max() <= bound * of, (kind, key)
+        assert_close(ours, theirs, bound)
     for rank in ranks:
         assert rank.losses == pytest.approx(alone.losses, rel=bound)
         assert rank.norms == pytest.approx(alone.norms, rel=bound)

@@ -17,7 +17,7 @@ from megafp8.specs.recipes import RECIPES
 from tests.config.helpers import load_problems, run_spec
 from tests.kit.cases import Case
 from tests.kit.runs import on_ranks
-from tests.parallel import rank_probes
+from tests.parallel.rank_probes import phases
 from tests.parallel.rank_work import Outcome, run_case
 from tests.parallel.test_tensor_parallel import (
     DROPOUT,
@@ -27,7 +27,6 @@ from tests.parallel.test_tensor_parallel import (
     assert_same_tables,
     replicated,
 )
-from tests.ranks import run_ranks
 from tests.tiny import SEQ, gpt_spec
 
 DELAYED = Fp8Recipe(amax_history_len=4)
@@ -177,12 +176,12 @@ def layer_bytes(size: int) -> dict[str, dict[str, dict[tuple[str, str, str], flo
         for name in ("bf16", "delayed", "tensorwise")
         for layers in (1, 3)
     }
-    ranks = run_ranks(rank_probes.phases, size, {"cases": cases})
-    assert all(rank == ranks[0] for rank in ranks)
+    ranks = on_ranks(phases, cases, size)
+    assert all(rank == same[0] for same in ranks.values() for rank in same)
     found: dict[str, dict[str, dict[tuple[str, str, str], float]]] = {}
     for name in ("bf16", "delayed", "tensorwise"):
         for phase in ("forward", "backward"):
-            one, three = (ranks[0][f"{name} {layers}"][phase] for layers in (1, 3))
+            one, three = (ranks[f"{name} {layers}"][0][phase] for layers in (1, 3))
             per_layer = {key: (n - one.get(key, 0)) / 2 for key, n in three.items()}
             found.setdefault(name, {})[phase] = {key: n for key, n in per_layer.items() if n}
     return found

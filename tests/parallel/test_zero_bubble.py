@@ -10,10 +10,9 @@ import pytest
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, ParallelSpec
 from tests.kit.cases import Case
-from tests.parallel import rank_probes
+from tests.kit.runs import on_ranks
 from tests.parallel.rank_probes import Recorded, record
 from tests.parallel.test_pipeline import SCHEDULES
-from tests.ranks import run_ranks
 from tests.tiny import gpt_spec
 
 MICROBATCHES = 4
@@ -27,13 +26,12 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[str, list[Recorded]]:
-    results = run_ranks(rank_probes.recorded, 2, {"cases": CASES})
-    return {name: [rank[name] for rank in results] for name in CASES}
+    return on_ranks(record, CASES, 2)
 
 
 @pytest.fixture(scope="module")
 def one() -> Recorded:
-    return record(ONE.build(single_rank()), ONE)
+    return record(ONE, single_rank())
 
 
 @pytest.mark.parametrize("schedule", CASES)
