@@ -157,7 +157,8 @@ def planned_of(model: nn.Module, recipe: Fp8Recipe, *, unnamed: str = "") -> Ite
                 for gemm in GEMMS
                 if gemm not in fp8
             )
-        yield PlannedGemms(linear.name, 2 * linear.weight.numel(), fp8, reasons)
+        flops = int(2 * linear.weight.numel() * linear.visits)
+        yield PlannedGemms(linear.name, flops, fp8, reasons)
 
 
 def kernels_of(recipe: Fp8Recipe, engine: Engine, device: torch.device, work: torch.dtype) -> str:

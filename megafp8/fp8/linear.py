@@ -14,6 +14,7 @@ of `fp8.convert` run them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -152,6 +153,9 @@ class Linear(nn.Module):
             stored_compute_dtype=stored_compute_dtype,
             is_gathered=is_gathered,
         )
+        self.visits = Fraction(
+            1
+        )  # of a microbatch's tokens, those that the linear has on this rank
         # The operation that stands for this linear in a compiled layer: [T, I] -> [T', O].
         self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
 

@@ -118,11 +118,15 @@ class NativeParts(Parts):
         if self.sequence_parallel:
             comms = (SequenceRowParallel, SequenceColumnParallel)
         comm = LinearComm() if self.tp.size == 1 else comms[linear.is_column](self.tp)
-        if self.listed[f"{linear.name}.weight"].divided is None and self.sequence_parallel:
+        listed = self.listed[f"{linear.name}.weight"]
+        if is_whole := self.tp.size > 1 and listed.divided is None:
             comm = OwnTokens(self.tp)
         weight = self.parameter(f"{linear.name}.weight")
         bias = self.parameter_if_listed(f"{linear.name}.bias")
-        return self._linear(linear.name, weight, bias, comm)
+        made = self._linear(linear.name, weight, bias, comm)
+        assert listed.linear is not None
+        made.visits = listed.linear.visits / (self.tp.size if is_whole else 1)
+        return made
 
     def _linear(
         self, name: str, weight: nn.Parameter, bias: nn.Parameter | None, comm: LinearComm

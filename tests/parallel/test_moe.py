@@ -6,8 +6,8 @@ is compared with one process on the same microbatches, of which unequally many t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,24 +15,28 @@ from typing import Any
 import pytest
 import torch
 
-from megafp8.errors import ConfigError
-from megafp8.fp8.scaling import ScaleTable
+from fp8_numerics.cast import Fp8Tensor
+from megafp8.fp8.scaling import ScaleTable, Slot
 from megafp8.models.added_loss import AddedLosses
-from megafp8.models.router import Router
-from megafp8.parallel.mesh import Mesh, single_rank
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import Mesh, Replicas
+from megafp8.parallel.parts import linears_of
+from megafp8.specs import Fp8Recipe, ParallelSpec
+from megafp8.specs.geometry import EXPERTS
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.moe import MoESpec
+from megafp8.train import step as step_file
+from megafp8.train.report.fp8 import PrecisionShare, share_of
 from megafp8.train.state import TrainState
-from megafp8.train.step import StepResult, forward_backward, reduce_gradients
+from megafp8.train.step import StepResult
 from tests.kit.cases import Case
 from tests.kit.faults import Fault, nothing, times, twice
 from tests.kit.runs import alone, on_ranks, train
-from tests.kit.tensors import Piece, assembled, assert_close, pieces, weights
+from tests.kit.tensors import Piece, assembled, assert_close, assert_same, pieces, weights
 from tests.parallel.matrix import INTERLEAVED, ZERO, ZERO_BUBBLE
 from tests.parallel.rank_work import watch
-from tests.parallel.test_pipeline import SCHEDULES
-from tests.tiny import gpt_spec, optim_spec
+from tests.parallel.test_tensor_parallel import assert_same_tables
+from tests.tiny import SEQ, gpt_spec, optim_spec
 
 RATE = 0.125  # of the biases: whole multiples of it are exact in FP32, and they change choices
 MOE = MoESpec(
@@ -69,20 +73,22 @@ def case_of(**changes: Any) -> Case:
     return replace(case, **changes)
 
 
-SP, PP = ParallelSpec(tp=2, sequence_parallel=True), ParallelSpec(pp=2)
+SP, CP, PP = (
+    ParallelSpec(tp=2, sequence_parallel=True), ParallelSpec(cp=2), ParallelSpec(pp=2),
+)  # fmt: skip
 SHARDED = replace(case_of().optim, name=ZERO.name)
 TWO = {
     "dp 2": case_of(),
     "dp 2, ZeRO-1": case_of(optim=SHARDED),
     "tp 2": case_of(parallel=SP),
     "tp 2, ZeRO-1": case_of(parallel=SP, optim=SHARDED),
-    "cp 2": case_of(parallel=ParallelSpec(cp=2)),
+    "cp 2": case_of(parallel=CP),
     "pp 2": case_of(parallel=PP),
     "pp 2, zero bubble, recomputed": case_of(
         model=AGAIN, parallel=replace(PP, pipeline=ZERO_BUBBLE)
     ),
     "tp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=SP),
-    "cp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=ParallelSpec(cp=2)),
+    "cp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=CP),
 }
 FOUR = {
     "tp 2 x dp 2, ZeRO-1": case_of(parallel=SP, optim=SHARDED),
@@ -101,6 +107,8 @@ class Seen:
     weights: list[Piece]
     names: dict[str, list[str]]
     updates: dict[str, list[dict[str, torch.Tensor]]]  # of scale tables, `staged` before each
+    share: PrecisionShare | None
+    initial: list[Piece]  # weights before the first step
 
     @property
     def losses(self) -> list[float]:
@@ -113,14 +121,16 @@ class Seen:
 
 def seen(case: Case, mesh: Mesh) -> Seen:
     state = case.build(mesh)
-    forward_backward(state, case.microbatches(0, mesh))
+    step_file.forward_backward(state, case.microbatches(0, mesh))
     own_counts = of_layers(state, "counts")
-    reduce_gradients(state)
+    step_file.reduce_gradients(state)
     gradients = pieces(state, state.masters.stored_grads)
     state, updates = case.build(mesh), dict[str, list[dict[str, torch.Tensor]]]()
     for direction, table in state.scaling.tables.items():
         watch(table, updates.setdefault(direction, []))
-    found = Seen(gradients, own_counts, [], [], [], [], {}, updates)
+    share = share_of(case.spec(), state)
+    initial = weights(state)
+    found = Seen(gradients, own_counts, [], [], [], [], {}, updates, share, initial)
     for _ in range(case.steps):
         found.results += train(state, case, 1).results
         found.counts.append(of_layers(state, "counts"))
@@ -161,55 +171,292 @@ def assert_gradients(ranks: list[Seen], one: Seen) -> None:
     theirs = assembled([one.gradients])
     assert ours.keys() == theirs.keys()
     far = {n: (ours[n] - x).norm() / x.norm() for n, x in theirs.items() if x.any()}
-    assert not {name: distance for name, distance in far.items() if not distance <= 2e-5}
+    beyond = {name: distance.item() for name, distance in far.items() if not distance <= 2e-5}
+    assert not beyond, f"gradients: {beyond}"
     assert not any(ours[name].any() for name, x in theirs.items() if not x.any())
+
+
+def check_training(ranks: list[Seen], whole: Seen) -> None:
+    """Gradients, losses, norms and what routers add to the loss."""
+    assert_gradients(ranks, whole)
+    for rank in ranks:
+        assert rank.norms == pytest.approx(whole.norms, rel=1e-5), "norms"
+        assert rank.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
+        assert rank.losses == pytest.approx(whole.losses, rel=1e-5), "losses"
+        for mine, theirs in zip(rank.results, whole.results, strict=True):
+            assert mine.added == pytest.approx(theirs.added, rel=1e-5), "losses of routers"
+        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms), "bit for bit"
+    ours, theirs = (assembled(x.weights for x in side) for side in (ranks, [whole]))
+    assert_close(ours, theirs, 1e-4)
+
+
+def check_counts(ranks: list[Seen], whole: Seen) -> None:
+    """Each token is counted once, on one rank, and a bias follows the counts of a step once."""
+    for layer, counts in whole.own_counts.items():
+        having = [rank for rank in ranks if layer in rank.own_counts]
+        of_ranks = torch.stack([rank.own_counts[layer] for rank in having]).sum(0)
+        assert torch.equal(of_ranks, counts), "counts of ranks"
+        assert torch.equal(having[0].counts[0][layer], counts), "counts of a step"
+        bias = torch.zeros(len(counts))
+        for step in range(len(whole.results)):
+            of_step = having[0].counts[step][layer]
+            assert of_step.sum() == counts.sum()
+            bias += RATE * (of_step.double().mean() - of_step).sign()
+            for rank in having:
+                assert torch.equal(rank.counts[step][layer], of_step), "counts of a step"
+                assert torch.equal(rank.biases[step][layer], bias), "biases"
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_a_layout_trains_as_one_process(
     name: str, found: Found, one: Callable[[Case], Seen]
 ) -> None:
-    ranks, whole = found[name], one((TWO | FOUR)[name])
-    assert_gradients(ranks, whole)
-    for rank in ranks:
-        assert rank.losses[0] == pytest.approx(whole.losses[0], rel=1e-6)
-        assert rank.losses == pytest.approx(whole.losses, rel=1e-5)
-        assert rank.norms == pytest.approx(whole.norms, rel=1e-5)
-        for mine, theirs in zip(rank.results, whole.results, strict=True):
-            assert mine.added == pytest.approx(theirs.added, rel=1e-5)
-            assert mine.added.keys() == {MOE_LOSS[name], "z_loss"}
-        assert (rank.losses, rank.norms) == (ranks[0].losses, ranks[0].norms), "bit for bit"
-    ours, theirs = (assembled(x.weights for x in side) for side in (ranks, [whole]))
-    assert_close(ours, theirs, 1e-4)
+    whole, case = one((TWO | FOUR)[name]), (TWO | FOUR)[name]
+    check_training(found[name], whole)
+    check_counts(found[name], whole)
+    assert case.model.moe is not None
+    assert whole.results[0].added.keys() == {case.model.moe.router_loss, "z_loss"}
+    tokens = case.num_microbatches * case.batch * SEQ * MOE.top_k
+    assert {counts.sum().item() for counts in whole.counts[-1].values()} == {tokens}
     assert min(whole.norms) > 0.5, "the gradients are clipped"
+    assert all(bias.any() for bias in whole.biases[-1].values())
 
 
-MOE_LOSS = {
-    name: case.model.moe.router_loss  # type: ignore[union-attr]
-    for name, case in (TWO | FOUR).items()
+def own(right: Callable[..., Any], *args: Any) -> Any:
+    """Return a tensor of this rank's, which ranks should have summed."""
+    return args[-1]
+
+
+def without_group(right: Callable[..., Any], *args: Any) -> Any:
+    """Leave the squares of experts out of the norm."""
+    return right(*args) * (args[-1] != EXPERTS)
+
+
+def over_data(right: Callable[..., Any], mesh: Mesh) -> Mesh:
+    """Take the replicas of all parameters for those of experts."""
+    return replace(mesh, groups={EXPERTS: Replicas(mesh.data, Axis("parts"))})
+
+
+def routers_apart(right: Callable[..., Any], state: TrainState) -> None:
+    """Leave the gradients of routers as they are on each rank."""
+    routers = state.model.parts.routers
+    grads = [grad for router in routers for grad in state.masters.grads_of(router.weight)]
+    before = [grad.clone() for grad in grads]
+    right(state)
+    for grad, of_rank in zip(grads, before, strict=True):
+        grad.copy_(of_rank)
+
+
+@contextmanager
+def of_another_microbatch(
+    right: Callable[..., Any], self: AddedLosses, *counted: torch.Tensor
+) -> Iterator[None]:
+    """Recompute with the counted tokens of the microbatch whose forward pass was the last."""
+    with right(self, self._is_counted_BS, self._num_counted):
+        yield
+
+
+@contextmanager
+def recorded_again(
+    right: Callable[..., Any], self: AddedLosses, *counted: torch.Tensor
+) -> Iterator[None]:
+    """Count a recomputed pass too."""
+    with right(self, *counted):
+        self._is_recording = True
+        yield
+
+
+ADDED = "megafp8.models.added_loss.AddedLosses"
+FAULTS: dict[str, tuple[ParallelSpec, str, Callable[..., Any], str]] = {
+    "counts of this rank alone": (SP, "megafp8.parallel.parts._sum_over", own, "^gradients"),
+    "a step's counts of a rank": (SP, "megafp8.train.step.take_counts", nothing, "^counts"),
+    "the norm without the group": (
+        SP, "megafp8.optim.clipping._squares", without_group, "^norms",
+    ),
+    "a loss counted twice": (CP, f"{ADDED}.add_mean", twice, "^losses of routers"),
+    "a loss that weighs twice": (
+        SP, "megafp8.parallel.parts._sum_over", partial(times, 2), "^gradients",
+    ),
+    "z-losses of ranks added": (
+        SP, "megafp8.models.router.z_loss", partial(times, 2), "^gradients",
+    ),
+    "a bias moved twice": (PP, "megafp8.models.router.Router.move_bias", twice, "^biases"),
+    "experts summed over data alone": (
+        SP, "megafp8.parallel.mesh.Mesh.with_experts", over_data,
+        r"experts\.0\.gate\.weight differs between ranks",
+    ),
+    "gradients of routers not summed": (
+        SP, "megafp8.train.step.reduce_gradients", routers_apart,
+        r"router\.weight differs between ranks",
+    ),
+    "counted tokens of another microbatch": (
+        PP, f"{ADDED}._recomputation", of_another_microbatch, "^gradients",
+    ),
+    "tokens counted when recomputed": (PP, f"{ADDED}._recomputation", recorded_again, "^counts"),
+}  # fmt: skip
+
+
+def with_fault(name: str) -> Case:
+    parallel, target, wrong, _ = FAULTS[name]
+    model = AGAIN if "microbatch" in name or "recomputed" in name else MODEL
+    return case_of(parallel=parallel, model=model, fault=Fault(target, wrong))
+
+
+@pytest.fixture(scope="module")
+def faulty() -> Found:
+    return on_ranks(seen, {name: with_fault(name) for name in FAULTS}, 2)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_these_checks_find_an_error(name: str, faulty: Found, one: Callable[[Case], Seen]) -> None:
+    ranks, whole = faulty[name], one(case_of())
+    with pytest.raises(AssertionError, match=FAULTS[name][-1]):
+        check_counts(ranks, whole)
+        check_training(ranks, whole)
+
+
+SPARSE = replace(MOE, num_experts=16, top_k=1, router_loss="none", z_loss_coeff=0.0)
+"""So many experts that some have no token on a rank, or on any."""
+FP8 = Fp8Recipe(amax_history_len=4)
+STORED = replace(FP8, params_in_fp8=True)
+
+
+def in_fp8(recipe: Fp8Recipe = FP8, **changes: Any) -> Case:
+    """FP8 without losses of routers, whose unit is a microbatch: those of replicas are merged."""
+    return case_of(fp8=recipe, model=replace(MODEL, moe=SPARSE), **changes)
+
+
+IN_FP8 = {
+    "dp 2": in_fp8(),
+    "tp 2": in_fp8(parallel=SP),
+    "cp 2": in_fp8(parallel=CP),
+    "pp 2": in_fp8(parallel=PP),
+    "tp 2, weights in FP8": in_fp8(STORED, parallel=SP),
+    "tp 2, weights in FP8, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED),
+}
+ON_FOUR = {"tp 2 x dp 2, weights in FP8, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED)}
+
+
+def replicas(name: str) -> int:
+    return 2 if "dp 2" in name else 1
+
+
+@pytest.fixture(scope="module")
+def in_delayed() -> Found:
+    return on_ranks(seen, IN_FP8 | IN_FP8_FAULTS, 2) | on_ranks(seen, ON_FOUR, 4)
+
+
+@pytest.fixture(scope="module")
+def whole_in_delayed() -> dict[tuple[bool, int], Seen]:
+    """What one process sees, by whether weights are in FP8, and what is merged."""
+    both = [(stored, merged) for stored in (False, True) for merged in (1, 2)]
+    cases = {
+        str((stored, merged)): in_fp8(STORED if stored else FP8, merged=merged)
+        for stored, merged in both
+    }
+    found = alone(seen, cases)
+    return {key: found[str(key)] for key in both}
+
+
+def check_scales(ranks: list[Seen], whole: Seen) -> tuple[int, int]:
+    """Return the tensors of experts without a token, and those with tokens on some ranks only."""
+    ours, theirs = (assembled(x.initial for x in side) for side in (ranks, [whole]))
+    assert_same(ours, theirs)
+    assembled(rank.weights for rank in ranks)  # replicas agree bit for bit
+    empty = one_sided = 0
+    for direction, names in whole.names.items():
+        rows, of_whole = {name: row for row, name in enumerate(names)}, whole.updates[direction][0]
+        for rank in ranks:
+            of_rank = rank.updates[direction][0]
+            for row, tensor in enumerate(rank.names[direction]):
+                at, is_weight = rows[tensor], tensor.endswith(".weight")
+                assert of_rank["num_updates"][row] == of_whole["num_updates"][at], tensor
+                # The newest entry of a history is the amax of all ranks.
+                mine = of_rank["history"][row, -1].item()
+                expected = of_whole["history"][at, -1].item()
+                assert mine == pytest.approx(expected, rel=0 if is_weight else 0.05), tensor
+                if ".experts." in tensor and not is_weight:
+                    empty += expected == 0
+                    one_sided += expected > 0 and of_rank["staged"][row].item() == 0
+    for rank in ranks:
+        assert rank.losses == pytest.approx(whole.losses, rel=2e-2)
+        assert rank.losses == ranks[0].losses
+    return empty, one_sided
+
+
+@pytest.mark.parametrize("name", [*IN_FP8, *ON_FOUR])
+def test_scales_of_an_expert_are_those_of_its_tokens_on_all_ranks(
+    name: str, in_delayed: Found, whole_in_delayed: dict[tuple[bool, int], Seen]
+) -> None:
+    ranks, whole = in_delayed[name], whole_in_delayed["in FP8" in name, replicas(name)]
+    empty, one_sided = check_scales(ranks, whole)
+    assert empty > 0 and (one_sided > 0 or name == "pp 2")
+    assert ranks[0].share is not None and ranks[0].share == whole.share
+    if "pp" not in name:
+        assert_same_tables(ranks)
+
+
+def of_another_expert(
+    right: Callable[..., Any], table: ScaleTable, name: str, *args: Any, **more: Any
+) -> Slot:
+    """Let the weight of each expert of odd number have the row of the one before."""
+    slot: Slot = right(table, name, *args, **more)
+    layer, experts, rest = name.partition(".experts.")
+    if not experts or not rest.endswith("weight") or int(rest[0]) % 2 == 0:
+        return slot
+    number, _, rest = rest.partition(".")
+    return Slot(table, table.names.index(f"{layer}{experts}{int(number) - 1}.{rest}"))
+
+
+def of_own_part(right: Callable[..., Any], amaxes: torch.Tensor, *args: Any) -> torch.Tensor:
+    """Take the amax of a rank's part of a weight for that of the weight."""
+    return amaxes
+
+
+def not_reduced(right: Callable[..., Any], table: ScaleTable, start: object) -> None:
+    """Update a table by the amaxes of this rank alone."""
+    right(table, None)
+
+
+IN_FP8_FAULTS = {
+    "a scale of another expert": in_fp8(
+        parallel=SP, fault=Fault("megafp8.fp8.scaling.ScaleTable.register", of_another_expert, 1)
+    ),
+    "amaxes of this rank alone": in_fp8(
+        parallel=SP, fault=Fault("megafp8.fp8.scaling.ScaleTable.update", not_reduced)
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
-def test_counts_and_biases_are_those_of_all_ranks(
-    name: str, found: Found, one: Callable[[Case], Seen]
+@pytest.mark.parametrize("name", IN_FP8_FAULTS)
+def test_checks_of_scales_find_an_error(
+    name: str, in_delayed: Found, whole_in_delayed: dict[tuple[bool, int], Seen]
 ) -> None:
-    """Each token is counted once, on one rank, and a bias follows the counts of a step once."""
-    ranks, whole, case = found[name], one((TWO | FOUR)[name]), (TWO | FOUR)[name]
-    tokens = case.num_microbatches * 2 * 16
-    for layer in (0, 1):
-        having = [rank for rank in ranks if layer in rank.own_counts]
-        assert sum(rank.own_counts[layer] for rank in having).tolist() == (  # type: ignore[union-attr]
-            whole.own_counts[layer].tolist()
-        )
-        bias = torch.zeros(MOE.num_experts)
-        for step in range(STEPS):
-            counts = having[0].counts[step][layer]
-            assert counts.sum() == tokens * MOE.top_k
-            bias += RATE * (counts.double().mean() - counts).sign()
-            for rank in having:
-                assert torch.equal(rank.counts[step][layer], counts)
-                assert torch.equal(rank.biases[step][layer], bias)
-        assert torch.equal(having[0].counts[0][layer], whole.counts[0][layer])
-        assert torch.equal(having[0].biases[0][layer], whole.biases[0][layer])
-        assert bias.any()
+    with pytest.raises(AssertionError, match=r"^layers\.0\."):
+        check_scales(in_delayed[name], whole_in_delayed[False, 1])
+
+
+CURRENT = in_fp8(replace(STORED, name="tensorwise"), parallel=SP, optim=SHARDED)
+"""The scale of a weight follows from its own amax, and ranks have parts of its master."""
+
+
+def experts_of(case: Case, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The values of experts' weights, which are in FP8, by their names."""
+    found = {}
+    for linear in linears_of(case.build(mesh).model):
+        if ".experts." in linear.name:
+            stored, _ = linear.weight_form.operands(linear.weight, torch.float32, 1)
+            assert isinstance(stored, Fp8Tensor)
+            found[linear.name] = stored.dequantize(torch.float32)
+    return found
+
+
+def test_parts_of_an_expert_are_stored_by_the_amax_of_the_whole() -> None:
+    fault = Fault("megafp8.optim.fp8_weights.largest_of_parts", of_own_part)
+    both = {"right": CURRENT, "wrong": replace(CURRENT, fault=fault)}
+    ranks, whole = on_ranks(experts_of, both, 2), alone(experts_of, {"": CURRENT})[""]
+    for rank in ranks["right"]:
+        assert_same(rank, whole)
+    for rank in ranks["wrong"]:
+        with pytest.raises(AssertionError, match="experts"):
+            assert_same(rank, whole)

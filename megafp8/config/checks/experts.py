@@ -10,14 +10,7 @@ from megafp8.config.checks.precision import fp8_size
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, counted
 from megafp8.config.schema.experts import COEFF, LOSS, NUM_EXPERTS, SCORES
-from megafp8.config.values import (
-    MOST_EXPERTS,
-    SIZES,
-    WORLD,
-    layers_with_experts,
-    size_multiple,
-    world_size,
-)
+from megafp8.config.values import MOST_EXPERTS, layers_with_experts, size_multiple
 
 rule = Rules()
 
@@ -89,16 +82,3 @@ def _fp8_shared_experts(v: Values) -> Iterator[Finding]:
 
 
 rule(SHARED, TP)(partial(tp_divides, key=SHARED))
-
-
-@rule(NUM_EXPERTS, *SIZES, *WORLD)
-def _one_rank(v: Values) -> Iterator[Finding]:
-    """Refuse experts on several ranks; this is the one place that does so."""
-    if v[NUM_EXPERTS] is None or world_size(v) == 1:
-        return
-    divided = [key for key in (*SIZES, *WORLD) if v[key] > 1]
-    yield Finding(
-        divided[0],
-        f"a model with experts ({NUM_EXPERTS}={v[NUM_EXPERTS]}) runs on one rank in this version",
-        f"Leave {' and '.join(divided)} out, or {NUM_EXPERTS} for a dense model",
-    )

@@ -21,6 +21,7 @@ from megafp8.parallel.mesh import Mesh
 from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.runs.run_data import RunData, epochs_of
 from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, TrainSpec
+from megafp8.specs.geometry import EXPERTS
 from megafp8.specs.parameters import num_active_parameters, num_parameters
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
@@ -228,7 +229,9 @@ def shares_of(spec: RunSpec, state: TrainState) -> list[str]:
     if not spec.optim.storage.is_plain:
         kept = f"{own} MiB of weights and moments, which are {whole / 2**20:.1f} MiB in FP32"
     gradients = "and all gradients" if fsdp is None else "and the same part of the gradients"
-    over = plural(state.masters.shards.size, "rank")
+    over = plural(masters.shards.size, "rank")
+    if (experts := masters.shards_of.get(EXPERTS)) is not None:
+        over += f", of experts over {experts.size}"
     return [f"{name} over {over}: this one keeps {kept}, {gradients}"]
 
 
