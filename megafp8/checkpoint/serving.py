@@ -7,7 +7,7 @@ A weight is `weight` (E4M3) times its scale, `weight_scale` or `weight_scale_inv
 the largest magnitude over 448, rounded up to a number of BF16, so that a program that keeps scales
 in BF16 reads the same weights. vLLM joins queries, keys and values, and gate and up, and gives a
 joined weight one scale for each tensor, the largest: they have the same one here, so that nothing
-is rounded again. In this file `theirs` marks names of transformers.
+is rounded again. Each expert has its own. In this file `theirs` marks names of transformers.
 """
 
 # N rows, the out features of a weight  K its columns
@@ -15,7 +15,7 @@ is rounded again. In this file `theirs` marks names of transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,6 +29,7 @@ from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
 Scales = Literal["tensor", "channel", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 BLOCK = 128
+ROUTER = ".router.weight"
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max
 LLAMA_SHAPE = (
@@ -71,12 +72,16 @@ class ServingFormat:
 
     def quantization_config(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the `quantization_config` of a model's `config.json`."""
-        names = {entry.ours[0]: entry.theirs for entry in mapping(spec)}
-        out = [
-            names[f"{part.name}.weight"].removesuffix(".weight")
-            for linear in model_linears(spec)
+        kept = {
+            f"{part.name}.weight"
+            for linear in single_linears(spec)
             for part in linear.parts
             if linear.name in self.kept
+        }
+        out = [
+            entry.theirs.removesuffix(".weight")
+            for entry in mapping(spec)
+            if entry.ours[0] in kept or entry.ours[0].endswith(ROUTER)
         ]
         ignored = ["lm_head", *out]
         if self.scales == "block":
@@ -108,6 +113,12 @@ class ServingFormat:
         }
 
 
+def single_linears(spec: GPTSpec) -> Iterator[LayerLinear]:
+    """Yield the linears of all layers, each expert's by itself."""
+    for linear in model_linears(spec):
+        yield from map(linear.one, range(linear.experts))
+
+
 def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = None) -> None:
     """Raise `ConversionError` if no FP8 format has a model, or has nothing of it in FP8."""
     if architecture(spec, family) == "gpt2":
@@ -116,7 +127,7 @@ def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = N
             "no Linear, which these formats do not quantize. Export it with --dtype bfloat16, or "
             f"train a model of Llama's shape: {LLAMA_SHAPE}"
         )
-    if all(linear.name in kept for linear in model_linears(spec)):
+    if all(linear.name in kept for linear in single_linears(spec)):
         raise ConversionError(
             "--dtype fp8: the run computed every linear in high precision (model.fp8_modules, "
             "model.first_last_layers_bf16), so that none is exported in FP8. Give --dtype bfloat16"
@@ -124,13 +135,17 @@ def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = N
 
 
 def partial_blocks(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
-    """Return the linears, of the first layer that has such, whose sides are no multiples of 128."""
+    """Return the linears, of the first layer that has such, whose sides are no multiples of 128.
+
+    Those of experts have no number: all experts of a layer have the same sizes.
+    """
     for layer in range(spec.num_layers):
         partial = [
             part.name
             for linear in layer_spec(spec, layer).linears
             for part in linear.parts
-            if linear.name not in kept and (part.out_features % BLOCK or linear.in_features % BLOCK)
+            if not kept.issuperset(linear.names)
+            and (part.out_features % BLOCK or linear.in_features % BLOCK)
         ]
         if partial:
             return partial
@@ -201,7 +216,7 @@ class ServingWeights:
         """Find the linear of each weight that becomes FP8."""
         self._linears = {
             f"{part.name}.weight": linear
-            for linear in model_linears(self.spec)
+            for linear in single_linears(self.spec)
             for part in linear.parts
             if linear.name not in self.fmt.kept
         }

@@ -96,7 +96,10 @@ class Fp8Export:
     def lines(self) -> Iterator[str]:
         """Yield what was written, and the errors of each layer."""
         kept = len(self.fmt.kept)
-        more = f", and {kept} linears that the run computed in high precision" if kept else ""
+        more = ", routers" if self.spec.moe is not None else ""
+        more += f", and {kept} linears that the run computed in high precision" if kept else ""
+        if any(".experts." in name for name in self.fmt.kept):
+            more += " or that are experts of one layer with such"
         yield (
             f"  weights of {len(self.weights.errors)} linears in E4M3, "
             f"{SCALES[self.fmt.scales]}; in BF16: embedding, head, norms, biases{more}"
@@ -127,6 +130,11 @@ class Fp8Export:
                 f"note: the run trained in {' and '.join(self.trained_in)}, and these weights are "
                 f"E4M3 with {SCALES[self.fmt.scales]}, cast from the FP32 masters. They have "
                 "other rounding errors than the run had"
+            )
+        if self.inputs is not None and self.spec.moe is not None:
+            yield (
+                "note: each expert's linear has an input scale of its own. vLLM takes the largest "
+                "of a layer's experts"
             )
         odd = partial_blocks(self.spec, self.fmt.kept) if self.fmt.scales == "block" else []
         if odd:

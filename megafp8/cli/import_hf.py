@@ -1,4 +1,4 @@
-"""Import a model of Hugging Face's transformers (GPT-2, Llama, Mixtral, Qwen …), to train it further.
+"""Import a model of Hugging Face's transformers (GPT-2, Llama, Mixtral, Qwen), to train it further.
 
 megafp8 import MODEL DIR
 

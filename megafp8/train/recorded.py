@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.checkpoint.reader import Reader
-from megafp8.checkpoint.serving import E4M3_MAX, scale_of
+from megafp8.checkpoint.serving import E4M3_MAX, scale_of, single_linears
 from megafp8.config.load import default_tree
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.precision_spec import module_rules
@@ -23,7 +23,7 @@ from megafp8.errors import CheckpointError
 from megafp8.runs.run_data import open_data
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.layer import model_linears
+from megafp8.specs.layer import layer_spec
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
 
 _HISTORIES = "scaling/forward/history/"
@@ -53,19 +53,25 @@ def recorded_values(reader: Reader) -> dict[str, Any]:
 def linears_in_bf16(spec: GPTSpec, values: Mapping[str, Any]) -> frozenset[str]:
     """Return the linears that an FP8 run computed in high precision; none of a run without FP8.
 
-    The recipe itself may be code that is not imported: only the rules for single linears count.
+    With one of a layer's experts all of them are returned: servers have one format for a layer's
+    experts. The recipe itself may be code that is not imported: only the rules for single linears
+    count.
     """
     if not values["model.fp8"]:
         return frozenset()
     named = Fp8Recipe(modules=module_rules(values))
     backend = values["model.fp8_backend"]
     traits = BACKENDS["native" if backend == "auto" else backend]
-    names = (linear.name for linear in model_linears(spec))
-    return frozenset(
+    names = (linear.name for linear in single_linears(spec))
+    high = {
         name
         for name in names
         if traits.precision_of(named, name, spec.num_layers) == HIGH_PRECISION
-    )
+    }
+    for layer in range(spec.num_layers):
+        experts = {n for x in layer_spec(spec, layer).experts or () for n in x.names}
+        high |= experts if experts & high else set()
+    return frozenset(high)
 
 
 def has_histories(reader: Reader, values: Mapping[str, Any]) -> bool:
@@ -113,7 +119,7 @@ def recorded_inputs(
     """
     margin, stored = int(values["model.fp8_margin"]), frozenset(reader.names())
     scales, updates = {}, []
-    for linear in model_linears(spec):
+    for linear in single_linears(spec):
         if linear.name in kept:
             continue
         rows = _Rows(reader, stored, linear.name)
@@ -121,7 +127,8 @@ def recorded_inputs(
         if amaxes.shape[-1] == 0:  # the run kept none, and its scale follows from the last one
             amaxes = E4M3_MAX * 2.0**-margin / rows.read("quant_scale")[..., None]
         if count == 0:
-            reason = f"has no amaxes of the inputs of {linear.name}, which has met no tokens yet"
+            why = "no token has visited it" if reader.step > 0 else "its run has trained no step"
+            reason = f"has no amaxes of the inputs of {linear.name}: {why}"
             raise CheckpointError(reader.path, reason, _OTHER_INPUTS)
         scales[linear.name] = float(scale_of(amaxes.amax() * 2.0**margin))
         updates.append(min(count, amaxes.shape[-1]))

@@ -24,10 +24,10 @@ from megafp8.checkpoint.serving import (
     Scales,
     ServingFormat,
     ServingWeights,
+    single_linears,
 )
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
-from megafp8.specs.layer import model_linears
 from megafp8.specs.parameters import logical_shapes
 from megafp8.train.served import Exported, ServedLinear, served_model
 
@@ -39,6 +39,11 @@ SIZES = {
 ODD = {"hidden_size": 96, "intermediate_size": 200, "num_key_value_heads": 1}
 SQUARE = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256}
 """All but keys and values are 256 x 256: scales of blocks have one shape in either order."""
+EXPERTS: dict[str, dict[str, int]] = {
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
+DENSE_FIRST = {"mlp_only_layers": [0], "moe_intermediate_size": 72, "norm_topk_prob": True}
 INPUT_SCALE = 2.0**-6
 Names = dict[str, torch.Tensor]
 
@@ -112,7 +117,7 @@ def full(weight: torch.Tensor) -> torch.Tensor:
 
 def spec_of(family: str, **more: Any) -> GPTSpec:
     window = {"sliding_window": None} if family == "mistral" else {}
-    config = {"model_type": family, **SIZES, **window, **more}
+    config = {"model_type": family, **SIZES, **EXPERTS.get(family, {}), **window, **more}
     return hf.from_config(config, Path("config.json"))
 
 
@@ -144,7 +149,7 @@ def write(
 
 
 def formats(spec: GPTSpec) -> dict[str, ServingFormat]:
-    static = {linear.name: INPUT_SCALE for linear in model_linears(spec)}
+    static = {linear.name: INPUT_SCALE for linear in single_linears(spec)}
     return {**{s: ServingFormat(s) for s in SCALES}, "static": ServingFormat("channel", static)}
 
 
@@ -153,19 +158,20 @@ def modules_of(spec: GPTSpec) -> dict[str, str]:
     return {
         entry.theirs.removesuffix(".weight"): entry.ours[0]
         for entry in hf.mapping(spec)
-        if "_proj.weight" in entry.theirs
+        if entry.theirs.endswith(("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
     }
 
 
 @pytest.mark.parametrize("scales", SCALES)
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("llama", SQUARE), ("qwen2", ODD), ("qwen3", {"tie_word_embeddings": True}), ("mistral", ODD)],
-)
+    [("llama", SQUARE), ("qwen2", ODD), ("qwen3", {"tie_word_embeddings": True}), ("mistral", ODD),
+     ("mixtral", ODD), ("qwen3_moe", DENSE_FIRST)],
+)  # fmt: skip
 def test_bytes_times_scales_are_the_masters(
     scales: Scales, family: str, more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Grouped queries, biases, tied embeddings, and sides that are no multiples of 128."""
+    """Grouped queries, biases, tied embeddings, experts, sides that are no multiples of 128."""
     spec = spec_of(family, **more)
     own = masters_of(spec)
     stored, weights = write(tmp_path, spec, own, ServingFormat(scales))
@@ -173,7 +179,7 @@ def test_bytes_times_scales_are_the_masters(
     assert [error.name for error in weights.errors] == list(modules)
     for (module, name), error in zip(modules.items(), weights.errors, strict=True):
         master = own[name].double().numpy()
-        shared = scales == "tensor" and not module.endswith(("o_proj", "down_proj"))
+        shared = scales == "tensor" and not module.endswith(("o_proj", "down_proj", "w2"))
         if shared:  # the part may be smaller than its linear's largest
             assert float(stored[f"{module}.weight_scale"]) > 0
         else:
@@ -278,7 +284,7 @@ def test_parts_of_a_joined_linear_share_their_scales(inputs: float | None, tmp_p
     """So vLLM's cast of the joined weight with the largest scale changes no byte."""
     spec = spec_of("llama")
     own = masters_of(spec)
-    of_linears = {linear.name: INPUT_SCALE for linear in model_linears(spec)}
+    of_linears = {linear.name: INPUT_SCALE for linear in single_linears(spec)}
     fmt = ServingFormat("tensor", None if inputs is None else of_linears)
     stored, _ = write(tmp_path, spec, own, fmt)
     for joined in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
@@ -296,6 +302,61 @@ def test_parts_of_a_joined_linear_share_their_scales(inputs: float | None, tmp_p
         if inputs is not None:
             assert {stored[f"{m}.input_scale"].item() for m in modules} == {INPUT_SCALE}
             assert stored[f"{modules[0]}.input_scale"].shape == (1,)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_have_scales_of_their_own_and_routers_have_none(
+    family: str, tmp_path: Path
+) -> None:
+    """Gate and up of one expert share one for tensors. Servers are told which modules are BF16."""
+    spec = spec_of(family, num_hidden_layers=1)
+    own = masters_of(spec)
+    layer, (gate, up, down) = {
+        "mixtral": ("model.layers.0.block_sparse_moe", ("w1", "w3", "w2")),
+        "qwen3_moe": ("model.layers.0.mlp", ("gate_proj", "up_proj", "down_proj")),
+    }[family]
+    experts = range(spec.moe.num_experts if spec.moe else 0)
+    inputs = {linear.name: 2.0**-n for n, linear in enumerate(single_linears(spec))}
+    stored, _ = write(tmp_path / "tensor", spec, own, ServingFormat("tensor", inputs))
+
+    def scales(name: str, last: str = "weight_scale") -> list[float]:
+        return [float(stored[f"{layer}.experts.{expert}.{name}.{last}"]) for expert in experts]
+
+    largest = [
+        max(float(own[f"layers.0.mlp.experts.{expert}.{part}.weight"].abs().max())
+            for part in ("gate", "up"))
+        for expert in experts
+    ]  # fmt: skip
+    assert scales(gate) == scales(up) and len(set(scales(gate) + scales(down))) > len(experts)
+    assert all(big / 448 <= scale <= big / 448 * (1 + 2.0**-7)
+               for big, scale in zip(largest, scales(gate), strict=True))  # fmt: skip
+    of_inputs = [inputs[f"layers.0.mlp.experts.{expert}.fc1"] for expert in experts]
+    assert scales(gate, "input_scale") == scales(up, "input_scale") == of_inputs
+    assert scales(down, "input_scale") == [
+        inputs[f"layers.0.mlp.experts.{expert}.fc2"] for expert in experts
+    ]
+    kept = frozenset({"layers.0.mlp.experts.1.fc2"})
+    for form in SCALES:
+        stored, _ = write(tmp_path / f"{form}-kept", spec, own, ServingFormat(form, kept=kept))
+        config = json.loads((tmp_path / f"{form}-kept" / "config.json").read_text())
+        key = "modules_to_not_convert" if form == "block" else "ignore"
+        ignored = config["quantization_config"][key]
+        assert ignored == ["lm_head", f"{layer}.gate", f"{layer}.experts.1.{down}"]
+        assert all(stored[f"{name}.weight"].dtype == torch.bfloat16 for name in ignored)
+        of_others = [stored[f"{layer}.experts.{e}.{down}.weight"].dtype for e in experts if e != 1]
+        assert set(of_others) == {torch.float8_e4m3fn}
+
+
+def test_experts_of_odd_sizes_are_named_once() -> None:
+    spec = spec_of("qwen3_moe", moe_intermediate_size=72, num_hidden_layers=1)
+    names = [f"layers.0.mlp.experts.{part}" for part in ("gate", "up", "fc2")]
+    assert serving.partial_blocks(spec, frozenset()) == names
+    assert serving.partial_blocks(spec, frozenset({"layers.0.mlp.experts.0.fc2"})) == names
+    every = frozenset(linear.name for linear in single_linears(spec) if ".fc2" in linear.name)
+    assert serving.partial_blocks(spec, every) == names[:2]
+    assert not serving.partial_blocks(spec_of("qwen3_moe"), frozenset())
+    experts = frozenset(x.name for x in single_linears(spec) if "experts" in x.name)
+    serving.check_can_be_fp8(spec, experts)
 
 
 @pytest.mark.parametrize("scales", ["tensor", "channel"])
@@ -323,11 +384,25 @@ def test_compressed_tensors_makes_the_same_bytes(scales: Scales, tmp_path: Path)
         assert np.array_equal(back.double().numpy(), plain_weight(stored, module).astype("f4"))
 
 
+def weight_in(model: Any, module: str) -> torch.Tensor:
+    """A module's weight in transformers' model, which joins the experts of a layer."""
+    before, is_expert, after = module.partition(".experts.")
+    if not is_expert:
+        return model.get_submodule(module).weight
+    number, name = after.split(".")
+    experts = model.get_submodule(before.replace("block_sparse_moe", "mlp")).experts
+    gate, up = experts.gate_up_proj[int(number)].chunk(2)
+    down = experts.down_proj[int(number)]
+    found = {"gate_proj": gate, "w1": gate, "up_proj": up, "w3": up, "down_proj": down, "w2": down}
+    return found[name]
+
+
 @pytest.mark.parametrize("form", ["tensor", "channel", "block", "static"])
 @pytest.mark.parametrize(
     ("family", "more"),
     [("llama", {"attention_bias": True, "mlp_bias": True, **SQUARE}), ("qwen2", {}),
-     ("qwen3", {"tie_word_embeddings": True}), ("mistral", {})],
+     ("qwen3", {"tie_word_embeddings": True}), ("mistral", {}), ("mixtral", {}),
+     ("qwen3_moe", {"mlp_only_layers": [0]})],
 )  # fmt: skip
 def test_transformers_reads_the_same_weights(
     form: str, family: str, more: dict[str, Any], tmp_path: Path
@@ -345,7 +420,7 @@ def test_transformers_reads_the_same_weights(
         tmp_path / "fp8", dtype=torch.bfloat16
     ).eval()
     assert model.config.model_type == family
-    if form == "static":
+    if form == "static" and family != "mixtral":  # its inputs of experts have no place there
         assert model.model.layers[0].mlp.down_proj.input_scale == INPUT_SCALE
     for module in model.modules():  # the package would round the inputs, in its own order
         module.quantization_enabled = False
@@ -354,7 +429,7 @@ def test_transformers_reads_the_same_weights(
         logits = model(tokens).logits
     plain = {module: plain_weight(stored, module) for module in modules_of(spec)}
     for module, weight in plain.items():
-        theirs = model.get_submodule(module).weight
+        theirs = weight_in(model, module)
         assert torch.equal(theirs, torch.from_numpy(weight).float().bfloat16()), module
     exact = dict(own)
     exact.update({name: torch.from_numpy(plain[m]).float() for m, name in modules_of(spec).items()})
@@ -385,7 +460,7 @@ def test_a_served_linear_is_the_product_of_the_definition(
     own = masters_of(spec)
     fmt = formats(spec)[form]
     stored, _ = write(tmp_path, spec, own, fmt)
-    qkv = next(iter(model_linears(spec)))
+    qkv = next(single_linears(spec))
     linear = ServedLinear(qkv, fmt, Exported(tmp_path, spec))
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, qkv.in_features, generator=drawn).bfloat16()
@@ -422,16 +497,20 @@ def by_rows(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @pytest.mark.parametrize("form", ["channel", "block", "static"])
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("qwen3", {}), ("qwen3_moe", {"mlp_only_layers": [0], "num_experts_per_tok": 4})],
+)
 def test_a_served_model_is_made_of_the_exported_tensors(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, more: dict[str, Any], form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With inputs that are not rounded it is transformers' model, but for what BF16 rounds.
 
-    A scale that is wrong by a factor of two shows.
+    A scale that is wrong by a factor of two shows. All experts are chosen: BF16 may choose others.
     """
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(ServedLinear, "rounded_input", lambda self, x: x)
-    spec = spec_of("qwen3", tie_word_embeddings=True)
+    spec = spec_of(family, tie_word_embeddings=True, **more)
     own = masters_of(spec)
     fmt = formats(spec)[form]
     stored, _ = write(tmp_path / "fp8", spec, own, fmt)
@@ -505,7 +584,7 @@ def test_linears_that_stay_in_bf16_are_named(tmp_path: Path) -> None:
 
 
 def test_what_no_format_has_is_refused_by_name() -> None:
-    everything = frozenset(linear.name for linear in model_linears(spec_of("llama")))
+    everything = frozenset(linear.name for linear in single_linears(spec_of("llama")))
     with pytest.raises(UserError, match="computed every linear in high precision"):
         serving.check_can_be_fp8(spec_of("llama"), everything)
     from tests.config.helpers import run_spec
