@@ -49,7 +49,17 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
 from megafp8.train.validate import evaluate
 from tests.models.reference import weights_of
-from tests.tiny import SEQ, VOCAB, build_run, gpt_spec, microbatch, moe_spec, optim_spec, run_spec
+from tests.tiny import (
+    SEQ,
+    VOCAB,
+    build_run,
+    gpt_spec,
+    microbatch,
+    moe_spec,
+    optim_spec,
+    precision_share,
+    run_spec,
+)
 
 RECIPES = (
     "delayed", "tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4",
@@ -762,6 +772,15 @@ def test_expert_rows_are_cast_by_the_rule_of_their_name() -> None:
     assert high == {name for linear in planned if not linear.in_fp8 for name in linear.names}
     assert linear_names(range(2), MOE) == [linear.name for linear in linears_of(state.model)]
     assert trained(state, 1)
+    share, flops = precision_share(state, MODEL), gemm_flops_per_token(MODEL)
+    assert share.total_flops == flops.linear + flops.head + flops.router
+    kept = 3 * 2 * (2 / 4) * (3 * 32 * 32)  # of one expert of four, of which a token visits two
+    assert share.fp8_flops == flops.linear - kept
+    ran = state.counter.by_precision()
+    rows = [*state.model.parts.routers[0].counts.tolist()]
+    in_fp8 = flops.linear - 3 * 2 * 2 * 3 * 32 * 32  # of all linears but those of experts
+    in_fp8 = in_fp8 * 4 * SEQ + 3 * 2 * 3 * 32 * 32 * (sum(rows) - rows[2])
+    assert ran["fp8"] == in_fp8
 
 
 def test_text_is_generated_as_the_whole_text_is_read() -> None:

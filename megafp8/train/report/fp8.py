@@ -29,6 +29,7 @@ from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
+from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.train.report.accuracy import AccuracyCheck
@@ -74,12 +75,15 @@ def share_of_ranks(
     Each part of the model is on `num_replicas` ranks.
     """
     total = sum(part.total for part in parts) // num_replicas
-    head = 2 * spec.vocab_size * spec.hidden_size * len(GEMMS)
+    flops = gemm_flops_per_token(spec)
+    head, name = int(flops.head), "head"
+    if flops.router:
+        head, name = head + int(flops.router), "head and routers"
     reasons: dict[str, list[str]] = defaultdict(list)
     for part in parts:
         for why, names in part.reasons.items():
             reasons[why] += names
-    higher = [f"head ({head / max(1, total + head):.0%}; never in FP8)"]
+    higher = [f"{name} ({head / max(1, total + head):.0%}; never in FP8)"]
     higher += [f"{_names(list(dict.fromkeys(n)))} ({why})" for why, n in reasons.items()]
     fp8 = sum(part.fp8 for part in parts) // num_replicas
     return PrecisionShare(fp8, total + head, tuple(higher))
