@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from fp8_numerics.cast import amax_of, with_nans
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.triton_launch import on_device_of
+from fp8_numerics.philox import Rows
 from megafp8.errors import UserError
 from megafp8.fp8.engine import slow_parts
 from megafp8.fp8.grad_sink import ComputeGrad
@@ -329,10 +330,12 @@ class _ConvertedFunction(LinearFunction):
         bias_O: nn.Parameter | None,
         layer: Any,
         is_grad_enabled: bool,
+        rows: Rows | None = None,
     ) -> torch.Tensor:
         if layer.quantizer.state.fp8_enabled:
             input_TI = with_nans(input_TI)
-        return LinearFunction.forward(ctx, input_TI, weight_OI, bias_O, layer, is_grad_enabled)
+        params = weight_OI, bias_O
+        return LinearFunction.forward(ctx, input_TI, *params, layer, is_grad_enabled, rows)
 
     @staticmethod
     @once_differentiable

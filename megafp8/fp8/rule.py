@@ -76,21 +76,21 @@ class CastRule(Recipe):
         if need.first and rows % fill:
             filled_MN = F.pad(x_MN, (0, 0, 0, -rows % fill))
         if in_triton:
-            seen = filled_MN.shape
+            seen = filled_MN.shape[0]
             asked = (
-                self._asked(casts.last, LAST, (rows, cols), seen),
-                self._asked(casts.first, FIRST, (cols, rows), seen[::-1]),
+                self._asked(casts.last, LAST, (rows, cols), (seen, cols)),
+                self._asked(casts.first, FIRST, (cols, rows), (cols, seen)),
             )
             made = self.recipe.in_triton(
                 filled_MN.contiguous(), need, asked, packed=packed, with_sum=with_sum
             )
             if made is not None:
                 last, first = (
-                    None if x is None else self._of_kernel(x, along, seen, packed)
+                    None if x is None else self._of_kernel(x, along, filled_MN.shape, packed)
                     for x, along in ((made.last, LAST), (made.first, FIRST))
                 )
                 first = last if made.first is made.last and last is not None else first
-                if last is not None and seen[0] > rows:
+                if last is not None and seen > rows:
                     last = _first_rows(last, rows)
                 return operands_of(x_MN, last, first), made.sums
         if need.last or (need.first and casts.serves_both):
