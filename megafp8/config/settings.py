@@ -20,10 +20,23 @@ from megafp8.config.schema import all_keys, all_sections, schema_tree
 UNDECIDED = "undecided"
 """The key of a file that `megafp8 migrate` wrote, with what the user must decide."""
 
-OTHER_NAMES = dict.fromkeys(
-    ("gpus", "num_gpus", "gpus_per_node", "ngpus", "nproc_per_node"), "trainer.devices"
-)
-"""Names that no key resembles, with the key of that meaning; PyTorch Lightning's was `gpus`."""
+OTHER_NAMES = {
+    name: key
+    for key, names in {
+        "trainer.devices": ("gpus", "num_gpus", "gpus_per_node", "ngpus", "nproc_per_node"),
+        "model.num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+        "model.moe_router_topk": ("num_experts_per_tok", "top_k"),
+        "model.moe_ffn_hidden_size": ("moe_intermediate_size",),
+        "model.moe_router_score_function": ("scoring_func",),
+        "model.moe_router_topk_scaling_factor": ("routed_scaling_factor",),
+        "model.moe_aux_loss_coeff": ("router_aux_loss_coef",),
+        "model.moe_layer_freq": ("first_k_dense_replace", "decoder_sparse_step"),
+        "model.moe_shared_expert_intermediate_size": ("shared_expert_intermediate_size",),
+    }.items()
+    for name in names
+}
+"""Names that no key resembles, with the key of that meaning: PyTorch Lightning's `gpus`, and those
+of transformers' models with experts."""
 
 SEE_HELP = "--help lists all keys"
 

@@ -350,6 +350,16 @@ moe_upcycling_granularity
 """The fields about experts of Megatron-core 0.20 (d98e8a64), and its two of the command line."""
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("num_local_experts", "num_moe_experts"), ("num_experts", "num_moe_experts"),
+     ("num_experts_per_tok", "moe_router_topk"), ("router_aux_loss_coef", "moe_aux_loss_coeff"),
+     ("moe_intermediate_size", "moe_ffn_hidden_size")],
+)  # fmt: skip
+def test_names_of_transformers_lead_to_ours(theirs: str, ours: str) -> None:
+    assert the_problem(f"+model.{theirs}=8").hint == f"Did you mean model.{ours}?"
+
+
 def test_every_name_of_megatron_is_known() -> None:
     known = all_keys().keys() | nemo_keys().keys()
     assert [name for name in MEGATRON if f"model.{name}" not in known] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megafp8.config.layers import conf_dir
 from megafp8.config.load import load, load_all
 from megafp8.config.overrides import PRESET_GROUPS, preset_names
 from megafp8.specs import GPTSpec
+from megafp8.specs.parameters import num_active_parameters, num_parameters
 from tests.config.helpers import load_problems, run_spec, the_problem
 from tests.config.test_megatron_names import BRIDGES
 
@@ -61,7 +63,31 @@ def sum_of_parameters(spec: GPTSpec, vocabulary: int) -> int:
     return (vocabulary + spec.max_position_embeddings) * hidden + layers + 2 * hidden
 
 
-@pytest.mark.parametrize("model", preset_names("model", [conf_dir()]))
+def test_every_preset_of_a_model_is_counted() -> None:
+    assert {*PARAMETERS, "moe_tiny"} == {*preset_names("model", [conf_dir()])}
+
+
+def test_the_preset_with_experts() -> None:
+    spec = replace(run_spec("model=moe_tiny").model, vocab_size=GPT2_VOCABULARY)
+    width, expert = 256, 3 * 256 * 128  # no linear has a bias, and an expert has three
+    whole = [
+        GPT2_VOCABULARY * width + width + 4 * (4 * width**2 + 2 * width + 8 * width + n * expert)
+        for n in (8, 2)
+    ]
+    assert [num_parameters(spec), num_active_parameters(spec)] == whole
+
+
+@pytest.mark.parametrize("precision", preset_names("precision", [conf_dir()]))
+def test_the_preset_with_experts_in_every_precision(precision: str) -> None:
+    job = (f"precision={precision}", "model=moe_tiny", "model.num_layers=40")  # some keep many high
+    if precision.startswith("fp8_lm"):
+        keys = {problem.key for problem in load_problems(*job)}
+        assert "model.optim.fp8_opt_level" in keys
+    else:
+        assert run_spec(*job).model.moe is not None
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
 def test_model_presets(model: str) -> None:
     spec = run_spec(f"model={model}").model
     rows = next((n for name, n in VOCABULARIES.items() if model.startswith(name)), GPT2_VOCABULARY)
