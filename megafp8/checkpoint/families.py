@@ -521,11 +521,12 @@ class WithExperts(Decoder):
         assert moe is not None
         return [
             *super().notes(c),
-            f"note: router_aux_loss_coef is {coeff:g} in config.json, and model.moe_aux_loss_coeff "
-            "is the same number. The losses are others: transformers' is num_experts_per_tok times "
-            "as large and one for all layers, and here each layer adds one. "
+            f"note: router_aux_loss_coef is {coeff:g} in config.json, and model.yaml has the same "
+            "model.moe_aux_loss_coeff. The losses are others: transformers' is num_experts_per_tok "
+            "times as large and one for all layers, and here each layer adds one. "
             f"{coeff * moe.top_k / sum(moe.layers):g} would be about as strong. transformers adds "
-            "its loss only with output_router_logits, which is not read",
+            "its loss only with output_router_logits, which is not read, and fine-tuning here only "
+            "with model.moe_aux_loss_coeff of its own",
         ]
 
 

@@ -46,8 +46,8 @@ class Made(NamedTuple):
         return found.decode([*ids, *new])[len(found.decode(ids)) :]
 
 
-def make(folder: Path, kind: str) -> Made:
-    tokenizer = write_model(folder / "theirs", kind)
+def make(folder: Path, kind: str, **more: Any) -> Made:
+    tokenizer = write_model(folder / "theirs", kind, **more)
     assert import_hf.main([str(folder / "theirs"), str(folder / "ours")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "theirs")
     return Made(folder / "theirs", folder / "ours", tokenizer, model)
@@ -87,6 +87,29 @@ def test_greedy_text_is_that_of_transformers(
     # One prompt is printed while it is generated, and several are those of each alone.
     assert generate.main(run(made, "--prompt", prompts[2], "--tokens", "12")) == 0
     assert capsys.readouterr().out == f"{prompts[2]}{answers[2]['text']}\n"
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_key_value_heads": 1, "num_hidden_layers": 2},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+                  "num_key_value_heads": 1, "num_hidden_layers": 3, "mlp_only_layers": [1],
+                  "head_dim": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_continue_a_text_as_those_of_transformers(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts in one batch and alone, and a second run of the same command."""
+    made = make(tmp_path, "gpt2", family=family, **EXPERTS[family])
+    capsys.readouterr()
+    assert generate.main(run(made, *asked(PROMPTS), "--tokens", "12", "--json")) == 0
+    answers = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert answers == [made.text(prompt, made.greedy(prompt)) for prompt in PROMPTS]
+    assert len(set(answers)) == len(PROMPTS), "the model says something"
+    assert generate.main(run(made, "--prompt", PROMPTS[2], "--tokens", "12")) == 0
+    assert capsys.readouterr().out == f"{PROMPTS[2]}{answers[2]}\n"
 
 
 def test_every_end_token_of_the_model_ends_a_text(

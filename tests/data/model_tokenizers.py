@@ -243,19 +243,30 @@ def write_tokenizer(folder: Path, kind: str) -> Any:
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def write_model(folder: Path, kind: str, *, seed: int = 0, scale: float = 3.0) -> Any:
-    """Write a small Llama of random weights with such a tokenizer; return the tokenizer."""
+def write_model(
+    folder: Path,
+    kind: str,
+    *,
+    seed: int = 0,
+    scale: float = 3.0,
+    family: str = "llama",
+    **more: Any,
+) -> Any:
+    """Write a small Llama of random weights with such a tokenizer; return the tokenizer.
+
+    Another `family` with `more` keys may be asked for.
+    """
     import torch
     import transformers
 
     loaded = write_tokenizer(folder, kind)
     torch.manual_seed(seed)
-    shape = transformers.LlamaConfig(
-        vocab_size=len(loaded), hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+    shape = transformers.AutoConfig.for_model(
+        family, vocab_size=len(loaded), hidden_size=32, intermediate_size=64,
         num_attention_heads=2, max_position_embeddings=256, bos_token_id=loaded.bos_token_id,
-        eos_token_id=loaded.eos_token_id, pad_token_id=None,
+        eos_token_id=loaded.eos_token_id, pad_token_id=None, **{"num_hidden_layers": 1, **more},
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(shape)
+    model = transformers.AutoModelForCausalLM.from_config(shape)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(scale)  # the most likely token is far from the next one

@@ -253,12 +253,16 @@ def test_a_killed_run_continues_bit_for_bit(tuning: Finetuning) -> None:
     assert refused.code == 2 and "trained on other data" in refused.output
 
 
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [("llama", {}), ("mixtral", {"num_local_experts": 4, "num_key_value_heads": 1})],
+)
 def test_a_chat_from_an_import_to_transformers(
-    tuning: Finetuning, capsys: pytest.CaptureFixture[str]
+    family: str, more: dict[str, Any], tuning: Finetuning, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Both sides make the same tokens of a conversation, learn them, and answer the same."""
     theirs = tuning.cwd / "theirs"
-    source = write_model(theirs, "qwen2", scale=1.0)
+    source = write_model(theirs, "qwen2", scale=1.0, family=family, **more)
     assert import_hf.main([str(theirs), str(tuning.cwd / "ours")]) == 0
     talks = [
         [{"role": "user", "content": f"def f{n}(x)?"},
