@@ -28,7 +28,7 @@ from megafp8.train.validate import evaluate
 from tests.fp8.kernels import rank_chains
 from tests.fp8.kernels.test_engine import hopper, run_with
 from tests.ranks import run_ranks
-from tests.tiny import build_run, gpt_spec, microbatch
+from tests.tiny import build_run, gpt_spec, microbatch, moe_spec
 
 pytest.importorskip("triton")
 pytestmark = [
@@ -41,6 +41,9 @@ pytestmark = [
 DELAYED = Fp8Recipe(amax_history_len=3)
 GATED = gpt_spec(
     num_layers=1, activation="swiglu", normalization="rmsnorm", position_embedding_type="rope"
+)
+EXPERTS = dataclasses.replace(
+    GATED, bias=False, moe=moe_spec(layers=(True,), shared_ffn_hidden_size=32)
 )
 LINEARS = ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")
 
@@ -174,8 +177,16 @@ def test_what_is_cast_is_the_norm() -> None:
             dataclasses.replace(DELAYED, high_precision_gemms=frozenset({"grad_weight"})),
             (),
         ),
+        (EXPERTS, DELAYED, ("qkv",)),
     ],
-    ids=["tensorwise", "no kernel", "dropout between", "no norm before", "a product in BF16"],
+    ids=[
+        "tensorwise",
+        "no kernel",
+        "dropout between",
+        "no norm before",
+        "a product in BF16",
+        "a router after the norm",
+    ],
 )
 def test_what_cannot_be_fused_is_not(
     model: GPTSpec, fp8: Fp8Recipe, fused: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -199,6 +210,22 @@ def test_tensor_parallel_ranks_run_chains(sequence_parallel: bool) -> None:
         assert losses == ranks[0]["chains"][0]
         for mine, theirs in zip(grads, their_grads, strict=True):
             assert (mine - theirs).norm() <= 0.04 * theirs.norm()
+
+
+def test_experts_are_those_of_the_ordinary_path() -> None:
+    """Loss and gradients, also of an expert without tokens."""
+    losses, grads = [], []
+    moe = moe_spec(layers=(True,), has_expert_bias=True, score_function="sigmoid")
+    for engine in (hopper(), EMULATED):
+        state = state_of(engine, model=dataclasses.replace(EXPERTS, moe=moe))
+        (router,) = state.model.parts.routers
+        router.bias.copy_(torch.tensor([9.0, 0, 0, -9]))
+        losses.append(forward_backward(state, [microbatch(0)])[0].item())
+        assert router.counts[3] == 0
+        grads.append([grad.clone() for grad in state.masters.grads])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-4)
+    for mine, theirs in zip(*grads, strict=True):
+        assert (mine - theirs).norm() <= 0.04 * theirs.norm()
 
 
 def test_hooks_see_every_module(monkeypatch: pytest.MonkeyPatch) -> None:
