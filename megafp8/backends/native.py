@@ -29,7 +29,6 @@ from megafp8.optim.fp8_weights import Fp8Weights, OwnFp8Weights
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.parts import NativeParts, PartsArgs, linears_of
 from megafp8.specs import Fp8Recipe, RunSpec
-from megafp8.specs.layer import model_linears
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
 from megafp8.specs.traits import GemmName
@@ -112,11 +111,7 @@ class NativeBackend(Backend):
 
     def planned(self, model: nn.Module) -> Iterable[PlannedGemms]:
         assert self.spec.precision.fp8 is not None
-        tp, listed = self.spec.parallel.tp, model_linears(self.spec.model)
-        # A token visits a few experts, each of them on the rank that has the token.
-        visits = {n: x.visits / tp for x in listed if x.is_expert for n in x.names}
-        for linear in planned_of(model, self.spec.precision.fp8):
-            yield linear._replace(flops=int(linear.flops * visits.get(linear.name, 1)))
+        return planned_of(model, self.spec.precision.fp8)
 
     def fp8_flops(self, counter: GemmCounter) -> dict[str, int]:
         return {f"native {kind}": flops for kind, flops in counter.fp8_backends.items()}

@@ -692,10 +692,13 @@ def test_a_step_counts_and_moves_the_bias_once_and_an_evaluation_does_not() -> N
     assert expected.abs().max() > 0.001
 
 
-def test_recomputation_counts_once() -> None:
+@pytest.mark.parametrize("recipe", [None, "delayed", "nvfp4"])
+def test_recomputation_counts_once(recipe: str | None) -> None:
+    """And computes the same bits, in casts that draw too."""
+    fp8 = None if recipe is None else Fp8Recipe(name=recipe)  # type: ignore[arg-type]
     again = RecomputeSpec(granularity="full", method="uniform", num_layers=1)
     plain, recomputed = (
-        build_run(model=replace(MODEL, recompute=recompute)) for recompute in (None, again)
+        build_run(model=replace(MODEL, recompute=recompute), fp8=fp8) for recompute in (None, again)
     )
     for state in (plain, recomputed):
         trained(state, 3)
