@@ -29,7 +29,9 @@ from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
 from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.probe import values
 from megafp8.fp8.quantizer import SavedForm
+from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import ScalingState
+from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.fp8.weights import StoredFp8
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipes import RECIPES
@@ -567,6 +569,25 @@ def test_a_microbatch_without_rows_adds_nothing_and_casts_the_weight(
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs) and bool(ours.any()) == any(rows)
     assert seen[0].count("linear.weight") == (0 if stored else 1)
+
+
+@pytest.mark.parametrize("sums_in_fp32", [False, True])
+def test_a_microbatch_without_rows_leaves_a_sum_in_low_precision_as_it_is(
+    sums_in_fp32: bool,
+) -> None:
+    sums = []
+    for rows in ((33, 0), (33,)):
+        layer = make(noise(48, 64, seed=1, dtype=torch.bfloat16), None, recipe_of("rowwise"))
+        total = ScaledTensor.zeros((48, 64), STORAGE_FORMATS["fp8"])
+        layer.linear.sink = sink = MainGradSink()
+        sink.attach_scaled([(layer.linear.weight, total)], sums_in_fp32=sums_in_fp32)
+        sink.begin_step()
+        for number in rows:
+            grad = noise(number, 48, seed=3, dtype=torch.bfloat16)
+            layer.linear(noise(number, 64, seed=2, dtype=torch.bfloat16)).backward(grad)
+        sink.end_step()
+        sums.append(total.values())
+    assert torch.equal(*sums) and sums[0].any()
 
 
 def test_histories_of_an_expert_without_rows_follow_the_specification() -> None:

@@ -334,6 +334,25 @@ def test_kernels_fill_the_last_tokens_of_fp4_with_zeros(
         assert ((ours - theirs).abs() <= slack + 2.0**-7 * theirs.abs()).all()
 
 
+@recipes
+@pytest.mark.parametrize("engine", [HOPPER_ITSELF, hopper()], ids=["casts", "casts and products"])
+def test_a_linear_without_rows_gets_zeros_on_tensor_cores(name: RecipeName, engine: Engine) -> None:
+    linear, state = make(recipe_of(name), engine, noise(32, 48, seed=1), noise(32, seed=2))
+    sink, params = MainGradSink(), list(linear.parameters())
+    linear.sink, totals = sink, [torch.full(param.shape, torch.nan) for param in params]
+    sink.attach(zip(params, totals, strict=True))
+    sink.begin_step()
+    state.begin_microbatch(0)
+    x = torch.empty(0, 48, requires_grad=True)
+    out = linear(x)
+    out.backward(torch.empty(0, 32))
+    state.end_forward()
+    state.end_backward()
+    assert out.shape == (0, 32) and x.grad is not None and x.grad.shape == (0, 48)
+    assert all(bool((total == 0).all()) for total in totals)
+    assert state.forward.num_updates.tolist() == ([0, 1] if name == "delayed" else [])
+
+
 def assert_same_numbers(ours: Fp8Tensor, theirs: Fp8Tensor, rows: int) -> None:
     """The same values in the first rows, and zeros after them."""
     ours64, theirs64 = values(ours), values(theirs)
