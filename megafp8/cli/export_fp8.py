@@ -131,11 +131,6 @@ class Fp8Export:
                 f"E4M3 with {SCALES[self.fmt.scales]}, cast from the FP32 masters. They have "
                 "other rounding errors than the run had"
             )
-        if self.inputs is not None and self.spec.moe is not None:
-            yield (
-                "note: each expert's linear has an input scale of its own. vLLM takes the largest "
-                "of a layer's experts"
-            )
         odd = partial_blocks(self.spec, self.fmt.kept) if self.fmt.scales == "block" else []
         if odd:
             yield (
@@ -198,7 +193,13 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     values = recorded_values(reader)
     kept = linears_in_bf16(spec, values)
     check_can_be_fp8(spec, kept, family)
-    known = has_histories(reader, values)
+    if asked.inputs == "static" and spec.moe is not None:
+        raise RunError(
+            "--fp8-inputs static: the model has experts. A run multiplies the input of an expert's "
+            "second linear by the router's weight, and servers multiply its output: their inputs "
+            "are larger than those of the run's histories. Give --fp8-inputs dynamic"
+        )
+    known = has_histories(reader, values) and spec.moe is None
     if asked.inputs == "static" and not known:
         recipe = values["model.fp8_recipe"] if values["model.fp8"] else "none, without FP8"
         raise RunError(

@@ -23,7 +23,7 @@ from megafp8.errors import CheckpointError
 from megafp8.runs.run_data import open_data
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.layer import layer_spec
+from megafp8.specs.layer import layer_spec, model_linears
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
 
 _HISTORIES = "scaling/forward/history/"
@@ -119,7 +119,7 @@ def recorded_inputs(
     """
     margin, stored = int(values["model.fp8_margin"]), frozenset(reader.names())
     scales, updates = {}, []
-    for linear in single_linears(spec):
+    for linear in model_linears(spec):
         if linear.name in kept:
             continue
         rows = _Rows(reader, stored, linear.name)

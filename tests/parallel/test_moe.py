@@ -317,7 +317,7 @@ FAULTS: dict[str, tuple[ParallelSpec, str, Callable[..., Any], str]] = {
 def with_fault(name: str) -> Case:
     parallel, target, wrong, _ = FAULTS[name]
     model = AGAIN if "microbatch" in name or "recomputed" in name else MODEL
-    return case_of(parallel=parallel, model=model, fault=Fault(target, wrong))
+    return case_of(parallel=parallel, model=model, faults=(Fault(target, wrong),))
 
 
 @pytest.fixture(scope="module")
@@ -438,10 +438,11 @@ def not_reduced(right: Callable[..., Any], table: ScaleTable, start: object) -> 
 
 IN_FP8_FAULTS = {
     "a scale of another expert": in_fp8(
-        parallel=SP, fault=Fault("megafp8.fp8.scaling.ScaleTable.register", of_another_expert, 1)
+        parallel=SP,
+        faults=(Fault("megafp8.fp8.scaling.ScaleTable.register", of_another_expert, 1),),
     ),
     "amaxes of this rank alone": in_fp8(
-        parallel=SP, fault=Fault("megafp8.fp8.scaling.ScaleTable.update", not_reduced)
+        parallel=SP, faults=(Fault("megafp8.fp8.scaling.ScaleTable.update", not_reduced),)
     ),
 }
 
@@ -471,7 +472,7 @@ def experts_of(case: Case, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 def test_parts_of_an_expert_are_stored_by_the_amax_of_the_whole() -> None:
     fault = Fault("megafp8.optim.fp8_weights.largest_of_parts", of_own_part)
-    both = {"right": CURRENT, "wrong": replace(CURRENT, fault=fault)}
+    both = {"right": CURRENT, "wrong": replace(CURRENT, faults=(fault,))}
     ranks, whole = on_ranks(experts_of, both, 2), alone(experts_of, {"": CURRENT})[""]
     for rank in ranks["right"]:
         assert_same(rank, whole)
