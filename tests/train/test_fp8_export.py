@@ -126,7 +126,7 @@ def test_a_run_with_experts_is_exported_and_its_histories_are_not_those_of_serve
     reader = Reader(place.checkpoint(4))
     words = [str(place.dir()), str(tmp_path / "out"), "--dtype", "fp8"]
     assert export.main([*words, "--fp8-inputs", "static"]) == 2
-    assert "--fp8-inputs static: this model has experts" in capsys.readouterr().err
+    assert "--fp8-inputs static: the model has experts" in capsys.readouterr().err
     assert export.main(words) == 0
     shown = capsys.readouterr().out
     assert "routers, and 8 linears that" in shown and "experts of one layer with such" in shown
