@@ -128,6 +128,11 @@ class GPTSpec:
         return self.window_size[0] if has_window else None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return self.moe is not None and any(self.moe.layers)
+
+    @property
     def is_gated(self) -> bool:
         """Whether the activation multiplies two linears: activation(gate) * up."""
         return self.activation in GATED

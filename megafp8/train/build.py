@@ -52,7 +52,7 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
     """
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
     check_experts(spec)
-    if spec.model.moe is not None:
+    if spec.model.has_experts:
         mesh = mesh.with_experts()
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     counter = GemmCounter()
@@ -96,19 +96,21 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
 
 def check_experts(spec: RunSpec) -> None:
     """Raise `ConfigError` if the model has experts, and a setting does not work with them yet."""
-    model, optim, world_size = spec.model, spec.optim, spec.parallel.world_size
+    model, optim, parallel = spec.model, spec.optim, spec.parallel
     backend, block, storage = spec.precision.backend, model.transformer_block_type, optim.storage
-    if model.moe is None or not any(model.moe.layers):
+    if not model.has_experts:
         return
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        reason = "each tensor-parallel rank routes tokens of its own to experts"
+        raise ConfigError("model.sequence_parallel", False, reason, "Set it to True")
     refused: dict[str, tuple[object, bool]] = {
-        "trainer.devices": (world_size, world_size > 1),
         "model.fp8_backend": (backend, backend != "native"),
         "model.transformer_block_type": (block, block != "pre_ln"),
         "model.bias": (model.bias, model.bias),
         "model.ffn_dropout": (model.ffn_dropout, model.ffn_dropout > 0),
         "model.compile": (spec.train.compile, spec.train.compile != "off"),
         "model.enable_cuda_graph": (True, spec.train.cuda_graph),
-        "model.fsdp": (True, spec.parallel.fsdp is not None),
+        "model.fsdp": (True, parallel.fsdp is not None),
         "model.optim.name": (optim.name, optim.needs_whole),
         "model.optim.main_grads_dtype": (storage.main_grads, not storage.is_plain),
     }
@@ -120,7 +122,7 @@ def check_experts(spec: RunSpec) -> None:
 
 def start_only(spec: RunSpec, mesh: Mesh) -> Backend:
     """Make what `build` makes before its optimizer, as a dry run counts it; return the backend."""
-    if spec.model.moe is not None:
+    if spec.model.has_experts:
         mesh = mesh.with_experts()
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
     backend = choose.make_backend(spec, mesh, streams, make_sinks(spec, mesh).outer, GemmCounter())

@@ -140,8 +140,9 @@ def counts_of_experts(state: TrainState) -> torch.Tensor:
     FP64 has whole numbers exactly, in whatever order they are added. A model without experts has
     [0, 0].
     """
-    moe = state.model.spec.moe
-    shape = (0, 0) if moe is None else (len(moe.layers), moe.num_experts)
+    model, shape = state.model.spec, (0, 0)
+    if model.moe is not None and model.has_experts:
+        shape = len(model.moe.layers), model.moe.num_experts
     counts_LE = torch.zeros(shape, dtype=torch.float64, device=state.mesh.device)
     for router in state.model.parts.routers:
         counts_LE[router.layer] = router.counts

@@ -879,7 +879,9 @@ def test_the_plan_is_what_a_build_holds(fp8: Fp8Recipe | None, shared: int | Non
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
-    "trainer.devices=2": lambda s: replace(s, parallel=ParallelSpec(devices_per_node=2)),
+    "model.sequence_parallel=False": lambda s: replace(
+        s, parallel=ParallelSpec(devices_per_node=2, tp=2)
+    ),
     "model.fp8_backend=te": lambda s: replace(s, precision=replace(s.precision, backend="te")),
     "model.fp8_backend=torchao": lambda s: replace(
         s, precision=replace(s.precision, backend="torchao")
