@@ -14,7 +14,6 @@ from fp8_numerics.dtypes import DTYPES
 from fp8_numerics.gemm import GemmCounter
 from megafp8.backends import choose
 from megafp8.backends.protocol import Backend
-from megafp8.errors import ConfigError
 from megafp8.fp8.grad_sink import DeferringSink, GradSink, MainGradSink
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
@@ -45,13 +44,8 @@ if TYPE_CHECKING:
 
 
 def build(spec: RunSpec, mesh: Mesh) -> TrainState:
-    """Return the state of step 0. `spec.model.vocab_size` must be known.
-
-    Raises:
-        ConfigError: The model has experts, and a setting does not work with them yet.
-    """
+    """Return the state of step 0. `spec.model.vocab_size` must be known."""
     assert spec.model.vocab_size > 0, "the tokenizer decides the vocabulary first"
-    check_experts(spec)
     if spec.model.has_experts:
         mesh = mesh.with_experts()
     streams = RandomStreams(spec.train.seed, mesh.tp.rank, mesh.cp.rank)
@@ -92,32 +86,6 @@ def build(spec: RunSpec, mesh: Mesh) -> TrainState:
         graphs=graphs,
         phases=spec.precision.schedule,
     )
-
-
-def check_experts(spec: RunSpec) -> None:
-    """Raise `ConfigError` if the model has experts, and a setting does not work with them yet."""
-    model, optim, parallel = spec.model, spec.optim, spec.parallel
-    backend, block, storage = spec.precision.backend, model.transformer_block_type, optim.storage
-    if not model.has_experts:
-        return
-    if parallel.tp > 1 and not parallel.sequence_parallel:
-        reason = "each tensor-parallel rank routes tokens of its own to experts"
-        raise ConfigError("model.sequence_parallel", False, reason, "Set it to True")
-    refused: dict[str, tuple[object, bool]] = {
-        "model.fp8_backend": (backend, backend != "native"),
-        "model.transformer_block_type": (block, block != "pre_ln"),
-        "model.bias": (model.bias, model.bias),
-        "model.ffn_dropout": (model.ffn_dropout, model.ffn_dropout > 0),
-        "model.compile": (spec.train.compile, spec.train.compile != "off"),
-        "model.enable_cuda_graph": (True, spec.train.cuda_graph),
-        "model.fsdp": (True, parallel.fsdp is not None),
-        "model.optim.name": (optim.name, optim.needs_whole),
-        "model.optim.main_grads_dtype": (storage.main_grads, not storage.is_plain),
-    }
-    for key, (value, is_refused) in refused.items():
-        if is_refused:
-            hint = "Leave it out, or train a model without experts (model.num_moe_experts)"
-            raise ConfigError(key, value, "models with experts do not support it yet", hint)
 
 
 def start_only(spec: RunSpec, mesh: Mesh) -> Backend:

@@ -34,7 +34,7 @@ from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.shape import rank_shape
 from megafp8.plan.time import step_time
-from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, MoESpec, ParallelSpec, StorageSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, MoESpec, ParallelSpec
 from megafp8.specs import layer as layer_module
 from megafp8.specs.layer import Mlp, layer_spec, linear_names
 from megafp8.specs.model import RecomputeSpec
@@ -876,40 +876,6 @@ def test_the_plan_is_what_a_build_holds(fp8: Fp8Recipe | None, shared: int | Non
     assert planned.step.microbatch == pytest.approx(real.step.microbatch, rel=0.03)
     with pytest.raises(ConfigError, match=r"model\.num_moe_experts=8: .*not predicted"):
         step_time(spec, None)  # type: ignore[arg-type]
-
-
-REFUSED: dict[str, Callable[[Any], Any]] = {
-    "model.sequence_parallel=False": lambda s: replace(
-        s, parallel=ParallelSpec(devices_per_node=2, tp=2)
-    ),
-    "model.fp8_backend=te": lambda s: replace(s, precision=replace(s.precision, backend="te")),
-    "model.fp8_backend=torchao": lambda s: replace(
-        s, precision=replace(s.precision, backend="torchao")
-    ),
-    "model.transformer_block_type=post_ln": lambda s: replace(
-        s, model=replace(s.model, transformer_block_type="post_ln")
-    ),
-    "model.bias=True": lambda s: replace(s, model=replace(s.model, bias=True)),
-    "model.ffn_dropout=0.1": lambda s: replace(s, model=replace(s.model, ffn_dropout=0.1)),
-    "model.compile=block": lambda s: replace(s, train=replace(s.train, compile="block")),
-    "model.enable_cuda_graph=True": lambda s: replace(s, train=replace(s.train, cuda_graph=True)),
-    "model.fsdp=True": lambda s: replace(
-        s, parallel=ParallelSpec(devices_per_node=1, fsdp=FsdpSpec())
-    ),
-    "model.optim.name=muon": lambda s: replace(s, optim=optim_spec(name="muon")),
-    "model.optim.main_grads_dtype=fp8": lambda s: replace(
-        s, optim=optim_spec(storage=StorageSpec(main_grads="fp8"))
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("setting", REFUSED)
-def test_a_setting_that_experts_do_not_have_yet_is_refused(setting: str) -> None:
-    spec = REFUSED[setting](run_spec(model=MODEL))
-    key, _, value = setting.partition("=")
-    with pytest.raises(ConfigError) as refused:
-        build(spec, build_run().mesh)
-    assert str(refused.value).startswith(f"{key}={value}: ")
 
 
 def test_a_model_without_experts_has_nothing_of_them() -> None:
