@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megafp8.fp8 import rows
 from tests.fp8 import rank_work
 from tests.fp8.models import mlp
 from tests.fp8.rank_work import batch
@@ -73,6 +74,12 @@ def test_ranks_whose_scales_have_other_rows_do_not_train() -> None:
             for text in texts:
                 assert FOUND[label] in text, label
         assert refused.keys() == FOUND.keys()
+
+
+def test_a_message_names_eight_ranks_that_differ_and_counts_the_others() -> None:
+    row, ranks = (*"abaaaaaaaaa", None), list(range(2, 14))
+    assert rows._ranks(row, "b", ranks) == "rank 3"
+    assert rows._ranks(row, "a", ranks) == "ranks 2, 4, 5, 6, 7, 8, 9, 10, 2 more"
 
 
 def test_a_row_has_the_amax_of_the_rank_that_casts_its_tensor() -> None:

@@ -5,19 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from megafp8.errors import RunError
-from megafp8.parallel.agreement import first_known, from_main, gather, on_all, on_main
+from megafp8.parallel.agreement import (
+    agree,
+    agree_on_parameters,
+    first_known,
+    from_main,
+    gather,
+    on_all,
+    on_main,
+)
 from megafp8.parallel.mesh import join
 from megafp8.specs import ParallelSpec
+from megafp8.specs.geometry import Piece
 from tests.kit.cases import Case
 from tests.kit.runs import each_case
 from tests.parallel.rank_work import run_case
 from tests.ranks import Rank
 
 
-def agree(rank: Rank) -> None:
+def agree_on_values(rank: Rank) -> None:
     """Exchange values of different lengths, and an error."""
     mesh = join(ParallelSpec(devices_per_node=rank.size))
     own = {"rank": rank.index, "path": Path("x" * (1 + 1000 * rank.index))}
@@ -30,12 +42,30 @@ def agree(rank: Rank) -> None:
         raise RunError(f"rank {rank.index}")
 
     for act in (on_main, on_all):
-        try:
+        with pytest.raises(RunError) as raised:
             act(mesh, fails)
-        except RunError as error:
-            assert str(error) == "rank 0" and error.is_shared
-        else:
-            raise AssertionError("no error")
+        assert str(raised.value) == "rank 0" and raised.value.is_shared
+    assert agree(mesh, rank.index == 1, False) == [True, False]
+
+
+def name_the_cause(rank: Rank) -> None:
+    """Of two errors that of the rank which did not merely miss a folder."""
+    mesh = join(ParallelSpec(devices_per_node=rank.size))
+
+    def fails() -> None:
+        raise RunError(("folder: ENOENT", "the disk is full")[rank.index])
+
+    with pytest.raises(RunError, match="the disk is full"):
+        on_all(mesh, fails)
+
+
+def hold_other_parts(rank: Rank) -> None:
+    """Replicas with other parts of one parameter do not sum its gradients."""
+    mesh = join(ParallelSpec(devices_per_node=rank.size))
+    param: Any = nn.Parameter(torch.zeros(2))
+    param.pieces = (Piece("weight", (4,), (2 * rank.index,), (slice(0, 2),)),)
+    with pytest.raises(RunError, match=r"weight \(0,\) on rank 0 and weight \(2,\) on rank 1"):
+        agree_on_parameters(mesh, [param])
 
 
 def without_pickles(rank: Rank, cases: dict[str, Case]) -> None:

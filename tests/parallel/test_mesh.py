@@ -66,18 +66,21 @@ def test_layers_of_stages() -> None:
     ("spec", "of_amaxes"),
     [
         (ParallelSpec(devices_per_node=4, pp=2), {"tp", "cp", "dp"}),
+        (ParallelSpec(devices_per_node=4, pp=4), {"tp", "cp", "dp"}),
         (ParallelSpec(devices_per_node=4, cp=2, tp_only_amax_red=True), {"tp", "cp"}),
     ],
-    ids=["pp 2", "cp 2, own amaxes of replicas"],
+    ids=["pp 2", "pp 4", "cp 2, own amaxes of replicas"],
 )
 def test_the_groups_are_made_of_these_ranks(spec: ParallelSpec, of_amaxes: set[str]) -> None:
-    """Each rank's own number is summed over each axis; two replicas."""
-    sizes = {"tp": 1, "cp": spec.cp, "dp": 2, "pp": spec.pp}
+    """Each rank's own number is summed over each axis; two replicas, or one of four stages."""
+    sizes = {"tp": 1, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
     spans = {axis: {axis} for axis in AXES}
     spans |= {"data": {"cp", "dp"}, "stage": {"tp", "cp", "dp"}, "amax": of_amaxes}
     for rank, found in enumerate(run_ranks(rank_work.members, 4, {"spec": spec})):
         for name, span in spans.items():
             group = next(g for g in groups_along(sizes, span) if rank in g)
             assert found[name] == (len(group), group.index(rank), group), name
-        assert found["ends"] == found["pp"], "two stages or one: all are ends"
+        stages = found["pp"][2]
+        ends = sorted({stages[0], stages[-1]}) if rank in (stages[0], stages[-1]) else [rank]
+        assert found["ends"] == (len(ends), ends.index(rank), ends)
         assert found["world"] == (4, rank, [0, 1, 2, 3])

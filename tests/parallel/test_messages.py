@@ -110,8 +110,9 @@ def test_other_messages_are_refused(content: bytes) -> None:
         from_bytes(content)
 
 
-def test_two_ranks_agree() -> None:
-    run_ranks(rank_messages.agree, 2)
+@pytest.mark.parametrize("work", ["agree_on_values", "name_the_cause", "hold_other_parts"])
+def test_two_ranks_agree(work: str) -> None:
+    run_ranks(getattr(rank_messages, work), 2)
 
 
 SMALL = gpt_spec(num_layers=2)
