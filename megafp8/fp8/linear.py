@@ -153,9 +153,7 @@ class Linear(nn.Module):
             stored_compute_dtype=stored_compute_dtype,
             is_gathered=is_gathered,
         )
-        self.visits = Fraction(
-            1
-        )  # of a microbatch's tokens, those that the linear has on this rank
+        self.visits = Fraction(1)  # the part of a microbatch's tokens that it has on this rank
         # The operation that stands for this linear in a compiled layer: [T, I] -> [T', O].
         self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None
 

@@ -37,7 +37,7 @@ from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult
 from tests.checkpoint.test_layouts import same_tensors
 from tests.kit.cases import Case
-from tests.kit.faults import Fault, nothing, times, twice
+from tests.kit.faults import Fault, nothing, times, twice, unchanged
 from tests.kit.runs import alone, on_ranks, train
 from tests.kit.tensors import (
     Piece,
@@ -51,8 +51,10 @@ from tests.kit.tensors import (
     tables,
     weights,
 )
+from tests.parallel import matrix
 from tests.parallel.matrix import INTERLEAVED, ZERO, ZERO_BUBBLE
 from tests.parallel.rank_work import watch
+from tests.parallel.test_pipeline import SCHEDULES
 from tests.parallel.test_tensor_parallel import assert_same_tables
 from tests.tiny import SEQ, gpt_spec, optim_spec
 
@@ -82,7 +84,7 @@ MODEL = gpt_spec(
 )
 AGAIN = replace(MODEL, recompute=RecomputeSpec(granularity="full", method="uniform", num_layers=1))
 BY_SEQUENCE = replace(MODEL, moe=replace(MOE, router_loss="seq_aux_loss"))
-STEPS = 3
+STEPS = 2
 
 
 def case_of(**changes: Any) -> Case:
@@ -95,24 +97,46 @@ SP, CP, PP = (
     ParallelSpec(tp=2, sequence_parallel=True), ParallelSpec(cp=2), ParallelSpec(pp=2),
 )  # fmt: skip
 SHARDED = replace(case_of().optim, name=ZERO.name)
-TWO = {
-    "dp 2": case_of(),
-    "dp 2, ZeRO-1": case_of(optim=SHARDED),
-    "tp 2": case_of(parallel=SP),
-    "tp 2, ZeRO-1": case_of(parallel=SP, optim=SHARDED),
-    "cp 2": case_of(parallel=CP),
-    "pp 2": case_of(parallel=PP),
-    "pp 2, zero bubble, recomputed": case_of(
-        model=AGAIN, parallel=replace(PP, pipeline=ZERO_BUBBLE)
-    ),
-    "tp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=SP),
-    "cp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=CP),
+Cases = dict[int, dict[str, Case]]  # by the number of ranks
+QUICK: Cases = {
+    2: {
+        "dp 2": case_of(),
+        "tp 2, ZeRO-1": case_of(parallel=SP, optim=SHARDED),
+        "cp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=CP),
+        "pp 2, zero bubble, recomputed": case_of(
+            model=AGAIN, parallel=replace(PP, pipeline=ZERO_BUBBLE)
+        ),
+    },
+    4: {"tp 2 x dp 2, ZeRO-1": case_of(parallel=SP, optim=SHARDED)},
 }
-FOUR = {
-    "tp 2 x dp 2, ZeRO-1": case_of(parallel=SP, optim=SHARDED),
-    "tp 2 x cp 2": case_of(parallel=replace(SP, cp=2)),
-    "tp 2 x pp 2, interleaved": case_of(parallel=replace(SP, pp=2, pipeline=INTERLEAVED)),
+SLOW: Cases = {
+    2: {
+        "dp 2, ZeRO-1": case_of(optim=SHARDED),
+        "tp 2": case_of(parallel=SP),
+        "tp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=SP),
+        "cp 2": case_of(parallel=CP),
+        **{
+            f"pp 2, {name}": case_of(parallel=replace(PP, pipeline=schedule))
+            for name, schedule in SCHEDULES.items()
+        },
+    },
+    4: {
+        "tp 2 x cp 2, by sequence": case_of(model=BY_SEQUENCE, parallel=replace(SP, cp=2)),
+        "tp 2 x pp 2, interleaved": case_of(parallel=replace(SP, pp=2, pipeline=INTERLEAVED)),
+        "cp 2 x dp 2, ZeRO-1": case_of(parallel=CP, optim=SHARDED),
+        "dp 2 x pp 2, ZeRO-1": case_of(parallel=PP, optim=SHARDED),
+    },
+    8: {"tp 2 x cp 2 x pp 2": case_of(parallel=replace(SP, cp=2, pp=2))},
 }
+
+
+def named(*groups: Cases) -> dict[str, Case]:
+    each = (cases.items() for group in groups for cases in group.values())
+    return dict(pair for items in each for pair in items)
+
+
+def params(quick: Cases, slow: Cases) -> list[Any]:
+    return [*named(quick), *(pytest.param(name, marks=pytest.mark.slow) for name in named(slow))]
 
 
 @dataclass
@@ -163,11 +187,26 @@ def of_layers(state: TrainState, name: str) -> dict[int, torch.Tensor]:
 
 
 Found = dict[str, list[Seen]]
+Ranks = Callable[[str], list[Seen]]
+
+
+def runs_of(*groups: Cases) -> Ranks:
+    """Return what finds the ranks of a name; the cases of a group run together, when needed."""
+    found: Found = {}
+
+    def ranks(name: str) -> list[Seen]:
+        if name not in found:
+            (group,) = (group for group in groups if name in named(group))
+            for size, cases in group.items():
+                found.update(on_ranks(seen, cases, size))
+        return found[name]
+
+    return ranks
 
 
 @pytest.fixture(scope="module")
-def found() -> Found:
-    return on_ranks(seen, TWO, 2) | on_ranks(seen, FOUR, 4)
+def found() -> Ranks:
+    return runs_of(QUICK, SLOW)
 
 
 @pytest.fixture(scope="module")
@@ -225,24 +264,20 @@ def check_counts(ranks: list[Seen], whole: Seen) -> None:
                 assert torch.equal(rank.biases[step][layer], bias), "biases"
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
+@pytest.mark.parametrize("name", params(QUICK, SLOW))
 def test_a_layout_trains_as_one_process(
-    name: str, found: Found, one: Callable[[Case], Seen]
+    name: str, found: Ranks, one: Callable[[Case], Seen]
 ) -> None:
-    whole, case = one((TWO | FOUR)[name]), (TWO | FOUR)[name]
-    check_training(found[name], whole)
-    check_counts(found[name], whole)
+    case = named(QUICK, SLOW)[name]
+    whole, ranks = one(case), found(name)
+    check_training(ranks, whole)
+    check_counts(ranks, whole)
     assert case.model.moe is not None
     assert whole.results[0].added.keys() == {case.model.moe.router_loss, "z_loss"}
     tokens = case.num_microbatches * case.batch * SEQ * MOE.top_k
     assert {counts.sum().item() for counts in whole.counts[-1].values()} == {tokens}
     assert min(whole.norms) > 0.5, "the gradients are clipped"
     assert all(bias.any() for bias in whole.biases[-1].values())
-
-
-def own(right: Callable[..., Any], *args: Any) -> Any:
-    """Return a tensor of this rank's, which ranks should have summed."""
-    return args[-1]
 
 
 def without_group(right: Callable[..., Any], *args: Any) -> Any:
@@ -286,7 +321,7 @@ def recorded_again(
 
 ADDED = "megafp8.models.added_loss.AddedLosses"
 FAULTS: dict[str, tuple[ParallelSpec, str, Callable[..., Any], str]] = {
-    "counts of this rank alone": (SP, "megafp8.parallel.parts._sum_over", own, "^gradients"),
+    "counts of this rank alone": (SP, "megafp8.parallel.parts._sum_over", unchanged, "^gradients"),
     "a step's counts of a rank": (SP, "megafp8.train.step.take_counts", nothing, "^counts"),
     "the norm without the group": (
         SP, "megafp8.optim.clipping._squares", without_group, "^norms",
@@ -344,15 +379,19 @@ def in_fp8(recipe: Fp8Recipe = FP8, **changes: Any) -> Case:
     return case_of(fp8=recipe, model=replace(MODEL, moe=SPARSE), **changes)
 
 
-IN_FP8 = {
-    "dp 2": in_fp8(),
-    "tp 2": in_fp8(parallel=SP),
-    "cp 2": in_fp8(parallel=CP),
-    "pp 2": in_fp8(parallel=PP),
-    "tp 2, weights in FP8": in_fp8(STORED, parallel=SP),
-    "tp 2, weights in FP8, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED),
+QUICK_IN_FP8: Cases = {
+    2: {"tp 2": in_fp8(parallel=SP)},
+    4: {"tp 2 x dp 2, weights in FP8, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED)},
 }
-ON_FOUR = {"tp 2 x dp 2, weights in FP8, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED)}
+SLOW_IN_FP8: Cases = {
+    2: {
+        "dp 2": in_fp8(),
+        "cp 2": in_fp8(parallel=CP),
+        "pp 2": in_fp8(parallel=PP),
+        "tp 2, weights in FP8": in_fp8(STORED, parallel=SP),
+        "tp 2, weights in FP8, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED),
+    }
+}
 
 
 def replicas(name: str) -> int:
@@ -360,8 +399,8 @@ def replicas(name: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def in_delayed() -> Found:
-    return on_ranks(seen, IN_FP8 | IN_FP8_FAULTS, 2) | on_ranks(seen, ON_FOUR, 4)
+def in_delayed() -> Ranks:
+    return runs_of(QUICK_IN_FP8, SLOW_IN_FP8, {2: IN_FP8_FAULTS})
 
 
 @pytest.fixture(scope="module")
@@ -402,11 +441,11 @@ def check_scales(ranks: list[Seen], whole: Seen) -> tuple[int, int]:
     return empty, one_sided
 
 
-@pytest.mark.parametrize("name", [*IN_FP8, *ON_FOUR])
+@pytest.mark.parametrize("name", params(QUICK_IN_FP8, SLOW_IN_FP8))
 def test_scales_of_an_expert_are_those_of_its_tokens_on_all_ranks(
-    name: str, in_delayed: Found, whole_in_delayed: dict[tuple[bool, int], Seen]
+    name: str, in_delayed: Ranks, whole_in_delayed: dict[tuple[bool, int], Seen]
 ) -> None:
-    ranks, whole = in_delayed[name], whole_in_delayed["in FP8" in name, replicas(name)]
+    ranks, whole = in_delayed(name), whole_in_delayed["in FP8" in name, replicas(name)]
     empty, one_sided = check_scales(ranks, whole)
     assert empty > 0 and (one_sided > 0 or name == "pp 2")
     assert ranks[0].share is not None and ranks[0].share == whole.share
@@ -437,22 +476,20 @@ def not_reduced(right: Callable[..., Any], table: ScaleTable, start: object) -> 
 
 
 IN_FP8_FAULTS = {
-    "a scale of another expert": in_fp8(
-        parallel=SP,
-        faults=(Fault("megafp8.fp8.scaling.ScaleTable.register", of_another_expert, 1),),
-    ),
-    "amaxes of this rank alone": in_fp8(
-        parallel=SP, faults=(Fault("megafp8.fp8.scaling.ScaleTable.update", not_reduced),)
-    ),
+    name: in_fp8(parallel=SP, faults=(Fault(f"megafp8.fp8.scaling.ScaleTable.{of}", wrong, rank),))
+    for name, of, wrong, rank in (
+        ("a scale of another expert", "register", of_another_expert, 1),
+        ("amaxes of this rank alone", "update", not_reduced, None),
+    )
 }
 
 
 @pytest.mark.parametrize("name", IN_FP8_FAULTS)
 def test_checks_of_scales_find_an_error(
-    name: str, in_delayed: Found, whole_in_delayed: dict[tuple[bool, int], Seen]
+    name: str, in_delayed: Ranks, whole_in_delayed: dict[tuple[bool, int], Seen]
 ) -> None:
     with pytest.raises(AssertionError, match=r"^layers\.0\."):
-        check_scales(in_delayed[name], whole_in_delayed[False, 1])
+        check_scales(in_delayed(name), whole_in_delayed[False, 1])
 
 
 CURRENT = in_fp8(replace(STORED, name="tensorwise"), parallel=SP, optim=SHARDED)
@@ -552,9 +589,6 @@ def test_a_checkpoint_passes_through_every_layout(tmp_path: Path) -> None:
     layouts = {
         "tp 2, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED),
         "pp 2, zero bubble": in_fp8(STORED, parallel=replace(PP, pipeline=ZERO_BUBBLE)),
-        "dp 2, ZeRO-1": in_fp8(STORED, optim=SHARDED),
-        "cp 2": in_fp8(STORED, parallel=CP),
-        "tp 2": in_fp8(STORED, parallel=SP),
         "tp 2 x dp 2, ZeRO-1": in_fp8(STORED, parallel=SP, optim=SHARDED),
         "one": in_fp8(STORED),
     }
@@ -564,7 +598,7 @@ def test_a_checkpoint_passes_through_every_layout(tmp_path: Path) -> None:
     *two, four, one = layouts
     on_ranks(trained, {name: layouts[name] for name in two}, 2)
     on_ranks(trained, {four: layouts[four]}, 4)
-    alone(trained, {one: layouts[one]})
+    alone(trained, {one: layouts[one]})  # test_layouts.py goes through all others
     before, after = Reader(first), Reader(here)
     names = {"model/layers.1.mlp.router.bias", "optimizer/exp_avg/layers.0.mlp.router.weight"}
     names |= {f"model/layers.1.mlp.experts.15.{part}.weight" for part in ("gate", "up", "fc2")}
@@ -583,7 +617,7 @@ def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Done]]
         "first": replace(case, steps=2, saves=folder),
         "rest": replace(case, steps=1, begins=folder / step_name(2)),
     }
-    return on_ranks(trained, cases, 4) | on_ranks(trained, SPOILED, 2)
+    return on_ranks(trained, cases | SPOILED, 2)
 
 
 def test_a_run_continues_bit_for_bit(continued: dict[str, list[Done]]) -> None:
@@ -595,10 +629,7 @@ def test_a_run_continues_bit_for_bit(continued: dict[str, list[Done]]) -> None:
         assert all(torch.equal(rest.biases[layer], bias) for layer, bias in whole.biases.items())
 
 
-SPOILED = {
-    "spoiled": case_of(steps=2, spoiled=1),
-    "not spoiled": case_of(steps=1),
-}  # fmt: skip
+SPOILED = {"spoiled": case_of(steps=2, spoiled=1), "not spoiled": case_of(steps=1)}
 
 
 def test_a_skipped_step_moves_no_bias(continued: dict[str, list[Done]]) -> None:
@@ -608,3 +639,41 @@ def test_a_skipped_step_moves_no_bias(continued: dict[str, list[Done]]) -> None:
         assert_same_pieces(rank.saved, before.saved)
         assert all(torch.equal(rank.biases[n], bias) for n, bias in before.biases.items())
         assert rank.named == continued["spoiled"][0].named is not None
+
+
+RECIPES = {
+    name: matrix.PRECISIONS[name] for name in matrix.precisions_of("dp 2") if " te" not in name
+}
+EVERYWHERE = {
+    2: {"dp 2": ParallelSpec(), "tp 2": SP, "cp 2": CP, "pp 2, recomputed": PP},
+    4: {"tp 2 x dp 2, ZeRO-1": SP},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", RECIPES)
+def test_every_recipe_trains_in_every_layout(precision: str) -> None:
+    """Replicas agree bit for bit, and losses are near those of one process."""
+    compute, recipe = RECIPES[precision]
+    sizes: dict[str, Any] = matrix.WIDE if precision in matrix.BATCHES else {}
+    model = replace(MODEL, moe=replace(SPARSE, ffn_hidden_size=64), **sizes)
+    batch = matrix.BATCHES.get(precision, 2)
+    case = case_of(compute=compute, fp8=recipe, model=model, batch=batch)
+    merged = {count: alone(seen, {"": replace(case, merged=count)})[""] for count in (1, 2)}
+    for size, layouts in EVERYWHERE.items():
+        cases = {
+            name: replace(
+                case,
+                parallel=parallel,
+                model=replace(model, recompute=AGAIN.recompute if "recomputed" in name else None),
+                optim=SHARDED if "ZeRO" in name else case.optim,
+            )
+            for name, parallel in layouts.items()
+        }
+        for name, ranks in on_ranks(seen, cases, size).items():
+            whole = merged[replicas(name)]
+            assembled(rank.weights for rank in ranks)
+            for rank in ranks:
+                assert rank.losses == ranks[0].losses, name
+                assert rank.losses == pytest.approx(whole.losses, rel=2e-2), name
+                assert rank.norms == pytest.approx(whole.norms, rel=matrix.NORMS_BOUND), name
