@@ -38,8 +38,8 @@ class MoE(nn.Module):
         """Return the layer's output, [B, S, D] -> [B, S, D] in the dtype of the linears."""
         x_BSD = x_BSD.to(self.dtype)
         x_TD = x_BSD.flatten(0, 1)
-        logits_TE = self.router.logits(x_TD)
-        (experts_TK, weights_TK), counts_E = self.router(logits_TE)
+        logits_TE = self.router(x_TD)
+        (experts_TK, weights_TK), counts_E = self.router.route(logits_TE)
         order_R = experts_TK.flatten().sort(stable=True).indices
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(len(order_R), device=order_R.device)

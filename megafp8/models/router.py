@@ -146,7 +146,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(experts) if moe.has_expert_bias else None)
         self.register_buffer("counts", torch.zeros(experts, dtype=torch.int64), persistent=False)
 
-    def logits(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Return the logits of each token: [T, D] -> [T, E] in FP32 or FP64."""
         flops = 2 * x_TD.shape[0] * self.weight.numel()
         self.count_flops(flops)
@@ -155,7 +155,7 @@ class Router(nn.Module):
             logits_TE.register_hook(lambda grad: self.count_flops(2 * flops))
         return logits_TE
 
-    def forward(self, logits_TE: torch.Tensor) -> tuple[Choice, torch.Tensor]:
+    def route(self, logits_TE: torch.Tensor) -> tuple[Choice, torch.Tensor]:
         """Return the choice of the tokens with these logits, and the tokens of each expert [E]."""
         choice = choose(logits_TE, self.moe, self.bias)
         counts_E = counts_of(choice.experts, self.moe.num_experts)

@@ -44,6 +44,7 @@ from megafp8.train import load_model, state_dict
 from megafp8.train.build import build
 from megafp8.train.dryrun import rank_share
 from megafp8.train.generate import Sampling, generate
+from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
 from megafp8.train.step import forward_backward, train_step
@@ -667,7 +668,7 @@ def counts_of_step(state: TrainState, step: int) -> torch.Tensor:
     """The tokens of each expert in a step, from what the router's product gives."""
     (router,) = state.model.parts.routers
     seen: list[torch.Tensor] = []
-    hook = router.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    hook = router.register_forward_hook(lambda _, args, out: seen.append(out.detach()))
     forward_backward(state, batches_of(step))
     hook.remove()
     bias = [] if router.bias is None else router.bias.tolist()
@@ -717,6 +718,14 @@ def test_recomputation_counts_once(recipe: str | None) -> None:
         "aux_loss", "z_loss"
     }  # fmt: skip
     assert results[0].added["aux_loss"] == pytest.approx(1, abs=0.2)
+
+
+def test_logits_beyond_the_range_are_named_as_the_first_that_are_not_finite() -> None:
+    state = build_run(model=MODEL)
+    with torch.no_grad():
+        state.model.parts.routers[0].weight.fill_(3e38)
+    found = first_nonfinite(state, batches_of(0))
+    assert found == "output of layers.1.mlp.router"
 
 
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
@@ -871,7 +880,7 @@ def test_the_router_is_in_fp32(compute: str, dtype: torch.dtype) -> None:
     (router,) = state.model.parts.routers
     assert router.weight.dtype == router.bias.dtype == dtype  # type: ignore[union-attr]
     seen: list[torch.dtype] = []
-    router.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    router.register_forward_hook(lambda _, args, out: seen.append(out.dtype))
     assert trained(state, 1) and set(seen) == {dtype}
     name = {"bf16": "fp32", "fp32": "fp32"}[compute]
     assert state.counter.flops[name, "router"] == 3 * 2 * 4 * 32 * 2 * 2 * SEQ
