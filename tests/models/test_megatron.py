@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megafp8.specs import GPTSpec
+from tests.models.test_moe import gradients_of, layer_of
 from tests.models.test_transformers import assert_close, logical, randomized
-from tests.tiny import SEQ, VOCAB, gpt_spec
+from tests.tiny import SEQ, VOCAB, gpt_spec, moe_spec
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron, about what is not installed
@@ -59,6 +61,7 @@ def megatron() -> Iterator[SimpleNamespace]:
             fork=nullcontext
         )  # of a GPU's generator, for dropout: there is none
         patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: no_fork)
+        on_the_cpu(patch)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         yield SimpleNamespace(
@@ -66,6 +69,21 @@ def megatron() -> Iterator[SimpleNamespace]:
         )
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Let its experts run without a GPU's streams, and without Transformer Engine."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    for name in ("Stream", "current_stream"):
+        patch.setattr(torch.cuda, name, Mock())
+    patch.setattr(torch.cuda, "stream", nullcontext)
+    patch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    patch.setattr(
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        lambda x, as_numpy=False, **_: x.numpy() if as_numpy and torch.is_tensor(x) else x,
+    )
 
 
 def counterpart(megatron: SimpleNamespace, spec: GPTSpec) -> Any:
@@ -170,3 +188,103 @@ def test_logits_and_gradients(case: str, megatron: SimpleNamespace) -> None:
     for name, param in named.items():
         assert param.grad is not None and param.grad.abs().max() > 0
         assert_close(ours[name], param.grad, torch.float32, name)
+
+
+EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "softmax after, both losses": (
+        dict(router_loss="aux_loss", router_loss_coeff=0.01, z_loss_coeff=0.001),
+        dict(
+            moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001,
+            moe_router_load_balancing_type="aux_loss",
+        ),
+    ),
+    "softmax before, of sequences, scaled": (
+        dict(
+            pre_softmax=True, router_loss="seq_aux_loss", router_loss_coeff=0.1,
+            scaling_factor=1.5,
+        ),
+        dict(
+            moe_router_pre_softmax=True, moe_router_topk_scaling_factor=1.5,
+            moe_aux_loss_coeff=0.1, moe_router_load_balancing_type="seq_aux_loss",
+        ),
+    ),
+    "sigmoid, bias, shared": (
+        dict(
+            score_function="sigmoid", scaling_factor=2.5, has_expert_bias=True,
+            router_loss="seq_aux_loss", router_loss_coeff=0.1, shared_ffn_hidden_size=16,
+        ),
+        dict(
+            moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5,
+            moe_router_enable_expert_bias=True, moe_aux_loss_coeff=0.1,
+            moe_router_load_balancing_type="seq_aux_loss", moe_shared_expert_intermediate_size=16,
+        ),
+    ),
+}  # fmt: skip
+"""Settings of ours and of Megatron's that mean the same."""
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_a_layer_of_experts(case: str, megatron: SimpleNamespace) -> None:
+    """Outputs, all gradients with those of the losses, counts and the move of the bias, in FP32."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_utils import (
+        MoEAuxLossAutoScaler,
+        get_updated_expert_bias,
+    )
+
+    changes, settings = EXPERTS[case]
+    config = megatron.Config(
+        num_layers=1, hidden_size=32, ffn_hidden_size=64, moe_ffn_hidden_size=32,
+        num_attention_heads=4, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, use_cpu_initialization=True, bias_activation_fusion=False,
+        gradient_accumulation_fusion=False, num_moe_experts=4, moe_router_topk=2,
+        moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall", **settings,
+    )  # fmt: skip
+    spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
+    theirs: Any = MoELayer(config, spec.submodules)
+    theirs.set_layer_number(1)
+    ours, tensors = layer_of(moe_spec(layers=(True,), **changes), torch.float32)
+    generator = torch.Generator().manual_seed(6)
+    for tensor in tensors.values():
+        tensor.normal_(0, 0.3, generator=generator)
+    pairs = {"router.weight": theirs.router.weight}
+    both = {f"experts.{e}": x for e, x in enumerate(theirs.experts.local_experts)}
+    if ours.shared is not None:
+        both["shared"] = theirs.shared_experts
+    with torch.no_grad():
+        theirs.router.weight.copy_(tensors["router.weight"])
+        for name, module in both.items():
+            gate, up = (tensors[f"{name}.{part}.weight"] for part in ("gate", "up"))
+            module.linear_fc1.weight.copy_(torch.cat((gate, up)))
+            module.linear_fc2.weight.copy_(tensors[f"{name}.fc2.weight"])
+    if ours.router.bias is not None:
+        bias = torch.tensor([0.3, -0.2, 0.0, 0.1])
+        ours.router.bias.copy_(bias)
+        theirs.router.expert_bias.copy_(bias)
+    x, factors = torch.randn(2, 2, 8, 32, generator=generator)
+    one, other = x.clone().requires_grad_(), x.transpose(0, 1).contiguous().requires_grad_()
+    ours.router.added.begin_microbatch(torch.ones(2, 8, dtype=torch.bool))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(16.0))  # a mean counts as 16 tokens, as ours
+    mine, (out, _) = ours(one), theirs(other)
+    torch.testing.assert_close(mine, out.transpose(0, 1), rtol=1e-5, atol=1e-6)
+    (factors * mine).sum().backward()
+    (factors.transpose(0, 1) * out).sum().backward()
+    assert one.grad is not None and other.grad is not None
+    torch.testing.assert_close(one.grad, other.grad.transpose(0, 1), rtol=1e-5, atol=1e-5)
+    grads = gradients_of(ours)
+    expected = {name: param.grad for name, param in pairs.items()}
+    for name, module in both.items():
+        expected[f"{name}.gate.weight"], expected[f"{name}.up.weight"] = (
+            module.linear_fc1.weight.grad.chunk(2)
+        )
+        expected[f"{name}.fc2.weight"] = module.linear_fc2.weight.grad
+    assert expected.keys() == grads.keys()
+    for name, grad in expected.items():
+        assert (grads[name] - grad).abs().max() <= 1e-6 * grad.abs().max(), name
+    if ours.router.bias is not None:
+        counts = theirs.router.local_tokens_per_expert
+        assert ours.router.counts.tolist() == counts.tolist()
+        ours.router.move_bias()
+        moved = get_updated_expert_bias(counts, theirs.router.expert_bias, 1e-3)
+        assert torch.equal(ours.router.bias, moved)
