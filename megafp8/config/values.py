@@ -95,7 +95,7 @@ MAX_RAMP_SIZES = 100_000
 LAYERS_NAMED = 10_000
 MOST_EXPERTS = 100_000  # of all layers together
 
-MAX_LIST_TEXT = 100_000  # characters of a list of layers; a longer one is cut, and then not valid
+MAX_LIST_TEXT = 100_000  # characters of a list of layers
 
 _MAX_NAME_BYTES = 200  # file systems allow 255, and file names are derived from a run's name
 
@@ -187,8 +187,10 @@ def layer_list(text: str) -> Any:
     Megatron evaluates such a text. Here sums and repetitions of lists of whole numbers are read,
     and no code is run.
     """
+    if len(text) > MAX_LIST_TEXT:
+        return None
     try:
-        return _read_list(ast.parse(text[:MAX_LIST_TEXT].strip(), mode="eval").body)
+        return _read_list(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -188,7 +188,8 @@ def test_a_text_without_quotes_is_told_of_them() -> None:
     "text",
     ["", "[", "__import__('os')", "[1]*10**9", "[0]*99999999", "[[0]]", "[0.5]", "[2]", "[True]",
      "[1]-[0]", "[len('a')]", "x", "-1", "0", "1.5", "(" * 5000, "[0]+" * 5000 + "[1]",
-     "[1]*9999*9999", "[]", "9" * 5000],
+     "[1]*9999*9999", "[]", "[1]" + " " * 100_000 + "+[x]", "-" * 99_999, "[" * 99_999,
+     "1*" * 49_999 + "1", "lambda:" * 9_999 + "1", "9" * 5000],
 )  # fmt: skip
 def test_a_text_that_is_no_list_of_layers_is_refused_and_not_run(text: str) -> None:
     assert not is_layer_frequency(text)
