@@ -111,7 +111,7 @@ def _activation(name: str, openai_gelu: bool) -> Activation:
 def _experts(values: Values) -> MoESpec | None:
     if values[NUM_EXPERTS] is None:
         return None
-    coeff = values[COEFF]
+    coeff = values[COEFF] or 0.0
     return MoESpec(
         **spec_fields("model.moe", values),
         ffn_hidden_size=values["model.moe_ffn_hidden_size"] or values["model.ffn_hidden_size"],

@@ -419,6 +419,9 @@ def test_what_this_version_lacks_is_refused_by_name(given: str) -> None:
 
 def test_without_experts_a_file_may_keep_what_nothing_reads(tmp_path: Path) -> None:
     """NeMo's files of dense models have keys of experts, which NeMo does not read there."""
+    nothing = {"num_moe_experts": None, "moe_router_topk": None, "moe_aux_loss_coeff": None}
+    assert _mixtral(tmp_path, **nothing).model.moe is None
+    assert moe(*EXPERTS, *(f"model.{name}=null" for name in [*nothing][1:])) == moe(*EXPERTS)
     more = {"num_moe_experts": None, "moe_expert_capacity_factor": 1.0, "moe_router_topk": 1,
             "moe_token_dispatcher_type": "flex", "moe_shared_expert_gate": True}  # fmt: skip
     assert _mixtral(tmp_path, **more).model.moe is None

@@ -22,7 +22,7 @@ FP8 = ("model.fp8", "model.fp8_recipe")
 
 @rule(NUM_EXPERTS, TOP_K, SCORES, PRE_SOFTMAX)
 def _top_k_of_the_experts(v: Values) -> Iterator[Finding]:
-    experts, top_k = v[NUM_EXPERTS], v[TOP_K]
+    experts, top_k = v[NUM_EXPERTS], v[TOP_K] or 2
     if experts is None:
         return
     if top_k > experts:
@@ -63,7 +63,7 @@ def _some_layers_have_experts(v: Values) -> Iterator[Finding]:
 
 @rule(NUM_EXPERTS, COEFF, LOSS)
 def _coefficient_of_a_loss(v: Values) -> Iterator[Finding]:
-    if v[COEFF] > 0 and v[LOSS] == "none":
+    if v[COEFF] and v[LOSS] == "none":
         yield Finding(
             COEFF, f"has no effect with {LOSS}=none", f"Use {LOSS}=aux_loss, or leave one out"
         )

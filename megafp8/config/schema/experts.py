@@ -43,12 +43,13 @@ class Experts:
         spec="model.moe.num_experts",
         valid=or_null(at_least(1, MAX_EXPERTS)),
     )
-    moe_router_topk: int = expert_key(
+    moe_router_topk: int | None = expert_key(
         2,
         "Number of experts that a token visits: those with the highest scores, and of equal scores "
-        "the lower expert.",
+        "the lower expert. `null`: 2.",
         spec="model.moe.top_k",
-        valid=at_least(1, MAX_EXPERTS),
+        valid=or_null(at_least(1, MAX_EXPERTS)),
+        spelling=lambda value: 2 if value is None else value,
     )
     moe_ffn_hidden_size: int | None = expert_key(
         None,
@@ -122,14 +123,15 @@ class Experts:
         needs=Need(
             COEFF,
             f"{COEFF} above 0",
-            lambda values: values[LOSS] == "none" or values[COEFF] > 0,
+            lambda values: values[LOSS] == "none" or (values[COEFF] or 0) > 0,
         ),
     )
-    moe_aux_loss_coeff: float = training_key(
+    moe_aux_loss_coeff: float | None = training_key(
         0.0,
         "Number that multiplies that loss, which is 1 where experts have equal numbers of tokens "
-        "and equal scores. 0: no such loss.",
-        valid=at_least(0),
+        "and equal scores. `null` or 0: no such loss.",
+        valid=or_null(at_least(0)),
+        spelling=lambda value: value or 0.0,
     )
     moe_z_loss_coeff: float | None = training_key(
         None,
