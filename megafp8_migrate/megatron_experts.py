@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config.api import (
+    Origin,
     Setting,
     all_keys,
     layer_list,
@@ -72,9 +73,8 @@ def _values_with(ours: dict[str, Any], count: Any) -> dict[str, Any]:
     """Return all keys of experts with the given values that their types allow, else defaults."""
     tree = schema_tree()
     for name, value in ours.items():
-        put_in(
-            tree, Setting(_key(name), value, "")
-        )  # what is wrong is reported where it is written
+        # What is wrong is reported where it is written.
+        put_in(tree, Setting(_key(name), value, Origin("")))
     keys = (path for path, key in all_keys().items() if key.group == "experts")
     return {path: read_value(tree, path) for path in keys} | {_KEY: count or 1}
 

@@ -9,30 +9,23 @@ import re
 from functools import partial
 from typing import Any
 
-from omegaconf.errors import OmegaConfBaseException
-
 from megafp8.config.api import (
     DEFAULT_CONFIG,
     FUSION,
     GELU,
     HYBRID,
-    LAUNCHER_GIVES,
-    MASK_FUSION,
+    Layer,
     Origin,
     Setting,
-    SettingError,
+    Together,
     all_keys,
-    asks_for_tanh,
     check_values,
+    dialects,
     flatten,
-    launcher_paths_once,
+    merge,
     nemo_keys,
     plain,
-    put_in,
     read_value,
-    read_values,
-    spellings,
-    tree_with_nemo_keys,
     unused,
     why_not_hybrid,
 )
@@ -42,7 +35,7 @@ from megafp8_migrate.report import Migration, set_in
 
 _KEPT_AS_THEY_ARE = ("defaults", "hydra")
 _ACT_IF_FALSE = {
-    MASK_FUSION: "a mask of documents acts",
+    dialects.MASK_FUSION: "a mask of documents acts",
     FUSION: "NeMo's default is the tanh form of GELU",
 }
 """NeMo's keys whose absence means True."""
@@ -53,34 +46,30 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     """Translate the tree of a NeMo file into the migration `m`."""
     m.out |= {name: tree[name] for name in _KEPT_AS_THEY_ARE if name in tree}
+    origin = Origin("file")
     ours = {str(name): item for name, item in tree.items() if name not in _KEPT_AS_THEY_ARE}
-    given_there = list(flatten("", ours, ""))
-    contradicting = spellings.contradictions(given_there)
-    spelled, translated = spellings.translate_spellings(given_there)
-    settings = [_with_number(setting, m) for setting in spelled]
-    new_names = {t.setting.key: t.setting for t in translated}
-    mock = next((s for s in settings if (s.key, s.value) == (spellings.IMPL, MOCK_DATA)), None)
+    spelled = dialects.translate([Layer(origin, tuple(flatten("", ours, origin)))])
+    settings = [_with_number(setting, m) for layer in spelled.layers for setting in layer.settings]
+    new_names = {t.setting.key: t.setting for t in spelled.translated}
+    mock = next((s for s in settings if (s.key, s.value) == (dialects.IMPL, MOCK_DATA)), None)
     if mock is not None:
         settings = _with_mock_data(settings, mock, m)
-        new_names[spellings.PREFIX] = mock
-    whole = tree_with_nemo_keys()
-    wrong = {problem.key: problem for problem in contradicting}
-    for setting in settings:
-        problem = put_in(whole, setting)
-        if problem is not None:
-            wrong.setdefault(setting.key, problem)
+        new_names[dialects.PREFIX] = mock
+    layers = [Layer(origin, tuple(settings))]
+    merged = merge(layers)
+    wrong = {problem.key: problem for problem in reversed([*spelled.problems, *merged.problems])}
     given = {setting.key for setting in settings}
-    values, unreadable = read_values(whole)
+    values, unreadable = merged.values()
     values = {key: value for key, value in values.items() if key in given}
-    origins = dict.fromkeys(given, Origin("file"))
-    problems = launcher_paths_once(
-        [*unreadable, *check_values(values, origins), *_nemo_problems(whole, values, given)]
-    )
-    for problem in problems:
-        if problem.reason.startswith(LAUNCHER_GIVES):
-            m.decide(problem.key, "???", problem.reason, problem.hint)
-        if problem.key in given:
-            wrong.setdefault(problem.key, problem)
+    origins = {key: origin for key in [*nemo_keys(), *values] if key in given}
+    read = partial(read_value, merged.tree)
+    _, refused = dialects.inert_settings(read, values, origins)
+    problems = [*unreadable, *check_values(values, origins), *refused]
+    for refusal in dialects.launcher_paths_once(problems):
+        if refusal.reason.startswith(dialects.LAUNCHER_GIVES):
+            m.decide(refusal.key, "???", refusal.reason, refusal.hint)
+        if refusal.key in given:
+            wrong.setdefault(refusal.key, refusal)
     idle = {
         found.key: f"it has no effect with {found.setting}"
         for found in unused(values)
@@ -91,7 +80,9 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     named = tree.get("defaults")
     ours_is_below = isinstance(named, list) and DEFAULT_CONFIG in named
     is_nemos = bool(given & nemo_keys().keys()) and not ours_is_below
-    fused = asks_for_tanh(partial(_value, whole), origins, Origin("file") if is_nemos else None)
+    beside = dialects.Translation()
+    dialects.with_tanh_gelu(Together(layers), beside, origin if is_nemos else None)
+    fused = beside.translated[0].setting if beside.translated else None
     if fused is not None:
         default = "" if fused.key in given else ", by NeMo's default"
         m.change(fused.key, fused.value, {GELU: True}, f"the tanh form of GELU{default}")
@@ -130,34 +121,10 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
 def _with_mock_data(settings: list[Setting], mock: Setting, m: Migration) -> list[Setting]:
     """Return the settings with random tokens as their data; NeMo then reads no other."""
     for setting in settings:
-        if setting.key == spellings.PREFIX:
+        if setting.key == dialects.PREFIX:
             m.drop(setting.key, setting.value, f"no data are read with {mock.key}={MOCK_DATA}")
-    others = [s for s in settings if s.key not in (spellings.IMPL, spellings.PREFIX)]
-    return [*others, Setting(spellings.PREFIX, MOCK_DATA, mock.origin)]
-
-
-def _value(whole: Any, path: str) -> Any:
-    """Return the value of a key; None if it cannot be read."""
-    try:
-        return read_value(whole, path)
-    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-        return None
-
-
-def _nemo_problems(whole: Any, values: dict[str, Any], given: set[str]) -> list[SettingError]:
-    problems = []
-    for path, key in nemo_keys().items():
-        if path not in given:
-            continue
-        try:
-            value = read_value(whole, path)
-        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problems.append(SettingError(path, None, reason, key.hint))
-            continue
-        if not key.passes(value, values):
-            problems.append(key.problem(value, ""))
-    return problems
+    others = [s for s in settings if s.key not in (dialects.IMPL, dialects.PREFIX)]
+    return [*others, Setting(dialects.PREFIX, MOCK_DATA, mock.origin)]
 
 
 def _with_number(setting: Setting, m: Migration) -> Setting:

@@ -152,12 +152,12 @@ def check_written(m: Migration, *, keeps: bool = False) -> None:
     A setting that refers to another one is checked when the whole file is loaded. `keeps` leaves a
     setting that is wrong only beside others in the file, where the user may change the others.
     """
-    for setting in list(flatten("", m.out, "")):
+    for setting in list(flatten("", m.out)):
         if "???" in str(setting.value):  # OmegaConf's mark of a value that is missing
             remove_from(m.out, setting.key)
             m.decide(setting.key, setting.value, "is not a plain value", "Give the value itself")
     written = {
-        s.key: s for s in flatten("", m.out, "") if s.key in all_keys() and "${" not in str(s.value)
+        s.key: s for s in flatten("", m.out) if s.key in all_keys() and "${" not in str(s.value)
     }
     tree = schema_tree()
     problems = [problem for s in written.values() if (problem := put_in(tree, s, merge=False))]
@@ -186,7 +186,7 @@ def leave_out_secrets(m: Migration, known: Collection[str]) -> None:
         m: The migration.
         known: The secrets that the old file names, as a variable that a flag repeats.
     """
-    for setting in list(flatten("", m.out, "")):
+    for setting in list(flatten("", m.out)):
         if redacted(setting.value, setting.key, known) != setting.value:
             remove_from(m.out, setting.key)
             reason, hint = "contains a secret", "Write it without, or give it on the command line"

@@ -22,7 +22,6 @@ from megafp8.config.own_recipes import MODULES, RECIPE, TRUST
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_value, read_values
 from megafp8.config.values import parse_modules, plain
 from megafp8.errors import RunError, UserError
 from megafp8.files import to_json
@@ -335,7 +334,7 @@ def _in_words(key: str, value: str, values: Mapping[str, object]) -> str:
 
 
 def _values(loaded: Loaded) -> dict[str, object]:
-    return dict(read_values(loaded.cfg)[0])
+    return dict(loaded.values)
 
 
 def _recipes(values: Mapping[str, object]) -> set[str]:
@@ -396,7 +395,7 @@ def _with_health(given: Sequence[str], source: ComparisonBase) -> tuple[str, ...
     if any(text.startswith("model.fp8_health=") for text in given):
         return ()
     try:
-        cfg = source.load((*given, "model.fp8_health=full")).cfg
+        values = source.load((*given, "model.fp8_health=full")).values
     except UserError:
         return ()
-    return () if read_value(cfg, "model.enable_cuda_graph") else ("model.fp8_health=full",)
+    return () if values["model.enable_cuda_graph"] else ("model.fp8_health=full",)

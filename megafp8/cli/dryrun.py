@@ -77,15 +77,15 @@ def main(argv: Sequence[str]) -> int:
         trains=False,
         trusts_recipes=given.trusts_recipes,
     )
-    asked = loaded.cfg.trainer.accelerator
-    cfg, _ = with_epochs(loaded.cfg, gives_steps(loaded))
-    spec = resolve(cfg, lambda: asked == "gpu" or _sees_gpu())
+    asked, num_nodes = (loaded.values[f"trainer.{name}"] for name in ("accelerator", "num_nodes"))
+    settled, _ = with_epochs(loaded, gives_steps(loaded))
+    spec = resolve(settled.values, lambda: asked == "gpu" or _sees_gpu())
     from megafp8.runs import directory
     from megafp8.train import dryrun
     from megafp8.train.build import check_on_cpu
 
     directory.check_directory(spec)
-    check_can_be_simulated(spec, hardware, asked, loaded.cfg.trainer.num_nodes)
+    check_can_be_simulated(spec, hardware, asked, num_nodes)
     check_on_cpu(spec)
     spec, whose = with_known_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)

@@ -15,17 +15,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from megafp8.cli import is_first_rank
 from megafp8.config.base_model import EXP_DIR, LOG_DIR, NAME
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
-from megafp8.config.load import Loaded, default_values
+from megafp8.config.load import Loaded
+from megafp8.config.merged import default_values
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import TRUST
-from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_values, similar_keys
+from megafp8.config.settings import similar_keys
 from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import paths_reported
@@ -74,7 +74,7 @@ class AppInfo:
     gives_steps: bool = False
 
 
-Task = Callable[[DictConfig, AppInfo], int]
+Task = Callable[[Loaded, AppInfo], int]
 
 
 def app_info(loaded: Loaded, options: Options, **more: Any) -> AppInfo:
@@ -246,19 +246,18 @@ def record(loaded: Loaded) -> dict[str, object]:
 
 def changed(loaded: Loaded) -> list[Changed]:
     """Return the settings that are not the default job's, in the schema's order."""
-    values, of_the_job = read_values(loaded.cfg)[0], default_values()
-    changes = []
-    for path in all_keys():
-        value, usual = values[path], of_the_job[path]
-        if value != usual:
-            origin = loaded.origins.get(path, _origin_of_default(loaded.cfg, path))
-            changes.append(Changed(path, value, origin, usual))
-    return changes
+    of_the_job = default_values()
+    return [
+        Changed(path, value, loaded.origins.get(path) or _origin_of_default(loaded, path), usual)
+        for path, value in loaded.values.items()
+        if value != (usual := of_the_job[path])
+    ]
 
 
-def _origin_of_default(cfg: DictConfig, path: str) -> str:
+def _origin_of_default(loaded: Loaded, path: str) -> str:
     section, _, leaf = path.rpartition(".")
-    node = (OmegaConf.select(cfg, section) if section else cfg)._get_node(leaf)
+    tree = loaded.merged.tree
+    node = (OmegaConf.select(tree, section) if section else tree)._get_node(leaf)
     text = node._value() if node is not None else None
     return f"{DEFAULT}, from {text}" if isinstance(text, str) and "${" in text else DEFAULT
 

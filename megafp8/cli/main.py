@@ -48,7 +48,7 @@ def run_app(
 
     Args:
         argv: The arguments without the program's name.
-        task: Gets the tree of settings and how it was started, and returns an exit code.
+        task: Gets the settings and how it was started, and returns an exit code.
         prog: The command's name for the help page.
         gpu_available: Returns whether this machine has a GPU; see `load_all`.
         config_name: The YAML that is used if the arguments name none.
@@ -88,4 +88,4 @@ def _run(options: Options, task: Task) -> int:
         comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
         text = printable("".join(f"# {line}\n" for line in comments))
         return show(text + OmegaConf.to_yaml(loaded.cfg, resolve=options.resolve))
-    return task(loaded.cfg, app_info(loaded, options))
+    return task(loaded, app_info(loaded, options))

@@ -227,8 +227,8 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         trains=False,
         trusts_recipes=given.trusts_recipes,
     )
-    cfg, _ = with_epochs(loaded.cfg, gives_steps(loaded))
-    spec = _for_version(resolve(cfg, lambda: True), words)
+    settled, _ = with_epochs(loaded, gives_steps(loaded))
+    spec = _for_version(resolve(settled.values, lambda: True), words)
     data, whose = spec.data, ""
     if vocab_size is None:
         known = asked_vocabulary(loaded.origins, data.prefix, data.tokenizer.vocab_size)

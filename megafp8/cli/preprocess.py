@@ -48,9 +48,8 @@ from megafp8.runs.tokenizer import (
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # every worker imports this module, so it must not import these slow ones
-    from omegaconf import DictConfig
-
     from megafp8.cli.job import AppInfo
+    from megafp8.config.load import Loaded
 
 SECONDS_BETWEEN_LINES = 10.0
 _RANGES = (("workers", 0, 1024), ("vocab_size", 257, MAX_VOCABULARY), ("train_megabytes", 1, 10**6))
@@ -300,12 +299,12 @@ class _Bar:
             print(f"{text}, {counts.num_bytes / 1e6:.0f} MB, {rate}", file=sys.stderr, flush=True)
 
 
-def _index(cfg: DictConfig, info: AppInfo) -> int:
+def _index(loaded: Loaded, info: AppInfo) -> int:
     """Build the index maps of the epochs that a job will read; return the exit code."""
     from megafp8.config.resolve import resolve
     from megafp8.data.prepare import build_index_maps, prepare
 
-    spec = resolve(cfg, lambda: True)  # no device is used here
+    spec = resolve(loaded.values, lambda: True)  # no device is used here
     data = prepare(spec.data, say)
     num_samples = spec.train.max_steps * spec.train.global_batch_size
     num_epochs = build_index_maps(data, num_samples)

@@ -43,7 +43,7 @@ from megafp8.runs.run_data import check_data
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # megafp8.cli comes before all that takes long to import: it handles Ctrl-C
-    from omegaconf import DictConfig
+    from megafp8.config.load import Loaded
 
 
 def gpu_available() -> bool:
@@ -99,7 +99,7 @@ def typed_words() -> list[str]:
     return [*command, *(word for word in sys.argv[1:] if word not in added)]
 
 
-def task(cfg: DictConfig, info: AppInfo) -> int:
+def task(loaded: Loaded, info: AppInfo) -> int:
     """Run one job, in this process or on ranks that it starts and watches; return the exit code.
 
     Raises:
@@ -108,13 +108,13 @@ def task(cfg: DictConfig, info: AppInfo) -> int:
     adopt_step(os.environ)  # also here, since a sweep's job on Slurm does not run `main`
     if not is_rank():
         with paths_reported():
-            check_data(data_spec(cfg))
-            check_place(observe_spec(cfg))
-    load_recipes_of(cfg)  # a sweep's job on Slurm does not run `main`
+            check_data(data_spec(loaded.values))
+            check_place(observe_spec(loaded.values))
+    load_recipes_of(loaded.values)  # a sweep's job on Slurm does not run `main`
     if not is_rank() and sys.stdout.isatty():  # the import takes seconds, or many from a slow disk
         say(f"megafp8 {__version__}: loading PyTorch …")
-    cfg, notes = with_epochs(cfg, info.gives_steps)
-    spec = resolve(cfg, gpu_available)
+    loaded, notes = with_epochs(loaded, info.gives_steps)
+    spec = resolve(loaded.values, gpu_available)
     prepare_connections(spec.parallel, os.environ)  # the ranks that this process starts inherit it
     argv = list(info.overrides)
     if info.config_name != DEFAULT_CONFIG:

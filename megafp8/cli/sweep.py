@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from megafp8.cli.sweep_results import (
 from megafp8.config.base_model import LOG_DIR
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
 from megafp8.config.hydra_section import is_hydras
+from megafp8.config.keys import Values
 from megafp8.config.layers import find_source
 from megafp8.config.load import Loaded, load_all
 from megafp8.config.overrides import ParsedOverride, parse_overrides
@@ -144,17 +145,14 @@ class Sweep:
         before = _settings_written(job)
         try:
             loaded = self._load(job)
-            cfg = loaded.cfg
-            cfg.exp_manager.explicit_log_dir = str(job.directory)
-            given = {LOG_DIR, *_names_in_wandb(cfg, job)}
+            given = {LOG_DIR: str(job.directory), **_names_in_wandb(loaded.values, job)}
             loaded = replace(
-                loaded,
-                origins={**loaded.origins, **dict.fromkeys(given, Origin("the sweep"))},
+                loaded.changed_to(given, Origin("the sweep")),
                 inert=tuple(setting for setting in loaded.inert if not is_hydras(setting.key)),
             )
             options = replace(self.options, overrides=job.overrides)
             more = {"is_sweep": True, "job_num": job.num, "directory": job.directory}
-            result = result_of(job, self.task(cfg, app_info(loaded, options, **more)))
+            result = result_of(job, self.task(loaded, app_info(loaded, options, **more)))
             if result.code != ExitCode.USER_ERROR:
                 return result
         except UserError as error:
@@ -184,9 +182,9 @@ class Sweep:
 
         try:
             loaded = self._load(job)
-            cfg, _ = with_epochs(loaded.cfg, gives_steps(loaded))
-            cfg.exp_manager.explicit_log_dir = str(job.directory)
-            spec = resolve(cfg, self.options.gpu_available or (lambda: False))
+            settled, _ = with_epochs(loaded, gives_steps(loaded))
+            settled = settled.changed_to({LOG_DIR: str(job.directory)})
+            spec = resolve(settled.values, self.options.gpu_available or (lambda: False))
             finished = finished_run(spec, is_sweep=True)
         except UserError:
             return None  # the job is refused, or reports the error itself
@@ -303,15 +301,18 @@ def _directory(settings: Any) -> Path:
     return Path(str(settings.sweep.dir)) / str(settings.sweep.subdir)
 
 
-def _names_in_wandb(cfg: DictConfig, job: SweepJob) -> Iterator[str]:
-    """Set the group and the name of a job in Weights & Biases; yield the keys that were set."""
-    sweep, section = Path(str(HydraConfig.get().sweep.dir)).absolute().name, cfg.exp_manager
+def _names_in_wandb(values: Values, job: SweepJob) -> dict[str, str]:
+    """Return the group and the name of a job in Weights & Biases by key, where none are given."""
+    sweep = Path(str(HydraConfig.get().sweep.dir)).absolute().name
     names = {"group": (sweep, "WANDB_RUN_GROUP"), "name": (f"{sweep}-{job.num}", "WANDB_NAME")}
-    for key, (name, variable) in names.items():
-        kwargs = section.wandb_logger_kwargs
-        if section.create_wandb_logger and kwargs[key] is None and variable not in os.environ:
-            kwargs[key] = name
-            yield f"exp_manager.wandb_logger_kwargs.{key}"
+    if not values["exp_manager.create_wandb_logger"]:
+        return {}
+    return {
+        key: name
+        for leaf, (name, variable) in names.items()
+        if values[key := f"exp_manager.wandb_logger_kwargs.{leaf}"] is None
+        and variable not in os.environ
+    }
 
 
 def _settings_written(job: SweepJob) -> tuple[int, int] | None:

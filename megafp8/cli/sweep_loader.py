@@ -28,7 +28,7 @@ from megafp8.config.layers import (
     root_defaults,
     search_path,
 )
-from megafp8.config.load import tree_with_nemo_keys
+from megafp8.config.merged import tree_with_nemo_keys
 from megafp8.errors import UserError
 from megafp8.secrets import hide_values, redacted
 

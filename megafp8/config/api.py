@@ -6,21 +6,21 @@ tests/megafp8_migrate/test_files.py holds that.
 
 from __future__ import annotations
 
-from megafp8.config import spellings
+from megafp8.config import dialects
 from megafp8.config.checks import check_values
 from megafp8.config.checks.precision import HYBRID, why_not_hybrid
 from megafp8.config.errors import CombinedConfigError, Origin, SettingError
-from megafp8.config.gelu import FUSION, GELU, asks_for_tanh
+from megafp8.config.gelu import FUSION, GELU
 from megafp8.config.keys import MAX_LAYERS
-from megafp8.config.launcher_paths import LAUNCHER_GIVES, launcher_paths_once
-from megafp8.config.layers import DEFAULT_CONFIG, conf_dir
-from megafp8.config.load import MASK_FUSION, load, tree_with_nemo_keys
+from megafp8.config.layers import DEFAULT_CONFIG, Layer, conf_dir
+from megafp8.config.load import load
 from megafp8.config.megatron_names import REFUSED_PRESETS
+from megafp8.config.merged import Together, merge
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import preset_names
 from megafp8.config.rules import unmet_need, unused
 from megafp8.config.schema import all_keys, schema_tree
-from megafp8.config.settings import UNDECIDED, Setting, flatten, put_in, read_value, read_values
+from megafp8.config.settings import UNDECIDED, Setting, flatten, put_in, read_value
 from megafp8.config.values import is_skip_frequency, layer_list, plain, window_problem
 
 __all__ = [
@@ -29,32 +29,29 @@ __all__ = [
     "FUSION",
     "GELU",
     "HYBRID",
-    "LAUNCHER_GIVES",
-    "MASK_FUSION",
+    "Layer",
     "MAX_LAYERS",
     "Origin",
     "REFUSED_PRESETS",
     "Setting",
     "SettingError",
+    "Together",
     "UNDECIDED",
     "all_keys",
-    "asks_for_tanh",
     "check_values",
     "conf_dir",
+    "dialects",
     "flatten",
     "is_skip_frequency",
-    "launcher_paths_once",
     "layer_list",
     "load",
+    "merge",
     "nemo_keys",
     "plain",
     "preset_names",
     "put_in",
     "read_value",
-    "read_values",
     "schema_tree",
-    "spellings",
-    "tree_with_nemo_keys",
     "unmet_need",
     "unused",
     "why_not_hybrid",

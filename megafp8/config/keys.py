@@ -192,8 +192,9 @@ def needs(
     text = f"{key}={' or '.join([', '.join(shown[:-1]), shown[-1]] if shown[1:] else shown)}"
 
     def holds(settings: Values) -> bool:
-        read = [settings[key]] if reads is None else reads(settings)
-        return any(value in values for value in read)
+        if reads is None:
+            return settings[key] in values
+        return any(value in values for value in reads(settings))
 
     return Need(key, text, holds, hint)
 

@@ -161,7 +161,7 @@ def _with_source_texts(settings: list[Setting], section: str, text: str) -> list
     """
     if not any(is_text(s.key) and _has_number(s.value) for s in settings):
         return settings
-    written = flatten(section, parse_yaml(text, as_texts=True), "")
+    written = flatten(section, parse_yaml(text, as_texts=True))
     texts = {setting.key: setting.value for setting in written}
     return [replace(s, value=as_text(s.key, s.value, texts.get(s.key, s.value))) for s in settings]
 

@@ -1,57 +1,30 @@
-"""Merge the layers of a configuration into one typed tree, check it, and report all problems."""
+"""Load a configuration: collect its layers, merge them, check the values, report all problems."""
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING, DictConfig
 
+from megafp8.config import dialects
 from megafp8.config.base_model import with_base, with_moved_folder
 from megafp8.config.checks import check_values, within_ranges
 from megafp8.config.checks.precision import format_notes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, raise_if_any
-from megafp8.config.gelu import GELU, TANH_GELU, asks_for_tanh
 from megafp8.config.hydra_section import HYDRA, is_hydras
-from megafp8.config.keys import needs
-from megafp8.config.launcher_paths import launcher_paths_once
-from megafp8.config.layers import (
-    DEFAULT_CONFIG,
-    Layer,
-    compose_layers,
-    default_job,
-    find_source,
-)
+from megafp8.config.layers import DEFAULT_CONFIG, Layer, compose_layers, find_source
 from megafp8.config.learning_rate import schedule_notes, without_own_rate
-from megafp8.config.nemo import nemo_keys, nemos_file
+from megafp8.config.merged import Merged, Together, closed_tree, default_values, merge
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import load_own_recipes, names_given
 from megafp8.config.rules import Unused, effective, unused
-from megafp8.config.schema import all_keys, all_sections, schema_tree
-from megafp8.config.settings import (
-    UNDECIDED,
-    Setting,
-    interpolated_keys,
-    is_unused_section,
-    optional_sections,
-    put_in,
-    read_value,
-    read_values,
-)
-from megafp8.config.spellings import (
-    Translated,
-    contradictions,
-    take_length_of_samples,
-    take_mock_data,
-    translate_spellings,
-)
-from megafp8.config.values import plain
+from megafp8.config.settings import Setting, optional_sections, read_value
 from megafp8.secrets import (
     HIDDEN,
     has_login,
@@ -62,40 +35,49 @@ from megafp8.secrets import (
     variable_in,
 )
 
-ACCELERATOR = "trainer.accelerator"
-BACKEND, MASK_FUSION = "model.fp8_backend", "model.get_attention_mask_from_fusion"
-_IDLE_IN_NEMO = (
-    # In NeMo these graphs are Transformer Engine's and change times only. Here they would make
-    # `auto` leave Transformer Engine for native layers, unless someone chose these.
-    ("model.enable_cuda_graph", BACKEND, "native"),
-    # NeMo then gives its layers no mask, and they attend over whole samples.
-    ("model.data.reset_attention_mask", MASK_FUSION, False),
-    # NeMo rotates by the place in the sample, and its biases are of distances in the sample.
-    ("model.data.reset_position_ids", "model.position_embedding_type", "learned_absolute"),
-)
-"""Keys that a NeMo file may set without effect, unless another key has a value."""
+ACCELERATOR, BACKEND = "trainer.accelerator", "model.fp8_backend"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Hold a checked tree of settings, their origins, and the settings without effect.
+    """Hold checked settings, their origins, and the settings without effect.
 
     Attributes:
-        cfg: The tree of the schema; it takes no new keys.
+        values: The values of all keys of the schema, with interpolations resolved.
         origins: The layer that set each key, for all keys that a layer after the default job set.
         inert: The given keys of NeMo that have no effect in megafp8, and Hydra's section.
         unused: The given keys that have no effect with the other settings, where this is no
             mistake: a preset or a NeMo file set them, or a stronger layer switched them off.
         translated: The given values that NeMo spells in another way.
         notes: Lines about settings that have less effect than their values say.
+        merged: The settings as they were written, with interpolations.
     """
 
-    cfg: DictConfig
+    values: dict[str, Any]
     origins: Mapping[str, Origin]
     inert: tuple[Setting, ...]
-    unused: tuple[tuple[Setting, Unused], ...] = ()
-    translated: tuple[Translated, ...] = ()
-    notes: tuple[str, ...] = ()
+    unused: tuple[tuple[Setting, Unused], ...]
+    translated: tuple[dialects.Translated, ...]
+    notes: tuple[str, ...]
+    merged: Merged
+
+    @cached_property
+    def cfg(self) -> DictConfig:
+        """Return the tree of the schema, as `--cfg job` shows it; it takes no new keys."""
+        return closed_tree(self.merged.tree, self.values)
+
+    def changed_to(self, changes: Mapping[str, Any], origin: Origin | None = None) -> Loaded:
+        """Return the settings with some changed, and those that refer to these; nothing is checked.
+
+        Args:
+            changes: The new values by key.
+            origin: The new layer of these keys; None leaves the layers as they are.
+        """
+        merged = self.merged.copy()
+        for key, value in changes.items():
+            merged.put(Setting(key, value, origin or self.origins.get(key, DEFAULT)))
+        values = self.values | merged.values()[0]
+        return replace(self, values=values, origins=merged.origins, merged=merged)
 
     def inert_lines(self) -> list[str]:
         """Return lines about settings that were translated, are cut, or have no effect.
@@ -130,8 +112,8 @@ def load(
     overrides: Sequence[str] = (),
     config_dir: Path | None = None,
     config_name: str = DEFAULT_CONFIG,
-) -> DictConfig:
-    """Return the tree of settings after all checks that need no device.
+) -> dict[str, Any]:
+    """Return the values of all settings, by their keys, after all checks that need no device.
 
     Whether a learning rate suits the model is left to `load_all`, which a command calls.
 
@@ -143,7 +125,7 @@ def load(
     Raises:
         ConfigError: `SettingError` for one problem, `CombinedConfigError` for several.
     """
-    return load_all(overrides, config_dir, config_name, trains=False).cfg
+    return load_all(overrides, config_dir, config_name, trains=False).values
 
 
 def load_all(
@@ -156,7 +138,7 @@ def load_all(
     trusts_recipes: bool = False,
     recipes_given: frozenset[str] | None = None,
 ) -> Loaded:
-    """Return the tree that `load` returns, with origins and settings without effect.
+    """Return the values that `load` returns, with origins and settings without effect.
 
     Arguments and errors are those of `load`. `trains` False says that the settings are for no run,
     so that the learning rate does not matter. `gpu_available` returns whether this machine has a
@@ -173,178 +155,53 @@ def load_all(
         raise_if_any([*problems, problem])
         raise
     layers, moved = with_moved_folder(layers, source.file.parent)
-    for layer in layers:
-        problems += contradictions(layer.settings)
-    translations = [translate_spellings(layer.settings) for layer in layers]
+    ours = dialects.translate(layers)
+    problems += ours.problems
+    given = [setting for layer in ours.layers for setting in layer.settings]
+    hydras = [setting for setting in given if is_hydras(setting.key)]
     layers = [
-        Layer(layer.origin, tuple(settings))
-        for layer, (settings, _) in zip(layers, translations, strict=True)
+        Layer(layer.origin, tuple(s for s in layer.settings if s not in hydras))
+        for layer in ours.layers
     ]
     try:
-        layers = with_base(layers, partial(_interpolated, layers))
+        layers = with_base(layers, Together(layers).read)
     except SettingError as problem:
         problems.append(problem)
-    tree, origins, in_layers = merge(layers)
-    problems += in_layers
-    idle = _without_idle_ones_of_nemo(tree, origins)
-    fused = _with_gelu_of_nemo(tree, origins)
-    about = take_length_of_samples(tree, origins)
-    try:
-        about += take_mock_data(tree, origins)
-    except SettingError as problem:
-        problems.append(problem)
-    values, unreadable = read_values(tree, origins)
-    known = {
-        text for layer in layers for s in layer.settings for text in named_secrets(s.value, s.key)
-    }
+    beside = dialects.beside_others(layers)
+    merged = merge([*layers, *beside.layers])
+    origins = merged.origins
+    problems += merged.problems + beside.problems
+    values, unreadable = merged.values()
+    known = {text for s in given for text in named_secrets(s.value, s.key)}
     refused_already = {problem.key for problem in problems}
     problems += [problem for problem in unreadable if problem.key not in refused_already]
     problems += _secret_problems(values, origins, known)
-    given = names_given(parsed) if recipes_given is None else recipes_given
-    problems += load_own_recipes(values, origins, trusts_files=trusts_recipes, given=given)
+    typed = names_given(parsed) if recipes_given is None else recipes_given
+    problems += load_own_recipes(values, origins, trusts_files=trusts_recipes, given=typed)
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
     good = _on_this_machine(good, gpu_available)
-    inert, refused = _nemo_settings(tree, values, origins)
-    inert += [s for layer in layers for s in layer.settings if is_hydras(s.key)]
+    inert, refused = dialects.inert_settings(partial(read_value, merged.tree), values, origins)
+    inert += hydras
     refused += _secrets_of_the_command_line(inert)
     found = problems + check_values(good, origins) + refused + _environment_problems(good)
-    defaults = {
-        s.key: s.value for layer in layers if layer.origin == DEFAULT for s in layer.settings
-    }
+    defaults = {s.key: s.value for s in given if s.origin == DEFAULT}
     if trains and (problem_of_rate := without_own_rate(good, origins, defaults)) is not None:
         found.append(problem_of_rate)
-    raise_if_any(launcher_paths_once(found))
-    inert = [s for s in inert if s.key not in {t.setting.key for t in fused}]
-    idle += [  # the default job's own settings, which have no origin, are not reported
+    raise_if_any(dialects.launcher_paths_once(found))
+    idle = [  # the default job's own settings, which have no origin, are not reported
         (Setting(found.key, values[found.key], origins[found.key]), found)
         for found in unused(good)
         if found.key in origins
     ]
-    translated = [t for _, of_layer in translations for t in of_layer if _counts(t, origins)]
-    said = (*translated, *fused)
-    lines = (*moved, *about, *schedule_notes(values), *format_notes(values, origins))
-    inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert]
-    return Loaded(_typed(tree, values), origins, tuple(inert), tuple(idle), said, lines)
-
-
-def _counts(translated: Translated, origins: Mapping[str, Origin]) -> bool:
-    """Whether no stronger layer replaced the setting that was translated."""
-    return origins.get(translated.setting.key) == translated.setting.origin
-
-
-def merge(layers: Sequence[Layer]) -> tuple[DictConfig, dict[str, Origin], list[SettingError]]:
-    """Return one tree of all layers, the origins of its values, and what could not be merged."""
-    tree = tree_with_nemo_keys()
-    origins: dict[str, Origin] = {}
-    problems: list[SettingError] = []
-    for layer in layers:
-        for setting in layer.settings:
-            if is_hydras(setting.key):
-                continue
-            problem = put_in(tree, setting)
-            if problem is not None:
-                problems.append(problem)
-            elif setting.key == UNDECIDED:
-                continue
-            elif is_unused_section(setting):
-                inside = [key for key in origins if key.startswith(setting.key + ".")]
-                for key in inside:
-                    del origins[key]
-                origins[setting.key] = layer.origin
-            elif layer.origin != DEFAULT:
-                origins[setting.key] = layer.origin
-    return tree, origins, problems
-
-
-def _interpolated(layers: Sequence[Layer], path: str) -> Any:
-    """Return the value of a key whose setting is an interpolation; None if it has none.
-
-    `read_values` later reports one that cannot be resolved.
-    """
-    try:
-        return read_value(merge(layers)[0], path)
-    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-        return None
-
-
-def _without_idle_ones_of_nemo(
-    tree: DictConfig, origins: dict[str, Origin]
-) -> list[tuple[Setting, Unused]]:
-    """Switch off what a NeMo file asks for without effect in NeMo; return these, to be listed.
-
-    The settings that a run has recorded are not a file of NeMo, and are left as they are.
-    """
-    if nemos_file(origins) is None:
-        return []
-    switched_off = (_switched_off(tree, origins, *row) for row in _IDLE_IN_NEMO)
-    return [one for one in switched_off if one is not None]
-
-
-def _switched_off(
-    tree: DictConfig, origins: dict[str, Origin], key: str, other: str, value: object
-) -> tuple[Setting, Unused] | None:
-    """Set a key to False that a NeMo file sets to True, unless `other` has `value`."""
-    origin = origins.get(key, DEFAULT)
-    if not origin.is_nemos:
-        return None
-    try:
-        asked, has = read_value(tree, key), read_value(tree, other)
-    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-        return None  # `read_values` reports it
-    if asked is not True or has == value:
-        return None
-    OmegaConf.update(tree, key, False)
-    del origins[key]
-    return Setting(key, asked, origin), Unused(key, needs(other, value), f"{other}={plain(has)}")
-
-
-def _with_gelu_of_nemo(tree: DictConfig, origins: dict[str, Origin]) -> list[Translated]:
-    """Ask for the tanh form of GELU where a setting of NeMo means it; return that setting."""
-
-    def read(path: str) -> Any:
-        try:
-            return read_value(tree, path)
-        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
-            return None  # `read_values` reports it
-
-    asks = asks_for_tanh(read, origins, nemos_file(origins))
-    if asks is None:
-        return []
-    OmegaConf.update(tree, GELU, True)
-    origins[GELU] = asks.origin
-    return [Translated(Setting(*asks), TANH_GELU)]
-
-
-@cache
-def default_values() -> Mapping[str, Any]:
-    """Return the values of the default job by their keys."""
-    return read_values(default_tree())[0]
-
-
-@cache
-def default_tree() -> DictConfig:
-    """Return the default job's tree: the schema with the values of `conf/pretrain_gpt.yaml`.
-
-    All callers share the tree, so they must not change it.
-    """
-    tree = schema_tree()
-    for path, value in default_job().items():
-        OmegaConf.update(tree, path, value)
-    return tree
-
-
-def tree_with_nemo_keys() -> DictConfig:
-    """Return a new tree of the schema and of NeMo's keys without effect, which `load` removes."""
-    return copy.deepcopy(_tree_with_nemo_keys())
-
-
-@cache
-def _tree_with_nemo_keys() -> DictConfig:
-    tree = schema_tree()
-    for path, key in nemo_keys().items():
-        OmegaConf.update(tree, path, key.ours, force_add=True)
-    return tree
+    stronger = [t for t in ours.translated if origins.get(t.setting.key) != t.setting.origin]
+    translated = [t for t in ours.translated if t not in stronger] + beside.translated
+    meant = {t.setting.key for t in beside.translated}
+    inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert if s.key not in meant]
+    notes = (*moved, *beside.notes, *schedule_notes(values), *format_notes(values, origins))
+    return Loaded(
+        values, origins, tuple(inert), (*beside.idle, *idle), tuple(translated), notes, merged
+    )
 
 
 def _on_this_machine(
@@ -381,6 +238,9 @@ def _secret_problems(
     Settings are written into the run's directory and sent to trackers, so a token must not be one.
     """
     secrets = secret_values()
+    usual = default_values()
+    if any(text in _text_of_default_job() for text in (*known, *secrets.values())):
+        usual = {}  # a secret that is also an ordinary word, such as a recipe's name
     return [
         SettingError(
             path,
@@ -390,8 +250,14 @@ def _secret_problems(
             origin=origins.get(path, DEFAULT),
         )
         for path, value in values.items()
-        if (what := _secret_in(path, value, known, secrets))
+        if value != usual.get(path, MISSING) and (what := _secret_in(path, value, known, secrets))
     ]
+
+
+@cache
+def _text_of_default_job() -> str:
+    """Return the values of the default job, none of which is a secret by its form or name."""
+    return "\n".join(map(str, default_values().values()))
 
 
 def _secret_in(
@@ -418,62 +284,3 @@ def _secrets_of_the_command_line(inert: Sequence[Setting]) -> list[SettingError]
         for s in inert
         if s.origin == COMMAND_LINE and redacted(s.value, s.key) != s.value
     ]
-
-
-def _nemo_settings(
-    tree: DictConfig, values: Mapping[str, Any], origins: Mapping[str, Origin]
-) -> tuple[list[Setting], list[SettingError]]:
-    """Return NeMo's keys without effect that were given, and errors for those of wrong values."""
-    inert: list[Setting] = []
-    refused: list[SettingError] = []
-    for path, origin in origins.items():
-        if path in optional_sections():
-            inert.append(Setting(path, None, origin))
-        key = nemo_keys().get(path)
-        if key is None:
-            continue
-        try:
-            value = read_value(tree, path)
-        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            refused.append(SettingError(path, None, reason, key.hint, origin=origin))
-            continue
-        if key.passes(value, values):
-            inert.append(Setting(path, value, origin))
-        else:
-            refused.append(key.problem(value, origin))
-    order = {key: number for number, key in enumerate(nemo_keys())}
-    return sorted(inert, key=lambda setting: order.get(setting.key, len(order))), refused
-
-
-def _typed(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    """Return the tree without NeMo's keys, closed to new keys; `values` are its keys' values."""
-    for section, names in _names_of_nemo_alone().items():
-        node: Any = OmegaConf.select(tree, section) if section else tree
-        with open_dict(node):
-            for name in names:
-                if name in node.keys():  # `in node` is False for an interpolation without a value
-                    del node[name]  # unlike pop(), del does not resolve an interpolation
-    interpolated = interpolated_keys(tree)
-    for path in all_keys():  # an interpolation of a key that was removed becomes that key's value
-        if not (path in interpolated or isinstance(values[path], (list, dict))):
-            continue
-        try:
-            stands = read_value(tree, path) == values[path]
-        except OmegaConfBaseException:
-            stands = False
-        if not stands:
-            OmegaConf.update(tree, path, values[path])
-    OmegaConf.set_struct(tree, True)
-    return tree
-
-
-@cache
-def _names_of_nemo_alone() -> Mapping[str, Sequence[str]]:
-    """Return, by the sections of the schema, what only NeMo has in them: keys and sections."""
-    found: dict[str, dict[str, None]] = {}
-    for path in nemo_keys():
-        names = path.split(".")
-        depth = next(d for d in range(len(names)) if ".".join(names[: d + 1]) not in all_sections())
-        found.setdefault(".".join(names[:depth]), {})[names[depth]] = None
-    return {section: tuple(names) for section, names in found.items()}

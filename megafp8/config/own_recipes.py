@@ -12,14 +12,13 @@ from itertools import islice
 
 from hydra.core.override_parser.types import Transformer
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError, raise_if_any
 from megafp8.config.keys import Values
 from megafp8.config.overrides import ParsedOverride, parse_overrides
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import Origins
-from megafp8.config.settings import Setting, read_value
+from megafp8.config.settings import Setting
 from megafp8.config.values import parse_modules
 from megafp8.specs.recipes import RecipeError, load_recipe, names_code
 
@@ -82,15 +81,13 @@ def _each(override: ParsedOverride) -> list[Setting]:
     return [s for parsed in parse_overrides(texts, ())[0] for s in parsed.settings]
 
 
-def load_recipes_of(cfg: DictConfig) -> None:
-    """Import the recipes of a tree whose names another process has checked and trusts.
+def load_recipes_of(values: Values) -> None:
+    """Import the recipes of settings whose names another process has checked and trusts.
 
     Raises:
         SettingError: A recipe cannot be imported here.
     """
-    values = {key: read_value(cfg, key) for key in ("model.fp8", RECIPE, MODULES, SCHEDULE)}
-    origins = dict.fromkeys(values, COMMAND_LINE)
-    raise_if_any(load_own_recipes(values, origins))
+    raise_if_any(load_own_recipes(values, dict.fromkeys(values, COMMAND_LINE)))
 
 
 def _named(values: Values) -> Iterator[tuple[str, str]]:

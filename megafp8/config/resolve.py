@@ -6,19 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from omegaconf import DictConfig
-
 from megafp8.config.architecture import gpt_spec
 from megafp8.config.base_model import STARTS, folder_of_model
 from megafp8.config.checks import rule_findings
 from megafp8.config.data_values import file_list, parse_data_prefix, unescaped
-from megafp8.config.errors import SettingError, raise_if_any
+from megafp8.config.errors import SettingError
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.precision_spec import precision_spec
 from megafp8.config.rules import Finding, effective
 from megafp8.config.schema import all_keys, spec_fields
-from megafp8.config.settings import read_values
+from megafp8.config.settings import nested
 from megafp8.config.values import (
     DEFAULT_EXP_DIR,
     PRECISIONS,
@@ -61,30 +59,30 @@ from megafp8.specs.recipes import find_recipe
 VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
 
 
-def resolve(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> RunSpec:
-    """Return the run that a tree asks for.
+def resolve(settings: Values, accelerator_available: Callable[[], bool]) -> RunSpec:
+    """Return the run that settings ask for.
 
     Args:
-        cfg: A tree that `load` returned.
+        settings: The values that `load` returned.
         accelerator_available: Returns whether this machine has a GPU. It is called only if the
             answer matters.
 
     Raises:
         ConfigError: A setting needs a GPU that the run does not have, or excludes the one it has.
     """
-    values = canonical(cfg, accelerator_available)
+    values = canonical(settings, accelerator_available)
     spec = RunSpec(
         **spec_fields("", values),
         model=gpt_spec(values),
         precision=precision_spec(values, _auto(values)),
         parallel=_parallel(values),
         optim=optim_of(values),
-        data=_data(values),
+        data=data_spec(values),
         train=_train(values),
         checkpoint=_checkpoint(values),
-        observe=_observe(values),
+        observe=observe_spec(values),
         profile=ProfileSpec(**spec_fields("profile", values)),
-        resolved=_nested(values),
+        resolved=nested(values),
     )
     _refuse_idle_graphs(spec)
     return spec
@@ -102,14 +100,14 @@ def _refuse_idle_graphs(spec: RunSpec) -> None:
         )
 
 
-def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dict[str, Any]:
+def canonical(settings: Values, accelerator_available: Callable[[], bool]) -> dict[str, Any]:
     """Return the resolved settings by their dotted paths: plain values, in one spelling.
 
     Keys without effect have their defaults. Equal runs therefore have equal settings, and the
     result can be loaded again as a configuration. Arguments and errors are those of `resolve`.
     """
-    keys, given = all_keys(), _values_of(cfg)
-    given["trainer.accelerator"] = _accelerator(given["trainer.accelerator"], accelerator_available)
+    keys, asked = all_keys(), settings["trainer.accelerator"]
+    given = {**settings, "trainer.accelerator": _accelerator(asked, accelerator_available)}
     values = {path: keys[path].spelled(value) for path, value in effective(given).items()}
     resume = "resume_from_checkpoint"
     resumed = values[f"model.{resume}"] or values[f"exp_manager.{resume}"]
@@ -126,12 +124,6 @@ def canonical(cfg: DictConfig, accelerator_available: Callable[[], bool]) -> dic
     if not on_cpu and values["model.te_version"] is not None:
         reason = "applies to CPUs; on a GPU the installed Transformer Engine runs"
         raise SettingError("model.te_version", values["model.te_version"], reason, "Leave it out")
-    return values
-
-
-def _values_of(cfg: DictConfig) -> dict[str, Any]:
-    values, problems = read_values(cfg)
-    raise_if_any(problems)
     return values
 
 
@@ -264,17 +256,8 @@ def _schedule(values: Values) -> ScheduleSpec:
     )
 
 
-def data_spec(cfg: DictConfig) -> DataSpec:
-    """Return the data that a checked tree names, without a look at devices."""
-    return _data(_values_of(cfg))
-
-
-def observe_spec(cfg: DictConfig) -> ObserveSpec:
-    """Return where a checked tree records its run, and what, without a look at devices."""
-    return _observe(_values_of(cfg))
-
-
-def _data(values: Values) -> DataSpec:
+def data_spec(values: Values) -> DataSpec:
+    """Return the data that settings name, without a look at devices."""
     return DataSpec(
         **spec_fields("data", values),
         prefix=parse_data_prefix(values["model.data.data_prefix"]),
@@ -315,8 +298,11 @@ def _checkpoint(values: Values) -> CheckpointSpec:
     )
 
 
-def _observe(values: Values) -> ObserveSpec:
-    """Return what is recorded; a trial (`fast_dev_run`) never uses a named run's directory."""
+def observe_spec(values: Values) -> ObserveSpec:
+    """Return what is recorded and where, without a look at devices.
+
+    A trial (`fast_dev_run`) never uses a named run's directory.
+    """
     health = HealthSpec(**spec_fields("observe.health", values), mode=_health_mode(values))
     spec = ObserveSpec(
         **spec_fields("observe", values),
@@ -343,14 +329,3 @@ def _health_mode(values: Values) -> HealthMode:
     of_te = backend == "te" and not traits.has_history
     in_graph = backend == "torchao" and values["model.compile"] != "off"
     return "off" if of_te or in_graph else "scales"
-
-
-def _nested(values: Values) -> dict[str, object]:
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        node = tree
-        *sections, leaf = path.split(".")
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[leaf] = value
-    return tree

@@ -36,11 +36,11 @@ class Rules:
     """Collect the rules of one subject; `@rule("model.a", "model.b")` adds one that reads both."""
 
     def __init__(self) -> None:
-        self._rules: list[tuple[tuple[str, ...], Rule]] = []
+        self._rules: list[tuple[frozenset[str], Rule]] = []
 
     def __call__(self, *keys: str) -> Callable[[Rule], Rule]:
         def register(check: Rule) -> Rule:
-            self._rules.append((keys, check))
+            self._rules.append((frozenset(keys), check))
             return check
 
         return register
@@ -48,7 +48,7 @@ class Rules:
     def findings(self, values: Values) -> Iterator[Finding]:
         """Yield what the rules find; a rule runs if all its keys are in `values`."""
         for keys, check in self._rules:
-            if all(key in values for key in keys):
+            if keys <= values.keys():
                 yield from check(values)
 
 
@@ -70,43 +70,62 @@ def unmet_need(path: str, values: Values) -> Need | None:
     meet a need, that is the need of one that is set and has no effect.
     """
     need = all_keys()[path].needs
-    while need is not None and need.key in values:
-        unmet = _unmet_by_several(need, values) if need.others else _unmet(need, values)
-        if unmet is not None:
-            return unmet
-        need = need.also
-    return None
+    return None if need is None else _unmet(need, values, {})
 
 
-def _unmet(need: Need, values: Values) -> Need | None:
-    return unmet_need(need.key, values) or (None if need.holds(values) else need)
+def unmet_needs(values: Values) -> dict[str, Need]:
+    """Return what must be set for each key that has no effect, by the key."""
+    keys, known = all_keys(), dict[int, Need | None]()
+    needs = ((path, keys[path].needs) for path in values)
+    found = {path: _unmet(need, values, known) for path, need in needs if need is not None}
+    return {path: need for path, need in found.items() if need is not None}
 
 
-def _unmet_by_several(need: Need, values: Values) -> Need | None:
-    if need.holds(values):
-        return None
+def _unmet(need: Need, values: Values, known: dict[int, Need | None]) -> Need | None:
+    """Return what must be set for a need to be met, or None if it is.
+
+    Many keys share a need, so that `known` has what was found for the needs so far, by identity.
+    """
+    if id(need) in known:
+        return known[id(need)]
+    unmet = None
+    if need.key in values:
+        if not need.others:
+            below = all_keys()[need.key].needs
+            unmet = None if below is None else _unmet(below, values, known)
+        if unmet is None and not need.holds(values):
+            unmet = _unmet_by_several(need, values, known) if need.others else need
+        if unmet is None and need.also is not None:
+            unmet = _unmet(need.also, values, known)
+    known[id(need)] = unmet
+    return unmet
+
+
+def _unmet_by_several(need: Need, values: Values, known: dict[int, Need | None]) -> Need:
     for key in (need.key, *need.others):
-        is_set = key in values and not _is_default(key, values)
-        unmet = unmet_need(key, values) if is_set else None
-        if unmet is not None:
-            return unmet
+        below = all_keys()[key].needs
+        if below is not None and key in values and not _is_default(key, values):
+            if (unmet := _unmet(below, values, known)) is not None:
+                return unmet
     return need
 
 
-def effective(values: Values) -> dict[str, Any]:
-    """Return the values, with the default for every key that has no effect."""
-    keys = all_keys()
-    return {
-        path: value if unmet_need(path, values) is None else keys[path].default
-        for path, value in values.items()
-    }
+def effective(values: Values, unmet: Mapping[str, Need] | None = None) -> dict[str, Any]:
+    """Return the values, with the default for every key that has no effect.
+
+    `unmet` is what `unmet_needs` returns, if it is known.
+    """
+    keys, unmet = all_keys(), unmet_needs(values) if unmet is None else unmet
+    return {path: keys[path].default if path in unmet else v for path, v in values.items()}
 
 
-def unused(values: Values) -> Iterator[Unused]:
-    """Yield each key that has no effect and another value than its default."""
-    for path in values:
-        need = unmet_need(path, values)
-        if need is not None and not _is_default(path, values):
+def unused(values: Values, unmet: Mapping[str, Need] | None = None) -> Iterator[Unused]:
+    """Yield each key that has no effect and another value than its default.
+
+    `unmet` is what `unmet_needs` returns, if it is known.
+    """
+    for path, need in (unmet_needs(values) if unmet is None else unmet).items():
+        if not _is_default(path, values):
             yield Unused(path, need, _setting_in_the_way(need, values))
 
 
@@ -120,6 +139,8 @@ def _setting_in_the_way(need: Need, values: Values) -> str:
 def _is_default(key: str, values: Values) -> bool:
     """Whether a key has its default, or NeMo's where null is ours, as in every file of NeMo's."""
     known, value = all_keys()[key], values[key]
+    if type(value) is type(known.default) and value == known.default:
+        return True  # it need not be spelled in one way; no value is `???`
     return known.is_default(value) or (known.default is None and value == known.nemo)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,6 +40,9 @@ of transformers' models with experts."""
 
 SEE_HELP = "--help lists all keys"
 
+UNREADABLE = (OmegaConfBaseException, ValueError, OverflowError, RecursionError)
+"""What OmegaConf raises for a value that does not fit, or that refers to a key without a value."""
+
 DATA_PREFIX = "model.data.data_prefix"
 _TEXTS = (
     "name",
@@ -65,7 +68,7 @@ class Setting:
 
     key: str
     value: Any
-    origin: str
+    origin: Origin
 
 
 @cache
@@ -119,7 +122,7 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
     if setting.key in megatron_names.NAMES:
         return _megatron_problem(setting)
     if megatron_names.is_format(setting.key, setting.value):
-        return None  # `spellings` has translated it in every tree that is merged
+        return None  # `dialects` has translated it in every layer that is merged
     key, nemo_key = all_keys().get(setting.key), nemo_keys().get(setting.key)
     if key is None and nemo_key is None:
         if is_unused_section(setting):
@@ -133,7 +136,7 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
         if key is not None and _is_no_flag(key, setting.value):
             raise ValueError
         OmegaConf.update(tree, setting.key, setting.value, merge=merge, force_add=key is None)
-    except (OmegaConfBaseException, ValueError, OverflowError, RecursionError):
+    except UNREADABLE:
         if key is None:
             assert merge
             return put_in(tree, setting, merge=False)
@@ -192,7 +195,7 @@ def _undecided(setting: Setting) -> SettingError | None:
     )
 
 
-def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
+def flatten(key: str, value: Any, origin: Origin = DEFAULT) -> Iterator[Setting]:
     """Yield the settings in a value that may be a dict of dicts.
 
     A dict is split only where the schema has a section; below, it is a value.
@@ -205,6 +208,18 @@ def flatten(key: str, value: Any, origin: str) -> Iterator[Setting]:
             yield from flatten(path, item, origin)
     else:
         yield Setting(key, value, origin)
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted paths as a tree of dicts."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        node = tree
+        *sections, leaf = path.split(".")
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[leaf] = value
+    return tree
 
 
 @cache
@@ -223,24 +238,30 @@ def _scratch() -> Any:
 
 
 def read_values(
-    cfg: DictConfig, origins: Mapping[str, str] | None = None
+    cfg: DictConfig,
+    origins: Mapping[str, Origin] | None = None,
+    known: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[SettingError]]:
     """Return all values by their keys, interpolations resolved, and the keys that cannot be read.
 
     Args:
         cfg: A tree of the schema.
         origins: The layers that set the keys, for messages.
+        known: Values that are known already, and not read.
     """
     values: dict[str, Any] = {}
     problems: list[SettingError] = []
-    for key, section, leaf in _leaves(cfg):
+    known = known or {}
+    for path, value in known.items():
+        values[path] = value.copy() if isinstance(value, (list, dict)) else value
+    for key, section, leaf in _leaves(cfg, all_keys().keys() - known.keys()):
         path, is_interpolated = key.path, OmegaConf.is_interpolation(section, leaf)
         try:
             value = read_value(cfg, path) if is_interpolated else _plain(section[leaf])
         except MissingMandatoryValue:
             problems.append(_missing(key, origins))
             continue
-        except (OmegaConfBaseException, ValueError, OverflowError, RecursionError) as error:
+        except UNREADABLE as error:
             problems.append(_unreadable(key, error, origins))
             continue
         # The value of an interpolation has the other key's type, which may be the wrong one here.
@@ -251,23 +272,27 @@ def read_values(
             values[path] = value
         else:
             problems.append(problem)
-    return values, problems
+    return {path: values[path] for path in all_keys() if path in values}, problems
 
 
 def interpolated_keys(cfg: DictConfig) -> frozenset[str]:
     """Return the keys whose values refer to other keys, as `${model.encoder_seq_length}` does."""
     return frozenset(
-        key.path for key, section, leaf in _leaves(cfg) if OmegaConf.is_interpolation(section, leaf)
+        key.path
+        for key, section, leaf in _leaves(cfg, all_keys().keys())
+        if OmegaConf.is_interpolation(section, leaf)
     )
 
 
-def _leaves(cfg: DictConfig) -> Iterator[tuple[Key, Any, str]]:
-    """Yield each key with its section in a tree and its name there.
+def _leaves(cfg: DictConfig, paths: Collection[str]) -> Iterator[tuple[Key, Any, str]]:
+    """Yield keys in the schema's order, with their sections in a tree and their names there.
 
     A section is looked up once: for all keys, looking up whole paths takes four times as long.
     """
     sections: dict[str, Any] = {"": cfg}
     for path, key in all_keys().items():
+        if path not in paths:
+            continue
         name, _, leaf = path.rpartition(".")
         if name not in sections:  # none is an interpolation itself: `put_in` refuses that
             sections[name] = OmegaConf.select(cfg, name)
@@ -284,38 +309,30 @@ def read_value(cfg: DictConfig, path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value, resolve=True) if _is_node(value) else value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _missing(key: Key, origins: Mapping[str, str] | None) -> SettingError:
+def _missing(key: Key, origins: Mapping[str, Origin] | None) -> SettingError:
     hint = f"Give {key.valid_text}"
     if not _has_nemos_sections(origins or {}):
         hint += ", or begin the YAML with `defaults: [pretrain_gpt, _self_]`"
     return SettingError(key.path, "???", "must be given", hint, origin=_origin(key.path, origins))
 
 
-def _has_nemos_sections(origins: Mapping[str, str]) -> bool:
+def _has_nemos_sections(origins: Mapping[str, Origin]) -> bool:
     """Whether a file that does not build on the default job has all of NeMo's sections."""
-    given = {
-        path.partition(".")[0]
-        for path, origin in origins.items()
-        if isinstance(origin, Origin) and origin.is_nemos
-    }
+    given = {path.partition(".")[0] for path, origin in origins.items() if origin.is_nemos}
     return {"trainer", "exp_manager", "model"} <= given
 
 
-def _unreadable(key: Key, error: Exception, origins: Mapping[str, str] | None) -> SettingError:
+def _unreadable(key: Key, error: Exception, origins: Mapping[str, Origin] | None) -> SettingError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     hint = f"Give {key.valid_text}"
     return SettingError(key.path, None, reason, hint, origin=_origin(key.path, origins))
 
 
-def _origin(key: str, origins: Mapping[str, str] | None) -> str:
-    return "" if origins is None else origins.get(key, DEFAULT)
-
-
-def _is_node(value: Any) -> bool:
-    return bool(OmegaConf.is_config(value))
+def _origin(key: str, origins: Mapping[str, Origin] | None) -> Origin:
+    return Origin("") if origins is None else origins.get(key, DEFAULT)
 
 
 # --- unknown keys and sections --------------------------------------------------------------------

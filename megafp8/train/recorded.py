@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,12 +11,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import E4M3_MAX, scale_of, single_linears
-from megafp8.config.load import default_tree
+from megafp8.config.errors import raise_if_any
+from megafp8.config.merged import default_tree
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.precision_spec import module_rules
 from megafp8.config.resolve import data_spec
 from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
+from megafp8.config.settings import read_values
 from megafp8.data.loader import Microbatch, validation_batches
 from megafp8.errors import CheckpointError
 from megafp8.runs.run_data import open_data
@@ -169,11 +170,13 @@ def validation_data(
     """
     if "data_fingerprint" not in reader.meta:
         raise CheckpointError(reader.path, "names no data", "Export the checkpoint of a run")
-    tree = copy.deepcopy(default_tree())
+    tree = default_tree()
     try:
         for path, value in recorded_values(reader).items():
             OmegaConf.update(tree, path, value)
-        spec = data_spec(tree)
+        values, problems = read_values(tree)
+        raise_if_any(problems)
+        spec = data_spec(values)
     except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
         reason = f"does not describe its data ({str(error).splitlines()[0]})"
         raise CheckpointError(reader.path, reason, "Export a checkpoint of this version") from error
@@ -181,6 +184,6 @@ def validation_data(
     if data.fingerprint != reader.meta["data_fingerprint"]:
         reason = f"was trained on other data than {spec.prefix} has now"
         raise CheckpointError(reader.path, reason, "Put the data of the run back there")
-    source, size = data.validation, int(tree.model.micro_batch_size)
+    source, size = data.validation, int(values["model.micro_batch_size"])
     batches = list(validation_batches(source, size, 0, 1, num_samples, rules=data.rules))
     return ValidationData(batches, min(num_samples, source.num_samples))

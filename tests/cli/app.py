@@ -13,8 +13,8 @@ from megafp8.cli.main import run_app
 from megafp8.config.resolve import resolve
 from megafp8.errors import RunError
 
-def task(cfg, info):
-    spec = resolve(cfg, lambda: False)
+def task(loaded, info):
+    spec = resolve(loaded.values, lambda: False)
     job = f"job={info.job_num} dir={info.directory} log_dir={spec.observe.explicit_log_dir}"
     print(f"fp8={spec.precision.fp8 is not None} {job} sweep={info.is_sweep}")
     assert spec.model.num_layers != 99, "a bug"

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from megafp8.cli.main import AppInfo, run_app
+from megafp8.config.load import Loaded
 from megafp8.config.schema import all_keys
 from megafp8.errors import ExitCode, NonFiniteError, RunError
 from tests.cli.app import Shell
@@ -62,7 +63,7 @@ def test_one_run(process: Shell, tmp_path: Path) -> None:
 def test_inert_settings_reach_the_task() -> None:
     seen: list[AppInfo] = []
 
-    def task(cfg: DictConfig, info: AppInfo) -> int:
+    def task(loaded: Loaded, info: AppInfo) -> int:
         seen.append(info)
         return 0
 
@@ -89,11 +90,11 @@ def test_the_jobs_of_a_sweep_are_one_group_in_wandb(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WANDB_NAME", raising=False)
     monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
-    seen: list[tuple[str | None, str | None]] = []
+    seen: list[tuple[str | None, ...]] = []
 
-    def task(cfg: DictConfig, info: AppInfo) -> int:
-        kwargs = cfg.exp_manager.wandb_logger_kwargs
-        seen.append((kwargs.group, kwargs.name))
+    def task(loaded: Loaded, info: AppInfo) -> int:
+        names = (f"exp_manager.wandb_logger_kwargs.{leaf}" for leaf in ("group", "name"))
+        seen.append(tuple(loaded.values[name] for name in names))
         return 0
 
     words = ["-m", "model.seed=1,2", "hydra.sweep.dir=there/rates"]
@@ -307,7 +308,7 @@ def test_files_name_no_code_to_run(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
 
 
-def never(cfg: DictConfig, info: AppInfo) -> int:
+def never(loaded: Loaded, info: AppInfo) -> int:
     raise AssertionError("the task was not to run")
 
 
@@ -339,9 +340,10 @@ def test_options_between_overrides(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("defaults: [pretrain_gpt, _self_]\nmodel: {seed: 5}\n")
     seen: list[AppInfo] = []
 
-    def task(cfg: DictConfig, info: AppInfo) -> int:
+    def task(loaded: Loaded, info: AppInfo) -> int:
         seen.append(info)
-        assert cfg.model.seed == 5 and cfg.model.fp8 and cfg.model.num_layers == 2
+        names = ("model.seed", "model.fp8", "model.num_layers")
+        assert [loaded.values[name] for name in names] == [5, True, 2]
         return 7
 
     for option in ("-cd", "--config-dir", "--config-path", "-cp"):
@@ -361,7 +363,7 @@ def test_options_between_overrides(tmp_path: Path) -> None:
 def test_user_errors_of_the_task_give_their_exit_code(
     error: Exception, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def task(cfg: DictConfig, info: AppInfo) -> int:
+    def task(loaded: Loaded, info: AppInfo) -> int:
         raise error
 
     assert run_app([], task) == code

@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from megafp8.cli.main import AppInfo, run_app
+from megafp8.config.load import Loaded
 from megafp8.observe.console import PlainConsole
 from megafp8.secrets import printable, shortened, shown
 
 ESCAPE = "\x1b[31mred\x07\x9b\u202e"
 
 
-def refuse(cfg: DictConfig, info: AppInfo) -> int:
+def refuse(loaded: Loaded, info: AppInfo) -> int:
     raise AssertionError("the task was not to run")
 
 

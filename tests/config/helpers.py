@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from megafp8.config.checks import check_values
 from megafp8.config.errors import CombinedConfigError, SettingError, raise_if_any
+from megafp8.config.keys import Values
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
-from megafp8.config.settings import read_values
 from megafp8.specs import RunSpec
 
 
@@ -20,10 +19,9 @@ def run_spec(*overrides: str, gpu: bool = False, **where: Any) -> RunSpec:
     return resolve(load(overrides, **where), lambda: gpu)
 
 
-def check_tree(cfg: DictConfig) -> None:
-    """Raise if a rule refuses anything in a composed tree, as if one user had set everything."""
-    values, wrong = read_values(cfg, {})
-    raise_if_any(wrong + check_values(values))
+def check(values: Values) -> None:
+    """Raise if a rule refuses anything in settings, as if one user had set everything."""
+    raise_if_any(check_values(values))
 
 
 def problems(call: Callable[[], object]) -> list[SettingError]:

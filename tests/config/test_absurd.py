@@ -91,8 +91,8 @@ def test_shares_of_files_are_finite(value: str) -> None:
 def test_a_number_is_no_truth(value: str) -> None:
     found = load_problems(f"model.fp8={value}", f"model.fp8_power_2_scale={value}")
     assert {problem.key for problem in found} >= {"model.fp8", "model.fp8_power_2_scale"}
-    assert load(["model.fp8=1"]).model.fp8 is True
-    assert load(["model.fp8=0"]).model.fp8 is False
+    assert load(["model.fp8=1"])["model.fp8"] is True
+    assert load(["model.fp8=0"])["model.fp8"] is False
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_sweep_of_a_yaml_that_cannot_end_is_refused(
 def test_a_list_that_a_shell_has_split_gets_a_hint_that_works() -> None:
     with pytest.raises(SettingError, match=r"Quote the whole setting.*'model.optim.betas=\[…\]'"):
         load(["model.optim.betas=[0.9,"])
-    assert load(["model.optim.betas=[0.9, 0.95]"]).model.optim.betas == [0.9, 0.95]
+    assert load(["model.optim.betas=[0.9, 0.95]"])["model.optim.betas"] == [0.9, 0.95]
 
 
 @pytest.mark.parametrize("argument", ["--cfg job", "--help", "--version"])

@@ -9,7 +9,6 @@ import pytest
 
 from megafp8.config.checks import check_values
 from megafp8.config.load import load
-from megafp8.config.settings import read_values
 from megafp8.specs import backends
 from tests.config.helpers import load_problems, problems, run_spec, the_problem
 
@@ -188,7 +187,7 @@ def te_refuses(sizes: dict[str, Any]) -> bool:
 
 def test_sizes_that_te_does_not_take_are_refused_before_a_run() -> None:
     """If Transformer Engine would fail, the error names a key and a size that fits."""
-    refused, others = 0, read_values(load([FP8, "model.num_attention_heads=4"]))[0]
+    refused, others = 0, load([FP8, "model.num_attention_heads=4"])
     for values in itertools.product(*SIZES.values()):
         sizes = dict(zip(SIZES, values, strict=True))
         tp, groups = (sizes[f"model.{key}"] for key in ("tensor_model_parallel_size",

@@ -8,7 +8,7 @@ import pytest
 
 from megafp8.config.load import load, load_all
 from megafp8.config.rules import nearest_divisors, nearest_multiples
-from tests.config.helpers import check_tree, load_problems, run_spec, the_problem
+from tests.config.helpers import check, load_problems, run_spec, the_problem
 
 FP8 = "model.fp8=True"
 JOB = ("model.micro_batch_size=8", "model.global_batch_size=32", "model.optim.lr=1e-3")
@@ -352,12 +352,11 @@ def test_log_dir_of_the_command_line_wins_over_exp_dir_of_a_yaml(tmp_path: Path)
     assert spec.observe.explicit_log_dir == "x"
 
 
-def test_validate_takes_a_tree_as_it_is() -> None:
-    cfg = load([])
-    check_tree(cfg)
-    cfg.model.hidden_size = 250
+def test_validate_takes_settings_as_they_are() -> None:
+    values = load([])
+    check(values)
     with pytest.raises(Exception, match="248 or 252"):
-        check_tree(cfg)
+        check(values | {"model.hidden_size": 250})
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from megafp8.config.errors import CombinedConfigError, SettingError, raise_if_an
 from megafp8.config.load import load, load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rows import Row
-from megafp8.config.settings import read_values
 from megafp8.config.te_layers import findings
 from megafp8.config.te_settings import settings_of
 from megafp8.specs.recipes import RECIPES
@@ -33,9 +32,9 @@ def problems_of(settings: dict[str, str], gpu: bool) -> list[SettingError]:
     overrides = [f"{key}={value}" for key, value in settings.items()]
     try:
         loaded = load_all(overrides, gpu_available=lambda: gpu)
-        spec = resolve(loaded.cfg, lambda: gpu)
+        spec = resolve(loaded.values, lambda: gpu)
         if spec.precision.backend == "te":
-            values = read_values(loaded.cfg, {})[0] | settings_of(spec)
+            values = loaded.values | settings_of(spec)
             found = [SettingError(f.key, values[f.key], f.reason, f.hint) for f in findings(values)]
             raise_if_any(found)
     except CombinedConfigError as error:
@@ -126,7 +125,7 @@ def test_level_o3_takes_each_recipe_that_its_refusal_names(fsdp: bool) -> None:
 
 @cache
 def default_values() -> dict[str, Any]:
-    return read_values(load())[0]
+    return load()
 
 
 def refused(values: dict[str, Any]) -> dict[str, str]:

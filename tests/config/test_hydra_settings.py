@@ -12,14 +12,14 @@ import yaml
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.config.errors import SettingError
 from megafp8.config.hydra_section import IN_A_FILE, TARGETS, file_problems
 from megafp8.config.layers import find_source
-from megafp8.config.load import load
+from megafp8.config.load import Loaded, load
 from megafp8.config.overrides import parse_overrides
 
 FOLDERS = {"hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir"}
@@ -116,7 +116,7 @@ FILES = {
 }  # fmt: skip
 
 
-def refuse(cfg: DictConfig, info: AppInfo) -> int:
+def refuse(loaded: Loaded, info: AppInfo) -> int:
     raise AssertionError("the task was not to run")
 
 
@@ -233,9 +233,9 @@ def test_files_beside_the_one_that_the_command_line_names(tmp_path: Path) -> Non
     for item, seed in (("linked", 5), ("x: inside", 5), ("x: deep", 5)):
         text = f"defaults:\n- pretrain_gpt\n- {item}\n- _self_\n"
         (tmp_path / "conf/mine.yaml").write_text(text)
-        assert load(config_dir=tmp_path / "conf", config_name="mine").model.seed == seed
+        assert load(config_dir=tmp_path / "conf", config_name="mine")["model.seed"] == seed
     (tmp_path / "other.yaml").write_text("defaults: [/pretrain_gpt, near, _self_]\n")
-    assert load(config_dir=tmp_path / "conf", config_name="../other").model.seed == 6
+    assert load(config_dir=tmp_path / "conf", config_name="../other")["model.seed"] == 6
 
 
 @pytest.mark.parametrize("key", ["model.seed=1 hydra.job.env_set.X", "model.seed 2", "~model.seed"])
@@ -268,8 +268,8 @@ def test_a_sweeper_of_a_file_passes_texts_on_as_they_are(
     monkeypatch.chdir(tmp_path)
     seen: list[str] = []
 
-    def task(cfg: DictConfig, info: AppInfo) -> int:
-        seen.append(cfg.model.data.data_prefix)
+    def task(loaded: Loaded, info: AppInfo) -> int:
+        seen.append(loaded.values["model.data.data_prefix"])
         return 0
 
     command = ["-m", "--config-dir", str(tmp_path), "--config-name", "job"]
@@ -300,8 +300,8 @@ def test_what_a_file_may_give_has_its_effect(
     Path("mine.yaml").write_text(text)
     seeds: list[int] = []
 
-    def task(cfg: DictConfig, info: AppInfo) -> int:
-        seeds.append(cfg.model.seed)
+    def task(loaded: Loaded, info: AppInfo) -> int:
+        seeds.append(loaded.values["model.seed"])
         return 0
 
     assert run_app(["-cd", ".", "-cn", "mine", "-m"], task) == 0

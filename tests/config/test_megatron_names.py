@@ -149,7 +149,7 @@ def test_contradictions_and_what_cannot_be_are_refused(overrides: list[str], key
     ["model.fp8=e4m3", "model.fp8_recipe=mxfp8"], ["model.fp8=True", "model.fp8_e4m3=True"],
 ])  # fmt: skip
 def test_what_says_the_same_twice_is_accepted(overrides: list[str]) -> None:
-    assert load_all(overrides).cfg.model.fp8 is True
+    assert load_all(overrides).values["model.fp8"] is True
 
 
 def test_the_two_names_of_weights_in_fp8() -> None:

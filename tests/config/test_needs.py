@@ -15,7 +15,6 @@ from megafp8.config.load import Loaded, load, load_all
 from megafp8.config.resume import setting_differences
 from megafp8.config.rules import effective, unmet_need
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_values
 from megafp8.plan.memory import all_ranks
 from megafp8.plan.pipeline import planned_orders
 from megafp8.plan.traffic import rank_traffic
@@ -110,7 +109,7 @@ def another(path: str) -> Any:
 
 def without_its_need(path: str) -> dict[str, Any]:
     """Return the default job's values with `path` changed and without what `path` needs."""
-    values, _ = read_values(load())
+    values = load()
     values |= BESIDE.get(path, {})
     need = all_keys()[path].needs
     assert need is not None
@@ -182,7 +181,7 @@ def test_a_layout_decides_whether_a_setting_counts(setting: str, layout: str) ->
     path = setting.partition("=")[0]
     given = [*LAYOUTS[layout], *job, setting]
     if layout in counts:
-        values, _ = read_values(load([word for word in given if word != setting]))
+        values = load([word for word in given if word != setting])
         assert unmet_need(path, values) is None
         return
     found = {problem.key: problem for problem in load_problems(*given)}
@@ -210,7 +209,9 @@ def test_a_layer_definition_is_of_no_effect_on_a_cpu_without_fp8(tmp_path: Path)
     loaded = loaded_on("model=mine", gpu=False, config_dir=tmp_path)
     ((setting, _),) = loaded.unused
     assert setting.key == "model.transformer_engine" and setting.origin == "preset model=mine"
-    assert loaded.cfg.trainer.accelerator == "auto", "what was asked for stays in the settings"
+    assert loaded.values["trainer.accelerator"] == "auto", (
+        "what was asked for stays in the settings"
+    )
     assert run_spec("model=mine", config_dir=tmp_path).resolved == run_spec().resolved
 
 
@@ -270,7 +271,7 @@ def refused(given: Sequence[str], path: str) -> bool:
 
 def keys_of_layouts() -> list[str]:
     """Return the keys whose need is met in some layouts only."""
-    values, _ = read_values(load(SIZES))
+    values = load(SIZES)
     jobs = []
     for given in LAYOUTS.values():
         split = (word.partition("=") for word in given)
@@ -335,7 +336,7 @@ def test_of_a_preset_it_is_listed_once(tmp_path: Path) -> None:
 def test_of_a_nemo_file_it_is_listed_once(tmp_path: Path) -> None:
     """A file that does not build on the default job counts as NeMo's own."""
     required = {path: key for path, key in all_keys().items() if key.required}
-    values = {path: value for path, value in read_values(load())[0].items() if path in required}
+    values = {path: value for path, value in load().items() if path in required}
     lines = [f"  {path.removeprefix('trainer.')}: {value}" for path, value in values.items()
              if path.startswith("trainer.")]  # fmt: skip
     overrides = [f"{path}={value}" for path, value in values.items() if "trainer" not in path]

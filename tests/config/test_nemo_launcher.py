@@ -127,7 +127,7 @@ def load_launcher(tmp_path: Path, *overrides: str, **changes: Any) -> Loaded:
 
 
 def spec_of(loaded: Loaded) -> RunSpec:
-    return resolve(loaded.cfg, lambda: True)
+    return resolve(loaded.values, lambda: True)
 
 
 def test_a_launchers_file_runs_as_it_is(tmp_path: Path) -> None:
@@ -176,8 +176,8 @@ def test_a_stronger_layer_replaces_a_translated_value(tmp_path: Path) -> None:
 def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
     changes = {"model.position_embedding_type": "ALiBi", "model.fsdp_grad_reduce_dtype": "fp32"}
     loaded = load_launcher(tmp_path, **changes)
-    assert loaded.cfg.model.position_embedding_type == "alibi"
-    assert loaded.cfg.model.fsdp_grad_reduce_dtype == 32
+    assert loaded.values["model.position_embedding_type"] == "alibi"
+    assert loaded.values["model.fsdp_grad_reduce_dtype"] == 32
     centered = load_launcher(tmp_path, **{"model.normalization": "layernorm1p"})
     assert spec_of(centered).model.layernorm_zero_centered_gamma
     assert spec_of(centered).model.normalization == "layernorm"
@@ -185,7 +185,7 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
         centered.inert_lines()
     )
     alone = load_all(["model.optim.name=mcore_distributed_optim"])
-    assert alone.cfg.model.optim.name == "distributed_fused_adam"
+    assert alone.values["model.optim.name"] == "distributed_fused_adam"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -276,7 +276,7 @@ def test_a_shorter_length_of_samples_is_the_sequences(
     lengths = {"model.encoder_seq_length": 4096, "model.data.seq_length": 2048}
     loaded = load_launcher(tmp_path, **lengths, **more)
     spec = spec_of(loaded)
-    assert spec.data.seq_length == loaded.cfg.model.encoder_seq_length == 2048
+    assert spec.data.seq_length == loaded.values["model.encoder_seq_length"] == 2048
     assert spec.model.max_position_embeddings == positions
     assert (
         "translated: model.data.seq_length=2048 (5b.yaml): model.encoder_seq_length=2048 instead "

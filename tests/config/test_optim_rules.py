@@ -107,7 +107,7 @@ def test_a_schedule_longer_than_the_run_is_cut_and_said(
 ) -> None:
     given = [f"{SCHED}.name={name}", "trainer.max_steps=100", *(f"{SCHED}.{p}" for p in parts)]
     loaded = load_all(given)
-    assert resolve(loaded.cfg, lambda: False).optim.schedule.max_steps == 100
+    assert resolve(loaded.values, lambda: False).optim.schedule.max_steps == 100
     if expected is None:
         assert loaded.notes == ()
     else:

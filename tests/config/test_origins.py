@@ -44,8 +44,8 @@ def test_layers_from_the_weakest_to_the_strongest(folder: Path) -> None:
 
 def test_the_stronger_layer_wins_and_is_named(folder: Path) -> None:
     loaded = load_all(["model.seed=4"], folder, "mine")
-    model = loaded.cfg.model
-    assert (model.seed, model.num_layers, model.hidden_size) == (4, 2, 768)
+    names = ("model.seed", "model.num_layers", "model.hidden_size")
+    assert [loaded.values[name] for name in names] == [4, 2, 768]
     assert loaded.origins["model.seed"] == "command line"
     assert loaded.origins["model.num_layers"] == "mine.yaml"
     assert loaded.origins["model.hidden_size"] == "preset model=gpt3_125m"
@@ -71,8 +71,8 @@ def test_every_file_is_read_once_and_every_rule_runs_once(
         lambda *given: runs.update(["rules"]) or check_values(*given),
     )
     monkeypatch.setattr(checks, "check_values", None)
-    cfg = load_all(["precision=fp32"], folder, "mine").cfg
-    resolve(cfg, lambda: False)
+    loaded = load_all(["precision=fp32"], folder, "mine")
+    resolve(loaded.values, lambda: False)
     assert {str(folder / "mine.yaml"), str(folder / "base.yaml")} <= read.keys()
     assert set(read.values()) == {1}, read
     assert runs["rules"] == 1

@@ -66,6 +66,6 @@ def test_any_yaml_ends_in_a_tree_or_a_user_error(
         except UserError as error:
             assert str(error)
             return
-    given_keys = {setting.key for setting in flatten("", tree, "")}
+    given_keys = {setting.key for setting in flatten("", tree)}
     inert = {setting.key for setting in loaded.inert}
     assert given_keys <= inert | all_keys().keys() | {"hydra"}, "nothing is ignored in silence"

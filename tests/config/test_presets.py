@@ -136,7 +136,7 @@ def test_overrides_win_over_presets_wherever_they_stand() -> None:
 
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_presets_behind_any_prefix(prefix: str) -> None:
-    assert load([f"{prefix}model=gpt3_125m"]).model.hidden_size == 768
+    assert load([f"{prefix}model=gpt3_125m"])["model.hidden_size"] == 768
 
 
 @pytest.mark.parametrize("group", PRESET_GROUPS)
@@ -172,8 +172,8 @@ def test_own_presets(tmp_path: Path) -> None:
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\nnonsense: 2\n")
     assert load_problems("model=mine", config_dir=tmp_path)
     (tmp_path / "model" / "mine.yaml").write_text("num_layers: 1\n")
-    assert load(["model=mine"], tmp_path).model.num_layers == 1
-    assert load(["model=gpt3_125m"], tmp_path).model.num_layers == 12
+    assert load(["model=mine"], tmp_path)["model.num_layers"] == 1
+    assert load(["model=gpt3_125m"], tmp_path)["model.num_layers"] == 12
 
 
 # --- the resolved table --------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from typing import get_args, get_type_hints
 import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
-from omegaconf import DictConfig, OmegaConf
 
-from megafp8.config.load import load
+from megafp8.config.load import Loaded, load, load_all
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import (
@@ -31,7 +30,7 @@ from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_interval_seconds, parse_splits
 from megafp8.errors import UserError
 from megafp8.specs import Fp8Recipe, RunSpec
-from tests.config.helpers import check_tree, problems, run_spec, the_problem
+from tests.config.helpers import check, problems, run_spec, the_problem
 
 
 def test_default_job() -> None:
@@ -313,18 +312,16 @@ SIZES = st.fixed_dictionaries(
 
 
 @cache
-def base() -> DictConfig:
-    return load()
+def base() -> Loaded:
+    return load_all()
 
 
 def with_sizes(sizes: dict[str, object]) -> RunSpec:
     """Return a configuration as with overrides, but without Hydra, which takes most of the time."""
-    cfg = copy.deepcopy(base())
-    for key, value in sizes.items():
-        OmegaConf.update(cfg, key, value)
+    values = base().changed_to(sizes).values
     try:
-        check_tree(cfg)
-        return resolve(cfg, lambda: False)
+        check(values)
+        return resolve(values, lambda: False)
     except UserError as error:
         assert str(error)
         reject()
@@ -350,7 +347,7 @@ def test_the_files_of_data_may_move_and_hints_can_be_typed() -> None:
         ]
         assert [found.key for found in setting_differences(*runs)] == keys, name
     (word,) = shlex.split(typed("model.data.data_prefix", data))
-    assert OmegaConf.select(load([word]), "model.data.data_prefix") == data
+    assert load([word])["model.data.data_prefix"] == data
 
 
 # Seven of eight drawn sizes do not fit; each of these must end in an error with a message.
@@ -379,7 +376,7 @@ def test_sizes_that_pass_fit_on_the_ranks(sizes: dict[str, object]) -> None:
 @given(SIZES)
 def test_resolved_loads_again_as_the_same_run(sizes: dict[str, object]) -> None:
     spec = with_sizes(sizes)
-    again = resolve(OmegaConf.create(json.loads(json.dumps(spec.resolved))), lambda: False)
+    again = resolve(flat(json.loads(json.dumps(spec.resolved))), lambda: False)
     assert again == spec and identity(again.resolved) == identity(spec.resolved)
 
 

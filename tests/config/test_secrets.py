@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from megafp8 import secrets
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.config import load as load_module
+from megafp8.config.load import Loaded
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.secrets import hide, hide_values, is_secret_name, redacted, variable_in
@@ -286,8 +287,9 @@ def test_inert_settings_are_shown_without_their_secrets(
     (planted / "mine.yaml").write_text(text)
     records: list[str] = []
 
-    def task(cfg: DictConfig, info: AppInfo) -> int:
-        records.append(json.dumps(info.record) + "\n".join(info.inert) + OmegaConf.to_yaml(cfg))
+    def task(loaded: Loaded, info: AppInfo) -> int:
+        text = "\n".join(info.inert) + OmegaConf.to_yaml(loaded.cfg)
+        records.append(json.dumps(info.record) + text)
         return 0
 
     words = ["-cd", ".", "-cn", "mine"]

@@ -13,19 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from megafp8.backends import choose
 from megafp8.cli import plan
 from megafp8.config.checks import check_values
 from megafp8.config.errors import COMMAND_LINE, DEFAULT
-from megafp8.config.layers import Layer, default_job
-from megafp8.config.load import merge
+from megafp8.config.layers import Layer
+from megafp8.config.merged import default_settings, merge
 from megafp8.config.overrides import parse_overrides
 from megafp8.config.resolve import resolve
 from megafp8.config.rows import Row, condition_text
-from megafp8.config.schema import schema_tree
-from megafp8.config.settings import Setting, read_values
 from megafp8.config.te_layers import TABLE
 from megafp8.errors import ConfigError
 from megafp8.specs import RunSpec
@@ -98,20 +95,16 @@ def values_of(overrides: list[str]) -> dict[str, Any]:
     """Return the settings of a command line that is refused, as the checks read them."""
     parsed, wrong = parse_overrides(overrides, ())
     assert not wrong
-    job = tuple(Setting(key, value, DEFAULT) for key, value in default_job().items())
     given = tuple(setting for override in parsed for setting in override.settings)
-    tree, origins, wrong = merge([Layer(DEFAULT, job), Layer(COMMAND_LINE, given)])
-    values, unread = read_values(tree, origins)
-    assert not wrong and not unread
+    merged = merge([Layer(DEFAULT, default_settings()), Layer(COMMAND_LINE, given)])
+    values, unread = merged.values()
+    assert not merged.problems and not unread
     return values
 
 
 def spec_of(values: dict[str, Any]) -> RunSpec:
     """Return the spec of settings that no check has seen."""
-    tree = schema_tree()
-    for key, value in values.items():
-        OmegaConf.update(tree, key, value)
-    return resolve(tree, lambda: True)
+    return resolve(values, lambda: True)
 
 
 def test_every_row_has_an_example() -> None:

@@ -11,7 +11,6 @@ from megafp8.config.checks import check_values
 from megafp8.config.load import load
 from megafp8.config.rows import Condition, Row, condition_text
 from megafp8.config.schema import all_keys
-from megafp8.config.settings import read_values
 from megafp8.config.together import TOGETHER, findings
 from megafp8.specs.recipes import load_recipe
 
@@ -64,7 +63,7 @@ def _fits(valid: Any, value: Any) -> bool:
 
 
 def values_of(row: Row) -> dict[str, Any]:
-    values, _ = read_values(load())
+    values = load()
     for key, test in {**row.when, **row.excludes}.items():
         values |= BESIDES.get(key, {})
         values[key] = that_holds(key, test, values)
@@ -80,15 +79,15 @@ def test_each_row_refuses_by_the_key_that_it_excludes(row: Row) -> None:
     found = [finding for finding in findings(values) if finding.hint == row.hint]
     assert found and found[0].key == excluded
     assert "{" not in found[0].reason and row.hint[0].isupper() and not row.hint.endswith(".")
-    default = read_values(load())[0]
+    default = load()
     if default[excluded] != values[excluded]:
         without = values | {excluded: default[excluded]}
         assert row.hint not in [finding.hint for finding in findings(without)]
 
 
 def test_the_default_job_and_its_fp8_are_not_in_the_table() -> None:
-    assert not list(findings(read_values(load())[0]))
-    assert not check_values(read_values(load(["model.fp8=True"]))[0])
+    assert not list(findings(load()))
+    assert not check_values(load(["model.fp8=True"]))
 
 
 def test_a_row_is_left_out_while_a_key_that_it_reads_is_bad() -> None:

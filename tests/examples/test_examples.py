@@ -201,7 +201,7 @@ def test_every_job_of_the_sweeps_is_accepted(name: str) -> None:
         choices = [(word.partition("=")[0], word.partition("=")[2].split(",")) for word in words]
         for values in itertools.product(*(options for _, options in choices)):
             cfg = load([f"{k}={v}" for (k, _), v in zip(choices, values, strict=True)])
-            recipes |= {cfg.model.fp8_recipe} if cfg.model.fp8 else set()
+            recipes |= {cfg["model.fp8_recipe"]} if cfg["model.fp8"] else set()
             num_jobs += 1
     if name == "recipes":
         assert recipes == set(RECIPES), "the sweep has every recipe"

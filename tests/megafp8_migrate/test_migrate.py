@@ -132,7 +132,7 @@ def test_what_refers_to_an_inert_key_keeps_it(tmp_path: Path) -> None:
     m = migrate(
         "defaults: [pretrain_gpt, _self_]\nname: mine\nexp_manager: {name: '${name}'}\n", "x.yaml"
     )
-    assert load_all(**write(tmp_path, m)).cfg.exp_manager.name == "mine"
+    assert load_all(**write(tmp_path, m)).values["exp_manager.name"] == "mine"
 
 
 def test_unknown_keys_and_missing_ones_must_be_decided() -> None:

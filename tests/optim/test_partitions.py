@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from megafp8.config.checks import check_values
 from megafp8.config.load import load as load_config
-from megafp8.config.settings import read_values
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import Fp8Recipe, LossScaleSpec, ParallelSpec, PipelineSpec
 from megafp8.specs.geometry import boxes_of_run
@@ -338,7 +337,7 @@ def test_four_ranks_load_what_two_have_saved(two: Two) -> None:
 
 def test_transformer_engine_s_fp8_weights_may_be_in_blocks() -> None:
     """It has a function for parts of blocks; ours agree on one scale for each weight."""
-    values, _ = read_values(load_config(["model.data.data_prefix=builtin", "model.fp8=True"]))
+    values = load_config(["model.data.data_prefix=builtin", "model.fp8=True"])
     values |= {"model.optim.name": "distributed_fused_adam", "model.fp8_params": True}
     assert not check_values(values | {"model.fp8_backend": "te"})
     values["model.fp8_recipe"] = "blockwise"

@@ -10,7 +10,6 @@ import pytest
 from megafp8.config.checks import check_values
 from megafp8.config.load import load
 from megafp8.config.rules import Finding
-from megafp8.config.settings import read_values
 from megafp8.specs.recipes import RECIPES, load_recipe
 from tests.parallel import matrix
 from tests.ranks import ROOT
@@ -26,7 +25,7 @@ SIMULATED = str(ROOT / "tests" / "own_recipes" / "simulated_int8.py")
 
 @cache
 def default_values() -> dict[str, Any]:
-    return read_values(load())[0]
+    return load()
 
 
 def findings(layout: str, recipe: str, batch: int, length: int, **others: Any) -> list[Finding]:

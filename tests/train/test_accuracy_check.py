@@ -221,7 +221,7 @@ def test_later_entries_that_change_nothing_any_more_are_left_out() -> None:
     line = with_change(
         given, LAST, {"from": 3, "recipe": "bf16"}, partial(is_valid, values=values())
     )
-    assert load([*SIZES, "model.fp8=True", line]).model.precision_schedule == [
+    assert load([*SIZES, "model.fp8=True", line])["model.precision_schedule"] == [
         {"from": 3, "recipe": "bf16"},
         given[1],
     ]

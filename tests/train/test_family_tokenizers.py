@@ -419,12 +419,12 @@ def test_a_moved_import_starts_runs_by_its_own_yaml(chains: Chains, tmp_path: Pa
     shutil.copytree(chains.home / "ours", moved)
     with chains.without_models():
         loaded = load_all([data], moved, "model")
-        assert loaded.cfg.restore_from_path == str(moved)
+        assert loaded.values["restore_from_path"] == str(moved)
         lines = loaded.inert_lines()
         gone = chains.home / "ours"
         assert f"moved: restore_from_path={gone} (model.yaml) is now {moved}" in lines
         loaded = load_all([data, f"restore_from_path={gone}"], moved, "model")
-        assert loaded.cfg.restore_from_path == str(gone)  # of the command line: as it is
+        assert loaded.values["restore_from_path"] == str(gone)  # of the command line: as it is
 
 
 def without_json(folder: Path) -> None:

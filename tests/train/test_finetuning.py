@@ -361,8 +361,8 @@ def test_epochs_and_steps_end_a_run_at_what_comes_first(
 
     def settled(*more: str) -> tuple[int, list[str]]:
         loaded = load_all([*argv, *more], config_name="finetune_gpt", trains=False)
-        cfg, notes = with_epochs(loaded.cfg, gives_steps(loaded))
-        return cfg.trainer.max_steps, notes
+        settled, notes = with_epochs(loaded, gives_steps(loaded))
+        return settled.values["trainer.max_steps"], notes
 
     said = "trainer.max_epochs=3: 3 x 45 samples are 34 steps with model.global_batch_size=4"
     assert settled() == (34, [said])
@@ -380,7 +380,7 @@ def test_epochs_and_steps_end_a_run_at_what_comes_first(
         settled(*profile)
     with pytest.raises(ConfigError, match="trainer.max_epochs=3.*has no effect"):
         load(["trainer.max_epochs=3"])
-    assert load(["trainer.max_epochs=-1"]).trainer.max_steps == 900
+    assert load(["trainer.max_epochs=-1"])["trainer.max_steps"] == 900
 
 
 # --- errors of the command ------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_settings_that_do_not_fit(
 ) -> None:
     argv = [f"{FILES}=mine.jsonl", f"restore_from_path={undisturbed[0].dir()}", *flags]
     if not words:  # a shape of the user's own wins, and start_from refuses it
-        assert load(argv, config_name="finetune_gpt").model.num_layers == 3
+        assert load(argv, config_name="finetune_gpt")["model.num_layers"] == 3
         return
     with pytest.raises(ConfigError) as caught:
         load(argv, config_name="finetune_gpt")
@@ -551,7 +551,7 @@ def test_models_of_other_positions(
     loaded = load_all(
         [f"{FILES}=mine.jsonl", f"restore_from_path={tmp_path}"], config_name="finetune_gpt"
     )
-    assert loaded.cfg.model.position_embedding_type == positions
+    assert loaded.values["model.position_embedding_type"] == positions
     named = any("reset_position_ids" in line for line in loaded.inert_lines())
     assert named == (positions != "rope")
-    assert resolve(loaded.cfg, lambda: False).data.reset_position_ids == (positions == "rope")
+    assert resolve(loaded.values, lambda: False).data.reset_position_ids == (positions == "rope")

@@ -27,8 +27,8 @@ TUNE = "finetune_gpt"
 
 def taken(*argv: str) -> tuple[int, int]:
     """Return the width and the length of a sequence of a job."""
-    model = load([f"{FILES}=mine.jsonl", *argv], config_name=TUNE).model
-    return model.hidden_size, model.encoder_seq_length
+    model = load([f"{FILES}=mine.jsonl", *argv], config_name=TUNE)
+    return model["model.hidden_size"], model["model.encoder_seq_length"]
 
 
 @pytest.mark.parametrize("key", STARTS)
@@ -63,7 +63,7 @@ def test_a_path_may_be_an_interpolation(
 
 
 def test_pretraining_keeps_its_own_shape(undisturbed: tuple[Place, Done]) -> None:
-    assert load([f"restore_from_path={undisturbed[0].dir()}"]).model.hidden_size == 256
+    assert load([f"restore_from_path={undisturbed[0].dir()}"])["model.hidden_size"] == 256
 
 
 @pytest.mark.parametrize("defaults", ["", "defaults: [pretrain_gpt, _self_]\n"])
@@ -79,8 +79,8 @@ def test_a_file_of_the_users_is_stronger_than_the_model(
     del own["model"]["ffn_hidden_size"]
     (tmp_path / "mine.yaml").write_text(defaults + yaml.safe_dump(own))
     loaded = load_all([], tmp_path, "mine")
-    assert loaded.cfg.model.num_layers == 3
-    assert loaded.cfg.model.ffn_hidden_size == 128
+    assert loaded.values["model.num_layers"] == 3
+    assert loaded.values["model.ffn_hidden_size"] == 128
     assert loaded.origins["model.ffn_hidden_size"].startswith("the model in")
 
 

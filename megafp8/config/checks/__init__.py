@@ -20,7 +20,7 @@ from megafp8.config.checks import (
 )
 from megafp8.config.errors import DEFAULT, SettingError
 from megafp8.config.keys import LARGEST, NOT_IN_NEMO, Key, Valid, Values
-from megafp8.config.rules import Finding, Origins, effective, is_mistake, unused
+from megafp8.config.rules import Finding, Origins, effective, is_mistake, unmet_needs, unused
 from megafp8.config.schema import all_keys
 from megafp8.config.values import plain
 
@@ -35,9 +35,10 @@ def check_values(values: Values, origins: Origins | None = None) -> list[Setting
     """
     findings = list(_outside_ranges(values))
     good = _without(findings, values)
-    for key, need, setting in (found for found in unused(good) if is_mistake(found, origins)):
+    unmet = unmet_needs(good)
+    for key, need, setting in (f for f in unused(good, unmet) if is_mistake(f, origins)):
         findings.append(Finding(key, f"has no effect with {setting}", need.hint))
-    findings += rule_findings(effective(good))
+    findings += rule_findings(effective(good, unmet))
     if origins is not None:
         findings += precision.two_formats(good, origins)
     found = []

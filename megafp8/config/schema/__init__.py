@@ -6,7 +6,7 @@ A key whose default is `???` (`MISSING`) must be given in a YAML; `conf/pretrain
 
 from __future__ import annotations
 
-import copy
+import pickle
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -109,14 +109,14 @@ class Config:
 
 def schema_tree() -> DictConfig:
     """Return a new tree with every key at its default; each node takes values of its type only."""
-    return copy.deepcopy(_schema_tree())
+    tree = pickle.loads(_pickled_schema())  # takes a tenth of the time of making it, or copying it
+    assert isinstance(tree, DictConfig)
+    return tree
 
 
 @cache
-def _schema_tree() -> DictConfig:
-    tree = OmegaConf.structured(Config)  # takes six times as long as copying the result
-    assert isinstance(tree, DictConfig)
-    return tree
+def _pickled_schema() -> bytes:
+    return pickle.dumps(OmegaConf.structured(Config))
 
 
 @cache

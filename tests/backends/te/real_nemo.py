@@ -109,7 +109,7 @@ def small_spec(where: dict[str, Any], model: dict[str, Any], backend: str) -> Ru
         "model.activations_checkpoint_granularity=null", "model.micro_batch_size=2",
         "model.global_batch_size=4", "model.rampup_batch_size=null",
     ]  # fmt: skip
-    spec = resolve(load_all(given, **where).cfg, lambda: False)
+    spec = resolve(load_all(given, **where).values, lambda: False)
     assert spec.precision.compute == "bf16" and spec.precision.fp8 is not None
     return dataclasses.replace(
         spec,

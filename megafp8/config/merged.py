@@ -1,0 +1,206 @@
+"""Merge the settings of all layers into one tree of the schema, and read its values once.
+
+The tree also has NeMo's keys without effect, to which settings may refer as `${model.seed}`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from megafp8.config.errors import DEFAULT, Origin, SettingError
+from megafp8.config.layers import Layer, default_job
+from megafp8.config.nemo import nemo_keys
+from megafp8.config.schema import all_keys, all_sections, schema_tree
+from megafp8.config.settings import (
+    UNDECIDED,
+    UNREADABLE,
+    Setting,
+    interpolated_keys,
+    is_unused_section,
+    nested,
+    put_in,
+    read_value,
+    read_values,
+)
+
+NO_LAYER = Origin("no layer")
+"""The origin of a setting that replaces another one and is reported as no layer's."""
+
+
+@dataclass
+class Merged:
+    """Hold one tree of all layers' settings.
+
+    Attributes:
+        tree: The tree.
+        origins: The layer that set each key, for all keys that a layer after the default job set.
+        problems: What could not be merged.
+        known: Values of keys that no layer after the default job has set.
+    """
+
+    tree: DictConfig
+    known: dict[str, Any]
+    origins: dict[str, Origin] = field(default_factory=dict)
+    problems: list[SettingError] = field(default_factory=list)
+
+    def put(self, setting: Setting) -> None:
+        """Put one setting over those that are there."""
+        key, origin = setting.key, setting.origin
+        self.known.pop(key, None)
+        problem = put_in(self.tree, setting)
+        if problem is not None:
+            self.problems.append(problem)
+        elif key == UNDECIDED:
+            pass
+        elif is_unused_section(setting):
+            for keys in (self.origins, self.known):
+                for inside in [other for other in keys if other.startswith(key + ".")]:
+                    del keys[inside]
+            self.origins[key] = origin
+        elif origin is NO_LAYER:
+            self.origins.pop(key, None)
+        elif origin != DEFAULT:
+            self.origins[key] = origin
+
+    def read(self, path: str) -> Any:
+        """Return a key's value; None if it has none, which `values` reports."""
+        try:
+            return read_value(self.tree, path)
+        except UNREADABLE:
+            return None
+
+    def copy(self) -> Merged:
+        """Return a copy, to which other settings can be put."""
+        tree = pickle.loads(pickle.dumps(self.tree))
+        return Merged(tree, dict(self.known), dict(self.origins), list(self.problems))
+
+    def values(self) -> tuple[dict[str, Any], list[SettingError]]:
+        """Return the values of the schema's keys, and the keys that cannot be read."""
+        return read_values(self.tree, self.origins, self.known)
+
+
+def merge(layers: Iterable[Layer]) -> Merged:
+    """Return the settings of all layers, from the weakest to the strongest."""
+    settings = [setting for layer in layers for setting in layer.settings]
+    job = default_settings()
+    begins_with_job = tuple(settings[: len(job)]) == job
+    merged = _start(begins_with_job)
+    for setting in settings[len(job) if begins_with_job else 0 :]:
+        merged.put(setting)
+    return merged
+
+
+class Together:
+    """Read what layers say together, before they are merged for good; nothing is merged unasked."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = layers
+
+    @cached_property
+    def _merged(self) -> Merged:
+        return merge(self.layers)
+
+    @property
+    def tree(self) -> DictConfig:
+        """Return the tree that the layers make."""
+        return self._merged.tree
+
+    @property
+    def origins(self) -> Mapping[str, Origin]:
+        """Return the layers that set the keys."""
+        return self._merged.origins
+
+    def read(self, path: str) -> Any:
+        """Return the value that a key would have; None if it has none."""
+        return self._merged.read(path)
+
+
+def default_settings() -> tuple[Setting, ...]:
+    """Return the settings of `conf/pretrain_gpt.yaml`."""
+    return tuple(Setting(key, value, DEFAULT) for key, value in default_job().items())
+
+
+def default_values() -> Mapping[str, Any]:
+    """Return the values of the default job by their keys, which all callers share."""
+    return _read_start(True)[1]
+
+
+def default_tree() -> DictConfig:
+    """Return a new tree of the default job, with NeMo's keys without effect."""
+    return _start(True).tree
+
+
+def tree_with_nemo_keys() -> DictConfig:
+    """Return a new tree of the schema and of NeMo's keys without effect."""
+    return _start(False).tree
+
+
+def _start(with_job: bool) -> Merged:
+    """Return a new tree of the schema, with the default job or without, and NeMo's keys."""
+    pickled, values, interpolated = _read_start(with_job)
+    known = {key: value for key, value in values.items() if key not in interpolated}
+    return Merged(pickle.loads(pickled), known)  # six times as fast as a copy
+
+
+@cache
+def _read_start(with_job: bool) -> tuple[bytes, dict[str, Any], frozenset[str]]:
+    """Return the tree of `_start`, pickled, with its values and the keys that are interpolated."""
+    tree, of_nemo = schema_tree(), nested({path: key.ours for path, key in nemo_keys().items()})
+    for section, names in _names_of_nemo_alone().items():
+        node, part = tree, of_nemo
+        for name in filter(None, section.split(".")):
+            node, part = node[name], part[name]
+        with open_dict(node):
+            for name in names:
+                node[name] = part[name]
+    for setting in default_settings() if with_job else ():
+        put_in(tree, setting)
+    return pickle.dumps(tree), read_values(tree)[0], interpolated_keys(tree)
+
+
+def closed_tree(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
+    """Return a copy of a merged tree without NeMo's keys, closed to new keys.
+
+    An interpolation of a key that is removed becomes that key's value.
+
+    Args:
+        tree: The tree.
+        values: The values of the schema's keys.
+    """
+    tree = pickle.loads(pickle.dumps(tree))  # faster than a copy
+    for section, names in _names_of_nemo_alone().items():
+        node: Any = OmegaConf.select(tree, section) if section else tree
+        with open_dict(node):
+            for name in names:
+                if name in node.keys():  # `in node` is False for an interpolation without a value
+                    del node[name]  # unlike pop(), del does not resolve an interpolation
+    interpolated = interpolated_keys(tree)
+    for path in all_keys():
+        if not (path in interpolated or isinstance(values[path], (list, dict))):
+            continue
+        try:
+            stands = read_value(tree, path) == values[path]
+        except OmegaConfBaseException:
+            stands = False
+        if not stands:
+            OmegaConf.update(tree, path, values[path])
+    OmegaConf.set_struct(tree, True)
+    return tree
+
+
+@cache
+def _names_of_nemo_alone() -> Mapping[str, Sequence[str]]:
+    """Return, by the sections of the schema, what only NeMo has in them: keys and sections."""
+    found: dict[str, dict[str, None]] = {}
+    for path in nemo_keys():
+        names = path.split(".")
+        depth = next(d for d in range(len(names)) if ".".join(names[: d + 1]) not in all_sections())
+        found.setdefault(".".join(names[:depth]), {})[names[depth]] = None
+    return {section: tuple(names) for section, names in found.items()}
