@@ -244,6 +244,31 @@ def test_terms_need_no_message(name: str, found: dict[str, list[Seen]]) -> None:
             assert with_terms[axis, operation] == (count, num_bytes + joined * 2 * 8), axis
 
 
+def test_each_step_begins_with_sums_of_zero() -> None:
+    added, values = AddedLosses(TERMS), torch.ones(1, 2)
+    for _ in range(2):
+        added.begin_step(torch.device("cpu"))
+        added.begin_microbatch(torch.tensor([[True, False]]))
+        added.add("square", values, values)
+        assert added.sums.tolist() == [0, 1]
+
+
+def test_a_recomputation_counts_its_own_tokens_and_leaves_those_of_the_present_microbatch() -> None:
+    """A pipeline recomputes a microbatch while another one is the present."""
+    added, x = AddedLosses(TERMS), torch.zeros(1, 2, 1, requires_grad=True)
+    values = torch.tensor([[1.0, 10.0]], requires_grad=True)
+    added.begin_step(torch.device("cpu"))
+    added.begin_microbatch(torch.tensor([[True, False]]))
+    again = added.recomputation()
+    added.begin_microbatch(torch.tensor([[False, True]]))
+    with again:
+        added.add("square", x, values).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [[0.5, 0]]
+    assert added.sums.tolist() == [0, 0]
+    added.add("square", x, values)
+    assert added.sums.tolist() == [0, 10]
+
+
 def test_terms_are_logged() -> None:
     lines: list[dict[str, float]] = []
     nothing = SimpleNamespace(log=lambda *_: None, end=lambda *_: None, metrics={})

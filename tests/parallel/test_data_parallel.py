@@ -61,12 +61,12 @@ class Three:
         self.sink.attach(zip(self.params, views, strict=True))
         self.reducer.attach(buckets_of(self.flat, self.params, bucket_bytes=20), self.axis)
 
-    def step(self, microbatches: int = 1, *, with_b: bool = True, extra: bool = False) -> list[str]:
+    def step(self, microbatches: int = 1, *, names: str = "acab", extra: bool = False) -> list[str]:
         self.axis.events.clear()
         self.sink.begin_step()
         self.reducer.begin_step(microbatches)
         for _ in range(microbatches):
-            for name in ("a", "c", "a", "b") if with_b else ("a", "c", "a"):
+            for name in names:
                 weight = getattr(self, name)
                 self.axis.events.append(name)
                 self.noting.add(weight, lambda _, weight=weight: torch.ones_like(weight))
@@ -97,6 +97,14 @@ def test_only_the_last_microbatch_starts_a_reduction() -> None:
     assert three.step(1)[2] == "reduce 4 "
 
 
+def test_a_bucket_waits_for_those_before_it_and_starts_with_the_last_of_them() -> None:
+    """All ranks reduce in the order of the first step, also where gradients come in another one."""
+    three = Three()
+    three.step()
+    assert three.step(names="aabc") == ["a", "a", "b", "c", "reduce 4 ", "reduce 5 ", "end"]
+    assert three.flat.tolist() == [4, 4, 4, 2, 2, 2, 2, 2, 2]
+
+
 def test_a_rank_keeps_its_range_of_a_sum_that_was_sent_in_bf16() -> None:
     """With ZeRO-1 rank 1 of two owns the second half of the bucket, and the first one stays."""
     bucket = Bucket(torch.arange(8.0), frozenset(), is_scattered=True)
@@ -110,7 +118,7 @@ def test_a_rank_keeps_its_range_of_a_sum_that_was_sent_in_bf16() -> None:
 def test_a_weight_without_gradient_is_zero_and_reduced_at_the_end() -> None:
     three = Three()
     for _ in range(2):
-        events = three.step(with_b=False)
+        events = three.step(names="aca")
         assert three.flat.tolist() == [4, 4, 4, 0, 0, 2, 2, 2, 2]
     assert events == ["a", "c", "reduce 4 ", "a", "end", "reduce 5 "]
 
