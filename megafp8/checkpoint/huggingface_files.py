@@ -261,8 +261,11 @@ def read_tensors(folder: Path, spec: GPTSpec) -> list[StoredTensor]:
     if extra := sorted(n for n in files.keys() - known if not n.endswith(_NOT_WEIGHTS)):
         reason = f"has {extra[0]}, which a model of its config.json does not have"
         raise CheckpointError(folder, reason, "Give a model's own config.json and weights")
+    by_file: dict[Path, list[tuple[str, Mapped]]] = {}
     for entry, theirs in zip(entries, names, strict=True):
-        _check_shape(files[theirs], theirs, entry, spec)
+        by_file.setdefault(files[theirs], []).append((theirs, entry))
+    for path, members in by_file.items():
+        _check_shapes(path, members, shapes)
     if HEAD in files and HEAD not in names:
         _check_tied_head(files[HEAD], files[names[0]], names[0])
     return [
@@ -345,17 +348,21 @@ def stored_tensors(folder: Path) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def _check_shape(path: Path, name: str, entry: Mapped, spec: GPTSpec) -> None:
+def _check_shapes(
+    path: Path, members: list[tuple[str, Mapped]], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise if a tensor of a file, by its name there, has another dtype or shape than it must."""
     with _opened(path) as file:
-        stored = file.get_slice(name)
-        actual, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
-    if dtype not in DTYPES:
-        reason = f"{name} has the dtype {dtype}; weights are read in {', '.join(DTYPES)}"
-        raise CheckpointError(path, reason, "Save the model in one of these dtypes")
-    expected = entry.shape(logical_shapes(spec)[entry.ours[0]])
-    if actual != expected:
-        reason = f"{name} has shape {actual}; config.json asks for {expected}"
-        raise CheckpointError(path, reason, "Give a model's own config.json and weights")
+        for name, entry in members:
+            stored = file.get_slice(name)
+            actual, dtype = tuple(stored.get_shape()), str(stored.get_dtype())
+            if dtype not in DTYPES:
+                reason = f"{name} has the dtype {dtype}; weights are read in {', '.join(DTYPES)}"
+                raise CheckpointError(path, reason, "Save the model in one of these dtypes")
+            expected = entry.shape(shapes[entry.ours[0]])
+            if actual != expected:
+                reason = f"{name} has shape {actual}; config.json asks for {expected}"
+                raise CheckpointError(path, reason, "Give a model's own config.json and weights")
 
 
 @contextmanager
