@@ -13,11 +13,11 @@ from pathlib import Path
 
 import yaml
 
-from megafp8.cli.job import directory_problems, refuse_repeated
+from megafp8.cli.job import directory_problems
 from megafp8.config.errors import SettingError, raise_if_any
 from megafp8.config.layers import DEFAULT_CONFIG, find_source
 from megafp8.config.load import Loaded, load_all
-from megafp8.config.overrides import parse_overrides
+from megafp8.config.overrides import last_given, parse_overrides
 from megafp8.config.own_recipes import MODULES, RECIPE, TRUST
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unused
@@ -25,6 +25,7 @@ from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_modules, plain
 from megafp8.errors import RunError, UserError
 from megafp8.files import to_json
+from megafp8.secrets import say
 from megafp8.specs.recipes import (
     HIGH_PRECISION,
     find_recipe,
@@ -65,6 +66,15 @@ class ComparisonBase:
             _gpu_available if on_this_device else None,
             trusts_recipes=self.trusts_recipes,
         )
+
+    def last_given(self, words: Sequence[str]) -> list[str]:
+        """Return overrides without those that later ones replace, which a line names."""
+        directories = find_source(self.config_dir, self.config_name).directories
+        parsed, problems = parse_overrides(words, directories, multirun=True)
+        raise_if_any(problems)
+        kept, lines = last_given(parsed)
+        say(*lines) if lines else None
+        return [override.text for override in kept]
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -169,8 +179,8 @@ def comparison(given: Sequence[str], replaced: Sequence[str], source: Comparison
         UserError: Settings are refused, one configuration is the baseline or another one, or the
             configurations have different baselines.
     """
+    given, replaced = source.last_given(given), source.last_given(replaced)
     for words in (given, replaced):
-        refuse_repeated(words)
         reason = "cannot be set in a comparison, where each run has its own directory"
         raise_if_any(directory_problems(words, reason, "Set the comparison's with --out DIR"))
     choices = _choices(given, source)

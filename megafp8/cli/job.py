@@ -288,7 +288,7 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     `config_name` is the YAML if `--config-name` is not given.
 
     Raises:
-        SettingError: An option is unknown or lacks its value, or a key is given twice.
+        SettingError: An option is unknown or lacks its value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -301,7 +301,6 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--version", action="store_true", dest="show_version")
     parser.add_argument(TRUST, action="store_true", dest="trusts_recipes")
     parsed = parser.parse_intermixed_args(list(argv))
-    refuse_repeated(parsed.overrides)
     parsed.overrides, parsed.show_config = tuple(parsed.overrides), parsed.show_config is not None
     return Options(**vars(parsed))
 
@@ -329,22 +328,6 @@ def refuse_secrets_in_command(words: Sequence[str]) -> None:
         raise SettingError("the current folder", here, "holds a secret in its name", hint)
 
 
-def refuse_repeated(overrides: Sequence[str]) -> None:
-    """Raise if a key is given twice with different values, since one would be dropped.
-
-    Raises:
-        SettingError: A key is given twice.
-    """
-    keys = [text.lstrip("+").partition("=")[0].strip() for text in overrides]
-    if len(set(keys)) == len(keys) and not any("{" in text for text in overrides):
-        return  # only a mapping sets more than its own key
-    seen: dict[str, str] = {}
-    for key, value in (given for text in overrides for given in given_settings(text)):
-        if seen.setdefault(key, value) != value:
-            reason = f"is given twice, also as {seen[key]}"
-            raise SettingError(key, value, reason, "Give one value", origin=COMMAND_LINE)
-
-
 def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list[SettingError]:
     """Return an error for each setting of one run's directory, where each run gets its own."""
     return [
@@ -358,8 +341,7 @@ def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list
 def given_settings(text: str) -> list[tuple[str, str]]:
     """Return the keys that an override sets; one for a section sets several."""
     for parsed in parse_overrides([text], ())[0]:
-        if parsed.settings:
-            return [(setting.key, plain(setting.value)) for setting in parsed.settings]
+        return [(key, plain(value)) for key, value in parsed.given]
     key, _, value = text.lstrip("+").partition("=")
     return [(key, value)]
 

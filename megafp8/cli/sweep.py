@@ -45,7 +45,7 @@ from megafp8.config.hydra_section import is_hydras
 from megafp8.config.keys import Values
 from megafp8.config.layers import find_source
 from megafp8.config.load import Loaded, load_all
-from megafp8.config.overrides import ParsedOverride, parse_overrides
+from megafp8.config.overrides import ParsedOverride, last_given, parse_overrides
 from megafp8.config.own_recipes import names_given
 from megafp8.config.resolve import resolve
 from megafp8.errors import ExitCode, UserError
@@ -222,6 +222,8 @@ def run_sweep(options: Options, task: Task) -> int:
     )
     problems += _secret_problems(overrides)
     raise_if_any(problems)
+    overrides, repeated = last_given(overrides)
+    print("".join(f"[sweep] {line}\n" for line in repeated), end="", flush=True)
     loader = checked_loader(source)
     cfg = composed(source, loader, [override.text for override in overrides])
     raise_if_any(sweeper_problems(overrides, cfg.hydra))

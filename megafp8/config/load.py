@@ -21,7 +21,7 @@ from megafp8.config.layers import DEFAULT_CONFIG, Layer, compose_layers, find_so
 from megafp8.config.learning_rate import schedule_notes, without_own_rate
 from megafp8.config.merged import Merged, Together, closed_tree, default_values, merge
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.overrides import parse_overrides
+from megafp8.config.overrides import last_given, parse_overrides
 from megafp8.config.own_recipes import load_own_recipes, names_given
 from megafp8.config.rules import Unused, effective, unused
 from megafp8.config.settings import Setting, optional_sections, read_value
@@ -149,8 +149,9 @@ def load_all(
     """
     source = find_source(config_dir, config_name)
     parsed, problems = parse_overrides(overrides, source.directories)
+    counted, repeated = last_given(parsed)
     try:
-        layers = compose_layers(source, parsed)
+        layers = compose_layers(source, counted)
     except SettingError as problem:
         raise_if_any([*problems, problem])
         raise
@@ -183,7 +184,9 @@ def load_all(
     good = _on_this_machine(good, gpu_available)
     inert, refused = dialects.inert_settings(partial(read_value, merged.tree), values, origins)
     inert += hydras
-    refused += _secrets_of_the_command_line(inert)
+    counting = [s for override in counted for s in override.settings]
+    replaced = [s for override in parsed for s in override.settings if s not in counting]
+    refused += _secrets_of_the_command_line([*inert, *replaced])
     found = problems + check_values(good, origins) + refused + _environment_problems(good)
     defaults = {s.key: s.value for s in given if s.origin == DEFAULT}
     if trains and (problem_of_rate := without_own_rate(good, origins, defaults)) is not None:
@@ -194,13 +197,15 @@ def load_all(
         for found in unused(good)
         if found.key in origins
     ]
-    stronger = [t for t in ours.translated if origins.get(t.setting.key) != t.setting.origin]
-    translated = [t for t in ours.translated if t not in stronger] + beside.translated
+    translated = [t for t in ours.translated if origins.get(t.setting.key) == t.setting.origin]
+    translated += beside.translated
     meant = {t.setting.key for t in beside.translated}
     inert = [replace(s, value=redacted(s.value, s.key, known)) for s in inert if s.key not in meant]
-    notes = (*moved, *beside.notes, *schedule_notes(values), *format_notes(values, origins))
+    notes = [*repeated, *moved, *beside.notes, *schedule_notes(values)]
+    notes += format_notes(values, origins)
+    idle = [*beside.idle, *idle]
     return Loaded(
-        values, origins, tuple(inert), (*beside.idle, *idle), tuple(translated), notes, merged
+        values, origins, tuple(inert), tuple(idle), tuple(translated), tuple(notes), merged
     )
 
 

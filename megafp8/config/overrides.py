@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from megafp8.config.settings import (
     similar_keys,
     unknown_key,
 )
-from megafp8.secrets import hide
+from megafp8.secrets import hide, one_line, redacted
 
 PRESET_GROUPS = ("model", "precision")
 """The folders of presets, which are files of settings: `model=gpt3_125m` chooses one."""
@@ -71,6 +71,37 @@ class ParsedOverride:
     sweep: Override | None
     is_group: bool = False
     is_hydra: bool = False
+
+    @property
+    def given(self) -> list[tuple[str, Any]]:
+        """Return the keys that the override sets, with their values; a mapping sets several."""
+        if self.settings:
+            return [(setting.key, setting.value) for setting in self.settings]
+        key, _, value = self.text.lstrip("+").partition("=")
+        return [(key.strip(), value)]
+
+
+def last_given(overrides: Sequence[ParsedOverride]) -> tuple[list[ParsedOverride], list[str]]:
+    """Return the overrides without what later ones replace, and a line for each such key.
+
+    The last value of a key counts, as in Hydra. A mapping that has other keys too stays with these.
+    """
+    values: dict[str, list[Any]] = {}
+    for key, value in (given for override in overrides for given in override.given):
+        values.setdefault(key, []).append(value)
+    lines, seen, kept = list[str](), set[str](), list[ParsedOverride]()
+    for key, (*others, last) in values.items():
+        if replaced := [other for other in others if other != last]:
+            text = ", ".join(one_line(redacted(other, key)) for other in replaced)
+            end = f"{key}={one_line(redacted(last, key))}, the last, counts"
+            lines.append(f"given twice: {key}={text} ({COMMAND_LINE}): {end}")
+    for override in reversed(overrides):
+        keys = {key for key, _ in override.given}
+        if not keys <= seen:
+            counting = tuple(s for s in override.settings if s.key not in seen)
+            kept.insert(0, replace(override, settings=counting))
+        seen |= keys
+    return kept, lines
 
 
 def parse_overrides(

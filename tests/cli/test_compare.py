@@ -539,11 +539,6 @@ REFUSED = {
     "is its own baseline. Give another --base, such as --base model.fp8_recipe=tensorwise": [
         "model.fp8_recipe=delayed,rowwise", "--base", "model.fp8_recipe=delayed",
     ],
-    "model.seed=2 (command line): is given twice, also as 1": ["model.seed=1", "+model.seed=2"],
-    "model.optim.lr=2 (command line): is given twice": ["model.optim={lr:1}", "model.optim.lr=2"],
-    "model.fp8=True (command line): is given twice, also as False": [
-        "--base", "model.fp8=False", "model.fp8=True",
-    ],
     "model.fp8_margn=1,2 (command line)": ["model.fp8_margn=1,2"],
     "model.fp8_recipe=none.py:One": ["model.fp8_recipe=delayed,none.py:One"],
 }  # fmt: skip
@@ -557,6 +552,19 @@ def test_what_is_refused_of_several(
     said = capsys.readouterr().err
     assert words.replace("model.fp8_margin=1,2,1", "model.fp8_margin=1 is given twice") in said
     assert not made and not list(Path().iterdir())
+
+
+def test_of_a_key_given_twice_the_last_value_is_compared(
+    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["model.fp8=True", "model.seed=1", "+model.seed=2", "--out", "out"]
+    assert compare.main([*argv, "--base", "model.fp8=True", "model.fp8=False"]) == 0
+    assert all("model.seed=2" in job.overrides for job in made) and len(made) == 2
+    assert not any("model.seed=1" in job.overrides for job in made)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "given twice" in line]
+    assert [line.partition(" (")[0] for line in lines] == [
+        "given twice: model.seed=1", "given twice: model.fp8=True",
+    ]  # fmt: skip
 
 
 def test_configurations_of_one_recipe_are_named_by_what_differs(

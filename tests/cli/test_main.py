@@ -71,6 +71,82 @@ def test_inert_settings_reach_the_task() -> None:
     assert len(seen[0].inert) == 1 and seen[0].inert[0].startswith("inert: model.cpu_offloading")
 
 
+@pytest.mark.parametrize(
+    ("words", "values", "lines"),
+    [
+        ("model.seed=1 +model.seed=2", {"model.seed": 2}, ["model.seed=1 model.seed=2"]),
+        (
+            "model.seed=1 model.seed=2 model.seed=3",
+            {"model.seed": 3},
+            ["model.seed=1, 2 model.seed=3"],
+        ),
+        ("model.seed=1 ++model.seed=1", {"model.seed": 1}, []),
+        (
+            "model.optim={lr:0.1,weight_decay:0.5} model.optim.lr=0.2",
+            {"model.optim.lr": 0.2, "model.optim.weight_decay": 0.5},
+            ["model.optim.lr=0.1 model.optim.lr=0.2"],
+        ),
+        (
+            "model.optim.lr=0.2 model.optim={lr:0.1,weight_decay:0.5}",
+            {"model.optim.lr": 0.1, "model.optim.weight_decay": 0.5},
+            ["model.optim.lr=0.2 model.optim.lr=0.1"],
+        ),
+        (
+            "precision=fp8_delayed_hybrid precision=bf16",
+            {"model.fp8": False, "trainer.precision": "bf16"},
+            ["precision=fp8_delayed_hybrid precision=bf16"],
+        ),
+        (
+            "model.fp8=hybrid model.fp8=False",
+            {"model.fp8": False, "model.fp8_hybrid": None},
+            ["model.fp8=hybrid model.fp8=False"],
+        ),
+    ],
+)  # fmt: skip
+def test_of_a_key_given_twice_the_last_value_counts_and_a_line_says_so(
+    words: str, values: dict[str, object], lines: list[str]
+) -> None:
+    def task(loaded: Loaded, info: AppInfo) -> int:
+        assert {key: loaded.values[key] for key in values} == values
+        said = [line for line in info.inert if line.startswith("given twice: ")]
+        pairs = [line.removeprefix("given twice: ").split(" (command line): ") for line in said]
+        assert [f"{old} {new}" for old, new in pairs] == [f"{x}, the last, counts" for x in lines]
+        assert info.overrides == tuple(words.split()), "ranks get what was typed"
+        return 0
+
+    assert run_app(words.split(), task) == 0
+
+
+def test_what_a_later_value_replaces_must_be_right_and_no_secret(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run_app(["model.seed=x", "model.seed=2"], never) == 2
+    assert "model.seed=x (command line): 'x' is not" in capsys.readouterr().err
+    token = "hf_AbCdEfGhIjKlMnOpQrStUv"
+    assert run_app([f"exp_manager.name={token}", "exp_manager.name=mine"], never) == 2
+    said = capsys.readouterr().err
+    assert "exp_manager.name=*** (command line): holds a secret" in said and token not in said
+
+
+def test_a_sweep_has_jobs_for_the_last_values_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seeds: list[int] = []
+
+    def task(loaded: Loaded, info: AppInfo) -> int:
+        seeds.append(loaded.values["model.seed"])
+        return 0
+
+    words = ["-m", "model.seed=1,2", "model.seed=3,4", "hydra.sweep.dir=a", "hydra.sweep.dir=b"]
+    assert run_app(words, task) == 0
+    assert seeds == [3, 4] and Path("b/1").is_dir() and not Path("a").exists()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "given twice" in line]
+    assert [line.partition(" (")[0] for line in lines] == [
+        "[sweep] given twice: model.seed=1,2", "[sweep] given twice: hydra.sweep.dir=a",
+    ]  # fmt: skip
+
+
 def test_sweep(shell: Shell, tmp_path: Path) -> None:
     done = shell("-m", "model.fp8=True,False", "+model.seed=1,2")
     assert done.stderr == "" and done.returncode == 0

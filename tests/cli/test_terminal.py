@@ -77,12 +77,6 @@ def test_a_name_is_refused_before_the_run(name: str, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["model.seed=1", "model.seed=2"], "model.seed=2 (command line): is given twice"),
-        (["model.seed=1", "+model.seed=2"], "is given twice, also as 1"),
-        (
-            ["model.optim.lr=1", "model.optim={lr:2}"],
-            "model.optim.lr=2 (command line): is given twice",
-        ),
         (["--resolve"], "--resolve: shows resolved values with --cfg job only"),
         (["-m", "model.seed=range(1,1)"], "the sweep has no job"),
     ],
