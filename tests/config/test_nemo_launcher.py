@@ -12,10 +12,16 @@ from typing import Any
 import pytest
 import yaml
 
-from megafp8.config.errors import SettingError
+from megafp8.config import dialects
+from megafp8.config.errors import COMMAND_LINE, SettingError
+from megafp8.config.layers import Layer, compose_layers, find_source
 from megafp8.config.load import Loaded, load_all
+from megafp8.config.merged import merge
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import check_continues
+from megafp8.config.schema import all_keys
+from megafp8.config.settings import Setting
 from megafp8.errors import ConfigError
 from megafp8.optim.schedules import learning_rate
 from megafp8.specs import RunSpec
@@ -186,6 +192,46 @@ def test_spellings_of_nemo_are_translated(tmp_path: Path) -> None:
     )
     alone = load_all(["model.optim.name=mcore_distributed_optim"])
     assert alone.values["model.optim.name"] == "distributed_fused_adam"
+
+
+SPELLED: dict[str, Any] = {
+    "model.fp8": "hybrid", "model.fp8_param": True, "model.fp4": "e2m1", "model.qkv_bias": True,
+    "model.data.dataloader_inter_document_masking": True, "model.normalization": "layernorm1p",
+    "model.position_embedding_type": "RoPE", "model.optim.name": "mcore_distributed_optim",
+    "model.seed": "${training.model.global_batch_size}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", SPELLED)
+def test_a_layer_has_settings_of_ours_alone_before_layers_are_merged(key: str) -> None:
+    layer = Layer(COMMAND_LINE, (Setting(key, SPELLED[key], COMMAND_LINE),))
+    (ours,) = dialects.translate([layer]).layers
+    assert ours.settings and ours != layer and ours.origin == COMMAND_LINE
+    merged = merge([ours])
+    assert not merged.problems and merged.origins.keys() <= {*all_keys(), *nemo_keys()}
+    (again,) = dialects.translate([ours]).layers
+    assert again == ours, "nothing is left to translate"
+
+
+def test_what_means_more_beside_other_settings_is_one_more_layer(tmp_path: Path) -> None:
+    def beside(text: str) -> list[tuple[str, object]]:
+        (tmp_path / "theirs.yaml").write_text(f"model:\n  mcore_gpt: true\n  {text}\n")
+        layers = compose_layers(find_source(tmp_path, "theirs"), [])
+        found = dialects.beside_others(layers)
+        return [(s.key, s.value) for layer in found.layers for s in layer.settings]
+
+    gelu = ("model.openai_gelu", True)
+    assert beside("bias: true") == [gelu]
+    assert beside("activation: swiglu") == []
+    assert beside("openai_gelu: true\n  enable_cuda_graph: true") == [
+        ("model.enable_cuda_graph", False)
+    ]
+    assert beside("openai_gelu: true\n  enable_cuda_graph: true\n  fp8_backend: native") == []
+    lengths = "encoder_seq_length: 64\n  data: {seq_length: 32, data_impl: mock}"
+    assert beside(f"openai_gelu: true\n  {lengths}") == [
+        ("model.encoder_seq_length", 32), ("model.max_position_embeddings", 64),
+        ("model.data.data_impl", "mock"), ("model.data.data_prefix", "mock"),
+    ]  # fmt: skip
 
 
 REFUSED: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
+from megafp8.config.errors import Origin
 from megafp8.config.load import Loaded, load, load_all
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.resolve import resolve
@@ -314,6 +315,15 @@ SIZES = st.fixed_dictionaries(
 @cache
 def base() -> Loaded:
     return load_all()
+
+
+def test_what_refers_to_a_changed_setting_changes_with_it() -> None:
+    loaded = load_all(["model.seed=${trainer.max_steps}", "trainer.max_steps=20"])
+    changed = loaded.changed_to({"trainer.max_steps": 7}, Origin("the sweep"))
+    assert [changed.values[key] for key in ("model.seed", "trainer.max_steps")] == [7, 7]
+    assert changed.origins["trainer.max_steps"] == "the sweep"
+    assert changed.cfg.model.seed == 7 and changed.origins["model.seed"] == "command line"
+    assert loaded.values["model.seed"] == loaded.cfg.model.seed == 20
 
 
 def with_sizes(sizes: dict[str, object]) -> RunSpec:

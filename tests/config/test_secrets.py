@@ -16,6 +16,7 @@ from megafp8 import secrets
 from megafp8.cli.main import AppInfo, run_app
 from megafp8.config import load as load_module
 from megafp8.config.load import Loaded
+from megafp8.config.merged import default_values
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.secrets import hide, hide_values, is_secret_name, redacted, variable_in
@@ -407,6 +408,16 @@ def test_settings_read_the_environment_a_few_times(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(secrets, "_is_secret", count)
     load_module.load(["model.fp8=True"])
     assert 1 <= looked["PATH"] <= 10
+
+
+def test_values_of_the_default_job_are_no_secrets_unless_the_environment_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are not looked at one by one, as long as none has the value of a secret variable."""
+    assert redacted(default_values(), secrets={}) == default_values()
+    monkeypatch.setenv("HF_TOKEN", "CosineAnnealing")
+    problem = the_problem()
+    assert problem.key == "model.optim.sched.name" and "HF_TOKEN" in problem.reason
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def _make_yaml(folder: Path) -> None:
 def _read_yaml(folder: Path) -> str | None:
     tree = load(config_dir=folder, config_name="own")
     resolve(tree, lambda: False)
-    layers = tree.model.num_layers
+    layers = tree["model.num_layers"]
     return None if type(layers) is int and 0 < layers <= LARGEST else f"num_layers {layers}"
 
 

@@ -118,7 +118,8 @@ def test_run_to_transformers_and_back(
     last = Reader(place.checkpoint(2, "second"))
     assert not torch.equal(last.read("model/final_norm.weight"), before["model/final_norm.weight"])
     tree = load(config_dir=ours, config_name="model")
-    assert (tree.model.optim.lr, tree.model.optim.sched.min_lr) == (2e-5, 2e-6), "not the toy's"
+    rates = [tree[f"model.optim.{name}"] for name in ("lr", "sched.min_lr")]
+    assert rates == [2e-5, 2e-6], "not the toy's"
     assert "model.yaml sets the learning rate to 2e-05, for continued" in capsys.readouterr().out
     own_yaml = resolve(tree, lambda: False)
     assert own_yaml.restore_from_path == str(ours)
