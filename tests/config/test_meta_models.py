@@ -35,6 +35,7 @@ PUBLISHED: dict[str, tuple[int, float]] = {
     "qwen3_8b": (151936, 8.2e9),
     "mistral_7b": (32768, 7.25e9),
     "default": (4096, 4.3e6),  # ours
+    "moe_tiny": (4096, 5.25e6),
 }
 MODELS, PRECISIONS = (preset_names(group, [conf_dir()]) for group in ("model", "precision"))
 
