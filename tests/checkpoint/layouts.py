@@ -19,6 +19,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.optim.fsdp_masters import FsdpMasters
 from megafp8.parallel.mesh import Mesh, join, single_rank
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.train import state_dict
 from megafp8.train.saver import Saver
 from megafp8.train.state import TrainState
@@ -78,7 +79,31 @@ PRECISIONS: dict[str, tuple[str, Fp8Recipe | None]] = {
     "FP32": ("fp32", None),
     "BF16": ("bf16", None),
     "FP8": ("bf16", Fp8Recipe(amax_history_len=16, params_in_fp8=True)),
+    "FP8, experts": ("bf16", Fp8Recipe(amax_history_len=16, params_in_fp8=True)),
 }
+EXPERTS = MoESpec(
+    num_experts=4,
+    top_k=2,
+    ffn_hidden_size=32,
+    layers=(True, False, True, True),
+    score_function="sigmoid",
+    has_expert_bias=True,
+    router_loss="aux_loss",
+    router_loss_coeff=0.01,
+    shared_ffn_hidden_size=32,
+)
+MODELS = {"FP8, experts": replace(MODEL, bias=False, activation="swiglu", moe=EXPERTS)}
+
+
+def round_of(precision: str) -> list[Layout]:
+    """The layouts that a model has: experts have sequence parallelism, and no FSDP."""
+    if precision not in MODELS:
+        return ROUND
+    return [
+        replace(layout, spec=replace(layout.spec, sequence_parallel=layout.spec.tp > 1))
+        for layout in ROUND
+        if layout.spec.fsdp is None
+    ]
 
 
 @dataclass
@@ -109,7 +134,8 @@ def case_of(
     compute, fp8 = PRECISIONS[precision]
     optim = ZERO if zero else optim_spec()
     num = GLOBAL_BATCH // 2
-    return Case(compute, fp8, MODEL, num_microbatches=num, parallel=spec, optim=optim)
+    model = MODELS.get(precision, MODEL)
+    return Case(compute, fp8, model, num_microbatches=num, parallel=spec, optim=optim)
 
 
 def saver_at(folder: Path) -> Saver:

@@ -103,5 +103,6 @@ def test_a_quick_round(tmp_path: Path, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", layouts.PRECISIONS)
 def test_the_whole_round(tmp_path: Path, precision: str) -> None:
-    assert len(layouts.ROUND) >= 8
-    check_round(precision, layouts.ROUND, tmp_path)
+    round_ = layouts.round_of(precision)
+    assert len(round_) >= 8
+    check_round(precision, round_, tmp_path)
