@@ -21,6 +21,7 @@ import torch
 from megafp8 import files
 from megafp8.checkpoint import manifest, step_directories, store
 from megafp8.models.init import pieces_of
+from megafp8.models.router import Router
 from megafp8.parallel import watchdog
 from megafp8.report.record import read_run
 from megafp8.runs import same_data, tokenizer
@@ -340,7 +341,7 @@ def steps_of_seconds(seconds: float) -> None:
     )
 
 
-def hang(rank: int, at_step: int, note: str) -> None:
+def hang(rank: int, at_step: int, note: str, in_experts: bool = False) -> None:
     """Make one rank hang in a step; then the other ranks' watchdogs find that much time has passed
     as soon as their ranks wait, and its own one after them. All ranks must have this fault.
 
@@ -365,16 +366,16 @@ def hang(rank: int, at_step: int, note: str) -> None:
         monotonic=monotonic, sleep=time.sleep
     )
     if is_mine:
-        _after_backward([at_step], act)
+        (_in_experts if in_experts else _after_backward)([at_step], act)
 
 
-def fail(at_step: int) -> None:
+def fail(at_step: int, in_experts: bool = False) -> None:
     """Raise an error that no part of megafp8 expects."""
 
     def act(state: Any) -> None:
         raise ValueError("the number is 42")
 
-    _after_backward([at_step], act)
+    (_in_experts if in_experts else _after_backward)([at_step], act)
 
 
 def killed(at_step: int) -> None:
@@ -404,6 +405,24 @@ def _after_backward(steps: Any, act: Callable[[Any], None]) -> None:
         return sums
 
     step.forward_backward = wrapped
+
+
+def _in_experts(steps: Any, act: Callable[[Any], None]) -> None:
+    """Act in the first layer with experts that a step runs, between its router and its experts."""
+    forward_backward, choose = step.forward_backward, Router.forward
+    due: list[Any] = []
+
+    def wrapped(state: Any, microbatches: Any) -> Any:
+        due[:] = [state] if state.step + 1 in steps else []
+        return forward_backward(state, microbatches)
+
+    def acting(router: Router, *args: Any) -> Any:
+        if due:
+            act(due.pop())
+        return choose(router, *args)
+
+    step.forward_backward = wrapped
+    Router.forward = acting  # type: ignore[method-assign]
 
 
 def full_disk_at(number: int) -> None:

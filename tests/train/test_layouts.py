@@ -38,10 +38,25 @@ def test_a_pipeline_trains_validates_samples_and_continues_alone(
     assert place.summary()["val_loss"] == pytest.approx(one.summary()["val_loss"], rel=1e-3)
 
 
+EXPERTS = [
+    "trainer.devices=2",
+    "model.tensor_model_parallel_size=2",
+    "model.sequence_parallel=True",
+    "model.num_moe_experts=4",
+    "model.bias=False",
+    "model.ffn_dropout=0",
+]
+
+
 @pytest.mark.kill
-def test_a_rank_that_hangs_is_named_and_shown(place: Place) -> None:
-    fault = ["in_rank", None, "hang", 1, 3, str(place.cwd / "hangs")]
-    done = place.run(*TWO_STAGES, "trainer.step_timeout=100", fault=fault)
+@pytest.mark.parametrize(
+    "layout", [TWO_STAGES, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["step", "experts"]
+)
+def test_a_rank_that_hangs_is_named_and_shown(place: Place, layout: list[str]) -> None:
+    """Also one that hangs in a layer with experts, whose counts the other rank waits for."""
+    fault = ["in_rank", None, "hang", 1, 3, str(place.cwd / "hangs"), layout is EXPERTS]
+    losses = ["model.moe_aux_loss_coeff=0.01"] if layout is EXPERTS else []
+    done = place.run(*layout, *losses, "trainer.step_timeout=100", fault=fault)
     assert done.code == 4, done.output
     assert "megafp8: no progress for trainer.step_timeout=100.0 s" in done.output
     assert "megafp8: rank 1 hangs in step 3, after" in done.output
@@ -50,17 +65,25 @@ def test_a_rank_that_hangs_is_named_and_shown(place: Place) -> None:
     assert done.output.count("Its stacks:") == 1
 
 
+FAILED = "(exit code 1) on {host}: ValueError: the number is 42; the other ranks"
+KILLED = "(signal SIGKILL) on {host}; the other"
+
+
 @pytest.mark.kill
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("layout", "fault", "said"),
     [
-        ("fail", "(exit code 1) on {host}: ValueError: the number is 42; the other ranks"),
-        pytest.param("killed", "(signal SIGKILL) on {host}; the other", marks=pytest.mark.slow),
+        (TWO_STAGES, ["fail", 3], FAILED),
+        pytest.param(TWO_STAGES, ["killed", 3], KILLED, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, ["fail", 3, True], FAILED, marks=pytest.mark.slow),
     ],
+    ids=["fails", "killed", "fails in experts"],
 )
-def test_when_a_rank_dies_all_end_and_it_is_named(place: Place, fault: str, said: str) -> None:
+def test_when_a_rank_dies_all_end_and_it_is_named(
+    place: Place, layout: list[str], fault: list[object], said: str
+) -> None:
     """All ranks end, the error of the dead rank is shown, and no process stays."""
-    done = place.run(*TWO_STAGES, fault=["in_rank", 1, fault, 3])
+    done = place.run(*layout, fault=["in_rank", 1, *fault])
     assert done.code == 1, done.output
     assert f"megafp8: rank 1 died {said.format(host=socket.gethostname())}" in done.output
     assert not processes_in(place.cwd), "no orphans"
