@@ -13,9 +13,10 @@ of `fp8.convert` run them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -411,3 +412,85 @@ class LinearFunction(torch.autograd.Function):
 
 class DirectLinearFunction(torch_private.DirectFunction, LinearFunction):
     """Run a linear of the trainer, which compiles its layers without tracing this function."""
+
+
+def linears_of_rows(
+    layers: Sequence[Linear],
+    input_TI: torch.Tensor,
+    sizes: Sequence[int],
+    rows: Sequence[Rows | None],
+) -> torch.Tensor:
+    """Return what linears without biases make of their rows, one after another, [T, I] -> [T, O].
+
+    Linear i has `sizes[i]` of the rows, with the places `rows[i]` (`Linear.forward`). The bits are
+    those of calls of the linears, which autograd would see one by one. Hooks of the linears have
+    such calls.
+    """
+    if any(map(torch_private.has_forward_hooks, layers)):
+        each = zip(layers, input_TI.split(tuple(sizes)), rows, strict=True)
+        return torch.cat([layer(x_NI, rows_N) for layer, x_NI, rows_N in each])
+    weights = [torch_private.parameters_of(layer)["weight"] for layer in layers]
+    output_TO: torch.Tensor = _LinearsFunction.apply(
+        input_TI, layers, tuple(sizes), rows, torch.is_grad_enabled(), *weights
+    )
+    return output_TO
+
+
+class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
+    """Run several linears, each of its own rows, as one function of autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_TI: torch.Tensor,
+        layers: Sequence[Linear],
+        sizes: tuple[int, ...],
+        rows: Sequence[Rows | None],
+        is_grad_enabled: bool,
+        *weights: nn.Parameter,
+    ) -> torch.Tensor:
+        work, outputs, tensors, kept = input_TI.dtype, [], [], []
+        each = zip(layers, input_TI.split(sizes), rows, weights, strict=True)
+        for layer, x_NI, rows_N, weight_OI in each:
+            output_NO, saved, weight = linear_forward(
+                layer,
+                (weight_OI, None),
+                x_NI,
+                work,
+                len(x_NI),
+                for_backward=is_grad_enabled,
+                rows=rows_N,
+            )
+            outputs.append(output_NO)
+            is_fp8 = isinstance(saved, Fp8Tensor)
+            own = saved.tensors if is_fp8 else (saved,)
+            tensors += own
+            kept.append((len(own), saved.factory() if is_fp8 else None, weight))
+        if is_grad_enabled:
+            ctx.save_for_backward(*tensors)
+            ctx.layers, ctx.sizes, ctx.rows, ctx.weights = layers, sizes, rows, weights
+            ctx.kept = kept
+        return torch.cat(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tensors, needs_input = iter(ctx.saved_tensors), ctx.needs_input_grad[0]
+        grads_of_inputs, grads_of_weights = [], []
+        parts = grads[0].split(ctx.sizes)
+        each = zip(ctx.layers, parts, ctx.rows, ctx.weights, ctx.kept, strict=True)
+        for layer, grad_NO, rows_N, weight_OI, (number, remake, weight) in each:
+            saved = list(islice(tensors, number))
+            input: Operand = saved[0] if remake is None else remake(*saved)
+            grad_input_NI, grad_weight_OI, _ = linear_backward(
+                layer,
+                (weight_OI, None),
+                grad_NO,
+                input,
+                weight,
+                needs_input=needs_input,
+                rows=rows_N,
+            )
+            grads_of_inputs.append(grad_input_NI)
+            grads_of_weights.append(grad_weight_OI)
+        grad_input_TI = torch.cat(grads_of_inputs) if needs_input else None
+        return grad_input_TI, None, None, None, None, *grads_of_weights

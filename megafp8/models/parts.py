@@ -117,15 +117,21 @@ class Parts:
         """Return one linear of a layer: [B, S, in] -> [B, S, out]."""
         return PlainLinear(self, linear)
 
-    def of_tokens(
-        self, linear: nn.Module, x_ND: torch.Tensor, tokens_N: torch.Tensor, num_tokens: int
+    def of_experts(
+        self,
+        linears: nn.ModuleList,
+        x_RI: torch.Tensor,
+        sizes: list[int],
+        token_R: torch.Tensor,
+        num_tokens: int,
     ) -> torch.Tensor:
-        """Return a linear's output for some rows: those of `tokens_N` among `num_tokens` tokens.
+        """Return each expert's linear of its rows, of which there may be none: [R, I] -> [R, O].
 
-        Random draws follow the tokens and not their rows.
+        An expert has `sizes` of the rows, one after another. A row is of a token among
+        `num_tokens`: random draws follow the tokens and not their rows.
         """
-        out_NO: torch.Tensor = linear(x_ND)
-        return out_NO
+        rows = zip(linears, x_RI.split(sizes), strict=True)
+        return torch.cat([linear(x_NI) for linear, x_NI in rows])
 
     def router(self, name: str) -> Router:
         """Return the router `name` of a layer with experts."""

@@ -20,7 +20,7 @@ from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Part, columns_of
 from megafp8.fp8.grad_sink import GradSink, GradSum, look_up
 from megafp8.fp8.heads import Heads, split_heads
-from megafp8.fp8.linear import Linear, LinearComm
+from megafp8.fp8.linear import Linear, LinearComm, linears_of_rows
 from megafp8.fp8.quantizer import Role
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models.attention import QKV, HeadSizes
@@ -154,14 +154,21 @@ class NativeParts(Parts):
             new_quantizer=new_quantizer,
         )
 
-    def of_tokens(
-        self, linear: nn.Module, x_ND: torch.Tensor, tokens_N: torch.Tensor, num_tokens: int
+    def of_experts(
+        self,
+        linears: nn.ModuleList,
+        x_RI: torch.Tensor,
+        sizes: list[int],
+        token_R: torch.Tensor,
+        num_tokens: int,
     ) -> torch.Tensor:
-        """Return a linear's output for the rows of some tokens; see `Parts`."""
-        assert isinstance(linear, Linear)
-        rows = linear.rows_of(num_tokens)
-        out_NO: torch.Tensor = linear(x_ND, None if rows is None else rows.take(tokens_N))
-        return out_NO
+        """Return each expert's linear of its rows; see `Parts`."""
+        tokens = token_R.split(sizes)
+        rows = [
+            None if (all_rows := linear.rows_of(num_tokens)) is None else all_rows.take(tokens_N)
+            for linear, tokens_N in zip(linears, tokens, strict=True)
+        ]
+        return linears_of_rows(list(linears), x_RI, sizes, rows)
 
     def recompute_contexts(
         self,

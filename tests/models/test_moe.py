@@ -367,6 +367,17 @@ def test_of_equal_scores_the_lower_experts_are_taken() -> None:
     assert best(torch.tensor([[1.0, 1, 1, 0], [0, 2, 1, 1]]), 2).tolist() == [[0, 1], [1, 2]]
 
 
+def test_the_best_are_those_of_a_stable_sort() -> None:
+    """Also where scores are infinite or no numbers: no expert is taken twice."""
+    values = torch.tensor([-torch.inf, -1.0, 0.0, -0.0, 0.5, 0.5, torch.inf, torch.nan])
+    scores = values[
+        torch.randint(len(values), (4000, 8), generator=torch.Generator().manual_seed(3))
+    ]
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    for count in (1, 2, 5, 8):
+        assert torch.equal(best(scores, count), order[:, :count].sort(dim=-1).values)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{}, dict(pre_softmax=True), dict(score_function="sigmoid"), dict(pre_softmax=True, top_k=1)],
@@ -662,6 +673,24 @@ def test_a_run_learns_and_continues_bit_for_bit(
     alone = load_model.load_model(Reader(saved), torch.float32, torch.device("cpu"))
     for model in (fresh.model, alone):
         assert torch.equal(model.parts.buffers()["layers.1.mlp.router.bias"], bias)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_experts_compute_as_calls_of_their_linears_do(recipe: Any, compute: str) -> None:
+    """A hook, such as that which finds the first number that is not finite, sees each call."""
+    fp8 = None if recipe is None else Fp8Recipe(name=recipe)
+    together, called = (build_run(model=MODEL, fp8=fp8, compute=compute) for _ in range(2))
+    seen = set()
+    for name, module in called.model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: seen.add(name))
+    for step in range(2):
+        one, other = (train_step(state, batches_of(step)) for state in (together, called))
+        assert (one.loss, one.grad_norm) == (other.loss, other.grad_norm)
+        together.step = called.step = step + 1
+    assert {f"layers.1.mlp.fc{i}.{e}" for i in (1, 2) for e in range(4)} <= seen
+    found, expected = tensors_of(together), tensors_of(called)
+    assert not [name for name, x in expected.items() if not torch.equal(found[name], x)]
 
 
 def counts_of_step(state: TrainState, step: int) -> torch.Tensor:
