@@ -259,6 +259,24 @@ def test_the_bounds_tell_planted_mistakes(trained: Found, bug: str) -> None:
             assert_gradients_are_right(ranks, name, TWO[name])
 
 
+def without_a_backward_pass(case: Case, mesh: Mesh) -> tuple[bool, int, int]:
+    """Whether all gradients are 0, how many are whole on tensor-parallel ranks, and in FP32."""
+    state = case.build(mesh)
+    train(state, case, 1)
+    masters = state.masters
+    masters.begin_step()
+    masters.collect_grads()
+    is_zero = not any(grad.values().any() for grad in masters.stored_grads)
+    in_fp32 = [grad for grad in masters.stored_grads if grad.fmt.name == "fp32"]
+    return is_zero, len(masters.replicated_grads), len(in_fp32)
+
+
+def test_a_parameter_without_a_gradient_has_zeros_and_not_the_sum_of_the_step_before() -> None:
+    """Without tensor parallelism all gradients are whole; those in FP8 are summed elsewhere."""
+    for is_zero, whole, in_fp32 in on_ranks(without_a_backward_pass, {"O2": TWO["O2"]}, 2)["O2"]:
+        assert is_zero and whole == in_fp32 > 0
+
+
 # ---- one sum
 
 
