@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -169,17 +169,25 @@ class UpdateProbe:
         """
         health: dict[str, TensorHealth] = {}
         counts: dict[str, int] = {}
+        for name, amax, scale, updates, count in self._rows(numbers):
+            if amax or updates:
+                health[name] = TensorHealth(amax=amax, quant_scale=scale)
+            if count:
+                counts[name] = int(count)
+        return health, counts
+
+    def num_updates(self, numbers: Sequence[float]) -> dict[str, int]:
+        """Return how many updates each tensor has had since the run began, of `numbers()`."""
+        return {name: int(updates) for name, _, _, updates, _ in self._rows(numbers)}
+
+    def _rows(self, numbers: Sequence[float]) -> Iterator[tuple[str, float, float, float, float]]:
+        """Yield each tensor's name and its four numbers, in the order of `numbers`."""
         begin = 0
         for table in self._named_tables():
             size = len(table.names)
             columns = (numbers[begin + i * size : begin + (i + 1) * size] for i in range(4))
-            for name, amax, scale, num_updates, count in zip(table.names, *columns, strict=True):
-                if amax or num_updates:
-                    health[name] = TensorHealth(amax=amax, quant_scale=scale)
-                if count:
-                    counts[name] = int(count)
+            yield from zip(table.names, *columns, strict=True)
             begin += 4 * size
-        return health, counts
 
     def _named_tables(self) -> list[ScaleTable]:
         return [table for table in self._state.tables.values() if table.names]
@@ -236,6 +244,15 @@ def num_nonfinite(state: ScalingState) -> dict[str, int]:
         for name, count in zip(table.names, table.num_nonfinite.tolist(), strict=True):
             counts[name] += count
     return {name: count for name, count in counts.items() if count}
+
+
+def num_updates(state: ScalingState) -> dict[str, int]:
+    """Return how many updates each tensor of the tables has had since the run began."""
+    return {
+        name: count
+        for table in state.tables.values()
+        for name, count in zip(table.names, table.num_updates.tolist(), strict=True)
+    }
 
 
 def _joined(old: _Sums, new: _Sums) -> _Sums:

@@ -20,9 +20,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self, TextIO
 
+from megafp8.observe.experts import ExpertLoad
 from megafp8.observe.units import (
     format_bytes,
     format_count,
@@ -80,6 +81,8 @@ class StepReport:
     data_wait_fraction: float  # of the step's time, 0 to 1
     health: str | None = None  # the FP8 health of the last logged step, in a few words
     curve: tuple[float, ...] = ()  # the training loss from the first step on, in means of steps
+    added: Mapping[str, float] = field(default_factory=dict)  # what layers add to the loss
+    experts: ExpertLoad | None = None  # of a model that has some
     notes: tuple[str, ...] = ()  # unusual events, such as "not finite: weights unchanged"
 
 
@@ -214,6 +217,8 @@ def quality_of(report: StepReport) -> list[str]:
     return [
         f"grad norm {format_number(report.grad_norm, 2):>4}",
         f"lr {report.lr:.1e}",
+        *(f"{name} {format_number(value, 3)}" for name, value in report.added.items()),
+        *([] if report.experts is None else [report.experts.text()]),
     ]
 
 

@@ -53,6 +53,7 @@ class RunSummary:
     train_loss_steps: int | None = None  # how many steps the mean is over
     loss_curve: str | None = None  # the training loss of this process, as a line of bars
     health: str | None = None  # the FP8 health of the last logged step, in words
+    experts: str | None = None  # how evenly they are loaded, in words
     consumed_samples: int | None = None
     consumed_tokens: int | None = None
     epochs: str | None = None  # how often each dataset was read
@@ -151,6 +152,8 @@ class RunSummary:
             rows.append(("precision", self.precision))
         if self.health is not None:
             rows.append(("FP8 health", self.health.removeprefix("FP8 health").lstrip(": ")))
+        if self.experts is not None:
+            rows.append(("experts", self.experts))
         if (speed := self._speed()) is not None:
             rows.append(("speed", speed))
         if (used := self._utilization()) is not None:

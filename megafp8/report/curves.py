@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megafp8.observe.experts import EMPTY, LARGEST, UPDATES
 from megafp8.observe.health import ROLES
 from megafp8.report.record import Line, RunRecord
 
@@ -53,6 +54,12 @@ CURVES = (
     Curve("peak_memory_bytes", "peak memory, GiB", 2.0**-30),
     Curve("step_seconds", "seconds per step"),
     Curve("data_wait_fraction", "waiting for data, % of a step", 100.0),
+    Curve("aux_loss", "balance of the router (aux_loss, 1 is even)"),
+    Curve("seq_aux_loss", "balance of the router (seq_aux_loss, 1 is even)"),
+    Curve("z_loss", "router z-loss, without its coefficient"),
+    Curve(LARGEST, "tokens of the fullest expert over the mean"),
+    Curve(EMPTY, "experts without a token in a step, %", 100.0),
+    Curve(UPDATES, "updates of the rarest history of an expert's input"),
     Curve("loss_scale", "loss scale (FP16)", is_log=True),
     Curve("global_batch_size", "global batch, samples"),
 )

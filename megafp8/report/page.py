@@ -20,6 +20,7 @@ from megafp8.observe.units import (
     format_percent,
     format_tflops,
 )
+from megafp8.report import experts
 from megafp8.report.curves import charts, differences, heat_maps
 from megafp8.report.record import RunRecord, typical
 from megafp8.runs.find import CHECKPOINTS_DIR
@@ -68,6 +69,7 @@ def run_page(run: RunRecord) -> str:
         _tiles(_figures(run)),
         _failure(run),
         _charts(plots),
+        experts.load_of_layers(run),
         _maps(heat),
         _samples(run),
         _settings(run),
@@ -103,8 +105,7 @@ def runs_page(
     """
     names = list(labels) if labels is not None else _names(runs)
     plots = [*(dict(chart) for chart in more_charts), *charts(runs, names)] if runs else []
-    best = _best(runs)
-    if best is not None and not more_charts:
+    if (best := _best(runs)) is not None and not more_charts:
         plots[1:1] = differences(runs, names, best)
     read = [(name, run.problems) for name, run in zip(names, runs, strict=True)]
     body = [
@@ -205,7 +206,7 @@ def _figures(run: RunRecord) -> list[Figure]:
     speed = typical(run.metrics, "tokens_per_second")
     add("tokens per second", speed, format_count(speed or 0.0), "median of logged steps")
     mfu = typical(run.metrics, "mfu_causal")
-    add("MFU", mfu, format_percent(mfu or 0.0), "of the device's peak")
+    add("MFU", mfu, format_percent(mfu or 0.0), experts.meaning_of_mfu(run))
     tflops = typical(run.metrics, "tflops_causal")
     add("model FLOP/s", tflops, format_tflops(tflops or 0.0), "causal attention, all ranks")
     memory = run.figure("peak_memory_bytes")
@@ -217,6 +218,7 @@ def _figures(run: RunRecord) -> list[Figure]:
     add("time", wall, format_duration(wall or 0.0), "of the last process")
     consumed = run.figure("consumed_tokens")
     add("tokens", consumed, format_count(consumed or 0.0), "trained on")
+    figures += experts.figures(run)
     skipped = run.figure("num_skipped_steps")
     if skipped:
         add("skipped steps", skipped, f"{skipped:.0f}", "not finite")
@@ -386,8 +388,7 @@ def _outcome(run: RunRecord, key: str) -> tuple[float | None, str]:
         value = typical_speed(run)
         return value, "" if value is None else format_count(value)
     if key == "mfu_causal":
-        value = typical(run.metrics, "mfu_causal")
-        return value, "" if value is None else format_percent(value)
+        return (value := typical(run.metrics, key)), "" if value is None else format_percent(value)
     if key == "step":
         return float(run.last_step), str(run.last_step)
     value = run.figure(key)

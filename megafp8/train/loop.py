@@ -13,6 +13,7 @@ from megafp8.data.samples import Repeated, SampleSource
 from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import StepReport
 from megafp8.observe.curve import logged_curve
+from megafp8.observe.experts import UPDATES, loads_of, of_model, scalars
 from megafp8.observe.units import plural
 from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Limit, Watchdog
@@ -251,6 +252,8 @@ def report_of(
         data_wait_fraction=waited / seconds,
         health=run.health.verdict(),
         curve=run.curve.points,
+        added=result.added,
+        experts=of_model(loads_of(result.tokens_of_experts)),
         notes=_notes(state, result),
     )
 
@@ -258,6 +261,7 @@ def report_of(
 def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> None:
     """Write a step to metrics.jsonl and the trackers, and FP8 health if it was measured."""
     state, spec = run.state, run.spec
+    run.health.end(state.step, run.trackers, result.more)
     values = {
         "consumed_samples": state.consumed_samples,
         "loss": result.loss,
@@ -265,7 +269,7 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         "lr": result.lr,
         **{name: getattr(report, name) for name in _LOGGED},
     }
-    values |= result.added
+    values |= result.added | scalars(loads_of(result.tokens_of_experts))
     if report.memory_bytes is not None:
         values["peak_memory_bytes"] = report.memory_bytes
     if spec.train.rampup is not None:
@@ -274,10 +278,11 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         values["loss_scale"] = result.loss_scale
     if state.phases:
         values["precision_phase"] = phase_of(state, state.step, has_run=True)
+    if run.health.least_updates is not None:
+        values[UPDATES] = run.health.least_updates
     if run.metrics is not None:
         run.metrics.log({"step": state.step, **values})
     run.trackers.log(state.step, values)
-    run.health.end(state.step, run.trackers, result.more)
     run.saver.metrics["reduced_train_loss"] = result.loss
 
 

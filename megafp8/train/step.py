@@ -37,6 +37,8 @@ class StepResult:
     raised: tuple[bool, ...] = ()  # for each flag, whether any rank has raised it
     more: tuple[float, ...] = ()  # this rank's numbers that came to the host with the result
     added: Mapping[str, float] = field(default_factory=dict)  # the terms of layers, for the log
+    # the tokens of each expert of each layer; those of layers without experts are zeros
+    tokens_of_experts: Sequence[Sequence[float]] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -99,7 +101,7 @@ def train_step(
     optimizer, number = state.optimizer, state.step + 1
     results = torch.stack((mean_loss, mean_norm, totals[1]))
     if beside is not None:
-        results = torch.cat((results, beside[: len(terms)] / totals[1]))
+        results = torch.cat((results, beside[: len(terms)] / totals[1], beside[len(terms) :]))
         take_counts(state, beside[len(terms) :])
     if more is not None:
         results = torch.cat((results, more()))
@@ -108,6 +110,7 @@ def train_step(
         divisor = totals[1] * grad_scale
         optimizer.update_if_finite(number, mean_loss, mean_norm, divisor=divisor)
     (loss, norm, num_counted, *rest), raised = reading.wait()
+    counts_end = 0 if beside is None else len(beside)
     count = int(num_counted)
     is_finite = math.isfinite(loss) and math.isfinite(norm)
     result = StepResult(
@@ -118,8 +121,9 @@ def train_step(
         None if scaler is None else scaler.scale,
         scale_falls=not is_finite and scaler is not None and not scaler.is_at_minimum,
         raised=raised,
-        more=tuple(rest[len(terms) :]),
+        more=tuple(rest[counts_end:]),
         added={term.name: rest[row] / term.num_layers for row, term in enumerate(terms)},
+        tokens_of_experts=by_layer(state, rest[len(terms) : counts_end]),
     )
     for router in state.model.parts.routers if is_finite else ():
         router.move_bias()
@@ -147,6 +151,13 @@ def counts_of_experts(state: TrainState) -> torch.Tensor:
     for router in state.model.parts.routers:
         counts_LE[router.layer] = router.counts
     return counts_LE
+
+
+def by_layer(state: TrainState, counts: Sequence[float]) -> list[Sequence[float]]:
+    """Return what `counts_of_experts` returned, flat numbers here, as the numbers of each layer."""
+    moe = state.model.spec.moe
+    size = 1 if moe is None else moe.num_experts
+    return [counts[begin : begin + size] for begin in range(0, len(counts), size)]
 
 
 def take_counts(state: TrainState, counts: torch.Tensor) -> None:

@@ -271,7 +271,9 @@ def test_a_recomputation_counts_its_own_tokens_and_leaves_those_of_the_present_m
 
 def test_terms_are_logged() -> None:
     lines: list[dict[str, float]] = []
-    nothing = SimpleNamespace(log=lambda *_: None, end=lambda *_: None, metrics={})
+    nothing = SimpleNamespace(
+        log=lambda *_: None, end=lambda *_: None, metrics={}, least_updates=None
+    )
     run = SimpleNamespace(
         state=SimpleNamespace(step=1, consumed_samples=4, phases=()),
         spec=run_spec(),

@@ -15,11 +15,12 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HEALTH_FILE, read_health
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, TensorHealth
+from megafp8.specs.precision import RecipeName
 from megafp8.specs.run import HealthMode
 from megafp8.train.report.fp8 import HealthLog
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step
-from tests.tiny import build_run, gpt_spec, microbatch
+from tests.tiny import build_run, gpt_spec, microbatch, moe_spec
 
 
 def run(
@@ -43,6 +44,38 @@ def run(
         log.end(step, CompositeTracker([]), result.more)
     log.close()
     return losses, warnings
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+@pytest.mark.parametrize("mode", ["scales", "full"])
+def test_an_expert_without_tokens_is_no_fault(
+    mode: HealthMode, recipe: RecipeName, tmp_path: Path
+) -> None:
+    """Its weight is recorded alone, and with histories the log knows that its input's is empty."""
+    moe = moe_spec(score_function="sigmoid", has_expert_bias=True, layers=(True, True))
+    model = gpt_spec(bias=False, activation="swiglu", moe=moe)
+    history = {"amax_history_len": 4} if recipe == "delayed" else {}
+    state = build_run(model=model, fp8=Fp8Recipe(name=recipe, **history))
+    assert state.model.parts.routers[1].bias is not None
+    state.model.parts.routers[1].bias[2] = -9.0  # never chosen
+    log = HealthLog(state, HealthSpec(mode=mode), tmp_path, 0, pytest.fail)
+    least = []
+    for step in (1, 2):
+        result = train_step(state, [microbatch(step), microbatch(50 + step)], more=log.begin())
+        state.step += 1
+        log.end(step, CompositeTracker([]), result.more)
+        least.append(log.least_updates)
+        counts = result.tokens_of_experts
+        assert [list(row) for row in counts] == [
+            r.counts.tolist() for r in state.model.parts.routers
+        ]
+        assert counts[1][2] == 0 and all(counts[0])
+    assert least == [0, 0] if recipe == "delayed" else least == [None, None]
+    assert log.verdict() == "FP8 health ok"
+    record = read_health(tmp_path / HEALTH_FILE)[-1]
+    found = [name for name in record.tensors if name.startswith("layers.1.mlp.experts.2.")]
+    assert found == [f"layers.1.mlp.experts.2.fc{number}.weight" for number in (1, 2)]
+    assert "layers.1.mlp.experts.1.fc1.input" in record.tensors and not record.num_nonfinite
 
 
 @pytest.mark.parametrize("mode", ["scales", "full"])

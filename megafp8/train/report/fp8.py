@@ -7,6 +7,7 @@ never in FP8 and not included here; summary.json has the counted fraction with a
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megafp8.fp8.health import (
     UpdateProbe,
     normally_saturated,
     num_nonfinite,
+    num_updates,
 )
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
@@ -35,6 +37,7 @@ from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.train.report.accuracy import AccuracyCheck
 from megafp8.train.state import TrainState
 
+EXPERT_INPUT = re.compile(r"\.experts\.\d+\.fc1\.input$")
 MOST_WARNINGS = 3  # tensors that are named in one step; the file has all of them
 
 
@@ -164,6 +167,7 @@ class HealthLog:
             self._file = MetricsFile(run_dir / HEALTH_FILE, resume_step=step, warn=warn)
         self._warned: set[str] = set()
         self._num_tensors = 0
+        self.least_updates: int | None = None  # of an expert's input, as of the last `end`
         self._is_attached = False
 
     def _new_probe(self) -> HealthProbe | UpdateProbe | TableProbe | None:
@@ -207,14 +211,18 @@ class HealthLog:
         mesh = self._state.mesh  # no rank works on files here, so the ranks' own network will do
         if isinstance(self._probe, UpdateProbe):
             own = self._probe.measures(numbers)
+            updates = self._probe.num_updates(numbers)
         else:
             own = (self._probe.detach(), num_nonfinite(scaling))
+            updates = num_updates(scaling) if self._state.model.spec.moe is not None else {}
+        of_experts = [n for name, n in updates.items() if EXPERT_INPUT.search(name)]
         squares, names = None, []
         if self._check is not None:
             squares = self._check.squares(numbers)
             planned = self._state.backend.planned(self._state.model)
             names = [linear.name for linear in planned if linear.fp8]
-        seen = gather(mesh, (*own, squares, names), mesh.world.group)
+        seen = gather(mesh, (*own, of_experts, squares, names), mesh.world.group)
+        self.least_updates = min((n for _, _, some, *_ in seen for n in some), default=None)
         if self._file is None:
             return
         nonfinite: dict[str, int] = {}

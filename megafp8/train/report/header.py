@@ -73,7 +73,8 @@ def describe_run(
         *graphs_of(spec, state),
         *smoke_options(spec),
         *_fp8_share(present, state, share),
-        f"peak for MFU: {peak.text(fp8=share is not None)}",
+        f"peak for MFU: {peak.text(fp8=share is not None)}"
+        + ("; FLOPs are those of the active parameters" if model.moe else ""),
     ]
 
 

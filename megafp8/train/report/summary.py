@@ -20,6 +20,7 @@ from megafp8.config.resume import with_defaults
 from megafp8.data.tokenize import continuation
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.curve import sparkline
+from megafp8.observe.experts import summary_of
 from megafp8.observe.summary import RunSummary
 from megafp8.observe.units import format_number
 from megafp8.optim.schedules import learning_rate
@@ -93,6 +94,7 @@ def summarize(
         train_loss_steps=mean[1] if mean else None,
         loss_curve=sparkline(run.curve.points, SPARKLINE) or None,
         health=run.health.verdict(),
+        experts=summary_of(getattr(run.last_report, "experts", None), run.health.least_updates),
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_samples * spec.data.seq_length,
         epochs=None if spec.train.overfit_batches else epochs_of(run.data, state.consumed_samples),

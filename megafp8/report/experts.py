@@ -1,0 +1,62 @@
+"""Show how evenly the tokens of a run are divided among the experts of each layer."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from megafp8.observe.experts import EMPTY, LARGEST, UPDATES, layer_of, of_layer
+from megafp8.observe.units import format_percent
+from megafp8.report.record import RunRecord
+
+HINT = (
+    "The load is the number of tokens of the fullest expert over the mean of its layer, in a "
+    "logged step. An expert without a token in a step is no fault."
+)
+
+
+def meaning_of_mfu(run: RunRecord) -> str:
+    """Return what a run's MFU is a fraction of, and which FLOPs it counts."""
+    active = ", FLOPs of active parameters" if _numbers(run, LARGEST) else ""
+    return f"of the device's peak{active}"
+
+
+def figures(run: RunRecord) -> list[tuple[str, str, str]]:
+    """Return name, value and meaning of the figures of a model with experts; none for others."""
+    found, updates = [], run.figure(UPDATES)
+    if loads := _numbers(run, LARGEST):
+        load = f"{statistics.median(loads):.2f} x"
+        found.append(("fullest expert", load, "the mean load; median of logged steps"))
+    if updates is not None:
+        found.append(("rarest history", f"{updates:.0f}", "updates of an expert's input scale"))
+    return found
+
+
+def load_of_layers(run: RunRecord) -> str:
+    """Return a table of the load in each layer over the logged steps; empty for a dense model."""
+    keys = {key for line in run.metrics for key in line}
+    layers = sorted({layer for key in keys if (layer := layer_of(key)) is not None})
+    rows = "".join(_row(run, layer) for layer in layers)
+    if not rows:
+        return ""
+    return (
+        f"<h2>Experts: load of each layer</h2><p class=dim>{HINT}</p><div class=scroll><table>"
+        "<thead><tr><th>layer<th>load in the last step<th>median<th>largest"
+        f"<th>experts without a token, mean</thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _row(run: RunRecord, layer: int) -> str:
+    loads, empty = _numbers(run, of_layer(LARGEST, layer)), _numbers(run, of_layer(EMPTY, layer))
+    if not (loads and empty):
+        return ""
+    shown = [f"{load:.2f}" for load in (loads[-1], statistics.median(loads), max(loads))]
+    shown.append(format_percent(statistics.fmean(empty)))
+    cells = "".join(f"<td class=number>{text}" for text in shown)
+    return f"<tr><td class=number>{layer}{cells}"
+
+
+def _numbers(run: RunRecord, key: str) -> list[float]:
+    """Return the finite numbers that logged steps have under a key."""
+    values = (line.get(key) for line in run.metrics)
+    return [float(v) for v in values if isinstance(v, int | float) and math.isfinite(v)]
