@@ -23,6 +23,7 @@ returns.
 """
 CLASSES = {
     "Converted": "megafp8.fp8.converted",
+    "ConvertedExperts": "megafp8.fp8.experts",
     "Float8Linear": "torchao.float8.float8_linear",
     "MXLinear": "torchao.prototype",
     "FP8Linear": "transformers.integrations",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -33,6 +33,12 @@ class Weight:
     shape: str
     size: int
     is_embedding: bool
+    is_router: bool = False  # of experts that have linears of their own
+
+    @property
+    def stays(self) -> bool:
+        """Whether the weight stays in high precision unasked."""
+        return self.is_embedding or self.is_router
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Census:
     converted: Mapping[str, int]
     left: Mapping[str, int]
     embeddings: Mapping[str, int]
+    routers_left: Mapping[str, int]
     output_layers: tuple[str, ...]  # of all linears
     routers: tuple[str, ...]
     skip: tuple[str, ...]  # the patterns that were given
@@ -72,7 +79,11 @@ class Census:
             converted += f"; never called so far: {idle}"
         stays = [
             f"{kind}{names(of)} ({self.share(of)})"
-            for kind, of in (("", self.left), ("embeddings: ", self.embeddings))
+            for kind, of in (
+                ("", self.left),
+                ("routers: ", self.routers_left),
+                ("embeddings: ", self.embeddings),
+            )
             if of
         ]
         return [
@@ -91,12 +102,12 @@ class Census:
         return f"{sum(of.values()) / max(1, self.total):.1%}"
 
 
-def other_weights(model: nn.Module, linears: Iterable[nn.Module]) -> dict[str, Weight]:
-    """Return each weight that is not the `weight` of one of these linears, by its first name.
+def other_weights(model: nn.Module, of_linears: Iterable[torch.Tensor]) -> dict[str, Weight]:
+    """Return each weight that is none of these of linears, by its first name.
 
     An embedding that shares its weight with a linear is among them.
     """
-    of_linears = {id(getattr(linear, "weight", None)) for linear in linears}
+    of_linears = {id(weight) for weight in of_linears}
     found: dict[int, list[tuple[str, nn.Module, torch.Tensor]]] = {}
     for owner, module in model.named_modules(remove_duplicate=False):
         for own, tensor in _matrices(module):
@@ -113,6 +124,20 @@ def other_weights(model: nn.Module, linears: Iterable[nn.Module]) -> dict[str, W
             any(_is_embedding(name, module) for name, module, _ in uses),
         )
     return weights
+
+
+def routers_beside(weights: Mapping[str, Weight], experts: Iterable[str]) -> dict[str, Weight]:
+    """Return the weights, of which those of routers beside these modules of experts are marked.
+
+    A router's weight is that of a module by the name of a router, which lies where experts do.
+    """
+    around = {_outer(name) for name in experts}
+
+    def is_router(name: str) -> bool:
+        router, _, own = name.rpartition(".")
+        return own == "weight" and bool(ROUTERS.search(_last(router))) and _outer(router) in around
+
+    return {name: replace(w, is_router=is_router(name)) for name, w in weights.items()}
 
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -164,8 +189,9 @@ def census_of(
         sum(p.numel() for p in model.parameters() if not is_lazy(p)),
         chosen,
         {name: size for name, size in sizes.items() if name not in chosen}
-        | {name: weight.size for name, weight in others.items() if not weight.is_embedding},
+        | {name: weight.size for name, weight in others.items() if not weight.stays},
         {name: weight.size for name, weight in others.items() if weight.is_embedding},
+        {name: weight.size for name, weight in others.items() if weight.is_router},
         tuple(n for n in linears if _last(n) in OUTPUT_LAYERS or [n] == alike),
         tuple(name for name in chosen if _is_router(name, linears[name])),
         tuple(skip),
@@ -174,12 +200,18 @@ def census_of(
 
 def _is_router(name: str, linear: nn.Module) -> bool:
     """Return whether a linear chooses experts, or weighs them, judged by its name and shape."""
+    if not ROUTERS.search(_last(name)):
+        return False
     num_out, num_in = linear.get_parameter("weight").shape
-    return bool(ROUTERS.search(_last(name))) and num_out < num_in
+    return num_out < num_in
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _outer(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _counts(texts: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import cast
 
 import torch
@@ -25,6 +26,7 @@ from megafp8.fp8.census import (
     names,
     other_weights,
     patterns_of,
+    routers_beside,
 )
 from megafp8.fp8.converted import (
     DTYPES,
@@ -35,6 +37,15 @@ from megafp8.fp8.converted import (
     after_load,
     converted_class,
     is_foreign_tensor,
+)
+from megafp8.fp8.experts import (
+    ExpertLinear,
+    Linears,
+    bind_experts,
+    has_fused_experts,
+    linears_of,
+    named,
+    why_refused,
 )
 from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.rows import why_rows_differ
@@ -61,7 +72,8 @@ def convert(
 ) -> Fp8State:
     """Turn the model's linears into FP8 ones, in place, and return the state that they share.
 
-    Every `nn.Linear` and every `Conv1D` of transformers is converted. Each stays the same object
+    Every `nn.Linear` and every `Conv1D` of transformers is converted, and each expert's part of
+    the fused parameters of transformers' experts, whose routers stay. Each stays the same object
     with the same parameters, so an optimizer, DDP and `state_dict()` see no difference. Nothing is
     changed unless every check passes.
 
@@ -72,7 +84,7 @@ def convert(
             `high_precision`. A name of a file or module is imported.
         skip: What stays as it is: names or patterns (`*`, `?`, `[...]`) of linears, of other
             weights or of modules around them, or a function of (name, module) that returns True
-            for those. Every weight but embeddings is converted or skipped.
+            for those. Every weight but embeddings and those routers is converted or skipped.
         amax_group: The ranks over which delayed scaling takes the maximum of each amax, so that
             replicas share their scales. These ranks call `convert` together. None keeps each
             rank's own.
@@ -83,9 +95,9 @@ def convert(
             with which the call works.
     """
     chosen = checked_recipe(recipe)
-    linears = _linears(model)
-    others = other_weights(model, linears.values())
-    skipped = _skipped(model, linears, others, skip)
+    linears, experts, refused = _linears(model)
+    others = routers_beside(other_weights(model, map(_parameter_of, linears.values())), experts)
+    skipped = _skipped(model, linears, experts, others, skip)
     to_convert = {name: module for name, module in linears.items() if name not in skipped}
     if not to_convert:
         raise Fp8Error("skip", "leaves no linear to convert", "Skip fewer of them")
@@ -99,11 +111,13 @@ def convert(
             "model", "every linear stays in high precision", "Skip fewer of them, or drop FP8"
         )
     largest_first = sorted(others.items(), key=lambda item: -item[1].size)
-    uncovered = {n: w for n, w in largest_first if n not in skipped and not w.is_embedding}
+    uncovered = {n: w for n, w in largest_first if n not in skipped and not w.stays}
     faults, multiples = _faults(model, to_convert, precisions, chosen)
     if faults or uncovered:
         suggest = partial(_suggested, [*faults, *uncovered], linears, others, skipped, skip)
-        raise _error_of(faults, suggest) if faults else _uncovered(model, uncovered, suggest)
+        if faults:
+            raise _error_of(faults, suggest)
+        raise _uncovered(model, uncovered, refused, suggest)
     _check_fast_path(model, to_convert)
     is_delayed = {name: find_recipe(precisions[name]).traits.has_history for name in to_convert}
     _check_group(amax_group, chosen, reduces=any(is_delayed.values()) and chosen.reduce_amax)
@@ -125,7 +139,7 @@ def convert(
             multiple=multiples[name],
             is_head=name in census.converted_outputs,
         )
-    weights = {name: module.get_parameter("weight") for name, module in to_convert.items()}
+    weights = {name: _parameter_of(module) for name, module in to_convert.items()}
     if all(weight.device.type != "meta" for weight in weights.values()):
         shared.follow(weights)
     if amax_group is not None and (reason := why_rows_differ(shared.scaling, amax_group)):
@@ -133,6 +147,9 @@ def convert(
         raise Fp8Error("amax_group", f"would mix the amaxes of different tensors: {reason}", hint)
     for name, module in to_convert.items():  # nothing from here on refuses anything
         _bind(module, bounds[name])
+    for module, linears_of_experts in experts.values():
+        if any(isinstance(linear, Converted) for linear in chain(*linears_of_experts)):
+            bind_experts(module, linears_of_experts)
     _say_what_is_unusual(census, lambda found: _patterns_of(found, linears, others, skipped))
     return Fp8State(shared, census, model)
 
@@ -175,34 +192,63 @@ def _is_conv1d(module: nn.Module) -> bool:
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Return every linear by its first name, converted ones and subclasses included."""
+Experts = dict[str, tuple[nn.Module, Linears]]
+"""Modules of fused experts by name, and the linears of each of their experts."""
+
+
+def _linears(model: nn.Module) -> tuple[dict[str, nn.Module], Experts, dict[str, str]]:
+    """Return every linear, the experts that have some of them, and why other experts have none.
+
+    All are by their first names; converted ones and subclasses are included.
+    """
     if not isinstance(model, nn.Module):
         raise Fp8Error("model", f"is a {type(model).__name__}", "Give a torch.nn.Module")
-    linears = {
-        name or "linear": module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Converted) or _is_conv1d(module)
-    }
+    linears: dict[str, nn.Module] = {}
+    experts: Experts = {}
+    refused = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Converted) or _is_conv1d(module):
+            linears[name or "linear"] = module
+        elif has_fused_experts(module):
+            if (reason := why_refused(module)) is not None:
+                refused[name] = reason
+                continue
+            experts[name] = module, linears_of(module)
+            linears |= named(name, experts[name][1])
     if not linears:
         raise Fp8Error(
             "model",
             f"{type(model).__name__} has neither an nn.Linear nor a transformers Conv1D",
             "Convert a model whose products are such modules",
         )
-    return linears
+    return linears, experts, refused
+
+
+def _parameter_of(module: nn.Module) -> torch.Tensor:
+    """Return the tensor of a linear's weight; the parameter of all experts for an expert's."""
+    weight = module.whole if isinstance(module, ExpertLinear) else getattr(module, "weight", None)
+    return cast(torch.Tensor, weight)
 
 
 def _skipped(
-    model: nn.Module, linears: dict[str, nn.Module], others: dict[str, Weight], skip: Skip
+    model: nn.Module,
+    linears: dict[str, nn.Module],
+    experts: Experts,
+    others: dict[str, Weight],
+    skip: Skip,
 ) -> set[str]:
     """Return the linears and other weights that are skipped.
+
+    A function is asked about experts by the module that holds all of them.
 
     Raises:
         Fp8Error: A pattern has no effect.
     """
     if callable(skip):
-        chosen = {name for name, module in linears.items() if skip(name, module)}
+        asked = {n: x for n, x in linears.items() if not isinstance(x, ExpertLinear)}
+        chosen = {name for name, module in asked.items() if skip(name, module)}
+        for name, (module, of_experts) in experts.items():
+            chosen |= named(name, of_experts).keys() if skip(name, module) else set()
         for name, weight in others.items():
             owner = name.rpartition(".")[0]
             is_inside = any(matches(name, linear) for linear in chosen)
@@ -260,7 +306,7 @@ def _faults(
     for name, module in linears.items():
         if (fault := _fault_of(module)) is not None:
             faults[name] = fault
-        elif len(alike := uses[id(module.weight)]) > 1:
+        elif len(alike := uses[id(_parameter_of(module))]) > 1:
             faults[name] = f"its weight is shared, as {', '.join(alike)}", "Untie it"
     fit = {name: module for name, module in linears.items() if name not in faults}
     unfit, multiples = _unfit(fit, precisions, recipe)
@@ -286,6 +332,8 @@ def _fault_of(module: nn.Module) -> Fault | None:
     if isinstance(module, Converted):
         return "is converted to FP8 already", "Convert a model once"
     kind = type(module)
+    if isinstance(module, ExpertLinear):
+        return _fault_of_weight(module.whole)
     if _is_foreign(module):
         reason = f"is a {kind.__name__}, a subclass of nn.Linear that may compute otherwise"
         return reason, ""
@@ -299,6 +347,11 @@ def _fault_of(module: nn.Module) -> Fault | None:
             return reason, "Make it an nn.Parameter"
         reason += " that is computed from others (by pruning, weight_norm or spectral_norm)"
         return reason, "Undo that before (prune.remove, remove_weight_norm …) and redo it after"
+    return _fault_of_weight(weight)
+
+
+def _fault_of_weight(weight: torch.Tensor) -> Fault | None:
+    """Return why a weight cannot be cast; None if it can."""
     if is_foreign_tensor(weight):
         reason = f"its weight is a {type(weight).__name__}, which has no numbers to cast"
         return reason, "Convert before the weights are replaced"
@@ -360,9 +413,15 @@ def _error_of(faults: dict[str, Fault], suggest: Callable[[], str]) -> Fp8Error:
 
 
 def _uncovered(
-    model: nn.Module, weights: dict[str, Weight], suggest: Callable[[], str]
+    model: nn.Module,
+    weights: dict[str, Weight],
+    refused: dict[str, str],
+    suggest: Callable[[], str],
 ) -> Fp8Error:
-    """Return the error that names the weights that are neither converted nor skipped."""
+    """Return the error that names the weights that are neither converted nor skipped.
+
+    Experts among them have their reasons in `refused`.
+    """
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     listed = [
         f"{pattern} ({weights[alike[0]].shape}) with "
@@ -370,12 +429,15 @@ def _uncovered(
         for pattern, alike in by_pattern(weights).items()
     ]
     more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
+    of_experts = {n: refused[n] for n in refused if any(matches(each, n) for each in weights)}
+    for pattern, alike in by_pattern(of_experts).items():
+        more += f". The experts of {pattern} are not converted: {refused[alike[0]]}"
     lazy = any(not weight.size for weight in weights.values())
     return Fp8Error(
         next(iter(by_pattern(weights))),
-        "would stay in high precision: fp8.convert converts nn.Linear and the Conv1D of "
-        "transformers. Neither converted nor skipped, with their shares of the model's parameters, "
-        f"are {', '.join(listed[:MOST_NAMES])}{more}",
+        "would stay in high precision: fp8.convert converts nn.Linear, and Conv1D and fused "
+        "experts of transformers. Neither converted nor skipped, with their shares of the model's "
+        f"parameters, are {', '.join(listed[:MOST_NAMES])}{more}",
         f"{'Run the model once, so that lazy weights have sizes. ' if lazy else ''}To leave what "
         f"was named in high precision, use {suggest()}",
     )
@@ -409,7 +471,7 @@ def _patterns_of(
     A weight that is no linear's, and the only linear of `nn.MultiheadAttention`, is named by the
     module around it.
     """
-    units = [*linears, *(name for name, weight in others.items() if not weight.is_embedding)]
+    units = [*linears, *(name for name, weight in others.items() if not weight.stays)]
     kinds = {name: type(linears.get(name)).__name__ for name in chosen}
     around = {n for n in chosen if kinds[n] in ("NoneType", "NonDynamicallyQuantizableLinear")}
     return patterns_of(chosen, units, {*chosen, *skipped}, around)

@@ -219,7 +219,7 @@ class Shared:
     def check_samples(self, bound: Bound, input: torch.Tensor) -> None:
         """Raise `Fp8Error` for an input that is not the tokens of the microbatch's samples."""
         samples = len(self.scaling.draws.at.tokens.samples)
-        rows = input.numel() // input.shape[-1]
+        rows = input.shape[:-1].numel()
         if not self.is_outside and rows % samples:
             raise Fp8Error(
                 bound.name,
@@ -371,7 +371,22 @@ class Converted(nn.Module):
             Fp8Error: The dtypes of input and weight differ without autocast, the weight is not one
                 that `fp8.convert` takes, or delayed scaling trains outside of a microbatch.
         """
-        bound, weight_OI, bias_O = self.fp8, self.weight, self.bias
+        self.fp8.shared.check_samples(self.fp8, input)
+        return self.run(input, self.weight, self.bias)
+
+    def run(
+        self,
+        input: torch.Tensor,
+        weight_OI: nn.Parameter,
+        bias_O: nn.Parameter | None,
+        rows: Rows | None = None,
+    ) -> torch.Tensor:
+        """Run the linear by a weight [O, I] as autograd shall see it, that of the module.
+
+        `rows` are the places of the input's rows, by which casts draw; None stands for all tokens
+        of the microbatch.
+        """
+        bound = self.fp8
         bound.check_weight(weight_OI)
         if bound.kept_stamp is not None and not self._may_keep(bound.kept_stamp):
             raise Fp8Error(
@@ -396,7 +411,6 @@ class Converted(nn.Module):
         shared = bound.shared
         if input.numel() == 0 and shared.is_outside:  # a microbatch casts the weight all the same
             return F.linear(input, weight_OI, bias_O)
-        shared.check_samples(bound, input)
         if weight_OI.device != shared.device:
             shared.follow()
         no_autocast = torch.autocast(kind, enabled=False)
@@ -404,19 +418,24 @@ class Converted(nn.Module):
         with multiplying, shared.forward_pass(bound), on_device_of(input), no_autocast:
             version = version_of(weight_OI)
             use = _Use(bound, bound.quantizer, bound.weight_form, shared.counter, version)
+            arguments = weight_OI, bias_O, use, torch.is_grad_enabled(), rows
             output_TO = _ConvertedFunction.apply(  # type: ignore[no-untyped-call]
-                input.reshape(-1, input.shape[-1]), weight_OI, bias_O, use, torch.is_grad_enabled()
+                input.reshape(-1, input.shape[-1]), *arguments
             )
         bound.num_uses += 1
         out: torch.Tensor = output_TO.view(*input.shape[:-1], output_TO.shape[-1])
         return out
+
+    def own_weight(self) -> nn.Parameter | None:
+        """Return the parameter that the weight is, or is a part of; None if it is computed."""
+        return torch_private.parameters_of(self).get("weight")
 
     def stored_weights(self) -> Sequence[torch.Tensor]:
         """Return the tensors that the weight is, or is computed from by a parametrization.
 
         Reading `weight` would compute it, and some parametrizations change at each reading.
         """
-        own = torch_private.parameters_of(self).get("weight")
+        own = self.own_weight()
         if own is not None:
             return [own]
         of_weight = [p for name, p in self.named_parameters() if "weight" in name]
@@ -432,7 +451,7 @@ class Converted(nn.Module):
 
     def _may_keep(self, stamp: Stamp) -> bool:
         """Whether the weight is a parameter of its own, as it was when it had this stamp."""
-        return "weight" in torch_private.parameters_of(self) and self.stamp() == stamp
+        return self.own_weight() is not None and self.stamp() == stamp
 
     def extra_repr(self) -> str:
         """Return what the module printed before, and the recipe."""
@@ -444,15 +463,15 @@ class Fp8Linear(Converted, nn.Linear):  # type: ignore[misc]
     """An `nn.Linear` that `fp8.convert` has converted."""
 
 
-_CLASSES: dict[type[nn.Module], type[Converted]] = {nn.Linear: Fp8Linear}
+CLASSES: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: Fp8Linear}
+"""What the class of a module becomes that is converted."""
 
 
-def converted_class(kind: type[nn.Module]) -> type[Converted]:
-    """Return the class that a module of class `kind` gets: a subclass of `kind`, made once."""
-    if kind not in _CLASSES:
-        made = type(f"Fp8{kind.__name__}", (Converted, kind), {"__module__": __name__})
-        _CLASSES[kind] = cast(type[Converted], made)
-    return _CLASSES[kind]
+def converted_class(kind: type[nn.Module], part: type[nn.Module] = Converted) -> type[nn.Module]:
+    """Return the class that a module of class `kind` gets: of `part` and of `kind`, made once."""
+    if kind not in CLASSES:
+        CLASSES[kind] = type(f"Fp8{kind.__name__}", (part, kind), {"__module__": __name__})
+    return CLASSES[kind]
 
 
 def _is_in_trainer() -> bool:
@@ -475,7 +494,7 @@ def version_of(tensor: torch.Tensor) -> int | None:
 def after_load(module: nn.Module, keys: object) -> None:
     """Look at the weight that `load_state_dict` has put into a converted module."""
     assert isinstance(module, Converted)
-    weight = torch_private.parameters_of(module).get("weight")
+    weight = module.own_weight()
     if weight is not None and not is_dtensor(weight):
         module.fp8.shared.take_weight(module.fp8, weight)
 

@@ -66,6 +66,22 @@ def deepseek_v3() -> nn.Module:
     return DeepseekV3ForCausalLM(config)
 
 
+def mixture(family: str, implementation: str = "eager") -> nn.Module:
+    """A mixture of experts of transformers, by the beginning of its classes' names."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes: dict[str, int] = {
+        "intermediate_size": 64, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "head_dim": 16,
+    }  # fmt: skip
+    number = "num_experts" if family.startswith(("Qwen", "Olmoe")) else "num_local_experts"
+    config = getattr(transformers, f"{family}Config")(**TINY | sizes | {number: 4})
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.set_experts_implementation(implementation)
+    return model
+
+
 def mlp(width: int = 32, bias: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
