@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from megafp8.ops import torch_private
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Seen
 
+_FIELDS = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
 FLOAT32_MAX = torch.finfo(torch.float32).max
 Direction = Literal["forward", "backward"]
 ReduceMax = Callable[[torch.Tensor], object]  # reduces its argument in place
@@ -140,7 +141,7 @@ class ScaleTable:
         self._allocate(torch.device("cpu"))
 
     def _allocate(self, device: torch.device) -> None:
-        count = len(self.names)
+        count, self._device = len(self.names), device
         self.amax = torch.zeros(count, dtype=torch.float32, device=device)
         self.history = torch.zeros(
             count, self.recipe.amax_history_len - 1, dtype=torch.float32, device=device
@@ -155,7 +156,7 @@ class ScaleTable:
         `own` is the rule of its history and scale, in place of Transformer Engine's. A tensor that
         other ranks cast has a row here too, without `is_here`: ranks reduce their tables by place,
         and must have the same rows (`fp8/rows.py`). All rows are registered before the first
-        microbatch: a new row resets the whole table.
+        microbatch: a new row resets the whole table, which gets memory when it is used next.
         """
         assert name not in self.names, f"{name} is registered twice"
         if own is not None:
@@ -163,11 +164,22 @@ class ScaleTable:
         self.names.append(name)
         if not is_here:
             self.elsewhere.add(name)
-        self._allocate(self.amax.device)
+        for field in _FIELDS:
+            vars(self).pop(field, None)
         return Slot(self, len(self.names) - 1)
+
+    if not TYPE_CHECKING:  # which would take every name for one of these
+
+        def __getattr__(self, name: str) -> torch.Tensor:
+            """Allocate the fields, once for all rows that were registered since their last use."""
+            if name not in _FIELDS:
+                raise AttributeError(f"a {type(self).__name__} has no {name!r}")
+            self._allocate(self._device)
+            return vars(self)[name]
 
     def to(self, device: torch.device) -> None:
         """Move the table's tensors to `device`."""
+        self._device = device
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.to(device))
 
@@ -188,8 +200,7 @@ class ScaleTable:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint keeps, by field name."""
-        fields = ("amax", "history", "quant_scale", "num_updates", "num_nonfinite")
-        return {name: getattr(self.settled(), name) for name in fields}
+        return {name: getattr(self.settled(), name) for name in _FIELDS}
 
     @property
     def dequant_scale(self) -> torch.Tensor:
