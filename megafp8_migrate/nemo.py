@@ -6,7 +6,6 @@ A configuration of megafp8 may be given too.
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import Any
 
 from megafp8.config.api import (
@@ -17,7 +16,6 @@ from megafp8.config.api import (
     Layer,
     Origin,
     Setting,
-    Together,
     all_keys,
     check_values,
     dialects,
@@ -25,7 +23,6 @@ from megafp8.config.api import (
     merge,
     nemo_keys,
     plain,
-    read_value,
     unused,
     why_not_hybrid,
 )
@@ -61,10 +58,9 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     given = {setting.key for setting in settings}
     values, unreadable = merged.values()
     values = {key: value for key, value in values.items() if key in given}
-    origins = {key: origin for key in [*nemo_keys(), *values] if key in given}
-    read = partial(read_value, merged.tree)
-    _, refused = dialects.inert_settings(read, values, origins)
-    problems = [*unreadable, *check_values(values, origins), *refused]
+    merged.origins = {key: origin for key in [*nemo_keys(), *values] if key in given}
+    _, refused = dialects.inert_settings(merged, values)
+    problems = [*unreadable, *check_values(values, merged.origins), *refused]
     for refusal in dialects.launcher_paths_once(problems):
         if refusal.reason.startswith(dialects.LAUNCHER_GIVES):
             m.decide(refusal.key, "???", refusal.reason, refusal.hint)
@@ -81,7 +77,7 @@ def translate_nemo(tree: dict[Any, Any], m: Migration) -> None:
     ours_is_below = isinstance(named, list) and DEFAULT_CONFIG in named
     is_nemos = bool(given & nemo_keys().keys()) and not ours_is_below
     beside = dialects.Translation()
-    dialects.with_tanh_gelu(Together(layers), beside, origin if is_nemos else None)
+    dialects.with_tanh_gelu(merged, beside, origin if is_nemos else None)
     fused = beside.translated[0].setting if beside.translated else None
     if fused is not None:
         default = "" if fused.key in given else ", by NeMo's default"

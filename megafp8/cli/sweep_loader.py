@@ -28,7 +28,7 @@ from megafp8.config.layers import (
     root_defaults,
     search_path,
 )
-from megafp8.config.merged import tree_with_nemo_keys
+from megafp8.config.merged import merge
 from megafp8.errors import UserError
 from megafp8.secrets import hide_values, redacted
 
@@ -111,7 +111,7 @@ def _refuse_hydras(overrides: Sequence[str]) -> None:
 def checked_loader(source: ComposedFile) -> CheckedLoader:
     """Return Hydra's loader of a tree without types, since `load` checks the values of each job."""
     setup_globals()
-    tree: Any = OmegaConf.to_container(tree_with_nemo_keys(), resolve=False)
+    tree: Any = OmegaConf.to_container(merge([]).tree, resolve=False)
     settings = {
         "run": {"dir": "."},
         "output_subdir": None,

@@ -15,7 +15,7 @@ from megafp8.config.keys import MAX_LAYERS
 from megafp8.config.layers import DEFAULT_CONFIG, Layer, conf_dir
 from megafp8.config.load import load
 from megafp8.config.megatron_names import REFUSED_PRESETS
-from megafp8.config.merged import Together, merge
+from megafp8.config.merged import merge
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import preset_names
 from megafp8.config.rules import unmet_need, unused
@@ -35,7 +35,6 @@ __all__ = [
     "REFUSED_PRESETS",
     "Setting",
     "SettingError",
-    "Together",
     "UNDECIDED",
     "all_keys",
     "check_values",

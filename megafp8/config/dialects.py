@@ -9,7 +9,7 @@ names what was translated. The names themselves are in `megatron_names`, nemo_in
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from megafp8.config import gelu, megatron_names
 from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.keys import Values, needs
 from megafp8.config.layers import Layer
-from megafp8.config.merged import NO_LAYER, Together
+from megafp8.config.merged import NO_LAYER, Merged, merge
 from megafp8.config.nemo import nemo_keys, nemos_file
 from megafp8.config.rules import Unused
 from megafp8.config.settings import UNREADABLE, Setting, optional_sections, read_value
@@ -161,7 +161,7 @@ def beside_others(layers: Sequence[Layer]) -> Translation:
     found = Translation()
     given = {s.key for layer in layers if layer.origin != DEFAULT for s in layer.settings}
     if any(layer.origin.is_nemos for layer in layers) or given & _MEANS_MORE:
-        together = Together(layers)
+        together = merge(layers)
         for read in (without_idle, with_tanh_gelu, with_length_of_samples, with_mock_data):
             read(together, found)
     return found
@@ -171,7 +171,7 @@ _MEANS_MORE = {gelu.FUSION, gelu.NAME, gelu.CORE, SAMPLES, IMPL}
 """Keys with such a meaning in any file, and on the command line."""
 
 
-def without_idle(together: Together, found: Translation) -> None:
+def without_idle(together: Merged, found: Translation) -> None:
     """Switch off what a NeMo file asks for without effect in NeMo."""
     if nemos_file(together.origins) is None:
         return
@@ -187,7 +187,7 @@ def without_idle(together: Together, found: Translation) -> None:
                 found.idle.append((Setting(key, True, origin), idle))
 
 
-def with_tanh_gelu(together: Together, found: Translation, nemos: Origin | None = None) -> None:
+def with_tanh_gelu(together: Merged, found: Translation, nemos: Origin | None = None) -> None:
     """Ask for the tanh form of GELU where a setting of NeMo means it.
 
     `nemos` is the layer that is a file of NeMo; None: the weakest that has a key of NeMo's alone.
@@ -199,7 +199,7 @@ def with_tanh_gelu(together: Together, found: Translation, nemos: Origin | None 
         found.translated.append(Translated(Setting(*asks), gelu.TANH_GELU))
 
 
-def with_length_of_samples(together: Together, found: Translation) -> None:
+def with_length_of_samples(together: Merged, found: Translation) -> None:
     """Give sequences the length of samples where a file states a shorter one for these.
 
     NeMo cuts samples by `model.data.seq_length`, and makes a model of `model.encoder_seq_length`
@@ -221,7 +221,7 @@ def with_length_of_samples(together: Together, found: Translation) -> None:
     )
 
 
-def with_mock_data(together: Together, found: Translation) -> None:
+def with_mock_data(together: Merged, found: Translation) -> None:
     """Let `model.data.data_prefix` say `mock` where NeMo's `data_impl` does.
 
     NeMo then reads none of the data that the prefix names. It is a problem if a stronger layer
@@ -246,26 +246,20 @@ def with_mock_data(together: Together, found: Translation) -> None:
 # --- keys without effect, and paths of NeMo's launcher --------------------------------------------
 
 
-def inert_settings(
-    read: Callable[[str], Any], values: Values, origins: Mapping[str, Origin]
-) -> tuple[list[Setting], list[SettingError]]:
+def inert_settings(merged: Merged, values: Values) -> tuple[list[Setting], list[SettingError]]:
     """Return NeMo's keys without effect that were given, and errors for those of wrong values.
 
-    Args:
-        read: Returns a key's value.
-        values: The values of the schema's keys.
-        origins: The layers that set the keys.
+    `values` are those of the schema's keys.
     """
-    inert: list[Setting] = []
-    refused: list[SettingError] = []
-    for path, origin in origins.items():
+    inert, refused = list[Setting](), list[SettingError]()
+    for path, origin in merged.origins.items():
         if path in optional_sections():
             inert.append(Setting(path, None, origin))
         key = nemo_keys().get(path)
         if key is None:
             continue
         try:
-            value = read(path)
+            value = read_value(merged.tree, path)
         except UNREADABLE as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             refused.append(SettingError(path, None, reason, key.hint, origin=origin))
@@ -283,26 +277,17 @@ def launcher_paths_once(problems: Sequence[SettingError]) -> list[SettingError]:
 
     NeMo's launcher fills in `${data_dir}` and others; without it they have no value.
     """
-    names: dict[str, None] = {}
-    users: dict[str, None] = {}
-    others: list[SettingError] = []
-    origin = ""
-    for problem in problems:
-        missing = [n for n in LAUNCHER_PATHS if f"mandatory value: {n}" in problem.reason]
-        if not missing:
-            others.append(problem)
-            continue
-        names |= dict.fromkeys(missing)
-        users[problem.key] = None
-        origin = origin or problem.origin
-    if not names:
-        return others
+    missing = {name: f"mandatory value: {name}" for name in LAUNCHER_PATHS}
+    users = [p for p in problems if any(text in p.reason for text in missing.values())]
+    if not users:
+        return list(problems)
+    names = {n: None for p in users for n, text in missing.items() if text in p.reason}
     give = " and ".join(f"{name}=PATH" for name in names)
     found = SettingError(
         " and ".join(names),
         None,
-        f"{LAUNCHER_GIVES}, and {', '.join(users)} refer to it",
+        f"{LAUNCHER_GIVES}, and {', '.join(dict.fromkeys(p.key for p in users))} refer to it",
         f"Give {give} on the command line, or write the paths into the file",
-        origin=origin,
+        origin=next((p.origin for p in users if p.origin), ""),
     )
-    return [found, *others]
+    return [found, *(p for p in problems if p not in users)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,12 @@ from megafp8.config.errors import COMMAND_LINE, DEFAULT, Origin, SettingError, r
 from megafp8.config.hydra_section import HYDRA, is_hydras
 from megafp8.config.layers import DEFAULT_CONFIG, Layer, compose_layers, find_source
 from megafp8.config.learning_rate import schedule_notes, without_own_rate
-from megafp8.config.merged import Merged, Together, closed_tree, default_values, merge
+from megafp8.config.merged import Merged, closed_tree, default_values, merge
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import last_given, parse_overrides
 from megafp8.config.own_recipes import load_own_recipes, names_given
 from megafp8.config.rules import Unused, effective, unused
-from megafp8.config.settings import Setting, optional_sections, read_value
+from megafp8.config.settings import Setting, optional_sections
 from megafp8.secrets import (
     HIDDEN,
     has_login,
@@ -165,7 +165,7 @@ def load_all(
         for layer in ours.layers
     ]
     try:
-        layers = with_base(layers, Together(layers).read)
+        layers = with_base(layers, lambda path: merge(layers).read(path))
     except SettingError as problem:
         problems.append(problem)
     beside = dialects.beside_others(layers)
@@ -182,7 +182,7 @@ def load_all(
     bad = {problem.key for problem in problems}
     good = {key: value for key, value in values.items() if key not in bad}
     good = _on_this_machine(good, gpu_available)
-    inert, refused = dialects.inert_settings(partial(read_value, merged.tree), values, origins)
+    inert, refused = dialects.inert_settings(merged, values)
     inert += hydras
     counting = [s for override in counted for s in override.settings]
     replaced = [s for override in parsed for s in override.settings if s not in counting]

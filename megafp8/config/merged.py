@@ -6,25 +6,24 @@ The tree also has NeMo's keys without effect, to which settings may refer as `${
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
 
 from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.layers import Layer, default_job
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.schema import all_keys, all_sections, schema_tree
+from megafp8.config.schema import schema_tree
 from megafp8.config.settings import (
     UNDECIDED,
     UNREADABLE,
     Setting,
+    flatten,
     interpolated_keys,
     is_unused_section,
-    nested,
     put_in,
     read_value,
     read_values,
@@ -97,31 +96,6 @@ def merge(layers: Iterable[Layer]) -> Merged:
     return merged
 
 
-class Together:
-    """Read what layers say together, before they are merged for good; nothing is merged unasked."""
-
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = layers
-
-    @cached_property
-    def _merged(self) -> Merged:
-        return merge(self.layers)
-
-    @property
-    def tree(self) -> DictConfig:
-        """Return the tree that the layers make."""
-        return self._merged.tree
-
-    @property
-    def origins(self) -> Mapping[str, Origin]:
-        """Return the layers that set the keys."""
-        return self._merged.origins
-
-    def read(self, path: str) -> Any:
-        """Return the value that a key would have; None if it has none."""
-        return self._merged.read(path)
-
-
 def default_settings() -> tuple[Setting, ...]:
     """Return the settings of `conf/pretrain_gpt.yaml`."""
     return tuple(Setting(key, value, DEFAULT) for key, value in default_job().items())
@@ -137,11 +111,6 @@ def default_tree() -> DictConfig:
     return _start(True).tree
 
 
-def tree_with_nemo_keys() -> DictConfig:
-    """Return a new tree of the schema and of NeMo's keys without effect."""
-    return _start(False).tree
-
-
 def _start(with_job: bool) -> Merged:
     """Return a new tree of the schema, with the default job or without, and NeMo's keys."""
     pickled, values, interpolated = _read_start(with_job)
@@ -152,55 +121,30 @@ def _start(with_job: bool) -> Merged:
 @cache
 def _read_start(with_job: bool) -> tuple[bytes, dict[str, Any], frozenset[str]]:
     """Return the tree of `_start`, pickled, with its values and the keys that are interpolated."""
-    tree, of_nemo = schema_tree(), nested({path: key.ours for path, key in nemo_keys().items()})
-    for section, names in _names_of_nemo_alone().items():
-        node, part = tree, of_nemo
-        for name in filter(None, section.split(".")):
-            node, part = node[name], part[name]
-        with open_dict(node):
-            for name in names:
-                node[name] = part[name]
+    tree = schema_tree()
+    for path, key in nemo_keys().items():
+        OmegaConf.update(tree, path, key.ours, force_add=True)
     for setting in default_settings() if with_job else ():
         put_in(tree, setting)
     return pickle.dumps(tree), read_values(tree)[0], interpolated_keys(tree)
 
 
 def closed_tree(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
-    """Return a copy of a merged tree without NeMo's keys, closed to new keys.
+    """Return a merged tree without NeMo's keys, closed to new keys, and with interpolations.
 
-    An interpolation of a key that is removed becomes that key's value.
+    An interpolation of a key that is not there becomes its value.
 
     Args:
         tree: The tree.
         values: The values of the schema's keys.
     """
-    tree = pickle.loads(pickle.dumps(tree))  # faster than a copy
-    for section, names in _names_of_nemo_alone().items():
-        node: Any = OmegaConf.select(tree, section) if section else tree
-        with open_dict(node):
-            for name in names:
-                if name in node.keys():  # `in node` is False for an interpolation without a value
-                    del node[name]  # unlike pop(), del does not resolve an interpolation
-    interpolated = interpolated_keys(tree)
-    for path in all_keys():
-        if not (path in interpolated or isinstance(values[path], (list, dict))):
-            continue
-        try:
-            stands = read_value(tree, path) == values[path]
-        except OmegaConfBaseException:
-            stands = False
-        if not stands:
-            OmegaConf.update(tree, path, values[path])
-    OmegaConf.set_struct(tree, True)
-    return tree
-
-
-@cache
-def _names_of_nemo_alone() -> Mapping[str, Sequence[str]]:
-    """Return, by the sections of the schema, what only NeMo has in them: keys and sections."""
-    found: dict[str, dict[str, None]] = {}
-    for path in nemo_keys():
-        names = path.split(".")
-        depth = next(d for d in range(len(names)) if ".".join(names[: d + 1]) not in all_sections())
-        found.setdefault(".".join(names[:depth]), {})[names[depth]] = None
-    return {section: tuple(names) for section, names in found.items()}
+    closed = schema_tree()
+    for setting in flatten("", OmegaConf.to_container(tree, resolve=False)):
+        if setting.key in values:
+            OmegaConf.update(closed, setting.key, setting.value, merge=False)
+    stands = read_values(closed)[0]
+    for path, value in values.items():
+        if path not in stands or stands[path] != value:
+            OmegaConf.update(closed, path, value, merge=False)
+    OmegaConf.set_struct(closed, True)
+    return closed
