@@ -176,6 +176,12 @@ PAGES = {
         codes={"megafp8 migrate --line": 2, "megafp8 migrate run_config.yaml": 2},
         te=("2.12.0", "2.20.2"),
     ),
+    "docs/guide/moe.md": Page(
+        added={
+            "python pretrain_gpt.py": f"{STEPS} {DATA} model.num_layers=2 model.hidden_size=64 "
+            "model.ffn_hidden_size=32 model.num_moe_experts=4 model.encoder_seq_length=32"
+        },
+    ),
     "docs/guide/own_recipe.md": Page(
         added={"python pretrain_gpt.py": SMALL},
     ),
