@@ -102,12 +102,12 @@ class Census:
         return f"{sum(of.values()) / max(1, self.total):.1%}"
 
 
-def other_weights(model: nn.Module, of_linears: Iterable[torch.Tensor]) -> dict[str, Weight]:
-    """Return each weight that is none of these of linears, by its first name.
+def other_weights(model: nn.Module, linears: Iterable[torch.Tensor]) -> dict[str, Weight]:
+    """Return each weight that is none of these weights of linears, by its first name.
 
     An embedding that shares its weight with a linear is among them.
     """
-    of_linears = {id(weight) for weight in of_linears}
+    of_linears = {id(weight) for weight in linears}
     found: dict[int, list[tuple[str, nn.Module, torch.Tensor]]] = {}
     for owner, module in model.named_modules(remove_duplicate=False):
         for own, tensor in _matrices(module):

@@ -216,9 +216,11 @@ def _linears(model: nn.Module) -> tuple[dict[str, nn.Module], Experts, dict[str,
             experts[name] = module, linears_of(module)
             linears |= named(name, experts[name][1])
     if not linears:
+        experts_too = "".join(f", and {_refusal(*each)}" for each in [*refused.items()][:1])
         raise Fp8Error(
             "model",
-            f"{type(model).__name__} has neither an nn.Linear nor a transformers Conv1D",
+            f"{type(model).__name__} has neither an nn.Linear nor a transformers Conv1D"
+            f"{experts_too}",
             "Convert a model whose products are such modules",
         )
     return linears, experts, refused
@@ -431,7 +433,7 @@ def _uncovered(
     more = f" and {len(listed) - MOST_NAMES} more" if len(listed) > MOST_NAMES else ""
     of_experts = {n: refused[n] for n in refused if any(matches(each, n) for each in weights)}
     for pattern, alike in by_pattern(of_experts).items():
-        more += f". The experts of {pattern} are not converted: {refused[alike[0]]}"
+        more += f". And {_refusal(pattern, refused[alike[0]])}"
     lazy = any(not weight.size for weight in weights.values())
     return Fp8Error(
         next(iter(by_pattern(weights))),
@@ -441,6 +443,10 @@ def _uncovered(
         f"{'Run the model once, so that lazy weights have sizes. ' if lazy else ''}To leave what "
         f"was named in high precision, use {suggest()}",
     )
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"the experts of {name or 'the model'} are not converted: {reason}"
 
 
 def _suggested(

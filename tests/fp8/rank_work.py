@@ -27,7 +27,7 @@ from megafp8.specs.precision import PrecisionPhase
 from megafp8.specs.recipes import load_recipe
 from megafp8.train.phases import begin_phase
 from megafp8.train.step import train_step
-from tests.fp8.models import mlp, noise
+from tests.fp8.models import mixtral, mlp, noise, tokens
 from tests.fp8.quantized import quantized
 from tests.kit.cases import Case
 from tests.kit.faults import Fault, planted
@@ -41,27 +41,28 @@ def batch(step: int) -> torch.Tensor:
     return noise(8, 32, seed=step)
 
 
-def train(rank: Rank, wrapper: str, reduce: bool) -> dict[str, Any]:
+def train(rank: Rank, wrapper: str, reduce: bool, experts: bool = False) -> dict[str, Any]:
     """Each rank trains on its half; returns losses, parameters and scales."""
     dist.init_process_group("gloo", rank=rank.index, world_size=rank.size)
-    model = mlp()
+    model: Any = mixtral() if experts else mlp()
     group = dist.group.WORLD if reduce else None
-    state = fp8.convert(model, amax_group=group)
+    state = fp8.convert(model, skip="lm_head" if experts else (), amax_group=group)
     if wrapper == "ddp":
         run: torch.nn.Module = DistributedDataParallel(model)
     else:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (rank.size,))
-        for linear in (model[0], model[2]):
-            fully_shard(linear, mesh=mesh)
+        for part in model.model.layers if experts else (model[0], model[2]):
+            fully_shard(part, mesh=mesh)
         run = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(run.parameters(), lr=0.1)
     losses, first_scales = [], {}
     for step in range(STEPS):
-        half = batch(step).chunk(rank.size)[rank.index]
+        half = (tokens if experts else batch)(step).chunk(rank.size)[rank.index]
         with state.microbatch():
-            loss = run(half).square().mean()
+            out = run(half).logits if experts else run(half)
+            loss = out.square().mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -100,6 +100,22 @@ def test_sharded_weights_train_as_replicas_do() -> None:
 
 
 @pytest.mark.slow
+def test_sharded_experts_train_as_replicas_do() -> None:
+    """Their fused parameters are gathered, and both passes of an expert's linear read a slice."""
+    given = {"reduce": True, "experts": True}
+    sharded, replicas = (
+        run_ranks(rank_work.train, 2, given | {"wrapper": wrapper}) for wrapper in ("fsdp2", "ddp")
+    )
+    for result, expected in zip(sharded, replicas, strict=True):
+        assert result["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-6)
+        assert result["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+        assert result["scales"].keys() == expected["scales"].keys()
+        assert sum("experts" in name for name in result["scales"]) == 3 * 2 * 4 * 2
+        for one, other in zip(result["parameters"], expected["parameters"], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_without_a_group_each_rank_has_its_own_scales() -> None:
     one, other = trained("ddp", False)
     assert one["scales"]["0.weight"] == other["scales"]["0.weight"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from megafp8 import fp8
 from tests.fp8 import rank_work
-from tests.fp8.models import gpt2, tokens
+from tests.fp8.models import gpt2, mixtral, tokens
 from tests.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
@@ -136,6 +136,30 @@ def test_a_continued_run_takes_its_scales_over(recipe: str, tmp_path: Path) -> N
     named = Fp8Callback(again[1], resume_from=saved)
     trainer(*again, tmp_path / "again", callback=named).train(resume_from_checkpoint=str(saved))
     assert_same(whole, again)
+
+
+def test_a_mixture_of_transformers_is_evaluated_and_continued_bit_for_bit(tmp_path: Path) -> None:
+    """From a model that is loaded first: the Trainer itself loads no fused experts."""
+    from transformers import MixtralForCausalLM
+
+    from megafp8.fp8.trainer import Fp8Callback
+
+    def trained(model: Any, folder: Path, saved: Path | None = None) -> tuple[Any, fp8.Fp8State]:
+        state = fp8.convert(model, skip="lm_head")
+        callback = Fp8Callback(state, resume_from=saved)
+        ours = trainer(model, state, folder, callback=callback, max_steps=3)
+        ours.train_dataset = [row | {"labels": row["input_ids"]} for row in DATA]
+        ours.eval_dataset = ours.train_dataset[:4]
+        ours.train(resume_from_checkpoint=saved and str(saved))
+        assert any("eval_loss" in entry for entry in ours.state.log_history)
+        return model, state
+
+    whole = trained(mixtral(), tmp_path / "whole")
+    saved = tmp_path / "whole" / "checkpoint-2"
+    again = trained(MixtralForCausalLM.from_pretrained(saved), tmp_path / "again", saved)
+    assert_same(whole, again)
+    weights = {s.num_updates for n, s in whole[1].scales().items() if n.endswith(".weight")}
+    assert weights == {3} and whole[1].share is not None and whole[1].share > 0.98
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
