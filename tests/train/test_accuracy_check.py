@@ -247,5 +247,5 @@ def test_a_schedule_gets_one_more_entry_in_its_place() -> None:
     entry = {"from": 4, "modules": ["*.mlp.fc2"], "recipe": "bf16"}
     line = with_change(given, LAST, entry, partial(is_valid, values=values()))
     again = load([*SIZES, "model.fp8=True", line])
-    starts = [e["from"] for e in again.model.precision_schedule]
-    assert starts == [1, 0.5, 4, 5] and again.model.precision_schedule[2] == entry
+    starts = [e["from"] for e in again["model.precision_schedule"]]
+    assert starts == [1, 0.5, 4, 5] and again["model.precision_schedule"][2] == entry
