@@ -32,8 +32,8 @@ class Tokens:
     """Say which tokens a microbatch has on this rank, equally many of each sample.
 
     `samples` are their numbers among those of the step. `positions` are those of every sample, or
-    `by_sample` has those of each; None in both stands for as many positions as there are rows for
-    each sample, from 0 on.
+    `by_sample` has those of each; None in both stands for as many positions as tensor-parallel
+    ranks have rows for each sample, from 0 on.
     """
 
     samples: tuple[int, ...] = (0,)
@@ -256,7 +256,8 @@ def _of_tokens(tokens: Tokens, order: TokenOrder, number: int, device: torch.dev
     elif tokens.positions is not None:
         positions_BS = torch.tensor(list(chain(*tokens.positions))).expand(len(samples_B), -1)
     else:
-        positions_BS = torch.arange(rows_per_sample).expand(len(samples_B), -1)
+        whole = rows_per_sample * (order.size if order.kind == "own" else 1)
+        positions_BS = torch.arange(whole).expand(len(samples_B), -1)
     chunks = positions_BS.chunk(order.size, 1)
     chunks = (chunks[order.rank],) if order.kind == "own" else chunks
     chunks = (positions_BS,) if order.kind == "whole" else chunks

@@ -131,6 +131,7 @@ def test_divisions_draw_what_the_whole_draws(engine: str, turned: bool) -> None:
     check(ring, WHOLE, whole_BSO[:, [0, 1, 6, 7]])
     own = Part(tokens=TokenOrder("own", 1, 4))
     check(ALL, own, whole_BSO[:, 2:4])
+    check(replace(ALL, positions=None), own, whole_BSO[:, 2:4])  # as evaluations have them
     by_rank = Part(tokens=TokenOrder("by_rank", 1, 4))
     check(ALL, by_rank, torch.cat([whole_BSO[:, at : at + 2] for at in (0, 2, 4, 6)]))
     check(ring, Part(tokens=TokenOrder("own", 1, 2)), whole_BSO[:, [6, 7]])

@@ -35,6 +35,7 @@ from megafp8.train import step as step_file
 from megafp8.train.report.fp8 import PrecisionShare, share_of
 from megafp8.train.state import TrainState
 from megafp8.train.step import StepResult
+from megafp8.train.validate import evaluate
 from tests.checkpoint.test_layouts import same_tensors
 from tests.kit.cases import Case
 from tests.kit.faults import Fault, nothing, times, twice, unchanged
@@ -537,6 +538,7 @@ def places(case: Case, mesh: Mesh) -> dict[str, Rows]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LinearQuantizer, "operands", noted)
         step_file.forward_backward(state, case.microbatches(0, mesh))
+    assert math.isfinite(evaluate(state, case.microbatches(0, mesh))[0])
     return found
 
 
