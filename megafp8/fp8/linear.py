@@ -449,7 +449,8 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
         is_grad_enabled: bool,
         *weights: nn.Parameter,
     ) -> torch.Tensor:
-        work, outputs, tensors, kept = input_TI.dtype, [], [], []
+        work, outputs, kept = input_TI.dtype, [], []
+        tensors: list[torch.Tensor] = []
         each = zip(layers, input_TI.split(sizes), rows, weights, strict=True)
         for layer, x_NI, rows_N, weight_OI in each:
             output_NO, saved, weight = linear_forward(
@@ -462,10 +463,10 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
                 rows=rows_N,
             )
             outputs.append(output_NO)
-            is_fp8 = isinstance(saved, Fp8Tensor)
-            own = saved.tensors if is_fp8 else (saved,)
+            own = saved.tensors if isinstance(saved, Fp8Tensor) else (saved,)
+            remake = saved.factory() if isinstance(saved, Fp8Tensor) else None
             tensors += own
-            kept.append((len(own), saved.factory() if is_fp8 else None, weight))
+            kept.append((len(own), remake, weight))
         if is_grad_enabled:
             ctx.save_for_backward(*tensors)
             ctx.layers, ctx.sizes, ctx.rows, ctx.weights = layers, sizes, rows, weights
@@ -490,7 +491,8 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
                 needs_input=needs_input,
                 rows=rows_N,
             )
-            grads_of_inputs.append(grad_input_NI)
+            if grad_input_NI is not None:
+                grads_of_inputs.append(grad_input_NI)
             grads_of_weights.append(grad_weight_OI)
         grad_input_TI = torch.cat(grads_of_inputs) if needs_input else None
         return grad_input_TI, None, None, None, None, *grads_of_weights

@@ -163,12 +163,12 @@ class NativeParts(Parts):
         num_tokens: int,
     ) -> torch.Tensor:
         """Return each expert's linear of its rows; see `Parts`."""
-        tokens = token_R.split(sizes)
+        own = [linear for linear in linears if isinstance(linear, Linear)]
         rows = [
             None if (all_rows := linear.rows_of(num_tokens)) is None else all_rows.take(tokens_N)
-            for linear, tokens_N in zip(linears, tokens, strict=True)
+            for linear, tokens_N in zip(own, token_R.split(sizes), strict=True)
         ]
-        return linears_of_rows(list(linears), x_RI, sizes, rows)
+        return linears_of_rows(own, x_RI, sizes, rows)
 
     def recompute_contexts(
         self,

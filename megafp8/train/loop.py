@@ -269,7 +269,7 @@ def log_step(run: Run, result: StepResult, samples: int, report: StepReport) -> 
         "lr": result.lr,
         **{name: getattr(report, name) for name in _LOGGED},
     }
-    values |= result.added | scalars(loads_of(result.tokens_of_experts))
+    values |= {**result.added, **scalars(loads_of(result.tokens_of_experts))}
     if report.memory_bytes is not None:
         values["peak_memory_bytes"] = report.memory_bytes
     if spec.train.rampup is not None:
