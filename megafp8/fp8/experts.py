@@ -9,7 +9,7 @@ leads back. They stay the model's parameters. An expert's linear reads a slice o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -42,10 +42,10 @@ class ExpertLinear(nn.Module):
         self._place = experts, projection, index  # within a tuple it is no submodule
 
     @property
-    def whole(self) -> nn.Parameter:
-        """Return the parameter of all experts."""
+    def whole(self) -> torch.Tensor:
+        """Return the parameter of all experts, or what a parametrization computes in its place."""
         experts, projection, _ = self._place
-        return torch_private.parameters_of(experts)[projection]
+        return cast(torch.Tensor, getattr(experts, projection))
 
     @property
     def weight(self) -> torch.Tensor:
@@ -66,8 +66,14 @@ class Fp8ExpertLinear(Converted, ExpertLinear):  # type: ignore[misc]
     """An expert's projection that `fp8.convert` has converted."""
 
     def own_weight(self) -> nn.Parameter | None:
-        """Return the parameter of all experts."""
-        return self.whole
+        """Return the parameter of all experts; None if it is computed."""
+        experts, projection, _ = self._place
+        return torch_private.parameters_of(experts).get(projection)
+
+    def stored_weights(self) -> Sequence[torch.Tensor]:
+        """Return the parameter of all experts, or those of a parametrization."""
+        experts, projection, _ = self._place
+        return [p for name, p in experts.named_parameters() if projection in name]
 
     def on_tokens(
         self, x_RI: torch.Tensor, weight_OI: torch.Tensor, tokens_R: torch.Tensor, num_tokens: int
@@ -98,7 +104,8 @@ class ConvertedExperts(nn.Module):
         Raises:
             Fp8Error: As `Converted.forward`.
         """
-        first = next(x for pair in self.fp8_linears for x in pair if isinstance(x, Converted))
+        linears = (linear for pair in self.fp8_linears for linear in pair)
+        first = next(each for each in linears if isinstance(each, Fp8ExpertLinear))
         first.fp8.shared.check_samples(first.fp8, hidden_states)
         # Each weight is cast in a microbatch, so that its history rolls whatever tokens choose.
         casts_all = first.fp8.shared.phase == "microbatch" and not first.fp8.shared.is_outside
@@ -151,15 +158,20 @@ def _gated(module: nn.Module, gate_up_RF: torch.Tensor) -> torch.Tensor:
 
 def has_fused_experts(module: nn.Module) -> bool:
     """Whether a module holds the two parameters of fused experts."""
-    own = torch_private.parameters_of(module)
+    own = _own(module)
     return all(name in own and own[name].dim() == 3 for name in PROJECTIONS)
+
+
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a module holds itself, by name."""
+    return dict(module.named_parameters(recurse=False))
 
 
 def linears_of(module: nn.Module) -> Linears:
     """Return the linears of each expert; those of a converted module are the ones it has."""
     if isinstance(module, ConvertedExperts):
         return module.fp8_linears
-    num_experts = len(torch_private.parameters_of(module)[PROJECTIONS[0]])
+    num_experts = len(_own(module)[PROJECTIONS[0]])
     gate_up, down = ([ExpertLinear(module, p, e) for e in range(num_experts)] for p in PROJECTIONS)
     return list(zip(gate_up, down, strict=True))
 
@@ -194,7 +206,7 @@ def _after_load(module: nn.Module, keys: object) -> None:
 
 def why_refused(module: nn.Module) -> str | None:
     """Return why a module's fused experts cannot be converted; None if they can."""
-    own = torch_private.parameters_of(module)
+    own = _own(module)
     if isinstance(module, ConvertedExperts):
         return None
     if reasons := [

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils.checkpoint import checkpoint
 
 from fp8_numerics.philox import Rows
@@ -347,6 +348,30 @@ def test_weights_that_change_in_a_step_are_refused_by_the_experts_name() -> None
     with fp8.convert(frozen).microbatch():
         frozen(*arguments).sum().backward()
     assert frozen.experts.gate_up_proj.grad is None and frozen.experts.down_proj.grad.any()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_weight_that_is_parametrized_later_is_read_as_it_is_then() -> None:
+    layer, twice = Layer(), Layer()
+    states = [fp8.convert(model) for model in (layer, twice)]
+    register_parametrization(layer.experts, "down_proj", Doubled())
+    with torch.no_grad():
+        twice.experts.down_proj.mul_(2)
+    arguments = noise(len(CHOSEN), WIDTH, seed=1), noise(*CHOSEN.shape, seed=2)
+    for first in (True, False):
+        outs = []
+        for model, state in zip((layer, twice), states, strict=True):
+            with state.microbatch(first=first):
+                outs.append(model(*arguments))
+                outs[-1].sum().backward()
+        assert torch.equal(*outs)
+    original = layer.experts.parametrizations.down_proj.original
+    assert torch.equal(original.grad, 2 * twice.experts.down_proj.grad)
+    assert states[0].scales() == states[1].scales()
 
 
 def test_single_experts_stay_by_pattern_or_rule_and_all_by_a_function() -> None:
