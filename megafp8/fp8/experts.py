@@ -33,7 +33,7 @@ LAYOUT = {
 
 
 class ExpertLinear(nn.Module):
-    """One expert's projection: a linear without bias whose weight is a slice of a parameter."""
+    """Hold one expert's projection: a linear without bias whose weight is a slice of a parameter."""
 
     bias = None
 
