@@ -33,7 +33,7 @@ LAYOUT = {
 
 
 class ExpertLinear(nn.Module):
-    """Hold one expert's projection: a linear without bias whose weight is a slice of a parameter."""
+    """Hold an expert's projection: a linear without bias whose weight is a slice of a parameter."""
 
     bias = None
 
