@@ -107,7 +107,7 @@ def step_time(spec: RunSpec, hardware: Hardware, achieved: Achieved | None = Non
     """
     if (moe := spec.model.moe) is not None and any(moe.layers):
         reason = "the time of a step of a model with experts is not predicted"
-        hint = "Plan a model without experts, or measure a run of a few steps"
+        hint = "Measure a run of a few steps; `megafp8 dryrun` counts the memory of its ranks"
         raise ConfigError("model.num_moe_experts", moe.num_experts, reason, hint)
     rates = achieved or Achieved()
     unlike = {kind_of_rank(spec, rank): rank for rank in reversed(range(spec.parallel.pp))}
