@@ -61,13 +61,16 @@ def generic_gemm(
     dtype = _result_dtype(A, D, output_dtype)
     own_bias = bias if bias is not None and bias.numel() and not grad else None
     # What comes after the product reads its sum in FP32, which is rounded once, at the end.
-    work = torch.promote_types(dtype, torch.float32) if gelu or accumulate else dtype
+    is_last = alpha == 1.0 and not gelu and not accumulate
+    work = dtype if is_last else torch.promote_types(dtype, torch.float32)
     product = _product(A, transA, B, transB, work, own_bias, alpha).reshape(shape)
     before_gelu = None
     if gelu and grad:
         product = dgelu(product, gelu_in.reshape(shape), None).to(dtype)
     elif gelu:
         before_gelu, product = product.to(dtype), gelu_of(product).to(dtype)
+    elif D is None:
+        product = product.to(dtype)
     if D is None:
         assert not accumulate, "there is nothing to accumulate into"
         out = product if quantizer is None else quantize(product, quantizer)
@@ -96,13 +99,15 @@ def _product(
         raise missing("generic_gemm", " of one operand in FP8 and one that is not")
     else:
         # A matrix in FP32 that is to be accumulated takes FP32 operands.
-        left, right = (x.detach().reshape(-1, x.shape[-1]).to(dtype) for x in (b, a))
+        wide: list[Any] = [x.detach().reshape(-1, x.shape[-1]).to(dtype) for x in (b, a)]
+        if alpha != 1.0:
+            wide[1], alpha = wide[1] * alpha, 1.0
+        left, right = wide
     if nv.is_nv(a) and nv.is_nv(b):
         columns = not trans_a, trans_b
         left.outer = nv.scale_of_product(a, b, columns=columns, alpha=alpha)
         right.outer, alpha = torch.ones_like(left.outer), 1.0
-    if alpha != 1.0:
-        assert isinstance(right, Fp8Tensor) and bias is None, "alpha is for FP8 without a bias"
+    if alpha != 1.0:  # a factor of the sum, to which the bias is added
         right.dequant_scale = right.dequant_scale * alpha
     return gemm(
         left,

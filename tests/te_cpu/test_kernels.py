@@ -729,6 +729,14 @@ def test_a_product_and_what_it_is_added_to_are_rounded_once(dtype: torch.dtype) 
     assert out.item() == 386
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_factor_is_of_the_sum_and_not_of_the_bias(dtype: torch.dtype) -> None:
+    rows, bias = torch.tensor([[16.0, 1.0]], dtype=dtype), torch.tensor([3.0], dtype=dtype)
+    rest = (None, bias, None, False, None, False, None, 0, False, False)
+    out, *_ = gemm.generic_gemm(rows, True, rows, False, None, None, *rest, alpha=0.25)
+    assert out.dtype == dtype and out.item() == torch.tensor(257 / 4 + 3).to(dtype).item()
+
+
 def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
     extension = make_extension(Sources("2.12.0", None, True))  # type: ignore[arg-type]
     with pytest.raises(MissingKernelError, match=r"fused_attn_fwd.*NVTE_FUSED_ATTN"):
