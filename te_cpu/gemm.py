@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.formats import E5M2
 from fp8_numerics.gemm import GemmCounter, gemm
 from te_cpu import nv
