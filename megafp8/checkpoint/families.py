@@ -447,9 +447,9 @@ class WithExperts(Decoder):
     names_layers: bool = False
 
     def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
-        """Return the keys of such a model; see `Family`. One without experts has none of them."""
-        width = spec.ffn_hidden_size
-        moe = spec.moe or MoESpec(num_experts=0, top_k=0, ffn_hidden_size=width, layers=())
+        """Return the keys of such a model, which has experts; see `Family`."""
+        assert spec.moe is not None
+        moe = spec.moe
         has_loss = moe.router_loss != "none"
         keys = {
             **super().to_keys(spec),

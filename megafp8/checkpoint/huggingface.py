@@ -79,6 +79,8 @@ def _has(family: str) -> bool:
 
 def _misfits(spec: GPTSpec, family: Family) -> list[str]:
     """Return the settings of a model that are others once its `config.json` is read back."""
+    if isinstance(family, WithExperts) and spec.moe is None:
+        return ["num_moe_experts=None"]
     try:
         again = from_config(family.to_keys(spec) | _common(spec), Path("config.json"))
     except CheckpointError as error:  # such as a width that its heads do not divide

@@ -892,6 +892,8 @@ def test_the_names_and_sizes_of_a_layer() -> None:
     total = num_parameters(spec)
     assert total == sum(math.prod(shape) for shape in shapes.values())
     assert total - num_active_parameters(spec) == 2 * 3 * 32 * 32
+    visited = replace(spec, moe=replace(moe, top_k=4))  # all experts
+    assert num_active_parameters(visited) == num_parameters(visited) == total
     dense = gpt_spec(bias=False, activation="swiglu", num_layers=1)
     flops = gemm_flops_per_token(spec)
     assert flops.router == 3 * 2 * 4 * 32
