@@ -29,6 +29,7 @@ from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
 from megafp8.errors import ConfigError, ExitCode, UserError
 from megafp8.observe.units import format_bytes
+from megafp8.plan.experts import expert_rows
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN, Hardware, hardware_of
 from megafp8.plan.memory import all_ranks
@@ -47,7 +48,7 @@ from megafp8.report.writer import require_page
 from megafp8.secrets import say
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
-from megafp8.specs.parameters import num_parameters
+from megafp8.specs.parameters import num_active_parameters, num_parameters
 from megafp8.specs.te_versions import DEFAULT_VERSION, installed_version, why_not_on_cpu
 
 ACCELERATOR, TE_VERSION = "trainer.accelerator", "model.te_version"
@@ -304,6 +305,7 @@ def make_plan(spec: RunSpec, hardware: Hardware) -> Plan:
         bf16=None if plain is None else step_time(plain, hardware),
         bf16_bytes=None if plain is None else max(rank.total for rank in all_ranks(plain)),
         phases=phases,
+        experts=expert_rows(spec),
     )
 
 
@@ -316,6 +318,8 @@ def as_json(plan: Plan, tokens: float | None, found: Sequence[Found]) -> dict[st
         "hardware": asdict(plan.hardware),
         "assumed": asdict(Achieved()),
         "num_params": num_parameters(plan.spec.model),
+        "num_active_params": num_active_parameters(plan.spec.model),
+        "experts": None if plan.experts is None else asdict(plan.experts),
         "notes": layout_notes(plan),
         "fits": plan.fits,
         "usable_bytes": int(USABLE * plan.hardware.memory_bytes),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from megafp8.observe.units import format_bytes, format_count, plural
+from megafp8.plan.experts import ExpertRows
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import RankMemory
 from megafp8.plan.phases import PhaseTime
@@ -20,10 +21,10 @@ from megafp8.plan.time import (
     why_fp8_pays_little,
 )
 from megafp8.plan.traffic import Message
-from megafp8.specs import RunSpec
+from megafp8.specs import GPTSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.gpus import ways
-from megafp8.specs.parameters import num_parameters
+from megafp8.specs.parameters import num_active_parameters, num_parameters
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
@@ -63,6 +64,7 @@ class Plan:
     bf16: StepTime | None  # the same job in BF16, where the job asks for FP8
     bf16_bytes: int | None
     phases: tuple[PhaseTime, ...] = ()  # of a job that changes its precision
+    experts: ExpertRows | None = None  # of a model that has some
 
     @property
     def tokens_of_job(self) -> float:
@@ -92,7 +94,7 @@ class Plan:
         """Return the predicted speed in FP8 over that in BF16.
 
         It is None for a run in BF16, under FP8-LM, whose own passes have no predicted time, and for
-        a recipe that is `unpredicted`.
+        a recipe or a model that is `unpredicted`.
         """
         if self.bf16 is None or not self.spec.optim.storage.is_plain or self.unpredicted:
             return None
@@ -100,8 +102,13 @@ class Plan:
 
     @property
     def unpredicted(self) -> tuple[str, str] | None:
-        """Return a recipe's label and why its time is not predicted, if there is such a recipe."""
+        """Return a recipe's label and why its time is not predicted, if that is so.
+
+        It is so for some recipes, and for all in a model with experts.
+        """
         recipe = self.spec.precision.fp8
+        if self.experts is not None and recipe is not None:
+            return label_of(recipe.name), "the times of experts are lower bounds"
         names = () if recipe is None else {recipe.name, *(r.precision for r in recipe.modules)}
         some = sorted(name for name in names if name != HIGH_PRECISION)
         reasons = ((name, _why_unpredicted(find_recipe(name), self.hardware)) for name in some)
@@ -178,11 +185,16 @@ def about_job(plan: Plan, vocabulary: str) -> Iterator[str]:
     """Return lines about the model, its layout, and what is unusual in it."""
     spec, hardware = plan.spec, plan.hardware
     model, parallel, train = spec.model, spec.parallel, spec.train
+    active = ""
+    if plan.experts is not None:
+        active = f" of which a token visits {format_count(num_active_parameters(model))}"
     yield (
         f"model: {plural(model.num_layers, 'layer')} x {model.hidden_size}, "
-        f"{format_count(num_parameters(model))} parameters, vocabulary {model.vocab_size}"
+        f"{format_count(num_parameters(model))} parameters{active}, vocabulary {model.vocab_size}"
         + (f" ({vocabulary}; --vocab-size gives another)" if vocabulary else "")
     )
+    if plan.experts is not None:
+        yield from about_experts(plan.experts, model)
     yield (
         f"layout: {parallel.world_size} x {hardware.name} = tensor {parallel.tp} x context "
         f"{parallel.cp} x data {parallel.dp} x pipeline {parallel.pp}{stages_text(spec)}; "
@@ -195,6 +207,27 @@ def about_job(plan: Plan, vocabulary: str) -> Iterator[str]:
         yield (
             "note: the tables are those of the phase of model.precision_schedule that needs the "
             f"most memory: {phase_name(plan.spec)}"
+        )
+
+
+def about_experts(experts: ExpertRows, model: GPTSpec) -> Iterator[str]:
+    """Return lines about the experts of a model: their rows, and what unequal rows cost."""
+    assert model.moe is not None
+    of_fp8 = f"; FP8 products have a multiple of {experts.multiple} rows"
+    yield (
+        f"experts: {model.moe.num_experts} of width {model.moe.ffn_hidden_size} in "
+        f"{sum(model.moe.layers)} of {plural(model.num_layers, 'layer')}, {model.moe.top_k} of "
+        f"them for a token; an expert has {experts.mean:.4g} rows of a microbatch in the mean"
+        + (of_fp8 if experts.multiple > 1 else "")
+    )
+    if experts.mean < experts.multiple:
+        yield "note: experts with fewer rows than that compute as many, of which the rest are zero"
+    if experts.load == 1:
+        yield "Each rank has all experts: however a router chooses, it has as many rows."
+    else:
+        yield (
+            f"The figures are those of equally many rows. With {experts.load:g} times the mean of "
+            f"ranks the largest rank needs {format_bytes(experts.bytes_at_load)}"
         )
 
 
@@ -394,6 +427,13 @@ def assumptions(plan: Plan) -> Iterator[str]:
     rates = ", ".join(f"{f.name} {getattr(Achieved(), f.name):g}" for f in fields(Achieved))
     yield f"Peaks: {plan.hardware.source}. Assumed fractions of them: {rates}."
     yield backend_note(plan.spec)
+    if plan.experts is not None:
+        yield (
+            "Experts: each has as many rows as the others. Its products take as long as dense ones "
+            "with as many operations or, if that is longer, as their operands take to be read, and "
+            "the host starts those of each expert for themselves. That is a lower bound: no GPU "
+            "has run experts here, and nothing published was compared with it."
+        )
     if not plan.spec.optim.storage.is_plain:
         yield (
             "FP8-LM: the update, and the sums of gradients over microbatches, are counted as those "

@@ -6,10 +6,11 @@ come to these (`plan/fsdp.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megafp8.plan.shape import (
     FP32,
+    LayerShape,
     LinearShape,
     compute_itemsize,
     copies_weights,
@@ -58,19 +59,21 @@ def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int
     model, shape = spec.model, layer_shapes(spec)[layer]
     tokens, between = microbatch_tokens(spec), microbatch_tokens(spec) // sequence_shards(spec)
     is_copied = sequence_shards(spec) > 1 and spec.train.micro_batch_size > 1
-    activated = shape.mlp.written + (shape.mlp.read if model.is_gated else 0)  # the gate, too
     kept = {
         "attention": _attention_bytes(spec, keeps_core=keeps_core),
-        "mlp": tokens * compute_itemsize(spec) * activated,
         "ffn_dropout": tokens * shape.mlp.read if model.ffn_dropout else 0,
         "router": _routing_bytes(spec, layer),
     }
-    for name, branch in (("attention", shape.attention), ("mlp", shape.mlp)):
+    for name, branch in (("mlp", shape.mlp), ("experts", shape.experts)):
+        activated = branch.written + (branch.read if model.is_gated else 0)  # the gate, too
+        kept[name] = tokens * compute_itemsize(spec) * activated
+    for name in ("attention", "mlp"):
         kept[f"{name}_norm"] = norm_bytes(spec)
         kept[f"{name}_dropout"] = between * model.hidden_size if model.hidden_dropout else 0
-        for linear in branch.linears:
-            rows = between if linear.whole.is_column else tokens
-            kept[linear.names[0]] = _input_bytes(spec, linear, rows)
+    for linear in shape.linears:
+        is_shared = linear.whole.is_column and not linear.whole.is_expert
+        kept[linear.names[0]] = _input_bytes(spec, linear, between if is_shared else tokens)
+    kept["weighted"] = tokens * compute_itemsize(spec) * shape.experts.read
     for linear in shape.attention.rows:
         if keeps_core and not is_copied and _keeps_input_as_it_is(spec, linear):
             kept[linear.names[0]] = 0
@@ -80,16 +83,16 @@ def _kept_parts(spec: RunSpec, layer: int, *, keeps_core: bool) -> dict[str, int
 def _routing_bytes(spec: RunSpec, layer: int) -> int:
     """Return what the router of a layer keeps, and the weights of its choice; 0 without experts.
 
-    They are its input and scores in FP32, an order and a weight for each row of an expert, and the
-    rows between the experts' linears before these weights.
+    They are its input in FP32, an order and a weight for each row of an expert, the scores of which
+    weights are made, and those of each loss, if they are others.
     """
-    model, tokens = spec.model, microbatch_tokens(spec)
-    if model.moe is None or not (experts := num_experts(model, layer)):
+    moe, tokens = spec.model.moe, microbatch_tokens(spec) // sequence_shards(spec)
+    if moe is None or not (experts := num_experts(spec.model, layer)):
         return 0
-    rows = tokens * model.moe.top_k
-    kept = tokens * (model.hidden_size + experts) * FP32
-    kept += rows * (3 * INDEX_BYTES + 2 * FP32)
-    return kept + rows * model.moe.ffn_hidden_size * compute_itemsize(spec)
+    are_logits = moe.score_function == "softmax" and not moe.pre_softmax
+    scores = 1 + (moe.router_loss != "none") + (moe.z_loss_coeff > 0 and not are_logits)
+    kept = tokens * (spec.model.hidden_size + scores * experts) * FP32
+    return kept + tokens * moe.top_k * (3 * INDEX_BYTES + 2 * FP32)
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
@@ -158,6 +161,26 @@ def forward_work(spec: RunSpec, layer: int) -> int:
     return work + (last.weight_copies(last.fp8_products) if _casts_weight(spec) else 0)
 
 
+def experts_forward_work(spec: RunSpec, layer: int) -> int:
+    """Return what a layer's experts need, as they end their forward pass, beside what stays.
+
+    These are the experts' input, order and rows, and their results with those of each, or with the
+    FP32 sums of tokens.
+    """
+    size, (columns, rows) = compute_itemsize(spec), layer_shapes(spec)[layer].experts
+    if not columns:
+        return 0
+    assert spec.model.moe is not None
+    own = microbatch_tokens(spec) // sequence_shards(spec)
+    inputs = own * spec.model.hidden_size
+    work = inputs * size + own * spec.model.moe.top_k * INDEX_BYTES
+    for linear in (*columns, *rows):
+        if not _keeps_input_as_it_is(spec, linear):
+            work += microbatch_tokens(spec) * linear.read * size
+    outer = microbatch_tokens(spec) * sum(linear.read for linear in columns)
+    return work + outer * size + max(outer * size, inputs * (FP32 + size))
+
+
 def backward_instants(
     spec: RunSpec, layer: int, *, keeps_core: bool, scores: int, held: int
 ) -> Iterator[int]:
@@ -195,16 +218,52 @@ def backward_instants(
             now += core
             yield now + written + scores + _ring_bytes(spec)
             now -= core
-        now += written - read - kept[name] - (kept["router"] if name == "mlp" else 0)
+        now += written - read - kept[name]
         for linear in reversed(branch.columns):
             yield now + _products_bytes(spec, linear)
             now += stays * _gradient_bytes(spec, linear) - kept[linear.names[0]]
             now -= tokens * size * linear.written
+        if name == "mlp" and shape.experts.linears:
+            own_input = bool(branch.linears) * between * width * size
+            for more in _experts_instants(spec, shape, kept):
+                yield now + own_input + more
+            now += more
         now += between * width * size  # the gradient of what they read
         yield now + stream + (stream if stream != between * width * size else 0)
         now += norm_gradients - between * width * size - kept[f"{name}_norm"]
         now += held if name == "mlp" else 0  # the sum of both branches' gradients is a new tensor
     yield now
+
+
+def _experts_instants(spec: RunSpec, shape: LayerShape, kept: Mapping[str, int]) -> Iterator[int]:
+    """Yield what `backward_instants` does, for a layer's experts and their router.
+
+    Gradients of the rows of all experts lie in one tensor, for which those of each are joined. What
+    weighs rows is in FP32. At the end the gradient of the experts' input is not counted.
+    """
+    size, tokens = compute_itemsize(spec), microbatch_tokens(spec)
+    (columns, rows), now = shape.experts, 0
+    own = tokens // sequence_shards(spec) * spec.model.hidden_size
+    written, read = tokens * shape.experts.written, tokens * shape.experts.read
+    outer = tokens * sum(linear.read for linear in columns)
+    now += outer * size  # the gradients of the rows, copied from those of tokens
+    for linears, made, taken in ((rows, read, outer), (columns, outer, written)):
+        for linear in reversed(linears):
+            yield now + _products_bytes(spec, linear)
+        yield now + 2 * made * size  # of each expert, and all of them
+        now += (made - taken) * size - sum(kept[linear.names[0]] for linear in linears)
+        if linears is columns:
+            break
+        now += read * (FP32 - size)
+        # The gradients of rows and, before their sum, of weights; those of rows are then rounded.
+        yield now + read * (2 * FP32 + size * (size < FP32))
+        now += read * (size - FP32) - kept["weighted"]
+        yield now + written * size
+        now += (written - read) * size - kept["experts"]
+    yield now + own * (FP32 + size)  # the sums of a token's rows
+    now -= outer * size
+    yield now + own * (FP32 + size)  # the gradient of what the router reads
+    yield now - kept["router"]
 
 
 def _ring_bytes(spec: RunSpec) -> int:
@@ -247,8 +306,9 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
     kept input of one whose input they gather, after they have sent off that input's gradient.
     """
     size, products, traits = compute_itemsize(spec), linear.fp8_products, linear.traits
-    tokens = linear.whole.per_token(microbatch_tokens(spec))
-    out, shards = linear.out_features, sequence_shards(spec)
+    all_rows = linear.whole.per_token(microbatch_tokens(spec))
+    tokens = all_rows // linear.whole.experts  # those of one expert, in balance
+    out, shards = linear.out_features, 1 if linear.whole.is_expert else sequence_shards(spec)
     is_column, rows = linear.whole.is_column, tokens // shards
     need = FP32 * out * linear.whole.has_bias  # sums of columns
     own = tokens if is_column else rows
@@ -265,7 +325,7 @@ def _products_bytes(spec: RunSpec, linear: LinearShape) -> int:
     if _casts_weight(spec):
         need += linear.weight_copies(products & {"grad_input"})
     gradients = _gradient_bytes(spec, linear) // linear.whole.experts  # one after the other
-    whole = tokens * linear.in_features * size
+    whole = all_rows * linear.in_features * size
     if shards == 1 or not is_column:
         return need + whole + gradients
     sent = rows * linear.in_features * size

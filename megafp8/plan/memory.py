@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 
 from megafp8.plan.fsdp import StageBytes, passes_of_stage, start_bytes
 from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
-from megafp8.plan.layer import backward_instants, layer_bytes, layer_input_bytes, norm_bytes
+from megafp8.plan.layer import (
+    backward_instants,
+    experts_forward_work,
+    layer_bytes,
+    layer_input_bytes,
+    norm_bytes,
+)
 from megafp8.plan.pipeline import (
     StagePasses,
     Work,
@@ -23,12 +29,13 @@ from megafp8.plan.pipeline import (
 )
 from megafp8.plan.shape import (
     FP32,
+    Group,
     LinearShape,
     Parameter,
     RankShape,
     compute_itemsize,
     copies_weights,
-    division_of,
+    groups_of,
     kinds_of_layers,
     layers_of_stage,
     microbatch_tokens,
@@ -146,15 +153,16 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
     count = num_microbatches(spec)
     order = short_order(spec.parallel.pipeline, spec.parallel.pp, pipeline_rank, count)
-    division, copies = None, _weight_copies(spec, shape.linears)
+    groups, copies = list[Group](), _weight_copies(spec, shape.linears)
     if spec.parallel.fsdp is not None:
         stages = {index: _stage_bytes(spec, index, kept[index]) for index in shape.stages}
         passes = {index: passes_of_stage(spec, shape, stage) for index, stage in stages.items()}
         step = StepBytes.of_passes(order, passes)
         step = replace(step, weight_copies=copies)
     else:
-        division = division_of(spec, shape.params)
-        replica = _fullest(spec, shape, division) if replica is None else replica
+        groups = groups_of(spec, shape.params)
+        division = groups[0].division
+        replica = _fullest(spec, groups[0]) if replica is None else replica
         early, late = arriving_bytes(spec, division)
         step = with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, 0))
         if early:
@@ -173,7 +181,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
         pipeline_rank=pipeline_rank,
         num_layers=len(shape.layers),
         num_params=sum(param.elements for param in shape.params),
-        held=_held_bytes(spec, shape, division, replica or 0),
+        held=_held_bytes(spec, shape, groups, replica or 0),
         step=step,
         start=start_bytes(spec, shape),
     )
@@ -185,13 +193,13 @@ def all_ranks(spec: RunSpec) -> list[RankMemory]:
 
 
 def _held_bytes(
-    spec: RunSpec, shape: RankShape, division: Division | None, replica: int
+    spec: RunSpec, shape: RankShape, groups: Sequence[Group], replica: int
 ) -> HeldBytes:
     recipe = spec.precision.fp8
     delayed = sum(linear.whole.experts for linear in shape.linears if linear.has_history)
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
-    if division is None:
+    if not groups:
         storage = spec.optim.storage
         own = [param.shard_elements(shard_ranks(spec)) for param in shape.params]
         masters, gradients = (
@@ -214,16 +222,20 @@ def _held_bytes(
             gradients=gradients,
             scaling=scaling,
         )
-    names = [stored_as(spec, param) for param in shape.params]
-    weights = sum(ITEM_BYTES[places.kind] * places.elements for places in division.weights)
-    for row in set(range(len(names))) - {row for p in division.weights for row in p.rows}:
-        weights += ITEM_BYTES[names[row]] * shape.params[row].elements
-    masters = moments = 0
-    for row, elements in division.owned_by(replica):
-        of_master, of_moments = _owned_itemsizes(spec, shape.params[row], division)
-        masters += elements * of_master
-        moments += elements * of_moments
-    gradients = gradient_bytes(spec, division, replica)
+    weights = masters = moments = gradients = 0
+    for group in groups:
+        params, division = group.params, group.division
+        # The first of the tensor-parallel ranks of a replica, which are neighbours in the group.
+        rank = replica * group.num_ranks // groups[0].num_ranks
+        names = [stored_as(spec, param) for param in params]
+        weights += sum(ITEM_BYTES[places.kind] * places.elements for places in division.weights)
+        for row in set(range(len(names))) - {row for p in division.weights for row in p.rows}:
+            weights += ITEM_BYTES[names[row]] * params[row].elements
+        for row, elements in division.owned_by(rank):
+            of_master, of_moments = _owned_itemsizes(spec, params[row], division)
+            masters += elements * of_master
+            moments += elements * of_moments
+        gradients += gradient_bytes(spec, division, rank)
     return HeldBytes(
         weights=weights, masters=masters, moments=moments, gradients=gradients, scaling=scaling
     )
@@ -246,11 +258,11 @@ def _itemsize_of_moments(spec: RunSpec, param: Parameter) -> int:
     return sum(ITEM_BYTES[name] for name in spec.optim.states_of(param.kind).values())
 
 
-def _fullest(spec: RunSpec, shape: RankShape, division: Division) -> int:
+def _fullest(spec: RunSpec, group: Group) -> int:
     """Return the replica that owns the most bytes of masters and moments, but for padding."""
-    owned_bytes = [0] * shard_ranks(spec)
-    for param, owner in zip(shape.params, division.owners, strict=False):
-        owned_bytes[owner] += param.elements * sum(_owned_itemsizes(spec, param, division))
+    owned_bytes = [0] * group.num_ranks
+    for param, owner in zip(group.params, group.division.owners, strict=False):
+        owned_bytes[owner] += param.elements * sum(_owned_itemsizes(spec, param, group.division))
     return owned_bytes.index(max(owned_bytes))
 
 
@@ -409,7 +421,7 @@ def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
     for keeps_core, layer in _unlike_layers(spec, layers):
         moments = list(backward_instants(spec, layer, keeps_core=keeps_core, scores=scores, held=0))
         work = max(work, *moments[:2], arriving + max(moments[2:]))
-    work += layer_input_bytes(spec)
+    work = max(work + layer_input_bytes(spec), experts_forward_work(spec, layers[-1]))
     recompute = spec.model.recompute
     if recompute is not None and recompute.granularity == "full":
         group = recompute.num_layers if recompute.method == "uniform" else 1

@@ -134,7 +134,7 @@ def layouts(spec: RunSpec) -> Iterator[RunSpec]:
                         chosen = replace(layout, pipeline=pipeline)
                         yield replace(spec, parallel=chosen, train=train, model=made, optim=zero)
                     fsdp = replace(parallel.fsdp or FsdpSpec(), strategy="full")
-                    for pipeline in pipelines if shared else ():
+                    for pipeline in pipelines if shared and model.moe is None else ():
                         sharded = replace(layout, pipeline=pipeline, fsdp=fsdp)
                         yield replace(spec, parallel=sharded, train=train, model=made, optim=plain)
 

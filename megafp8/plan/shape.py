@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megafp8.specs import GPTSpec, PrecisionSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
@@ -80,7 +80,7 @@ class LinearShape:
 
 
 class BranchShape(NamedTuple):
-    """Hold the linears of a layer's attention, or of its MLP, as one rank holds them."""
+    """Hold the linears of a layer's attention, MLP or experts, as one rank holds them."""
 
     columns: tuple[LinearShape, ...]  # those that begin it: they read the residual stream
     rows: tuple[LinearShape, ...]  # those that end it: they write to the residual stream
@@ -105,12 +105,13 @@ class LayerShape(NamedTuple):
     """Hold the linears of one layer as one rank holds them."""
 
     attention: BranchShape
-    mlp: BranchShape
+    mlp: BranchShape  # of all tokens; without linears in a layer whose experts share none
+    experts: BranchShape  # without linears in a layer without experts
 
     @property
     def linears(self) -> tuple[LinearShape, ...]:
         """Return the linears in the order in which they run."""
-        return self.attention.linears + self.mlp.linears
+        return self.attention.linears + self.mlp.linears + self.experts.linears
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,11 @@ class Parameter:
     def is_linear(self) -> bool:
         """Whether it is the weight of a layer's linear."""
         return self.linear is not None
+
+    @property
+    def is_of_expert(self) -> bool:
+        """Whether it belongs to an expert."""
+        return self.listed.linear is not None and self.listed.linear.is_expert
 
     @property
     def kind(self) -> ParamKind:
@@ -178,30 +184,48 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
 
 
+def expert_ranks(spec: RunSpec) -> int:
+    """Return how many ranks divide the experts of a layer; the first of them is planned."""
+    return getattr(spec.parallel, "ep", 1)
+
+
 def layer_shapes(spec: RunSpec) -> tuple[LayerShape, ...]:
     """Return the linears of each layer of the whole model, as one rank holds them."""
-    return _layer_shapes(spec.model, spec.precision, spec.parallel.tp)
+    return _layer_shapes(spec.model, spec.precision, spec.parallel.tp, expert_ranks(spec))
 
 
 @lru_cache(maxsize=16)
-def _layer_shapes(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[LayerShape, ...]:
+def _layer_shapes(
+    model: GPTSpec, precision: PrecisionSpec, tp: int, ep: int
+) -> tuple[LayerShape, ...]:
     """Return the linears of each layer; a search asks for those of one model many times."""
 
     def branch(linears: Sequence[LayerLinear]) -> BranchShape:
-        shapes = [x for linear in linears for x in _shapes_of(linear, precision, tp, model)]
+        shapes = [x for linear in linears for x in _shapes_of(linear, precision, tp, ep, model)]
         parts = ([x for x in shapes if x.whole.is_column == begins] for begins in (True, False))
         return BranchShape(*map(tuple, parts))
 
     layers = (layer_spec(model, layer) for layer in range(model.num_layers))
-    return tuple(LayerShape(branch(x.attention), branch(x.after_attention)) for x in layers)
+    return tuple(
+        LayerShape(branch(x.attention), branch(x.mlp or ()), branch(x.experts or ()))
+        for x in layers
+    )
 
 
 def _shapes_of(
-    linear: LayerLinear, precision: PrecisionSpec, tp: int, model: GPTSpec
+    linear: LayerLinear, precision: PrecisionSpec, tp: int, ep: int, model: GPTSpec
 ) -> Iterator[LinearShape]:
-    """Yield a linear; one with several weights once for each precision that rules give them."""
+    """Yield a linear; one with several weights once for each precision that rules give them.
+
+    Each of `tp` ranks has the experts whole, for its own part of a microbatch's tokens; each of
+    `ep` ranks has a part of them, for the tokens of all these ranks.
+    """
+    names = linear.names
+    if linear.is_expert:
+        linear = replace(linear, visits=linear.visits * ep / tp)
+        names = names[: len(names) // ep]
     alike: dict[tuple[ModulePrecision, frozenset[GemmName]], list[str]] = {}
-    for name in linear.names:
+    for name in names:
         runs_under: ModulePrecision = HIGH_PRECISION
         products = frozenset[GemmName]()
         if (recipe := precision.fp8) is not None:
@@ -216,15 +240,15 @@ def _shapes_of(
 
 def kinds_of_layers(spec: RunSpec) -> tuple[int, ...]:
     """Return, for each layer of a model, the first layer whose products are those of this one."""
-    return _kinds(spec.model, spec.precision, spec.parallel.tp)
+    return _kinds(spec.model, spec.precision, spec.parallel.tp, expert_ranks(spec))
 
 
 @lru_cache(maxsize=16)
-def _kinds(model: GPTSpec, precision: PrecisionSpec, tp: int) -> tuple[int, ...]:
+def _kinds(model: GPTSpec, precision: PrecisionSpec, tp: int, ep: int) -> tuple[int, ...]:
     first: dict[object, int] = {}
     return tuple(
         first.setdefault(tuple(linear.kind for linear in shape.linears), layer)
-        for layer, shape in enumerate(_layer_shapes(model, precision, tp))
+        for layer, shape in enumerate(_layer_shapes(model, precision, tp, ep))
     )
 
 
@@ -302,6 +326,10 @@ def _parameters(spec: RunSpec, stages: Sequence[int]) -> Iterator[Parameter]:
     in_fp8 = recipe is not None and recipe.params_in_fp8
     is_tied = model.share_embeddings_and_output_weights and not {0, last} <= set(stages)
 
+    def is_held(param: ParameterSpec) -> bool:
+        """Whether the rank has it: other ranks may have the other experts."""
+        return param.linear is None or param.name.rpartition(".")[0] in linears
+
     def held(param: ParameterSpec) -> Parameter:
         rows, *columns = param.local_shape(spec.parallel.tp)
         linear = None if param.linear is None else linears[param.name.rpartition(".")[0]]
@@ -318,7 +346,8 @@ def _parameters(spec: RunSpec, stages: Sequence[int]) -> Iterator[Parameter]:
         if stage == last and is_tied:
             yield held(replace(listed[WORD], place="last"))
         places = {*layers_of_stage(spec, stage), "first" * (stage == 0), "last" * (stage == last)}
-        yield from (held(param) for param in listed.values() if param.place in places)
+        there = (param for param in listed.values() if param.place in places)
+        yield from (held(param) for param in there if is_held(param))
 
 
 def shard_ranks(spec: RunSpec) -> int:
@@ -328,6 +357,15 @@ def shard_ranks(spec: RunSpec) -> int:
     if parallel.fsdp is not None and parallel.fsdp.strategy == "hybrid":
         return max(1, min(replicas, parallel.devices_per_node // parallel.tp))
     return replicas
+
+
+def ranks_with(spec: RunSpec, param: Parameter) -> int:
+    """Return how many ranks have a parameter as one rank holds it.
+
+    All ranks of a pipeline stage have the same experts, of which `expert_ranks` have parts.
+    """
+    replicas = shard_ranks(spec)
+    return replicas * spec.parallel.tp // expert_ranks(spec) if param.is_of_expert else replicas
 
 
 def layers_with_recomputation(
@@ -369,8 +407,38 @@ def stored_as(spec: RunSpec, param: Parameter) -> StorageName:
     return "fp32" if param.itemsize == FP32 else spec.precision.compute
 
 
-def division_of(spec: RunSpec, params: Sequence[Parameter], way: str = "") -> Division:
-    """Return where gradients and weights lie and what each replica owns of them, without FSDP."""
+class Group(NamedTuple):
+    """Hold parameters that the same ranks have, and where these own what of them, without FSDP."""
+
+    params: list[Parameter]
+    axis: Literal["data", "stage"]  # the mesh axis of the ranks that have the same parts
+    num_ranks: int
+    stride: int  # the difference of the numbers of neighbours among them
+    division: Division
+
+
+def groups_of(spec: RunSpec, params: Sequence[Parameter]) -> list[Group]:
+    """Return the dense parameters, and experts where other ranks have these than those."""
+    tp, ep, replicas = spec.parallel.tp, expert_ranks(spec), shard_ranks(spec)
+    dense, experts = list[Parameter](), list[Parameter]()
+    for param in params:
+        (experts if param.is_of_expert and tp * ep > 1 else dense).append(param)
+    groups = [Group(dense, "data", replicas, tp, division_of(spec, dense))]
+    if experts:
+        ranks = ranks_with(spec, experts[0])
+        groups.append(
+            Group(experts, "stage", ranks, ep, division_of(spec, experts, num_ranks=ranks))
+        )
+    return groups
+
+
+def division_of(
+    spec: RunSpec, params: Sequence[Parameter], way: str = "", num_ranks: int | None = None
+) -> Division:
+    """Return where gradients and weights lie and what each replica owns of them, without FSDP.
+
+    There are `num_ranks` replicas, or those of dense parameters.
+    """
     grad, tp = spec.optim.storage.main_grads, spec.parallel.tp
     members = tuple(
         Member(
@@ -384,7 +452,8 @@ def division_of(spec: RunSpec, params: Sequence[Parameter], way: str = "") -> Di
         for param in params
     )
     size = spec.parallel.grad_bucket_bytes // FP32
-    divided = Divided(members, shard_ranks(spec), size, spec.optim.storage.is_plain)
+    ranks = shard_ranks(spec) if num_ranks is None else num_ranks
+    divided = Divided(members, ranks, size, spec.optim.storage.is_plain)
     return _division(way or way_of(spec), divided)
 
 

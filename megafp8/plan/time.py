@@ -6,6 +6,10 @@ printed with the plan. Nothing is fitted to a published table.
 
 The reductions of amaxes take no time here: each is 4 bytes a tensor, and a rank waits for it only
 in the next pass of the same direction. No message has a latency.
+
+Of experts the time is a lower bound. Each has as many rows as the others, and a product of few rows
+takes at least as long as reading its operands: nothing says what small products reach. Those of
+each expert are started for themselves.
 """
 
 from __future__ import annotations
@@ -15,14 +19,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from megafp8.errors import ConfigError
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.shape import (
     FP32,
+    BranchShape,
     LayerShape,
     LinearShape,
     Parameter,
+    compute_itemsize,
     kind_of_rank,
     kinds_of_layers,
     layer_shapes,
@@ -30,6 +35,7 @@ from megafp8.plan.shape import (
     microbatch_tokens,
     num_microbatches,
     rank_shape,
+    ranks_with,
     sequence_shards,
     shard_ranks,
 )
@@ -56,8 +62,10 @@ SUM_BYTES = 12
 sum reads two FP32 tensors and writes one (docs/evidence/performance.md)."""
 Producer = Literal["norm", "activation"] | None
 """What computes the input of a linear, where it can cast it too."""
-REPLICAS: tuple[AxisName, ...] = ("data", "nodes")
+REPLICAS: tuple[AxisName, ...] = ("data", "stage", "nodes")
 """The mesh axes of messages between replicas."""
+WITHIN_LAYERS: tuple[AxisName, ...] = ("tp", "cp", "ep")
+"""The mesh axes of messages within layers."""
 COPY_BYTES = 6
 """Bytes an element of a gradient that FSDP copies from BF16 to FP32."""
 TRANSPOSE_BYTES = 2
@@ -100,15 +108,7 @@ class StepTime:
 
 
 def step_time(spec: RunSpec, hardware: Hardware, achieved: Achieved | None = None) -> StepTime:
-    """Return the predicted time of one step; `spec.model.vocab_size` must be known.
-
-    Raises:
-        ConfigError: The model has experts, whose time is not modelled.
-    """
-    if (moe := spec.model.moe) is not None and any(moe.layers):
-        reason = "the time of a step of a model with experts is not predicted"
-        hint = "Measure a run of a few steps; `megafp8 dryrun` counts the memory of its ranks"
-        raise ConfigError("model.num_moe_experts", moe.num_experts, reason, hint)
+    """Return the predicted time of one step; `spec.model.vocab_size` must be known."""
     rates = achieved or Achieved()
     unlike = {kind_of_rank(spec, rank): rank for rank in reversed(range(spec.parallel.pp))}
     ranks = [_rank_time(spec, rank, hardware, rates) for rank in sorted(unlike.values())]
@@ -167,10 +167,15 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     shapes, every = layer_shapes(spec), kinds_of_layers(spec)
     kinds = [every[layer] for layer in shape.layers]
     times = {
-        kind: [_linear_time(linear, tokens, bf16, fp8, again) for linear in shapes[kind].linears]
+        kind: sum(
+            _experts_time(spec, linear, bf16, fp8, again, memory)
+            if linear.whole.is_expert
+            else _linear_time(linear, tokens, bf16, fp8, again)
+            for linear in shapes[kind].linears
+        )
         for kind in set(kinds)
     }
-    linears = sum(time for kind in kinds for time in times[kind])
+    linears = sum(times[kind] for kind in kinds)
     core = 4 * tokens * spec.data.seq_length / 2 * model.query_size / parallel.tp
     repeats = 3.5 + again + again_core  # backward has 5 products where forward has 2
     attention = count * core * len(shape.layers) * repeats
@@ -185,15 +190,13 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
     for message in rank_traffic(spec, rank):
         took = _seconds(message, parallel.devices_per_node, hardware, achieved)
         seconds[message.axis, message.after_update] += took
-    update: float = sum(
-        param.elements
-        * (spec.optim.owner(param.kind).update_bytes + write_back_bytes(spec, param.itemsize))
-        for param in shape.params
-    )
-    orthogonal = sum(update_flops(spec, param) for param in shape.params) / bf16
-    if spec.optim.shards_states or parallel.fsdp is not None:
-        update /= shard_ranks(spec)
-        orthogonal /= shard_ranks(spec)
+    divides = spec.optim.shards_states or parallel.fsdp is not None
+    update = orthogonal = 0.0
+    for param in shape.params:
+        owners = ranks_with(spec, param) if divides else 1
+        each = spec.optim.owner(param.kind).update_bytes + write_back_bytes(spec, param.itemsize)
+        update += param.elements * each / owners
+        orthogonal += update_flops(spec, param) / owners / bf16
     gpu = count * (linears + passes) + attention
     launches_of_layer = {kind: _launches(spec, shapes[kind].linears) for kind in set(kinds)}
     launches = count * sum(launches_of_layer[kind] for kind in kinds) * (1 + again / 3)
@@ -206,7 +209,7 @@ def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved)
         attention=attention,
         passes=count * passes,
         weights=weights,
-        tensor_parallel=seconds["tp", False] + seconds["cp", False],
+        tensor_parallel=sum(seconds[axis, False] for axis in WITHIN_LAYERS),
         stages=seconds["pp", False] + seconds["tied", False],
         optimizer=update / memory + orthogonal + seconds["tp", True],
         gradients=_not_hidden(spec, seconds, gpu),
@@ -269,6 +272,27 @@ def _linear_time(linear: LinearShape, tokens: int, bf16: float, fp8: float, agai
     return sum(flops * times[gemm] / rates[gemm] for gemm in GEMMS)
 
 
+def _experts_time(
+    spec: RunSpec, linear: LinearShape, bf16: float, fp8: float, again: float, memory: float
+) -> float:
+    """Return what `_linear_time` does, for one linear of all experts with equally many rows each.
+
+    A product takes the longer of its operations and, in bytes a second, of its operands and result.
+    """
+    out, into, size = linear.out_features, linear.in_features, compute_itemsize(spec)
+    rows = linear.whole.per_token(microbatch_tokens(spec)) / linear.whole.experts
+    matrices = rows * into, rows * out, into * out
+    results = {"output": (rows * out, size), "grad_input": (rows * into, size)}
+    total = 0.0
+    for gemm in GEMMS:
+        in_fp8 = gemm in linear.fp8_products
+        result, itemsize = results.get(gemm, (into * out, FP32))
+        moved = (sum(matrices) - result) * (1 if in_fp8 else size) + result * itemsize
+        operations = 2 * rows * into * out / (fp8 if in_fp8 else bf16)
+        total += max(operations, moved / memory) * (1 + again * (gemm == "output"))
+    return linear.whole.experts * total
+
+
 def _pass_bytes(spec: RunSpec, shape: LayerShape) -> float:
     """Return the bytes of one layer's memory passes, per token and unit of the model's width.
 
@@ -296,8 +320,13 @@ def _pass_bytes(spec: RunSpec, shape: LayerShape) -> float:
         total += 36 * inner
     else:  # it reads and writes; backward reads the gradient and the input, and writes
         total += 4 * inner + 6 * made
+    total += _pass_bytes_of_experts(spec, shape.experts)
     casts: float = 0
     for linear in shape.linears:
+        if linear.whole.is_expert:
+            widths = (width / model.hidden_size for width in (linear.read, linear.written))
+            casts += _cast_bytes(linear, *widths, producer=None)
+            continue
         by_kernel = has_kernel and linear in shape.mlp.linears
         if linear.whole.is_column:
             width = 0 if by_kernel else linear.written / model.hidden_size
@@ -307,6 +336,19 @@ def _pass_bytes(spec: RunSpec, shape: LayerShape) -> float:
             producer: Producer = "activation" if by_kernel else None
             casts += _cast_bytes(linear, width, between, producer=producer)
     return total + casts
+
+
+def _pass_bytes_of_experts(spec: RunSpec, branch: BranchShape) -> float:
+    """Return what `_pass_bytes` does, for what happens to rows of experts but for casts.
+
+    Each way, rows are copied from tokens (4 bytes), added up in FP32 (14), and joined from those of
+    each expert (4). The weights multiply in FP32: 12 bytes forward and 34 backward.
+    """
+    width = spec.model.hidden_size
+    outer = sum(linear.read for linear in branch.columns) / width
+    inner, made = branch.read / width, branch.written / width
+    activation = 36 * inner if spec.model.is_gated else 4 * inner + 6 * made
+    return 2 * (4 + 14 + 4) * outer + 4 * (made + inner) + (12 + 34) * inner + activation
 
 
 def _cast_bytes(
@@ -356,10 +398,15 @@ def _weight_bytes(spec: RunSpec, linears: Sequence[LinearShape]) -> float:
 
 
 def _launches(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
-    """Return the kernels that a layer starts, by the linear that needs most."""
+    """Return the kernels that a layer starts, by the linear that needs most.
+
+    Those of each expert's linears are its three products, and the casts of what they read.
+    """
     model = spec.model
     is_llama = model.is_gated or model.position_embedding_type == "rope"
-    return max(_launches_with(linear.traits)[is_llama] for linear in linears)
+    experts = (linear for linear in linears if linear.whole.is_expert)
+    more = sum(linear.whole.experts * (len(GEMMS) + 2 * linear.in_fp8) for linear in experts)
+    return max(_launches_with(linear.traits)[is_llama] for linear in linears) + more
 
 
 def _launches_with(traits: Traits | None) -> tuple[int, int]:

@@ -7,7 +7,7 @@ ring algorithms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -15,11 +15,13 @@ from typing import Literal
 from megafp8.plan.shape import (
     BF16,
     FP32,
+    Group,
     LinearShape,
     Parameter,
     RankShape,
     compute_itemsize,
-    division_of,
+    expert_ranks,
+    groups_of,
     layers_with_recomputation,
     microbatch_tokens,
     num_microbatches,
@@ -33,6 +35,7 @@ from megafp8.plan.shape import (
 )
 from megafp8.specs import RunSpec
 from megafp8.specs.division import ALIGNMENT, Division, ScatteredRow, rounded_up
+from megafp8.specs.layer import num_experts
 from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.traits import GemmName, Role
 
@@ -47,7 +50,8 @@ _READERS: dict[tuple[Role, str], GemmName] = {
     ("grad_output", "first"): "grad_weight",
 }
 """The product that sums along the last or the first dim of a tensor."""
-AxisName = Literal["tp", "cp", "data", "nodes", "pp", "tied", "amax"]
+AxisName = Literal["tp", "cp", "data", "stage", "ep", "nodes", "pp", "tied", "amax"]
+COUNT_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ def rank_traffic(spec: RunSpec, pipeline_rank: int) -> list[Message]:
     messages = [
         *_tensor_parallel(spec, shape),
         *_context_parallel(spec, shape),
+        *_experts(spec, shape),
         *_pipeline(spec, shape),
         *_replicas(spec, shape),
         *_updates(spec, shape),
@@ -104,8 +109,9 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     size = compute_itemsize(spec)
     whole = tokens * spec.model.hidden_size * size  # a microbatch's activations
     passes = 1 + layers_with_recomputation(spec, "full", shape.stages)
-    columns = [linear for linear in shape.linears if linear.whole.is_column]
-    rows = [linear for linear in shape.linears if not linear.whole.is_column]
+    divided = [linear for linear in shape.linears if not linear.whole.is_expert]
+    columns = [linear for linear in divided if linear.whole.is_column]
+    rows = [linear for linear in divided if not linear.whole.is_column]
 
     def message(operation: Operation, what: str, handed: float) -> Message:
         return Message(
@@ -133,7 +139,8 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield message("all_gather", "gradient of the embeddings", whole / tp)
     if shape.has_last:
         yield message("all_gather", "input of the head", whole / tp)
-    once = sum(own_bytes(param) for param in shape.params if param.listed.divided is None)
+    alike = (param for param in shape.params if not param.is_of_expert)
+    once = sum(own_bytes(param) for param in alike if param.listed.divided is None)
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
     yield message("reduce_scatter", "activations", len(rows) * whole * passes)
     yield message("reduce_scatter", "gradients of activations", len(columns) * whole)
@@ -227,6 +234,44 @@ def _context_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         )
 
 
+def _experts(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
+    """Return what ranks send of rows of experts, with as many for each, and of their counts.
+
+    Ranks that share sequences add up the counts of a balance loss, for one sequence or for each.
+    """
+    moe, parallel, ranks = spec.model.moe, spec.parallel, expert_ranks(spec)
+    number = sum(num_experts(spec.model, layer) > 0 for layer in shape.layers)
+    if moe is None or not number:
+        return
+    passes = 1 + layers_with_recomputation(spec, "full", shape.stages)
+    count = num_microbatches(spec)
+    counts = 0.0
+    if moe.router_loss != "none":
+        sequences = spec.train.micro_batch_size if moe.router_loss == "seq_aux_loss" else 1
+        counts += number * passes * moe.num_experts * sequences
+    if moe.router_loss != "none" or moe.z_loss_coeff:
+        counts += len(shape.stages)  # of a microbatch's tokens
+    shared: tuple[tuple[AxisName, int, int], ...]
+    shared = (("tp", parallel.tp, 1), ("cp", parallel.cp, parallel.tp))
+    for axis, size, stride in shared if counts else ():
+        if size > 1:
+            yield Message(
+                axis=axis,
+                operation="all_reduce",
+                what="counts of tokens",
+                handed=round(COUNT_BYTES * counts * count),
+                num_ranks=size,
+                stride=stride,
+            )
+    if ranks == 1:
+        return
+    rows = microbatch_tokens(spec) // sequence_shards(spec) * moe.top_k
+    row = spec.model.hidden_size * compute_itemsize(spec)
+    for what, each in (("rows to experts", rows * (row + FP32)), ("rows of experts", rows * row)):
+        handed = round(number * count * (passes + 1) * each)
+        yield Message(axis="ep", operation="all_to_all", what=what, handed=handed, num_ranks=ranks)
+
+
 def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     parallel = spec.parallel
     pp = parallel.pp
@@ -276,33 +321,38 @@ def _written(message: Message) -> Message:
 
 def _replicas(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     parallel = spec.parallel
-    replicas = parallel.dp * parallel.cp
-    if replicas == 1:
-        return
     if parallel.fsdp is not None:
-        yield from _fsdp(spec, shape)
+        if parallel.dp * parallel.cp > 1:
+            yield from _fsdp(spec, shape)
         return
+    for group in groups_of(spec, shape.params):
+        if group.num_ranks > 1:
+            yield from _sums_of(spec, group)
+
+
+def _sums_of(spec: RunSpec, group: Group) -> Iterator[Message]:
+    """Return what the ranks send that have the same parameters, of gradients and weights."""
 
     def message(operation: Operation, what: str, handed: float) -> Message:
         return Message(
-            axis="data",
+            axis=group.axis,
             operation=operation,
             what=what,
             handed=round(handed),
-            num_ranks=replicas,
-            stride=parallel.tp,
+            num_ranks=group.num_ranks,
+            stride=group.stride,
         )
 
-    itemsize = ITEM_BYTES[parallel.grad_reduce_dtype]
-    division = division_of(spec, shape.params)
+    itemsize = ITEM_BYTES[spec.parallel.grad_reduce_dtype]
+    division = group.division
     plain = sum(places.elements for places in division.grads if places.kind == "fp32")
     if not spec.optim.storage.is_plain or way_of(spec) == "tensors":
-        yield from _stored(spec, shape, division, plain * itemsize, message)
+        yield from _stored(spec, group, plain * itemsize, message)
     elif spec.optim.shards_states:
         yield message("reduce_scatter", "gradients", plain * itemsize)
         sent = _weight_bytes(division, is_padded=True)
-        yield _written(message("all_gather", "updated weights", sent / replicas))
-        in_fp8 = sum(sent_in_fp8(spec, param) for param in shape.params)
+        yield _written(message("all_gather", "updated weights", sent / group.num_ranks))
+        in_fp8 = sum(sent_in_fp8(spec, param) for param in group.params)
         yield _written(message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8))
     else:
         yield message("all_reduce", "gradients", plain * itemsize)
@@ -316,8 +366,7 @@ def _weight_bytes(division: Division, *, is_padded: bool) -> int:
 
 def _stored(
     spec: RunSpec,
-    shape: RankShape,
-    division: Division,
+    group: Group,
     plain: int,
     message: Callable[[Operation, str, float], Message],
 ) -> Iterator[Message]:
@@ -326,8 +375,8 @@ def _stored(
     They are also those of FP32 states that replicas own whole, with nothing in low precision.
     `plain` are the bytes of gradients in FP32, as they are sent.
     """
-    replicas, storage = spec.parallel.dp * spec.parallel.cp, spec.optim.storage
-    linears = [param for param in shape.params if param.is_linear]
+    replicas, storage, division = group.num_ranks, spec.optim.storage, group.division
+    linears = [param for param in group.params if param.is_linear]
     scalars = FP32 * len(linears)
     in_fp8 = sum(places.elements for places in division.grads if places.kind != "fp32")
     adds_in_fp32 = bool(in_fp8) and storage.reduction == "fp32"
@@ -348,7 +397,9 @@ def _stored(
     num_in_fp8 = sum(param.itemsize == 1 for param in linears)
     num_own = len(linears) - num_in_fp8 if storage.main_params != "fp32" else 0
     if division.splits:  # one reduction for all weights
-        yield message("all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, shape))
+        yield message(
+            "all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, group.params)
+        )
         num_in_fp8, num_own = (len(linears) if n else 0 for n in (num_in_fp8, num_own))
         num_own = 0 if num_in_fp8 else num_own
     yield _written(message("all_reduce", "amaxes of weights in FP8", FP32 * num_in_fp8))
@@ -359,10 +410,10 @@ def _stored(
     yield _written(message("broadcast", "updated weights of the rest", rest))
 
 
-def _amaxes_of_states(spec: RunSpec, shape: RankShape) -> int:
+def _amaxes_of_states(spec: RunSpec, params: Sequence[Parameter]) -> int:
     """Return the bytes of the amaxes on which ranks with parts of masters and states agree."""
-    owners = {spec.optim.owner(param.kind) for param in shape.params}
-    return FP32 * len(shape.params) * sum(traits.num_amaxes for traits in owners)
+    owners = {spec.optim.owner(param.kind) for param in params}
+    return FP32 * len(params) * sum(traits.num_amaxes for traits in owners)
 
 
 def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -397,7 +448,9 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         sent = ranks * sum(row.num_bytes for row in _scattered_rows(shape, ranks))
         yield message("all_to_all", "gradients in FP8", sent * count)
     if not spec.optim.storage.is_plain:
-        yield message("all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, shape))
+        yield message(
+            "all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, shape.params)
+        )
     yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
     nodes = spec.parallel.dp * spec.parallel.cp // ranks
     if nodes > 1:
@@ -434,6 +487,8 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         return
     times, passes = 0.0, 1 + layers_with_recomputation(spec, "full", shape.stages)
     for linear in shape.linears:
+        if linear.whole.is_expert:
+            continue  # each of these ranks has whole tensors
         traits, num = linear.traits, linear.whole.experts
         if traits is not None and traits.agrees:
             of_input = parallel.sequence_parallel or not linear.whole.is_column

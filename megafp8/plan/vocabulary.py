@@ -21,6 +21,7 @@ GPT2 = Vocabulary(50257, "of GPT-2")  # GPT-3's tokenizer, too (Brown et al. 202
 LLAMA3 = Vocabulary(128256, "of Llama 3")
 QWEN3 = Vocabulary(151936, "of Qwen3")  # its rows, which are more than its tokens
 MISTRAL = Vocabulary(32768, "of Mistral 7B v0.3")
+MIXTRAL = Vocabulary(32000, "of Mixtral 8x7B")
 OF_PRESETS = {
     "gpt3_125m": GPT2,
     "gpt3_1.3b": GPT2,
@@ -34,7 +35,9 @@ OF_PRESETS = {
     "llama3.1_8b": LLAMA3,
     "qwen3_0.6b": QWEN3,
     "qwen3_8b": QWEN3,
+    "qwen3_30b_a3b": QWEN3,
     "mistral_7b": MISTRAL,
+    "mixtral_8x7b": MIXTRAL,
 }
 """The vocabulary of each preset of `model=` that has the shape of a published model. A preset
 cannot set it: the tokenizer of the data decides it."""

@@ -90,6 +90,7 @@ def test_a_preset_is_planned_with_its_own_vocabulary(
     main([f"model={name}"])
     families = {"llama3": "128256 (of Llama 3;", "qwen3": "151936 (of Qwen3;"}
     families |= {"mistral": "32768 (of Mistral 7B v0.3;", "gpt3": "50304 (of GPT-2;"}
+    families |= {"mixtral": "32000 (of Mixtral 8x7B;"}
     whose = next(said for family, said in families.items() if name.startswith(family))
     assert f"vocabulary {whose} --vocab-size gives another)" in capsys.readouterr().out
 

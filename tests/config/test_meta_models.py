@@ -34,6 +34,8 @@ PUBLISHED: dict[str, tuple[int, float]] = {
     "qwen3_0.6b": (151936, 0.6e9),
     "qwen3_8b": (151936, 8.2e9),
     "mistral_7b": (32768, 7.25e9),
+    "mixtral_8x7b": (32000, 46.70e9),
+    "qwen3_30b_a3b": (151936, 30.53e9),
     "default": (4096, 4.3e6),  # ours
     "moe_tiny": (4096, 5.25e6),
 }

@@ -13,6 +13,7 @@ from megafp8.plan.memory import rank_memory
 from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.train.dryrun import held_bytes
 from tests.kit.cases import Case
@@ -152,6 +153,25 @@ CASES: dict[str, tuple[int, Case]] = {
     "Muon, fsdp": case(fsdp("full"), 2, fp8=DELAYED, optim=optim_spec(name="muon")),
     "O3, tp x pp": case(replace(SEQUENCE, pp=2), 4, fp8=IN_FP8, optim=optim_spec(storage=O2)),
 }
+MOE = MoESpec(
+    num_experts=4, top_k=2, ffn_hidden_size=32, layers=(True, False, True, True),
+    router_loss="aux_loss", router_loss_coeff=0.1, z_loss_coeff=0.1, shared_ffn_hidden_size=32,
+)  # fmt: skip
+EXPERTS = replace(LLAMA, moe=MOE)
+BY_SEQUENCE = replace(EXPERTS, moe=replace(MOE, router_loss="seq_aux_loss"))
+CASES |= {
+    "experts, dp": case(ParallelSpec(), model=EXPERTS),
+    "experts, dp, zero": case(ParallelSpec(), model=EXPERTS, fp8=DELAYED, optim=ZERO),
+    "experts, sequence": case(SEQUENCE, model=EXPERTS),
+    "experts, sequence, rowwise": case(SEQUENCE, model=EXPERTS, fp8=Fp8Recipe(name="rowwise")),
+    "experts, sequence, zero": case(SEQUENCE, model=EXPERTS, fp8=TENSORWISE, optim=ZERO),
+    "experts, sequence, FP8 weights": case(SEQUENCE, model=BY_SEQUENCE, fp8=IN_FP8, optim=ZERO),
+    "experts, cp, recomputed": case(
+        ParallelSpec(cp=2), model=replace(BY_SEQUENCE, recompute=RECOMPUTED.recompute), batch=16
+    ),
+    "experts, pp": case(ParallelSpec(pp=2), model=EXPERTS, fp8=DELAYED),
+    "experts, tp x dp, zero": case(SEQUENCE, 4, model=EXPERTS, fp8=DELAYED, optim=ZERO),
+}
 OF_MATRIX = [name for name in LAYOUTS if kind_of(name) == ""]
 CASES |= {f"{name}, BF16": of_matrix(name, None) for name in OF_MATRIX}
 CASES |= {f"{name}, FP8": of_matrix(name, DELAYED) for name in OF_MATRIX}
@@ -212,9 +232,9 @@ def test_a_plan_counts_the_scales_that_cross_with_bytes() -> None:
         check(cases[name], ranks)
 
 
-@pytest.mark.parametrize("kind", ["Muon", "fsdp, O"])
+@pytest.mark.parametrize("kind", ["Muon", "fsdp, O", "experts"])
 def test_a_plan_has_the_messages_and_states_of_two_ranks(kind: str) -> None:
-    """Of Muon's updates, and of FP8-LM's levels under FSDP."""
+    """Of Muon's updates, of FP8-LM's levels under FSDP, and of experts, whole on each rank."""
     named = {name: found for name, found in CASES.items() if name.startswith(kind)}
     cases = {name: real for name, (ranks, real) in named.items() if ranks == 2}
     assert len(cases) > 1
