@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from megafp8.checkpoint import huggingface as hf
@@ -16,6 +17,7 @@ from megafp8.checkpoint.huggingface_files import WEIGHTS, read_tensors
 from megafp8.errors import CheckpointError, UserError
 from megafp8.specs import GPTSpec
 from megafp8.specs.moe import MoESpec
+from megafp8.train.huggingface import import_model
 from tests.checkpoint.test_families import EXPERTS, of, spec_of, write_model
 
 Tensors = dict[str, torch.Tensor]
@@ -271,3 +273,12 @@ def test_the_loss_of_the_router_is_said() -> None:
     some = of("qwen3_moe", num_hidden_layers=5, mlp_only_layers=[0], num_experts_per_tok=3)
     (note,) = hf.notes_on(some | {"router_aux_loss_coef": 0.01})
     assert " 0.0075 would be about as strong" in note
+
+
+def test_an_import_keeps_the_loss_of_the_router(tmp_path: Path) -> None:
+    """In the settings with which the model is trained further."""
+    spec = spec_of(of("mixtral", router_aux_loss_coef=0.02))
+    write_model(tmp_path / "theirs", spec, "mixtral")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    settings = yaml.safe_load((tmp_path / "ours" / "model.yaml").read_text())["model"]
+    assert settings["moe_aux_loss_coeff"] == 0.02 and settings["num_moe_experts"] == 4
