@@ -446,7 +446,7 @@ def division_of(
             weight=stored_as(spec, param),
             grad=grad if param.is_linear else "fp32",
             is_linear=param.is_linear,
-            is_sharded=param.listed.divided is not None and tp > 1,
+            is_sharded=(param.listed.divided is not None or param.is_of_expert) and tp > 1,
             is_tied=param.is_tied_end,
         )
         for param in params

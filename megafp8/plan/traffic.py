@@ -139,8 +139,13 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield message("all_gather", "gradient of the embeddings", whole / tp)
     if shape.has_last:
         yield message("all_gather", "input of the head", whole / tp)
-    alike = (param for param in shape.params if not param.is_of_expert)
-    once = sum(own_bytes(param) for param in alike if param.listed.divided is None)
+    dense = groups_of(spec, shape.params)[0]
+    if spec.optim.storage.is_plain and dense.division.splits:  # its range of them, with padding
+        flats = dense.division.grads
+        own_flats = (x for x in flats if dense.params[x.rows[0]].listed.divided is None)
+        once = sum(FP32 * x.elements // dense.num_ranks for x in own_flats)
+    else:
+        once = sum(own_bytes(param) for param in dense.params if param.listed.divided is None)
     yield message("all_reduce", "gradients of norms, biases and positions", once / count)
     yield message("reduce_scatter", "activations", len(rows) * whole * passes)
     yield message("reduce_scatter", "gradients of activations", len(columns) * whole)

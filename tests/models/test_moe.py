@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from megafp8.checkpoint.reader import Reader
-from megafp8.errors import ConfigError
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models import moe as moe_module
 from megafp8.models import router as router_module
@@ -31,10 +30,8 @@ from megafp8.models.random import RandomStreams
 from megafp8.models.router import balance_loss, best, choose, z_loss
 from megafp8.parallel.parts import linears_of
 from megafp8.plan.flops import gemm_flops_per_token
-from megafp8.plan.memory import rank_memory
 from megafp8.plan.shape import rank_shape
-from megafp8.plan.time import step_time
-from megafp8.specs import Fp8Recipe, GPTSpec, MoESpec, ParallelSpec
+from megafp8.specs import Fp8Recipe, GPTSpec, MoESpec
 from megafp8.specs import layer as layer_module
 from megafp8.specs.layer import Mlp, layer_spec, linear_names
 from megafp8.specs.model import RecomputeSpec
@@ -42,7 +39,6 @@ from megafp8.specs.parameters import num_active_parameters, num_parameters, para
 from megafp8.specs.precision import ModuleRule
 from megafp8.train import load_model, state_dict
 from megafp8.train.build import build
-from megafp8.train.dryrun import rank_share
 from megafp8.train.generate import Sampling, generate
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.saver import Saver
@@ -932,23 +928,6 @@ def test_the_router_is_in_fp32(compute: str, dtype: torch.dtype) -> None:
     assert trained(state, 1) and set(seen) == {dtype}
     name = {"bf16": "fp32", "fp32": "fp32"}[compute]
     assert state.counter.flops[name, "router"] == 3 * 2 * 4 * 32 * 2 * 2 * SEQ
-
-
-@pytest.mark.parametrize("shared", [None, 64])
-@pytest.mark.parametrize("fp8", [None, Fp8Recipe(amax_history_len=16), Fp8Recipe(name="mxfp8")])
-def test_the_plan_is_what_a_build_holds(fp8: Fp8Recipe | None, shared: int | None) -> None:
-    moe = moe_spec(num_experts=8, ffn_hidden_size=64, shared_ffn_hidden_size=shared)
-    model = gpt_spec(bias=False, activation="swiglu", hidden_size=128, moe=moe)
-    parallel = ParallelSpec(devices_per_node=1, accelerator="gpu")
-    spec = run_spec(model=model, compute="bf16", fp8=fp8, parallel=parallel)
-    planned, real = rank_memory(spec, 0), rank_share(spec, 0)
-    assert planned.held == real.held and planned.num_params == real.num_params
-    assert planned.step.weight_copies == real.step.weight_copies
-    assert planned.step.microbatch == pytest.approx(real.step.microbatch, rel=0.03)
-    with pytest.raises(
-        ConfigError, match=r"model\.num_moe_experts=8: .*not predicted.*megafp8 dryrun"
-    ):
-        step_time(spec, None)  # type: ignore[arg-type]
 
 
 def test_a_model_without_experts_has_nothing_of_them() -> None:

@@ -19,6 +19,7 @@ from megafp8.plan.pipeline import most_held
 from megafp8.plan.shape import Parameter
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.optim import OptimSpec, StorageSpec
 from megafp8.specs.precision import ModuleRule, RecipeName
 from megafp8.specs.traits import GemmName
@@ -101,7 +102,32 @@ def with_documents(shape: dict[str, Any], **choices: Any) -> RunSpec:
     return replace(spec, data=replace(spec.data, reset_attention_mask=True))
 
 
-JOBS: dict[str, RunSpec] = {
+def experts(**changes: Any) -> dict[str, Any]:
+    """Return the shape of a model with experts in three of its four layers."""
+    sizes = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 512}
+    return LLAMA | {"moe": MoESpec(layers=(True, False, True, True), **(sizes | changes))}
+
+
+LOSSES: dict[str, Any] = {
+    "router_loss": "aux_loss", "router_loss_coeff": 0.1, "z_loss_coeff": 0.1
+}  # fmt: skip
+MANY = experts(num_experts=64, top_k=8, ffn_hidden_size=64)
+EXPERTS: dict[str, RunSpec] = {
+    "experts": job(fp8=DELAYED, shape=experts(**LOSSES)),
+    "experts, bf16": job(shape=experts()),
+    "experts, mxfp8": job(fp8=Fp8Recipe(name="mxfp8"), shape=experts(ffn_hidden_size=2048)),
+    "many narrow experts": job(shape=MANY),
+    "experts by sigmoid": job(shape=experts(score_function="sigmoid", **LOSSES)),
+    "experts, a shared one, tp 2": job(
+        ranks=2, tp=2, sequence_parallel=True, shape=experts(shared_ffn_hidden_size=256)
+    ),
+    "experts, tp 2 x dp 2, zero": job(
+        ranks=4, tp=2, sequence_parallel=True, fp8=IN_FP8_ALONE, optim=ZERO, shape=experts()
+    ),
+    "experts, cp 2": job(ranks=2, cp=2, shape=experts()),
+    "experts, pp 2": job(ranks=2, pp=2, fp8=DELAYED, shape=experts()),
+}
+JOBS: dict[str, RunSpec] = EXPERTS | {
     "bf16": job(),
     "fp32": job(compute="fp32"),
     "fp8": job(fp8=DELAYED),
@@ -184,6 +210,10 @@ QUICK = (
     "selective, first layers",
     "a wide head",
     "a window",
+    "experts",
+    "many narrow experts",
+    "experts, a shared one, tp 2",
+    "experts, tp 2 x dp 2, zero",
 )
 
 
@@ -215,6 +245,8 @@ def test_a_plan_has_the_bytes_of_a_dry_run(name: str) -> None:
         copies = 0 if spec.precision.fp8 is None else real.step.weight_copies
         assert plan.step.weight_copies == copies
         assert plan.total == pytest.approx(total(real, copies), rel=0.015)
+        if name in EXPERTS:
+            assert plan.step.workspace == pytest.approx(real.step.workspace, rel=0.03)
 
 
 @pytest.mark.parametrize("fp8", [DELAYED, IN_FP8_ALONE], ids=["O2", "O3"])

@@ -14,7 +14,11 @@ from megafp8.errors import ConfigError
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.fused import KINDS
 from megafp8.fp8.scaling import ScalingState
+from megafp8.plan import experts as plan_experts
+from megafp8.plan import shape as plan_shape
 from megafp8.plan import time as plan_time
+from megafp8.plan import traffic as plan_traffic
+from megafp8.plan.experts import expert_rows
 from megafp8.plan.hardware import H100, KNOWN, hardware_of
 from megafp8.plan.memory import all_ranks
 from megafp8.plan.search import layouts, search
@@ -31,9 +35,10 @@ from megafp8.plan.time import (
     why_fp8_pays_little,
     without_fp8,
 )
-from megafp8.plan.traffic import Message
+from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, MuonSpec, ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.moe import MoESpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import GEMMS, ModuleRule, PrecisionPhase, RecipeName
 from megafp8.specs.recipes import RECIPES
@@ -595,3 +600,87 @@ def test_a_search_does_not_change_the_rule_of_an_optimizer() -> None:
     """Of `adam`, whose weight decay is a term of the gradient, no name shards the states."""
     found = layouts(replace(job(ranks=4), optim=optim_spec(name="adam")))
     assert {each.optim.name for each in found} == {"adam"}
+
+
+def with_experts(spec: RunSpec, **changes: Any) -> RunSpec:
+    """Return a job whose layers have experts that a token uses as much as a dense MLP."""
+    width, shape = spec.model.ffn_hidden_size, {"activation": "swiglu", "bias": False}
+    sizes = {"num_experts": 16, "top_k": 2, "ffn_hidden_size": width // 2} | changes
+    moe = MoESpec(layers=(True,) * spec.model.num_layers, **sizes)
+    return replace(spec, model=replace(spec.model, moe=moe, **shape))
+
+
+def test_products_of_experts_take_as_long_as_dense_ones_or_as_reading_what_they_need() -> None:
+    """Of 4 x 2,048 tokens an expert has 1,024 rows: enough. Of 2,048 tokens 512 experts have 8 each.
+
+    A product of 8 rows then reads or writes one weight of 4096 x 128, and few rows beside it.
+    """
+    dense = replace(job(), model=replace(job().model, activation="swiglu", bias=False))
+    many_rows = step_time(with_experts(job()), H200).linears
+    assert many_rows == pytest.approx(step_time(dense, H200).linears)
+    narrow = {"num_experts": 512, "ffn_hidden_size": 128}
+    spec = without_fp8(with_experts(job(micro=1, batch=1), **narrow))
+    spec = replace(spec, model=replace(spec.model, num_layers=1))
+    linears = layer_shapes(spec)[0].experts.linears
+    seconds = [plan_time._experts_time(spec, x, 1e15, 2e15, 0.0, 1e12) for x in linears]
+    weights, rows = (4096 * 256, 4096 * 128), (8 * (4096 + 256), 8 * (4096 + 128))
+    moved = [512 * (w * (2 + 2 + 4) + 3 * 2 * r) for w, r in zip(weights, rows, strict=True)]
+    products = (8 * 4096, 8 * 256), (8 * 128, 8 * 4096)  # inputs and outputs of each expert
+    assert moved == [
+        512 * (w * 8 + 2 * 3 * (i + o)) for w, (i, o) in zip(weights, products, strict=True)
+    ]
+    assert seconds == pytest.approx([x / 1e12 for x in moved])
+
+
+def test_the_host_starts_the_products_of_each_expert() -> None:
+    """16 experts have two linears each, with three products and in FP8 two casts."""
+    slow, spec = Achieved(launch_microseconds=1e6), with_experts(job())
+    count = 16 * 8  # microbatches and layers
+    for run, more in ((without_fp8(spec), 3), (spec, 5)):
+        dense = replace(run, model=replace(run.model, moe=None))
+        launched = [step_time(each, H200, slow).host for each in (run, dense)]
+        assert launched[0] - launched[1] == pytest.approx(count * 16 * 2 * more, abs=10)
+
+
+def test_rows_of_experts_cost_passes_over_memory() -> None:
+    """Beside the same activations: 2 x 22 bytes an element of rows, and 8 where they are joined.
+
+    With a weight in FP32 there are 46 bytes for each of the 16,384 features before it.
+    """
+    spec = without_fp8(with_experts(job()))
+    experts = layer_shapes(spec)[0].experts
+    rows, inner, made = 2, 2 * 2, 2 * 4  # in units of the width
+    expected = 44 * rows + 4 * (made + inner) + 46 * inner + 36 * inner
+    assert plan_time._pass_bytes_of_experts(spec, experts) == expected
+
+
+def test_experts_are_divided_over_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four ranks have other experts: half of them, rows of both, and sums over two ranks."""
+    spec = with_experts(job(ranks=4))
+    whole, (before,) = rank_traffic(spec, 0), all_ranks(spec)
+    shared = expert_rows(spec)
+    assert shared is not None and (shared.load, shared.bytes_at_load) == (1, before.total)
+    for module in (plan_shape, plan_traffic, plan_experts):
+        monkeypatch.setattr(module, "expert_ranks", lambda _: 2)
+    (after,), parts = all_ranks(spec), rank_traffic(spec, 0)
+    experts = 8 * 16 * 3 * 4096 * 8192
+    assert before.num_params - after.num_params == experts / 2
+    assert before.held.gradients - after.held.gradients == 4 * experts / 2
+    assert after.step.microbatch == pytest.approx(before.step.microbatch, rel=1e-6)
+    (sums,) = (m for m in parts if m.axis == "stage")
+    assert (sums.handed, sums.num_ranks, sums.stride) == (4 * experts / 2, 2, 2)
+    assert not [m for m in whole if m.axis in ("stage", "ep")]
+    rows, times = 2 * 4 * 2048, 2 * 8 * 4  # of a microbatch; forward and back, layers, microbatches
+    sent = {m.what: m.handed for m in parts if m.axis == "ep"}
+    assert sent == {"rows to experts": times * rows * (2 * 4096 + 4),
+                    "rows of experts": times * rows * 2 * 4096}  # fmt: skip
+    uneven = expert_rows(spec)
+    assert uneven is not None and (uneven.most_load, uneven.load) == (2, 2)
+    assert uneven.mean == 2 * shared.mean  # tokens of both ranks
+    assert uneven.bytes_at_load > after.total + 8 * rows * 8192  # more than inputs of fc2, in FP8
+
+
+def test_a_search_tries_no_fsdp_with_experts() -> None:
+    found = list(layouts(with_experts(job(ranks=4))))
+    assert found and all(layout.parallel.fsdp is None for layout in found)
+    assert any(layout.parallel.fsdp is not None for layout in layouts(job(ranks=4)))

@@ -100,6 +100,8 @@ CASES: dict[str, tuple[int, Case]] = {
     ),
     "tp, nvfp4": case(ParallelSpec(tp=2), fp8=Fp8Recipe(name="nvfp4"), model=WIDE),
     "sequence, Llama": case(SEQUENCE, model=LLAMA),
+    "sequence, zero": case(SEQUENCE, optim=ZERO),
+    "tp x dp, sequence, zero": case(SEQUENCE, 4, model=ODD, optim=ZERO),
     "cp, Llama": case(ParallelSpec(cp=2), model=LLAMA),
     "cp, attention recomputed": case(ParallelSpec(cp=2), model=CORES_RECOMPUTED),
     "tp x pp, uneven, recomputed": case(
