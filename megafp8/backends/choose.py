@@ -91,5 +91,6 @@ def make_backend(
         sequence_parallel=spec.parallel.sequence_parallel,
         gathers_weights=spec.parallel.fsdp is not None,
         cp=mesh.cp,
+        ep=mesh.ep,
     )
     return backend_of(spec)(spec, mesh, parts_args)

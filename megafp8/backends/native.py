@@ -16,6 +16,7 @@ from fp8_numerics.kernels.triton_launch import runs_triton
 from megafp8.backends.native_block import FusedParts
 from megafp8.backends.native_dryrun import as_on_a_gpu
 from megafp8.backends.protocol import Backend, Stores
+from megafp8.fp8.linear import Linear
 from megafp8.fp8.scaled import ScaledTensor
 from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.fp8.weights import (
@@ -27,7 +28,7 @@ from megafp8.fp8.weights import (
 )
 from megafp8.optim.fp8_weights import Fp8Weights, OwnFp8Weights
 from megafp8.parallel.mesh import Mesh
-from megafp8.parallel.parts import NativeParts, PartsArgs, linears_of
+from megafp8.parallel.parts import LinearElsewhere, NativeParts, PartsArgs, linears_of
 from megafp8.specs import Fp8Recipe, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
@@ -89,8 +90,9 @@ class NativeBackend(Backend):
         self.spec = replace(self.spec, precision=precision)
 
         def requantize() -> None:
-            for linear in linears_of(model):
-                linear.take_recipe()
+            for module in model.modules():  # in their order, which is that of the tables' rows
+                if isinstance(module, Linear | LinearElsewhere):
+                    module.take_recipe()
 
         self.scaling.change_recipe(recipe, requantize)
 

@@ -87,6 +87,10 @@ def main(argv: Sequence[str]) -> int:
     directory.check_directory(spec)
     check_can_be_simulated(spec, hardware, asked, num_nodes)
     check_on_cpu(spec)
+    if (ep := spec.parallel.ep) > 1:
+        reason = "a dry run of divided experts has not been built"
+        hint = "Leave it out, or measure a run of a few steps"
+        raise ConfigError("model.expert_model_parallel_size", ep, reason, hint)
     spec, whose = with_known_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:

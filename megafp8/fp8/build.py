@@ -11,7 +11,7 @@ from megafp8.fp8.draws import WHOLE, Part
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
 from megafp8.fp8.recipes.delayed import Delayed
 from megafp8.fp8.rule import CastRule, RuleUpdate
-from megafp8.fp8.scaling import ReduceMax, ScalingState
+from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.recipe import Recipe
 from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
@@ -56,6 +56,23 @@ def linear_quantizer(
     return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision, name))
 
 
+def reserve_rows(state: ScalingState, name: str) -> None:
+    """Register the rows of a linear that another rank has, where that rank registers its own."""
+    precision = state.recipe.precision_of(name)
+    if precision != HIGH_PRECISION and (chosen := find_recipe(precision)).traits.has_history:
+        for role in ROLES:
+            _row_of(state, chosen, name, role, is_here=False)
+
+
+def _row_of(
+    state: ScalingState, chosen: Recipe, name: str, role: Role, *, is_here: bool = True
+) -> Slot:
+    """Register the row of a tensor of a linear by the recipe `chosen`, which has histories."""
+    table = state.backward if role == "grad_output" else state.forward
+    update = None if type(chosen).update is Recipe.update else RuleUpdate(chosen, state)
+    return table.register(f"{name}.{role}", update, is_here=is_here)
+
+
 def _tensor_quantizer(
     state: ScalingState,
     chosen: Recipe,
@@ -72,11 +89,9 @@ def _tensor_quantizer(
     fmt = _format(settings, traits, role)
     tensor = TensorQuantizer(chosen, state, name, role, fmt, power_2, over_ranks, over_tokens)
     if traits.has_history:  # casts are those of `delayed`; `update` may be the recipe's own
-        table = state.backward if role == "grad_output" else state.forward
-        update = None if type(chosen).update is Recipe.update else RuleUpdate(chosen, state)
-        slot = table.register(f"{name}.{role}", update)
+        slot = _row_of(state, chosen, name, role)
         rule = chosen if isinstance(chosen, Delayed) else Delayed()
-        return replace(tensor, rule=rule, fmt=table.fmt, slot=slot)
+        return replace(tensor, rule=rule, fmt=slot.table.fmt, slot=slot)
     if chosen.has_operands():
         return tensor
     return replace(tensor, rule=CastRule(chosen, tensor))

@@ -167,22 +167,12 @@ class Linear(nn.Module):
         self.quantizer = self._new_quantizer()
         self.weight_form = weight_form(self.weight, self.quantizer, is_gathered=self._is_gathered)
 
-    def rows_of(self, number: int) -> Rows | None:
-        """Return the places of the microbatch's `number` tokens on this rank, for `forward`.
-
-        They are for a caller that gives the linear some of these tokens, in any order: it takes
-        theirs (`Rows.take`). None says that no cast of the linear draws.
-        """
-        if self.quantizer is None:
-            return None
-        return self.quantizer.rows_of(number, self.comm.token_order("input"), self.weight.device)
-
     def forward(self, input: torch.Tensor, rows: Rows | None = None) -> torch.Tensor:
         """Return the output, [B, ..., I] -> [B, ..., O], in the input's dtype.
 
         Where `comm` gathers tokens or scatters them, the first dim is that many times longer or
         shorter. `rows` are the places of the input's rows, by which stochastic rounding draws, so
-        that a token draws alike wherever its row is; None stands for `rows_of` all of them. There
+        that a token draws alike wherever its row is; None stands for those of all tokens. There
         may be no row: the weight is cast all the same, and its gradient is zero.
         """
         flat_TI = input.flatten(0, -2)

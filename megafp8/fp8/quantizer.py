@@ -30,7 +30,6 @@ from megafp8.fp8.fused import Make, Produced
 from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipe import Recipe
-from megafp8.specs.recipes import find_recipe
 from megafp8.specs.traits import TENSOR, GemmName, Scales
 from megafp8.specs.traits import Role as Role
 
@@ -164,8 +163,8 @@ class LinearQuantizer:
 
     def rows_of(self, number: int, order: TokenOrder, device: torch.device) -> Rows | None:
         """Return the places of this rank's tokens as `Draws.rows_of`, or None if no cast draws."""
-        traits = find_recipe(self.state.recipe.precision_of(self.name)).traits
-        return self.state.draws.rows_of(number, order, device) if traits.is_random else None
+        draws = self.state.recipe.draws_in([self.name])
+        return self.state.draws.rows_of(number, order, device) if draws else None
 
     def operands(
         self,

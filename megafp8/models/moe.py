@@ -2,20 +2,22 @@
 
 A token's row is computed by each of its experts, and no expert drops a token. The rows are sorted
 by expert, then by token. So recipes, master weights, checkpoints and reports know an expert's
-linear by its name, as any other one.
+linear by its name, as any other one. An `Exchange` brings rows to experts of other ranks.
 """
 
 # B sequences  S tokens of one  T tokens  K experts of a token  R rows (T x K)  D model width
+# N rows of this rank's experts, or of one of them
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from megafp8.models.parts import Parts, activation
-from megafp8.specs.layer import Mlp
+from megafp8.specs.layer import LayerLinear, Mlp
 
 
 class MoE(nn.Module):
@@ -26,13 +28,20 @@ class MoE(nn.Module):
 
     def __init__(self, parts: Parts, name: str, experts: Mlp, shared: nn.Module | None) -> None:
         super().__init__()
-        numbers = range(experts.fc1.experts)
         self.dtype, self.of_experts = parts.dtype, parts.of_experts
+        self.exchange, self.own = parts.exchange, parts.exchange.own(experts.fc1.experts)
+        self.places_of = partial(parts.places_of, [*experts.fc1.names, *experts.fc2.names])
         self.router = parts.router(f"{name}.router")
         self.shared = shared
-        self.fc1 = nn.ModuleList(parts.linear(experts.fc1.one(index)) for index in numbers)
-        self.fc2 = nn.ModuleList(parts.linear(experts.fc2.one(index)) for index in numbers)
+        self.fc1, self.fc2 = (self._each(parts, linear) for linear in experts)
         self.activation = activation(parts.spec.activation)
+
+    def _each(self, parts: Parts, linear: LayerLinear) -> nn.ModuleList:
+        """Return a linear of every expert, by its number; what stands for other ranks' is empty."""
+        return nn.ModuleList(
+            (parts.linear if index in self.own else parts.linear_elsewhere)(linear.one(index))
+            for index in range(linear.experts)
+        )
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, [B, S, D] -> [B, S, D] in the dtype of the linears."""
@@ -47,23 +56,19 @@ class MoE(nn.Module):
         rows_RD = _ToExperts.apply(x_TD, token_R, place_TK)  # type: ignore[no-untyped-call]
         weights_R1 = _InOrder.apply(weights_TK, order_R, place_TK)[:, None]  # type: ignore[no-untyped-call]
         # What comes between two linears is computed for the rows of all experts at once.
-        where = (_sizes(counts_E, len(order_R)), token_R, len(x_TD))
-        inner_RF = self.activation(self.of_experts(self.fc1, rows_RD, *where))
-        weighted_RF = (inner_RF * weights_R1).to(self.dtype)
-        out_RD = self.of_experts(self.fc2, weighted_RF, *where)
+        route = self.exchange.route(counts_E, len(order_R))
+        places = self.places_of(token_R, len(x_TD))
+        rows_ND, weights_N1, places = route.to_experts(rows_RD, weights_R1, places)
+        fc1, fc2 = ([each[index] for index in self.own] for each in (self.fc1, self.fc2))
+        inner_NF = self.activation(self.of_experts(fc1, rows_ND, route.sizes, places))
+        weighted_NF = (inner_NF * weights_N1).to(self.dtype)
+        out_ND = self.of_experts(fc2, weighted_NF, route.sizes, places)
+        out_RD = route.to_tokens(out_ND)
         out_TD = _ToTokens.apply(out_RD, token_R, place_TK)  # type: ignore[no-untyped-call]
         out_BSD: torch.Tensor = out_TD.view_as(x_BSD)
         if self.shared is not None:
             out_BSD = out_BSD + self.shared(x_BSD)
         return self.router.add_losses(logits_TE, out_BSD)
-
-
-def _sizes(counts_E: torch.Tensor, num_rows: int) -> list[int]:
-    """Return the rows of each expert; without values, on meta, as many for each as can be."""
-    if counts_E.is_meta:
-        share, more = divmod(num_rows, len(counts_E))
-        return [share + (index < more) for index in range(len(counts_E))]
-    return counts_E.tolist()
 
 
 def _sum_of_tokens(rows_RD: torch.Tensor, place_TK: torch.Tensor) -> torch.Tensor:

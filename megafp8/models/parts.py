@@ -9,7 +9,7 @@ reference that tests compare the others with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,12 +20,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8_numerics import bf16
+from fp8_numerics.philox import Rows
 from megafp8.models.added_loss import AddedLosses
 from megafp8.models.attention import AttentionCore, HeadNorms, SplitHeads
 from megafp8.models.init import constant, normal, parameter
 from megafp8.models.loss import HeadLoss
 from megafp8.models.random import RandomStreams
-from megafp8.models.router import Router, Sharing, router_losses
+from megafp8.models.router import Exchange, Router, Sharing, router_losses
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.model import GATED, Activation
@@ -57,11 +58,13 @@ class Parts:
         self.spec, self.dtype, self.seed, self.streams = spec, dtype, seed, streams
         self.listed = parameters_of(spec)
         self.num_parts, self.part = 1, 0  # tensor-parallel ranks, and which of them this one is
+        self.num_expert_parts = 1  # ranks that divide the experts
         self.whole_dtype = dtype  # the dtype of embeddings and norms
         self.residual_dtype = dtype
         self.make_core: Callable[..., AttentionCore] = AttentionCore
         self.num_sharing = 1  # ranks that have parts of the same sequences in attention
         self.sharing = Sharing()  # those that have parts of the residual stream's tokens
+        self.exchange = Exchange()  # with the ranks that divide the experts
         self.split_heads: SplitHeads | None = None  # a faster way than the core's own
         self.added_losses: AddedLosses | None = None  # of the whole model; None without any
         self.routers: list[Router] = []  # of the layers that are made
@@ -88,11 +91,11 @@ class Parts:
         FP64. A `replica` above 0 is a copy in another pipeline stage.
         """
         listed = self.listed[name]
-        std, size = listed.std, self.num_parts
+        std, size, ep = listed.std, self.num_parts, self.num_expert_parts
         dtype = self.whole_dtype if listed.linear is None else self.dtype
         return parameter(
             listed.local_shape(size),
-            listed.pieces(size, self.part, replica),
+            listed.pieces(size, self.part, replica, ep=ep),
             constant(listed.value) if std is None else normal(std, self.seed),
             torch.promote_types(dtype, torch.float32) if listed.in_fp32 else dtype,
         )
@@ -117,21 +120,33 @@ class Parts:
         """Return one linear of a layer: [B, S, in] -> [B, S, out]."""
         return PlainLinear(self, linear)
 
+    def linear_elsewhere(self, linear: LayerLinear) -> nn.Module:
+        """Return what stands here for the linear of an expert that another rank has."""
+        return nn.Module()
+
     def of_experts(
         self,
-        linears: nn.ModuleList,
-        x_RI: torch.Tensor,
-        sizes: list[int],
-        token_R: torch.Tensor,
-        num_tokens: int,
+        linears: Sequence[nn.Module],
+        x_NI: torch.Tensor,
+        sizes: Sequence[int],
+        places: Rows | None,
     ) -> torch.Tensor:
-        """Return each expert's linear of its rows, of which there may be none: [R, I] -> [R, O].
+        """Return each expert's linear of its rows, of which there may be none: [N, I] -> [N, O].
 
-        An expert has `sizes` of the rows, one after another. A row is of a token among
-        `num_tokens`: random draws follow the tokens and not their rows.
+        An expert has `sizes` of the rows, one after another. Random draws follow the `places` of
+        their tokens and not the rows.
         """
-        rows = zip(linears, x_RI.split(sizes), strict=True)
-        return torch.cat([linear(x_NI) for linear, x_NI in rows])
+        rows = zip(linears, x_NI.split(list(sizes)), strict=True)
+        return torch.cat([linear(x) for linear, x in rows])
+
+    def places_of(
+        self, linears: Sequence[str], tokens_R: torch.Tensor, num_tokens: int
+    ) -> Rows | None:
+        """Return the places of the rows of `tokens_R`, which are some of a microbatch's tokens.
+
+        None says that no cast of the `linears` draws, on whichever rank they are.
+        """
+        return None
 
     def router(self, name: str) -> Router:
         """Return the router `name` of a layer with experts."""

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8_numerics.philox import Rows
 from megafp8.models.added_loss import AddedLoss, AddedLosses
 from megafp8.specs.moe import MoESpec
 
@@ -120,6 +121,46 @@ def router_losses(moe: MoESpec) -> Iterable[AddedLoss]:
     layers, has_balance = sum(moe.layers), moe.router_loss != "none"
     weights = {moe.router_loss: moe.router_loss_coeff * has_balance, Z_LOSS: moe.z_loss_coeff}
     return [AddedLoss(name, weight, layers) for name, weight in weights.items() if weight * layers]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Says how many rows each of this rank's experts gets in a pass, and brings them there.
+
+    This one is a rank that has all experts: rows stay where they are.
+    """
+
+    sizes: list[int]
+
+    def to_experts(
+        self, rows_RD: torch.Tensor, weights_R1: torch.Tensor, places: Rows | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
+        """Return the rows of this rank's experts, by expert, with their weights and places."""
+        return rows_RD, weights_R1, places
+
+    def to_tokens(self, rows_ND: torch.Tensor) -> torch.Tensor:
+        """Return rows where they came from, in the order in which `to_experts` was given them."""
+        return rows_ND
+
+
+class Exchange:
+    """Says which experts this rank has: all of them, if no others divide these with it."""
+
+    def own(self, num_experts: int) -> range:
+        """Return the experts of this rank."""
+        return range(num_experts)
+
+    def route(self, counts_E: torch.Tensor, num_rows: int) -> Route:
+        """Return what brings this rank's `num_rows` rows, of each expert `counts_E`, to experts."""
+        return Route(_sizes(counts_E, num_rows))
+
+
+def _sizes(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+    """Return the rows of each expert; without values, on meta, as many for each as can be."""
+    if counts_E.is_meta:
+        share, more = divmod(num_rows, len(counts_E))
+        return [share + (index < more) for index in range(len(counts_E))]
+    return counts_E.tolist()
 
 
 class Router(nn.Module):

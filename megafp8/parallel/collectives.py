@@ -156,6 +156,24 @@ class Axis:
         )
         return Pending(received, (work,), sent=tensor)
 
+    def exchange_rows(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Send the next `sent[rank]` rows to each rank; return what all have sent to this one.
+
+        The result has the `received[rank]` rows of each rank in the order of ranks. Any of these
+        numbers may be 0, and they may differ between ranks: [sum(sent), ...] -> [sum(received),
+        ...].
+        """
+        if self.size == 1:
+            return rows
+        self.traffic.add(self.name, "all_to_all", rows)
+        result = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(
+            result, rows.contiguous(), list(received), list(sent), group=self.group
+        )
+        return result
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         """Copy the tensor of rank `source` of this axis to all its ranks, in place; return it."""
         if self.size > 1:

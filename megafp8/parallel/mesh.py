@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -46,6 +46,8 @@ class Mesh:
     pp      the stages of one pipeline, in order
     data    dp x cp: the ranks whose gradients of the same weights are summed
     stage   tp x cp x dp: all ranks of this rank's pipeline stage, which hold the same layers
+    ep      the ranks that divide the experts: so many consecutive ones of a stage
+    edp     those of a stage that have the same experts
     amax    the ranks over which amaxes are reduced: `stage`, or tp x cp alone
     ends    the first and the last rank of this pipeline; size 1 for the ranks between
     """
@@ -58,6 +60,8 @@ class Mesh:
     pp: Axis
     data: Axis
     stage: Axis
+    ep: Axis
+    edp: Axis
     amax: Axis
     ends: Axis
     traffic: Traffic
@@ -73,13 +77,14 @@ class Mesh:
         return self.world.rank == 0
 
     def with_experts(self) -> Mesh:
-        """Return the mesh of a model with experts, which every rank of a stage has whole.
+        """Return the mesh of a model with experts, each of which is whole on its ranks.
 
-        Without tensor parallelism their replicas are those of all parameters.
+        Every rank of a stage has all of them, or `ep` ranks have equally many each. With neither
+        tensor nor expert parallelism their replicas are those of all parameters.
         """
-        if self.tp.size == 1:
+        if self.tp.size == self.ep.size == 1:
             return self
-        return replace(self, groups={EXPERTS: Replicas(self.stage, Axis("parts"))})
+        return replace(self, groups={EXPERTS: Replicas(self.edp, self.ep)})
 
     def replicas_of(self, group: str) -> Replicas:
         """Return how the ranks hold the parameters of a group."""
@@ -107,6 +112,19 @@ def groups_along(sizes: Mapping[str, int], axes: Collection[str]) -> list[list[i
             rank = rank * sizes[axis] + at[axis]
         groups.setdefault(tuple(at[axis] for axis in AXES if axis not in axes), []).append(rank)
     return [sorted(group) for group in groups.values()]
+
+
+def expert_groups(
+    stages: Sequence[Sequence[int]], ep: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the ranks that divide the experts, and those that have the same ones.
+
+    `stages` are the ranks of each pipeline stage. As in Megatron-core `ep` consecutive ones of them
+    divide the experts: the place of a rank in its stage modulo `ep` says which experts it has.
+    """
+    starts = [(stage, start) for stage in stages for start in range(0, len(stage), ep)]
+    divide = [list(stage[start : start + ep]) for stage, start in starts]
+    return divide, [list(stage[place::ep]) for stage in stages for place in range(ep)]
 
 
 def single_rank(device: torch.device | None = None) -> Mesh:
@@ -154,11 +172,15 @@ def leave() -> None:
 
 def _mesh_of(spec: ParallelSpec, device: torch.device) -> Mesh:
     sizes = {"tp": spec.tp, "cp": spec.cp, "dp": spec.dp, "pp": spec.pp}
-    return _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red)
+    return _mesh(device, sizes, dist.get_rank(), spec.tp_only_amax_red, spec.ep)
 
 
 def _mesh(
-    device: torch.device, sizes: Mapping[str, int], rank: int, tp_only_amax_red: bool = False
+    device: torch.device,
+    sizes: Mapping[str, int],
+    rank: int,
+    tp_only_amax_red: bool = False,
+    ep: int = 1,
 ) -> Mesh:
     """Return this rank's mesh; every rank creates all groups, in the same order."""
     traffic = Traffic()
@@ -177,6 +199,9 @@ def _mesh(
     axes = {name: axis(name, groups_along(sizes, span)) for name, span in spans.items()}
     if sizes["cp"] == 1:
         axes["data"] = axes["dp"]
+    stages = groups_along(sizes, spans["stage"])
+    for name, groups in zip(("ep", "edp"), expert_groups(stages, ep), strict=True):
+        axes[name] = axis(name, groups)
     ends = [sorted({group[0], group[-1]}) for group in groups_along(sizes, ("pp",))]
     world_size = len(groups_along(sizes, AXES)[0])
     world = Axis("world", world_size, rank, dist.group.WORLD if world_size > 1 else None, traffic)

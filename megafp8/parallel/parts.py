@@ -16,8 +16,9 @@ from fp8_numerics.dtypes import DTYPE_NAMES
 from fp8_numerics.formats import FORMATS
 from fp8_numerics.gemm import GemmCounter, gemm
 from fp8_numerics.kernels.triton_launch import runs_triton
-from megafp8.fp8.build import linear_quantizer
-from megafp8.fp8.draws import Part, columns_of
+from fp8_numerics.philox import Rows
+from megafp8.fp8.build import linear_quantizer, reserve_rows
+from megafp8.fp8.draws import Part, TokenOrder, columns_of
 from megafp8.fp8.grad_sink import GradSink, GradSum, look_up
 from megafp8.fp8.heads import Heads, split_heads
 from megafp8.fp8.linear import Linear, LinearComm, linears_of_rows
@@ -32,6 +33,7 @@ from megafp8.models.random import RandomStreams
 from megafp8.models.router import Sharing
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.context import RingAttentionCore
+from megafp8.parallel.experts import AllToAll
 from megafp8.parallel.sequence import (
     OwnTokens,
     SequenceColumnParallel,
@@ -69,6 +71,7 @@ class PartsArgs:
     sequence_parallel: bool = False
     gathers_weights: bool = False
     cp: Axis | None = None
+    ep: Axis | None = None
 
 
 class NativeParts(Parts):
@@ -100,6 +103,8 @@ class NativeParts(Parts):
         axes = [parts_args.tp] if self.sequence_parallel else []
         axes += [] if parts_args.cp is None else [parts_args.cp]
         self.sharing = Sharing(prod(axis.size for axis in axes), partial(_sum_over, axes))
+        if parts_args.ep is not None and parts_args.ep.size > 1:
+            self.exchange, self.num_expert_parts = AllToAll(parts_args.ep), parts_args.ep.size
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
         """Return the embeddings of `tokens_BS`; with sequence parallelism [B, S/tp, D]."""
@@ -126,6 +131,8 @@ class NativeParts(Parts):
         made = self._linear(linear.name, weight, bias, comm)
         assert listed.linear is not None
         made.visits = listed.linear.visits / (self.tp.size if is_whole else 1)
+        if listed.linear.is_expert:  # it has the tokens of all ranks that divide the experts
+            made.visits *= self.num_expert_parts
         return made
 
     def _linear(
@@ -154,21 +161,35 @@ class NativeParts(Parts):
             new_quantizer=new_quantizer,
         )
 
+    def linear_elsewhere(self, linear: LayerLinear) -> nn.Module:
+        """Return what keeps the rows in the scale tables of an expert's linear; see `Parts`."""
+        return LinearElsewhere(linear.name, self.scaling)
+
     def of_experts(
         self,
-        linears: nn.ModuleList,
-        x_RI: torch.Tensor,
-        sizes: list[int],
-        token_R: torch.Tensor,
-        num_tokens: int,
+        linears: Sequence[nn.Module],
+        x_NI: torch.Tensor,
+        sizes: Sequence[int],
+        places: Rows | None,
     ) -> torch.Tensor:
         """Return each expert's linear of its rows; see `Parts`."""
+        rows: list[Rows | None] = [None] * len(sizes)
+        if places is not None:
+            parts = (each.split(list(sizes)) for each in places)
+            rows = [Rows(*each) for each in zip(*parts, strict=True)]
         own = [linear for linear in linears if isinstance(linear, Linear)]
-        rows = [
-            None if (all_rows := linear.rows_of(num_tokens)) is None else all_rows.take(tokens_N)
-            for linear, tokens_N in zip(own, token_R.split(sizes), strict=True)
-        ]
-        return linears_of_rows(own, x_RI, sizes, rows)
+        return linears_of_rows(own, x_NI, sizes, rows)
+
+    def places_of(
+        self, linears: Sequence[str], tokens_R: torch.Tensor, num_tokens: int
+    ) -> Rows | None:
+        """Return the places of some rows if a cast of the `linears` draws; see `Parts`."""
+        if self.scaling is None or not self.scaling.recipe.draws_in(linears):
+            return None
+        order = TokenOrder()
+        if self.sequence_parallel:
+            order = TokenOrder("own", self.tp.rank, self.tp.size)
+        return self.scaling.draws.rows_of(num_tokens, order, tokens_R.device).take(tokens_R)
 
     def recompute_contexts(
         self,
@@ -241,6 +262,23 @@ class NativeParts(Parts):
         """Count `flops` of a router's products."""
         dtype = torch.promote_types(self.dtype, torch.float32)
         self.counter.add(DTYPE_NAMES[dtype], "router", flops)
+
+
+class LinearElsewhere(nn.Module):
+    """Stands for the linear of an expert that another rank has.
+
+    All ranks of a stage reduce their scale tables by place, so this one has the linear's rows too.
+    """
+
+    def __init__(self, name: str, scaling: ScalingState | None) -> None:
+        super().__init__()
+        self.name, self.scaling = name, scaling
+        self.take_recipe()
+
+    def take_recipe(self) -> None:
+        """Register the rows of the present recipe."""
+        if self.scaling is not None:
+            reserve_rows(self.scaling, self.name)
 
 
 def _sum_over(axes: Sequence[Axis], x: torch.Tensor) -> torch.Tensor:

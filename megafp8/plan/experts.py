@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megafp8.plan.memory import all_ranks
-from megafp8.plan.shape import expert_ranks, layer_shapes, microbatch_tokens
+from megafp8.plan.shape import layer_shapes, microbatch_tokens
 from megafp8.specs import RunSpec
 
 UNEVEN = 2
@@ -29,7 +29,7 @@ class ExpertRows:
 
 def expert_rows(spec: RunSpec) -> ExpertRows | None:
     """Return what a plan says of experts; None for a model without any."""
-    moe, ranks = spec.model.moe, expert_ranks(spec)
+    moe, ranks = spec.model.moe, spec.parallel.ep
     linears = [x for shape in layer_shapes(spec) for x in shape.experts.linears]
     if moe is None or not linears:
         return None

@@ -196,7 +196,12 @@ def _held_bytes(
     spec: RunSpec, shape: RankShape, groups: Sequence[Group], replica: int
 ) -> HeldBytes:
     recipe = spec.precision.fp8
-    delayed = sum(linear.whole.experts for linear in shape.linears if linear.has_history)
+    ep = spec.parallel.ep  # a table has the rows of all experts
+    delayed = sum(
+        linear.whole.experts * (ep if linear.whole.is_expert else 1)
+        for linear in shape.linears
+        if linear.has_history
+    )
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if not groups:

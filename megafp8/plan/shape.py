@@ -184,14 +184,9 @@ def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
 
 
-def expert_ranks(spec: RunSpec) -> int:
-    """Return how many ranks divide the experts of a layer; the first of them is planned."""
-    return getattr(spec.parallel, "ep", 1)
-
-
 def layer_shapes(spec: RunSpec) -> tuple[LayerShape, ...]:
     """Return the linears of each layer of the whole model, as one rank holds them."""
-    return _layer_shapes(spec.model, spec.precision, spec.parallel.tp, expert_ranks(spec))
+    return _layer_shapes(spec.model, spec.precision, spec.parallel.tp, spec.parallel.ep)
 
 
 @lru_cache(maxsize=16)
@@ -240,7 +235,7 @@ def _shapes_of(
 
 def kinds_of_layers(spec: RunSpec) -> tuple[int, ...]:
     """Return, for each layer of a model, the first layer whose products are those of this one."""
-    return _kinds(spec.model, spec.precision, spec.parallel.tp, expert_ranks(spec))
+    return _kinds(spec.model, spec.precision, spec.parallel.tp, spec.parallel.ep)
 
 
 @lru_cache(maxsize=16)
@@ -362,10 +357,10 @@ def shard_ranks(spec: RunSpec) -> int:
 def ranks_with(spec: RunSpec, param: Parameter) -> int:
     """Return how many ranks have a parameter as one rank holds it.
 
-    All ranks of a pipeline stage have the same experts, of which `expert_ranks` have parts.
+    All ranks of a pipeline stage have the same experts, of which `ep` ranks have parts.
     """
     replicas = shard_ranks(spec)
-    return replicas * spec.parallel.tp // expert_ranks(spec) if param.is_of_expert else replicas
+    return replicas * spec.parallel.tp // spec.parallel.ep if param.is_of_expert else replicas
 
 
 def layers_with_recomputation(
@@ -419,7 +414,7 @@ class Group(NamedTuple):
 
 def groups_of(spec: RunSpec, params: Sequence[Parameter]) -> list[Group]:
     """Return the dense parameters, and experts where other ranks have these than those."""
-    tp, ep, replicas = spec.parallel.tp, expert_ranks(spec), shard_ranks(spec)
+    tp, ep, replicas = spec.parallel.tp, spec.parallel.ep, shard_ranks(spec)
     dense, experts = list[Parameter](), list[Parameter]()
     for param in params:
         (experts if param.is_of_expert and tp * ep > 1 else dense).append(param)

@@ -20,7 +20,6 @@ from megafp8.plan.shape import (
     Parameter,
     RankShape,
     compute_itemsize,
-    expert_ranks,
     groups_of,
     layers_with_recomputation,
     microbatch_tokens,
@@ -244,7 +243,7 @@ def _experts(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
 
     Ranks that share sequences add up the counts of a balance loss, for one sequence or for each.
     """
-    moe, parallel, ranks = spec.model.moe, spec.parallel, expert_ranks(spec)
+    moe, parallel, ranks = spec.model.moe, spec.parallel, spec.parallel.ep
     number = sum(num_experts(spec.model, layer) > 0 for layer in shape.layers)
     if moe is None or not number:
         return

@@ -10,7 +10,7 @@ Sizes = tuple[int, ...]
 DENSE = "dense"
 """The group of replicas of all parameters whose piece names no other."""
 EXPERTS = "experts"
-"""The group of parameters that tensor-parallel ranks have whole, each for tokens of its own."""
+"""The group of experts, whose ranks and their tokens are others than those of a dense linear."""
 
 
 @dataclass(frozen=True)

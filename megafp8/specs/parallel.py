@@ -77,7 +77,7 @@ class FsdpSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """Hold the sizes of the mesh axes; `world_size` is their product."""
+    """Hold the sizes of the mesh axes; `world_size` is the product of all but `ep`."""
 
     num_nodes: int = 1
     devices_per_node: int = 1
@@ -85,6 +85,7 @@ class ParallelSpec:
     sequence_parallel: bool = False  # whether tp ranks shard the sequence between their linears
     cp: int = 1  # context-parallel ranks
     pp: int = 1  # pipeline-parallel ranks
+    ep: int = 1  # ranks of a stage that divide its experts; they are among those of tp, cp and dp
     accelerator: str = "cpu"  # "cpu" or "gpu", never "auto", which is resolved before
     pipeline: PipelineSpec = PipelineSpec()
     tp_only_amax_red: bool = False  # whether amaxes are reduced over tp x cp, and not over dp

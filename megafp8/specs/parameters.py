@@ -43,26 +43,30 @@ class ParameterSpec:
         shapes = [self.part(shape, tp) for _, shape in self.tensors]
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def pieces(self, tp: int, rank: int, replica: int = 0) -> tuple[Piece, ...]:
-        """Return which parts of its tensors rank `rank` of `tp` ranks holds; see `Piece`."""
+    def pieces(self, tp: int, rank: int, replica: int = 0, *, ep: int = 1) -> tuple[Piece, ...]:
+        """Return which parts of its tensors rank `rank` of `tp` ranks holds; see `Piece`.
+
+        `ep` ranks divide the experts, and this one has the parameter.
+        """
         pieces, begin = [], 0
         for name, shape in self.tensors:
             part = self.part(shape, tp)
             offset = tuple(rank * size * (dim == self.divided) for dim, size in enumerate(part))
             local = (slice(begin, begin + part[0]), *(slice(0, size) for size in part[1:]))
             begin += part[0]
-            group = self.group(tp)
+            group = self.group(tp, ep)
             pieces.append(Piece(name, shape, offset, local, replica, self.is_of_heads, group))
         return tuple(pieces)
 
-    def group(self, tp: int) -> str:
-        """Return the group of replicas that it belongs to where `tp` ranks divide matrices.
+    def group(self, tp: int, ep: int = 1) -> str:
+        """Return the group of replicas that it belongs to.
 
-        Such a rank has whole experts, and other tokens for them than its neighbours. Without them
-        the replicas of experts are those of all parameters.
+        Where `tp` ranks divide matrices, each has whole experts, and other tokens for them than its
+        neighbours; where `ep` ranks divide the experts, each has some of them. With neither the
+        replicas of experts are those of all parameters.
         """
         is_expert = self.linear is not None and self.linear.is_expert
-        return EXPERTS if is_expert and tp > 1 else DENSE
+        return EXPERTS if is_expert and (tp > 1 or ep > 1) else DENSE
 
     def part(self, shape: Sizes, tp: int) -> Sizes:
         """Return the shape of a rank's part of a logical tensor."""

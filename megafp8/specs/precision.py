@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple, cast, get_args
@@ -108,6 +109,11 @@ class Fp8Recipe:
         """Return the recipe under which the linear of this name runs."""
         rule = self.rule_of(linear)
         return self.name if rule is None else rule.precision
+
+    def draws_in(self, linears: Iterable[str]) -> bool:
+        """Whether casts of one of the linears of these names draw random numbers."""
+        random = {name for name in self.names if find_recipe(name).traits.is_random}
+        return bool(random) and any(self.precision_of(name) in random for name in linears)
 
     def kept_high(self, precision: ModulePrecision, linear: str = "") -> frozenset[GemmName]:
         """Return the products that linears under this recipe or another do not run in FP8.

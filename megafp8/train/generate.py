@@ -54,6 +54,8 @@ def sample(
             copies = round_to // math.gcd(len(padded), round_to)
             batch = torch.tensor([padded] * copies, device=state.mesh.device)
             logits_V = whole_logits(state.model, batch, cp)[0, len(context) - 1, :vocab_size]
+            # Ranks that exchange rows must all continue or all stop: they take one rank's logits.
+            logits_V = state.mesh.ep.broadcast(logits_V.contiguous(), source=0)
             probs_V = torch.softmax(logits_V.cpu() / temperature, dim=-1)
             if not torch.isfinite(probs_V).all():  # nor are the logits
                 break

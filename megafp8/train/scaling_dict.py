@@ -25,6 +25,8 @@ from megafp8.config.schema import all_keys
 from megafp8.config.values import SIZES, model_ranks, world_size
 from megafp8.errors import CheckpointError
 from megafp8.fp8.scaling import ScalingState
+from megafp8.specs.layer import model_linears
+from megafp8.specs.traits import ROLES
 from megafp8.train.state import TrainState
 
 SCALING_LAYOUT = "scaling_layout"
@@ -63,13 +65,20 @@ def _saved_layout(meta: Mapping[str, Any]) -> dict[str, int] | None:
 def scaling_placements(state: TrainState) -> Iterator[Placement]:
     """Yield the placements of FP8 scales and histories.
 
-    They are the same on all ranks if amaxes are reduced; otherwise each rank has a shard.
+    They are the same on all ranks if amaxes are reduced; otherwise each rank has a shard. But a
+    weight's amax that is staged for the next update is known where the weight is: the first rank
+    that has an expert saves the rows of its tensors.
     """
     assert isinstance(state.scaling, ScalingState)
     stage, is_synchronized = state.mesh.stage, _is_synchronized(state)
+    of_experts = _tensors_of_experts(state) if state.mesh.ep.size > 1 else frozenset()
     for name, row in _scaling_rows(state.scaling):
         if is_synchronized:
-            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(stage.rank > 0))
+            is_saved, tensor = stage.rank == 0, name.rpartition("/")[2]
+            if tensor in of_experts:
+                is_here = not any(tensor in t.elsewhere for t in state.scaling.tables.values())
+                is_saved = state.mesh.edp.rank == 0 and is_here
+            yield Placement(name, tuple(row.shape), (0,) * row.dim(), row, int(not is_saved))
         else:
             shape, offset = (stage.size, *row.shape), (stage.rank, *(0,) * row.dim())
             yield Placement(f"{name}{_SHARDS}", shape, offset, row[None])
@@ -80,6 +89,12 @@ def _scaling_rows(scaling: ScalingState) -> Iterator[tuple[str, torch.Tensor]]:
         for field, tensor in table.tensors().items():
             for name, row in zip(table.names, tensor.unbind(0), strict=True):
                 yield f"scaling/{direction}/{field}/{name}", row
+
+
+def _tensors_of_experts(state: TrainState) -> frozenset[str]:
+    """Return the names of the tensors of all experts' linears."""
+    linears = (linear for linear in model_linears(state.model.spec) if linear.is_expert)
+    return frozenset(f"{name}.{role}" for x in linears for name in x.names for role in ROLES)
 
 
 def _is_synchronized(state: TrainState) -> bool:

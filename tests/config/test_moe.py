@@ -46,6 +46,8 @@ def test_defaults_are_those_of_megatron() -> None:
     )  # fmt: skip
 
 
+EP_2, EP_4 = "model.expert_model_parallel_size=2", "model.expert_model_parallel_size=4"
+SMALL = ("model.global_batch_size=24", "model.micro_batch_size=1")  # of 3, 4 or 8 ranks
 SIGMOID = "model.moe_router_score_function=sigmoid"
 BIAS = "model.moe_router_enable_expert_bias=True"
 FIELDS: dict[str, tuple[tuple[str, ...], str, Any]] = {
@@ -255,6 +257,17 @@ REFUSED: list[tuple[tuple[str, ...], str, str, str]] = [
     (("model.ffn_dropout=0.1",), "ffn_dropout", "no dropout", "model.ffn_dropout=0"),
     (("model.optim.name=muon",), "optim.name", "Muon", "adamw"),
     (("model.optim.exp_avg_dtype=fp16",), "optim.fp8_opt_level", "FP8-LM", "Leave"),
+    ((EP_2, "trainer.devices=3", *SMALL), "expert_model_parallel_size",
+     "3 ranks of a pipeline stage", "Sizes that fit: 1"),
+    ((EP_4, "trainer.devices=8", "model.pipeline_model_parallel_size=4", *SMALL),
+     "expert_model_parallel_size", "2 ranks of a pipeline stage", "Sizes that fit: 1, 2"),
+    (("model.expert_model_parallel_size=8", "trainer.devices=8", *SMALL),
+     "expert_model_parallel_size", "does not divide model.num_moe_experts=4",
+     "Sizes that fit: 1, 2, 4"),
+    ((EP_2, "trainer.devices=4", *SMALL, *FP8, "model.tp_only_amax_red=True"), "tp_only_amax_red",
+     "would not learn", "model.expert_model_parallel_size=1"),
+    ((EP_2, "trainer.devices=4", *SMALL, *FP8, "model.reduce_amax=False"), "reduce_amax",
+     "would not learn", "model.expert_model_parallel_size=1"),
     (("model.compile=block",), "compile", "changes from step to step", "off"),
     (("model.fp8_backend=te", *FP8), "fp8_backend", "no experts", "native"),
 ]  # fmt: skip
@@ -302,9 +315,21 @@ def test_every_row_of_the_table_says_what_to_do_with_the_experts() -> None:
     assert all("leave model.num_moe_experts out" in row.hint for row in rows)
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name != "num_moe_experts"])
+@pytest.mark.parametrize(
+    "more", [(), ("model.tensor_model_parallel_size=2", "model.sequence_parallel=True")]
+)
+def test_experts_are_divided_over_ranks_of_a_stage(more: tuple[str, ...]) -> None:
+    layout = (EP_4, "trainer.devices=8", "model.pipeline_model_parallel_size=2", *more)
+    run, whole = run_spec(*EXPERTS, *SMALL, *layout), run_spec(*EXPERTS, *SMALL)
+    assert run.parallel.ep == 4 and run.parallel.tp * run.parallel.dp == 4
+    assert not setting_differences(whole.resolved, run.resolved), "a checkpoint loads in both"
+
+
+@pytest.mark.parametrize(
+    "name", [*(n for n in FIELDS if n != "num_moe_experts"), "expert_model_parallel_size"]
+)
 def test_a_key_of_experts_alone_has_no_effect_and_is_refused(name: str) -> None:
-    given, _, _ = FIELDS[name]
+    given = FIELDS[name][0] if name in FIELDS else (EP_2, "trainer.devices=2")
     found = load_problems(*given)
     assert f"model.{name}" in {problem.key for problem in found}
     for problem in found:
@@ -378,9 +403,9 @@ INERT = ["moe_grouped_gemm=True", "moe_permute_fusion=True", "moe_router_fusion=
          "moe_shared_expert_overlap=True", "overlap_moe_expert_parallel_comm=True",
          "moe_per_layer_logging=True", "moe_router_dtype=fp32", "moe_router_dtype=null",
          "moe_token_dispatcher_type=alltoall", "moe_token_dispatcher_type=allgather",
-         "expert_model_parallel_size=1", "expert_tensor_parallel_size=1",
-         "expert_tensor_parallel_size=null", "moe_expert_capacity_factor=-1.0",
-         "moe_token_drop_policy=position", "moe_input_jitter_eps=0.0"]  # fmt: skip
+         "expert_tensor_parallel_size=1", "expert_tensor_parallel_size=null",
+         "moe_expert_capacity_factor=-1.0", "moe_token_drop_policy=position",
+         "moe_input_jitter_eps=0.0"]  # fmt: skip
 
 
 @pytest.mark.parametrize("given", INERT)
@@ -398,7 +423,7 @@ def test_a_router_without_a_dtype_is_told_to_have_fp32() -> None:
 
 
 NOT_IN_THIS_VERSION = [
-    "moe_router_dtype=fp64", "moe_token_dispatcher_type=flex", "expert_model_parallel_size=2",
+    "moe_router_dtype=fp64", "moe_token_dispatcher_type=flex",
     "expert_tensor_parallel_size=2", "moe_expert_capacity_factor=1.25",
     "moe_pad_expert_input_to_capacity=True", "moe_input_jitter_eps=0.01",
     "moe_router_padding_for_quantization=True", "moe_router_padding_for_fp8=True",
@@ -470,7 +495,7 @@ def test_nemos_file_of_mixtral_is_loaded_as_it_is(tmp_path: Path) -> None:
     loaded = load_all([], config_dir=tmp_path, config_name="mixtral")
     named = "\n".join(loaded.inert_lines())
     for name in ("moe_grouped_gemm", "moe_permute_fusion", "moe_token_dispatcher_type",
-                 "moe_expert_capacity_factor", "expert_model_parallel_size"):  # fmt: skip
+                 "moe_expert_capacity_factor"):  # fmt: skip
         assert named.count(f"model.{name}=") == 1, name
 
 

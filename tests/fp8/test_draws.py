@@ -22,6 +22,7 @@ from megafp8.fp8.draws import WHOLE, Draw, Draws, Moment, Part, TokenOrder, Toke
 from megafp8.fp8.probe import values
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import register_recipe
 from tests.fp8.models import mlp
 from tests.fp8.quantized import quantized
@@ -388,8 +389,7 @@ def test_a_token_draws_alike_in_whichever_row_it_is(tokens: Tokens, recipe: str)
         layer = make(weight, None, settings_of(name))
         assert layer.state is not None
         layer.state.begin_microbatch(0, 1, tokens)
-        rows = layer.linear.rows_of(32)
-        assert rows is not None
+        rows = layer.state.draws.rows_of(32, TokenOrder(), torch.device("cpu"))
         in_order = slice(None) if order is None else order
         out = layer.linear(x[in_order], None if order is None else rows.take(order))
         layer.state.begin_microbatch(1, 1, Tokens((99,)))
@@ -416,10 +416,11 @@ def test_a_part_of_the_tokens_draws_what_the_whole_draws() -> None:
             assert torch.equal(draw(sizes), expected[some])
 
 
-def test_only_a_linear_that_draws_asks_for_places() -> None:
-    for name, draws in (("nvfp4", True), ("nvfp4-no_sr", False), ("delayed", False), (None, False)):
-        layer = make(torch.ones(16, 16), None, None if name is None else settings_of(name))
-        assert (layer.linear.rows_of(16) is not None) == draws
+def test_a_recipe_says_in_which_linears_it_draws() -> None:
+    for name, draws in (("nvfp4", True), ("nvfp4-no_sr", False), ("delayed", False)):
+        assert settings_of(name).draws_in(["a", "b"]) == draws
+        elsewhere = replace(settings_of("delayed"), modules=(ModuleRule("b", name),))
+        assert elsewhere.draws_in(["a", "b"]) == draws and not elsewhere.draws_in(["a"])
 
 
 def test_what_fills_a_rotated_tensor_draws_after_all_tokens() -> None:

@@ -74,7 +74,7 @@ def each_case(
     torch.set_num_threads(1)  # as ranks have: sums have the same order
     for name, case in cases.items():
         spec = replace(case.parallel, devices_per_node=rank.size // case.parallel.num_nodes)
-        sizes = (spec.tp, spec.cp, spec.pp, spec.num_nodes, spec.tp_only_amax_red)
+        sizes = (spec.tp, spec.cp, spec.pp, spec.ep, spec.num_nodes, spec.tp_only_amax_red)
         if sizes not in meshes:
             meshes[sizes] = join(spec)
         with planted(*case.faults, rank=rank.index):

@@ -48,13 +48,19 @@ EXPERTS = [
 ]
 
 
+DIVIDED = ["trainer.devices=2", "model.expert_model_parallel_size=2", *EXPERTS[3:]]
+"""The ranks meet when one is to get the other's tokens."""
+
+
 @pytest.mark.kill
 @pytest.mark.parametrize(
-    "layout", [TWO_STAGES, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["step", "experts"]
+    "layout",
+    [TWO_STAGES, *(pytest.param(each, marks=pytest.mark.slow) for each in (EXPERTS, DIVIDED))],
+    ids=["step", "experts", "divided experts"],
 )
 def test_a_rank_that_hangs_is_named_and_shown(place: Place, layout: list[str]) -> None:
     """Also one that hangs in a layer with experts, whose counts the other rank waits for."""
-    fault = ["in_rank", None, "hang", 1, 3, str(place.cwd / "hangs"), layout is EXPERTS]
+    fault = ["in_rank", None, "hang", 1, 3, str(place.cwd / "hangs"), layout is not TWO_STAGES]
     losses = ["model.moe_aux_loss_coeff=0.01"] if layout is EXPERTS else []
     done = place.run(*layout, *losses, "trainer.step_timeout=100", fault=fault)
     assert done.code == 4, done.output
@@ -76,8 +82,9 @@ KILLED = "(signal SIGKILL) on {host}; the other"
         (TWO_STAGES, ["fail", 3], FAILED),
         pytest.param(TWO_STAGES, ["killed", 3], KILLED, marks=pytest.mark.slow),
         pytest.param(EXPERTS, ["fail", 3, True], FAILED, marks=pytest.mark.slow),
+        pytest.param(DIVIDED, ["fail", 3, True], FAILED, marks=pytest.mark.slow),
     ],
-    ids=["fails", "killed", "fails in experts"],
+    ids=["fails", "killed", "fails in experts", "fails in divided experts"],
 )
 def test_when_a_rank_dies_all_end_and_it_is_named(
     place: Place, layout: list[str], fault: list[object], said: str

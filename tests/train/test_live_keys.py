@@ -320,6 +320,9 @@ EFFECTS: dict[str, Effect] = {
     "model.fsdp_grad_reduce_dtype": ShownBy(
         "tests/parallel/test_fsdp.py::test_gradients_summed_in_bf16"
     ),
+    "model.expert_model_parallel_size": ShownBy(
+        "tests/parallel/test_experts.py::test_bytes_of_a_step"
+    ),
     "model.tensor_model_parallel_size": ShownBy(
         "tests/parallel/test_tensor_parallel.py::test_each_rank_holds_half_of_the_linears"
     ),

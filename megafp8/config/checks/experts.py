@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,10 +11,19 @@ from megafp8.config.checks.precision import fp8_size
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, counted
 from megafp8.config.schema.experts import COEFF, LOSS, NUM_EXPERTS, SCORES
-from megafp8.config.values import MOST_EXPERTS, layers_with_experts, size_multiple
+from megafp8.config.values import (
+    MOST_EXPERTS,
+    SIZES,
+    WORLD,
+    layers_with_experts,
+    model_ranks,
+    size_multiple,
+    world_size,
+)
 
 rule = Rules()
 
+EP = "model.expert_model_parallel_size"
 TOP_K, FREQUENCY = "model.moe_router_topk", "model.moe_layer_freq"
 WIDTH, SHARED = "model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size"
 PRE_SOFTMAX, BIAS = "model.moe_router_pre_softmax", "model.moe_router_enable_expert_bias"
@@ -67,6 +77,23 @@ def _coefficient_of_a_loss(v: Values) -> Iterator[Finding]:
         yield Finding(
             COEFF, f"has no effect with {LOSS}=none", f"Use {LOSS}=aux_loss, or leave one out"
         )
+
+
+@rule(NUM_EXPERTS, EP, *SIZES, *WORLD)
+def _ranks_divide_the_experts(v: Values) -> Iterator[Finding]:
+    experts, ep, ranks = v[NUM_EXPERTS], v[EP], world_size(v)
+    if experts is None or ep == 1 or ranks % model_ranks(v):
+        return  # another rule reports ranks that the other sizes do not divide
+    stage = ranks // v["model.pipeline_model_parallel_size"]
+    if stage % ep == 0 and experts % ep == 0:
+        return
+    fits = [
+        size for size in range(1, min(stage, experts) + 1) if math.gcd(stage, experts) % size == 0
+    ]
+    reason = f"does not divide {NUM_EXPERTS}={experts}"
+    if stage % ep:
+        reason = f"does not divide the {counted(stage, 'rank')} of a pipeline stage"
+    yield Finding(EP, reason, f"Sizes that fit: {', '.join(map(str, fits))}")
 
 
 @rule(*FP8, NUM_EXPERTS, WIDTH)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megafp8.config.keys import (
     MAX_EXPERTS,
+    MAX_RANKS,
     MAX_WIDTH,
     Need,
     Valid,
@@ -139,6 +140,17 @@ class Experts:
         "(arXiv 2202.08906). `null` or 0: no such loss.",
         valid=or_null(at_least(0)),
         spelling=lambda value: value or None,
+    )
+    expert_model_parallel_size: int = key(
+        1,
+        "Number of ranks that divide the experts of a layer. They are consecutive ones of a "
+        "pipeline stage, among those of data, tensor and context parallelism, and send each "
+        "token's row to the rank of its expert and back.",
+        nemo=1,
+        group="ranks",
+        needs=EXPERTS,
+        spec="parallel.ep",
+        valid=at_least(1, MAX_RANKS),
     )
     moe_shared_expert_intermediate_size: int | None = expert_key(
         None,

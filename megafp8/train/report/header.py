@@ -50,6 +50,7 @@ def describe_run(
     layout += " with sequence parallelism" if state.sequence_parallel else ""
     layout += _plain_tokens(present) if state.sequence_parallel else ""
     layout += f", context parallel {spec.parallel.cp}" if spec.parallel.cp > 1 else ""
+    layout += f", expert parallel {spec.parallel.ep}" if spec.parallel.ep > 1 else ""
     if spec.parallel.pp > 1:
         layout += f", pipeline parallel {spec.parallel.pp} ({spec.parallel.pipeline.schedule})"
     layout += sharing(spec, state.mesh.device.type)
