@@ -95,6 +95,38 @@ def test_a_preset_is_planned_with_its_own_vocabulary(
     assert f"vocabulary {whose} --vocab-size gives another)" in capsys.readouterr().out
 
 
+def test_a_model_with_experts_gets_a_plan_without_a_verdict(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its active parameters are those that the preset's test counts by hand."""
+    job = ["model=moe_tiny", "model.fp8=True", "model.fp8_recipe=mxfp8", "hardware=b200"]
+    assert main(job) == 0
+    out = capsys.readouterr().out
+    assert "17.1M parameters of which a token visits 14.7M" in out
+    assert (
+        "experts: 8 of width 128 in 4 of 4 layers, 2 of them for a token; an expert has 256 rows "
+        "of a microbatch in the mean; FP8 products have a multiple of 32 rows" in out
+    )
+    assert "Each rank has all experts" in out and "computes as many" not in out
+    assert "not predicted: the times of experts are lower bounds" in out
+    assert "That is a lower bound: no GPU has run experts here" in out
+    assert main([*job, "model.num_moe_experts=256", "model.micro_batch_size=1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] is found["fp8_over_bf16"] is None
+    assert found["experts"]["mean"] == 2 and found["experts"]["multiple"] == 32
+    fewer = found["num_params"] - found["num_active_params"]
+    assert fewer == 4 * (256 - 2) * 3 * 256 * 128
+
+
+def test_few_rows_of_experts_and_layouts_for_them(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["model=moe_tiny", "model.fp8=True", "trainer.devices=2", "model.num_moe_experts=256"]
+    assert main([*job, "model.micro_batch_size=1", "--search"]) == 0
+    out = capsys.readouterr().out
+    assert "an expert has 2 rows of a microbatch in the mean; FP8 products have a multiple" in out
+    assert "note: experts with fewer rows than that compute as many" in out
+    assert "layouts that fit" in out and "model.fsdp=True" not in out
+
+
 def test_a_given_vocabulary_wins_over_the_presets(capsys: pytest.CaptureFixture[str]) -> None:
     main(["model=llama3_8b", "--vocab-size", "1000"])
     assert "vocabulary 1024\n" in capsys.readouterr().out

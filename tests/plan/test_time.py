@@ -611,7 +611,7 @@ def with_experts(spec: RunSpec, **changes: Any) -> RunSpec:
 
 
 def test_products_of_experts_take_as_long_as_dense_ones_or_as_reading_what_they_need() -> None:
-    """Of 4 x 2,048 tokens an expert has 1,024 rows: enough. Of 2,048 tokens each of 512 has 8.
+    """Of 4 x 2,048 tokens 16 experts have 1,024 rows each: enough. Of 2,048, 512 have 8 each.
 
     A product of 8 rows then reads or writes one weight of 4096 x 128, and few rows beside it.
     """
