@@ -415,19 +415,17 @@ def _scores_workspace(spec: RunSpec, layers: range) -> int:
 def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
     """Return what the backward pass of one layer needs beyond what it keeps.
 
-    What later layers kept is free again by then. It may need a recomputed layer whole. The method
-    `block` recomputes the first layers of a stage, whose backward passes come last. A bucket of
-    gradients, of which `arriving` bytes arrive, has a weight's at least: those of the last linear,
-    whose products are the second moment.
+    It may need a recomputed layer whole. The method `block` recomputes the first layers of a stage.
+    Their backward passes come last, when the bytes that the other layers kept are free again. A
+    bucket of gradients, of which `arriving` bytes arrive, has a weight's at least: those of the
+    last linear, whose products are the second moment.
     """
     if not layers:
         return 0
     work, scores = 0, _scores_workspace(spec, layers)
-    kept = list(_recomputed_or_kept(spec, layers))
     for keeps_core, layer in _unlike_layers(spec, layers):
         moments = list(backward_instants(spec, layer, keeps_core=keeps_core, scores=scores, held=0))
-        most = max(*moments[:2], arriving + max(moments[2:]))
-        work = max(work, most - sum(kept[layer - layers[0] + 1 :]))
+        work = max(work, *moments[:2], arriving + max(moments[2:]))
     work = max(work + layer_input_bytes(spec), experts_forward_work(spec, layers[-1]))
     recompute = spec.model.recompute
     if recompute is not None and recompute.granularity == "full":
@@ -441,7 +439,7 @@ def _layer_workspace(spec: RunSpec, layers: range, arriving: int = 0) -> int:
 
 
 def _unlike_layers(spec: RunSpec, layers: range) -> Iterator[tuple[bool, int]]:
-    """Yield the last of all layers that hold the same bytes, with whether attention's stay."""
+    """Yield one of all layers that hold the same bytes, with whether attention's stay."""
     kinds, unlike = kinds_of_layers(spec), dict[object, tuple[bool, int]]()
     for place, layer in enumerate(layers):
         keeps_core = not recomputes(spec, "selective", place)

@@ -104,8 +104,9 @@ def with_documents(shape: dict[str, Any], **choices: Any) -> RunSpec:
 
 def experts(**changes: Any) -> dict[str, Any]:
     """Return the shape of a model with experts in three of its four layers."""
-    sizes = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 512}
-    return LLAMA | {"moe": MoESpec(layers=(True, False, True, True), **(sizes | changes))}
+    sizes: dict[str, Any] = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 512}
+    sizes["layers"] = (True, False, True, True)
+    return LLAMA | {"moe": MoESpec(**(sizes | changes))}
 
 
 LOSSES: dict[str, Any] = {
@@ -125,7 +126,7 @@ EXPERTS: dict[str, RunSpec] = {
         ranks=4, tp=2, sequence_parallel=True, fp8=IN_FP8_ALONE, optim=ZERO, shape=experts()
     ),
     "experts, cp 2": job(ranks=2, cp=2, shape=experts()),
-    "experts, pp 2": job(ranks=2, pp=2, fp8=DELAYED, shape=experts()),
+    "experts, pp 2": job(ranks=2, pp=2, fp8=DELAYED, shape=experts(layers=(False, True) * 2)),
 }
 JOBS: dict[str, RunSpec] = EXPERTS | {
     "bf16": job(),
