@@ -88,12 +88,12 @@ class _ToExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.place_TK = place_TK
+        ctx.save_for_backward(place_TK)
         return x_TD.index_select(0, token_R)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return _sum_of_tokens(grads[0], ctx.place_TK), None, None
+        return _sum_of_tokens(grads[0], *ctx.saved_tensors), None, None
 
 
 class _ToTokens(torch.autograd.Function):
@@ -103,12 +103,12 @@ class _ToTokens(torch.autograd.Function):
     def forward(
         ctx: Any, rows_RD: torch.Tensor, token_R: torch.Tensor, place_TK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.token_R = token_R
+        ctx.save_for_backward(token_R)
         return _sum_of_tokens(rows_RD, place_TK)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0].index_select(0, ctx.token_R), None, None
+        return grads[0].index_select(0, *ctx.saved_tensors), None, None
 
 
 class _InOrder(torch.autograd.Function):
@@ -118,9 +118,10 @@ class _InOrder(torch.autograd.Function):
     def forward(
         ctx: Any, weights_TK: torch.Tensor, order_R: torch.Tensor, place_TK: torch.Tensor
     ) -> torch.Tensor:
-        ctx.place_TK = place_TK
+        ctx.save_for_backward(place_TK)
         return weights_TK.flatten()[order_R]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return grads[0][ctx.place_TK], None, None
+        (place_TK,) = ctx.saved_tensors
+        return grads[0][place_TK], None, None
