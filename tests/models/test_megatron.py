@@ -8,15 +8,19 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
+from zlib import crc32
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megafp8.specs import GPTSpec
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.mesh import join
+from megafp8.specs import GPTSpec, ParallelSpec
 from tests.models.test_moe import gradients_of, layer_of
 from tests.models.test_transformers import assert_close, logical, randomized
+from tests.ranks import Rank, run_ranks
 from tests.tiny import SEQ, VOCAB, gpt_spec, moe_spec
 
 pytest.importorskip("megatron.core")
@@ -51,16 +55,11 @@ def megatron() -> Iterator[SimpleNamespace]:
     """Its modules, with one rank of gloo; where it asks for the current GPU it gets the CPU."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
-        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        no_fork = SimpleNamespace(
-            fork=nullcontext
-        )  # of a GPU's generator, for dropout: there is none
-        patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: no_fork)
         on_the_cpu(patch)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
@@ -72,9 +71,13 @@ def megatron() -> Iterator[SimpleNamespace]:
 
 
 def on_the_cpu(patch: pytest.MonkeyPatch) -> None:
-    """Let its experts run without a GPU's streams, and without Transformer Engine."""
+    """Let it run without a GPU and its streams, and without Transformer Engine."""
+    patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    from megatron.core import tensor_parallel
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
+    no_fork = SimpleNamespace(fork=nullcontext)  # of a GPU's generator, for dropout: there is none
+    patch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: no_fork)
     for name in ("Stream", "current_stream"):
         patch.setattr(torch.cuda, name, Mock())
     patch.setattr(torch.cuda, "stream", nullcontext)
@@ -226,30 +229,55 @@ EXPERTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("case", EXPERTS)
 def test_a_layer_of_experts(case: str, megatron: SimpleNamespace) -> None:
     """Outputs, all gradients with those of the losses, counts and the move of the bias, in FP32."""
+    compare_layers(case, Axis("ep"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPERTS)
+def test_a_layer_of_divided_experts(case: str) -> None:
+    """The same on two ranks, of which each has half of the experts, and other tokens."""
+    run_ranks(on_rank, 2, {"case": case})
+
+
+def on_rank(rank: Rank, case: str) -> None:
+    mesh = join(ParallelSpec(devices_per_node=rank.size, ep=rank.size))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        on_the_cpu(patch)
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel(1, expert_model_parallel_size=rank.size)
+        compare_layers(case, mesh.ep)
+
+
+def compare_layers(case: str, ep: Axis) -> None:
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.moe.moe_utils import (
         MoEAuxLossAutoScaler,
         get_updated_expert_bias,
     )
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     changes, settings = EXPERTS[case]
-    config = megatron.Config(
+    config = TransformerConfig(
         num_layers=1, hidden_size=32, ffn_hidden_size=64, moe_ffn_hidden_size=32,
         num_attention_heads=4, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, use_cpu_initialization=True, bias_activation_fusion=False,
         gradient_accumulation_fusion=False, num_moe_experts=4, moe_router_topk=2,
-        moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall", **settings,
+        moe_router_dtype="fp32", moe_token_dispatcher_type="alltoall",
+        expert_model_parallel_size=ep.size, **settings,
     )  # fmt: skip
     spec = get_moe_module_spec(use_te=False, num_experts=4, moe_grouped_gemm=False)
     theirs: Any = MoELayer(config, spec.submodules)
     theirs.set_layer_number(1)
-    ours, tensors = layer_of(moe_spec(layers=(True,), **changes), torch.float32)
-    generator = torch.Generator().manual_seed(6)
-    for tensor in tensors.values():
-        tensor.normal_(0, 0.3, generator=generator)
+    ours, tensors = layer_of(moe_spec(layers=(True,), **changes), torch.float32, ep)
+    for name, tensor in tensors.items():
+        draw = torch.Generator().manual_seed(crc32(name.encode()))
+        tensor.normal_(0, 0.3, generator=draw)
     pairs = {"router.weight": theirs.router.weight}
-    both = {f"experts.{e}": x for e, x in enumerate(theirs.experts.local_experts)}
+    own = zip(ours.own, theirs.experts.local_experts, strict=True)
+    both = {f"experts.{e}": x for e, x in own}
     if ours.shared is not None:
         both["shared"] = theirs.shared_experts
     with torch.no_grad():
@@ -262,7 +290,7 @@ def test_a_layer_of_experts(case: str, megatron: SimpleNamespace) -> None:
         bias = torch.tensor([0.3, -0.2, 0.0, 0.1])
         ours.router.bias.copy_(bias)
         theirs.router.expert_bias.copy_(bias)
-    x, factors = torch.randn(2, 2, 8, 32, generator=generator)
+    x, factors = torch.randn(2, 2, 8, 32, generator=torch.Generator().manual_seed(6 + ep.rank))
     one, other = x.clone().requires_grad_(), x.transpose(0, 1).contiguous().requires_grad_()
     ours.router.added.begin_microbatch(torch.ones(2, 8, dtype=torch.bool))
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(16.0))  # a mean counts as 16 tokens, as ours
@@ -285,6 +313,7 @@ def test_a_layer_of_experts(case: str, megatron: SimpleNamespace) -> None:
     if ours.router.bias is not None:
         counts = theirs.router.local_tokens_per_expert
         assert ours.router.counts.tolist() == counts.tolist()
+        ep.all_reduce_sum(ours.router.counts)  # as a step does
         ours.router.move_bias()
         moved = get_updated_expert_bias(counts, theirs.router.expert_bias, 1e-3)
         assert torch.equal(ours.router.bias, moved)

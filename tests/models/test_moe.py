@@ -28,6 +28,8 @@ from megafp8.models.moe import MoE
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.models.router import balance_loss, best, choose, z_loss
+from megafp8.parallel.collectives import Axis
+from megafp8.parallel.experts import AllToAll
 from megafp8.parallel.parts import linears_of
 from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.shape import rank_shape
@@ -231,11 +233,13 @@ def test_the_weights_of_each_mode_are_the_printed_ones(mode: str) -> None:
 
 
 def layer_of(
-    moe: MoESpec, dtype: torch.dtype = torch.float64, **changes: Any
+    moe: MoESpec, dtype: torch.dtype = torch.float64, ep: Axis | None = None, **changes: Any
 ) -> tuple[MoE, dict[str, torch.Tensor]]:
-    """An MLP of experts alone, and its logical tensors, which may be written."""
+    """An MLP of experts alone, which `ep` may divide, and its logical tensors, to be written."""
     sizes: dict[str, Any] = dict(num_layers=1, bias=False, activation="swiglu", moe=moe)
     parts = Parts(gpt_spec(**(sizes | changes)), dtype, 7, RandomStreams(7))
+    if ep is not None:
+        parts.exchange, parts.num_expert_parts = AllToAll(ep), ep.size
     layer = mlp_of(parts, 0)
     assert isinstance(layer, MoE) and parts.added_losses is not None
     parts.added_losses.begin_step(torch.device("cpu"))
