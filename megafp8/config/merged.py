@@ -5,7 +5,7 @@ The tree also has NeMo's keys without effect, to which settings may refer as `${
 
 from __future__ import annotations
 
-import pickle
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -77,7 +77,7 @@ class Merged:
 
     def copy(self) -> Merged:
         """Return a copy, to which other settings can be put."""
-        tree = pickle.loads(pickle.dumps(self.tree))
+        tree = copy.deepcopy(self.tree)
         return Merged(tree, dict(self.known), dict(self.origins), list(self.problems))
 
     def values(self) -> tuple[dict[str, Any], list[SettingError]]:
@@ -113,20 +113,20 @@ def default_tree() -> DictConfig:
 
 def _start(with_job: bool) -> Merged:
     """Return a new tree of the schema, with the default job or without, and NeMo's keys."""
-    pickled, values, interpolated = _read_start(with_job)
+    tree, values, interpolated = _read_start(with_job)
     known = {key: value for key, value in values.items() if key not in interpolated}
-    return Merged(pickle.loads(pickled), known)  # six times as fast as a copy
+    return Merged(copy.deepcopy(tree), known)
 
 
 @cache
-def _read_start(with_job: bool) -> tuple[bytes, dict[str, Any], frozenset[str]]:
-    """Return the tree of `_start`, pickled, with its values and the keys that are interpolated."""
+def _read_start(with_job: bool) -> tuple[DictConfig, dict[str, Any], frozenset[str]]:
+    """Return the tree that `_start` copies, its values, and the keys that are interpolated."""
     tree = schema_tree()
     for path, key in nemo_keys().items():
         OmegaConf.update(tree, path, key.ours, force_add=True)
     for setting in default_settings() if with_job else ():
         put_in(tree, setting)
-    return pickle.dumps(tree), read_values(tree)[0], interpolated_keys(tree)
+    return tree, read_values(tree)[0], interpolated_keys(tree)
 
 
 def closed_tree(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:

@@ -93,6 +93,7 @@ def built(spec: RunSpec) -> tuple[TrainState, int]:
     mesh = join(spec.parallel)
     before = storages()
     state = build(spec, mesh)
+    state.backend.scaling_tensors(state.model)  # scale tables get memory when they are first used
     held = fresh_bytes(before)
     held -= len(state.masters.masters) * 4  # Adam's step count of each master weight
     states = [*state.masters.stored, *state.masters.grad_of.values()]

@@ -195,7 +195,10 @@ def test_a_whole_model_is_the_exact_one(shape: str) -> None:
     assert not ours
 
 
-@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+EXPERTS = {"moe_tiny", "mixtral_8x7b", "qwen3_30b_a3b"}  # Transformer Engine's layers have none
+
+
+@pytest.mark.parametrize("preset", sorted({path.stem for path in PRESETS.glob("*.yaml")} - EXPERTS))
 def test_presets_build(preset: str) -> None:
     """Every preset in full size on the meta device, in FP8, with as many parameters as ours."""
     if preset.startswith("qwen3"):
