@@ -114,7 +114,8 @@ def schema_tree() -> DictConfig:
 
 @cache
 def _schema() -> DictConfig:
-    return OmegaConf.structured(Config)
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
 
 
 @cache
