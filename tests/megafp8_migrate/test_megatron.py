@@ -348,7 +348,7 @@ def test_a_script_of_mixtral(tmp_path: Path) -> None:
     )  # fmt: skip
     dropped = "\n".join(m.inert)
     for flag in ("--moe-grouped-gemm", "--moe-permute-fusion", "--moe-token-dispatcher-type",
-                 "--expert-model-parallel-size", "--overlap-moe-expert-parallel-comm"):  # fmt: skip
+                 "--overlap-moe-expert-parallel-comm"):  # fmt: skip
         assert f"{flag}: " in dropped, flag
 
 
