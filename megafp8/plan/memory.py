@@ -43,6 +43,7 @@ from megafp8.plan.shape import (
     num_stages,
     rank_shape,
     recomputes,
+    rows_with_history,
     sequence_shards,
     shard_ranks,
     stored_as,
@@ -196,12 +197,7 @@ def _held_bytes(
     spec: RunSpec, shape: RankShape, groups: Sequence[Group], replica: int
 ) -> HeldBytes:
     recipe = spec.precision.fp8
-    ep = spec.parallel.ep  # a table has the rows of all experts
-    delayed = sum(
-        linear.whole.experts * (ep if linear.whole.is_expert else 1)
-        for linear in shape.linears
-        if linear.has_history
-    )
+    delayed = rows_with_history(spec, shape.linears)
     history = recipe.amax_history_len if recipe is not None else 0
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if not groups:

@@ -363,6 +363,18 @@ def ranks_with(spec: RunSpec, param: Parameter) -> int:
     return replicas * spec.parallel.tp // spec.parallel.ep if param.is_of_expert else replicas
 
 
+def rows_with_history(spec: RunSpec, linears: Sequence[LinearShape]) -> int:
+    """Return how many rows of one role the scale tables of these linears have.
+
+    A table has rows of the experts of all ranks, so that each amax meets that of its own tensor.
+    """
+    return sum(
+        linear.whole.experts * (spec.parallel.ep if linear.whole.is_expert else 1)
+        for linear in linears
+        if linear.has_history
+    )
+
+
 def layers_with_recomputation(
     spec: RunSpec, granularity: str, stages: Sequence[int] | None = None
 ) -> float:
@@ -406,7 +418,7 @@ class Group(NamedTuple):
     """Hold parameters that the same ranks have, and where these own what of them, without FSDP."""
 
     params: list[Parameter]
-    axis: Literal["data", "stage"]  # the mesh axis of the ranks that have the same parts
+    axis: Literal["data", "edp"]  # the mesh axis of the ranks that have the same parts
     num_ranks: int
     stride: int  # the difference of the numbers of neighbours among them
     division: Division
@@ -421,9 +433,7 @@ def groups_of(spec: RunSpec, params: Sequence[Parameter]) -> list[Group]:
     groups = [Group(dense, "data", replicas, tp, division_of(spec, dense))]
     if experts:
         ranks = ranks_with(spec, experts[0])
-        groups.append(
-            Group(experts, "stage", ranks, ep, division_of(spec, experts, num_ranks=ranks))
-        )
+        groups.append(Group(experts, "edp", ranks, ep, division_of(spec, experts, num_ranks=ranks)))
     return groups
 
 

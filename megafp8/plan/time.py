@@ -62,7 +62,7 @@ SUM_BYTES = 12
 sum reads two FP32 tensors and writes one (docs/evidence/performance.md)."""
 Producer = Literal["norm", "activation"] | None
 """What computes the input of a linear, where it can cast it too."""
-REPLICAS: tuple[AxisName, ...] = ("data", "stage", "nodes")
+REPLICAS: tuple[AxisName, ...] = ("data", "edp", "nodes")
 """The mesh axes of messages between replicas."""
 WITHIN_LAYERS: tuple[AxisName, ...] = ("tp", "cp", "ep")
 """The mesh axes of messages within layers."""

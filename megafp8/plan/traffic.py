@@ -27,6 +27,7 @@ from megafp8.plan.shape import (
     num_stages,
     rank_shape,
     residual_itemsize,
+    rows_with_history,
     sent_in_fp8,
     sequence_shards,
     shard_ranks,
@@ -49,7 +50,7 @@ _READERS: dict[tuple[Role, str], GemmName] = {
     ("grad_output", "first"): "grad_weight",
 }
 """The product that sums along the last or the first dim of a tensor."""
-AxisName = Literal["tp", "cp", "data", "stage", "ep", "nodes", "pp", "tied", "amax"]
+AxisName = Literal["tp", "cp", "data", "edp", "ep", "nodes", "pp", "tied", "amax"]
 COUNT_BYTES = 8
 
 
@@ -274,6 +275,9 @@ def _experts(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     for what, each in (("rows to experts", rows * (row + FP32)), ("rows of experts", rows * row)):
         handed = round(number * count * (passes + 1) * each)
         yield Message(axis="ep", operation="all_to_all", what=what, handed=handed, num_ranks=ranks)
+    handed = round(number * count * passes * COUNT_BYTES * moe.num_experts)
+    what = "counts of rows"
+    yield Message(axis="ep", operation="all_gather", what=what, handed=handed, num_ranks=ranks)
 
 
 def _pipeline(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
@@ -472,13 +476,13 @@ def _amaxes(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     """Return the reductions of amaxes, of 4 bytes each.
 
     `delayed` reduces those of a rank's inputs, weights and output gradients in each microbatch of
-    each of its stages. Recipes that
-    agree reduce the amax of a tensor of which tensor-parallel ranks have parts, before each cast.
+    each of its stages. Recipes that agree reduce the amax of a tensor of which tensor-parallel
+    ranks have parts, before each cast.
     Those that agree on columns reduce an amax for each column of a tensor whose tokens are divided.
     """
     parallel, recipe, count = spec.parallel, spec.precision.fp8, num_microbatches(spec)
     ranks = parallel.tp * parallel.cp * (1 if parallel.tp_only_amax_red else parallel.dp)
-    delayed = sum(linear.whole.experts for linear in shape.linears if linear.has_history)
+    delayed = rows_with_history(spec, shape.linears)
     if recipe is not None and recipe.reduce_amax and ranks > 1:
         yield Message(
             axis="amax",

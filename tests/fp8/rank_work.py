@@ -110,10 +110,10 @@ def build_with_other_rows(mesh: Mesh, renamed: dict[str, tuple[str, str]]) -> di
 
 
 def _register(
-    pair: tuple[str, str], right: Right, table: ScaleTable, name: str, *rule: Any
+    pair: tuple[str, str], right: Right, table: ScaleTable, name: str, *rule: Any, **place: Any
 ) -> Slot:
     name = dict(zip(pair, reversed(pair), strict=True)).get(name, name)
-    return right(table, name, *rule) if name else Slot(table, 0)
+    return right(table, name, *rule, **place) if name else Slot(table, 0)
 
 
 def _refused(mesh: Mesh, pair: tuple[str, str]) -> list[str]:

@@ -14,10 +14,7 @@ from megafp8.errors import ConfigError
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.fused import KINDS
 from megafp8.fp8.scaling import ScalingState
-from megafp8.plan import experts as plan_experts
-from megafp8.plan import shape as plan_shape
 from megafp8.plan import time as plan_time
-from megafp8.plan import traffic as plan_traffic
 from megafp8.plan.experts import expert_rows
 from megafp8.plan.hardware import H100, KNOWN, hardware_of
 from megafp8.plan.memory import all_ranks
@@ -654,26 +651,28 @@ def test_rows_of_experts_cost_passes_over_memory() -> None:
     assert plan_time._pass_bytes_of_experts(spec, experts) == expected
 
 
-def test_experts_are_divided_over_ranks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_divided_over_ranks_of_their_own() -> None:
     """Two of four ranks have other experts: half of them, rows of both, and sums over two ranks."""
     spec = with_experts(job(ranks=4))
     whole, (before,) = rank_traffic(spec, 0), all_ranks(spec)
     shared = expert_rows(spec)
     assert shared is not None and (shared.load, shared.bytes_at_load) == (1, before.total)
-    for module in (plan_shape, plan_traffic, plan_experts):
-        monkeypatch.setattr(module, "expert_ranks", lambda _: 2)
+    spec = with_experts(job(ranks=4, ep=2))
     (after,), parts = all_ranks(spec), rank_traffic(spec, 0)
     experts = 8 * 16 * 3 * 4096 * 8192
     assert before.num_params - after.num_params == experts / 2
     assert before.held.gradients - after.held.gradients == 4 * experts / 2
     assert after.step.microbatch == pytest.approx(before.step.microbatch, rel=1e-6)
-    (sums,) = (m for m in parts if m.axis == "stage")
+    (sums,) = (m for m in parts if m.axis == "edp")
     assert (sums.handed, sums.num_ranks, sums.stride) == (4 * experts / 2, 2, 2)
-    assert not [m for m in whole if m.axis in ("stage", "ep")]
+    assert not [m for m in whole if m.axis in ("edp", "ep")]
     rows, times = 2 * 4 * 2048, 2 * 8 * 4  # of a microbatch; forward and back, layers, microbatches
     sent = {m.what: m.handed for m in parts if m.axis == "ep"}
-    assert sent == {"rows to experts": times * rows * (2 * 4096 + 4),
-                    "rows of experts": times * rows * 2 * 4096}  # fmt: skip
+    assert sent == {
+        "rows to experts": times * rows * (2 * 4096 + 4),
+        "rows of experts": times * rows * 2 * 4096,
+        "counts of rows": 8 * 16 * 8 * 4,
+    }
     uneven = expert_rows(spec)
     assert uneven is not None and (uneven.most_load, uneven.load) == (2, 2)
     assert uneven.mean == 2 * shared.mean  # tokens of both ranks

@@ -171,6 +171,11 @@ CASES |= {
     "experts, cp, recomputed": case(
         ParallelSpec(cp=2), model=replace(BY_SEQUENCE, recompute=RECOMPUTED.recompute), batch=16
     ),
+    "experts, ep": case(ParallelSpec(ep=2), model=EXPERTS, fp8=DELAYED),
+    "experts, ep, zero": case(ParallelSpec(ep=2), model=EXPERTS, optim=ZERO),
+    "experts, ep, sequence, recomputed": case(
+        replace(SEQUENCE, ep=2), model=replace(EXPERTS, recompute=RECOMPUTED.recompute)
+    ),
     "experts, pp": case(ParallelSpec(pp=2), model=EXPERTS, fp8=DELAYED),
     "experts, tp x dp, zero": case(SEQUENCE, 4, model=EXPERTS, fp8=DELAYED, optim=ZERO),
 }
@@ -182,6 +187,7 @@ OPERATION = {
     "all_reduce_max": "all_reduce",
     "reduce_scatter_sum": "reduce_scatter",
 }
+ROWS = "all_to_all"
 AXIS = {"dp": "data", "ends": "tied", "shard": "data"}
 
 
@@ -219,6 +225,9 @@ def check_rank(case: Case, rank: int, ranks: list[Measured]) -> None:
     for (axis, operation, dtype), num_bytes in measured.sent.items():
         if dtype != "float64":  # the sums of losses
             counted[AXIS.get(axis, axis), OPERATION.get(operation, operation)] += num_bytes
+    if spec.parallel.ep > 1:  # the plan is that of equally many rows for each expert
+        both = [num for rank in ranks for (_, how, _), num in rank.sent.items() if how == ROWS]
+        counted["ep", ROWS] = sum(both) // len(ranks)
     assert dict(counted) == dict(planned(spec, pipeline_rank)), f"rank {rank}"
     held = rank_memory(spec, pipeline_rank).held.total
     own = measured.held
