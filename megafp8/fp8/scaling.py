@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -138,17 +139,39 @@ class ScaleTable:
         self.elsewhere: set[str] = set()  # of the names: tensors that other ranks cast
         self._own: dict[Update, list[int]] = {}  # the rows that have another rule
         self.engine = EMULATED
-        self._allocate(torch.device("cpu"))
+        self._device = torch.device("cpu")
 
-    def _allocate(self, device: torch.device) -> None:
-        count, self._device = len(self.names), device
-        self.amax = torch.zeros(count, dtype=torch.float32, device=device)
-        self.history = torch.zeros(
-            count, self.recipe.amax_history_len - 1, dtype=torch.float32, device=device
-        )
-        self.quant_scale = torch.ones(count, dtype=torch.float32, device=device)
-        self.num_updates = torch.zeros(count, dtype=torch.int64, device=device)
-        self.num_nonfinite = torch.zeros(count, dtype=torch.int64, device=device)
+    # A field gets memory when it is used first, once for all rows: tables have thousands of them.
+
+    @cached_property
+    def amax(self) -> torch.Tensor:
+        """Return the staged amaxes."""
+        return self._rows(0.0)
+
+    @cached_property
+    def history(self) -> torch.Tensor:
+        """Return the earlier amaxes."""
+        return self._rows(0.0, self.recipe.amax_history_len - 1)
+
+    @cached_property
+    def quant_scale(self) -> torch.Tensor:
+        """Return the scales, 1 at first."""
+        return self._rows(1.0)
+
+    @cached_property
+    def num_updates(self) -> torch.Tensor:
+        """Return how often each history has rolled."""
+        return self._rows(0)
+
+    @cached_property
+    def num_nonfinite(self) -> torch.Tensor:
+        """Return how many updates met a NaN or an infinity."""
+        return self._rows(0)
+
+    def _rows(self, value: float, *columns: int) -> torch.Tensor:
+        """Return a field of which every row has `value`: FP32, or int64 for a whole number."""
+        dtype = torch.int64 if isinstance(value, int) else torch.float32
+        return torch.full((len(self.names), *columns), value, dtype=dtype, device=self._device)
 
     def register(self, name: str, own: Update | None = None, *, is_here: bool = True) -> Slot:
         """Add a row for the tensor `name` and return it.
@@ -156,7 +179,7 @@ class ScaleTable:
         `own` is the rule of its history and scale, in place of Transformer Engine's. A tensor that
         other ranks cast has a row here too, without `is_here`: ranks reduce their tables by place,
         and must have the same rows (`fp8/rows.py`). All rows are registered before the first
-        microbatch: a new row resets the whole table, which gets memory when it is used next.
+        microbatch: a new row resets the whole table.
         """
         assert name not in self.names, f"{name} is registered twice"
         if own is not None:
@@ -167,15 +190,6 @@ class ScaleTable:
         for field in _FIELDS:
             vars(self).pop(field, None)
         return Slot(self, len(self.names) - 1)
-
-    if not TYPE_CHECKING:  # which would take every name for one of these
-
-        def __getattr__(self, name: str) -> torch.Tensor:
-            """Allocate the fields, once for all rows that were registered since their last use."""
-            if name not in _FIELDS:
-                raise AttributeError(f"a {type(self).__name__} has no {name!r}")
-            self._allocate(self._device)
-            return vars(self)[name]
 
     def to(self, device: torch.device) -> None:
         """Move the table's tensors to `device`."""

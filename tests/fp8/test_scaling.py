@@ -367,22 +367,20 @@ def test_a_name_is_registered_once() -> None:
 
 def test_a_table_gets_memory_once_for_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts have thousands of rows, so that memory for each new row would take minutes."""
-    allocate, counts = ScaleTable._allocate, []
+    make, counts = ScaleTable._rows, []
 
-    def counted(table: ScaleTable, device: torch.device) -> None:
+    def counted(table: ScaleTable, *args: float) -> torch.Tensor:
         counts.append(len(table.names))
-        allocate(table, device)
+        return make(table, *args)
 
-    monkeypatch.setattr(ScaleTable, "_allocate", counted)
+    monkeypatch.setattr(ScaleTable, "_rows", counted)
     state = ScalingState(Fp8Recipe(amax_history_len=3))
-    counts.clear()
     for number in range(5):
         state.forward.register(f"linear {number}.weight")
     assert state.forward.history.shape == (5, 2) and state.forward.quant_scale.tolist() == [1] * 5
+    assert state.forward.num_updates.dtype == torch.int64
     state.forward.register("one more")
-    assert state.forward.amax.tolist() == [0] * 6 and counts == [5, 6]
-    with pytest.raises(AttributeError, match="a ScaleTable has no 'amaxes'"):
-        state.forward.amaxes  # noqa: B018
+    assert state.forward.amax.tolist() == [0] * 6 and counts == [5, 5, 5, 6]
 
 
 def test_evaluation_ends_also_when_it_fails() -> None:
