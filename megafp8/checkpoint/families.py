@@ -7,12 +7,20 @@ refused by its name. In this file `theirs` marks names of transformers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megafp8.checkpoint.shared_keys import (
+    THETA,
+    changes_nothing,
+    only,
+    rope_fields,
+    rope_scaling,
+    rope_type,
+    same,
+)
 from megafp8.config.keys import (
     MAX_EXPERTS,
     MAX_HEADS,
@@ -36,29 +44,6 @@ _GATED_ACTIVATIONS = {
 _GPT2_ALIASES = {"gelu_pytorch_tanh": "gelu_new", "gelu_fast": "gelu_new"}
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_LLAMA3 = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}
-_YARN = {
-    "factor": "yarn_rotary_scaling_factor",
-    "beta_fast": "yarn_beta_fast",
-    "beta_slow": "yarn_beta_slow",
-    "attention_factor": "yarn_attention_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-}
-_SCALINGS = {
-    "default": {},
-    "linear": {"factor": "seq_len_interpolation_factor"},
-    "llama3": _LLAMA3,
-    "yarn": _YARN,
-}
-"""By `rope_type`, our fields by transformers' names."""
-_THETA = 10000.0
-_MAY_LACK = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
-
 _WITHOUT_EFFECT = frozenset(
     """
     _attn_implementation _attn_implementation_autoset _name_or_path architectures
@@ -78,27 +63,6 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 """Keys of any family that say nothing about the function, and those that are read for all."""
-
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "activation": ("swiglu",),
-    "add_cross_attention": (False,),
-    "is_causal": (True,),
-    "is_decoder": (False, True),
-    "is_encoder_decoder": (False,),
-    "is_llama_config": (True,),
-    "n_special": (0,),
-    "num_experts": (0,),
-    "output_router_logits": (False, True),
-    "partial_rotary_factor": (1.0,),
-    "pruned_heads": ({},),
-    "qkv_bias": (False,),
-    "rope_interleaved": (False,),
-    "router_jitter_noise": (0,),
-    "shared_expert_intermediate_size": (0,),
-    "tie_encoder_decoder": (False,),
-    "use_mrope": (False,),
-}
-"""Keys of published files, with the values that change nothing; transformers reads few of them."""
 
 _NULL_IS_NONE = ("is_causal", "tie_word_embeddings", "initializer_range", "scale_attn_weights")
 """Keys that a family need not write, and whose null is false to transformers 4 or an error."""
@@ -130,9 +94,9 @@ def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
         if value is not None
         and key not in keys.keys() | family.also_reads | _WITHOUT_EFFECT
         and not (
-            _same(value, keys.get(family.aliases[key]))
+            same(value, keys.get(family.aliases[key]))
             if key in family.aliases
-            else any(_same(value, neutral) for neutral in _NEUTRAL.get(key, ()))
+            else changes_nothing(key, value)
         )
     ]
     if unknown:
@@ -146,11 +110,6 @@ def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
             hint = "Quantized weights are not read. Give the model as it was before"
         raise CheckpointError(file, "; ".join(unknown), hint)
     return spec
-
-
-def _same(one: object, other: object) -> bool:
-    """Whether two values of JSON are equal, in which true is not 1."""
-    return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 class Gpt2:
@@ -194,11 +153,11 @@ class Gpt2:
         function = c.text("activation_function", "gelu_new")
         activations = {theirs: ours for ours, theirs in _GPT2_ACTIVATIONS.items()}
         activation = activations.get(_GPT2_ALIASES.get(function, function))
-        _only(file, c, "activation_function", activation is not None)
-        _only(file, c, "scale_attn_weights", c.flag("scale_attn_weights", True))
-        _only(file, c, "add_cross_attention", not c.flag("add_cross_attention", False))
+        only(file, c, "activation_function", activation is not None)
+        only(file, c, "scale_attn_weights", c.flag("scale_attn_weights", True))
+        only(file, c, "add_cross_attention", not c.flag("add_cross_attention", False))
         inverse = "scale_attn_by_inverse_layer_idx"
-        _only(file, c, inverse, not c.flag(inverse, False))
+        only(file, c, inverse, not c.flag(inverse, False))
         hidden, heads = c.whole("n_embd", 1, MAX_WIDTH), c.whole("n_head", 1, MAX_HEADS)
         _divides(c, "n_head", heads, "n_embd", hidden)
         return GPTSpec(
@@ -279,7 +238,7 @@ class Decoder:
             **self._window_keys(spec),
             "attention_dropout": spec.attention_dropout,
             "rope_theta": spec.rotary_base,
-            "rope_scaling": _rope_scaling(spec),
+            "rope_scaling": rope_scaling(spec),
         }
 
     @property
@@ -290,12 +249,12 @@ class Decoder:
         """Return the model of such keys; see `Family`."""
         activations = {theirs: ours for ours, theirs in _GATED_ACTIVATIONS.items()}
         activation = activations.get(c.text("hidden_act", "silu"))
-        _only(file, c, "hidden_act", activation is not None)
+        only(file, c, "hidden_act", activation is not None)
         bias, mlp_bias = (c.flag(key, False) for key in ("attention_bias", "mlp_bias"))
-        _only(file, c, "attention_bias", self._by_keys or not bias)
-        _only(file, c, "mlp_bias", mlp_bias == bias)
+        only(file, c, "attention_bias", self._by_keys or not bias)
+        only(file, c, "mlp_bias", mlp_bias == bias)
         has_norms = c.flag("use_qk_norm", self.has_head_norms)
-        _only(file, c, "use_qk_norm", has_norms == self.has_head_norms)
+        only(file, c, "use_qk_norm", has_norms == self.has_head_norms)
         heads = c.whole("num_attention_heads", 1, MAX_HEADS)
         groups = c.whole(
             "num_key_value_heads", 1, MAX_HEADS, self._default(c, "num_key_value_heads")
@@ -305,7 +264,7 @@ class Decoder:
         hidden = c.whole("hidden_size", 1, MAX_WIDTH)
         width = c.whole("head_dim", 1, MAX_WIDTH, self._default(c, "head_dim"))
         if width is None:
-            _only(file, c, "head_dim", "head_dim" not in self.defaults)
+            only(file, c, "head_dim", "head_dim" not in self.defaults)
             _divides(c, "num_attention_heads", heads, "hidden_size", hidden)
             width = hidden // heads
         if width % 2:
@@ -329,7 +288,7 @@ class Decoder:
             normalization="rmsnorm",
             activation=activation,  # type: ignore[arg-type]  # checked above
             position_embedding_type="rope",
-            **_rope_fields(c, file, self._theta),
+            **rope_fields(c, file, self._theta),
             bias=bias,
             add_qkv_bias=self.biases == "of qkv",
             qk_layernorm=self.has_head_norms,
@@ -341,7 +300,7 @@ class Decoder:
         """Return what the user should know of two sections about positions; see `Family`."""
         old, new = c.section("rope_scaling").tree, c.section("rope_parameters").tree
         said = [
-            {"rope_theta": c.tree.get("rope_theta"), **section, "rope_type": _rope_type(section)}
+            {"rope_theta": c.tree.get("rope_theta"), **section, "rope_type": rope_type(section)}
             for section in (old, new)
         ]
         one, other = ({k: v for k, v in s.items() if v is not None and k != "type"} for s in said)
@@ -351,7 +310,7 @@ class Decoder:
                 f"{shown_value(new)}. transformers reads rope_scaling where both stand, and so it "
                 "was done here"
             ]
-        if not old and _rope_type(new) != "default" and "rope_theta" in c.tree:
+        if not old and rope_type(new) != "default" and "rope_theta" in c.tree:
             return [
                 f"note: config.json has rope_parameters {shown_value(new)}, which transformers 5 "
                 "reads, and so it was done here. transformers 4 reads rope_scaling alone, and "
@@ -367,7 +326,7 @@ class Decoder:
 
     @property
     def _theta(self) -> float:
-        return self.defaults.get("rope_theta") or _THETA
+        return self.defaults.get("rope_theta") or THETA
 
     def _default(self, c: Fields, key: str) -> int | None:
         """Return what a key stands for that is missing; None for one that is null."""
@@ -406,27 +365,27 @@ class Decoder:
             and len(kinds) == layers
             and all(isinstance(kind, str) and kind in known for kind in kinds)
         )
-        _only(file, c, "layer_types", fits)
+        only(file, c, "layer_types", fits)
         if self.windows == "none" or (
             self.windows != "all layers" and not c.flag("use_sliding_window", False)
         ):
-            _only(file, c, "layer_types", kinds is None or _SLIDING not in kinds)
+            only(file, c, "layer_types", kinds is None or _SLIDING not in kinds)
             return {}
         if "sliding_window" not in c.tree and "sliding_window" not in self.defaults:
             raise ForeignFileError("sliding_window is missing")
         size = c.whole("sliding_window", 1, MAX_POSITIONS, None)
         if self.windows == "all layers by key":  # transformers 5 ignores it, and 4 does not
-            _only(file, c, "max_window_layers", not c.tree.get("max_window_layers"))
-            _only(file, c, "sliding_window", size is not None)
+            only(file, c, "max_window_layers", not c.tree.get("max_window_layers"))
+            only(file, c, "sliding_window", size is not None)
         if self.windows == "by layer":
             if kinds is None:
                 first = c.whole("max_window_layers", 0, MAX_LAYERS)
                 kinds = [_SLIDING if layer >= first else _FULL for layer in range(layers)]
             if _SLIDING not in kinds:
                 return {}
-            _only(file, c, "sliding_window", size is not None)
+            only(file, c, "sliding_window", size is not None)
         elif size is not None:  # transformers ignores the kinds of layers in such a family
-            _only(file, c, "layer_types", kinds is None)
+            only(file, c, "layer_types", kinds is None)
         if size is None:
             return {}
         fields: dict[str, Any] = {"window_size": (size - 1, 0)}
@@ -481,7 +440,7 @@ class WithExperts(Decoder):
             count = next((name for name in self.aliases if name in c.tree), count)
         experts = c.whole(count, 1, MAX_EXPERTS)
         top_k = c.whole("num_experts_per_tok", 1, MAX_EXPERTS)
-        _only(file, c, "num_experts_per_tok", top_k <= experts)
+        only(file, c, "num_experts_per_tok", top_k <= experts)
         coeff = self._loss(c)
         moe = MoESpec(
             num_experts=experts,
@@ -504,9 +463,9 @@ class WithExperts(Decoder):
         without = c.tree.get("mlp_only_layers") or []
         numbers = range(num_layers)
         known = isinstance(without, list) and all(type(x) is int and x in numbers for x in without)
-        _only(file, c, "mlp_only_layers", known)
+        only(file, c, "mlp_only_layers", known)
         layers = tuple(layer not in without and (layer + 1) % step == 0 for layer in numbers)
-        _only(file, c, "mlp_only_layers" if without else "decoder_sparse_step", any(layers))
+        only(file, c, "mlp_only_layers" if without else "decoder_sparse_step", any(layers))
         return layers
 
     def _loss(self, c: Fields) -> float:
@@ -591,108 +550,8 @@ FAMILIES: dict[str, Family] = {
 """The families by their names. A model is exported as the first one that can express it."""
 
 
-def _rope_scaling(spec: GPTSpec) -> dict[str, Any] | None:
-    """Return `rope_scaling`; early versions of transformers 4 have another key for its kind."""
-    if spec.seq_len_interpolation_factor is not None:
-        kind = {"type": "linear"}
-    elif spec.scale_positional_embedding:
-        kind = {"rope_type": "llama3"}
-    elif spec.yarn_rotary_scaling_factor is not None:
-        kind = {"rope_type": "yarn"}
-    else:
-        return None
-    (name,) = kind.values()
-    values = {theirs: getattr(spec, ours) for theirs, ours in _SCALINGS[name].items()}
-    set_values = {key: value for key, value in values.items() if value is not None}
-    return {**kind, **set_values, "factor": float(set_values["factor"])}
-
-
-def _rope_type(section: Mapping[str, Any]) -> object:
-    return section.get("rope_type", section.get("type", "default"))
-
-
-def _rope_section(c: Fields, file: Path, base: float) -> tuple[str, Fields]:
-    """Return the section of rotary positions that transformers reads, with its name and the base.
-
-    transformers 5 takes `rope_scaling` as a whole if it says anything, and else `rope_parameters`,
-    with the `rope_theta` in it or else beside it. transformers 4 takes `rope_scaling` alone, with
-    the `rope_theta` beside it. A base or a kind that they would read differently is refused.
-    Where no base is given it is `base`.
-    """
-    sections = {key: c.section(key) for key in ("rope_scaling", "rope_parameters")}
-    name = "rope_scaling" if sections["rope_scaling"].tree else "rope_parameters"
-    rope = sections[name]
-    given = {"rope_theta": c.tree.get("rope_theta", base), **rope.tree}
-    theta = Fields(given).number("rope_theta", above=1, at_most=1e15)
-    hint = "Write the one with which the model was trained to both places, or to one alone"
-    for place, tree in (("config.json", c.tree), *((k, v.tree) for k, v in sections.items())):
-        other = tree.get("rope_theta", theta)
-        if other not in (theta, None):
-            reason = f"rope_theta is {shown_value(other)} in {place}, and {theta:g} is read"
-            raise CheckpointError(file, reason, hint)
-    kinds = [rope.tree[key] for key in ("rope_type", "type") if key in rope.tree]
-    if kinds and any(kind != kinds[0] for kind in kinds):
-        reason = f"rope_type is {shown_value(kinds[0])}, and type is {shown_value(kinds[1])}"
-        raise CheckpointError(file, reason, hint)
-    return name, Fields({**rope.tree, "rope_theta": theta})
-
-
-def _rope_fields(c: Fields, file: Path, base: float) -> dict[str, Any]:
-    """Return the fields of rotary positions, of a `config.json` of transformers 4 or 5."""
-    section, rope = _rope_section(c, file, base)
-    kind = _rope_type(rope.tree)
-    if not isinstance(kind, str) or kind not in _SCALINGS:
-        hint = f"Models with rope_type {', '.join(_SCALINGS)} can be imported"
-        raise CheckpointError(file, f"rope_type is {shown_value(kind)}", hint)
-    names = _SCALINGS[kind]
-    fields: dict[str, Any] = {"rotary_base": rope.tree["rope_theta"]}
-    for theirs, ours in names.items():
-        if theirs == "original_max_position_embeddings":
-            length = c.whole("max_position_embeddings", 1, MAX_POSITIONS)
-            default = (length,) if kind == "yarn" else ()
-            fields[ours] = rope.whole(theirs, 1, MAX_POSITIONS, *default)
-        else:
-            default = (_MAY_LACK[theirs],) if theirs in _MAY_LACK else ()
-            bound = {"at_least": 1.0} if theirs == "factor" else {"above": 0.0}
-            fields[ours] = rope.number(theirs, *default, **bound, at_most=MAX_POSITIONS)
-    if kind == "llama3":
-        fields["scale_positional_embedding"] = True
-    read = {"rope_type", "type", "rope_theta", *names}
-    if kind == "yarn":
-        read |= {"truncate", "mscale", "mscale_all_dim"}
-        _only(file, rope, "truncate", rope.flag("truncate", True))
-        if fields["yarn_attention_factor"] is None:
-            fields["yarn_attention_factor"] = _attention_factor(rope)
-    unknown = [
-        f"{key} is {shown_value(value)}"
-        for key, value in sorted(rope.tree.items())
-        if key not in read and not any(_same(value, v) for v in (None, *_NEUTRAL.get(key, ())))
-    ]
-    if unknown:
-        reason = f"{'; '.join(unknown)} in {section}, whose rope_type is {kind}"
-        hint = "megafp8 has no such model. Correct rope_type, or import a model without these keys"
-        raise CheckpointError(file, reason, hint)
-    return fields
-
-
-def _attention_factor(rope: Fields) -> float | None:
-    """Return YaRN's factor by `mscale` and `mscale_all_dim`; None where one of them is missing."""
-    factor = rope.number("factor")
-    scales = [rope.number(key, 0.0, at_least=0) for key in ("mscale", "mscale_all_dim")]
-    if not all(scales):
-        return None
-    above, below = (1.0 if factor <= 1 else 0.1 * x * math.log(factor) + 1 for x in scales)
-    return float(above / below)
-
-
 def _divides(c: Fields, key: str, small: int, of: str, large: int) -> None:
     if large % small:
         raise ForeignFileError(
             f"{key} is {shown_value(c.tree.get(key))}, which does not divide {of}"
         )
-
-
-def _only(file: Path, config: Fields, key: str, fits: bool) -> None:
-    if not fits:
-        hint = "megafp8 has no such model; import one without this setting"
-        raise CheckpointError(file, f"{key} is {shown_value(config.tree.get(key))}", hint)

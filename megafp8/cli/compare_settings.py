@@ -73,7 +73,8 @@ class ComparisonBase:
         parsed, problems = parse_overrides(words, directories, multirun=True)
         raise_if_any(problems)
         kept, lines = last_given(parsed)
-        say(*lines) if lines else None
+        if lines:
+            say(*lines)
         return [override.text for override in kept]
 
     @property

@@ -81,6 +81,10 @@ def _sum_of_tokens(rows_RD: torch.Tensor, place_TK: torch.Tensor) -> torch.Tenso
     return total_TD.to(rows_RD.dtype)
 
 
+# The three functions below have backward passes of their own since autograd's would add up rows in
+# BF16, and on a GPU in any order.
+
+
 class _ToExperts(torch.autograd.Function):
     """Copies tokens to rows in the order of experts."""
 

@@ -1,8 +1,9 @@
 """Route tokens to experts: scores, the choice of experts, the router's losses, the experts' biases.
 
 Scores, weights and losses are in FP32, or FP64 in an FP64 run: rounded logits would often be equal.
-Of equal scores the lower expert wins, on every device: a stable sort decides, as `torch.topk`
-promises no order. A NaN among a token's logits makes its weights NaN, and so the loss.
+Of equal scores the lower expert wins, on every device: `torch.max` along a dim returns the first
+maximum, while `torch.topk` promises no order. A NaN among a token's logits makes its weights NaN,
+and so the loss.
 """
 
 # B sequences  S tokens of one  T tokens (B x S)  E experts  K experts of a token  D model width

@@ -210,18 +210,22 @@ def found() -> Ranks:
     return runs_of(QUICK, SLOW)
 
 
-@pytest.fixture(scope="module")
-def one() -> Callable[[Case], Seen]:
-    """What one process sees of a case; each model runs once."""
+def one_process() -> Callable[[Case], Seen]:
+    """Return what tells what one process sees of a case; each model runs once."""
     known: dict[Any, Seen] = {}
 
     def run(case: Case) -> Seen:
-        model = replace(case.model, recompute=None)
-        if model not in known:
-            known[model] = alone(seen, {"": case_of(model=model)})[""]
-        return known[model]
+        key = replace(case.model, recompute=None), case.faults
+        if key not in known:
+            known[key] = alone(seen, {"": case_of(model=key[0], faults=key[1])})[""]
+        return known[key]
 
     return run
+
+
+@pytest.fixture(scope="module")
+def one() -> Callable[[Case], Seen]:
+    return one_process()
 
 
 def assert_gradients(ranks: list[Seen], one: Seen) -> None:
