@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from te_cpu import cuda, torch_private, triton_functions, wheel
+from te_cpu import cuda, triton_functions, wheel
 from te_cpu.errors import VersionError
 from te_cpu.extension import make_extension
 from te_cpu.missing import FromAbsentPackage, ImportPhase
@@ -94,7 +94,6 @@ def load(version: str = DEFAULT_VERSION) -> ModuleType:
 
 def _import(sources: Sources) -> ModuleType:
     """Import it; what the import changes in this process stays, but is undone where it fails."""
-    torch_private.load_dynamo()  # it must see which packages there really are
     with ExitStack() as undo:
         undo.callback(_set_environment(LASTING))
         folder = str(sources.folder)

@@ -10,8 +10,12 @@ import torch
 
 
 def load_dynamo() -> None:
-    """Import the tracer of `torch.compile`, which records which optional packages there are."""
-    importlib.import_module("torch._dynamo")
+    """Import the tracer of `torch.compile`, which records what there is at its first use.
+
+    These are the optional packages, and the functions of torch that a graph may have.
+    """
+    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
+    rules.get_torch_obj_rule_map()
 
 
 def wrap_default_device(place: Callable[[Any], Any]) -> Callable[[], None]:

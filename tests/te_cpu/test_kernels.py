@@ -1093,9 +1093,19 @@ def test_a_dry_run_says_where_tensors_are_made_and_sees_who_asks() -> None:
     assert asked[0] == ("cuda", sys._getframe().f_code.co_name)
 
 
+def test_torchs_tracer_is_there_before_anything_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise graphs would break at `torch.full` and others, also after all is undone."""
+    found, before = [], torch.zeros
+    monkeypatch.setattr(torch_private, "load_dynamo", lambda: found.append(torch.zeros))
+    with ExitStack() as undo:
+        cuda.install(undo)
+        assert torch.zeros is not before and found == [before]
+
+
 def test_torch_compile_traces_what_makes_tensors_on_a_device() -> None:
-    """In one graph, where nothing may look at frames; a load imports the tracer first too."""
-    torch_private.load_dynamo()
+    """In one graph, where nothing may look at frames."""
     with ExitStack() as undo:
         cuda.install(undo)
         compiled = torch.compile(

@@ -14,7 +14,7 @@ import torch
 
 import te_cpu
 from scripts.packages import projects
-from te_cpu import loading
+from te_cpu import loading, torch_private
 from te_cpu.errors import VersionError
 from tests.te_sources import need_sources
 
@@ -51,7 +51,7 @@ def test_a_failed_import_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.zeros(1, device="cuda").device.type == "cpu"
         raise RuntimeError("planted")
 
-    loading.torch_private.load_dynamo()
+    torch_private.load_dynamo()
     before = seen()
     monkeypatch.setattr(loading, "make_extension", fail)
     for _ in range(2):

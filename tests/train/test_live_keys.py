@@ -395,7 +395,7 @@ EFFECTS: dict[str, Effect] = {
         "tests/config/test_backends.py::test_its_version_is_chosen_on_a_cpu_alone"
     ),
     "model.compile": ShownBy(
-        "tests/train/compile_alone.py::test_layers_share_graphs_and_nothing_is_compiled_again"
+        "tests/train/test_compile.py::test_layers_share_graphs_and_nothing_is_compiled_again"
     ),
     "model.enable_cuda_graph": ShownBy(
         "tests/train/test_graphs.py::test_recorded_steps_have_the_bits_of_others"
