@@ -250,7 +250,7 @@ OLD_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int
 
 def install(undo: ExitStack) -> None:
     """Make the patches. They stay until `undo` is closed, or for as long as the process lives."""
-    # Torch's tracer must find its own functions: a graph would break at those that it does not know.
+    # Torch's tracer must find torch's functions: a graph would break at those it does not know.
     torch_private.load_dynamo()
     undo.callback(_places.clear)
     _places.append(lambda device, asking: to_cpu(device))
