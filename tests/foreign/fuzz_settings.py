@@ -18,6 +18,7 @@ NEGATIVE = {
     "exp_manager.checkpoint_callback_params.save_top_k",
     "model.fp8_margin",
     "model.optim.moment_exponent",
+    "trainer.max_epochs",
 }
 """The keys of numbers for which some negative value has a meaning."""
 
