@@ -97,7 +97,7 @@ def main() -> None:
     """Start the ranks, or measure on this rank and write the result."""
     args = arguments(sys.argv[1:])
     if not is_rank():
-        sys.exit(launch(__file__, sys.argv[1:], args.ranks))
+        sys.exit(launch([__file__], sys.argv[1:], args.ranks))
     follow_launcher()
     torch.set_num_threads(1)
     prepare_process(torch.device("cpu"), fp32=False)

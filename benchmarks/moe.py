@@ -9,18 +9,24 @@ AdamW, in FP32. All variants alternate in one process, one step at a time; a fig
 the process's CPU time, which other programs disturb least, and a ratio is the median of the ratios
 of each round.
 
+With `--ranks N` the step of a model on N gloo ranks is timed instead, one thread each: replicas of
+all experts beside ranks that divide them, with tokens that visit the experts in turn, and with all
+tokens at the same K experts, which are one rank's. Its time is that of the rank that takes longest,
+by the clock and by CPU time; the bytes that ranks hand to collectives stand beside the plan's.
+
     python benchmarks/moe.py
-    python benchmarks/moe.py --steps 1 --rounds 1 --recipes delayed     # only that it runs
+    python benchmarks/moe.py --rounds 1 --recipes delayed     # only that it runs
+    python benchmarks/moe.py --ranks 2 --recipes delayed --shapes "E 8, K 2"
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import runpy
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,12 +36,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
+from megafp8.models import router
 from megafp8.models.moe import MoE
-from megafp8.parallel.mesh import single_rank
+from megafp8.parallel.launch import follow_launcher, is_rank, launch, leave_process
+from megafp8.parallel.mesh import join, leave, single_rank
+from megafp8.plan.traffic import rank_traffic
+from megafp8.specs import RunSpec
 from megafp8.specs.recipes import RECIPES
 from megafp8.train.build import build
 from megafp8.train.process import prepare_process
@@ -51,8 +62,8 @@ MODEL = {"num_layers": 4, "num_attention_heads": 4, "ffn_hidden_size": 512}
 VOCABULARY = 1024
 
 
-def state_of(settings: Sequence[str], layers: int = 1) -> TrainState:
-    """Return a model as a user's settings build it, with a vocabulary of 1024."""
+def spec_of(settings: Sequence[str], layers: int = 1) -> RunSpec:
+    """Return the job of a user's settings, with a vocabulary of 1024."""
     cfg = load(
         [
             "model=moe_tiny",
@@ -65,9 +76,12 @@ def state_of(settings: Sequence[str], layers: int = 1) -> TrainState:
             *settings,
         ]
     )
-    spec = resolve(cfg, lambda: False)
-    model = dataclasses.replace(spec.model, vocab_size=VOCABULARY)
-    return build(dataclasses.replace(spec, model=model), single_rank())
+    return resolve(cfg, lambda: False).with_vocabulary(VOCABULARY)
+
+
+def state_of(settings: Sequence[str], layers: int = 1) -> TrainState:
+    """Return a model as a user's settings build it."""
+    return build(spec_of(settings, layers), single_rank())
 
 
 def experts(shape: str) -> list[str]:
@@ -197,6 +211,134 @@ def measured(steps: dict[str, Step], rounds: int, warmup: int) -> dict[str, list
     return seconds
 
 
+def in_turn(scores_TE: torch.Tensor, count: int) -> torch.Tensor:
+    """Choose the next `count` experts for each token."""
+    tokens, experts = scores_TE.shape
+    return (torch.arange(tokens * count).view(tokens, count) % experts).sort(-1).values
+
+
+def the_first(scores_TE: torch.Tensor, count: int) -> torch.Tensor:
+    """Choose the same experts for all tokens."""
+    return torch.arange(count).expand(len(scores_TE), count)
+
+
+ROUTINGS = {"in turn": in_turn, "the same experts": the_first}
+
+
+def ranks_variants(shape: str, precision: str, ranks: int) -> dict[str, RunSpec]:
+    """Return two layers with replicas of all experts on each of `ranks`, and with divided ones."""
+    settings = [*experts(shape), f"trainer.devices={ranks}"]
+    if precision != "fp32":
+        settings += ["model.fp8=True", f"model.fp8_recipe={precision}"]
+    divided = f"model.expert_model_parallel_size={ranks}"
+    return {f"dp {ranks}": spec_of(settings, 2), f"ep {ranks}": spec_of([*settings, divided], 2)}
+
+
+def bytes_of(state: TrainState) -> list[int]:
+    """Return the bytes handed to collectives so far: of rows of experts, and others but losses."""
+    sums = [0, 0]
+    for (axis, _, dtype), count in state.mesh.traffic.num_bytes.items():
+        sums[axis != "ep"] += count * (dtype != "float64")
+    return sums
+
+
+def planned_bytes(spec: RunSpec) -> list[int]:
+    """Return what `bytes_of` should grow by in a step."""
+    sums = [0, 0]
+    for message in rank_traffic(spec, 0):
+        sums[message.axis != "ep"] += message.handed
+    return sums
+
+
+def of_ranks(specs: dict[str, RunSpec], rounds: int, warmup: int) -> dict[str, Any]:
+    """Run steps in turn; return their times on the slowest rank, and bytes beside the plan's."""
+    states = {name: build(spec, join(spec.parallel)) for name, spec in specs.items()}
+    world = next(iter(states.values())).mesh.world
+    count = MICROBATCHES // world.size
+    size = (2, count, SEQUENCES, LENGTH)
+    tokens, targets = np.random.default_rng(world.rank).integers(0, VOCABULARY, size)
+    batches = [Microbatch(*pair) for pair in zip(tokens, targets, strict=True)]
+    names = [f"{layout}, {routing}" for layout in states for routing in ROUTINGS]
+    clock, cpu = ({name: list[float]() for name in names} for _ in range(2))
+    sent: dict[str, list[list[int]]] = {}
+    for number in range(warmup + rounds):
+        for name in names:
+            layout, routing = name.split(", ")
+            state = states[layout]
+            setattr(router, "best", ROUTINGS[routing])  # noqa: B010
+            before = bytes_of(state)
+            dist.barrier()
+            began = time.perf_counter(), time.process_time()
+            train_step(state, batches)
+            took = time.perf_counter() - began[0], time.process_time() - began[1]
+            state.step += 1
+            sums = [after - old for after, old in zip(bytes_of(state), before, strict=True)]
+            each = world.all_gather(torch.tensor([*took, *sums], dtype=torch.float64))
+            seen = torch.stack(each)
+            sent[name] = seen[:, 2:].long().tolist()
+            if number >= warmup:
+                clock[name].append(seen[:, 0].max().item())
+                cpu[name].append(seen[:, 1].max().item())
+    dense, divided = states
+    found: dict[str, Any] = {
+        name: {
+            "clock_seconds": round(statistics.median(clock[name]), 4),
+            "cpu_seconds": round(statistics.median(cpu[name]), 4),
+            "bytes_of_rows_and_others": sent[name],
+            "planned": planned_bytes(specs[name.split(", ")[0]]),
+        }
+        for name in names
+    }
+    pairs = {f"{divided} over {dense}, {how}": (f"{divided}, {how}", f"{dense}, {how}")
+             for how in ROUTINGS}  # fmt: skip
+    pairs |= {f"{layout}, the same experts over in turn": (
+        f"{layout}, the same experts", f"{layout}, in turn") for layout in states}  # fmt: skip
+    found["ratios"] = {
+        name: {"clock": ratio(clock, *pair), "cpu": ratio(cpu, *pair)}
+        for name, pair in pairs.items()
+    }
+    return found
+
+
+def on_ranks(args: argparse.Namespace) -> None:
+    """Start the ranks, or time a step on this one; the first writes the result."""
+    if not is_rank():
+        sys.exit(launch([__file__], sys.argv[1:], args.ranks))
+    follow_launcher()
+    torch.set_num_threads(1)
+    prepare_process(torch.device("cpu"), fp32=True)
+    found: dict[str, Any] = {shape: {} for shape in args.shapes}
+    for shape in args.shapes:
+        for precision in ("fp32", *args.recipes):
+            specs = ranks_variants(shape, precision, args.ranks)
+            found[shape][precision] = of_ranks(specs, args.rounds, args.warmup)
+            if dist.get_rank() == 0:
+                print(shape, precision, json.dumps(found[shape][precision], indent=1), flush=True)
+    if dist.get_rank() == 0:
+        write(args, found, f"moe_{args.ranks}-ranks")
+    leave()
+    leave_process(0)
+
+
+def write(args: argparse.Namespace, found: dict[str, Any], name: str) -> None:
+    """Write what was found, with the machine and the sizes."""
+    machine = {
+        "command": " ".join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
+        "cpu": runpy.run_path(str(Path(__file__).with_name("cpu_step.py")))["cpu_name"](),
+        "torch": version("torch"),
+        "rounds": args.rounds,
+        "threads": 1,
+        "tokens_of_a_microbatch": SEQUENCES * LENGTH,
+        "microbatches": MICROBATCHES,
+        "width": WIDTH,
+        "beside_other_work": True,
+    }
+    path = args.results / f"{datetime.date.today()}_{name}_{SEQUENCES * LENGTH}x{WIDTH}.json"
+    args.results.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**machine, "shapes": found}, indent=1) + "\n")
+    print(f"written: {path}")
+
+
 def ratio(seconds: dict[str, list[float]], of: str, over: str) -> float:
     """Return the median of a variant's CPU time over that of another in the same round."""
     pairs = zip(seconds[of], seconds[over], strict=True)
@@ -212,7 +354,10 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--no-model", action="store_true", help="time the layers alone")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--ranks", type=int, default=1, help="time steps of so many ranks instead")
     args = parser.parse_args()
+    if args.ranks > 1:
+        on_ranks(args)
     torch.set_num_threads(1)
     prepare_process(torch.device("cpu"), fp32=True)
     found: dict[str, Any] = {}
@@ -238,20 +383,7 @@ def main() -> None:
                 "ours_over_eager": ratio(seconds, "ours", "eager"),
             }
             print(shape, "model", found[shape]["model"], flush=True)
-    machine = {
-        "cpu": runpy.run_path(str(Path(__file__).with_name("cpu_step.py")))["cpu_name"](),
-        "torch": version("torch"),
-        "rounds": args.rounds,
-        "threads": 1,
-        "tokens_of_a_microbatch": SEQUENCES * LENGTH,
-        "microbatches": MICROBATCHES,
-        "width": WIDTH,
-        "beside_other_work": True,
-    }
-    name = f"{datetime.date.today()}_moe_{SEQUENCES * LENGTH}x{WIDTH}.json"
-    args.results.mkdir(exist_ok=True)
-    (args.results / name).write_text(json.dumps({**machine, "shapes": found}, indent=1) + "\n")
-    print(f"written: {args.results / name}")
+    write(args, found, "moe")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, DataError, ExitCode
 from megafp8.observe.units import format_bytes, plural
+from megafp8.plan.experts import with_uneven_rows
 from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.plan.phases import largest_phase
 from megafp8.plan.vocabulary import SIZE_KEY, asked_vocabulary
@@ -87,10 +88,6 @@ def main(argv: Sequence[str]) -> int:
     directory.check_directory(spec)
     check_can_be_simulated(spec, hardware, asked, num_nodes)
     check_on_cpu(spec)
-    if (ep := spec.parallel.ep) > 1:
-        reason = "a dry run of divided experts has not been built"
-        hint = "Leave it out, or measure a run of a few steps"
-        raise ConfigError("model.expert_model_parallel_size", ep, reason, hint)
     spec, whose = with_known_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
     for line in [*resolved_table(loaded), *loaded.inert_lines()]:
@@ -104,6 +101,9 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join([*lines, device_line(spec, asked)]))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *memory_table(spec, shares)]))
+    if spec.parallel.ep > 1:
+        load, uneven = with_uneven_rows(spec)
+        print(about_balance([dryrun.rank_share(uneven, rank) for rank in ranks], load))
     if hardware is not None:
         print(fits(shares, hardware))
     if options.shapes:
@@ -216,7 +216,9 @@ def job_lines(
     yield (
         f"layout: {counted(parallel.world_size, 'rank')} ({counted(parallel.num_nodes, 'node')} x "
         f"{parallel.devices_per_node}) = tensor {parallel.tp} x context {parallel.cp} x data "
-        f"{parallel.dp} x pipeline {parallel.pp}" + (schedule if parallel.pp > 1 else "")
+        f"{parallel.dp} x pipeline {parallel.pp}"
+        + (schedule if parallel.pp > 1 else "")
+        + (f"; {parallel.ep} ranks divide the experts of a layer" if parallel.ep > 1 else "")
     )
     yield (
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens: "
@@ -302,6 +304,18 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
         "Not included: memory of the allocator, of libraries and of collectives."
         + (" The GPUs' features are checked at the start of the run." if _on_gpu(spec) else "")
     )
+
+
+def about_balance(uneven: Sequence[RankShare], load: float) -> str:
+    """Return that rows of experts are counted in balance, and what ranks need with more of them.
+
+    `uneven` are the ranks that are shown, if they had `load` times as many rows.
+    """
+    peaks = (f"{format_bytes(share.in_step)} on rank {share.rank}" for share in uneven)
+    text = "Rows of experts are counted in balance: each expert gets equally many of every rank."
+    if load == 1:  # every token visits all experts
+        return f"{text} No router can give a rank more."
+    return f"{text} With {load:g} times as many, the total at the peak is {', '.join(peaks)}."
 
 
 def fits(shares: Sequence[RankShare], hardware: Hardware) -> str:

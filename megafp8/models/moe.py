@@ -59,11 +59,11 @@ class MoE(nn.Module):
         route = self.exchange.route(counts_E, len(order_R))
         places = self.places_of(token_R, len(x_TD))
         rows_ND, weights_N1, places = route.to_experts(rows_RD, weights_R1, places)
+        del rows_RD  # as large as what other ranks have sent
         fc1, fc2 = ([each[index] for index in self.own] for each in (self.fc1, self.fc2))
         inner_NF = self.activation(self.of_experts(fc1, rows_ND, route.sizes, places))
         weighted_NF = (inner_NF * weights_N1).to(self.dtype)
-        out_ND = self.of_experts(fc2, weighted_NF, route.sizes, places)
-        out_RD = route.to_tokens(out_ND)
+        out_RD = route.to_tokens(self.of_experts(fc2, weighted_NF, route.sizes, places))
         out_TD = _ToTokens.apply(out_RD, token_R, place_TK)  # type: ignore[no-untyped-call]
         out_BSD: torch.Tensor = out_TD.view_as(x_BSD)
         if self.shared is not None:

@@ -153,10 +153,10 @@ class Exchange:
 
     def route(self, counts_E: torch.Tensor, num_rows: int) -> Route:
         """Return what brings this rank's `num_rows` rows, of each expert `counts_E`, to experts."""
-        return Route(_sizes(counts_E, num_rows))
+        return Route(sizes_of(counts_E, num_rows))
 
 
-def _sizes(counts_E: torch.Tensor, num_rows: int) -> list[int]:
+def sizes_of(counts_E: torch.Tensor, num_rows: int) -> list[int]:
     """Return the rows of each expert; without values, on meta, as many for each as can be."""
     if counts_E.is_meta:
         share, more = divmod(num_rows, len(counts_E))

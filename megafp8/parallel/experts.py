@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fp8_numerics.philox import Rows
-from megafp8.models.router import Exchange, Route
+from megafp8.models.router import Exchange, Route, sizes_of
 from megafp8.parallel.collectives import Axis
 
 
@@ -34,50 +34,67 @@ class AllToAll(Exchange):
 
     def route(self, counts_E: torch.Tensor, num_rows: int) -> Route:
         """Tell all ranks how many rows this one has for each expert; return what is exchanged."""
-        size = self.ep.size
-        of_ranks_SE = self.ep.gather_rows(counts_E[None])
+        size, device = self.ep.size, counts_E.device
+        if counts_E.is_meta:  # without values every rank has as many rows for each as can be
+            counts_E = torch.tensor(sizes_of(counts_E, num_rows), device="cpu")
+            of_ranks_SE = counts_E.expand(size, -1)
+        else:
+            of_ranks_SE = self.ep.gather_rows(counts_E[None])
         own_SL = of_ranks_SE.unflatten(1, (size, -1))[:, self.ep.rank]
         sums = (counts_E.unflatten(0, (size, -1)).sum(1), own_SL.sum(1), own_SL.sum(0))
         numbers: list[int] = torch.cat(sums).tolist()
-        expert_L = torch.arange(own_SL.shape[1], device=counts_E.device)
-        expert_N = expert_L.repeat(size).repeat_interleave(own_SL.flatten())
-        order_N = expert_N.sort(stable=True).indices
         sent, received, sizes = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
-        return _BetweenRanks(sizes, self.ep, sent, received, order_N)
+        expert_L = torch.arange(own_SL.shape[1], device=device)
+        expert_N = expert_L.repeat(size).repeat_interleave(
+            own_SL.flatten().to(device), output_size=sum(received)
+        )
+        order_N = expert_N.sort(stable=True).indices
+        return _BetweenRanks(sizes, _Paths(self.ep, sent, received), order_N)
 
 
 @dataclass(frozen=True)
-class _BetweenRanks(Route):
-    """Sends `sent` rows to the ranks of `ep` in turn, and puts what they send into `order`."""
+class _Paths:
+    """Says how many rows this rank sends to each rank of `ep`, and receives from each."""
 
     ep: Axis
     sent: list[int]
     received: list[int]
-    order: torch.Tensor  # [N]
 
-    def there(self, x: torch.Tensor) -> torch.Tensor:
+    def there(self, x: torch.Tensor, order_N: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's experts, by expert: [R, ...] -> [N, ...]."""
-        return self.ep.exchange_rows(x, self.sent, self.received)[self.order]
+        return self.ep.exchange_rows(x, self.sent, self.received)[order_N]
 
-    def back(self, x: torch.Tensor) -> torch.Tensor:
+    def back(self, x: torch.Tensor, order_N: torch.Tensor) -> torch.Tensor:
         """Return what has become of this rank's rows, in their order: [N, ...] -> [R, ...]."""
         as_received = torch.empty_like(x)
-        as_received[self.order] = x
+        as_received[order_N] = x
         return self.ep.exchange_rows(as_received, self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class _BetweenRanks(Route):
+    """Sends rows along `paths`, and puts what other ranks send into `order`."""
+
+    paths: _Paths
+    order: torch.Tensor  # [N]
 
     def to_experts(
         self, rows_RD: torch.Tensor, weights_R1: torch.Tensor, places: Rows | None
     ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
         """Send rows and weights, each in its dtype, and the places for random draws if any."""
-        rows_ND, weights_N1 = _Dispatch.apply(rows_RD, weights_R1, self)  # type: ignore[no-untyped-call]
+        how = self.order, self.paths
+        rows_ND, weights_N1 = _Dispatch.apply(rows_RD, weights_R1, *how)  # type: ignore[no-untyped-call]
         if places is not None:
-            places = Rows(*self.there(torch.stack(places, 1)).unbind(1))
+            places = Rows(*self.paths.there(torch.stack(places, 1), self.order).unbind(1))
         return rows_ND, weights_N1, places
 
     def to_tokens(self, rows_ND: torch.Tensor) -> torch.Tensor:
         """Send the experts' rows back: [N, D] -> [R, D]."""
-        rows_RD: torch.Tensor = _Combine.apply(rows_ND, self)  # type: ignore[no-untyped-call]
+        rows_RD: torch.Tensor = _Combine.apply(rows_ND, self.order, self.paths)  # type: ignore[no-untyped-call]
         return rows_RD
+
+
+# Both save the order as autograd saves tensors: where layers are recomputed, none stays meanwhile.
 
 
 class _Dispatch(torch.autograd.Function):
@@ -85,22 +102,32 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: torch.Tensor, weights_R1: torch.Tensor, route: _BetweenRanks
+        ctx: Any,
+        rows_RD: torch.Tensor,
+        weights_R1: torch.Tensor,
+        order_N: torch.Tensor,
+        paths: _Paths,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.route = route
-        return route.there(rows_RD), route.there(weights_R1)
+        ctx.save_for_backward(order_N)
+        ctx.paths = paths
+        return paths.there(rows_RD, order_N), paths.there(weights_R1, order_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.route.back(grads[0]), ctx.route.back(grads[1]), None
+        (order_N,) = ctx.saved_tensors
+        return ctx.paths.back(grads[0], order_N), ctx.paths.back(grads[1], order_N), None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: torch.Tensor, route: _BetweenRanks) -> torch.Tensor:
-        ctx.route = route
-        return route.back(rows_ND)
+    def forward(
+        ctx: Any, rows_ND: torch.Tensor, order_N: torch.Tensor, paths: _Paths
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order_N)
+        ctx.paths = paths
+        return paths.back(rows_ND, order_N)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.route.there(grads[0]), None
+        (order_N,) = ctx.saved_tensors
+        return ctx.paths.there(grads[0], order_N), None, None

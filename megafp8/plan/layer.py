@@ -92,7 +92,8 @@ def _routing_bytes(spec: RunSpec, layer: int) -> int:
     are_logits = moe.score_function == "softmax" and not moe.pre_softmax
     scores = 1 + (moe.router_loss != "none") + (moe.z_loss_coeff > 0 and not are_logits)
     kept = tokens * (spec.model.hidden_size + scores * experts) * FP32
-    return kept + tokens * moe.top_k * (3 * INDEX_BYTES + 2 * FP32)
+    orders = 3 + (spec.parallel.ep > 1)  # also that of the rows that other ranks have sent
+    return kept + tokens * moe.top_k * (orders * INDEX_BYTES + 2 * FP32)
 
 
 def _keeps_input_as_it_is(spec: RunSpec, linear: LinearShape) -> bool:
@@ -164,8 +165,8 @@ def forward_work(spec: RunSpec, layer: int) -> int:
 def experts_forward_work(spec: RunSpec, layer: int) -> int:
     """Return what a layer's experts need, as they end their forward pass, beside what stays.
 
-    These are the experts' input, order and rows, and their results with those of each, or with the
-    FP32 sums of tokens.
+    These are the experts' input, order and rows, and their results with those of each, with the
+    FP32 sums of tokens, or as other ranks get them in order and as these send theirs.
     """
     size, (columns, rows) = compute_itemsize(spec), layer_shapes(spec)[layer].experts
     if not columns:
@@ -178,7 +179,8 @@ def experts_forward_work(spec: RunSpec, layer: int) -> int:
         if not _keeps_input_as_it_is(spec, linear):
             work += microbatch_tokens(spec) * linear.read * size
     outer = microbatch_tokens(spec) * sum(linear.read for linear in columns)
-    return work + outer * size + max(outer * size, inputs * (FP32 + size))
+    copies = 1 + (spec.parallel.ep > 1)
+    return work + outer * size + max(copies * outer * size, inputs * (FP32 + size))
 
 
 def backward_instants(
@@ -247,6 +249,8 @@ def _experts_instants(spec: RunSpec, shape: LayerShape, kept: Mapping[str, int])
     written, read = tokens * shape.experts.written, tokens * shape.experts.read
     outer = tokens * sum(linear.read for linear in columns)
     now += outer * size  # the gradients of the rows, copied from those of tokens
+    passing = (spec.parallel.ep > 1) * 2 * outer * size  # in order, and as ranks get or send them
+    yield now + passing
     for linears, made, taken in ((rows, read, outer), (columns, outer, written)):
         for linear in reversed(linears):
             yield now + _products_bytes(spec, linear)
@@ -260,7 +264,7 @@ def _experts_instants(spec: RunSpec, shape: LayerShape, kept: Mapping[str, int])
         now += read * (size - FP32) - kept["weighted"]
         yield now + written * size
         now += (written - read) * size - kept["experts"]
-    yield now + own * (FP32 + size)  # the sums of a token's rows
+    yield now + max(passing, own * (FP32 + size))  # the sums of a token's rows
     now -= outer * size
     yield now + own * (FP32 + size)  # the gradient of what the router reads
     yield now - kept["router"]

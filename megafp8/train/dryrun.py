@@ -34,7 +34,7 @@ class RankShare(RankMemory):
     """Describe one rank's part of a job, with its bytes as they were counted."""
 
     rank: int
-    place: dict[str, int]  # its coordinates on the mesh
+    place: dict[str, int]  # its coordinates on the mesh, and among ranks that divide experts
     layers: tuple[int, ...]
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...], str], ...]
     """The logical name, logical shape, local shape and dtype of every piece."""
@@ -79,6 +79,7 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
     with simulated(spec, rank) as state:
         sizes = {axis: getattr(spec.parallel, axis) for axis in AXES}
         recipe, layers = spec.precision.fp8, rank_shape(spec, state.mesh.pp.rank).layers
+        ep = state.mesh.ep
         if spec.parallel.fsdp is None:
             held = held_bytes(state)
             step, kept = step_bytes(state, spec)
@@ -88,7 +89,7 @@ def rank_share(spec: RunSpec, rank: int) -> RankShare:
         return RankShare(
             rank=rank,
             pipeline_rank=state.mesh.pp.rank,
-            place=coordinates(sizes, rank),
+            place=coordinates(sizes, rank) | ({"ep": ep.rank} if ep.size > 1 else {}),
             layers=layers,
             num_layers=len(layers),
             shapes=tuple(shapes_of(state)),

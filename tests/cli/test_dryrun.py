@@ -115,6 +115,29 @@ def test_ranks_that_share_a_sequence(capsys: pytest.CaptureFixture[str]) -> None
     assert "context 2" in capsys.readouterr().out
 
 
+def test_ranks_that_divide_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of four has two of eight experts, of which a token visits two, then four."""
+    four = ["trainer.devices=4", "model.expert_model_parallel_size=4", "model.micro_batch_size=8"]
+    given = [word for word in SMALL if not re.search("hidden|heads", word)]
+    given = ["model=moe_tiny", *given, *four, "model.hidden_size=64", "--vocab-size=300"]
+    assert main([*given, "--shapes", "--rank=3"]) == 0
+    text = capsys.readouterr().out
+    assert "data 4 x pipeline 1; 4 ranks divide the experts of a layer" in text
+    assert "tp0 cp0 dp3 pp0 ep3" in text
+    for part, (rows, columns) in {"gate": (128, 64), "fc2": (64, 128)}.items():
+        whole = f"mlp.experts.7.{part}.weight [{rows}, {columns}] -> [{rows}, {columns}]"
+        assert re.search(rf"{re.escape(whole)} bfloat16 +x 4", text)
+    assert "mlp.experts.5." not in text
+    balance = "Rows of experts are counted in balance: each expert gets equally many of every rank"
+    more = re.search(
+        rf"{balance}\. With 2 times as many, the total at the peak is ([\d.]+) MiB on rank 3", text
+    )
+    peak = re.search(r"total at the peak +([\d.]+) MiB", text)
+    assert more is not None and peak is not None and float(peak[1]) < float(more[1])
+    assert main([*given, "model.moe_router_topk=8"]) == 0
+    assert f"{balance}. No router can give a rank more." in capsys.readouterr().out
+
+
 def test_a_tokenizer_that_is_not_here_needs_only_a_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -187,8 +187,8 @@ def as_received(right: Callable[..., Any], *args: Any) -> Any:
 
 def weights_of_rank(right: Callable[..., Any], ctx: Any, *grads: torch.Tensor) -> Any:
     """Send no gradients of weights back."""
-    rows, weights, route = right(ctx, *grads)
-    return rows, torch.zeros_like(weights), route
+    rows, weights, *others = right(ctx, *grads)
+    return rows, torch.zeros_like(weights), *others
 
 
 ROUTES = "megafp8.parallel.experts"

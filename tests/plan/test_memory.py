@@ -52,7 +52,7 @@ LLAMA: dict[str, Any] = {
     "share_embeddings_and_output_weights": False,
     "num_query_groups": 4,
 }
-FIELDS = ("tp", "cp", "pp", "pipeline", "sequence_parallel")
+FIELDS = ("tp", "cp", "pp", "ep", "pipeline", "sequence_parallel")
 WINDOW: dict[str, Any] = {"window_size": (SEQUENCE // 4, 0)}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "ffn_dropout": 0.1}
 DELAYED = Fp8Recipe(amax_history_len=16)
@@ -127,7 +127,21 @@ EXPERTS: dict[str, RunSpec] = {
     ),
     "experts, cp 2": job(ranks=2, cp=2, shape=experts()),
     "experts, pp 2": job(ranks=2, pp=2, fp8=DELAYED, shape=experts(layers=(False, True) * 2)),
-}
+    "experts, ep 2": job(ranks=2, ep=2, fp8=DELAYED, shape=experts(**LOSSES)),
+    "experts, ep 2, bf16": job(ranks=2, ep=2, shape=experts()),
+    "many narrow experts, ep 4, zero": job(ranks=4, ep=4, optim=ZERO, shape=MANY),
+    "many narrow experts, ep 2, edp 2, zero": job(
+        ranks=4, ep=2, fp8=IN_FP8_ALONE, optim=ZERO, shape=MANY
+    ),
+    "experts, a shared one, tp 2, ep 2": job(
+        ranks=2, tp=2, ep=2, sequence_parallel=True, fp8=DELAYED,
+        shape=experts(shared_ffn_hidden_size=256),
+    ),
+    "experts, cp 2, ep 2": job(ranks=2, cp=2, ep=2, shape=experts()),
+    "experts, ep 2 x pp 2": job(
+        ranks=4, pp=2, ep=2, fp8=Fp8Recipe(name="mxfp8"), shape=experts(layers=(False, True) * 2)
+    ),
+}  # fmt: skip
 JOBS: dict[str, RunSpec] = EXPERTS | {
     "bf16": job(),
     "fp32": job(compute="fp32"),
@@ -215,6 +229,8 @@ QUICK = (
     "many narrow experts",
     "experts, a shared one, tp 2",
     "experts, tp 2 x dp 2, zero",
+    "experts, ep 2",
+    "many narrow experts, ep 4, zero",
 )
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,21 @@ def test_histories_are_filled(name: str, found: Any) -> None:
         of_weights.append(torch.cat([table[1, 1::2] for table in forward]))
     if name == "dense, delayed":
         assert torch.equal(of_weights[0], of_weights[1])
+
+
+def test_megatron_takes_one_maximum_of_different_experts(found: Any) -> None:
+    """Ranks match amaxes by the place of an expert on its rank: 0 and 2 share one, 1 and 3 another.
+
+    tests/parallel/test_experts.py shows that ours have rows of their own, and the scales of one
+    process. The weights of the first step are the same in both layouts.
+    """
+    [one], two = found
+    name = "experts, delayed"
+    tables = [key for key in one[name]["histories"] if re.search(r"experts\..*scaling_fwd$", key)]
+    assert len(tables) == 4  # two linears of two layers
+    for key in tables:
+        apart = torch.tensor(one[name]["histories"][key])[1, 1::2]
+        assert len(set(apart.tolist())) == 4
+        mixed = apart.view(2, 2).amax(0)
+        for rank in two:
+            assert torch.equal(torch.tensor(rank[name]["histories"][key])[1, 1::2], mixed)

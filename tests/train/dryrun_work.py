@@ -84,8 +84,19 @@ Kept = dict[str, list[dict[int, int]]]
 
 
 def measure(rank: Rank, cases: dict[str, RunSpec], planned: Kept) -> dict[str, dict[str, Any]]:
-    """Return for each case: parameters, bytes from step to step, and of a microbatch by stage."""
-    return {name: of_a_rank(spec, planned[name][rank.index]) for name, spec in cases.items()}
+    """Return for each case: parameters, bytes from step to step, and of a microbatch by stage.
+
+    Routers divide tokens evenly.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megafp8.models.router.best", in_turn)
+        return {name: of_a_rank(spec, planned[name][rank.index]) for name, spec in cases.items()}
+
+
+def in_turn(scores_TE: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the next `count` experts for each token."""
+    tokens, experts = scores_TE.shape
+    return (torch.arange(tokens * count).view(tokens, count) % experts).sort(-1).values
 
 
 def built(spec: RunSpec) -> tuple[TrainState, int]:

@@ -34,7 +34,7 @@ from megafp8.train.dryrun import (
 from megafp8.train.dryrun_step import forward, stages_of
 from tests.ranks import run_ranks
 from tests.te_sources import need_sources
-from tests.tiny import gpt_spec, optim_spec, run_spec
+from tests.tiny import gpt_spec, moe_spec, optim_spec, run_spec
 from tests.train import dryrun_work
 from tests.train.dryrun_work import (
     Kept,
@@ -170,6 +170,11 @@ CASES = {
         "shape": {"recompute": RecomputeSpec(granularity="full", method="uniform", num_layers=1)},
     },
 }
+MOE = moe_spec(num_experts=8, layers=(True, False, True, True))
+EXPERTS = {
+    "experts": {"fp8": FP8, "shape": LLAMA | {"moe": MOE}},
+    "experts, recomputed": {"shape": LLAMA | CASES["recomputed"]["shape"] | {"moe": MOE}},
+}
 
 
 def check_held(share: RankShare, real: int, where: str, more: int = 0) -> None:
@@ -217,7 +222,7 @@ def test_a_microbatch_leaves_the_fp32_sums_that_the_dry_run_counts() -> None:
 
 def compare(parallel: ParallelSpec, names: list[str]) -> None:
     ranks = range(parallel.world_size)
-    cases = {name: job(parallel, **CASES[name]) for name in names}
+    cases = {name: job(parallel, **(CASES | EXPERTS)[name]) for name in names}
     shares = {name: [rank_share(spec, rank) for rank in ranks] for name, spec in cases.items()}
     arguments = {"cases": cases, "planned": kept_by(shares)}
     measured = run_ranks(dryrun_work.measure, parallel.world_size, arguments)
@@ -226,7 +231,9 @@ def compare(parallel: ParallelSpec, names: list[str]) -> None:
             share, real = shares[name][rank], measured[rank][name]
             where = f"{name}, rank {rank}"
             assert share.num_params == real["params"], where
-            check_held(share, real["held"], where)
+            moe = cases[name].model.moe
+            counts = 0 if moe is None else 8 * moe.num_experts * sum(moe.layers)  # of routers
+            check_held(share, real["held"], where, more=counts)
             expected = {stage: pytest.approx(n, rel=0.01) for stage, n in real["kept"].items()}
             assert share.kept == expected, where
 
@@ -259,6 +266,18 @@ def test_a_tensor_that_wraps_others_has_no_memory_of_its_own() -> None:
     before = storages()
     wrapper = TwoTensor(torch.empty(2), torch.empty(2))
     assert fresh_bytes(before) == wrapper.a.nbytes + wrapper.b.nbytes
+
+
+def test_ranks_that_divide_experts_hold_what_the_dry_run_says() -> None:
+    """A simulated rank has as many rows of each rank and expert, and these have so many."""
+    compare(layout(dp=2, ep=2), list(EXPERTS))
+
+
+def test_nothing_of_rows_stays_until_a_layer_is_recomputed() -> None:
+    """Such a layer keeps its input, whether its rows go to other ranks or not."""
+    again = EXPERTS["experts, recomputed"]
+    whole, divided = (rank_share(job(layout(dp=2, ep=ep), **again), 0).kept for ep in (1, 2))
+    assert whole == divided
 
 
 @pytest.mark.slow
