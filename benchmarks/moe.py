@@ -25,6 +25,7 @@ import argparse
 import datetime
 import json
 import runpy
+import shlex
 import statistics
 import sys
 import time
@@ -323,7 +324,7 @@ def on_ranks(args: argparse.Namespace) -> None:
 def write(args: argparse.Namespace, found: dict[str, Any], name: str) -> None:
     """Write what was found, with the machine and the sizes."""
     machine = {
-        "command": " ".join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/moe.py", *sys.argv[1:]]),
         "cpu": runpy.run_path(str(Path(__file__).with_name("cpu_step.py")))["cpu_name"](),
         "torch": version("torch"),
         "rounds": args.rounds,
