@@ -39,7 +39,6 @@ class NativeBackend(Backend):
     """Our own linears."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, parts_args: PartsArgs) -> None:
-        """Make the state of all FP8 scales, and choose the layers that the model is made of."""
         super().__init__(spec, mesh, parts_args)
         recipe, scaling = spec.precision.fp8, None
         if recipe is not None:

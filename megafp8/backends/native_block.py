@@ -28,7 +28,6 @@ class FusedParts(NativeParts):
     """Makes the parts of `NativeParts`, and layers that run chains, for a device with Triton."""
 
     def own_layer(self, index: int) -> nn.Module:
-        """Return a layer with the parameters of the plain one."""
         return FusedLayer(self, index)
 
 
@@ -53,7 +52,6 @@ class FusedLayer(TransformerLayer):
             self.fc2_link = Link(ActivationProducer(kind), self.mlp.fc2)
 
     def forward(self, x_BSD: torch.Tensor, context: AttentionContext | None = None) -> torch.Tensor:
-        """Return the layer's output: [B, S, D] -> [B, S, D]."""
         if torch.compiler.is_compiling():
             return super().forward(x_BSD, context)
         x: torch.Tensor = x_BSD

@@ -406,7 +406,6 @@ class WithExperts(Decoder):
     names_layers: bool = False
 
     def to_keys(self, spec: GPTSpec) -> dict[str, Any]:
-        """Return the keys of such a model, which has experts; see `Family`."""
         assert spec.moe is not None
         moe = spec.moe
         has_loss = moe.router_loss != "none"
@@ -473,7 +472,6 @@ class WithExperts(Decoder):
         return coeff
 
     def notes(self, c: Fields) -> list[str]:
-        """Return what the user should know of the router's loss too; see `Family`."""
         if not (coeff := self._loss(c)):
             return super().notes(c)
         moe = self.from_keys(c, Path()).moe

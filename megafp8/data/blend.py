@@ -141,7 +141,6 @@ class BlendedSamples:
         return min(source.num_samples_per_epoch * total // weight for source, weight in pairs)
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return sample `index` >= 0 of the blend, [seq_length + 1]."""
         dataset, sample = self.schedule[index]
         return self.sources[dataset][sample]
 
@@ -155,16 +154,13 @@ class JoinedSamples:
 
     @property
     def seq_length(self) -> int:
-        """Return the number of tokens that a sample predicts."""
         return self._sources[0].seq_length
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples of all sources together."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return sample `index` of the joined sources, [seq_length + 1]."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         number = bisect_right(self._ends, index)

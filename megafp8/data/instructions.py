@@ -100,7 +100,6 @@ class ShuffledEpochs:
 
     @property
     def num_samples_per_epoch(self) -> int:
-        """Return the number of samples of one epoch."""
         return self.source.num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:

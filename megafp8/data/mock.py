@@ -41,11 +41,9 @@ class MockSamples:
 
     @property
     def num_samples_per_epoch(self) -> int:
-        """Return the number of samples of an epoch."""
         return self.num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return sample `index` >= 0, [seq_length + 1]."""
         words = random_words(self.seq_length + 1, self.seed, self.split, index)
         return (words % np.uint64(self.vocab_size)).astype(np.int64)
 

@@ -53,7 +53,6 @@ class Repeated:
 
     @property
     def num_samples_per_epoch(self) -> int:
-        """Return the number of samples that are repeated."""
         return self.num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
@@ -281,11 +280,9 @@ class TrainSamples:
 
     @property
     def num_samples_per_epoch(self) -> int:
-        """Return the number of windows of an epoch."""
         return self._num_samples
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return sample `index` >= 0 of the endless stream, [seq_length + 1]."""
         epoch, window = self.locate(index)
         known = self.epoch(epoch)
         tokens = np.empty(self.seq_length + 1, np.int64)
@@ -371,20 +368,15 @@ class ValidationSamples:
 
     @property
     def seq_length(self) -> int:
-        """Return the number of tokens that a sample predicts."""
         return self._seq_length
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples."""
         if self._drop_last:
             return self.num_tokens // self._seq_length
         return -(-self.num_tokens // self._seq_length)
 
     def __getitem__(self, index: int, /) -> NDArray[np.int64]:
-        """Return sample `index` < num_samples, [seq_length + 1]; beyond the last token it is
-        IGNORE.
-        """
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")
         start = index * self._seq_length

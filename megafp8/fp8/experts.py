@@ -66,12 +66,10 @@ class Fp8ExpertLinear(Converted, ExpertLinear):  # type: ignore[misc]
     """An expert's projection that `fp8.convert` has converted."""
 
     def own_weight(self) -> nn.Parameter | None:
-        """Return the parameter of all experts; None if it is computed."""
         experts, projection, _ = self._place
         return torch_private.parameters_of(experts).get(projection)
 
     def stored_weights(self) -> Sequence[torch.Tensor]:
-        """Return the parameter of all experts, or those of a parametrization."""
         experts, projection, _ = self._place
         return [p for name, p in experts.named_parameters() if projection in name]
 

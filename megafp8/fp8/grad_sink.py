@@ -129,7 +129,6 @@ class AutogradSink:
     """Return every gradient, so that autograd accumulates it in `.grad`, in the weight's dtype."""
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        """Return the gradient, rounded to the weight's dtype."""
         return compute(None).to(weight.dtype)
 
     def add_rows(
@@ -250,7 +249,6 @@ class MainGradSink:
             main_grad.is_first = main_grad.is_first and param in untouched
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        """Add the gradient to the sum of `weight`, or return it if there is no sum."""
         main_grad = self.main_grads.get(weight)
         if main_grad is None:
             return compute(None).to(weight.dtype)
@@ -268,7 +266,6 @@ class MainGradSink:
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
-        """Add gradients of rows to the FP32 sum of `weight_VD`, or return them if it has none."""
         main_grad = self.main_grads.get(weight_VD)
         if main_grad is None:  # summed in FP32, rounded once
             total_VD = torch.zeros_like(weight_VD, dtype=torch.float32)
@@ -376,7 +373,6 @@ class DeferringSink:
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
-        """Keep the gradient of an embedding's rows to be added later; return None."""
         self._waiting.append(lambda: self.inner.add_rows(weight_VD, rows_T, grad_TD))
         return None
 

@@ -68,7 +68,6 @@ class CastRule(Recipe):
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
-        """Quantize for each product in `need`."""
         casts, last, first, (rows, cols) = self._casts, None, None, x_MN.shape
         in_triton = tensor.state.engine.uses_triton and bool(x_MN.numel())
         packed = in_triton and self._packs(tensor)
@@ -101,7 +100,6 @@ class CastRule(Recipe):
         return operands_of(x_MN, last, first), column_sum(x_MN) if with_sum else None
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
-        """Return the operand with its scales along tokens."""
         casts, dtype = self._casts, self.given.fmt.dtype
         if tensor.state.engine.uses_triton and self.recipe.has_casts_in_triton():
             packed = self._packs(tensor)
@@ -138,7 +136,6 @@ class CastRule(Recipe):
         )
 
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
-        """Return the scale that follows from a weight's amax."""
         asked = self._asked(self._casts.last, "last", (0, 0))
         scale: torch.Tensor = self._run(lambda: self.recipe.scale_of_amax(amax, asked))
         if scale.shape != () or scale.dtype != torch.float32:

@@ -150,7 +150,6 @@ class HeadLoss(nn.Module):
         return loss
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """Return logits [B, S, V] for generation, in FP32, or in FP64 if the model is FP64."""
         flat = self.matmul(hidden_BSD.flatten(0, 1), weight_VD, place="head", transpose_b=True)
         return flat.to(_sum_dtype(flat)).view(*hidden_BSD.shape[:2], -1)
 

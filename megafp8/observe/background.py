@@ -70,11 +70,9 @@ class Background:
         self._tell()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Record `values` soon; raise what an earlier call has raised meanwhile."""
         self._call("log", step, values)
 
     def rewind(self, step: int) -> None:
-        """Rewind the tracker after what was logged before."""
         self._call("rewind", step)
 
     def close(self) -> None:

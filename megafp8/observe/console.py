@@ -281,45 +281,36 @@ class PlainConsole(Console):
         self._eta = Eta(clock)
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        """Print a line if the run continues after earlier steps."""
         self._eta.start(total_steps)
         if 0 < first_step < total_steps:
             self._line(f"continuing after step {first_step} of {total_steps}")
 
     def header(self, lines: Sequence[str]) -> None:
-        """Print the lines that describe the run."""
         for line in lines:
             self._line(line)
 
     def settings(self, settings: Sequence[Mapping[str, object]]) -> None:
-        """Print the settings that are not the default job's, one a line."""
         for line in settings_lines(settings):
             self._line(line)
 
     def step(self, report: StepReport) -> None:
-        """Print one line with the numbers of a step."""
         eta = format_duration(self._eta.seconds(report))
         parts = [f"loss {format_number(report.loss)}", *quality_of(report), *cost_of(report)]
         self._line(" | ".join([self._at(report.step), *parts, f"ETA {eta}", *report.notes]))
 
     def validation(self, result: Validation) -> None:
-        """Print one line with the result of a validation."""
         self._line(f"{self._at(result.step)} | {result.line()}")
 
     def event(self, text: str, *, kind: str = "note") -> None:
-        """Print a line about an event."""
         self._line(text)
 
     def answer(self, text: str) -> None:
-        """Print what follows a signal."""
         self._line(text)
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
         self._line(f"warning: {text}")
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
-        """Print the table at the end of a run, then plain lines."""
         for line in ["", *_table_lines(rows), *lines]:
             self._line(line)
 

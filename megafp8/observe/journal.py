@@ -79,11 +79,9 @@ class JournaledConsole(Console):
         self._append(EVENTS_FILE, redacted({"kind": kind, "text": text, **more}))
 
     def follow(self, step: Callable[[], int]) -> None:
-        """Use `step`, which returns the number of steps that are done, in every record."""
         self._step = step
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show a text that the model wrote after `prompt`, and append it to samples.jsonl."""
         self._shown.sample(step, prompt, text)
         self._log.sample(step, prompt, text)
         # What a model writes has names of secrets as well; it knows none of their values.
@@ -107,22 +105,18 @@ class JournaledConsole(Console):
     # ---- what every console does
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        """Begin to show and to keep a run."""
         self._shown.start(total_steps, first_step)
         self._log.start(total_steps, first_step)
 
     def header(self, lines: Sequence[str]) -> None:
-        """Show and keep lines that describe the run."""
         self._shown.header(lines)
         self._log.header(lines)
 
     def settings(self, settings: Sequence[Mapping[str, object]]) -> None:
-        """Show and keep the settings that are not the default job's."""
         self._shown.settings(settings)
         self._log.settings(settings)
 
     def step(self, report: StepReport) -> None:
-        """Show and keep the numbers of a step."""
         self._shown.step(report)
         self._log.step(report)
         if report.notes:
@@ -130,24 +124,19 @@ class JournaledConsole(Console):
 
     @property
     def wants_progress(self) -> bool:
-        """Whether the console that shows everything can show a step that is not logged."""
         return self._shown.wants_progress
 
     def progress(self, report: StepReport) -> None:
-        """Show a step that is not logged."""
         self._shown.progress(report)
 
     def validating(self, done: int, total: int) -> None:
-        """Show how far a validation is."""
         self._shown.validating(done, total)
 
     def validation(self, result: Validation) -> None:
-        """Show and keep the result of a validation."""
         self._shown.validation(result)
         self._log.validation(result)
 
     def event(self, text: str, *, kind: str = "note") -> None:
-        """Show a line about an event, and record it."""
         self._shown.event(text)
         self._log.event(text)
         self.record(kind, text)
@@ -157,13 +146,11 @@ class JournaledConsole(Console):
         self._shown.answer(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning, and record it."""
         self._shown.warn(text)
         self._log.warn(text)
         self.record("warning", text)
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
-        """Show and keep the table at the end of a run."""
         self._shown.finish(rows, lines)
         self._log.finish(rows, lines)
 

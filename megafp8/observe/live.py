@@ -100,7 +100,6 @@ class LiveConsole(Console):
         self._eta_text = format_duration(float("nan"))
 
     def start(self, total_steps: int, first_step: int = 0) -> None:
-        """Draw the block for the first time; print a line if the run continues earlier steps."""
         from rich.live import Live
 
         self._eta.start(total_steps)
@@ -116,7 +115,6 @@ class LiveConsole(Console):
             self._rich.show_cursor(True)
 
     def header(self, lines: Sequence[str]) -> None:
-        """Print the lines that describe the run: their names in one column, the text in another."""
         from rich.table import Table
         from rich.text import Text
 
@@ -134,12 +132,10 @@ class LiveConsole(Console):
             self._show(table)
 
     def settings(self, settings: Sequence[Mapping[str, object]]) -> None:
-        """Print the settings that are not the default job's, in a table."""
         for line in settings_lines(settings):
             self._print(line, style="dim")
 
     def step(self, report: StepReport) -> None:
-        """Draw the block with the numbers of a step."""
         is_first = self._report is None
         self._step, self._report = report.step, report
         self._eta_text = format_duration(self._eta.seconds(report))
@@ -147,28 +143,23 @@ class LiveConsole(Console):
 
     @property
     def wants_progress(self) -> bool:
-        """Whether the block may be drawn again."""
         return self._is_due()
 
     def progress(self, report: StepReport) -> None:
-        """Draw the block with the numbers of a step that is not logged."""
         self._step, self._report = report.step, report
         self._eta_text = format_duration(self._eta.left(report))
         self._draw(force=False)
 
     def validating(self, done: int, total: int) -> None:
-        """Draw how far a validation is."""
         self._validating = (done, total)
         self._draw(force=False)
 
     def validation(self, result: Validation) -> None:
-        """Print the result of a validation, and keep its loss in the block."""
         self._val_loss, self._validating = (result.step, result.val_loss), None
         self._print(f"{self._at(result.step)} | {result.line()}", style="cyan")
         self._draw(force=True)
 
     def event(self, text: str, *, kind: str = "note") -> None:
-        """Print a line about an event above the block."""
         self._print(text)
 
     def answer(self, text: str) -> None:
@@ -180,11 +171,9 @@ class LiveConsole(Console):
         self._draw(force=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning above the block, in yellow."""
         self._print(f"warning: {text}", style="yellow")
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
-        """Print the table at the end of a run under the last block, then plain lines."""
         self.close()
         self._print("")
         width = max((len(what) for what, _ in rows), default=0)
@@ -194,7 +183,6 @@ class LiveConsole(Console):
             self._print(line)
 
     def close(self) -> None:
-        """Draw the block for the last time and stop the live display."""
         atexit.unregister(self.close)
         live, self._live = self._live, None
         if live is not None:

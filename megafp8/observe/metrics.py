@@ -97,7 +97,6 @@ class MetricsFile:
         return True
 
     def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`, when training goes back to an older checkpoint."""
         try:
             self._drop(step)
             if self._descriptor is not None:  # the file was replaced: open the new one
@@ -108,7 +107,6 @@ class MetricsFile:
             self._lost(error)
 
     def close(self) -> None:
-        """Close the file. A second call does nothing."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -89,7 +89,6 @@ class TensorBoardTracker:
         self._open(step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._writer.close()
 
 
@@ -296,7 +295,6 @@ class CompositeTracker:
         self._each(lambda tracker: tracker.log(step, named))
 
     def rewind(self, step: int) -> None:
-        """Take note that training goes back to `step`."""
         self._each(lambda tracker: tracker.rewind(step))
 
     def close(self) -> None:

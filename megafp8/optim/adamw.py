@@ -24,7 +24,6 @@ class AdamW(Optimizer):
     """
 
     def __post_init__(self) -> None:
-        """Choose the kernel, and make the moments."""
         masters, spec = self.masters, self.spec
         decaying: list[nn.Parameter] = []
         undecayed: list[nn.Parameter] = []
@@ -42,7 +41,6 @@ class AdamW(Optimizer):
 
     @property
     def states(self) -> Mapping[int, States]:
-        """Return the moments of each row."""
         masters = self.masters
         unit_scale, fp32 = torch.ones((), device=masters.device), STORAGE_FORMATS["fp32"]
         moments = {row: self._torch.state[masters.masters[row]] for row in self.rows}
@@ -52,11 +50,9 @@ class AdamW(Optimizer):
         }
 
     def describe(self) -> str:
-        """Return the kernel."""
         return self._kernel_name
 
     def update(self, step: Step) -> None:
-        """Run the kernel."""
         for group in self._torch.param_groups:
             group["lr"] = step.lr
         if self._kernel is TORCH:
@@ -69,5 +65,4 @@ class AdamW(Optimizer):
             masters.masters[row].grad = None
 
     def set_num_updates(self, count: int) -> None:
-        """Set Adam's t to `count`."""
         set_count(self._kernel, self._torch, count)

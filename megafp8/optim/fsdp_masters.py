@@ -44,7 +44,6 @@ class FsdpMasters(Masters):
         storage: StorageSpec = ALL_IN_FP32,
         linears: Collection[nn.Parameter] = (),
     ) -> None:
-        """Take the values of the shards; `linears` are the linears' weights among them."""
         self.shards_of, self._modules = dict(sharded.shards_of), sharded.modules
         self.shards = self.shards_of[DENSE]
         self.storage, self.linears = storage, frozenset(linears)
@@ -136,17 +135,14 @@ class FsdpMasters(Masters):
 
     @property
     def held_params(self) -> list[nn.Parameter]:
-        """Return the memory that parameters occupy on this rank: its masters."""
         return self.masters
 
     def rows_of(self, param: nn.Parameter) -> torch.Tensor:
-        """Return this rank's rows of a parameter in FP32, which are not to be changed."""
         if (stored := self._own.get(param)) is not None:
             return stored.values()
         return local_of(param.detach())
 
     def begin_step(self) -> None:
-        """Drop the gradients of the last step, so that FSDP allocates new ones."""
         self._without_grad = set(self._sums)
         for param in self.params:
             param.grad = None
@@ -204,7 +200,6 @@ class FsdpMasters(Masters):
                 forms[param].agree_on_scale(amax, self.rows_of(param))
 
     def reshard(self) -> None:
-        """Free the gathered weights of every module."""
         for module in self._modules:
             module.reshard()
 

@@ -36,14 +36,12 @@ class Muon(Optimizer):
     """Update matrices whole; another optimizer updates the other parameters."""
 
     def __post_init__(self) -> None:
-        """Make momenta of zeros."""
         super().__post_init__()
         self._rows = {self.masters.segments[row].param: row for row in self.rows}
         assert len(self._rows) == len(self.rows), "a matrix has one segment on a rank"
         self._shards = self.masters.shards if self.masters.holds_rows else Axis("shards")
 
     def describe(self) -> str:
-        """Return what is orthogonalized, for the log."""
         text = f"Muon for {len(self.params)} weights of linears"
         if self.tp.size > 1:
             gathers = self.spec.muon.tp_mode == "duplicated"

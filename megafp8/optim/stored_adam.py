@@ -37,13 +37,11 @@ class StoredAdam(Optimizer):
     """
 
     def __post_init__(self) -> None:
-        """Make the moments, and take the options of the kernels."""
         super().__post_init__()
         self._is_l2 = self.spec.name == "adam"
         self._stochastic = self.spec.storage.stochastic_rounding
 
     def describe(self) -> str:
-        """Return the kernels."""
         masters = self.masters
         return kernel_name(
             masters.device,
@@ -71,7 +69,6 @@ class StoredAdam(Optimizer):
         }
 
     def update(self, step: Step) -> None:
-        """Update all rows, whole tensors or parts of them."""
         masters, segments = self.masters, self.masters.segments
         asked = [
             (segments[row], tensors, self._constants(segments[row].param, step))

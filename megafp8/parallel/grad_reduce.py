@@ -204,7 +204,6 @@ class NotingSink:
         self.inner, self.reducer = inner, reducer
 
     def add(self, weight: nn.Parameter, compute: ComputeGrad) -> torch.Tensor | None:
-        """Add a weight's gradient as the inner sink does; see `GradSink.add`."""
         added = self.inner.add(weight, compute)
         self._note(weight, added)
         return added
@@ -212,9 +211,6 @@ class NotingSink:
     def add_rows(
         self, weight_VD: nn.Parameter, rows_T: torch.Tensor, grad_TD: torch.Tensor
     ) -> torch.Tensor | None:
-        """Add the gradient of an embedding's rows as the inner sink does; see
-        `GradSink.add_rows`.
-        """
         added = self.inner.add_rows(weight_VD, rows_T, grad_TD)
         self._note(weight_VD, added)
         return added

@@ -107,7 +107,6 @@ class NativeParts(Parts):
             self.exchange, self.num_expert_parts = AllToAll(parts_args.ep), parts_args.ep.size
 
     def look_up(self, tokens_BS: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """Return the embeddings of `tokens_BS`; with sequence parallelism [B, S/tp, D]."""
         if self.tp.size > 1:
             return vocab_parallel_look_up(
                 tokens_BS, weight_VD, self.sink, self.tp, scatter=self.sequence_parallel
@@ -162,7 +161,6 @@ class NativeParts(Parts):
         )
 
     def linear_elsewhere(self, linear: LayerLinear) -> nn.Module:
-        """Return what keeps the rows in the scale tables of an expert's linear; see `Parts`."""
         return LinearElsewhere(linear.name, self.scaling)
 
     def of_experts(
@@ -172,7 +170,6 @@ class NativeParts(Parts):
         sizes: Sequence[int],
         places: Rows | None,
     ) -> torch.Tensor:
-        """Return each expert's linear of its rows; see `Parts`."""
         rows: list[Rows | None] = [None] * len(sizes)
         if places is not None:
             parts = (each.split(list(sizes)) for each in places)
@@ -183,7 +180,6 @@ class NativeParts(Parts):
     def places_of(
         self, linears: Sequence[str], tokens_R: torch.Tensor, num_tokens: int
     ) -> Rows | None:
-        """Return the places of some rows if a cast of the `linears` draws; see `Parts`."""
         if self.scaling is None or not self.scaling.recipe.draws_in(linears):
             return None
         order = TokenOrder()
@@ -204,7 +200,6 @@ class NativeParts(Parts):
         return first, both_contexts(again, self.scaling.recomputation())
 
     def attention_core(self, name: str, index: int) -> nn.Module:
-        """Return the core of this rank's heads; ring attention with context parallelism."""
         core = super().attention_core(name, index)
         return WholeSequence(core, self.tp) if self.sequence_parallel else core
 
@@ -213,16 +208,12 @@ class NativeParts(Parts):
         return super().dropout(p, site, sharded=sharded or self.sequence_parallel)
 
     def sequence_length(self, x_BSD: torch.Tensor) -> int:
-        """Return the number of tokens of the sequence whose part of this rank is `x_BSD`."""
         return x_BSD.shape[1] * (self.tp.size if self.sequence_parallel else 1)
 
     def own_sequence(self, x_BS: torch.Tensor) -> torch.Tensor:
-        """Return this rank's tokens of [B, S, ...], as the residual stream has them."""
         return own_shard(x_BS, self.tp) if self.sequence_parallel else x_BS
 
     def head_loss(self) -> HeadLoss:
-        """Return the head's loss, whose vocabulary is sharded over tensor-parallel ranks."""
-
         def matmul(
             a: torch.Tensor,
             b: torch.Tensor,
@@ -255,11 +246,9 @@ class NativeParts(Parts):
         return HeadLoss(matmul, add_grad_weight, partial(loss_by_triton, tp=self.tp))
 
     def count_attention_flops(self, flops: int) -> None:
-        """Count `flops` of attention's products under the compute dtype."""
         self.counter.add(DTYPE_NAMES[self.dtype], "attention", flops)
 
     def count_router_flops(self, flops: int) -> None:
-        """Count `flops` of a router's products."""
         dtype = torch.promote_types(self.dtype, torch.float32)
         self.counter.add(DTYPE_NAMES[dtype], "router", flops)
 

@@ -146,7 +146,6 @@ class PipelinedGPT(nn.Module):
         *,
         position_ids_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits on every rank of the pipeline, for generation: [B, S] -> FP32 [B, S, V]."""
         if cache is not None and cache.length:
             positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) + cache.length
             position_ids_BS = positions.expand_as(tokens_BS)

@@ -167,16 +167,13 @@ class ExchangedBucket:
 
     @property
     def params(self) -> frozenset[nn.Parameter]:
-        """Return the parameters whose gradients are in the bucket."""
         return frozenset(self.held.params)
 
     @property
     def has_started(self) -> bool:
-        """Whether the reduction has been started and not ended."""
         return self._under_way is not None
 
     def start(self, axis: Axis, dtype: torch.dtype) -> None:
-        """Start the reduction; `dtype` is what FP32 gradients are sent in."""
         self._under_way = self._stages(axis, dtype)
         next(self._under_way)
 
@@ -189,7 +186,6 @@ class ExchangedBucket:
         return next(self._under_way, "ended") != "ended"
 
     def finish(self, axis: Axis) -> None:
-        """Take all steps that are left."""
         while self.advance(axis):
             pass
         self._under_way = None
@@ -285,7 +281,6 @@ class Fp8SumBucket(ExchangedBucket):
         self._sizes = torch.tensor(sizes, device=self.held.flat.device)
 
     def _stages(self, axis: Axis, dtype: torch.dtype) -> Iterator[None]:
-        """Do the steps of the class; yield where the caller may compute while messages travel."""
         held, rank = self.held, axis.rank
         fmt = held.fmt
         filled = torch.stack([_codes(grad.payload).any() for grad in held.grads])

@@ -41,11 +41,9 @@ class SequenceColumnParallel(ColumnParallel):
     """
 
     def tokens_out(self, tokens_in: int) -> int:
-        """Return the number of tokens of the output: those of all ranks."""
         return tokens_in * self.tp.size
 
     def gather_input(self, input_TI: Operand) -> Operand:
-        """Return the inputs of all ranks: [T, I] -> [tp T, I]."""
         return gather_tokens(input_TI, self.tp)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
@@ -59,7 +57,6 @@ class SequenceColumnParallel(ColumnParallel):
         return self.tp.all_reduce_max if role == "input" else None
 
     def token_order(self, role: Role) -> TokenOrder:
-        """Return this rank's tokens for inputs, and those of all ranks for output gradients."""
         kind: Literal["own", "by_rank"] = "own" if role == "input" else "by_rank"
         return TokenOrder(kind, self.tp.rank, self.tp.size)
 
@@ -76,11 +73,9 @@ class SequenceRowParallel(RowParallel):
     """
 
     def tokens_out(self, tokens_in: int) -> int:
-        """Return the number of tokens of the output: this rank's share of the input's."""
         return tokens_in // self.tp.size
 
     def gather_grad_output(self, grad_output_TO: Operand) -> Operand:
-        """Return the output gradients of all ranks: [T, O] -> [tp T, O]."""
         return gather_tokens(grad_output_TO, self.tp)
 
     def reduce_max(self, role: Role) -> ReduceMax | None:
@@ -94,7 +89,6 @@ class SequenceRowParallel(RowParallel):
         return self.tp.all_reduce_max if role == "grad_output" else None
 
     def token_order(self, role: Role) -> TokenOrder:
-        """Return this rank's tokens for output gradients, and those of all ranks for inputs."""
         kind: Literal["own", "by_rank"] = "own" if role == "grad_output" else "by_rank"
         return TokenOrder(kind, self.tp.rank, self.tp.size)
 
@@ -110,7 +104,6 @@ class OwnTokens(LinearComm):
     tp: Axis
 
     def token_order(self, role: Role) -> TokenOrder:
-        """Return this rank's tokens for inputs and output gradients."""
         return TokenOrder("own", self.tp.rank, self.tp.size)
 
 

@@ -35,7 +35,6 @@ class ColumnParallel(LinearComm):
         return None if role == "input" else self.tp.all_reduce_max
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
-        """Start the sum of the input gradient [T, I] over the ranks."""
         return self.tp.start_all_reduce_sum(grad_input_TI)
 
 
@@ -58,5 +57,4 @@ class RowParallel(LinearComm):
         return None if role == "grad_output" else self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, O] summed over the ranks."""
         return self.tp.all_reduce_sum(output_TO)

@@ -136,7 +136,6 @@ class VocabParallelHeadLoss(HeadLoss):
     def forward(
         self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter, targets_BS: torch.Tensor
     ) -> torch.Tensor:
-        """Return the summed cross entropy in nats; see `HeadLoss.forward`."""
         if self.gather:
             hidden_BSD = whole_sequence(hidden_BSD, self.tp)
         return super().forward(hidden_BSD, weight_VD, targets_BS)
@@ -144,9 +143,6 @@ class VocabParallelHeadLoss(HeadLoss):
     def loss_of_chunk(
         self, logits_CV: torch.Tensor, targets_C: torch.Tensor, with_grad: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the chunk's summed loss over the whole vocabulary and this rank's logit
-        gradient.
-        """
         found = loss_by_triton(
             logits_CV, targets_C, tp=self.tp, with_grad=with_grad, grad_scale=self.grad_scale
         )
@@ -176,7 +172,6 @@ class VocabParallelHeadLoss(HeadLoss):
         return self.tp.all_reduce_sum(grad_hidden_TD)
 
     def logits(self, hidden_BSD: torch.Tensor, weight_VD: nn.Parameter) -> torch.Tensor:
-        """Return FP32 logits over the whole vocabulary, on every rank."""
         if self.gather:
             hidden_BSD = gather_sequence(hidden_BSD, self.tp)
         return torch.cat(self.tp.all_gather(super().logits(hidden_BSD, weight_VD)), dim=-1)

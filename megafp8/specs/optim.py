@@ -190,7 +190,6 @@ class AdamTraits(OptimizerTraits):
     the gradients too. Passes over states in low precision are not modelled and count as these."""
 
     def states(self, optim: OptimSpec, kind: ParamKind) -> Mapping[str, StorageName]:
-        """Return the formats of both moments."""
         storage = optim.storage
         if storage.linears_only and not kind.is_linear:
             return {"exp_avg": "fp32", "exp_avg_sq": "fp32"}
@@ -223,11 +222,9 @@ class MuonTraits(OptimizerTraits):
     and 4."""
 
     def owns(self, optim: OptimSpec, kind: ParamKind) -> bool:
-        """Whether a parameter is a matrix of a layer."""
         return kind.is_linear
 
     def states(self, optim: OptimSpec, kind: ParamKind) -> Mapping[str, StorageName]:
-        """Return the format of the momentum."""
         return {MOMENTUM: "fp32"}
 
     def gathers_parts(self, optim: OptimSpec) -> bool:

@@ -143,7 +143,6 @@ class TeBackend(Backend):
             te_names.import_te().global_state.reset()
 
     def documents(self) -> str:
-        """Return how Transformer Engine's attention keeps documents apart."""
         unproven = "; unproven: no GPU has run this yet" if self.device.type == "cuda" else ""
         return f"by Transformer Engine's thd and padding_causal{unproven}"
 
@@ -163,7 +162,6 @@ class TeBackend(Backend):
         return [*mirror, *scaling_tensors(model)]
 
     def token_multiple(self) -> int:
-        """Return the least number of tokens that Transformer Engine's products of a recipe take."""
         recipe = self.spec.precision.fp8
         return 1 if recipe is None else find_recipe(recipe.name).traits.multiple
 

@@ -202,7 +202,6 @@ class TransformerEngineParts(NativeParts):
     def recompute_contexts(
         self,
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Return two contexts, for a forward pass and for its recomputation; see `Parts`."""
         first, again = super().recompute_contexts()
         return first, both_contexts(again, self.region.recomputation())
 

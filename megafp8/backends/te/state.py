@@ -195,7 +195,6 @@ class TeEvents(NoScaling):
             self._draws.begin(self._seed, step, repr(tokens))
 
     def end_forward(self) -> None:
-        """Close the region."""
         self.region.end()
 
     def evaluation(self) -> AbstractContextManager[None]:
@@ -301,13 +300,11 @@ class TeScaling(ScalingState):
             state.scale[column] = table.quant_scale[row]
 
     def forget_staged(self) -> None:
-        """Drop the amaxes staged since the last update; see `ScalingState.forget_staged`."""
         self.pull()
         super().forget_staged()
         self.push()
 
     def begin_microbatch(self, index: int, step: int = 0, tokens: Tokens = ONE_SAMPLE) -> None:
-        """Open the region for microbatch `index`."""
         self.region.begin(index)
 
     def end_forward(self) -> None:

@@ -47,7 +47,6 @@ class Blockwise(Recipe):
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
-        """Quantize each block with the scale of its own amax."""
         if tensor.state.engine.uses_triton:
             last, first = self._by_triton(tensor, x_MN.contiguous(), need)
         elif self._is_square(tensor):
@@ -60,7 +59,6 @@ class Blockwise(Recipe):
         return quantizer.operands_of(x_MN, last, first), sums_PN
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
-        """Return FP8 with one scale for each 128 elements of a column."""
         is_transposed = tensor.state.engine.uses_triton
         return quantizer.SavedForm(_LINE, tensor.fmt.dtype, is_transposed=is_transposed)
 

@@ -39,7 +39,6 @@ class Delayed(Recipe):
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
-        """Cast with the table's scale, and stage the amax for later microbatches."""
         assert tensor.slot is not None
         quant_scale, dequant_scale, amax = tensor.slot.table.cells(tensor.slot.index)
         return quantizer.cast_whole(
@@ -53,11 +52,9 @@ class Delayed(Recipe):
         )
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
-        """Return FP8 with one scale."""
         return quantizer.whole_form(tensor)
 
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
-        """Return the table's scale, and record `amax` for later steps."""
         assert tensor.slot is not None
         quant_scale, _, staged = tensor.slot.table.cells(tensor.slot.index)
         if tensor.state.recording:
@@ -77,7 +74,6 @@ class Delayed(Recipe):
         with_plain: bool,
         with_sum: bool = False,
     ) -> tuple[Operands, fused.Produced]:
-        """Let `make` compute the tensor, cast it with the table's scale and stage its amax."""
         assert tensor.slot is not None
         orients = tensor.state.engine.orients("tensor")
         quant_scale, dequant_scale, amax = tensor.slot.table.cells(tensor.slot.index)

@@ -40,7 +40,6 @@ class Mxfp8(Recipe):
     )
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
-        """Quantize blocks of rows or of columns as `cast` does."""
         from fp8_numerics.block_casts import mxfp8
 
         return Scaled(*mxfp8(x_MN, along_columns=block[0] > 1))
@@ -54,7 +53,6 @@ class Mxfp8(Recipe):
         packed: bool,
         with_sum: bool,
     ) -> Made:
-        """Quantize blocks of rows and of columns in one launch."""
         from fp8_numerics.kernels.triton_blocks import cast_mx
 
         rows, columns, sums = cast_mx(
@@ -64,5 +62,4 @@ class Mxfp8(Recipe):
         return Made(last, first, sums)
 
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
-        """Quantize each block of 32 elements with the scale of its amax."""
         return Scaled(*arithmetic.quantize_rows(x_MK, cast.fmt))

@@ -130,7 +130,6 @@ class Nvfp4(Recipe):
         return Made(of_rows, of_rows if serves_both else of_columns, sums)
 
     def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
-        """Quantize blocks by their own amaxes and that of the whole tensor."""
         casts = self.traits.casts[cast.role]
         if cast.along == "first" and casts.rotation is not None:
             x_MK = arithmetic.rotated(x_MK)

@@ -43,7 +43,6 @@ class Rowwise(Recipe):
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
-        """Quantize each row (or column) with the scale of its own amax."""
         if tensor.state.engine.uses_triton:
             last, first = self._by_triton(tensor, x_MN.contiguous(), need)
         else:
@@ -53,7 +52,6 @@ class Rowwise(Recipe):
         return quantizer.operands_of(x_MN, last, first), sums_PN
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
-        """Return FP8 with one scale for each column."""
         is_transposed = tensor.state.engine.uses_triton
         return quantizer.SavedForm(ROW, tensor.fmt.dtype, is_transposed=is_transposed)
 

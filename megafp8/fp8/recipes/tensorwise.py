@@ -42,7 +42,6 @@ class Tensorwise(Recipe):
     def operands(
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, need: WantsFp8, *, with_sum: bool = False
     ) -> tuple[Operands, torch.Tensor | None]:
-        """Compute the amax and the scale, then cast: the tensor is read twice."""
         if tensor.state.engine.uses_triton:
             x_MN = x_MN.contiguous()
             amax = triton_current.amax_of_matrix(x_MN)
@@ -54,11 +53,9 @@ class Tensorwise(Recipe):
         )
 
     def saved_form(self, tensor: TensorQuantizer) -> SavedForm:
-        """Return FP8 with one scale."""
         return quantizer.whole_form(tensor)
 
     def store_scale(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
-        """Return the scale for a tensor whose amax on this rank is `amax`."""
         return self._scales(tensor, amax)[0]
 
     def _scales(
