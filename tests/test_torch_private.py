@@ -6,7 +6,6 @@ Run this file with a new version of torch before anything else.
 from __future__ import annotations
 
 import ast
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -312,17 +311,6 @@ def test_a_group_of_gloo_gets_another_timeout() -> None:
         assert gloo.options._timeout == timedelta(seconds=7)
     finally:
         dist.destroy_process_group()
-
-
-def test_a_store_answers_its_greeting() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for _ in range(2):
-        question, answer = torch_private.store_greeting()
-        with socket.create_connection(("127.0.0.1", store.port), timeout=10) as connection:
-            connection.sendall(question)
-            assert connection.recv(4) == answer
-    store.set("still", "serves")
-    assert store.get("still") == b"serves"
 
 
 def test_a_simulated_group_and_the_collectives_of_fsdp() -> None:

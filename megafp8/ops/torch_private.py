@@ -9,8 +9,6 @@ have never run. That test runs each one here, and finds private names that other
 from __future__ import annotations
 
 import importlib
-import os
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -259,17 +257,6 @@ def set_timeout(group: Any, seconds: float) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=seconds), group)
-
-
-def store_greeting() -> tuple[bytes, bytes]:
-    """Return what a TCPStore's client sends first, and the 4 bytes that a store answers.
-
-    It is the message that validates the client, and a ping with a random number. torch's client
-    waits for the answer without end, so that a caller may ask first.
-    """
-    validate, magic, ping = 0, 0x3C85F7CE, 13  # QueryType and validationMagicNumber
-    number = os.urandom(4)
-    return struct.pack("=BIB", validate, magic, ping) + number, number
 
 
 def fsdp_all_gather(before: Callable[[torch.Tensor], None]) -> Any:

@@ -20,7 +20,6 @@ import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -206,114 +205,37 @@ def _addresses_here(host: str) -> list[str]:
 def reach(host: str, port: int, seconds: float, who: str = "this rank") -> Store:
     """Return the store of rank 0, which may start up to `seconds` later.
 
-    After 30 s a line on stderr says what `who` waits for.
+    After 30 s a line on stderr says what `who` waits for. Rank 0 is looked for before torch's
+    client is made, which would wait as long for a name that does not resolve.
 
     Raises:
         RunError: Rank 0 is not reached in time, or another program answers in its place.
     """
     place = f"MASTER_ADDR={host} MASTER_PORT={port}"
-    wait = _Wait(seconds, who, place)
+    began = time.monotonic()
     unreachable_since: float | None = None
-    last: OSError
+    is_noticed = False
     while True:
         try:
-            with socket.create_connection((host, port), timeout=5) as connection:
-                if _store_answers_greeting():
-                    _check_is_store(connection, place, wait)
-            break
-        except (
-            ConnectionRefusedError
-        ) as error:  # the machine answers, but rank 0 does not listen yet
+            socket.create_connection((host, port), timeout=5).close()
+            return _store(host, port, is_master=False)
+        except ConnectionRefusedError as error:  # its machine answers, and rank 0 is not there yet
             unreachable_since, last, limit = None, error, seconds
-            waited = wait.waited()
         except OSError as error:
             unreachable_since = unreachable_since or time.monotonic() - 5.0
             last, limit = error, min(seconds, UNREACHABLE_SECONDS)
-            waited = time.monotonic() - unreachable_since
-        if waited > limit:
+        if time.monotonic() - (unreachable_since or began) > limit:
             raise RunError(
                 f"{socket.gethostname()} does not reach rank 0 at {place}: {last}, for "
                 f"{limit:g} s. If rank 0 does not run, see its errors or start it (RANK=0); "
                 "if it does, set MASTER_ADDR to a name or address of its machine that this one "
                 "reaches"
             )
-        wait.notice(f"rank 0 is not reached ({last})")
+        if not is_noticed and time.monotonic() - began > _NOTICE_SECONDS:
+            is_noticed = True
+            text = f"megafp8: waiting: {who} waits up to {seconds:g} s for rank 0 at {place}"
+            print(f"{text}: rank 0 is not reached ({last})", file=sys.stderr, flush=True)
         time.sleep(0.2)
-    return _store(host, port, is_master=False)
-
-
-class _Wait:
-    """Measure how long a rank waits for rank 0, and report it once on stderr."""
-
-    def __init__(self, seconds: float, who: str, place: str) -> None:
-        self.seconds, self._who, self._place = seconds, who, place
-        self._began, self._is_noticed = time.monotonic(), False
-
-    def waited(self) -> float:
-        """Return the seconds since the wait began."""
-        return time.monotonic() - self._began
-
-    def notice(self, reason: str) -> None:
-        """Report `reason`, if the wait has taken long and nothing has been reported yet."""
-        if not self._is_noticed and self.waited() > _NOTICE_SECONDS:
-            self._is_noticed = True
-            text = f"megafp8: waiting: {self._who} waits up to {self.seconds:g} s for rank 0 at"
-            print(f"{text} {self._place}: {reason}", file=sys.stderr, flush=True)
-
-
-@cache
-def _store_answers_greeting() -> bool:
-    """Whether a store of this torch answers the greeting; another version may expect another one.
-
-    Without an answer here, nothing could be learned from the answer of rank 0.
-    """
-    question, expected = torch_private.store_greeting()
-    try:
-        store: Store = dist.TCPStore(  # type: ignore[attr-defined]  # missing in its stubs
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False
-        )
-        with socket.create_connection(("127.0.0.1", store.port), timeout=5) as connection:
-            connection.sendall(question)
-            return connection.recv(len(expected)) == expected
-    except (OSError, RuntimeError):
-        return False
-
-
-def _check_is_store(connection: socket.socket, place: str, wait: _Wait) -> None:
-    """Return when a store has answered on `connection`.
-
-    Rank 0 may listen some time before its store answers. torch's own client has no limit of time
-    for the answer, and reports another one with its whole stack.
-
-    Raises:
-        OSError: The connection has been closed without an answer.
-        RunError: The answer is not a store's, or none came within the time that `wait` allows.
-    """
-    question, expected = torch_private.store_greeting()
-    connection.sendall(question)
-    answer = b""
-    while len(answer) < len(expected):
-        seconds_left = wait.seconds - wait.waited()
-        if seconds_left <= 0:
-            raise _not_rank_0(place, f"it has not answered within {wait.seconds:g} s")
-        connection.settimeout(min(seconds_left, 1.0))
-        try:
-            received = connection.recv(len(expected) - len(answer))
-        except TimeoutError:
-            wait.notice("what listens there has not answered")
-            continue
-        if not received:
-            raise ConnectionResetError("it closed the connection; another program may use the port")
-        answer += received
-        if not expected.startswith(answer):
-            raise _not_rank_0(place, f"its answer begins with {answer!r}")
-
-
-def _not_rank_0(place: str, why: str) -> RunError:
-    return RunError(
-        f"{place}: what listens there is not rank 0 of a run: {why}. Another program may use the "
-        "port: choose another MASTER_PORT for all ranks, and start rank 0 (RANK=0) on that machine"
-    )
 
 
 def await_all(store: Store, rank: int, size: int, place: str, seconds: float) -> None:
@@ -409,13 +331,16 @@ def _store(host: str, port: int, *, is_master: bool, listen_fd: int | None = Non
             results.put(store)
 
     threading.Thread(target=make, daemon=True).start()
-    place = f"MASTER_ADDR={host} MASTER_PORT={port}"
     try:
         result = results.get(timeout=2 * UNREACHABLE_SECONDS)
     except queue.Empty:
-        raise _not_rank_0(place, "it has not answered") from None
+        result = RuntimeError("it has not answered")
     if isinstance(result, RuntimeError):
-        raise _not_rank_0(place, str(result).splitlines()[0]) from result
+        raise RunError(
+            f"MASTER_ADDR={host} MASTER_PORT={port}: what listens there is not rank 0 of a run: "
+            f"{str(result).splitlines()[0]}. Another program may use the port: choose another "
+            "MASTER_PORT for all ranks, and start rank 0 (RANK=0) on that machine"
+        ) from result
     return result
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import threading
 import time
 from datetime import timedelta
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megafp8.errors import RunError
-from megafp8.ops import torch_private
 from megafp8.parallel import rendezvous
 from megafp8.parallel.launch import launch
 from megafp8.parallel.rendezvous import (
@@ -105,31 +103,16 @@ def listener(answer: bytes | None) -> socket.socket:
     return server
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (None, "has not answered within 1 s"),
-        (b"HTTP/1.1 400 Bad Request", "its answer begins with b'HTTP'"),
-        (b"", "it closed the connection; another program may use the port.*start it .RANK=0."),
-    ],
-)
+@pytest.mark.parametrize("answer", [None, b"HTTP/1.1 400 Bad Request", b""])
 def test_another_program_in_place_of_rank_0(
-    answer: bytes | None,
-    said: str,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patience = 1.0 if answer is None else HANG_SECONDS  # another answer ends the wait at once
-    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.3 * patience)
-    monkeypatch.setattr(rendezvous, "UNREACHABLE_SECONDS", 1.0)
+    """torch's client would wait for an answer without end."""
+    monkeypatch.setattr(rendezvous, "UNREACHABLE_SECONDS", 0.5)
     with listener(answer) as server:
         port = server.getsockname()[1]
-        with pytest.raises(RunError, match=f"MASTER_PORT={port}.*{said}"):
-            reach("127.0.0.1", port, patience, "rank 7")
-    errors = capfd.readouterr().err
-    assert "c10d" not in errors  # torch prints its stack there
-    waits = "megafp8: waiting: rank 7 waits up to 1 s for rank 0 at MASTER_ADDR=127.0.0.1"
-    assert errors.count(waits) == (answer is None)
+        with pytest.raises(RunError, match=f"MASTER_PORT={port}: what listens there is not rank 0"):
+            reach("127.0.0.1", port, HANG_SECONDS)
 
 
 def test_a_rank_says_that_it_waits_for_rank_0(
@@ -149,21 +132,6 @@ def test_the_page_has_these_waits() -> None:
     assert f"says so after {rendezvous.UNREACHABLE_SECONDS:.0f} s." in page
     assert page.count(f"after {rendezvous._NOTICE_SECONDS:.0f} s") == 2
     assert f"wait for each other ({rendezvous.JOIN_SECONDS:.0f})" in page
-
-
-def test_a_torch_that_expects_another_greeting_still_joins(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The greeting is private to torch: where its own store does not know it, it proves nothing."""
-    wrong = struct.pack("=BIB", 0, 0x3C85F7CE, 250) + b"four", b"four"
-    monkeypatch.setattr(torch_private, "store_greeting", lambda: wrong)
-    rendezvous._store_answers_greeting.cache_clear()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    try:
-        reach("127.0.0.1", port, HANG_SECONDS).set("a", "b")
-        assert store.get("a") == b"b"
-    finally:
-        rendezvous._store_answers_greeting.cache_clear()
 
 
 def test_rank_0_that_never_calls_all(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
