@@ -78,7 +78,7 @@ format: setup-dev ## format, and fix what ruff can fix
 check: lint test ## run everything that a change must pass
 
 docs: setup-dev ## write docs/reference/configuration.md from the configuration's schema
-	@$(PY) -m megafp8.cli.help > docs/reference/configuration.md.tmp
+	@$(PY) -m scripts.configuration > docs/reference/configuration.md.tmp
 	@mv docs/reference/configuration.md.tmp docs/reference/configuration.md
 
 docs-site: setup-dev ## build the site of the documentation in build/site (ARGS=serve shows it at http://127.0.0.1:8000)

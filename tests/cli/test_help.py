@@ -7,12 +7,13 @@ import shlex
 
 import pytest
 
-from megafp8.cli.help import anchor, help_page, keys_of_group, markdown_page
+from megafp8.cli.help import help_page, keys_of_group
 from megafp8.cli.main import run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.groups import GROUPS
 from megafp8.config.load import load
 from megafp8.config.schema import all_keys
+from scripts.configuration import TEXTS, anchor, markdown_page
 
 PROG = "python pretrain_gpt.py"
 
@@ -20,12 +21,12 @@ PROG = "python pretrain_gpt.py"
 def test_every_group_has_keys_and_every_key_is_shown_once() -> None:
     shown = [key.path for name in GROUPS for key in keys_of_group(name)]
     assert sorted(shown) == sorted(all_keys())
-    assert all(keys_of_group(name) for name in GROUPS)
+    assert all(keys_of_group(name) for name in GROUPS) and GROUPS.keys() == TEXTS.keys()
 
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_groups_example_is_accepted_and_is_about_it(name: str) -> None:
-    group = GROUPS[name]
+    group = TEXTS[name]
     words = shlex.split(group.example)
     if group.script == "pretrain_gpt.py":
         load(words)

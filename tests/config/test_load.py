@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli import help
-from megafp8.cli.help import differing_keys, markdown_page
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import default_job
@@ -22,6 +21,7 @@ from megafp8.config.overrides import parse_overrides
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import nested, read_value
 from megafp8.errors import ConfigError
+from scripts.configuration import differing_keys, markdown_page
 from tests.config.helpers import load_problems, run_spec, the_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_the_default_job_holds_what_the_schema_leaves_open_and_no_default_again(
 def test_configuration_page_is_current() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     assert page == markdown_page(), (
-        "run `python -m megafp8.cli.help > docs/reference/configuration.md`"
+        "run `python -m scripts.configuration > docs/reference/configuration.md`"
     )
     for key in differing_keys():
         assert f"| `{key.path}` |" in page
