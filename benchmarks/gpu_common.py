@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from megafp8.observe.utilization import peak_of_gpu
 from megafp8.ops.torch_private import pause_gpu
 from megafp8.plan.hardware import KNOWN, Hardware
-from megafp8.plan.utilization import peak_of_gpu
 
 RESULTS = Path(__file__).parent / "results"
 PAUSE_CYCLES = 20_000_000  # about 10 ms, in which the host queues the first runs

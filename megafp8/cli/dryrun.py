@@ -38,7 +38,7 @@ from megafp8.specs.data import BUILTIN_CORPUS
 from megafp8.specs.recipes import find_recipe
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
-    from megafp8.train.dryrun import Layout, RankShare
+    from megafp8.plan.dryrun import Layout, RankShare
 
 MAX_SIMULATED = 2**16
 
@@ -81,8 +81,8 @@ def main(argv: Sequence[str]) -> int:
     asked, num_nodes = (loaded.values[f"trainer.{name}"] for name in ("accelerator", "num_nodes"))
     settled, _ = with_epochs(loaded, gives_steps(loaded))
     spec = resolve(settled.values, lambda: asked == "gpu" or _sees_gpu())
+    from megafp8.plan import dryrun
     from megafp8.runs import directory
-    from megafp8.train import dryrun
     from megafp8.train.build import check_on_cpu
 
     directory.check_directory(spec)
@@ -185,7 +185,7 @@ def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
     """
     size = spec.parallel.world_size
     if rank is None:
-        from megafp8.train.dryrun import ranks_to_show
+        from megafp8.plan.dryrun import ranks_to_show
 
         return ranks_to_show(spec)
     if not 0 <= rank < size:

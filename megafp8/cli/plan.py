@@ -28,9 +28,9 @@ from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
 from megafp8.errors import ConfigError, ExitCode, UserError
+from megafp8.observe.flops import gemm_flops_per_token
 from megafp8.observe.units import format_bytes
 from megafp8.plan.experts import expert_rows
-from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.plan.hardware import KNOWN, Hardware, hardware_of
 from megafp8.plan.memory import all_ranks
 from megafp8.plan.phases import largest_phase, phase_times

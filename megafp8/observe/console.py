@@ -71,9 +71,9 @@ class StepReport:
     lr: float
     step_seconds: float
     tokens_per_second: float
-    tflops_causal: float  # model TFLOP/s over all ranks; see plan.flops
+    tflops_causal: float  # model TFLOP/s over all ranks; see flops.py
     tflops_full: float
-    mfu_causal: float  # fractions of the peak of all ranks; see plan.utilization
+    mfu_causal: float  # fractions of the peak of all ranks; see utilization.py
     mfu_full: float
     hfu_causal: float
     hfu_full: float

@@ -60,9 +60,9 @@ class RunSummary:
     data_warnings: str | None = None  # what is seldom meant, such as validating on training data
     wall_seconds: float | None = None  # of this process; earlier processes of the run not included
     tokens_per_second: float | None = None
-    tflops_causal: float | None = None  # model TFLOP/s; see plan.flops
+    tflops_causal: float | None = None  # model TFLOP/s; see flops.py
     tflops_full: float | None = None
-    mfu_causal: float | None = None  # fractions of the peak of all ranks; see plan.utilization
+    mfu_causal: float | None = None  # fractions of the peak of all ranks; see utilization.py
     mfu_full: float | None = None
     hfu_causal: float | None = None
     hfu_full: float | None = None

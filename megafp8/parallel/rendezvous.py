@@ -214,6 +214,7 @@ def reach(host: str, port: int, seconds: float, who: str = "this rank") -> Store
     place = f"MASTER_ADDR={host} MASTER_PORT={port}"
     began = time.monotonic()
     unreachable_since: float | None = None
+    last: OSError
     is_noticed = False
     while True:
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megafp8.plan.memory import all_ranks
-from megafp8.plan.shape import layer_shapes, microbatch_tokens
 from megafp8.specs import RunSpec
+from megafp8.specs.rank_shape import layer_shapes, microbatch_tokens
 
 UNEVEN = 2
 """The rows of the fullest rank over the mean for which a plan shows the memory besides."""

@@ -19,7 +19,11 @@ from megafp8.plan.layer import (
     norm_bytes,
 )
 from megafp8.plan.pipeline import PassBytes, StagePasses
-from megafp8.plan.shape import (
+from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
+from megafp8.specs.division import ScatteredRow
+from megafp8.specs.optim import ITEM_BYTES
+from megafp8.specs.rank_shape import (
     FP32,
     Parameter,
     RankShape,
@@ -31,10 +35,6 @@ from megafp8.plan.shape import (
     sequence_shards,
     shard_ranks,
 )
-from megafp8.specs import RunSpec
-from megafp8.specs.backends import BACKENDS
-from megafp8.specs.division import ScatteredRow
-from megafp8.specs.optim import ITEM_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megafp8.plan.shape import FP32, num_microbatches, shard_ranks, way_of
 from megafp8.specs import RunSpec
 from megafp8.specs.division import Division, Places
+from megafp8.specs.held import frees_gradients
 from megafp8.specs.optim import ITEM_BYTES
-
-
-def gradient_bytes(spec: RunSpec, division: Division, rank: int) -> int:
-    """Return the bytes of the gradients, and of scales, that one of the replicas keeps."""
-    total = 0
-    for places in division.grads:
-        held = places.parts[rank] if frees_gradients(spec) else places.elements
-        total += held * ITEM_BYTES[places.kind]
-        if places.kind != "fp32":
-            total += FP32 * len(places.rows)
-    return total
-
-
-def frees_gradients(spec: RunSpec) -> bool:
-    """Whether a rank frees the gradients that others sum, once they were sent (ZeRO-2)."""
-    return spec.optim.shards_grads and not spec.optim.storage.is_plain and shard_ranks(spec) > 1
+from megafp8.specs.rank_shape import FP32, num_microbatches, shard_ranks, way_of
 
 
 def passing_gradients(spec: RunSpec, division: Division, rank: int, in_flight: int) -> int:

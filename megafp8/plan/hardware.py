@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megafp8.errors import ConfigError
+from megafp8.observe import utilization
 from megafp8.specs.gpus import Capability
 
 GIVEN = "given on the command line"
@@ -50,9 +51,7 @@ class Hardware:
 
 
 H100 = Hardware(
-    name="H100 SXM",
-    bf16_tflops=989.4,
-    fp8_tflops=1978.9,
+    **utilization.H100._asdict(),
     memory_gib=79.1,
     memory_gb_s=3350,
     node_gb_s=450,
@@ -65,15 +64,13 @@ KNOWN = {
     "h100": H100,
     "h200": replace(
         H100,
-        name="H200 SXM",
+        **utilization.H200._asdict(),
         memory_gib=139.7,
         memory_gb_s=4800,
         source="NVIDIA's H200 data sheet; one 400 Gbit/s network adapter for each GPU",
     ),
     "b200": Hardware(
-        name="B200 SXM",
-        bf16_tflops=2250,
-        fp8_tflops=4500,
+        **utilization.B200._asdict(),
         memory_gib=178.3,
         memory_gb_s=8000,
         node_gb_s=900,

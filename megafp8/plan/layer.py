@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from megafp8.plan.shape import (
+from megafp8.specs import RunSpec
+from megafp8.specs.backends import BACKENDS
+from megafp8.specs.layer import num_experts
+from megafp8.specs.rank_shape import (
     FP32,
     LayerShape,
     LinearShape,
@@ -20,9 +23,6 @@ from megafp8.plan.shape import (
     residual_itemsize,
     sequence_shards,
 )
-from megafp8.specs import RunSpec
-from megafp8.specs.backends import BACKENDS
-from megafp8.specs.layer import num_experts
 from megafp8.specs.traits import GemmName, Scales
 
 INDEX_BYTES = 8  # of a row's place in the order of experts

@@ -1,6 +1,6 @@
 """Compute the bytes that one rank of a job holds, from the run's spec alone.
 
-The formulas count the tensors that the native backend keeps. A dry run (`train/dryrun.py`) counts
+The formulas count the tensors that the native backend keeps. A dry run (`dryrun.py`) counts
 the same tensors from a model that is built on torch's meta device, and tests hold the two together.
 No constant is fitted to a measurement. A plan is always for GPUs, whatever the spec's accelerator.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megafp8.plan.fsdp import StageBytes, passes_of_stage, start_bytes
-from megafp8.plan.gradients import arriving_bytes, gradient_bytes, passing_gradients
+from megafp8.plan.gradients import arriving_bytes, passing_gradients
 from megafp8.plan.layer import (
     backward_instants,
     experts_forward_work,
@@ -27,12 +27,12 @@ from megafp8.plan.pipeline import (
     short_order,
     worst_pass,
 )
-from megafp8.plan.shape import (
+from megafp8.specs import RunSpec
+from megafp8.specs.held import HeldBytes, bytes_kept, fullest
+from megafp8.specs.model import BLOCK_QUERIES, head_chunk
+from megafp8.specs.rank_shape import (
     FP32,
-    Group,
     LinearShape,
-    Parameter,
-    RankShape,
     compute_itemsize,
     copies_weights,
     groups_of,
@@ -43,34 +43,8 @@ from megafp8.plan.shape import (
     num_stages,
     rank_shape,
     recomputes,
-    rows_with_history,
     sequence_shards,
-    shard_ranks,
-    stored_as,
 )
-from megafp8.specs import RunSpec
-from megafp8.specs.division import Division
-from megafp8.specs.model import BLOCK_QUERIES, head_chunk
-from megafp8.specs.optim import ITEM_BYTES
-
-SCALE_TABLE_BYTES = 20
-"""Delayed scaling keeps, beside a tensor's amax history, its scales, amax and counters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeldBytes:
-    """Hold the bytes of the state that stays from step to step."""
-
-    weights: int  # as the products read them
-    masters: int  # FP32 master weights that are not the weights themselves
-    moments: int  # the optimizer's
-    gradients: int  # of all parameters, or under FP8-LM's ZeRO-2 those that the rank sums
-    scaling: int  # FP8 scales and their histories
-
-    @property
-    def total(self) -> int:
-        """Return the sum of all kinds."""
-        return self.weights + self.masters + self.moments + self.gradients + self.scaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,16 +128,16 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
     kept = {stage: _kept_bytes(spec, stage) for stage in shape.stages}
     count = num_microbatches(spec)
     order = short_order(spec.parallel.pipeline, spec.parallel.pp, pipeline_rank, count)
-    groups, copies = list[Group](), _weight_copies(spec, shape.linears)
+    copies = _weight_copies(spec, shape.linears)
     if spec.parallel.fsdp is not None:
         stages = {index: _stage_bytes(spec, index, kept[index]) for index in shape.stages}
         passes = {index: passes_of_stage(spec, shape, stage) for index, stage in stages.items()}
         step = StepBytes.of_passes(order, passes)
         step = replace(step, weight_copies=copies)
     else:
-        groups = groups_of(spec, shape.params)
-        division = groups[0].division
-        replica = _fullest(spec, groups[0]) if replica is None else replica
+        dense = groups_of(spec, shape.params)[0]
+        division = dense.division
+        replica = fullest(spec, dense) if replica is None else replica
         early, late = arriving_bytes(spec, division)
         step = with_arriving = StepBytes.without_fsdp(order, _passes(spec, kept, 0))
         if early:
@@ -182,7 +156,7 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
         pipeline_rank=pipeline_rank,
         num_layers=len(shape.layers),
         num_params=sum(param.elements for param in shape.params),
-        held=_held_bytes(spec, shape, groups, replica or 0),
+        held=bytes_kept(spec, shape, replica),
         step=step,
         start=start_bytes(spec, shape),
     )
@@ -191,80 +165,6 @@ def rank_memory(spec: RunSpec, pipeline_rank: int, replica: int | None = None) -
 def all_ranks(spec: RunSpec) -> list[RankMemory]:
     """Return the memory of one rank of each pipeline rank, in order."""
     return [rank_memory(spec, rank) for rank in range(spec.parallel.pp)]
-
-
-def _held_bytes(
-    spec: RunSpec, shape: RankShape, groups: Sequence[Group], replica: int
-) -> HeldBytes:
-    recipe = spec.precision.fp8
-    delayed = rows_with_history(spec, shape.linears)
-    history = recipe.amax_history_len if recipe is not None else 0
-    scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
-    if not groups:
-        storage = spec.optim.storage
-        own = [param.shard_elements(shard_ranks(spec)) for param in shape.params]
-        masters, gradients = (
-            sum(
-                elements * (ITEM_BYTES[name] if param.is_linear else FP32)
-                for elements, param in zip(own, shape.params, strict=True)
-            )
-            for name in (storage.main_params, storage.main_grads)
-        )
-        if storage.main_grads != "fp32":
-            gradients += FP32 * sum(param.is_linear for param in shape.params)  # their scales
-        moments = sum(
-            elements * _itemsize_of_moments(spec, param)
-            for elements, param in zip(own, shape.params, strict=True)
-        )
-        return HeldBytes(
-            weights=0,  # FSDP's parameters are the masters, or have no memory beside them
-            masters=masters,
-            moments=moments,
-            gradients=gradients,
-            scaling=scaling,
-        )
-    weights = masters = moments = gradients = 0
-    for group in groups:
-        params, division = group.params, group.division
-        # The first of the tensor-parallel ranks of a replica, which are neighbours in the group.
-        rank = replica * group.num_ranks // groups[0].num_ranks
-        names = [stored_as(spec, param) for param in params]
-        weights += sum(ITEM_BYTES[places.kind] * places.elements for places in division.weights)
-        for row in set(range(len(names))) - {row for p in division.weights for row in p.rows}:
-            weights += ITEM_BYTES[names[row]] * params[row].elements
-        for row, elements in division.owned_by(rank):
-            of_master, of_moments = _owned_itemsizes(spec, params[row], division)
-            masters += elements * of_master
-            moments += elements * of_moments
-        gradients += gradient_bytes(spec, division, rank)
-    return HeldBytes(
-        weights=weights, masters=masters, moments=moments, gradients=gradients, scaling=scaling
-    )
-
-
-def _owned_itemsizes(spec: RunSpec, param: Parameter, division: Division) -> tuple[int, int]:
-    """Return the bytes of an element's master, beside the parameter itself, and of its moments.
-
-    A linear's weight in low precision is its own master; one in FP8 has a master beside it. A whole
-    FP32 parameter is its own master, too; a rank that owns a part of it has a copy.
-    """
-    storage, moments = spec.optim.storage, _itemsize_of_moments(spec, param)
-    if param.is_linear and storage.main_params != "fp32":
-        return 0 if param.itemsize > 1 else ITEM_BYTES[storage.main_params], moments
-    is_own = param.itemsize == FP32 and not division.splits
-    return 0 if is_own else FP32, moments
-
-
-def _itemsize_of_moments(spec: RunSpec, param: Parameter) -> int:
-    return sum(ITEM_BYTES[name] for name in spec.optim.states_of(param.kind).values())
-
-
-def _fullest(spec: RunSpec, group: Group) -> int:
-    """Return the replica that owns the most bytes of masters and moments, but for padding."""
-    owned_bytes = [0] * group.num_ranks
-    for param, owner in zip(group.params, group.division.owners, strict=False):
-        owned_bytes[owner] += param.elements * sum(_owned_itemsizes(spec, param, group.division))
-    return owned_bytes.index(max(owned_bytes))
 
 
 def _kept_bytes(spec: RunSpec, stage: int) -> int:

@@ -19,9 +19,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from megafp8.plan.flops import gemm_flops_per_token
+from megafp8.observe.flops import gemm_flops_per_token
 from megafp8.plan.hardware import Hardware
-from megafp8.plan.shape import (
+from megafp8.plan.traffic import AxisName, Message, rank_traffic
+from megafp8.specs import RunSpec
+from megafp8.specs.optim import StorageSpec
+from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.specs.precision import GEMMS
+from megafp8.specs.rank_shape import (
     FP32,
     BranchShape,
     LayerShape,
@@ -39,11 +44,6 @@ from megafp8.plan.shape import (
     sequence_shards,
     shard_ranks,
 )
-from megafp8.plan.traffic import AxisName, Message, rank_traffic
-from megafp8.specs import RunSpec
-from megafp8.specs.optim import StorageSpec
-from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
-from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.specs.traits import Cost, Traits
 

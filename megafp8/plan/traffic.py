@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from megafp8.plan.shape import (
+from megafp8.specs import RunSpec
+from megafp8.specs.division import ALIGNMENT, Division, ScatteredRow, rounded_up
+from megafp8.specs.layer import num_experts
+from megafp8.specs.optim import ITEM_BYTES
+from megafp8.specs.rank_shape import (
     BF16,
     FP32,
     Group,
@@ -33,10 +37,6 @@ from megafp8.plan.shape import (
     shard_ranks,
     way_of,
 )
-from megafp8.specs import RunSpec
-from megafp8.specs.division import ALIGNMENT, Division, ScatteredRow, rounded_up
-from megafp8.specs.layer import num_experts
-from megafp8.specs.optim import ITEM_BYTES
 from megafp8.specs.traits import GemmName, Role
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send"]

@@ -1,7 +1,7 @@
-"""Say before weights are made that a model does not fit into memory, by the plan's own count.
+"""Say before weights are made that a model does not fit into memory, by the sum of what stays.
 
-A job is refused if the tensors that it keeps from step to step alone need more than there is in
-all. If they and a step need more than is free now, it is warned.
+A job is refused if the tensors that it keeps from step to step need more than there is in all, and
+warned if they need more than is free now. What a step adds, `megafp8 plan` predicts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megafp8.observe.units import format_bytes
 from megafp8.ops.memory import Limit, machine_limits, process_limits
 from megafp8.parallel.agreement import gather, on_all
 from megafp8.parallel.mesh import Mesh
-from megafp8.plan.memory import RankMemory, rank_memory
-from megafp8.plan.phases import largest_phase
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
+from megafp8.specs.held import bytes_kept
+from megafp8.specs.rank_shape import rank_shape
 
 CHECK = "MEGAFP8_MEMORY_CHECK"
 """The environment variable that, as `warn`, makes the refusal a warning, if the count is wrong."""
@@ -29,37 +29,23 @@ _TOKEN_BYTES = 16  # a token and the target of its position, int64 each
 _FP32 = 4
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Hold the bytes that a rank needs at least, and about how many at the worst moment."""
+def needs_of(spec: RunSpec, pipeline_rank: int) -> tuple[int, int]:
+    """Return the bytes that a rank needs at least on its device and in its process's memory.
 
-    on_device: int  # in the memory of the rank's device
-    on_host: int  # in the memory of its process; on a CPU this is all
-    on_device_at_most: int
-    on_host_at_most: int
-
-
-def needs_of(spec: RunSpec, memory: RankMemory) -> Needs:
-    """Return what a rank needs by the plan's count, and its data of one step.
-
-    Weights are drawn in FP32 on the host before they are moved to a GPU and sharded.
+    On a CPU the latter are all, and the former 0. They include the data of one step. Weights are
+    drawn in FP32 on the host before they are moved to a GPU and sharded.
     """
-    held = memory.held
-    own = held.total
+    shape = rank_shape(spec, pipeline_rank)
+    held = bytes_kept(spec, shape)
+    kept = held.total
     if not BACKENDS[spec.precision.backend].is_counted:
-        own = held.masters + held.moments + held.gradients
-    data = _step_data(spec)
-    drawn = _FP32 * memory.num_params
-    if spec.parallel.accelerator == "gpu":
-        return Needs(own, drawn + data, memory.total, drawn + data)
-    most = max(own, drawn) + data
-    return Needs(0, most, 0, max(most, memory.total + data))
-
-
-def _step_data(spec: RunSpec) -> int:
-    """Return the bytes of a rank's samples of one optimizer step."""
+        kept = held.masters + held.moments + held.gradients
+    drawn = _FP32 * sum(param.elements for param in shape.params)
     samples = spec.train.global_batch_size // max(1, spec.parallel.dp)
-    return samples * spec.data.seq_length * _TOKEN_BYTES
+    data = samples * spec.data.seq_length * _TOKEN_BYTES
+    if spec.parallel.accelerator == "gpu":
+        return kept, drawn + data
+    return 0, max(kept, drawn) + data
 
 
 def require_memory(spec: RunSpec, mesh: Mesh, warn: Callable[[str], None]) -> None:
@@ -74,25 +60,21 @@ def require_memory(spec: RunSpec, mesh: Mesh, warn: Callable[[str], None]) -> No
         RunError: The job cannot fit into the memory of a rank's device or machine.
         ConfigError: `MEGAFP8_MEMORY_CHECK` has an unknown value.
     """
-    needs = needs_of(spec, rank_memory(largest_phase(spec), mesh.pp.rank))
+    on_device, on_host = needs_of(spec, mesh.pp.rank)
     size = max(1, spec.parallel.devices_per_node)
     node = mesh.world.rank // size
-    own_bytes = (needs.on_host, needs.on_host_at_most)
-    bytes_by_rank = gather(mesh, own_bytes)
-    of_node = [tuple(each) for rank, each in enumerate(bytes_by_rank) if rank // size == node]
-    node_bytes = (sum(least for least, _ in of_node), sum(most for _, most in of_node))
+    of_node = [each for rank, each in enumerate(gather(mesh, on_host)) if rank // size == node]
 
     def check() -> str | None:
         """Return a warning, or raise, for what this rank's process, machine and device hold."""
         found = [
-            *problems(own_bytes, process_limits(), "this process"),
-            *problems(node_bytes, machine_limits(), _ranks(len(of_node))),
+            *problems(on_host, process_limits(), "this process"),
+            *problems(sum(of_node), machine_limits(), _ranks(len(of_node))),
         ]
         if mesh.device.type == "cuda":
             free, in_all = torch.cuda.mem_get_info(mesh.device)
             device = Limit(in_all, free, f"the memory of {torch.cuda.get_device_name(mesh.device)}")
-            device_bytes = (needs.on_device, needs.on_device_at_most)
-            found += problems(device_bytes, [device], "a rank")
+            found += problems(on_device, [device], "a rank")
         return decide(spec, found)
 
     lines = [line for line in on_all(mesh, check) if line is not None]
@@ -108,19 +90,17 @@ class Problem:
     is_certain: bool
 
 
-def problems(wanted: tuple[int, int], limits: Sequence[Limit], who: str) -> list[Problem]:
-    """Return what is wrong with each limit, for a need of at least and about at most `wanted`."""
-    least, most = wanted
+def problems(needed: int, limits: Sequence[Limit], who: str) -> list[Problem]:
+    """Return what is wrong with each limit, for a need of at least `needed` bytes."""
     misfits = []
     for limit in limits:
-        if least > limit.num_bytes:
-            supply = f"{format_bytes(limit.num_bytes)} are there in all ({limit.name})"
-            misfits.append(
-                Problem(f"{who} needs at least {format_bytes(least)}, and {supply}", True)
-            )
-        elif most > limit.free:
-            supply = f"{format_bytes(limit.free)} are free ({limit.name})"
-            misfits.append(Problem(f"{who} needs about {format_bytes(most)}, and {supply}", False))
+        is_certain = needed > limit.num_bytes
+        if is_certain or needed > limit.free:
+            supply = f"{format_bytes(limit.num_bytes)} are there in all"
+            if not is_certain:
+                supply = f"{format_bytes(limit.free)} are free"
+            text = f"{who} needs at least {format_bytes(needed)}, and {supply} ({limit.name})"
+            misfits.append(Problem(text, is_certain))
     return misfits
 
 

@@ -31,10 +31,10 @@ from megafp8.parallel.fsdp import shard_model
 from megafp8.parallel.grad_reduce import GradReducer, NotingSink
 from megafp8.parallel.mesh import Mesh
 from megafp8.parallel.pipeline import PipelinedGPT
-from megafp8.plan.shape import way_of
 from megafp8.specs import RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.specs.rank_shape import way_of
 from megafp8.train.compile import compile_layers
 from megafp8.train.graphs import MicrobatchGraphs
 from megafp8.train.state import TrainState

@@ -14,11 +14,11 @@ from megafp8.errors import CheckpointError, NonFiniteError
 from megafp8.observe.console import StepReport
 from megafp8.observe.curve import logged_curve
 from megafp8.observe.experts import UPDATES, loads_of, of_model, scalars
+from megafp8.observe.flops import flops_per_token
 from megafp8.observe.units import plural
+from megafp8.observe.utilization import utilization
 from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Limit, Watchdog
-from megafp8.plan.flops import flops_per_token
-from megafp8.plan.utilization import utilization
 from megafp8.runs.lost import log_sizes, note_save
 from megafp8.specs import RunSpec
 from megafp8.train import state_dict

@@ -11,8 +11,8 @@ from megafp8.observe.curve import LossCurve
 from megafp8.observe.memory import PeakMemory
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
+from megafp8.observe.utilization import Peak
 from megafp8.ops.waiting import Waiting
-from megafp8.plan.utilization import Peak
 from megafp8.report.writer import Reporter
 from megafp8.runs.run_data import RunData
 from megafp8.specs import RunSpec

@@ -35,8 +35,8 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
-from megafp8.plan.shape import rank_shape
 from megafp8.specs import GPTSpec
+from megafp8.specs.rank_shape import rank_shape
 from megafp8.train.load_model import MAY_DIFFER, check_fits
 from tests.config.helpers import run_spec
 from tests.models.test_options import randomized

@@ -28,17 +28,17 @@ from megafp8.models.moe import MoE
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
 from megafp8.models.router import balance_loss, best, choose, z_loss
+from megafp8.observe.flops import gemm_flops_per_token
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.experts import AllToAll
 from megafp8.parallel.parts import linears_of
-from megafp8.plan.flops import gemm_flops_per_token
-from megafp8.plan.shape import rank_shape
 from megafp8.specs import Fp8Recipe, GPTSpec, MoESpec
 from megafp8.specs import layer as layer_module
 from megafp8.specs.layer import Mlp, layer_spec, linear_names
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.parameters import num_active_parameters, num_parameters, parameters_of
 from megafp8.specs.precision import ModuleRule
+from megafp8.specs.rank_shape import rank_shape
 from megafp8.train import load_model, state_dict
 from megafp8.train.build import build
 from megafp8.train.generate import Sampling, generate

@@ -26,20 +26,20 @@ from megafp8.models.gpt import GPT
 from megafp8.models.init import key_of, pieces_of
 from megafp8.models.parts import Parts
 from megafp8.models.random import RandomStreams
+from megafp8.observe.flops import gemm_flops_per_token
 from megafp8.parallel.collectives import Axis
 from megafp8.parallel.parts import NativeParts, PartsArgs
-from megafp8.plan import shape as plan_shape
-from megafp8.plan.flops import gemm_flops_per_token
+from megafp8.plan.dryrun import rank_share
 from megafp8.plan.layer import layer_bytes
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.time import _linear_time, update_flops
 from megafp8.specs import Fp8Recipe, FsdpSpec, GPTSpec, ParallelSpec, RunSpec
 from megafp8.specs import layer as layer_module
 from megafp8.specs import parameters as parameters_module
+from megafp8.specs import rank_shape as shapes
 from megafp8.specs.geometry import Box, why_not_a_partition
 from megafp8.specs.layer import Mlp
 from megafp8.specs.parameters import ParameterSpec, num_parameters, parameters_of
-from megafp8.train.dryrun import rank_share
 from tests.models.reference import loss_of
 from tests.models.test_options import OPTIONS
 from tests.tiny import gpt_spec, optim_spec, run_spec
@@ -152,7 +152,7 @@ def check_the_plan(_: Any) -> None:
 
 def check_muon(_: Any) -> None:
     spec = run_spec(model=SPEC, optim=optim_spec(name="muon"))
-    counted = sum(update_flops(spec, param) for param in plan_shape.rank_shape(spec, 0).params)
+    counted = sum(update_flops(spec, param) for param in shapes.rank_shape(spec, 0).params)
     sides = [sorted(shape) for shape in LINEARS.values()]
     assert counted == spec.optim.muon.num_steps * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
 
@@ -240,7 +240,7 @@ PLANTED: dict[str, tuple[str, Callable[[ParameterSpec], ParameterSpec | None], s
 @pytest.fixture(autouse=True)
 def no_list_is_kept() -> Iterator[None]:
     lists: tuple[Any, ...] = (parameters_module.parameters_of, parameters_module.logical_shapes)
-    caches = (*lists, plan_shape._layer_shapes, plan_shape._kinds)
+    caches = (*lists, shapes._layer_shapes, shapes._kinds)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -340,7 +340,7 @@ def test_layers_may_differ(shared: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert 0 <= scalars < 128
     assert planned.step.weight_copies == real.step.weight_copies
     one, two = (layer_bytes(spec, layer) for layer in range(2))
-    assert one < two and plan_shape.kinds_of_layers(spec) == (0, 1)
+    assert one < two and shapes.kinds_of_layers(spec) == (0, 1)
 
 
 def of_eight(layer: str, mlp: Mlp) -> Mlp:
@@ -369,16 +369,16 @@ def test_a_token_that_uses_two_of_eight_weights(monkeypatch: pytest.MonkeyPatch)
     weights = 2 * 32 * ffn  # of one FC1 and one FC2
     biases = ffn + 32
     flops, before = gemm_flops_per_token(spec.model), rank_memory(spec, 0)
-    kept, (dense, _) = layer_bytes(spec, 0), plan_shape.layer_shapes(spec)
+    kept, (dense, _) = layer_bytes(spec, 0), shapes.layer_shapes(spec)
     seconds = _linear_time(dense.mlp.rows[0], tokens, 1.0, 2.0, 0.0)
     copies = dense.mlp.rows[0].weight_copies(dense.mlp.rows[0].fp8_products)
     planted_mlp(monkeypatch, of_eight)
-    for cache in (plan_shape._layer_shapes, plan_shape._kinds, parameters_of):
+    for cache in (shapes._layer_shapes, shapes._kinds, parameters_of):
         cache.cache_clear()
     assert gemm_flops_per_token(spec.model).linear - flops.linear == layers * 6 * weights
     # a second row of each token: FC1's and FC2's inputs in FP8, and FC1's output in BF16
     assert layer_bytes(spec, 0) - kept == tokens * (32 + ffn + 2 * ffn)
-    after, (shape, _) = rank_memory(spec, 0), plan_shape.layer_shapes(spec)
+    after, (shape, _) = rank_memory(spec, 0), shapes.layer_shapes(spec)
     more = 7 * layers * (weights + biases)
     assert after.num_params - before.num_params == more
     assert after.held.gradients - before.held.gradients == 4 * more

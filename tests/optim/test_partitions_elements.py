@@ -14,11 +14,11 @@ from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim import scaled_adam
 from megafp8.optim.scaled_adam import Constants, Tensors, fresh_amaxes, update, update_part
 from megafp8.parallel.mesh import single_rank
-from megafp8.plan.shape import division_of, rank_shape
+from megafp8.plan.dryrun import simulated
 from megafp8.specs import ParallelSpec
 from megafp8.specs.optim import StorageName
 from megafp8.specs.parallel import LARGEST_IMBALANCE, imbalance_of, owners_of
-from megafp8.train.dryrun import simulated
+from megafp8.specs.rank_shape import division_of, rank_shape
 from tests.c_kernels import need_kernels
 from tests.kit.cases import Case
 from tests.kit.runs import alone

@@ -12,8 +12,8 @@ import torch
 
 from megafp8.config.errors import COMMAND_LINE, CombinedConfigError, SettingError
 from megafp8.errors import CheckpointError, DataError, RunError, UserError
+from megafp8.observe.utilization import Peak
 from megafp8.parallel.messages import from_bytes, to_bytes
-from megafp8.plan.utilization import Peak
 from megafp8.runs.directory import RunChoice
 from megafp8.runs.lock import RunLock
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec

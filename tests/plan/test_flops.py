@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megafp8.plan.flops import flops_per_token, gemm_flops_per_token
+from megafp8.observe.flops import flops_per_token, gemm_flops_per_token
 from megafp8.specs import GPTSpec
 
 

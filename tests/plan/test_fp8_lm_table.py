@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.plan.flops import flops_per_token, gemm_flops_per_token
+from megafp8.observe.flops import flops_per_token, gemm_flops_per_token
+from megafp8.plan.dryrun import rank_share
 from megafp8.plan.memory import all_ranks, rank_memory
 from megafp8.plan.traffic import rank_traffic
 from megafp8.specs import Fp8Recipe, ParallelSpec, RunSpec, StorageSpec
-from megafp8.train.dryrun import rank_share
 from tests.tiny import gpt_spec, optim_spec, run_spec
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "fp8_lm.md"

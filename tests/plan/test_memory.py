@@ -12,19 +12,21 @@ from typing import Any
 import pytest
 
 from megafp8.parallel.mesh import simulated_rank
-from megafp8.plan import fsdp, layer, memory, shape
+from megafp8.plan import fsdp, layer
+from megafp8.plan.dryrun import RankShare, held_bytes, rank_share, simulated
 from megafp8.plan.layer import layer_bytes
-from megafp8.plan.memory import HeldBytes, rank_memory
+from megafp8.plan.memory import rank_memory
 from megafp8.plan.pipeline import most_held
-from megafp8.plan.shape import Parameter
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, rank_shape
+from megafp8.specs import held as held_module
+from megafp8.specs.held import HeldBytes
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.moe import MoESpec
 from megafp8.specs.optim import OptimSpec, StorageSpec
 from megafp8.specs.precision import ModuleRule, RecipeName
+from megafp8.specs.rank_shape import Parameter
 from megafp8.specs.traits import GemmName
 from megafp8.train.build import build
-from megafp8.train.dryrun import RankShare, held_bytes, rank_share, simulated
 from megafp8.train.live_bytes import LiveBytes
 from tests.parallel.matrix import LAYOUTS, kind_of
 from tests.tiny import gpt_spec, optim_spec, run_spec
@@ -428,7 +430,7 @@ def assert_planned(spec: RunSpec) -> None:
     parallel = spec.parallel
     each, replicas = parallel.world_size // parallel.pp, parallel.dp * parallel.cp
     for stage in range(parallel.pp):
-        num_params = len(shape.rank_shape(spec, stage).params)
+        num_params = len(rank_shape.rank_shape(spec, stage).params)
         for replica in {0, replicas - 1}:
             planned = rank_memory(spec, stage, replica).held
             held, alive, masters = live(spec, stage * each + replica * parallel.tp)
@@ -463,16 +465,16 @@ def twice_the_moments(*choices: Any) -> tuple[int, int]:
     return masters, 2 * moments
 
 
-real_parameters, real_itemsizes = shape._parameters, memory._owned_itemsizes
+real_parameters, real_itemsizes = rank_shape._parameters, held_module._owned_itemsizes
 
 
 @pytest.mark.parametrize(
     ("module", "name", "wrong"),
     [
-        (shape, "stored_as", too_wide),
-        (shape, "_parameters", without_biases),
-        (memory, "_owned_itemsizes", twice_the_moments),
-        (memory, "SCALE_TABLE_BYTES", 16),
+        (rank_shape, "stored_as", too_wide),
+        (rank_shape, "_parameters", without_biases),
+        (held_module, "_owned_itemsizes", twice_the_moments),
+        (held_module, "SCALE_TABLE_BYTES", 16),
     ],
     ids=["the size of a weight", "a parameter", "the size of moments", "a column of scales"],
 )
@@ -508,7 +510,7 @@ def test_fp32_sums_are_beside_gradients_in_low_precision(layout: dict[str, Any])
         replace(each, train=replace(each.train, global_batch_size=count * size))
         for each, count in ((spec, 4), (few, 4), (spec, 1))
     )
-    elements = sum(p.elements for p in shape.rank_shape(spec, 0).params if p.is_linear)
+    elements = sum(p.elements for p in rank_shape.rank_shape(spec, 0).params if p.is_linear)
     plan, first = rank_memory(spec, 0), rank_memory(once, 0)
     real, real_first = dry_run(spec, 0), dry_run(once, 0)
     assert_planned(spec)
@@ -799,7 +801,7 @@ def test_fp8_lms_zero_pads_the_linears_weights(storage: str) -> None:
         with simulated(spec, rank) as state:
             counted.append(held_bytes(state))
     assert {held.weights for held in counted} == {plan.weights}
-    elements = sum(p.elements for p in shape.rank_shape(spec, 0).params if p.is_linear)
+    elements = sum(p.elements for p in rank_shape.rank_shape(spec, 0).params if p.is_linear)
     assert plan.weights > 1.05 * elements * (1 if storage == "O3" else 2)
     most = max(counted, key=lambda held: held.masters + held.moments)
     assert (plan.masters, plan.moments) == (most.masters, most.moments)
@@ -827,7 +829,7 @@ def test_zero_2_with_gradients_in_fp32() -> None:
         name="distributed_fused_adam", storage=StorageSpec(exp_avg="fp16"), shards_grads=True
     )
     spec = job(ranks=4, optim=optim)
-    whole = 4 * sum(p.elements for p in shape.rank_shape(spec, 0).params)
+    whole = 4 * sum(p.elements for p in rank_shape.rank_shape(spec, 0).params)
     plan = rank_memory(spec, 0)
     assert plan.held.gradients + plan.step.gradients == whole > 2 * plan.held.gradients
 

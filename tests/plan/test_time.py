@@ -19,7 +19,6 @@ from megafp8.plan.experts import expert_rows
 from megafp8.plan.hardware import H100, KNOWN, hardware_of
 from megafp8.plan.memory import all_ranks
 from megafp8.plan.search import layouts, search
-from megafp8.plan.shape import kind_of_rank, layer_shapes, rank_shape
 from megafp8.plan.time import (
     FP8_WRITE_BACK_BYTES,
     FUSED_ACTIVATIONS,
@@ -38,6 +37,7 @@ from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.moe import MoESpec
 from megafp8.specs.optim import StorageSpec
 from megafp8.specs.precision import GEMMS, ModuleRule, PrecisionPhase, RecipeName
+from megafp8.specs.rank_shape import kind_of_rank, layer_shapes, rank_shape
 from megafp8.specs.recipes import RECIPES
 from megafp8.specs.traits import GemmName
 from tests.fp8.kernels.test_layer_counts import (

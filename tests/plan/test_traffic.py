@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from megafp8.parallel.mesh import Mesh
+from megafp8.plan.dryrun import held_bytes
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.traffic import Message, rank_traffic
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.moe import MoESpec
 from megafp8.specs.precision import ModuleRule
-from megafp8.train.dryrun import held_bytes
 from tests.kit.cases import Case
 from tests.kit.runs import Traffic, on_ranks, train
 from tests.parallel.matrix import LAYOUTS, kind_of

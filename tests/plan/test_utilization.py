@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from megafp8.parallel.mesh import single_rank
-from megafp8.plan.flops import gemm_flops_per_token
-from megafp8.plan.hardware import KNOWN
-from megafp8.plan.time import model_flops_utilization
-from megafp8.plan.utilization import (
+from megafp8.observe.flops import gemm_flops_per_token
+from megafp8.observe.utilization import (
     Peak,
     peak_of_gpu,
     recomputed_flops_per_token,
     utilization,
 )
+from megafp8.parallel.mesh import single_rank
+from megafp8.plan.hardware import KNOWN
+from megafp8.plan.time import model_flops_utilization
 from megafp8.specs import ParallelSpec, PipelineSpec, RunSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.train.build import build

@@ -24,11 +24,11 @@ from megafp8.backends.te.quantized import is_quantized, memory_of
 from megafp8.data.loader import Microbatch
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import join
+from megafp8.plan.dryrun import RankShare, rank_share
+from megafp8.plan.dryrun_step import forward, stages_of
 from megafp8.specs import ParallelSpec, RunSpec
 from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8.train.build import build, make_masters
-from megafp8.train.dryrun import RankShare, rank_share
-from megafp8.train.dryrun_step import forward, stages_of
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step

@@ -18,20 +18,20 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fp8_numerics import cpu
 from megafp8.parallel.mesh import single_rank
-from megafp8.plan.memory import rank_memory
-from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
-from megafp8.specs.model import RecomputeSpec
-from megafp8.specs.optim import StorageSpec
-from megafp8.specs.te_versions import DEFAULT_VERSION
-from megafp8.train.build import build
-from megafp8.train.dryrun import (
+from megafp8.plan.dryrun import (
     RankShare,
     rank_share,
     shapes_of,
     simulated,
     whole_layout,
 )
-from megafp8.train.dryrun_step import forward, stages_of
+from megafp8.plan.dryrun_step import forward, stages_of
+from megafp8.plan.memory import rank_memory
+from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, PipelineSpec, RunSpec
+from megafp8.specs.model import RecomputeSpec
+from megafp8.specs.optim import StorageSpec
+from megafp8.specs.te_versions import DEFAULT_VERSION
+from megafp8.train.build import build
 from tests.ranks import run_ranks
 from tests.te_sources import need_sources
 from tests.tiny import gpt_spec, moe_spec, optim_spec, run_spec
@@ -137,7 +137,7 @@ def test_a_first_dry_run_counts_as_a_second_and_nothing_stays() -> None:
 import gc, weakref
 gc.disable()
 from megafp8.specs import Fp8Recipe
-from megafp8.train import dryrun
+from megafp8.plan import dryrun
 from tests.tiny import run_spec
 
 made, build = [], dryrun.build

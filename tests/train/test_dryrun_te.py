@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megafp8.plan import memory
+from megafp8.plan.dryrun import RankShare
 from megafp8.plan.memory import rank_memory
 from megafp8.specs import Fp8Recipe, FsdpSpec, ParallelSpec, RunSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.te_versions import DEFAULT_VERSION, FIRST_WITH_NVFP4, is_before
-from megafp8.train.dryrun import RankShare
 from megafp8.train.live_bytes import LiveBytes
 from tests.plan.test_memory import NARROW, RECIPES, of_fsdp
 from tests.ranks import run_ranks

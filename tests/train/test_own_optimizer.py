@@ -20,6 +20,7 @@ from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.optim.protocol import Optimizer, Step
 from megafp8.optim.schedules import learning_rate
 from megafp8.parallel.mesh import single_rank
+from megafp8.plan.dryrun import rank_share
 from megafp8.plan.hardware import hardware_of
 from megafp8.plan.memory import rank_memory
 from megafp8.plan.search import layouts
@@ -34,7 +35,6 @@ from megafp8.specs.optim import (
     ParamKind,
     StorageName,
 )
-from megafp8.train.dryrun import rank_share
 from megafp8.train.pretrain import pretrain
 from megafp8.train.state import TrainState
 from megafp8.train.step import train_step

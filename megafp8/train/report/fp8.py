@@ -27,11 +27,11 @@ from megafp8.fp8.health import (
     num_updates,
 )
 from megafp8.fp8.scaling import ScalingState
+from megafp8.observe.flops import gemm_flops_per_token
 from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
-from megafp8.plan.flops import gemm_flops_per_token
 from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
 from megafp8.train.report.accuracy import AccuracyCheck

@@ -13,12 +13,12 @@ from fp8_numerics.dtypes import DTYPE_NAMES, DTYPES
 from fp8_numerics.gemm import wide_dtype
 from megafp8.models.packed import uses_varlen
 from megafp8.observe.units import plural
+from megafp8.observe.utilization import Peak, peak_of_gpu
 from megafp8.ops.peak import measured_tflops
 from megafp8.optim.masters import Masters
 from megafp8.optim.partitions import Segment
 from megafp8.parallel.agreement import from_main
 from megafp8.parallel.mesh import Mesh
-from megafp8.plan.utilization import Peak, peak_of_gpu
 from megafp8.runs.run_data import RunData, epochs_of
 from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, TrainSpec
 from megafp8.specs.geometry import EXPERTS

@@ -29,13 +29,13 @@ from megafp8.backends.te.stored_weights import ParameterData
 from megafp8.models.init import pieces_of
 from megafp8.optim.masters import Masters
 from megafp8.parallel.mesh import single_rank
+from megafp8.plan.dryrun import held_bytes, rank_share, simulated
 from megafp8.specs import Fp8Recipe, RunSpec, StorageSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.precision import ModuleRule
 from megafp8.specs.recipes import HIGH_PRECISION
 from megafp8.train import state_dict
 from megafp8.train.build import build
-from megafp8.train.dryrun import held_bytes, rank_share, simulated
 from megafp8.train.generate import sample
 from megafp8.train.nonfinite import first_nonfinite
 from megafp8.train.report.header import storage_lines

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from megafp8.plan.dryrun import rank_share
 from megafp8.specs import PipelineSpec
 from megafp8.specs.model import RecomputeSpec
 from megafp8.specs.te_versions import DEFAULT_VERSION
-from megafp8.train.dryrun import rank_share
 from tests.backends.te.same_codes import OF_A_FLIP
 from tests.kit.cases import Case
 from tests.optim import masters_work

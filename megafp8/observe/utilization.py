@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
-from megafp8.plan.flops import AttentionCount, ModelFlops, gemm_flops_per_token
-from megafp8.plan.hardware import KNOWN
-from megafp8.plan.shape import layers_with_recomputation
+from megafp8.observe.flops import AttentionCount, ModelFlops, gemm_flops_per_token
 from megafp8.specs import RunSpec
+from megafp8.specs.rank_shape import layers_with_recomputation
 
 _DATA_SHEET = "data sheet, dense"
 
@@ -59,16 +59,23 @@ def peak_of_gpu(name: str) -> Peak | None:
     return None
 
 
-def _known(key: str) -> tuple[str, float, float | None]:
-    return KNOWN[key].name, KNOWN[key].bf16_tflops, KNOWN[key].fp8_tflops
+class Rates(NamedTuple):
+    """Hold a GPU's dense rates by NVIDIA's data sheet, in 10^12 operations a second."""
+
+    name: str
+    bf16_tflops: float
+    fp8_tflops: float | None
 
 
+H100 = Rates("H100 SXM", 989.4, 1978.9)
+H200 = H100._replace(name="H200 SXM")
+B200 = Rates("B200 SXM", 2250, 4500)
 _GPUS: tuple[tuple[str, str, float, float | None], ...] = (
     (r"\bH100 PCIe\b", "H100 PCIe", 756.0, 1513.0),
     (r"\bH100 NVL\b", "H100 NVL", 835.0, 1671.0),
-    (r"\bH100\b.*\bHBM3\b", *_known("h100")),
-    (r"\bH200\b(?! NVL)", *_known("h200")),
-    (r"\bB200\b", *_known("b200")),
+    (r"\bH100\b.*\bHBM3\b", *H100),
+    (r"\bH200\b(?! NVL)", *H200),
+    (r"\bB200\b", *B200),
     (r"\bA100\b", "A100", 312.0, None),
 )
 """Patterns of the names that CUDA reports, with NVIDIA's dense rates of BF16 and FP8. Variants with

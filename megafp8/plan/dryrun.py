@@ -16,14 +16,15 @@ from megafp8.models.init import pieces_of
 from megafp8.ops.torch_private import storage_key
 from megafp8.parallel.fsdp import local_of
 from megafp8.parallel.mesh import AXES, coordinates, simulated_rank
-from megafp8.plan.memory import HeldBytes, RankMemory
+from megafp8.plan.dryrun_step import fsdp_step_bytes, step_bytes
+from megafp8.plan.memory import RankMemory
 from megafp8.plan.pipeline import Times, planned_orders, run_times
-from megafp8.plan.shape import rank_shape
 from megafp8.specs import RunSpec
 from megafp8.specs.division import padded_rows
+from megafp8.specs.held import HeldBytes
 from megafp8.specs.parameters import num_parameters
+from megafp8.specs.rank_shape import rank_shape
 from megafp8.train.build import build, start_only
-from megafp8.train.dryrun_step import fsdp_step_bytes, step_bytes
 from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.report.fp8 import LinearFlops, linear_flops
 from megafp8.train.state import TrainState
