@@ -1,7 +1,7 @@
-"""Refuse a folder with other programs' files whose names a run would use.
+"""Refuse a folder that is neither empty nor that of a run.
 
-`WRITTEN` is the list of all names that a run writes in its directory. A test compares it with what
-runs of every kind leave.
+A run's folder has our mark: its record, or the checkpoint of a training. Any other folder must be
+empty, but for what a process of ours that died at once, a shell or a scheduler leaves there.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.step_directories import MANIFEST_NAME, is_ours, step_of
+from megafp8.checkpoint.step_directories import MANIFEST_NAME, step_of
 from megafp8.data.named_tokenizers import TOKENIZER_CONFIG
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import RunError
 from megafp8.files import read_json_object
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
-from megafp8.observe.trackers import WANDB_FOLDER, WANDB_ID_FILE
 from megafp8.runs.find import (
     CHECKPOINTS_DIR,
     CONFIG_NAME,
     METRICS_NAME,
     RECORD_NAME,
-    REPORT_NAME,
-    SUMMARY_NAME,
 )
 from megafp8.runs.lock import LOCK_NAME
 from megafp8.runs.restarts import RECORD as RESTARTS_NAME
@@ -49,25 +46,11 @@ MADE_AT_THE_START = (
 )
 """The files and folders that a run may have made before its first step."""
 
-WRITTEN = (
-    *LOGS,
-    *MADE_AT_THE_START,
-    SAMPLES_FILE,
-    SUMMARY_NAME,
-    REPORT_NAME,
-    CHECKPOINTS_DIR,
-    WANDB_FOLDER,
-    WANDB_ID_FILE,
-    "profile_rank*.json",
-    "memory_rank*.pickle",
-)
-"""The names of all that a run writes in its directory, as patterns."""
-
 _WRITTEN_IN_PLACE = (*LOGS, CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE)
 """The files that a run opens to add to them; the others are replaced as a whole."""
 
-_ONLY_APPENDED = (CONSOLE_FILE,)
-"""A shell may have made this file for the command's output, and a run only appends to it."""
+_OF_OTHERS = ("*.out", "*.err", "*.log")
+"""The files that a shell or a scheduler makes for a command's output; a run only appends to one."""
 
 _OF_A_RECORD = ("identity", "status", "created")
 _OF_A_LOCK = ("host", "pid")
@@ -75,29 +58,26 @@ _NAMES_SHOWN = 5
 
 
 def refuse_foreign(path: Path, names: Iterable[str]) -> None:
-    """Raise `RunError` if a run in `path` would overwrite files that no run of ours has written.
-
-    Empty files do not count. In a directory that has a run of ours only links and special files
-    are refused.
+    """Raise `RunError` if a run in `path` would begin among files that no run of ours has written.
 
     Args:
         path: The directory in which a run is about to begin.
         names: What the directory holds.
 
     Raises:
-        RunError: The directory is not that of a run, and has some of the names in `WRITTEN`, or a
-            link or special file has a name of a file that the run would add to.
+        RunError: The directory is neither empty nor that of a run, or a link or special file has a
+            name of a file that a run would add to.
     """
+    refuse_links(path)
     if _has_run(path):
-        refuse_links(path)
         return
-    found = sorted(name for name in names if _is_foreign(path, name))
+    found = sorted(name for name in names if not _is_as_good_as_none(path / name))
     if not found:
         return
     shown = ", ".join(found[:_NAMES_SHOWN]) + (", …" if len(found) > _NAMES_SHOWN else "")
     raise RunError(
-        f"{path} holds other files than a run's, and a run would overwrite: {shown}. Nothing was "
-        "changed. Give a new or an empty folder"
+        f"{path} has no run, and other files than one: {shown}. Nothing was changed. Give a new or "
+        "an empty folder"
     )
 
 
@@ -138,20 +118,14 @@ def _is_of_training(step_dir: Path) -> bool:
     return isinstance(meta, dict) and "data_fingerprint" in meta
 
 
-def _is_foreign(path: Path, name: str) -> bool:
-    """Whether a run would overwrite or delete something that is not a run's."""
-    if not any(fnmatchcase(name, pattern) for pattern in WRITTEN):
-        return False
-    file = path / name
-    if file.is_symlink() or not (file.is_file() or file.is_dir()):
-        return True
-    if name in _ONLY_APPENDED:
-        return False
-    if name == CHECKPOINTS_DIR and file.is_dir():
-        return not all(is_ours(each.name) for each in file.iterdir())
-    if name == LOCK_NAME and _is_lock(file):
-        return False
-    return file.is_dir() or file.stat().st_size > 0
+def _is_as_good_as_none(file: Path) -> bool:
+    """Whether a folder with this file counts as empty."""
+    if file.is_symlink() or not file.is_file():
+        return file.is_dir() and not file.is_symlink() and not any(file.iterdir())
+    if file.name == LOCK_NAME:
+        return _is_lock(file)
+    is_output = any(fnmatchcase(file.name, pattern) for pattern in _OF_OTHERS)
+    return is_output or file.stat().st_size == 0
 
 
 def _is_lock(file: Path) -> bool:

@@ -19,8 +19,8 @@ def check_place(observe: ObserveSpec) -> None:
     """Raise the errors of a run's directory that are found before torch is imported.
 
     Raises:
-        RunError: The settings name the root of the file system, or a folder with files of another
-            program that a run would overwrite.
+        RunError: The settings name the root of the file system, or a folder that is neither empty
+            nor that of a run.
     """
     path = named_directory(observe)
     with paths_reported():

@@ -1,4 +1,4 @@
-"""A folder with other programs' files is left as it is, and `WRITTEN` has all that a run writes."""
+"""A folder that is neither empty nor a run's is left as it is."""
 
 from __future__ import annotations
 
@@ -78,24 +78,25 @@ FOREIGN = {
     "checkpoints/.staging-precious": file("checkpoints/.staging-precious/x", "mine"),
     "checkpoints/epoch-3.ckpt": file("checkpoints/epoch-3.ckpt", "mine"),
     "a file named checkpoints": file("checkpoints", "mine"),
+    "model.safetensors": file("model.safetensors", "mine"),
+    "a linked slurm-1.out": link("slurm-1.out"),
 }
 
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_nothing_of_another_program_is_touched(tmp_path: Path, what: str) -> None:
     FOREIGN[what](tmp_path)
-    (tmp_path / "notes.txt").write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(RunError, match="a run would overwrite: ") as raised:
+    with pytest.raises(RunError, match="has no run, and other files than one: ") as raised:
         directory.enter(spec_for(tmp_path), is_sweep=False)
     name = what.split(" ")[0] if what[0] != "a" else what.split(" ")[-1]
     assert name.split("/")[0] in str(raised.value) and "new or an empty folder" in str(raised.value)
     assert contents(tmp_path) == before
-    with pytest.raises(RunError, match="a run would overwrite: "):
+    with pytest.raises(RunError, match="has no run, and other files than one: "):
         directory.check_directory(spec_for(tmp_path))
 
 
-def test_other_names_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
+def test_output_of_others_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
     """A scheduler or a shell may have made them, and a run leaves them alone."""
     (tmp_path / "slurm-1.out").write_text("a scheduler's")
     (tmp_path / "console.log").write_text("the shell's")
@@ -124,7 +125,7 @@ def test_a_run_of_others_writes_through_no_link(tmp_path: Path, name: str, kind:
         (folder / name).symlink_to(precious) if kind == "link" else os.mkfifo(folder / name)
 
     put()
-    with pytest.raises(RunError, match="a run would overwrite: "):  # the folder has no run yet
+    with pytest.raises(RunError, match="is a link or no ordinary file"):  # it has no run yet
         directory.enter(spec_for(folder), is_sweep=False)
     (folder / name).unlink()
     directory.enter(spec_for(folder), is_sweep=False).release()
@@ -149,7 +150,7 @@ def test_a_run_without_its_record_is_still_a_run(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for meta in ({"config": {}}, "no object", None):
         (step_dir / "manifest.json").write_text(json.dumps({"meta": meta}))
-        with pytest.raises(RunError, match=r"would overwrite: tokenizer\.json"):
+        with pytest.raises(RunError, match=r"other files than one: checkpoints, tokenizer\.json"):
             directory.check_directory(spec_for(tmp_path))
     (step_dir / "manifest.json").write_text(json.dumps({"meta": {"data_fingerprint": "x"}}))
     directory.check_directory(spec_for(tmp_path))
@@ -197,7 +198,7 @@ def test_a_foreign_folder_is_refused_before_torch_and_ranks(tmp_path: Path) -> N
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
-    assert "would overwrite: config.yaml" in done.stderr
+    assert "other files than one: config.yaml" in done.stderr
     assert contents(tmp_path) == {"config.yaml": b"model: {layers: 3}\n"}
 
 
