@@ -31,7 +31,8 @@ def quantize_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers of E2M1 in FP32 [M, K], and the scales of blocks of `rows` x 16, in FP32.
 
-    `amax` (0-d FP32) is that of the whole tensor. `byte` [M, K] asks for random rounding.
+    `amax` is that of the whole tensor (0-d FP32), or of each row [M, 1] where `rows` is 1. `byte`
+    [M, K] asks for random rounding.
     `scale_of` returns the scales before they are rounded, of the amaxes of blocks and the factor of
     the tensor's amax; without it the rule is the one above.
     """
@@ -55,9 +56,9 @@ def _largest(like: torch.Tensor) -> float:
     return float(torch.finfo(like.dtype).max)
 
 
-def encoding(amax: torch.Tensor) -> torch.Tensor:
-    """Return the factor that brings an amax (0-d FP32) to the largest element times scale."""
-    scale = amax.new_full((), LARGEST).div(amax)  # a number by a tensor would be rounded twice
+def encoding(amax: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
+    """Return the factor that brings an amax (FP32) to the largest element times scale."""
+    scale = amax.new_full((), largest).div(amax)  # a number by a tensor would be rounded twice
     scale = scale.clamp_(max=_largest(amax))
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 

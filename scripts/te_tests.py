@@ -1,13 +1,14 @@
 """Run Transformer Engine's own tests over the CPU's kernels, and write a table of the results.
 
-    git archive v2.12 tests/pytorch | tar -x -C FOLDER   # in a clone of Transformer Engine
+    git archive v2.12 tests/pytorch qa artifacts | tar -x -C FOLDER   # in its clone
     python -m scripts.te_tests FOLDER 2.12.0 --results RESULTS [--sample 100] [--only NAME …]
     python -m scripts.te_tests --table RESULTS …
 
-Each file of tests runs in a process of its own, which has loaded Transformer Engine as `pytest -p
-te_cpu` does. Of each file a sample is drawn by a seed. A test may take `--seconds` of the
-processor's time. RESULTS is a JSON file, to which files that were not run this time keep what they
-had. A test that does not pass has one of the reasons of REASONS, by what its error says.
+Each file of tests runs in a process of its own, which loads Transformer Engine as `pytest -p
+te_cpu` does, with the variables that its own CI sets for the file (qa/*/test.sh). Of each file a
+sample is drawn by a seed. A test may take `--seconds` of the processor's time. RESULTS is a JSON
+file, to which files that were not run this time keep what they had. A test that does not pass has
+one of the reasons of REASONS, by what its error says.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import pytest
 
 import te_cpu
-from te_cpu import pytest_plugin
+from te_cpu import pytest_plugin, wheel
 from te_cpu.errors import MissingKernelError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,11 +270,11 @@ def _run_here(file: Path, folder: Path, options: argparse.Namespace, lines: Path
     log = os.open(lines.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1), os.dup2(log, 2)
     os.chdir(folder)
-    os.environ.update(
-        NVTE_ALLOW_NONDETERMINISTIC_ALGO="0",
-        TRITON_INTERPRET="1",  # a reference of the tests is a kernel in Triton
-        **debug_folders(file, folder),
-    )
+    own = environment_of(str(file.relative_to(folder / "tests/pytorch")), folder)
+    os.environ.update(own)  # some are read where Transformer Engine is imported
+    te_cpu.load(options.version)
+    os.environ["TRITON_INTERPRET"] = "1"  # a reference of the tests is a kernel in Triton
+    os.environ.update(debug_folders(folder))
     plugin = Sampled(lines, options)
     words = ["--te-version", options.version, "--tb=short", f"--rootdir={folder}", "-o", "addopts="]
     for name in ("cacheprovider", "timeout", "xdist", "fp8_coverage"):
@@ -297,7 +298,21 @@ def features() -> Path:
     return found.folder / "transformer_engine/debug/features"
 
 
-def debug_folders(file: Path, folder: Path) -> dict[str, str]:
+def environment_of(name: str, folder: Path) -> dict[str, str]:
+    """Return the variables that Transformer Engine's own CI sets for a file, where it first runs.
+
+    Without its scripts there are none.
+    """
+    for script in sorted(folder.glob("qa/*pytorch*/test.sh")):
+        for line in script.read_text("utf-8").splitlines():
+            words, _, command = line.partition("pytest")
+            if f"tests/pytorch/{name} " in f"{command} ":
+                found = re.findall(r"(\w+)=(\S+)", words.replace("$TE_PATH", str(folder)))
+                return dict(found)
+    return {}
+
+
+def debug_folders(folder: Path) -> dict[str, str]:
     """Return the variables that tell its tests where files are, as its own CI sets them."""
     return {
         "TE_PATH": str(folder),
@@ -323,17 +338,20 @@ def run(options: argparse.Namespace) -> None:
     results: Path = options.results
     known = json.loads(results.read_text()) if results.exists() else {}
     out = left_out(options.folder)
-    te_cpu.load(options.version)
+    wheel.sources(options.version)  # before a process for each file would fetch them
     files = sorted((options.folder / "tests/pytorch").glob("**/test_*.py"))
     work = results.parent / f"{results.stem}.work"
     work.mkdir(parents=True, exist_ok=True)
     names = [str(file.relative_to(options.folder / "tests/pytorch")) for file in files]
+    variables = {name: environment_of(name, options.folder) for name in names}
     known.update(version=options.version, left_out=out, all=[n for n in names if n not in out])
     known.setdefault("files", {})
-    for file in files:
-        name = str(file.relative_to(options.folder / "tests/pytorch"))
+    for name in sorted(names, key=lambda name: not variables[name]):
         if name in out or (options.only and not any(word in name for word in options.only)):
             continue
+        if not variables[name]:  # and so nor do those that follow have any: load it once for them
+            te_cpu.load(options.version)
+        file = options.folder / "tests/pytorch" / name
         found = run_file(file, options.folder, options, work)
         asked = ("sample", "seed", "seconds", "seconds_of_file")
         found |= {key: getattr(options, key) for key in asked}

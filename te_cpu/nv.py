@@ -3,7 +3,8 @@
 Row-wise bytes [..., K / 2] lie in the tensor's own shape. Column-wise bytes [K, M / 2] are those of
 the transposed tensor, since FP4 tensor cores multiply in one orientation alone. Each side has its
 own scales and the FP32 amax of what was quantized there: for columns that is the rotated tensor, if
-the quantizer rotates. Scales are padded as cuBLASLt reads them, and never swizzled.
+the quantizer rotates. A tensor scaled by rows has an amax for each row, and no columns. Scales are
+padded as cuBLASLt reads them, and never swizzled.
 
 The rule is that of our own recipe from version 2.14 on. Before, the amax of a block is divided by 6
 before it is multiplied by the factor of the tensor's amax, and so rounded at other places.
@@ -14,6 +15,7 @@ before it is multiplied by the factor of the tensor's amax, and so rounded at ot
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +27,8 @@ from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.formats import E4M3
 from fp8_numerics.nvfp4 import (
     BLOCK,
-    LARGEST,
     LARGEST_E2M1,
+    LARGEST_E4M3,
     SIGN_BITS,
     SIGNS,
     encoding,
@@ -35,8 +37,10 @@ from fp8_numerics.nvfp4 import (
 )
 from fp8_numerics.philox import Rows, random_bytes
 from fp8_numerics.swizzle import fp4_numbers, rounded_up
+from te_cpu import four_over_six
 from te_cpu.draws import DRAWS
-from te_cpu.errors import SizeError
+from te_cpu.errors import ProductError, SizeError
+from te_cpu.four_over_six import Choice
 from te_cpu.missing import missing
 from te_cpu.wheel import version_in_use
 
@@ -76,13 +80,18 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
     """Return what a tensor of `shape` is made with, and memory for what is asked for.
 
     Raises:
-        SizeError: The sizes are not whole blocks.
+        SizeError: The sizes are not whole blocks, or columns are asked for beside scaled rows.
     """
     m, k = torch.Size(shape[:-1]).numel(), shape[-1]
     if k % BLOCK or m % BLOCK:
         raise SizeError(
             f"Transformer Engine's NVFP4 takes multiples of {BLOCK}, and a tensor is {shape}. "
             "Change the sizes or the number of tokens"
+        )
+    if _has_scaled_rows(quantizer) and (quantizer.columnwise_usage or not quantizer.rowwise_usage):
+        raise SizeError(
+            "Transformer Engine's NVFP4 with an amax for each row (row_scaled_activation) takes "
+            "rows alone, and columns are asked for. Leave them out, as backward_override does"
         )
     made: dict[str, Any] = {"fp4_dtype": quantizer.dtype, "quantizer": quantizer}
     used = quantizer.rowwise_usage, quantizer.columnwise_usage
@@ -92,10 +101,20 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
         scale = torch.zeros(scales, dtype=torch.uint8, device=device)
         made[f"{side}_data"] = data if is_used else None
         made[f"{side}_scale_inv"] = scale if is_used else None
-        made[f"amax_{side}"] = torch.zeros(1, device=device) if is_used else None
+        amaxes = m if _has_scaled_rows(quantizer) else 1
+        made[f"amax_{side}"] = torch.zeros(amaxes, device=device) if is_used else None
     if hasattr(quantizer, "optimize_for_gemm"):
         made["with_gemm_swizzled_scales"] = False
+    for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"):
+        if hasattr(quantizer, name):
+            made[name] = getattr(quantizer, name)
     return made
+
+
+def _has_scaled_rows(quantizer_or_tensor: Any) -> bool:
+    """Whether there is an amax for each row, of what a quantizer makes or of a tensor."""
+    name = "row_scaled_nvfp4"
+    return bool(getattr(quantizer_or_tensor, name, getattr(quantizer_or_tensor, f"_{name}", False)))
 
 
 def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
@@ -104,24 +123,33 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
     x_MK = x.reshape(-1, x.shape[-1])
     turned = [side == "columnwise" for side in SIDES if _data(out, side) is not None]
     matrices = [_matrix(quantizer, x_MK, turned=each) for each in turned]
-    amaxes = [_amax_of(matrix) for matrix in matrices]
+    has_scaled_rows = _has_scaled_rows(quantizer)
+    amaxes = [_amax_of(matrix, of_rows=has_scaled_rows) for matrix in matrices]
     _reduce(quantizer, amaxes)
     rows = BLOCK if quantizer.with_2d_quantization else 1
     for is_turned, matrix, amax in zip(turned, matrices, amaxes, strict=True):
         byte = _bytes_of(matrix, is_turned=is_turned) if quantizer.stochastic_rounding else None
-        payload, scale = quantize_rows(matrix, rows, amax, byte, version_in_use())
+        choice = _choice(quantizer)
+        payload, scale = quantize_rows(matrix, rows, amax, byte, version_in_use(), choice)
         _store(out, SIDES[is_turned], payload, scale.repeat_interleave(rows, 0), amax)
     return out
 
 
 def _refuse(quantizer: Any, x: torch.Tensor) -> None:
     """Raise an error for what the kernels here, or those of a GPU, do not do."""
-    for name, setting in (
-        ("row_scaled_nvfp4", "row_scaled_activation"),
-        ("nvfp4_use_4over6", "nvfp4_4over6"),
-    ):
-        if getattr(quantizer, name, False):
-            raise missing("quantize", f" of NVFP4 with {setting}")
+    settings = ("with_rht", "stochastic_rounding", "with_2d_quantization", "with_amax_reduction")
+    asked = [name for name in settings if getattr(quantizer, name)]
+    if _has_scaled_rows(quantizer) and asked:
+        raise SizeError(
+            "Transformer Engine's NVFP4 with an amax for each row (row_scaled_activation) takes "
+            f"none of {', '.join(settings)}, and {', '.join(asked)} is asked for"
+        )
+    if _choice(quantizer) and set(asked) & set(settings[:2]):
+        raise SizeError(
+            "Transformer Engine's NVFP4 with nvfp4_4over6 neither rotates nor rounds at random, "
+            f"and {', '.join(asked)} is asked for. Use disable_rht=True and "
+            "disable_stochastic_rounding=True"
+        )
     if quantizer.with_rht and x.dtype != torch.bfloat16:
         raise SizeError(
             f"Transformer Engine's NVFP4 rotates tensors in BF16 alone, and one is {x.dtype}. "
@@ -129,6 +157,17 @@ def _refuse(quantizer: Any, x: torch.Tensor) -> None:
         )
     if quantizer.with_rht and not quantizer.with_post_rht_amax:
         raise missing("quantize", " of NVFP4 with the amax from before the rotation")
+
+
+def _choice(quantizer: Any) -> Choice | None:
+    """Return how a quantizer chooses between two scales of a block, if it does."""
+    if not getattr(quantizer, "nvfp4_use_4over6", False):
+        return None
+    return Choice(
+        float(quantizer.nvfp4_e4m3_max),
+        is_squared=quantizer.nvfp4_4over6_err_mode == "MSE",
+        is_scaled=os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH") == "1",
+    )
 
 
 def _data(tensor: Any, side: str) -> torch.Tensor | None:
@@ -151,8 +190,11 @@ def _matrix(quantizer: Any, x_MK: torch.Tensor, *, turned: bool) -> torch.Tensor
     return rotated(x_MK.t().contiguous(), signs)
 
 
-def _amax_of(matrix: torch.Tensor) -> torch.Tensor:
-    """Return max|x|, 0-d FP32, of all that is not NaN."""
+def _amax_of(matrix: torch.Tensor, *, of_rows: bool = False) -> torch.Tensor:
+    """Return max|x| of all that is not NaN in FP32, 0-d or of each row [M, 1]."""
+    if of_rows:
+        magnitude = matrix.float().abs().nan_to_num_(nan=0.0, posinf=torch.inf)
+        return magnitude.amax(1, keepdim=True)
     found = cast.amax_of(matrix)
     if torch.isfinite(found):
         return found
@@ -182,10 +224,17 @@ def quantize_rows(
     amax: torch.Tensor,
     byte: torch.Tensor | None,
     version: tuple[int, ...],
+    choice: Choice | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of E2M1, kept in E4M3 [M, K], and the FP32 scales of blocks of rows x 16."""
+    """Return numbers of E2M1, kept in E4M3 [M, K], and the FP32 scales of blocks of rows x 16.
+
+    `amax` is that of the tensor, 0-d, or of each row [M, 1].
+    """
+    if choice is not None:
+        numbers, scale = four_over_six.quantize_blocks(x_MK, rows, amax, choice)
+        return numbers.to(E4M3.dtype), scale
     is_older = version < (2, 14)
-    if not is_older and block_casts.runs_in_c(x_MK):
+    if not is_older and not amax.dim() and block_casts.runs_in_c(x_MK):
         return block_casts.nvfp4(x_MK, (rows, BLOCK), encoding(amax), byte)
     numbers, scale = quantize_blocks(x_MK, rows, amax, byte, _sixth_first if is_older else None)
     return numbers.to(E4M3.dtype), scale
@@ -206,7 +255,7 @@ def _store(
     stored = getattr(out, f"_{side}_scale_inv")
     codes = scale.to(E4M3.dtype).view(torch.uint8)
     stored.zero_()[: codes.shape[0], : codes.shape[1]].copy_(codes)
-    getattr(out, f"_amax_{side}").fill_(amax)
+    getattr(out, f"_amax_{side}").copy_(amax.reshape(-1))
 
 
 def _packed(payload: torch.Tensor) -> torch.Tensor:
@@ -233,7 +282,8 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
     payload = fp4_numbers(data.reshape(data.shape[0] if by_column else -1, _pairs(tensor, side)))
     rows, columns = payload.shape
     scale = scale_inv[:rows, : columns // BLOCK].contiguous().view(E4M3.dtype).float()
-    outer = getattr(tensor, f"_amax_{side}").reshape(()) / LARGEST
+    amax = getattr(tensor, f"_amax_{side}")
+    outer = amax.reshape((-1, 1) if _has_scaled_rows(tensor) else ()) / _largest(tensor)
     block = (1, BLOCK)
     if by_column:
         payload, scale, block = payload.t(), scale.t(), (BLOCK, 1)
@@ -242,6 +292,11 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
         payload, scale, E4M3, block=block, is_exact_in_bf16=True, layout="other", outer=outer,
         rotation=rotation,
     )  # fmt: skip
+
+
+def _largest(tensor: Any) -> float:
+    """Return what the amax of a tensor becomes: the largest number times the largest scale."""
+    return LARGEST_E2M1 * float(getattr(tensor, "_nvfp4_e4m3_max", LARGEST_E4M3))
 
 
 def _pairs(tensor: Any, side: str) -> int:
@@ -264,25 +319,35 @@ def scale_of_product(a: Any, b: Any, *, columns: tuple[bool, bool], alpha: float
 
     `columns` says whose column-wise numbers are read. The order of the roundings is that of
     compute_nvfp4_per_tensor_scale_kernel (common/recipe/nvfp4.cu).
+
+    Raises:
+        ProductError: A tensor has an amax for each row, which Transformer Engine's Python takes out
+            before it calls for a product.
     """
+    if _has_scaled_rows(a) or _has_scaled_rows(b):
+        raise ProductError(
+            "Transformer Engine's product takes no NVFP4 with an amax for each row. Multiply the "
+            "rows of the result by them, as general_gemm does"
+        )
     of_a, of_b = (
         getattr(tensor, f"_amax_{SIDES[by_column]}").reshape(())
         for tensor, by_column in zip((a, b), columns, strict=True)
     )
     factor: torch.Tensor = torch.full_like(of_a, alpha) * of_a * of_b
-    return factor * torch.full_like(of_a, LARGEST * LARGEST).reciprocal_()
+    return factor * torch.full_like(of_a, _largest(a) * _largest(b)).reciprocal_()
 
 
 def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the values of row-wise numbers in the tensor's shape, with the roundings of a GPU.
 
-    The FP32 factor of a block is its scale times the amax times 1 / 2688, each product rounded
+    The FP32 factor of a block is its scale times the amax of the tensor or row times 1 / 2688, or
+    1 / 1536 where 256 is the largest scale; each product is rounded
     (common/cast/nvfp4/dequantize_nvfp4.cuh).
     """
     if tensor._rowwise_data is None:
         raise missing("dequantize", " of NVFP4 that has column-wise numbers alone")
     side = operand(tensor, by_column=False)
-    amax = tensor._amax_rowwise.reshape(())
-    factor = side.dequant_scale * amax * torch.full_like(amax, LARGEST).reciprocal_()
+    amax = tensor._amax_rowwise.reshape(-1, 1)
+    factor = side.dequant_scale * amax * torch.full_like(amax, _largest(tensor)).reciprocal_()
     values_MK: torch.Tensor = side.payload.float() * factor.repeat_interleave(BLOCK, 1)
     return values_MK.reshape(row_shape(tensor)).to(dtype)

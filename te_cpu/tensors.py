@@ -186,7 +186,12 @@ def _coerce_sides(made: dict[str, Any], tensor: Any) -> Any:
     for name, fresh in made.items():
         if name.startswith(("rowwise", "columnwise", "amax")):
             old = getattr(tensor, f"_{name}")
-            setattr(tensor, f"_{name}", old if old is not None and fresh is not None else fresh)
+            is_kept = old is not None and fresh is not None
+            if is_kept and name.startswith("amax"):  # of the whole tensor, or of each row
+                is_kept = old.numel() == fresh.numel()
+            setattr(tensor, f"_{name}", old if is_kept else fresh)
+        elif "nvfp4" in name:
+            setattr(tensor, f"_{name}", fresh)
     return tensor
 
 

@@ -53,6 +53,9 @@ def test_spins():
 def test_breaks():
     raise RuntimeError("planted")
 
+def test_has_the_variables_of_its_own_ci():
+    assert os.environ["NVTE_A"] == "1" and os.environ["NVTE_B"].endswith("/b")
+
 def test_ends_the_process():
     os.kill(os.getpid(), 9)
 """
@@ -66,6 +69,11 @@ def test_each_test_gets_its_reason_and_a_file_that_does_not_load_counts(tmp_path
     (folder / "test_all.py").write_text(TESTS)
     (folder / "test_unloaded.py").write_text("import a_package_that_is_nowhere\n")
     (folder / "distributed/test_ep.py").write_text("\nif torch.cuda.device_count() < 4: ...\n")
+    (tmp_path / "qa/L0_pytorch_unittest").mkdir(parents=True)
+    (tmp_path / "qa/L0_pytorch_unittest/test.sh").write_text(
+        "NVTE_A=2 python3 -m pytest $TE_PATH/tests/pytorch/debug/test_all.py\n"
+        "NVTE_A=1 NVTE_B=$TE_PATH/b python3 -m pytest -x $TE_PATH/tests/pytorch/test_all.py || x\n"
+    )
     results = tmp_path / "results.json"
     command = [sys.executable, "-m", "scripts.te_tests", str(tmp_path), te_cpu.DEFAULT_VERSION]
     command += ["--results", str(results), "--seconds", "3"]
@@ -85,6 +93,7 @@ def test_each_test_gets_its_reason_and_a_file_that_does_not_load_counts(tmp_path
         "test_says_no": "skipped",
         "test_spins": "too slow",
         "test_breaks": "another error",
+        "test_has_the_variables_of_its_own_ci": "passed",
         "test_ends_the_process": "another error",
     }
     assert [outcomes[f"test_passes[{size}]"] for size in range(20)] == ["passed"] * 20
@@ -93,7 +102,7 @@ def test_each_test_gets_its_reason_and_a_file_that_does_not_load_counts(tmp_path
         "distributed/test_ep.py": "2: if torch.cuda.device_count() < 4: ..."
     }
     page = te_tests.table([results])
-    assert "**20 of 128 pass (16%)**" in page
+    assert "**21 of 129 pass (16%)**" in page
     assert "`test_unloaded.py`: the file does not load: needs a package." in page
     assert "`test_all.py` `test_lacks`: 1 lacks a kernel. `MissingKernelError: " in page
     assert "- `distributed/test_ep.py`, line 2: `if torch.cuda.device_count() < 4: ...`" in page

@@ -13,7 +13,7 @@ common/cast/nvfp4) from version 2.14 on. All arithmetic is float32, one rounding
    The sign is kept, also of a zero. Larger magnitudes saturate; NaN becomes +6.
 7. A value is code * s * amax / 2688; the last factor is applied to a product's result.
 
-Three more rules apply to some operands:
+More rules apply to some operands:
 
 * **Random rounding** (gradients): with a random byte u, t = |x| + u / 256 * step rounded to
   float32, then rounded down to a multiple of its own step; the step is 0.5 below 2, 1 below 4, and
@@ -21,6 +21,14 @@ Three more rules apply to some operands:
 * **Rotation** (both operands of the gradient of a weight): each 16 elements along the sum times
   diag(SIGNS) @ H / 4, where H is Sylvester's Hadamard matrix. Input and result are BF16.
 * The amax of a rotated operand is that of the rotated tensor.
+
+* **Four over six** (from 2.17 on, `four_over_six`): a block has two candidates, by the scales
+  s6 = E4M3(block_amax / 6 * S) and s4 = E4M3(block_amax / 6 * S * 1.5), and steps 5 and 6. The
+  error of a number is |code * s * amax / 2688 - x|, or its square, or, `scaled`, that of
+  code * s - x * S; they are added up along a row, then over the rows of a square by halves. The
+  candidate of s4 is taken where its error is less. With `largest` = 256 in place of 448, 2688 is
+  1536 throughout.
+* **Scaled rows** (from 2.16 on): each row is a tensor of its own.
 
 Up to 2.13 step 4 is s = E4M3(block_amax / 6 * S), which rounds at other places (`sixth_first`).
 """
@@ -91,10 +99,10 @@ def _step(magnitude: Floats32 | Floats64) -> Floats64:
     return np.where(magnitude >= 4, 2.0, np.where(magnitude >= 2, 1.0, 0.5))
 
 
-def encoding_scale(amax: np.float32) -> np.float32:
+def encoding_scale(amax: np.float32, largest: np.float32 = LARGEST) -> np.float32:
     """S, which maps the tensor's amax to the largest value of element times scale."""
     with np.errstate(over="ignore", divide="ignore"):
-        scale = min(LARGEST / np.float32(amax), FLOAT32_MAX)
+        scale = min(largest / np.float32(amax), FLOAT32_MAX)
     return ONE if amax == 0 or scale == 0 else np.float32(scale)
 
 
@@ -134,6 +142,38 @@ def quantize_blocks(
                 scaled = x[at] * np.float32(enc)
             codes[at] = to_e2m1(scaled) if byte is None else to_e2m1_at_random(scaled, byte[at])
     return FourBit(codes, scale_codes, np.float32(amax), rows)
+
+
+def four_over_six(
+    x: Floats32, rows: int = 1, largest: int = 448, *, squared: bool = False, scaled: bool = False
+) -> FourBit:
+    """Quantize blocks of `rows` x 16 elements of x [M, K], each by the better of two scales."""
+    amax, largest_value = amax_of(x), np.float32(6 * largest)
+    scale = encoding_scale(amax, largest_value)
+    codes = np.zeros(x.shape, dtype=np.uint8)
+    scale_codes = np.zeros((x.shape[0] // rows, x.shape[1] // BLOCK), dtype=np.uint8)
+    for down, right in np.ndindex(scale_codes.shape):
+        at = slice(down * rows, (down + 1) * rows), slice(right * BLOCK, (right + 1) * BLOCK)
+        base = amax_of(x[at]) / np.float32(6) * scale
+        found = []
+        for expand in (np.float32(1.5), ONE):
+            with np.errstate(all="ignore"):
+                s_code = quantize(np.array([base * expand]), ONE, E4M3)[0]
+                s = np.float32(dequantize(np.array([s_code]), E4M3)[0])
+                own = to_e2m1(x[at] * np.float32(min(ONE / (s * (ONE / scale)), FLOAT32_MAX)))
+                numbers = MAGNITUDES[own & 7].astype(np.float32) * np.where(own & 8, -1, 1)
+                value = numbers.astype(np.float32) * s
+                error = value - x[at] * scale if scaled else value * amax / largest_value - x[at]
+                error = error * error if squared else np.abs(error)
+            total = np.zeros(rows, dtype=np.float32)
+            for column in error.T:
+                total = total + column
+            while len(total) > 1:
+                total = total[: len(total) // 2] + total[len(total) // 2 :]
+            found.append((total[0], s_code, own))
+        four, six = found
+        _, scale_codes[down, right], codes[at] = four if four[0] < six[0] else six
+    return FourBit(codes, scale_codes, amax, rows)
 
 
 def hadamard() -> Floats64:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fp8_numerics.conformance import check
-from te_cpu import wheel
+from te_cpu import four_over_six, nv, wheel
 from tests.fp8 import conformance_casts
 from tests.spec import formats, mxfp8, nvfp4
 from tests.spec.data import data
@@ -153,12 +153,15 @@ def reference(request: pytest.FixtureRequest) -> Iterator[Any]:
         sys.modules.update(held)
 
 
-def quantized_by(reference: Any, x: Floats32, rows: int, *, with_rht: bool = False) -> Any:
+def quantized_by(
+    reference: Any, x: Floats32, rows: int, *, with_rht: bool = False, **settings: Any
+) -> Any:
     utils = getattr(reference, "reference_utils", None) or reference.utils
     quantizer = reference.NVFP4QuantizerRef(
         dtype=utils.Fp4Formats.E2M1,
         quant_tile_shape=(rows, 16),
         with_rht=with_rht,
+        **settings,
     )
     return quantizer.quantize(torch.from_numpy(x).bfloat16())
 
@@ -209,6 +212,71 @@ def test_the_vectors_are_transformer_engines_nvfp4(reference: Any) -> None:
 
     counts, wrong = check.check(run)
     assert wrong == [] and counts["nvfp4: the same"] == counts["nvfp4_weight: the same"] == 6
+
+
+CHOICES = [
+    (256, False, False),
+    (256, True, True),
+    (448, True, False),
+    (448, False, True),
+]  # the largest scale, squares of errors, errors before the factor of the tensor
+choices = pytest.mark.parametrize(("largest", "squared", "scaled"), CHOICES)
+
+
+@choices
+@rows_of
+@pytest.mark.parametrize("reference", ["2.20.2"], indirect=True)
+@pytest.mark.parametrize("kind", ["normal", "wide", "bits", "midpoints", "largest"])
+def test_the_better_of_two_scales_is_transformer_engines(
+    reference: Any, kind: str, rows: int, largest: int, squared: bool, scaled: bool
+) -> None:
+    x = data(kind)
+    theirs = quantized_by(
+        reference, x, rows, nvfp4_use_4over6=True, nvfp4_e4m3_max=largest, columnwise=False,
+        nvfp4_4over6_err_mode="MSE" if squared else "MAE", nvfp4_4over6_err_use_fast_math=scaled,
+    )  # fmt: skip
+    ours = nvfp4.four_over_six(x, rows, largest, squared=squared, scaled=scaled)
+    scales = np.repeat(ours.scale_codes, rows, axis=0)
+    assert np.array_equal(scales, theirs.scale.view(torch.uint8).numpy()[: len(x)])
+    theirs_codes = without_negative_zero(unpacked(theirs.data))
+    assert np.array_equal(without_negative_zero(ours.codes), theirs_codes)
+
+
+@choices
+@pytest.mark.parametrize("rows", [1, 16, 0], ids=["lines", "squares", "scaled rows"])
+@pytest.mark.parametrize("kind", ["normal", "bits", "edges", "sixteenths", "inf", "nan"])
+def test_the_better_of_two_scales_is_taken(
+    kind: str, rows: int, largest: int, squared: bool, scaled: bool
+) -> None:
+    """Bit for bit as the specification does, for a whole tensor and for each row by its amax."""
+    x = data(kind)
+    settings = {"squared": squared, "scaled": scaled}
+    parts = np.split(x, len(x)) if rows == 0 else [x]
+    exact = [nvfp4.four_over_six(part, rows or 1, largest, **settings) for part in parts]
+    choice = four_over_six.Choice(float(largest), is_squared=squared, is_scaled=scaled)
+    amax = nv._amax_of(torch.from_numpy(x), of_rows=rows == 0)
+    numbers, scale = nv.quantize_rows(torch.from_numpy(x), rows or 1, amax, None, (2, 17), choice)
+    assert np.array_equal(np.ravel(amax), [part.amax for part in exact])
+    codes = unpacked(nv._packed(numbers))
+    assert np.array_equal(codes, np.concatenate([part.codes for part in exact]))
+    found = scale.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(found, np.concatenate([part.scale_codes for part in exact]))
+    if kind == "normal" and rows == 1 and largest == 448:  # each of the two is taken somewhere
+        plain = nvfp4.quantize_blocks(x, sixth_first=True).scale_codes
+        assert 0 < (found != plain).sum() < found.size
+
+
+@pytest.mark.parametrize("kind", [*FINITE, "largest", "inf", "nan"])
+def test_scaled_rows_are_tensors_of_their_own(kind: str) -> None:
+    x = data(kind)
+    exact = [nvfp4.quantize_blocks(row) for row in np.split(x, len(x))]
+    amax = nv._amax_of(torch.from_numpy(x), of_rows=True)
+    numbers, scale = nv.quantize_rows(torch.from_numpy(x), 1, amax, None, (2, 17))
+    assert np.array_equal(np.ravel(amax), [row.amax for row in exact])
+    codes = unpacked(nv._packed(numbers))
+    assert np.array_equal(codes, np.concatenate([row.codes for row in exact]))
+    found = scale.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    assert np.array_equal(found, np.concatenate([row.scale_codes for row in exact]))
 
 
 @pytest.mark.parametrize("kind", ["normal", "zeros", "tiny", "midpoints"])

@@ -110,6 +110,7 @@ def reference_of_this_version() -> SimpleNamespace:
     """Its `NVFP4QuantizerRef` in Python, and the module with the formats."""
     for folder, file, formats in (
         ("custom_recipes", "reference_nvfp4", "reference_utils"),
+        ("custom_recipes", "quantization_ref_nvfp4", "utils"),
         ("custom_recipes", "quantization_nvfp4", "utils"),
         ("experimental", "quantization_nvfp4", "utils"),
     ):
@@ -242,12 +243,6 @@ def test_what_is_not_here_is_named() -> None:
     columns = quantizer(rowwise=False)(torch.ones(32, 64))
     with pytest.raises(MissingKernelError, match="column-wise"):
         quantize.dequantize(columns, te.module.base.tex.DType.kFloat32)
-    for name, setting in (("row_scaled_nvfp4", "row_scaled"), ("nvfp4_use_4over6", "4over6")):
-        made_by = quantizer()
-        setattr(made_by, name, True)
-        made_by.columnwise_usage = name != "row_scaled_nvfp4"
-        with pytest.raises(MissingKernelError, match=setting):
-            made_by(torch.ones(32, 64))
 
 
 @DTYPES

@@ -27,16 +27,20 @@ from tests.te_sources import need_sources
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent.relative_to(ROOT)
 NVFP4 = "real_nvfp4.py"  # for the versions that have it: from 2.8 on
+SCALED_ROWS = "real_scaled_rows.py"  # from 2.17 on
 FILES = [path.name for path in sorted(Path(__file__).parent.glob("real_*.py"))]
+BEFORE_2_17 = [name for name in FILES if name != SCALED_ROWS]
 
 
 @pytest.mark.parametrize(
     ("version", "files"),
     [
-        (DEFAULT_VERSION, FILES),
-        pytest.param("2.4.0", [name for name in FILES if name != NVFP4], marks=pytest.mark.slow),
+        (DEFAULT_VERSION, BEFORE_2_17),
+        pytest.param(
+            "2.4.0", [name for name in BEFORE_2_17 if name != NVFP4], marks=pytest.mark.slow
+        ),
         pytest.param("2.8.0", [NVFP4], marks=pytest.mark.slow),
-        ("2.17.1", ["real_grouped.py"]),
+        ("2.17.1", ["real_grouped.py", SCALED_ROWS]),
         pytest.param("2.20.2", FILES, marks=pytest.mark.slow),
     ],
     ids=[DEFAULT_VERSION, "2.4.0", "2.8.0", "2.17.1", "2.20.2"],
