@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """State how a block's scale is chosen, by the settings of Transformer Engine's quantizer."""
 
     largest_scale: float = LARGEST_E4M3
-    """The scale of a block that has the amax of the tensor; beside 256 one 1.5 times as large fits."""
+    """The scale of a block with the amax of the tensor; beside 256 one 1.5 times as large fits."""
 
     is_squared: bool = False
     """Whether the errors of a block's numbers are squared before they are added up."""
