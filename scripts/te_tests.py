@@ -57,7 +57,7 @@ LEFT_OUT = {
 so."""
 HARDWARE = re.compile(
     r"CUDAGraph|CUDA graph|graph_pool_handle|fused_attn|FusedAttention|[Ff]lash.?[Aa]ttention|"
-    r"flash_attn|nccl|NCCL|userbuffers|active drivers|device\.type == .cuda.|"
+    r"flash_attn|nccl|NCCL|userbuffers|active drivers|device\.type == .cuda.|device\(type=.cuda.|"
     r"CommOverlap|torchrun|NVSHMEM|cuDNN|more than one GPU|needs Blackwell|elapsed_time|"
     r"memory_(allocated|reserved|before|after|usage)|mem_usage|_mem\b",
 )

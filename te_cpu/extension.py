@@ -80,6 +80,11 @@ def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     by_name["multi_tensor_adam_capturable_master"] = by_name["multi_tensor_adam_capturable"]
     if version < (2, 10):
         by_name["fused_rope_backward"] = rope.fused_rope_backward_to_2_9
+    of_grouped = "te_general_grouped_gemm_for_grouped_tensor"
+    if version < (2, 16):
+        by_name[of_grouped] = grouped.te_general_grouped_gemm_to_2_15
+    for discrete in ("in", "out"):
+        by_name[f"te_general_grouped_gemm_for_discrete_{discrete}"] = by_name[of_grouped]
     if version < (2, 16):
         by_name["moe_permute_fwd"] = permute.moe_permute_fwd_to_2_15
     if version >= (2, 18):

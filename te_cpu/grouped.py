@@ -7,6 +7,8 @@ expert without rows has empty tensors.
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 
 from fp8_numerics.swizzle import swizzled
 from te_cpu.enums import WIDE
+from te_cpu.errors import ProductError
 from te_cpu.gemm import generic_gemm
 from te_cpu.missing import missing
 from te_cpu.quantize import dequantize, fill, quantize
@@ -95,6 +98,113 @@ def te_general_grouped_gemm(
         if before_gelu is not None:
             gelu.copy_(before_gelu)
     return list(bias)
+
+
+def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
+    """Return how many bytes of addresses a GPU prepares for products of grouped tensors: none."""
+    return 0
+
+
+def te_general_grouped_gemm_for_grouped_tensor(
+    A: Any,
+    transa: bool,  # noqa: N803  # Transformer Engine's names
+    B: Any,
+    transb: bool,  # noqa: N803
+    D: Any,
+    bias: Any,
+    bias_scale: torch.Tensor | None,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    workspace_setup: Any,
+    workspace_cublas: Any,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Any:
+    """Write alpha * op(B) @ op(A) + beta * D of each expert into D, and return that.
+
+    A and D are each a `GroupedTensor` or a list of tensors, B is a `GroupedTensor`; `alpha` and
+    `beta` (FP32) have one number, or one for each expert. `bias` [experts, N] is added to the
+    rounded rows, where given times `bias_scale` (FP32, one for each row).
+    """
+    first = 0
+    operands = zip(_parts(A), _parts(B), _parts(D), strict=True)
+    biases = None if bias is None else _parts(bias)
+    for number, (a, b, out) in enumerate(operands):
+        scale, kept = (each[number % len(each)].item() for each in (alpha, beta))
+        if row_shape(a).numel() and row_shape(b).numel():
+            generic_gemm(
+                a, transa, b, transb, out, None, None, None, 0, False, None, False, None, 0,
+                kept != 0.0, use_split_accumulator, alpha=scale, beta=kept,
+            )  # fmt: skip
+        else:
+            out.mul_(kept) if kept else out.zero_()
+        if biases is not None:
+            added = biases[number].reshape(1, -1).double()
+            if bias_scale is not None:  # one rounding of the sum, in FP32, as fmaf has
+                added = added * bias_scale[first : first + len(out), None].double()
+            out.copy_((out.double() + added).float())
+        first += len(out)
+    return D
+
+
+def te_general_grouped_gemm_to_2_15(
+    A: Any,
+    transa: bool,  # noqa: N803
+    B: Any,
+    transb: bool,  # noqa: N803
+    D: Any,
+    bias: Any,
+    alpha: torch.Tensor,
+    beta: torch.Tensor,
+    workspace_setup: Any,
+    workspace_cublas: Any,
+    use_split_accumulator: bool,
+    math_sm_count: int,
+) -> Any:
+    """Write the products without a factor of the bias, which 2.16 added."""
+    return te_general_grouped_gemm_for_grouped_tensor(
+        A, transa, B, transb, D, bias, None, alpha, beta, workspace_setup, workspace_cublas,
+        use_split_accumulator, math_sm_count,
+    )  # fmt: skip
+
+
+def _parts(grouped: Any) -> Sequence[Any]:
+    """Return the tensor of each expert; those of a `GroupedTensor` share its memory."""
+    if isinstance(grouped, list | tuple):
+        return grouped
+    found: Sequence[Any] = grouped.split_into_quantized_tensors()
+    return found
+
+
+def launch_grouped_dbias(
+    dy: torch.Tensor,
+    offsets: torch.Tensor,
+    dbias: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dscales: torch.Tensor | None,
+) -> None:
+    """Add each expert's sum of rows of `dy` [M, N] to `dbias` [experts, N], times `scales` [M].
+
+    With `scales` the products of each row with its expert's bias are added to `dscales` [M]. All
+    sums are in FP32; `offsets` [experts + 1] says where an expert's rows begin.
+
+    Raises:
+        ProductError: Results that repeat bit for bit are asked for, and a GPU adds in any order.
+    """
+    if os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1") == "0":
+        raise ProductError(
+            "Transformer Engine's kernel of the biases of experts adds in any order, and "
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 forbids that. Leave the variable out"
+        )
+    places = offsets.tolist()
+    for expert, (begin, end) in enumerate(itertools.pairwise(places)):
+        rows = dy[begin:end].float()
+        if scales is not None:
+            assert bias is not None and dscales is not None
+            dscales[begin:end] += (rows * bias[expert].float()).sum(1)
+            rows = rows * scales[begin:end, None]
+        dbias[expert] += rows.sum(0)
 
 
 def fused_multi_row_padding(
@@ -260,8 +370,6 @@ def bgrad_group_quantize_from_2_18(
 
 def group_dequantize(input: Any, otype: int) -> Any:
     """Return the values of a `GroupedTensor` as another one."""
-    if input._with_gemm_swizzled_scales:
-        raise missing("group_dequantize", " of scales in tiles (optimize_for_gemm)")
     shape, dtype = input.logical_shape, WIDE[otype]
     like = torch.empty(shape, dtype=dtype)
     found = _grouped(like, None, input.num_tensors, input.first_dims, input.tensor_offsets)
@@ -277,6 +385,8 @@ KERNELS = (
     multi_tensor_quantize,
     fused_multi_quantize,
     te_general_grouped_gemm,
+    get_grouped_gemm_setup_workspace_size,
+    te_general_grouped_gemm_for_grouped_tensor,
     fused_multi_row_padding,
     fused_multi_row_unpadding,
     splits_to_offsets,

@@ -13,7 +13,6 @@ SETTINGS = {
     "fa_prepare": "flash attention (NVTE_FLASH_ATTN=1)",
     "thd_": "packed sequences (qkv_format='thd') with context parallelism",
     "fused_topk_with_score_function_qb": "balancing experts by quantiles (qb_histogram)",
-    "te_general_grouped_gemm_for": "grouped products of a GroupedTensor (mixture of experts)",
     "group_quantize": "a GroupedTensor (mixture of experts)",
     "CommOverlap": "overlapping communication with products (ub_tp_comm_overlap)",
     "bulk_overlap": "overlapping communication with products (ub_tp_comm_overlap)",

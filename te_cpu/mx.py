@@ -1,8 +1,7 @@
 """Transformer Engine's tensors in MXFP8: a scale in E8M0 for 32 elements of a row or of a column.
 
 Rows and columns are quantized apart from each other, and the bytes of both lie in the tensor's own
-shape. The scales are padded as cuBLASLt reads them, and never swizzled: a CPU has no use for that,
-and Transformer Engine's Python must know it only where its flag says so.
+shape. The scales are padded as cuBLASLt reads them, and swizzled only where a flag says so.
 """
 
 # M rows   K elements of one
@@ -19,7 +18,7 @@ from fp8_numerics import block_casts, cast
 from fp8_numerics.cast import Fp8Tensor, times_scale
 from fp8_numerics.formats import E4M3, Fp8Format
 from fp8_numerics.mxfp8 import BLOCK, LARGEST_CODE, power_of, quantize_rows
-from fp8_numerics.swizzle import rounded_up
+from fp8_numerics.swizzle import rounded_up, unswizzled
 from te_cpu.enums import FORMATS
 from te_cpu.errors import SizeError
 from te_cpu.missing import missing
@@ -156,6 +155,11 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
     fmt = FORMATS[tensor._fp8_dtype]
     payload_MK = data.reshape(-1, data.shape[-1]).view(fmt.dtype)
     rows, columns = payload_MK.shape
-    code = scale_inv[: rows // block[0], : columns // block[1]]
+    shape = rows // block[0], columns // block[1]
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        tiles = unswizzled(scale_inv.flatten(), *(shape[::-1] if by_column else shape))
+        code = tiles.t() if by_column else tiles
+    else:
+        code = scale_inv[: shape[0], : shape[1]]
     scale = power_of(code.to(torch.int32))
     return Fp8Tensor(payload_MK, scale, fmt, block=block, is_exact_in_bf16=True, layout="other")

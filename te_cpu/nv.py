@@ -4,7 +4,7 @@ Row-wise bytes [..., K / 2] lie in the tensor's own shape. Column-wise bytes [K,
 the transposed tensor, since FP4 tensor cores multiply in one orientation alone. Each side has its
 own scales and the FP32 amax of what was quantized there: for columns that is the rotated tensor, if
 the quantizer rotates. A tensor scaled by rows has an amax for each row, and no columns. Scales are
-padded as cuBLASLt reads them, and never swizzled.
+padded as cuBLASLt reads them, and swizzled only where a flag says so.
 
 The rule is that of our own recipe from version 2.14 on. Before, the amax of a block is divided by 6
 before it is multiplied by the factor of the tensor's amax, and so rounded at other places.
@@ -36,7 +36,7 @@ from fp8_numerics.nvfp4 import (
     rotated,
 )
 from fp8_numerics.philox import Rows, random_bytes
-from fp8_numerics.swizzle import fp4_numbers, rounded_up
+from fp8_numerics.swizzle import fp4_numbers, rounded_up, unswizzled
 from te_cpu import four_over_six
 from te_cpu.draws import DRAWS
 from te_cpu.errors import ProductError, SizeError
@@ -278,9 +278,10 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
     side = SIDES[by_column]
     data, scale_inv = _data(tensor, side), getattr(tensor, f"_{side}_scale_inv")
     assert data is not None, f"this product needs {side} numbers, which are not there"
-    assert not getattr(tensor, "_with_gemm_swizzled_scales", False), "scales in tiles"
     payload = fp4_numbers(data.reshape(data.shape[0] if by_column else -1, _pairs(tensor, side)))
     rows, columns = payload.shape
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        scale_inv = unswizzled(scale_inv.flatten(), rows, columns // BLOCK)
     scale = scale_inv[:rows, : columns // BLOCK].contiguous().view(E4M3.dtype).float()
     amax = getattr(tensor, f"_amax_{side}")
     outer = amax.reshape((-1, 1) if _has_scaled_rows(tensor) else ()) / _largest(tensor)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fp8_numerics.meta import as_one_kernel
-from te_cpu import cross_entropy, nv, permute
+from te_cpu import cross_entropy, grouped, nv, permute
 from te_cpu.missing import FromAbsentPackage, MissingTriton
 
 MODULES = "transformer_engine.pytorch.triton"
@@ -26,6 +26,7 @@ def supply(release: tuple[int, ...]) -> None:
     ours: dict[str, dict[str, Callable[..., Any]]] = {
         "permutation": permute.in_triton(release),
         "cross_entropy": cross_entropy.in_triton(release),
+        "grouped_dbias_dscales": {"_launch_grouped_dbias": grouped.launch_grouped_dbias},
         "pad": {"pad_columnwise_scale_inv": nv.padded_scales},
     }
     loaded = {name: m for name, m in sys.modules.items() if name.startswith("transformer_engine.")}

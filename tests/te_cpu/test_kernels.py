@@ -459,6 +459,67 @@ def test_an_expert_without_rows_has_gradients_of_0(accumulate: bool, single_outp
     assert not biases[1].any()
 
 
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("version", [(2, 15), (2, 16)])
+def test_products_of_grouped_tensors(version: tuple[int, ...], layout: str) -> None:
+    """By factors of each expert, on top of what is there; an expert without rows has none."""
+    rows, in_size, out_size = (4, 0, 3), 5, 2
+    by_rows = [normal(n, in_size if layout == "TN" else out_size, seed=n) for n in rows]
+    if layout == "NT":
+        other = [normal(n, in_size, seed=9 + n) for n in rows]
+        exact = [y.double().t() @ x.double() for x, y in zip(other, by_rows, strict=True)]
+    else:
+        other = [normal(out_size, in_size, seed=9 + n) for n in rows]
+        exact = [
+            x.double() @ (w.double().t() if layout == "TN" else w.double())
+            for x, w in zip(by_rows, other, strict=True)
+        ]
+    out = [torch.full(each.shape, 2.0) for each in exact]
+    side = "out" if layout == "NT" else "in"
+    product = kernels(version)[f"te_general_grouped_gemm_for_discrete_{side}"]
+    alpha, beta = torch.tensor([0.5, 1.0, 2.0]), torch.tensor([3.0])
+    has_bias = layout == "TN"
+    bias = [normal(1, out_size, seed=20 + n) for n in range(3)] if has_bias else None
+    factor = normal(sum(rows), seed=30) if has_bias and version >= (2, 16) else None
+    factors = [factor] if version >= (2, 16) else []
+    found = product(
+        other, layout[0] == "T", by_rows, layout[1] == "T", out, bias, *factors, alpha, beta,
+        None, None, True, 0,
+    )  # fmt: skip
+    assert found is out
+    begin = 0
+    for number, (each, wanted) in enumerate(zip(out, exact, strict=True)):
+        wanted = wanted * alpha[number].double() + 6
+        if bias is not None:
+            own = 1.0 if factor is None else factor[begin : begin + len(each), None].double()
+            wanted = wanted + bias[number].double() * own
+        begin += len(each)
+        if each.numel():
+            assert_near(each, wanted)
+
+
+def test_sums_of_the_rows_of_experts_and_of_rows_with_their_bias() -> None:
+    dy, scales, bias = normal(7, 3), normal(7, seed=1), normal(3, 3, seed=2)
+    places = torch.tensor([0, 4, 4, 7])
+    plain, sums, dots = torch.ones(3, 3), torch.ones(3, 3), torch.ones(7)
+    grouped.launch_grouped_dbias(dy, places, plain, None, None, None)
+    grouped.launch_grouped_dbias(dy, places, sums, scales, bias, dots)
+    parts = dy.double().split([4, 0, 3])
+    assert_near(plain, torch.stack([part.sum(0) for part in parts]) + 1)
+    scaled = (dy.double() * scales.double()[:, None]).split([4, 0, 3])
+    assert_near(sums, torch.stack([part.sum(0) for part in scaled]) + 1)
+    own = bias.double().repeat_interleave(torch.tensor([4, 0, 3]), 0)
+    assert_near(dots, (dy.double() * own).sum(1) + 1)
+
+
+def test_a_gpu_cannot_repeat_sums_of_the_rows_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    with pytest.raises(ProductError, match="NVTE_ALLOW_NONDETERMINISTIC_ALGO"):
+        grouped.launch_grouped_dbias(
+            normal(1, 3), torch.tensor([0, 1]), torch.zeros(1, 3), None, None, None
+        )
+
+
 def test_adam_of_a_graph_unscales_gradients_and_may_do_nothing() -> None:
     """The learning rate, the step and the scale are tensors; masters as in the other update."""
     start, grad = normal(7, 3), normal(7, 3, seed=1)

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from fp8_numerics.swizzle import unswizzled
 from megafp8 import fp8
-from te_cpu.errors import MissingKernelError
 from tests.backends.te.real import autocast, recipes, te
 
 ROWS = (128, 0, 256, 128)
@@ -137,6 +136,7 @@ def test_padded_rows_change_nothing() -> None:
         torch.testing.assert_close(own, weight, rtol=0, atol=1e-4)
 
 
+FUSED = "_is_grouped_tensor_path_supported"  # a method from 2.17 on
 STORAGE = "transformer_engine.pytorch.tensor.storage"
 HAS_GROUPED_TENSORS = STORAGE in sys.modules and (
     importlib.util.find_spec(f"{STORAGE}.grouped_tensor_storage") is not None
@@ -183,11 +183,75 @@ if HAS_GROUPED_TENSORS:  # later versions; the default one is to skip no test
                 plain = plain.t() if name == "mxfp8" and side == "columnwise" else plain
                 rows_and_blocks = plain.shape
                 assert torch.equal(unswizzled(found.flatten(), *rows_and_blocks), plain)
-        with pytest.raises(MissingKernelError, match="optimize_for_gemm"):
-            tex.group_dequantize(tiled, tex.DType.kBFloat16)
+        from_tiles = tex.group_dequantize(tiled, tex.DType.kBFloat16)
+        for one, other in zip(values, from_tiles.split_into_quantized_tensors(), strict=True):
+            assert torch.equal(one, other)
         sizes, (ends, begins) = tex.splits_to_offsets_multi(
             first.int(), "cuda", strides=[1, 5], include_leading_zero=[False, True],
             dtypes=[torch.int32, torch.int64],
         )  # fmt: skip
         assert sizes.tolist() == rows and ends.tolist() == [128, 128, 384]
         assert begins.tolist() == [0, 640, 640, 1920] and ends.dtype == torch.int32
+
+    @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+    def test_products_of_a_grouped_tensor_are_those_of_each_expert(name: str) -> None:
+        """Also where the scales of the whole tensor lie in tiles, and those of weights do not."""
+        gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
+        storage = importlib.import_module(
+            "transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"
+        ).GroupedTensorStorage
+        tex: Any = importlib.import_module("transformer_engine_torch")
+        torch.manual_seed(0)
+        rows, width = [128, 0, 256], 64
+        first, dtype = torch.tensor(rows), torch.bfloat16
+        x = torch.randn(sum(rows), WIDTH).to(dtype)
+        if name == "mxfp8":
+            quantizers = [te.MXFP8Quantizer(tex.DType.kFloat8E4M3) for _ in range(2)]
+        else:
+            quantizers = [
+                te.NVFP4Quantizer(with_rht=True, with_post_rht_amax=True),
+                te.NVFP4Quantizer(with_2d_quantization=True),
+            ]
+        weights = [quantizers[1](torch.randn(width, WIDTH).to(dtype)) for _ in rows]
+        alone = [
+            gemm.general_gemm(weight, quantizers[0](part), out_dtype=dtype)[0]
+            for weight, part in zip(weights, x.split(rows), strict=True)
+            if len(part)
+        ]
+        quantizers[0].optimize_for_gemm = True
+        grouped = tex.group_quantize(x, quantizers[0], 3, first)
+        out = torch.full((sum(rows), width), torch.nan, dtype=dtype)
+        grouped_out = storage(
+            shape=(sum(rows), width), dtype=dtype, num_tensors=3, quantizer=None,
+            data=out.view(-1), first_dims=first, tensor_offsets=torch.tensor([0, 128, 128]) * width,
+        )  # fmt: skip
+        gemm.general_grouped_gemm_for_grouped_tensor(weights, grouped, grouped_out, layout="TN")
+        assert torch.equal(out, torch.cat(alone))
+
+    @pytest.mark.skipif(not hasattr(te.module.grouped_linear._GroupedLinear, FUSED), reason="2.17")
+    def test_a_grouped_linear_by_grouped_products_is_the_same(
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        torch.manual_seed(0)
+        group = te.GroupedLinear(4, WIDTH, 64, bias=False, params_dtype=torch.bfloat16)
+        x, grad = torch.randn(sum(ROWS), WIDTH).bfloat16(), torch.randn(sum(ROWS), 64).bfloat16()
+        found = []
+        kernel = te.module.grouped_linear.general_grouped_gemm_for_grouped_tensor
+        called: list[str] = []
+
+        def counted(*args: Any, layout: str, **kwargs: Any) -> Any:
+            called.append(layout)
+            return kernel(*args, layout=layout, **kwargs)
+
+        name = "general_grouped_gemm_for_grouped_tensor"
+        monkeypatch.setattr(te.module.grouped_linear, name, counted)
+        for is_fused in ("0", "1"):
+            monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", is_fused)
+            own = x.clone().requires_grad_()
+            out = group(own, list(ROWS))
+            out.backward(grad)
+            found.append([out, own.grad, *(weight.grad for weight in group.parameters())])
+            group.zero_grad()
+        assert called == ["TN", "NN", "NT"]
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
