@@ -25,7 +25,7 @@ from megafp8.cli.tried import TRIED, untried
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, UserError
-from megafp8.observe.units import format_bytes, format_duration
+from megafp8.observe.units import format_bytes, format_duration, in_columns
 from megafp8.parallel.launch import job_environment
 from megafp8.secrets import say
 from megafp8.specs.gpus import ways
@@ -79,13 +79,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--disk", type=Path, default=Path(), help="the folder to measure (.)")
     options = parser.parse_args(argv)
-    findings = list(examine_machine(options.disk))
-    width = max(len(finding.part) for finding in findings)
-    for finding in findings:
-        mark = " " if finding.is_there else "-"
-        gives = f"; it would give: {finding.gives}" if finding.gives else ""
-        say(f"{mark} {finding.part:<{width}}  {finding.text}{gives}")
-    say(f"\n{what_it_can_do()}")
+    findings = examine_machine(options.disk)
+    rows = [
+        (f"{' ' if f.is_there else '-'} {f.part}",
+         f"{f.text}; it would give: {f.gives}" if f.gives else f.text)
+        for f in findings
+    ]  # fmt: skip
+    say(*in_columns(rows), f"\n{what_it_can_do()}")
     if not options.self_test:
         print("A short training run: megafp8 doctor --self-test")
         return int(ExitCode.FINISHED)

@@ -27,7 +27,7 @@ from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, DataError, ExitCode
-from megafp8.observe.units import format_bytes, plural
+from megafp8.observe.units import format_bytes, in_columns, plural
 from megafp8.plan.experts import with_uneven_rows
 from megafp8.plan.hardware import KNOWN, Hardware
 from megafp8.plan.phases import largest_phase
@@ -294,11 +294,7 @@ def memory_table(spec: RunSpec, shares: Sequence[RankShare]) -> Iterator[str]:
     add("total at the peak", (share.in_step for share in shares))
     if spec.parallel.fsdp is not None:
         add("at the start", (share.start for share in shares))
-    width = max(len(name) for name, _ in rows)
-    columns = [max(len(cells[i]) for _, cells in rows) for i in range(len(shares))]
-    for name, cells in rows:
-        placed = (f"{cell:>{size}}" for cell, size in zip(cells, columns, strict=True))
-        yield f"{name:<{width}}  " + "   ".join(placed)
+    yield from in_columns([(name, *cells) for name, cells in rows], range(1, len(shares) + 1), 3)
     yield ""
     yield (
         "Not included: memory of the allocator, of libraries and of collectives."

@@ -28,6 +28,7 @@ from megafp8.cli.plan_text import (
 )
 from megafp8.observe.units import format_bytes, plural
 from megafp8.plan.search import Found
+from megafp8.report import tables
 from megafp8.report.page import PAGE_START, stylesheet
 from megafp8.secrets import shown
 
@@ -178,17 +179,14 @@ def _bars(
 
 def _table(table: Table, colors: Mapping[str, str]) -> str:
     """Return the table; a part of the picture has its color before its name."""
-    heads = "".join(f"<th class=number>{escape(column)}" for column in table.columns)
     rows = []
     for name, cells in table.rows:
         color = colors.get(name)
         swatch = f"<span class=swatch style='background:{color}'></span>" if color else ""
-        figures = "".join(f"<td class=number>{escape(cell)}" for cell in cells)
-        rows.append(f"<tr><td>{swatch}{escape(name)}{figures}")
-    return (
-        f"<div class=scroll><table><thead><tr><th>{escape(table.title)}{heads}</thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
+        rows.append(
+            [f"<td>{swatch}{escape(name)}", *(tables.cell(text, "number") for text in cells)]
+        )
+    return tables.table([table.title, *table.columns], rows, kind_of_heads="number")
 
 
 def _layouts(found: Sequence[Found]) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from megafp8.observe.units import format_bytes, format_count, plural
+from megafp8.observe.units import format_bytes, format_count, in_columns, plural
 from megafp8.plan.experts import ExpertRows
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.memory import RankMemory
@@ -147,16 +147,10 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[tuple[str, Sequence[str]]]
 
-    def lines(self) -> Iterator[str]:
+    def lines(self) -> list[str]:
         """Return the table as lines with columns of equal width."""
-        width = max(len(self.title), *(len(name) for name, _ in self.rows))
-        sizes = [
-            max(len(column), *(len(cells[place]) for _, cells in self.rows))
-            for place, column in enumerate(self.columns)
-        ]
-        for name, cells in [(self.title, self.columns), *self.rows]:
-            line = "   ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
-            yield f"{name:<{width}}   {line}"
+        rows = [(name, *cells) for name, cells in [(self.title, self.columns), *self.rows]]
+        return in_columns(rows, range(1, len(rows[0])), gap=3)
 
 
 def describe_plan(plan: Plan, vocabulary: str, tokens: float | None) -> Iterator[str]:

@@ -31,6 +31,7 @@ from megafp8.observe.units import (
     format_number,
     format_percent,
     format_tflops,
+    in_columns,
     plural,
 )
 from megafp8.secrets import cut, hide, one_line, printable
@@ -265,11 +266,6 @@ def settings_lines(settings: Sequence[Mapping[str, object]]) -> list[str]:
     ]
 
 
-def _table_lines(rows: Sequence[Row]) -> list[str]:
-    width = max((len(what) for what, _ in rows), default=0)
-    return [f"{what:>{width}}  {value}" for what, value in rows]
-
-
 class PlainConsole(Console):
     """Print plain lines and flush each of them at once."""
 
@@ -311,7 +307,7 @@ class PlainConsole(Console):
         self._line(f"warning: {text}")
 
     def finish(self, rows: Sequence[Row], lines: Sequence[str] = ()) -> None:
-        for line in ["", *_table_lines(rows), *lines]:
+        for line in ["", *in_columns(rows, right=(0,)), *lines]:
             self._line(line)
 
     def _at(self, step: int) -> str:

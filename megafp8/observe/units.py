@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 _THOUSANDS = ("", "k", "M", "G", "T", "P")
 
@@ -83,10 +83,28 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
 
 
-def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def in_columns(
+    rows: Sequence[Sequence[str]], right: Container[int] = (), gap: int = 2
+) -> list[str]:
+    """Return the rows of a table as lines, however wide they are.
+
+    Args:
+        rows: The cells of each row; all rows have equally many.
+        right: The columns whose cells end at the right, as those of numbers do.
+        gap: How many blanks stand between two columns.
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    columns = (
+        Column(justify="right" if place in right else "left", no_wrap=True)
+        for place in range(max(map(len, rows), default=0))
+    )
+    table = Table.grid(*columns, padding=(0, gap))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=1_000_000, force_terminal=False)
+    with console.capture() as printed:
+        console.print(table)
+    return [line.rstrip() for line in printed.get().split("\n")[: -1 if rows else 0]]

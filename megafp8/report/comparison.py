@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -10,8 +9,9 @@ from typing import Any
 
 from megafp8.observe.units import in_columns
 from megafp8.report.curves import gap_chart
-from megafp8.report.page import label, runs_page
+from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord
+from megafp8.report.tables import cell, label, table
 from megafp8.report.verdict import (
     Pair,
     Signal,
@@ -26,6 +26,7 @@ from megafp8.report.verdict import (
 
 WORDS = ("worse", "undecided", "same", "better")
 """The verdicts: that on several configurations is the first of these which one of them has."""
+COLUMNS = ("configuration", "verdict", "gap", "95 % interval", "gaps of the seeds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,8 +188,7 @@ def _lines(verdict: Verdict | None) -> list[str]:
 
 def comparison_table(outcomes: Sequence[Outcome]) -> list[str]:
     """Return a row for each configuration, below a row of titles, in columns of equal width."""
-    rows = [("configuration", "verdict", "gap", "95 % interval", "gaps of the seeds")]
-    return in_columns([*rows, *((o.name, o.word, *_gaps(o.verdict)) for o in outcomes)])
+    return in_columns([COLUMNS, *((o.name, o.word, *_gaps(o.verdict)) for o in outcomes)])
 
 
 def _gaps(verdict: Verdict | None) -> tuple[str, str, str]:
@@ -203,25 +203,19 @@ def _gaps(verdict: Verdict | None) -> tuple[str, str, str]:
 
 def _table(outcomes: Sequence[Outcome]) -> str:
     """Return the HTML table of several configurations."""
-    rows = "".join(
-        f"<tr><td>{escape(o.name)}<td>{o.word}"
-        f"<td class=number data-value='{_sorted_by(o.verdict)}'>{escape(mean)}"
-        f"<td class=number>{escape(interval)}<td class=number>{escape(gaps)}"
+    rows = (
+        (cell(o.name), cell(o.word), cell(mean, "number", o.verdict and o.verdict.mean),
+         cell(interval, "number"), cell(gaps, "number"))
         for o in outcomes
         for mean, interval, gaps in [_gaps(o.verdict)]
-    )
+    )  # fmt: skip
     measured = next((o.verdict.measured for o in outcomes if o.verdict is not None), "loss")
     return (
         f"<p class=dim>The gap is the final {measured} over that of "
         f"{escape(outcomes[0].base_name)}, minus 1. All runs of a seed have the same weights at "
         "the start and the same data. Each interval is of one configuration alone.</p>"
-        "<div class=scroll><table class=sortable><thead><tr><th>configuration<th>verdict<th>gap"
-        f"<th>95 % interval<th>gaps of the seeds</thead><tbody>{rows}</tbody></table></div>"
+        + table(COLUMNS, rows, "sortable")
     )
-
-
-def _sorted_by(verdict: Verdict | None) -> str:
-    return repr(verdict.mean) if verdict is not None and math.isfinite(verdict.mean) else ""
 
 
 # ---- the page
@@ -266,28 +260,24 @@ def _weakest(outcome: Outcome, level: int) -> str:
     """Return the table of the tensors that lose most signal, if they were measured."""
     if not outcome.signals:
         return ""
+
+    def number(value: float | None, digits: int) -> str:
+        return cell() if value is None else cell(f"{value:.{digits}f}", "number", value)
+
     of_base = outcome.of_base
-    column = f"<th>signal to noise of {escape(outcome.base_name)}, dB" if of_base else ""
-    rows = "".join(
-        f"<tr><td>{label(s.name)}<td class=number data-value={s.snr_db!r}>{s.snr_db:.1f}"
-        f"{_cell(of_base.get(s.name)) if of_base else ''}"
-        f"<td class=number data-value={s.underflow!r}>{100 * s.underflow:.3f}"
-        f"<td class=number data-value={s.overflow!r}>{100 * s.overflow:.3f}"
+    of_both = [f"signal to noise of {outcome.base_name}, dB"] if of_base else []
+    heads = ("tensor", "signal to noise, dB", *of_both, "underflow, %", "saturation, %")
+    rows = (
+        (label(s.name), number(s.snr_db, 1), *(number(of_base.get(s.name), 1) for _ in of_both),
+         number(100 * s.underflow, 3), number(100 * s.overflow, 3))
         for s in outcome.signals
-    )
+    )  # fmt: skip
     return (
         f"<h{level}>Tensors that lose most signal in low precision</h{level}>"
         "<p class=dim>Means over the last quarter "
         "of the first seed's logged steps. The ratio is that of the worst row of a tensor.</p>"
-        "<div class=scroll><table class=sortable><thead><tr><th>tensor"
-        f"<th>signal to noise, dB{column}<th>underflow, %<th>saturation, %</thead>"
-        f"<tbody>{rows}</tbody></table></div>"
+        + table(heads, rows, "sortable")
     )
-
-
-def _cell(snr_db: float | None) -> str:
-    """Return a cell of the table, empty where the tensor was not measured."""
-    return "<td>" if snr_db is None else f"<td class=number data-value={snr_db!r}>{snr_db:.1f}"
 
 
 def _averaged(pairs: Sequence[Pair]) -> tuple[list[int], list[float]]:

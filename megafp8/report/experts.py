@@ -8,6 +8,7 @@ import statistics
 from megafp8.observe.experts import EMPTY, LARGEST, UPDATES, layer_of, of_layer
 from megafp8.observe.units import format_percent
 from megafp8.report.record import RunRecord
+from megafp8.report.tables import cell, table
 
 HINT = (
     "The load is the number of tokens of the fullest expert over the mean of its layer, in a "
@@ -36,24 +37,20 @@ def load_of_layers(run: RunRecord) -> str:
     """Return a table of the load in each layer over the logged steps; empty for a dense model."""
     keys = {key for line in run.metrics for key in line}
     layers = sorted({layer for key in keys if (layer := layer_of(key)) is not None})
-    rows = "".join(_row(run, layer) for layer in layers)
+    rows = [row for layer in layers if (row := _row(run, layer))]
     if not rows:
         return ""
-    return (
-        f"<h2>Experts: load of each layer</h2><p class=dim>{HINT}</p><div class=scroll><table>"
-        "<thead><tr><th>layer<th>load in the last step<th>median<th>largest"
-        f"<th>experts without a token, mean</thead><tbody>{rows}</tbody></table></div>"
-    )
+    heads = ("layer", "load in the last step", "median", "largest", "experts without a token, mean")
+    return f"<h2>Experts: load of each layer</h2><p class=dim>{HINT}</p>{table(heads, rows)}"
 
 
-def _row(run: RunRecord, layer: int) -> str:
+def _row(run: RunRecord, layer: int) -> list[str]:
     loads, empty = _numbers(run, of_layer(LARGEST, layer)), _numbers(run, of_layer(EMPTY, layer))
     if not (loads and empty):
-        return ""
+        return []
     shown = [f"{load:.2f}" for load in (loads[-1], statistics.median(loads), max(loads))]
-    shown.append(format_percent(statistics.fmean(empty)))
-    cells = "".join(f"<td class=number>{text}" for text in shown)
-    return f"<tr><td class=number>{layer}{cells}"
+    texts = (str(layer), *shown, format_percent(statistics.fmean(empty)))
+    return [cell(text, "number") for text in texts]
 
 
 def _numbers(run: RunRecord, key: str) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -23,6 +22,7 @@ from megafp8.observe.units import (
 from megafp8.report import experts
 from megafp8.report.curves import charts, differences, heat_maps
 from megafp8.report.record import RunRecord, typical
+from megafp8.report.tables import cell, label, table
 from megafp8.runs.find import CHECKPOINTS_DIR
 
 HERE = Path(__file__).parent
@@ -324,15 +324,12 @@ def _settings(run: RunRecord) -> str:
     if commands:
         parts.append(f"<pre>{escape(commands[-1])}</pre>")
     if run.changed:
-        rows = "".join(
-            f"<tr><td>{escape(str(row.get('key')))}<td>{escape(_text(row.get('value')))}"
-            f"<td>{escape(str(row.get('origin')))}<td class=dim>{escape(_text(row.get('default')))}"
+        rows = (
+            (cell(str(row.get("key"))), cell(_text(row.get("value"))), cell(str(row.get("origin"))),
+             cell(_text(row.get("default")), "dim"))
             for row in run.changed
-        )
-        parts.append(
-            "<div class=scroll><table><thead><tr><th>setting<th>value<th>set by"
-            f"<th>default job</thead><tbody>{rows}</tbody></table></div>"
-        )
+        )  # fmt: skip
+        parts.append(table(("setting", "value", "set by", "default job"), rows))
     if run.config_text:
         text = run.config_text[:MOST_CONFIG]
         parts.append(f"<details><summary>all settings</summary><pre>{escape(text)}</pre></details>")
@@ -343,17 +340,15 @@ def _events(run: RunRecord) -> str:
     if not run.events:
         return ""
     left_out = len(run.events) - MOST_EVENTS
-    rows = "".join(
-        f"<tr><td class=dim>{escape(str(e.get('time', ''))[:19].replace('T', ' '))}"
-        f"<td class=number>{escape(str(e.get('step', '')))}<td>{escape(str(e.get('kind', '')))}"
-        f"<td class=text>{escape(str(e.get('text', '')))}"
+    rows = (
+        (cell(str(e.get("time", ""))[:19].replace("T", " "), "dim"),
+         cell(str(e.get("step", "")), "number"), cell(str(e.get("kind", ""))),
+         cell(str(e.get("text", "")), "text"))
         for e in run.events[-MOST_EVENTS:]
-    )
+    )  # fmt: skip
     note = f"<p class=dim>{left_out} earlier events are left out.</p>" if left_out > 0 else ""
-    return (
-        f"<h2>Events</h2>{note}<div class=scroll><table><thead><tr><th>time (UTC)<th>step"
-        f"<th>kind<th>what happened</thead><tbody>{rows}</tbody></table></div>"
-    )
+    heads = ("time (UTC)", "step", "kind", "what happened")
+    return f"<h2>Events</h2>{note}{table(heads, rows)}"
 
 
 # ---- several runs
@@ -425,37 +420,24 @@ def _table(
     heads += [key.removeprefix("model.") for key in columns]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
-        cells = [f"<td>{label(name)}"]
+        cells = [label(name)]
         for _, key in outcomes:
             if key == "status":
-                cells.append(f"<td class={run.status}>{escape(run.status)}")
+                cells.append(cell(run.status, run.status))
                 continue
             figure, text = _outcome(run, key)
-            known = "" if figure is None or not math.isfinite(figure) else repr(figure)
             mark = " best" if index == best and key in ("val_loss", "train_loss") else ""
-            cells.append(f"<td class='number{mark}' data-value='{known}'>{escape(text)}")
-        for key in columns:
-            value = differ[key][index]
-            number = value if isinstance(value, int | float) and not isinstance(value, bool) else ""
-            cells.append(f"<td data-value='{number}'>{escape(_text(value))}")
-        rows.append("<tr>" + "".join(cells))
+            cells.append(cell(text, f"number{mark}", figure))
+        values = (differ[key][index] for key in columns)
+        rows.append([*cells, *(cell(_text(value), "", value) for value in values)])
     for name in (name for name, _ in notes if name not in names):
-        cells = ["<td class=refused>no run" if key == "status" else "<td>" for _, key in outcomes]
-        rows.append(f"<tr><td>{label(name)}{''.join(cells)}{'<td>' * len(columns)}")
+        cells = [cell("no run", "refused") if key == "status" else cell() for _, key in outcomes]
+        rows.append([label(name), *cells, *(cell() for _ in columns)])
     more = ""
     if len(differ) > len(columns):
         rest = [key for key in differ if key not in columns]
         more = f"<p class=dim>Other settings that differ: {escape(', '.join(rest))}</p>"
-    head = "".join(f"<th>{escape(title)}" for title in heads)
-    return (
-        "<h2>What came out, and what differs</h2><div class=scroll><table class=sortable>"
-        f"<thead><tr>{head}</thead><tbody>{''.join(rows)}</tbody></table></div>{more}"
-    )
-
-
-def label(name: str) -> str:
-    """Return the name of a run or a tensor, which may be parted between words in a narrow cell."""
-    return re.sub(r"=|\.(?=[A-Za-z])", r"\g<0><wbr>", escape(name))
+    return f"<h2>What came out, and what differs</h2>{table(heads, rows, 'sortable')}{more}"
 
 
 def _best(runs: Sequence[RunRecord]) -> int | None:
