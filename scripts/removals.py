@@ -101,7 +101,7 @@ PARTS = (
     ),
     Part(
         "sweeps and comparison",
-        ("megafp8/cli/sweep*.py", "megafp8/cli/compare*.py", "hydra_plugins"),
+        ("megafp8/jobs", "megafp8/cli/sweep.py", "megafp8/cli/compare.py", "hydra_plugins"),
         ("tests/cli/test_commands.py", "tests/train/test_command_line.py"),
     ),
     Part(

@@ -47,9 +47,10 @@ FLOORS = {
     "report": 8,
     "train": 9,
     "plan": 10,
-    "cli": 11,
+    "jobs": 11,
+    "cli": 12,
 }
-TOP_FLOOR = 12  # pretrain_gpt.py, __main__.py, examples/ and benchmarks/ may import all packages
+TOP_FLOOR = 13  # pretrain_gpt.py, __main__.py, examples/ and benchmarks/ may import all packages
 WITHOUT_TORCH = (
     "specs",
     "errors",

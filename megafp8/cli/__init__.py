@@ -7,10 +7,11 @@ torch is imported, scripts import the package first, and the command `megafp8` d
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from types import TracebackType
+
+from megafp8.parallel.environment import is_first_rank  # which imports no package
 
 USER_ERROR = 2  # ExitCode.USER_ERROR; this module is imported before all others
 NEEDED = (
@@ -25,11 +26,6 @@ NEEDED = (
     "rich",
 )
 _former_hook = sys.excepthook
-
-
-def is_first_rank() -> bool:
-    """Whether this process is rank 0, or no rank at all: what all ranks have to say, it says."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

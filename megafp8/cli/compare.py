@@ -15,27 +15,21 @@ one is "undecided" and none is worse, 75 after an interruption.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.compare_runs import ComparedJob, refuse_in_use, run_all
-from megafp8.cli.compare_settings import (
-    BASELINE,
-    GIVEN,
-    Comparison,
-    ComparisonBase,
-    Configuration,
-    comparison,
-)
-from megafp8.cli.compare_time import PREDICTED, predicted_times
-from megafp8.cli.job import command_parser, given_settings, reports_errors
-from megafp8.cli.plan import hardware_from, is_hardware
+from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.plan import hardware_from, is_hardware, make_plan, spec_of
+from megafp8.cli.plan_text import UNCERTAINTY, Plan, format_seconds
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
+from megafp8.config.load import Source
 from megafp8.config.own_recipes import TRUST
-from megafp8.errors import ExitCode, RunError
+from megafp8.config.precision_changes import SCHEDULE
+from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import (
     has_keys,
     read_json_object,
@@ -45,9 +39,14 @@ from megafp8.files import (
     write_atomically,
     write_json_atomically,
 )
-from megafp8.report.comparison import Outcome, comparison_page, comparison_table, outcome, worst
-from megafp8.report.record import RunRecord, read_run
-from megafp8.report.verdict import TOLERANCE, Pair
+from megafp8.jobs.comparison import Outcome, comparison_page, comparison_table, outcome, worst
+from megafp8.jobs.configurations import BASELINE, GIVEN, Comparison, Configuration, comparison
+from megafp8.jobs.job import Job, given_settings, run_left_in
+from megafp8.jobs.processes import refuse_in_use, run_all
+from megafp8.plan.hardware import Hardware
+from megafp8.plan.phases import specs_of_phases
+from megafp8.report.record import RunRecord
+from megafp8.report.verdict import TOLERANCE
 from megafp8.report.writer import REPORT_FILE, require_page
 from megafp8.runs.find import is_run
 from megafp8.runs.lock import LOCK_NAME, RunLock
@@ -62,7 +61,6 @@ _WRITTEN = {
     LOCK_NAME: has_keys("host", "pid"),
 }
 _ANOTHER = "Give another --out"
-Runs = Mapping[tuple[str, int], RunRecord]
 
 
 @reports_errors
@@ -109,7 +107,11 @@ def compare(options: argparse.Namespace) -> int:
         UserError: The settings are refused, are the baseline's, or a run of the baseline failed, or
             another process compares in the same directory.
     """
-    source = ComparisonBase(options.config_dir, options.config_name, options.trusts_recipes)
+    source = Source(
+        config_dir=options.config_dir,
+        config_name=options.config_name,
+        trusts_recipes=options.trusts_recipes,
+    )
     words = [word for word in options.overrides if is_hardware(word)]
     hardware = hardware_from(words)
     given = [word for word in options.overrides if not is_hardware(word)]
@@ -139,7 +141,7 @@ def _refuse_seed(words: Sequence[str], seeds: Sequence[int] | None) -> None:
 
 def _train_and_report(
     compared: Comparison,
-    source: ComparisonBase,
+    source: Source,
     seeds: Sequence[int],
     out: Path,
     options: argparse.Namespace,
@@ -147,9 +149,8 @@ def _train_and_report(
 ) -> int:
     _claim(out, compared)
     jobs = [
-        ComparedJob(c.label, seed, (*source.options, *c.overrides), out / f"{c.label}-{seed}")
-        for seed in seeds
-        for c in compared.configurations
+        Job(num, (*source.words(), *c.overrides), out / f"{c.label}-{seed}", c.label, seed)
+        for num, (seed, c) in enumerate(itertools.product(seeds, compared.configurations))
     ]
     print(f"{len(jobs)} runs in {out}; the same command continues them if it is interrupted")
     for other in compared.others:
@@ -161,9 +162,9 @@ def _train_and_report(
         print("interrupted; the same command continues", file=sys.stderr)
         return interrupted
     _refuse_failures(codes)
-    runs = {(job.label, job.seed): read_run(job.directory) for job in jobs if _left_a_run(job)}
+    runs = {job: run for job in jobs if (run := run_left_in(job.directory)) is not None}
     outcomes = [
-        _outcome(other, compared, runs, codes, options.tolerance / 100, times.get(other.label))
+        outcome(other, compared.base, runs, codes, options.tolerance / 100, times.get(other.label))
         for other in compared.others
     ]
     return _report(outcomes, compared, runs, out)
@@ -208,7 +209,7 @@ def _claim(out: Path, compared: Comparison) -> None:
 # ---- the report
 
 
-def _refuse_failures(codes: Mapping[ComparedJob, int]) -> None:
+def _refuse_failures(codes: Mapping[Job, int]) -> None:
     """Raise where a failure says nothing about the losses.
 
     A configuration that diverges where the baseline does not is a result, and is reported as worse.
@@ -228,51 +229,17 @@ def _refuse_failures(codes: Mapping[ComparedJob, int]) -> None:
             )
 
 
-def _left_a_run(job: ComparedJob) -> bool:
-    try:
-        read_run(job.directory)
-    except RunError:
-        return False
-    return True
-
-
-def _outcome(
-    other: Configuration,
-    compared: Comparison,
-    runs: Runs,
-    codes: Mapping[ComparedJob, int],
-    tolerance: float,
-    predicted: str | None,
-) -> Outcome:
-    """Return the verdict on one configuration, and its predicted time if that is known."""
-    return outcome(
-        other.name,
-        compared.base.name,
-        [
-            Pair(seed, base, runs[other.label, seed])
-            for (label, seed), base in runs.items()
-            if label == BASELINE and (other.label, seed) in runs
-        ],
-        tolerance=tolerance,
-        differs=other.changed_from(compared.base),
-        failures={
-            job.seed: code
-            for job, code in codes.items()
-            if job.label == other.label and code != ExitCode.FINISHED
-        },
-        more_costs=() if predicted is None else ((PREDICTED, predicted),),
-    )
-
-
-def _report(outcomes: Sequence[Outcome], compared: Comparison, runs: Runs, out: Path) -> int:
+def _report(
+    outcomes: Sequence[Outcome], compared: Comparison, runs: Mapping[Job, RunRecord], out: Path
+) -> int:
     """Write the page and the figures, print the verdicts, and return the exit code."""
     names = {c.label: c.name for c in compared.configurations}
-    labels = [f"{names[label]}, seed {seed}" for label, seed in runs]
+    labels = [f"{names[job.label]}, seed {job.seed}" for job in runs]
     word = worst(outcomes)
     result = {
         "verdict": word,
         "configurations": [o.as_json() for o in outcomes],
-        "runs": {f"{label}-{seed}": str(run.path) for (label, seed), run in runs.items()},
+        "runs": {f"{job.label}-{job.seed}": str(run.path) for job, run in runs.items()},
     }
     try:
         write_atomically(out / REPORT_FILE, comparison_page(outcomes, list(runs.values()), labels))
@@ -288,6 +255,61 @@ def _report(outcomes: Sequence[Outcome], compared: Comparison, runs: Runs, out: 
         print("\n" + "\n".join(comparison_table(outcomes)))
     sys.stdout.flush()
     return {"worse": WORSE, "undecided": UNDECIDED}.get(word, int(ExitCode.FINISHED))
+
+
+# ---- the time on GPUs, by the model of `megafp8 plan`
+
+
+def predicted_times(
+    compared: Comparison, source: Source, hardware: Hardware, *, is_asked: bool
+) -> dict[str, str]:
+    """Return the predicted time of each configuration beside the baseline's, by its label.
+
+    Without `is_asked` it is that of configurations whose schedule of precision is not the
+    baseline's, and of no others.
+    """
+    had = compared.base.values[SCHEDULE]
+    asked = [other for other in compared.others if is_asked or other.values[SCHEDULE] != had]
+    if not asked:
+        return {}
+    try:
+        base = _planned(compared.base, source, hardware)
+        others = {other.label: _planned(other, source, hardware) for other in asked}
+    except UserError as error:  # such as what needs a GPU of another kind
+        return dict.fromkeys((other.label for other in asked), f"not known: {error}")
+    return {label: _beside(base, other) for label, other in others.items()}
+
+
+def _planned(
+    configuration: Configuration, source: Source, hardware: Hardware
+) -> tuple[Plan, str | None]:
+    """Return the plan of a configuration, and why its time is not predicted, if it is not."""
+    spec = spec_of((*source.words(), *configuration.overrides), None).spec
+    plans = (make_plan(phase, hardware) for phase in specs_of_phases(spec))
+    reasons = (_unpredicted(plan) for plan in plans)
+    return make_plan(spec, hardware), next((reason for reason in reasons if reason), None)
+
+
+def _unpredicted(plan: Plan) -> str | None:
+    recipe = plan.spec.precision.fp8
+    if recipe is None or recipe.is_unused or plan.unpredicted is None:
+        return None
+    return ": ".join(plan.unpredicted)
+
+
+def _beside(base: tuple[Plan, str | None], other: tuple[Plan, str | None]) -> str:
+    (of_base, why_base), (of_other, why_other) = base, other
+    if why := why_other or why_base:
+        return f"none ({why.replace('the figures above', 'the figures of the plan')})"
+    old, new = (_seconds(plan) for plan in (of_base, of_other))
+    return (
+        f"{new / old:.2f} of the baseline's ({format_seconds(new)} and {format_seconds(old)} on "
+        f"{of_other.hardware.name}; published ratios are within {UNCERTAINTY:g} times of such)"
+    )
+
+
+def _seconds(plan: Plan) -> float:
+    return plan.seconds_of(plan.tokens_of_job)
 
 
 if __name__ == "__main__":

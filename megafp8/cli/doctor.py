@@ -20,13 +20,13 @@ from pathlib import Path
 
 from megafp8 import __version__
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.job import command_parser, reports_errors, training_program
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.cli.tried import TRIED, untried
 from megafp8.config.layers import conf_dir
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, UserError
 from megafp8.observe.units import format_bytes, format_duration, in_columns
-from megafp8.parallel.launch import job_environment
+from megafp8.parallel.launch import job_environment, training_program
 from megafp8.secrets import say
 from megafp8.specs.gpus import ways
 from megafp8.specs.recipes import RECIPES, find_recipe

@@ -23,7 +23,6 @@ from megafp8.cli.job import (
 from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE, passing_gradients, phase_name
 from megafp8.config.keys import MAX_VOCABULARY
-from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, DataError, ExitCode
@@ -70,14 +69,7 @@ def main(argv: Sequence[str]) -> int:
     figures = [word for word in rest if is_hardware(word)]
     hardware = hardware_from(figures) if figures else None
     given = parse_options([word for word in rest if not is_hardware(word)])
-    loaded = load_all(
-        given.overrides,
-        given.config_dir,
-        given.config_name,
-        _sees_gpu,
-        trains=False,
-        trusts_recipes=given.trusts_recipes,
-    )
+    loaded = given.load(given.overrides, _sees_gpu, trains=False)
     asked, num_nodes = (loaded.values[f"trainer.{name}"] for name in ("accelerator", "num_nodes"))
     settled, _ = with_epochs(loaded, gives_steps(loaded))
     spec = resolve(settled.values, lambda: asked == "gpu" or _sees_gpu())

@@ -17,18 +17,15 @@ from typing import Any, NamedTuple, NoReturn
 
 from omegaconf import OmegaConf
 
-from megafp8.cli import is_first_rank
-from megafp8.config.base_model import EXP_DIR, LOG_DIR, NAME
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
-from megafp8.config.load import Loaded
+from megafp8.config.load import Loaded, Source
 from megafp8.config.merged import default_values
-from megafp8.config.overrides import parse_overrides
 from megafp8.config.own_recipes import TRUST
 from megafp8.config.settings import similar_keys
-from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import paths_reported
+from megafp8.parallel.environment import is_first_rank
 from megafp8.secrets import HIDDEN, hide_values, one_line, shown, variable_in
 
 FINETUNE_JOB = "finetune_gpt"
@@ -98,14 +95,6 @@ def gives_steps(loaded: Loaded) -> bool:
     """Whether `trainer.max_steps` is a setting of the user, and not of one of our jobs."""
     origin = str(loaded.origins.get("trainer.max_steps", DEFAULT))
     return origin not in (str(DEFAULT), f"{FINETUNE_JOB}.yaml")
-
-
-def training_program() -> list[str]:
-    """Return the arguments of Python that run a training job, before the job's own arguments."""
-    script = Path(__file__).resolve().parents[2] / f"{DEFAULT_CONFIG}.py"
-    if script.is_file():  # this is a clone, which need not be installed
-        return [str(script)]
-    return ["-P", "-m", "megafp8", "pretrain"]
 
 
 def report_error(error: UserError) -> int:
@@ -262,24 +251,20 @@ def _origin_of_default(loaded: Loaded, path: str) -> str:
     return f"{DEFAULT}, from {text}" if isinstance(text, str) and "${" in text else DEFAULT
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(Source):
     """Hold the overrides and the options of a command line.
 
-    `gpu_available` returns whether this machine has a GPU, where that matters. `trusts_recipes`
-    says that recipes which YAML files name as code may be imported.
+    `gpu_available` returns whether this machine has a GPU, where that matters.
     """
 
     overrides: tuple[str, ...]
-    config_dir: Path | None
-    config_name: str
     multirun: bool
     show_help: bool
     show_config: bool
     resolve: bool
     gpu_available: Callable[[], bool] | None = None
     show_version: bool = False
-    trusts_recipes: bool = False
 
 
 def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Options:
@@ -326,24 +311,6 @@ def refuse_secrets_in_command(words: Sequence[str]) -> None:
     if hide_values(here) != here:
         hint = "Work in a folder whose name holds no secret"
         raise SettingError("the current folder", here, "holds a secret in its name", hint)
-
-
-def directory_problems(overrides: Sequence[str], reason: str, hint: str) -> list[SettingError]:
-    """Return an error for each setting of one run's directory, where each run gets its own."""
-    return [
-        SettingError(key, value, reason, hint, origin=COMMAND_LINE)
-        for text in overrides
-        for key, value in given_settings(text)
-        if key in (EXP_DIR, LOG_DIR) or (key == NAME and value != "null")
-    ]
-
-
-def given_settings(text: str) -> list[tuple[str, str]]:
-    """Return the keys that an override sets; one for a section sets several."""
-    for parsed in parse_overrides([text], ())[0]:
-        return [(key, plain(value)) for key, value in parsed.given]
-    key, _, value = text.lstrip("+").partition("=")
-    return [(key, value)]
 
 
 class _Parser(argparse.ArgumentParser):

@@ -25,7 +25,6 @@ from megafp8.cli.job import (
 )
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
-from megafp8.config.load import load_all
 from megafp8.errors import UserError
 from megafp8.files import paths_reported
 from megafp8.secrets import printable
@@ -77,13 +76,7 @@ def _run(options: Options, task: Task) -> int:
 
         return run_sweep(options, task)
     with paths_reported():
-        loaded = load_all(
-            options.overrides,
-            options.config_dir,
-            options.config_name,
-            options.gpu_available,
-            trusts_recipes=options.trusts_recipes,
-        )
+        loaded = options.load(options.overrides, options.gpu_available)
     if options.show_config:
         comments = [*resolved_table(loaded), *loaded.inert_lines()] or ["the default job"]
         text = printable("".join(f"# {line}\n" for line in comments))

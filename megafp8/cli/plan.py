@@ -24,7 +24,6 @@ from megafp8.cli.plan_text import (
 )
 from megafp8.config.checks import check_values
 from megafp8.config.keys import MAX_VOCABULARY
-from megafp8.config.load import load_all
 from megafp8.config.resolve import resolve
 from megafp8.config.schema import all_keys
 from megafp8.errors import ConfigError, ExitCode, UserError
@@ -221,13 +220,7 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
         reason = f"is not a size from 1 to {MAX_VOCABULARY}"
         raise ConfigError("--vocab-size", vocab_size, reason, "Give the tokenizer's")
     overrides = (*given.overrides, f"{ACCELERATOR}=gpu")
-    loaded = load_all(
-        overrides,
-        given.config_dir,
-        given.config_name,
-        trains=False,
-        trusts_recipes=given.trusts_recipes,
-    )
+    loaded = given.load(overrides, trains=False)
     settled, _ = with_epochs(loaded, gives_steps(loaded))
     spec = _for_version(resolve(settled.values, lambda: True), words)
     data, whose = spec.data, ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megafp8 import __version__
 from megafp8.cli.epochs import with_epochs
-from megafp8.cli.job import ADDED, FINETUNE_JOB, STARTED_AS, training_program
+from megafp8.cli.job import ADDED, FINETUNE_JOB, STARTED_AS
 from megafp8.cli.main import AppInfo, report_error, run_app
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import DEFAULT_CONFIG
@@ -36,6 +36,7 @@ from megafp8.parallel.launch import (
     launch,
     prepare_allocator,
     prepare_connections,
+    training_program,
 )
 from megafp8.parallel.slurm import adopt_step, check_ranks, given_gpus, srun_of_step
 from megafp8.runs.place import check_place

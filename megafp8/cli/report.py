@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, new_file, reports_errors
-from megafp8.cli.sweep_results import read_sweep, sweep_page
 from megafp8.errors import ExitCode, RunError
 from megafp8.files import write_atomically
+from megafp8.jobs.results import read_sweep, sweep_page
 from megafp8.report.page import run_page, runs_page
 from megafp8.report.record import RunRecord, read_run
 from megafp8.report.writer import REPORT_FILE, require_page

@@ -26,30 +26,28 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from megafp8.cli.epochs import with_epochs
-from megafp8.cli.job import Options, Task, app_info, directory_problems, gives_steps, report_error
-from megafp8.cli.sweep_limits import keep_texts, sweeper_problems
-from megafp8.cli.sweep_loader import checked_loader, composed
-from megafp8.cli.sweep_results import (
-    Result,
-    SweepJob,
-    print_results,
-    read_result,
-    refuse_foreign_sweep,
-    result_of,
-    why_foreign,
-    with_earlier_slices,
-)
+from megafp8.cli.job import Options, Task, app_info, gives_steps, report_error
 from megafp8.config.base_model import LOG_DIR
 from megafp8.config.errors import COMMAND_LINE, Origin, SettingError, raise_if_any
 from megafp8.config.hydra_section import is_hydras
 from megafp8.config.keys import Values
 from megafp8.config.layers import find_source
-from megafp8.config.load import Loaded, load_all
+from megafp8.config.load import Loaded
 from megafp8.config.overrides import ParsedOverride, last_given, parse_overrides
 from megafp8.config.own_recipes import names_given
 from megafp8.config.resolve import resolve
 from megafp8.errors import ExitCode, UserError
 from megafp8.files import run_errors_reported
+from megafp8.jobs.hydra import checked_loader, composed, keep_texts, sweeper_problems
+from megafp8.jobs.job import (
+    Job,
+    Result,
+    directory_problems,
+    read_result,
+    result_of,
+    with_earlier_slices,
+)
+from megafp8.jobs.results import print_results, refuse_foreign_sweep, why_foreign
 from megafp8.runs.find import CONFIG_NAME, RECORD_NAME
 from megafp8.secrets import hide, shown
 
@@ -77,13 +75,13 @@ class Sweep:
     recipes_given: frozenset[str]  # the names of code on the command line itself
     results: dict[int, Result] = field(default_factory=dict)
 
-    def job(self, num: int, overrides: Sequence[str], config: Any) -> SweepJob:
+    def job(self, num: int, overrides: Sequence[str], config: Any) -> Job:
         """Return a job with the directory that Hydra's settings give it."""
         with open_dict(config):
             config.hydra.job.num = num
-        return SweepJob(num, tuple(overrides), _directory(config.hydra))
+        return Job(num, tuple(overrides), _directory(config.hydra))
 
-    def launch(self, launcher: Launcher, jobs: Sequence[SweepJob]) -> list[JobReturn]:
+    def launch(self, launcher: Launcher, jobs: Sequence[Job]) -> list[JobReturn]:
         """Check jobs and run those that are not refused; return each one's objective."""
         for job in jobs:
             if (problem := why_foreign(job)) is not None:
@@ -118,7 +116,7 @@ class Sweep:
         """Run one job, perhaps in another process; return its objective and raise no exception."""
         settings: Any = HydraConfig.get()
         overrides = tuple(str(text) for text in settings.overrides.task)
-        job = SweepJob(int(settings.job.num), overrides, _directory(settings))
+        job = Job(int(settings.job.num), overrides, _directory(settings))
         if job.num in self.results:  # refused before the first job started, or finished before
             if self.results[job.num].code == ExitCode.USER_ERROR:
                 with suppress(OSError):  # it has files of another program
@@ -129,7 +127,7 @@ class Sweep:
         job.result_file.write_text(json.dumps(asdict(result), indent=2) + "\n")
         return result.objective
 
-    def _run_all(self, launcher: Launcher, jobs: Sequence[SweepJob]) -> None:
+    def _run_all(self, launcher: Launcher, jobs: Sequence[Job]) -> None:
         try:
             launcher.launch([list(job.overrides) for job in jobs], jobs[0].num)
         except SystemExit:
@@ -139,7 +137,7 @@ class Sweep:
             print(f"[sweep] the launcher failed: {type(error).__name__}: {shown(line[0])}")
             sys.stdout.flush()
 
-    def _run(self, job: SweepJob) -> Result:
+    def _run(self, job: Job) -> Result:
         words = shown(" ".join(job.overrides))
         print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
         before = _settings_written(job)
@@ -164,7 +162,7 @@ class Sweep:
         # A run writes its settings when it begins; a refused one leaves those of an earlier run.
         return replace(result, began=_settings_written(job) != before)
 
-    def _refusal(self, job: SweepJob) -> Result | None:
+    def _refusal(self, job: Job) -> Result | None:
         """Return the result of a job that cannot be run, after reporting it; None if it can."""
         try:
             self._load(job)
@@ -174,7 +172,7 @@ class Sweep:
             return replace(result_of(job, report_error(error), str(error)), began=False)
         return None
 
-    def _finished_before(self, job: SweepJob) -> Result | None:
+    def _finished_before(self, job: Job) -> Result | None:
         """Return the recorded result of a job whose run has no step left; None if it must run."""
         if not (job.directory / RECORD_NAME).exists():
             return None
@@ -194,15 +192,9 @@ class Sweep:
         sys.stdout.flush()
         return result_of(job, int(finished.code))
 
-    def _load(self, job: SweepJob) -> Loaded:
-        options = self.options
-        return load_all(
-            job.overrides,
-            options.config_dir,
-            options.config_name,
-            options.gpu_available,
-            trusts_recipes=options.trusts_recipes,
-            recipes_given=self.recipes_given,
+    def _load(self, job: Job) -> Loaded:
+        return self.options.load(
+            job.overrides, self.options.gpu_available, recipes_given=self.recipes_given
         )
 
 
@@ -303,7 +295,7 @@ def _directory(settings: Any) -> Path:
     return Path(str(settings.sweep.dir)) / str(settings.sweep.subdir)
 
 
-def _names_in_wandb(values: Values, job: SweepJob) -> dict[str, str]:
+def _names_in_wandb(values: Values, job: Job) -> dict[str, str]:
     """Return the group and the name of a job in Weights & Biases by key, where none are given."""
     sweep = Path(str(HydraConfig.get().sweep.dir)).absolute().name
     names = {"group": (sweep, "WANDB_RUN_GROUP"), "name": (f"{sweep}-{job.num}", "WANDB_NAME")}
@@ -317,7 +309,7 @@ def _names_in_wandb(values: Values, job: SweepJob) -> dict[str, str]:
     }
 
 
-def _settings_written(job: SweepJob) -> tuple[int, int] | None:
+def _settings_written(job: Job) -> tuple[int, int] | None:
     """Return which file has the settings of the run in a job's directory; None without a run."""
     try:
         status = (job.directory / CONFIG_NAME).stat()
@@ -326,7 +318,7 @@ def _settings_written(job: SweepJob) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def _returned(job: SweepJob, objective: float) -> JobReturn:
+def _returned(job: Job, objective: float) -> JobReturn:
     """Return a job's result in the form that Hydra's sweepers read."""
     returned = JobReturn(overrides=list(job.overrides), status=JobStatus.COMPLETED)
     returned.return_value = objective

@@ -22,7 +22,7 @@ from megafp8.config.learning_rate import schedule_notes, without_own_rate
 from megafp8.config.merged import Merged, closed_tree, default_values, merge
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import last_given, parse_overrides
-from megafp8.config.own_recipes import load_own_recipes, names_given
+from megafp8.config.own_recipes import TRUST, load_own_recipes, names_given
 from megafp8.config.rules import Unused, effective, unused
 from megafp8.config.settings import Setting, optional_sections
 from megafp8.secrets import (
@@ -106,6 +106,37 @@ class Loaded:
         return lines + [
             f"inert: {', '.join(g)} ({origin}): {note}" for (origin, note), g in groups.items()
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Say which YAML the settings of a command line are added to, and whether its recipes run.
+
+    Attributes:
+        config_dir: The directory of the user's own YAML files.
+        config_name: The YAML's name.
+        trusts_recipes: Whether recipes that YAML files name as code may be imported.
+    """
+
+    config_dir: Path | None = None
+    config_name: str = DEFAULT_CONFIG
+    trusts_recipes: bool = False
+
+    def load(
+        self,
+        overrides: Sequence[str],
+        gpu_available: Callable[[], bool] | None = None,
+        **more: Any,
+    ) -> Loaded:
+        """Return the settings that `load_all` returns; `more` are its other arguments."""
+        trusts, places = self.trusts_recipes, (self.config_dir, self.config_name)
+        return load_all(overrides, *places, gpu_available, trusts_recipes=trusts, **more)
+
+    def words(self) -> tuple[str, ...]:
+        """Return the options that give another command the same source."""
+        folder = [f"--config-dir={self.config_dir.absolute()}"] if self.config_dir else []
+        name = [] if self.config_name == DEFAULT_CONFIG else [f"--config-name={self.config_name}"]
+        return (*folder, *name, *([TRUST] if self.trusts_recipes else []))
 
 
 def load(

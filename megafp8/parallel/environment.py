@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 
 from megafp8.errors import RunError
@@ -10,6 +11,11 @@ from megafp8.errors import RunError
 JOIN_SECONDS = 600.0  # for all ranks to connect: imports may come from a slow file system
 JOIN_VARIABLE = "MEGAFP8_JOIN_SECONDS"
 _HINT = "Start ranks with srun, torchrun, or one command with trainer.devices, which set it"
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0, or no rank at all: what all ranks have to say, it says."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def check_environment(environment: Mapping[str, str]) -> None:

@@ -130,6 +130,14 @@ def follow_launcher() -> None:
     os.environ[_FOLLOWER] = str(os.getpid())
 
 
+def training_program() -> list[str]:
+    """Return the arguments of Python that run a training job, before the job's own arguments."""
+    script = Path(__file__).resolve().parents[2] / "pretrain_gpt.py"
+    if script.is_file():  # this is a clone, which need not be installed
+        return [str(script)]
+    return ["-P", "-m", "megafp8", "pretrain"]
+
+
 def job_environment() -> dict[str, str]:
     """Return the environment for a job that is to end when this process ends, however it ends."""
     return {**os.environ, PARENT: str(os.getpid())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -441,16 +441,21 @@ def _table(
 
 
 def _best(runs: Sequence[RunRecord]) -> int | None:
-    """Return the place of the run with the least validation loss, else training loss."""
+    places = [place for _, place in ranked([run.figure for run in runs])]
+    return places[0] if places else None
+
+
+def ranked(figures: Sequence[Callable[[str], float | None]]) -> list[tuple[float, int]]:
+    """Return validation losses, else training losses, of at least two runs, the least first.
+
+    Each is beside its place among `figures`, which return a run's figure by its name.
+    """
     for key in ("val_loss", "train_loss"):
-        known = [
-            (value, index)
-            for index, run in enumerate(runs)
-            if (value := run.figure(key)) is not None and math.isfinite(value)
-        ]
+        values = ((figure(key), place) for place, figure in enumerate(figures))
+        known = [(v, place) for v, place in values if v is not None and math.isfinite(v)]
         if len(known) > 1:
-            return min(known)[1]
-    return None
+            return sorted(known)
+    return []
 
 
 def _failures(

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from megafp8.cli import compare, compare_runs, plan
-from megafp8.cli.compare_runs import ComparedJob
+from megafp8.cli import compare, plan
 from megafp8.cli.help import keys_of_group
 from megafp8.errors import RunError
-from megafp8.report.comparison import Outcome, costs_of, worst
+from megafp8.jobs import processes
+from megafp8.jobs.comparison import Outcome, costs_of, worst
+from megafp8.jobs.job import Job
 from megafp8.report.record import RunRecord
 from megafp8.report.verdict import Pair
 from megafp8.runs.lock import LOCK_NAME, RunLock
@@ -28,24 +29,24 @@ from tests.train.runs import wait_until
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[ComparedJob]:
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Job]:
     """Let the command make its runs without training; return the jobs that it ran."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recipes, "_loaded", {})
-    jobs: list[ComparedJob] = []
+    jobs: list[Job] = []
 
-    def run(job: ComparedJob, signals: object, *, quiet: bool) -> int:
+    def run(job: Job, signals: object, *, quiet: bool) -> int:
         jobs.append(job)
         if not job.directory.exists():
             fp8 = job.label != "baseline"
             make_run(job.directory, model__fp8=fp8, model__seed=job.seed)
         return 0
 
-    monkeypatch.setattr(compare_runs, "_run", run)
+    monkeypatch.setattr(processes, "_run", run)
     return jobs
 
 
-def test_the_baseline_has_nothing_of_fp8(made: list[ComparedJob]) -> None:
+def test_the_baseline_has_nothing_of_fp8(made: list[Job]) -> None:
     given = [
         "precision=fp8_rowwise", "model.optim.fp8_opt_level=O2", "model.optim.exp_avg_dtype=fp8",
         "trainer.max_steps=5",
@@ -93,7 +94,7 @@ def plain() -> RunSpec:
     "place", ["command line", "file", "command line and file", "the same in both"]
 )
 def test_the_baseline_has_no_key_of_fp8_lm(
-    key: str, place: str, made: list[ComparedJob], tmp_path: Path
+    key: str, place: str, made: list[Job], tmp_path: Path
 ) -> None:
     detail = {key: LOW_PRECISION[key]}
     files = {"file": {"fp8_opt_level": "O2"} | detail, "command line and file": detail,
@@ -119,7 +120,7 @@ def test_the_baseline_has_no_key_of_fp8_lm(
 
 
 def test_a_baseline_of_another_level_keeps_what_has_an_effect_there(
-    made: list[ComparedJob],
+    made: list[Job],
 ) -> None:
     given = ["model.fp8=True", "model.optim.fp8_opt_level=O2", "model.optim.exp_avg_sq_dtype=fp8"]
     assert compare.main([*given, "model.optim.stochastic_rounding=True",
@@ -130,7 +131,7 @@ def test_a_baseline_of_another_level_keeps_what_has_an_effect_there(
 
 
 def test_the_command_reports_and_says_the_verdict_last(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "--seeds", "1", "2", "3", "--out", "out"]
     assert compare.main(argv) == 0
@@ -156,7 +157,7 @@ def test_the_command_reports_and_says_the_verdict_last(
 
 
 def test_worse_undecided_and_failed_runs(
-    made: list[ComparedJob],
+    made: list[Job],
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -173,21 +174,21 @@ def test_worse_undecided_and_failed_runs(
     set_loss(2, 2.2345)
     assert compare.main(again) == compare.UNDECIDED
     monkeypatch.setattr(
-        compare_runs, "_run", lambda job, signals, *, quiet: 3 * (job.label == "given")
+        processes, "_run", lambda job, signals, *, quiet: 3 * (job.label == "given")
     )
     assert compare.main(again) == compare.WORSE
     assert "did not finish (seed 1 ended with exit code 3" in capsys.readouterr().out
     monkeypatch.setattr(
-        compare_runs, "_run", lambda job, signals, *, quiet: int(job.label == "baseline")
+        processes, "_run", lambda job, signals, *, quiet: int(job.label == "baseline")
     )
     assert compare.main(again) == 2
     assert "the baseline's run ended with exit code 1" in capsys.readouterr().err
-    monkeypatch.setattr(compare_runs, "_run", lambda job, signals, *, quiet: 75)
+    monkeypatch.setattr(processes, "_run", lambda job, signals, *, quiet: 75)
     assert compare.main(again) == 75
 
 
 def test_runs_of_other_configurations_do_not_count(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", "--out", "out"]) == 0
     count = len(made)
@@ -200,11 +201,11 @@ def test_runs_of_other_configurations_do_not_count(
 
 
 def test_a_directory_without_a_run_is_free(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command whose data do not exist ends before its first run; another one may follow."""
     with monkeypatch.context() as patch:
-        patch.setattr(compare_runs, "_run", lambda job, signals, *, quiet: 2)
+        patch.setattr(processes, "_run", lambda job, signals, *, quiet: 2)
         wrong = ["model.fp8=True", "model.data.data_prefix=no/such", "--out", "out"]
         assert compare.main(wrong) == 2
     assert {file.name for file in Path("out").iterdir()} == {compare.INPUT_FILE, LOCK_NAME}
@@ -217,7 +218,7 @@ def test_a_directory_without_a_run_is_free(
 
 
 def test_a_second_comparison_in_the_same_directory_names_the_process_of_the_first(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["model.fp8=True", "--out", "out"]
     Path("out").mkdir()
@@ -229,7 +230,7 @@ def test_a_second_comparison_in_the_same_directory_names_the_process_of_the_firs
 
 
 def test_a_setting_of_gpus_is_refused_where_there_is_none(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["model.fp8=True", "model.enable_cuda_graph=True"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -243,48 +244,46 @@ def test_a_setting_of_gpus_is_refused_where_there_is_none(
 
 
 def test_ctrl_c_while_a_run_starts_is_an_interruption(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A run that has not begun to train cannot save, and ends with the signal's own code."""
 
-    def interrupted(job: ComparedJob, signals: Any, *, quiet: bool) -> int:
+    def interrupted(job: Job, signals: Any, *, quiet: bool) -> int:
         os.kill(os.getpid(), signal.SIGINT)
         wait_until(lambda: signals.received, "the main thread has received the signal")
         return 128 + signal.SIGINT
 
-    monkeypatch.setattr(compare_runs, "_run", interrupted)
+    monkeypatch.setattr(processes, "_run", interrupted)
     assert compare.main(["model.fp8=True", "--out", "out"]) == 75
     assert not Path("out/report.html").exists()
 
 
-def test_no_run_starts_after_an_error(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_run_starts_after_an_error(made: list[Job], monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
-    def fail(job: ComparedJob, signals: Any, *, quiet: bool) -> int:
+    def fail(job: Job, signals: Any, *, quiet: bool) -> int:
         started.append(job)
         raise RunError("the disk is full")
 
-    monkeypatch.setattr(compare_runs, "_run", fail)
-    jobs = [ComparedJob("given", seed, (), Path(f"out/{seed}")) for seed in (1, 2, 3)]
+    monkeypatch.setattr(processes, "_run", fail)
+    jobs = [Job(num, (), Path(f"out/{num}")) for num in range(3)]
     with pytest.raises(RunError, match="the disk is full"):
-        compare_runs.run_all(jobs, at_once=1)
+        processes.run_all(jobs, at_once=1)
     assert started == jobs[:1]
 
 
 def test_a_mistake_is_no_verdict(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", "--out", "out"]) == 0
     monkeypatch.setattr(
-        compare_runs, "_run", lambda job, signals, *, quiet: 2 * (job.label == "given")
+        processes, "_run", lambda job, signals, *, quiet: 2 * (job.label == "given")
     )
     assert compare.main(["model.fp8=True", "--out", "out"]) == 2
     assert "the configuration's run ended with exit code 2" in capsys.readouterr().err
 
 
-def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(made: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     assert compare.main(["trainer.max_steps=5"]) == 2
     assert "the configuration is its own baseline" in capsys.readouterr().err
     assert compare.main(["--seeds", "1", "2", "model.fp8=True"]) == 2
@@ -308,7 +307,7 @@ def test_what_is_refused(made: list[ComparedJob], capsys: pytest.CaptureFixture[
 
 
 def test_two_configurations_in_fp8_are_both_measured(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "model.fp8_recipe=tensorwise", "--out", "out",
             "--base", "model.fp8_recipe=delayed"]  # fmt: skip
@@ -343,7 +342,7 @@ def test_one_side_in_fp8_says_that_its_time_includes_measuring() -> None:
 def test_a_run_is_shown_without_how_to_continue_it(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [b"step 5/5 | loss 2.0\n", b"\n", b"  continue with  python pretrain_gpt.py x=1\n",
              b"         beware  it prolongs\n", b"time  0:07\n"]  # fmt: skip
-    compare_runs._show(lines)
+    processes._show(lines)
     assert capsys.readouterr().out.splitlines() == ["  step 5/5 | loss 2.0", "", "  time  0:07"]
 
 
@@ -362,7 +361,7 @@ def planned_seconds(capsys: pytest.CaptureFixture[str], *settings: str) -> float
 
 @pytest.mark.parametrize("hardware", ["h100", "h200"])
 def test_the_time_of_a_switch_is_predicted_as_the_plan_predicts_it(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str], hardware: str
+    made: list[Job], capsys: pytest.CaptureFixture[str], hardware: str
 ) -> None:
     schedule = "model.precision_schedule=[{from: 0.25, recipe: bf16}]"
     given = [] if hardware == "h100" else ["hardware=h200"]
@@ -381,7 +380,7 @@ def test_the_time_of_a_switch_is_predicted_as_the_plan_predicts_it(
 
 
 def test_a_time_is_not_predicted_where_the_plan_does_not(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fp4 = [
         FP8,
@@ -399,7 +398,7 @@ def test_a_time_is_not_predicted_where_the_plan_does_not(
 
 
 def test_schedules_have_names_of_their_own(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     several = ("model.precision_schedule=[],[{from: 0.5, products: forward, recipe: bf16}],"
                "[{from: 9, modules: '*.fc2', recipe: mxfp8}]")  # fmt: skip
@@ -436,7 +435,7 @@ def set_loss(label: str, seed: int, loss: float) -> None:
 
 
 def test_several_recipes_have_one_baseline_and_one_table(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("lab.py").write_text(ONE)
     argv = [*SEVERAL, "--seeds", "1", "2", "--out", "out"]
@@ -483,7 +482,7 @@ def test_the_word_on_several_is_the_worst() -> None:
 
 
 def test_another_rule_in_the_same_file_is_another_configuration(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Otherwise the runs of the rule before would be shown as those of the new one."""
     Path("lab.py").write_text(ONE)
@@ -497,21 +496,21 @@ def test_another_rule_in_the_same_file_is_another_configuration(
 @pytest.mark.parametrize("is_deleted", [False, True])
 def test_a_rule_that_changes_while_runs_train_ends_the_comparison(
     is_deleted: bool,
-    made: list[ComparedJob],
+    made: list[Job],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = Path("lab.py")
     file.write_text(ONE)
-    run = compare_runs._run
+    run = processes._run
 
-    def run_and_edit(job: ComparedJob, signals: object, *, quiet: bool) -> int:
+    def run_and_edit(job: Job, signals: object, *, quiet: bool) -> int:
         file.write_text(ONE.replace("return x_MK", "return x_MK / 2"))
         if is_deleted:
             file.unlink()
         return run(job, signals, quiet=quiet)
 
-    monkeypatch.setattr(compare_runs, "_run", run_and_edit)
+    monkeypatch.setattr(processes, "_run", run_and_edit)
     assert compare.main(["model.fp8=True", "model.fp8_recipe=lab.py:One", "--out", "out"]) == 2
     said = capsys.readouterr().err
     assert ("lab.py: cannot be read any more" in said) == is_deleted
@@ -520,7 +519,7 @@ def test_a_rule_that_changes_while_runs_train_ends_the_comparison(
 
 
 def test_a_file_that_names_a_recipe_is_trusted_by_the_command_line_alone(
-    made: list[ComparedJob], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lab.py").write_text(ONE)
     (tmp_path / "mine.yaml").write_text(
@@ -546,7 +545,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused_of_several(
-    words: str, made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    words: str, made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main(["model.fp8=True", *REFUSED[words]]) == 2
     said = capsys.readouterr().err
@@ -555,7 +554,7 @@ def test_what_is_refused_of_several(
 
 
 def test_of_a_key_given_twice_the_last_value_is_compared(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "model.seed=1", "+model.seed=2", "--out", "out"]
     assert compare.main([*argv, "--base", "model.fp8=True", "model.fp8=False"]) == 0
@@ -568,7 +567,7 @@ def test_of_a_key_given_twice_the_last_value_is_compared(
 
 
 def test_configurations_of_one_recipe_are_named_by_what_differs(
-    made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     argv = ["model.fp8=True", "model.fp8_margin=0,1", "--out", "out"]
     assert compare.main(argv) == 0
@@ -604,7 +603,7 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.parametrize("kind", NAMED)
 def test_rows_of_different_configurations_have_different_names(
-    kind: str, made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    kind: str, made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`[…:high_precision]` was named by what follows its last colon, which several have."""
     for folder in ("a", "b"):
@@ -621,7 +620,7 @@ def test_rows_of_different_configurations_have_different_names(
 
 
 def test_a_run_that_another_process_trains_is_no_mistake(
-    made: list[ComparedJob], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    made: list[Job], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`Correct that first` was said of a run that only went on after its comparison was ended."""
     held = Path("out/given-1234")
@@ -634,12 +633,12 @@ def test_a_run_that_another_process_trains_is_no_mistake(
     assert "Correct" not in said
     with monkeypatch.context() as patch:  # the other process begins after the look
 
-        def run(job: ComparedJob, signals: object, *, quiet: bool) -> int:
+        def run(job: Job, signals: object, *, quiet: bool) -> int:
             locks.append(RunLock.acquire(held)) if job.label == "given" else None
             return 2 * (job.label == "given")
 
         locks: list[RunLock] = []
-        patch.setattr(compare_runs, "_run", run)
+        patch.setattr(processes, "_run", run)
         assert compare.main(given) == 2
         locks[0].release()
     said = capsys.readouterr().err
@@ -648,7 +647,7 @@ def test_a_run_that_another_process_trains_is_no_mistake(
 
 @pytest.mark.parametrize("recipe", ["delayed", "rowwise", "lab.py:One"])
 def test_the_hint_names_a_recipe_with_other_traits(
-    recipe: str, made: list[ComparedJob], capsys: pytest.CaptureFixture[str]
+    recipe: str, made: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("lab.py").write_text(ONE)
     given = ["model.fp8=True", f"model.fp8_recipe={recipe}"]

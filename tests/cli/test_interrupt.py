@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megafp8.cli import compare_runs
+from megafp8.jobs import processes
+from megafp8.jobs.job import Job
 from tests.train.runs import ENVIRONMENT, ROOT, wait_until
 
 INTERRUPTED = """\
@@ -68,16 +69,16 @@ def test_other_errors_keep_their_traceback(tmp_path: Path) -> None:
 
 PARENT = """\
 import pathlib, signal, sys, threading, time
-from megafp8.cli import compare_runs
-from megafp8.cli.compare_runs import ComparedJob, run_all
-compare_runs.training_program = lambda: [sys.argv[1]]
+from megafp8.jobs import processes
+from megafp8.jobs.job import Job
+processes.training_program = lambda: [sys.argv[1]]
 def receive_it_here():  # as the kernel may choose a thread that is not the main one
     while not pathlib.Path("other").exists():
         time.sleep(0.01)
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 threading.Thread(target=receive_it_here, daemon=True).start()
-jobs = [ComparedJob("given", seed, (), pathlib.Path(sys.argv[2], str(seed))) for seed in (1, 2)]
-codes, interrupted = run_all(jobs, int(sys.argv[3]))
+jobs = [Job(seed, (), pathlib.Path(sys.argv[2], str(seed))) for seed in (1, 2)]
+codes, interrupted = processes.run_all(jobs, int(sys.argv[3]))
 print(sorted(codes.values()), flush=True)
 sys.exit(interrupted or 0)
 """
@@ -90,8 +91,11 @@ received = []
 for number in heard_signals():
     signal.signal(number, lambda number, frame: received.append(signal.Signals(number).name))
 folder.with_suffix(".pid").write_text(str(os.getpid()))
+end = time.monotonic() + 60  # of a test that fails
 while not received or pathlib.Path("never").exists():
     time.sleep(0.01)
+    if time.monotonic() > end:
+        sys.exit(0)
 time.sleep(0.2)  # a second signal would come now
 folder.with_suffix(".saved").write_text(" ".join(received))
 sys.exit(75)
@@ -103,6 +107,28 @@ def is_alive(pid: int) -> bool:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_at_an_error_the_runs_save_and_leave(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`compare … | head` trained its run to the end, though no reader was left."""
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(processes, "training_program", lambda: [str(tmp_path / "child.py")])
+    begun = [tmp_path / f"{num}.pid" for num in range(at_once)]
+
+    def without_a_reader(lines: object) -> None:
+        wait_until(lambda: all(file.exists() for file in begun), "the runs")
+        raise BrokenPipeError
+
+    monkeypatch.setattr(processes, "_show", without_a_reader)
+    with pytest.raises(BrokenPipeError):
+        processes.run_all([Job(num, (), tmp_path / str(num)) for num in range(3)], at_once)
+    assert [(tmp_path / f"{num}.saved").exists() for num in range(3)] == [
+        num < at_once for num in range(3)
+    ]
 
 
 @contextmanager
@@ -180,8 +206,8 @@ def test_two_signals_while_a_run_starts_end_it_too(monkeypatch: pytest.MonkeyPat
         sent.append(process)
         return process  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(compare_runs.subprocess, "Popen", slow)
-    with compare_runs._Signals() as signals:
+    monkeypatch.setattr(processes.subprocess, "Popen", slow)
+    with processes._Signals() as signals:
         command = [sys.executable, "-c", "import signal, time; time.sleep(10_000)"]
         process = signals.start(command, quiet=True)
         assert process.wait() == -signal.SIGKILL
@@ -191,18 +217,18 @@ def test_two_signals_while_a_run_starts_end_it_too(monkeypatch: pytest.MonkeyPat
 def test_no_run_starts_after_one_that_a_signal_reached_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs = [compare_runs.ComparedJob("fp8", seed, (), tmp_path / str(seed)) for seed in (1, 2)]
-    monkeypatch.setattr(compare_runs, "_run", lambda job, *_, **__: 75 if job is jobs[0] else 0)
-    assert compare_runs.run_all(jobs, 1) == ({jobs[0]: 75, jobs[1]: 75}, 75)
+    jobs = [Job(seed, (), tmp_path / str(seed)) for seed in (1, 2)]
+    monkeypatch.setattr(processes, "_run", lambda job, *_, **__: 75 if job is jobs[0] else 0)
+    assert processes.run_all(jobs, 1) == ({jobs[0]: 75, jobs[1]: 75}, 75)
 
 
 def test_the_code_of_a_killed_run_is_that_of_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = ["-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
-    monkeypatch.setattr(compare_runs, "training_program", lambda: killed)
-    job = compare_runs.ComparedJob("fp8", 1, (), tmp_path / "run")
-    assert compare_runs.run_all([job], 1) == ({job: 128 + signal.SIGKILL}, None)
+    monkeypatch.setattr(processes, "training_program", lambda: killed)
+    job = Job(0, (), tmp_path / "run")
+    assert processes.run_all([job], 1) == ({job: 128 + signal.SIGKILL}, None)
 
 
 def test_a_killed_comparison_leaves_no_run(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ from megafp8.cli import doctor, inspect, report, runs, tried
 from megafp8.cli.dryrun import fits
 from megafp8.cli.generate import fitting_tokens
 from megafp8.cli.preprocess import main as preprocess
-from megafp8.cli.sweep_results import Result, print_results
 from megafp8.config.load import load
 from megafp8.config.overrides import quoted
 from megafp8.config.resolve import resolve
 from megafp8.errors import RunError
 from megafp8.files import give_ordinary_mode
+from megafp8.jobs.job import Result
+from megafp8.jobs.results import print_results
 from megafp8.observe.health import HealthRecord
 from megafp8.observe.metrics import MetricsFile
 from megafp8.plan.hardware import KNOWN

@@ -13,10 +13,11 @@ import pytest
 from megafp8.cli import plan, preprocess, report
 from megafp8.cli.compare import main as compare
 from megafp8.cli.main import run_app
-from megafp8.cli.sweep_results import SweepJob, print_results, result_of
 from megafp8.data.tokenize import byte_tokenizer
 from megafp8.errors import RunError
 from megafp8.files import whole_folder
+from megafp8.jobs.job import Job, result_of
+from megafp8.jobs.results import print_results
 from megafp8.report.page import PAGE_START
 from megafp8.runs.place import check_place
 from tests.cli.app import Shell
@@ -52,7 +53,7 @@ def test_a_job_does_not_overwrite_another_programs_result(shell: Shell, tmp_path
 
 def test_the_page_of_a_repeated_sweep_is_not_written_again(tmp_path: Path) -> None:
     make_run(tmp_path / "0")
-    results = [result_of(SweepJob(0, ("model.fp8=True",), tmp_path / "0"), 0)]
+    results = [result_of(Job(0, ("model.fp8=True",), tmp_path / "0"), 0)]
     assert print_results(results, tmp_path) == 0
     page = tmp_path / "report.html"
     page.write_text(PAGE_START + "of another minute")

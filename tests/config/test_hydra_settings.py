@@ -15,12 +15,12 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from megafp8.cli.main import AppInfo, run_app
-from megafp8.cli.sweep_loader import checked_loader, composed
 from megafp8.config.errors import SettingError
 from megafp8.config.hydra_section import IN_A_FILE, TARGETS, file_problems
 from megafp8.config.layers import find_source
 from megafp8.config.load import Loaded, load
 from megafp8.config.overrides import parse_overrides
+from megafp8.jobs.hydra import checked_loader, composed
 
 FOLDERS = {"hydra.sweep.dir", "hydra.sweep.subdir", "hydra.run.dir"}
 """The settings that may hold a path: folders that a sweep makes, as `exp_manager.exp_dir` is."""

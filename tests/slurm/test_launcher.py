@@ -26,7 +26,7 @@ from hydra_plugins.megafp8_slurm import (
     parse_queue,
     runs_again,
 )
-from megafp8.cli.sweep_results import Result, SweepJob, result_of, with_earlier_slices
+from megafp8.jobs.job import Job, Result, result_of, with_earlier_slices
 from tests.slurm.jobs import ROOT
 
 QUEUE = "7_0|RUNNING|node1\n7_1|FAILED|node2\n7_2|PENDING|\n9|NODE_FAIL|node[1-2]\n"
@@ -231,7 +231,7 @@ def test_it_asks_submitit_for_what_submitits_own_launcher_does(
 
 
 def test_a_jobs_time_is_that_of_all_its_slices(tmp_path: Path) -> None:
-    job, saved, finished = SweepJob(0, ("a=1",), tmp_path), 75, 0
+    job, saved, finished = Job(0, ("a=1",), tmp_path), 75, 0
 
     def ends(code: int, seconds: float) -> Result:
         (tmp_path / "summary.json").write_text(json.dumps({"wall_seconds": seconds}))

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megafp8.cli.sweep_results import SweepJob, result_of
 from megafp8.data.indexed import IndexedDataset
 from megafp8.data.prepare import prepare
+from megafp8.jobs.job import Job, result_of
 from megafp8.observe.units import format_count
 from megafp8.report.page import typical_speed
 from megafp8.report.record import read_run, typical
@@ -84,7 +84,7 @@ def test_the_speed_of_a_run_is_one_figure_wherever_it_is_shown(place: Place) -> 
     assert f"{format_count(summary['tokens_per_second'])} tokens/s" in done.output
     for key in ("mfu_causal", "tflops_full"):
         assert summary[key] == typical(run.metrics, key)
-    job = SweepJob(num=0, overrides=(), directory=place.dir())
+    job = Job(num=0, overrides=(), directory=place.dir())
     assert result_of(job, 0).tokens_per_second == typical_speed(run)
 
 

@@ -1,35 +1,29 @@
-"""Train the runs of a comparison in processes of their own, one after another or at once."""
+"""Run jobs in processes of their own, one after another or several at once."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 
-from megafp8.cli.job import training_program
 from megafp8.config.overrides import quoted
 from megafp8.errors import ExitCode, RunError
-from megafp8.parallel.launch import heard_signals, job_environment, leave_dead_terminal
+from megafp8.jobs.job import Job
+from megafp8.parallel.launch import (
+    heard_signals,
+    job_environment,
+    leave_dead_terminal,
+    training_program,
+)
 from megafp8.report.record import read_run
 from megafp8.runs.find import ENDED, FINISHED
 from megafp8.runs.lock import holder
 
 _POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class ComparedJob:
-    """Name one run: the configuration, the seed, its settings and its directory."""
-
-    label: str
-    seed: int
-    overrides: tuple[str, ...]
-    directory: Path
 
 
 class _Signals:
@@ -70,6 +64,19 @@ class _Signals:
             self._pass_on(process)
         return process
 
+    @contextmanager
+    def sent_by_errors(self) -> Iterator[None]:
+        """Let the runs save and leave at an error, as when the reader of the output goes away.
+
+        Runs that stand beside the error would otherwise train to their end before it is reported.
+        """
+        try:
+            yield
+        except BaseException:
+            if not self.stops:
+                self._receive(signal.SIGTERM, None)
+            raise
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             leave_dead_terminal()
@@ -83,32 +90,30 @@ class _Signals:
 
 
 def run_all(
-    jobs: Sequence[ComparedJob], at_once: int, check: Callable[[], None] = lambda: None
-) -> tuple[dict[ComparedJob, int], int | None]:
+    jobs: Sequence[Job], at_once: int, check: Callable[[], None] = lambda: None
+) -> tuple[dict[Job, int], int | None]:
     """Run the jobs that have not finished; return their exit codes, and that of an interruption.
 
-    `check` is called before each job, which does not start if it raises. No job starts after a
-    signal. Then the code of the interruption is not None: it says that the same command continues,
-    also jobs that had not begun to train, or that a second signal ended the runs at once.
+    `check` is called before each job, which does not start if it raises. At a signal or an error
+    the jobs that run save and leave, and no other one starts. After a signal the code of the
+    interruption is not None: it says that the same command continues, also jobs that had not begun
+    to train, or that a second signal ended the runs at once.
 
     Raises:
         RunError: Another process trains one of the runs.
     """
     for job in jobs:
         refuse_in_use(job)
-    codes: dict[ComparedJob, int] = {}
+    codes: dict[Job, int] = {}
     with _Signals() as signals, ThreadPoolExecutor(max(1, at_once)) as pool:
 
-        def run(job: ComparedJob) -> None:
+        def run(job: Job) -> None:
             if signals.stops:
                 codes[job] = int(ExitCode.SAVED_ON_SIGNAL)
                 return
-            try:
+            with signals.sent_by_errors():
                 check()
                 codes[job] = _run(job, signals, quiet=at_once > 1)
-            except BaseException:
-                signals.stops = True
-                raise
             if codes[job] == ExitCode.SAVED_ON_SIGNAL:  # the signal may have come to the run alone
                 signals.stops = True
 
@@ -126,7 +131,7 @@ def run_all(
     return codes, int(ExitCode.SAVED_ON_SIGNAL)
 
 
-def refuse_in_use(job: ComparedJob) -> None:
+def refuse_in_use(job: Job) -> None:
     """Raise `RunError` if a living process works in the directory of a run."""
     if (process := holder(job.directory)) is not None:
         raise RunError(
@@ -135,7 +140,7 @@ def refuse_in_use(job: ComparedJob) -> None:
         )
 
 
-def _run(job: ComparedJob, signals: _Signals, *, quiet: bool) -> int:
+def _run(job: Job, signals: _Signals, *, quiet: bool) -> int:
     name = f"{job.label}, seed {job.seed}"
     status = read_run(job.directory).status if job.directory.is_dir() else ""
     if status in ENDED:
@@ -152,7 +157,7 @@ def _run(job: ComparedJob, signals: _Signals, *, quiet: bool) -> int:
         f"model.seed={job.seed}",
         f"exp_manager.explicit_log_dir={quoted(str(job.directory))}",
     ]
-    with signals.start(command, quiet=quiet) as process:
+    with signals.start(command, quiet=quiet) as process, signals.sent_by_errors():
         _show(process.stdout or ())
     return code if (code := process.returncode) >= 0 else 128 - code
 

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+from megafp8.errors import ExitCode
+from megafp8.jobs.configurations import Configuration
+from megafp8.jobs.job import Job
 from megafp8.observe.units import in_columns
 from megafp8.report.curves import gap_chart
 from megafp8.report.page import runs_page
@@ -84,27 +87,32 @@ class Outcome:
 
 
 def outcome(
-    name: str,
-    base_name: str,
-    pairs: Sequence[Pair],
-    *,
+    other: Configuration,
+    base: Configuration,
+    runs: Mapping[Job, RunRecord],
+    codes: Mapping[Job, int],
     tolerance: float,
-    differs: Sequence[str],
-    failures: Mapping[int, int],
-    more_costs: Sequence[tuple[str, str]] = (),
+    predicted_time: str | None,
 ) -> Outcome:
-    """Return the verdict on one configuration.
+    """Return the verdict on one configuration; it is worse if a run of it did not finish.
 
     Args:
-        name: What the configuration is called.
-        base_name: What the baseline is called.
-        pairs: The runs of each seed, also those that did not finish.
+        other: The configuration.
+        base: The baseline.
+        runs: What the jobs left, also those that did not finish.
+        codes: The exit codes of the jobs.
         tolerance: The largest relative gap that counts as the same loss.
-        differs: Lines that say in which settings it is not the baseline.
-        failures: The exit code of each seed whose run did not finish; such a configuration is
-            worse.
-        more_costs: What else it takes in relation to the baseline, in words.
+        predicted_time: The time that it takes in relation to the baseline, in words, if known.
     """
+    name, base_name = other.name, base.name
+    of_seed = {job.seed: run for job, run in runs.items() if job.label == other.label}
+    pairs = [
+        Pair(job.seed, run, of_seed[job.seed])
+        for job, run in runs.items()
+        if job.label == base.label and job.seed in of_seed
+    ]
+    of_other = {job.seed: code for job, code in codes.items() if job.label == other.label}
+    failures = {seed: code for seed, code in of_other.items() if code != ExitCode.FINISHED}
     done = [pair for pair in pairs if pair.other.status == "finished"]
     verdict = judge(done, tolerance, (base_name, name)) if done else None
     word, sentence = ("worse", "") if verdict is None else (verdict.word, verdict.sentence)
@@ -118,10 +126,10 @@ def outcome(
         sentence=sentence,
         verdict=verdict,
         pairs=tuple(done),
-        differs=tuple(differs),
+        differs=tuple(other.changed_from(base)),
         signals=tuple(weakest_tensors(pairs[0].other)) if pairs else (),
         of_base={s.name: s.snr_db for s in all_signals(pairs[0].base)} if pairs else {},
-        more_costs=tuple(more_costs),
+        more_costs=() if predicted_time is None else (("predicted time", predicted_time),),
     )
 
 

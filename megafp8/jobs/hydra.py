@@ -1,24 +1,29 @@
 """Compose a sweep's settings with Hydra, and let no YAML file name code, files or variables.
 
 Hydra composes the settings of the sweep once, and those of each job again. Both go through the
-loader here, which checks every file that takes part (`megafp8.config.hydra_section`).
+loader here, which checks every file that takes part (`megafp8.config.hydra_section`). A sweep whose
+sweeper cannot start, or whose jobs are too many to be listed, is refused.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
+from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.errors import SettingError, raise_if_any
+from megafp8.config.errors import COMMAND_LINE, SettingError, raise_if_any
 from megafp8.config.hydra_section import HYDRA, choice_problems, file_problems, is_hydras
 from megafp8.config.layers import (
     ComposedFile,
@@ -29,9 +34,13 @@ from megafp8.config.layers import (
     search_path,
 )
 from megafp8.config.merged import merge
+from megafp8.config.overrides import ParsedOverride, hydras_parser, texts_quoted
 from megafp8.errors import UserError
 from megafp8.secrets import hide_values, redacted
 
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+MAX_JOBS = 10_000
+"""The most jobs that Hydra's own sweeper may make; it lists all of them before the first starts."""
 _SWEEP_ROOT = "megafp8_sweep"
 _REPLACED = r"\n'hydra/launcher/submitit_slurm' is validated against"
 _CODE = "settings must not name code to run"
@@ -152,3 +161,99 @@ def composed(source: ComposedFile, loader: CheckedLoader, overrides: list[str]) 
         raise SettingError("hydra.sweep.dir", None, "holds a secret", hint)
     cfg.hydra.sweep.dir = directory  # `${now:…}` is resolved once for all jobs
     return cfg
+
+
+# ---- what is refused before the first job
+
+
+def sweeper_problems(overrides: Sequence[ParsedOverride], settings: Any) -> list[SettingError]:
+    """Return errors for a sweeper or a launcher that is none, and for what Hydra's sweeper refuses.
+
+    The latter are intervals, batches and too many jobs.
+    """
+    for name in ("launcher", "sweeper"):
+        part = settings[name]
+        if not isinstance(part, DictConfig) or "_target_" not in part:
+            hint = f"Leave it out, or choose one with hydra/{name}=NAME"
+            return [SettingError(f"hydra.{name}", None, f"names no {name}", hint)]
+    if settings.sweeper._target_ != BASIC_SWEEPER:
+        return []
+    return [
+        *_batch_problems(settings.sweeper),
+        *_interval_problems(overrides),
+        *_number_problems([*overrides, *_params(settings.sweeper)]),
+    ]
+
+
+def keep_texts(sweeper: Any) -> None:
+    """Quote the numbers among the texts that `hydra.sweeper.params` gives to jobs."""
+    params: Any = sweeper.get("params")
+    for key, value in params.items() if isinstance(params, DictConfig) else ():
+        if isinstance(value, str):
+            text = "=".join((str(key), value))
+            with suppress(HydraException, ValueError, RecursionError):  # the sweeper reports it
+                hydras_parser().parse_override(text)
+                params[key] = texts_quoted(text, ()).partition("=")[2]
+
+
+def _batch_problems(sweeper: Any) -> list[SettingError]:
+    size = sweeper.get("max_batch_size")
+    if size is None or (type(size) is int and size > 0):
+        return []
+    reason = "is not a number of jobs above 0"
+    return [SettingError("hydra.sweeper.max_batch_size", size, reason, "Give one, or null")]
+
+
+def _interval_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
+    return [
+        SettingError(
+            override.text.partition("=")[0],
+            override.text.partition("=")[2],
+            "is an interval, and this sweeper runs every combination of single values",
+            "Give values, as 1,2,3 or range(1,4), or choose a sweeper that draws values with "
+            "hydra/sweeper=NAME",
+            origin=COMMAND_LINE,
+        )
+        for override in overrides
+        if override.sweep is not None and not override.sweep.is_discrete_sweep()
+    ]
+
+
+def _params(sweeper: Any) -> list[ParsedOverride]:
+    """Return the values that a YAML gives to the sweeper; the sweeper reports wrong ones."""
+    overrides = []
+    params: Any = sweeper.get("params")
+    for key, value in params.items() if isinstance(params, DictConfig) else ():
+        text = "=".join((str(key), str(value)))
+        with suppress(HydraException, ValueError, RecursionError):
+            override = hydras_parser().parse_override(text)
+            sweep = override if override.is_sweep_override() else None
+            overrides.append(ParsedOverride(text, (), sweep))
+    return overrides
+
+
+def _number_problems(overrides: Sequence[ParsedOverride]) -> list[SettingError]:
+    """Return an error if the combinations of all values are more than `MAX_JOBS`."""
+    jobs = 1
+    for override in overrides:
+        sweep = override.sweep
+        if sweep is None or not sweep.is_discrete_sweep():
+            continue
+        jobs *= _num_values(sweep)
+        if jobs > MAX_JOBS:
+            key, _, value = override.text.partition("=")
+            reason = f"makes more than {MAX_JOBS} jobs in this sweep"
+            return [SettingError(key, value, reason, "Give fewer values", origin=COMMAND_LINE)]
+    return []
+
+
+def _num_values(sweep: Override) -> int:
+    """Return how many values an override has; no more than `MAX_JOBS` + 1 are counted."""
+    span: Any = sweep.value()
+    try:
+        values = span.range() if sweep.is_range_sweep() else sweep.sweep_iterator()
+        return sum(1 for _ in islice(values, MAX_JOBS + 1))
+    except (HydraException, ValueError):
+        return 0  # its step is 0, which the sweeper reports
+    except ArithmeticError:  # an end that is not a number
+        return MAX_JOBS + 1

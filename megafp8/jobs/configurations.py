@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,18 +12,18 @@ from pathlib import Path
 
 import yaml
 
-from megafp8.cli.job import directory_problems
 from megafp8.config.errors import SettingError, raise_if_any
-from megafp8.config.layers import DEFAULT_CONFIG, find_source
-from megafp8.config.load import Loaded, load_all
-from megafp8.config.overrides import last_given, parse_overrides
-from megafp8.config.own_recipes import MODULES, RECIPE, TRUST
+from megafp8.config.layers import find_source
+from megafp8.config.load import Source
+from megafp8.config.overrides import ParsedOverride, last_given, parse_overrides
+from megafp8.config.own_recipes import MODULES, RECIPE
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rules import unused
 from megafp8.config.schema import all_keys
 from megafp8.config.values import parse_modules, plain
 from megafp8.errors import RunError, UserError
 from megafp8.files import to_json
+from megafp8.jobs.job import directory_problems
 from megafp8.secrets import say
 from megafp8.specs.recipes import (
     HIGH_PRECISION,
@@ -41,53 +40,6 @@ STORED = tuple(
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 )
 """Settings of FP8-LM that the baseline has at their defaults, though they work without FP8."""
-
-
-@dataclass(frozen=True)
-class ComparisonBase:
-    """Say which YAML the settings of a comparison are added to, and whether recipes of files run.
-
-    Attributes:
-        config_dir: The directory of the user's own YAML files.
-        config_name: The YAML's name.
-        trusts_recipes: Whether recipes that YAML files name as code may be imported.
-    """
-
-    config_dir: Path | None = None
-    config_name: str = DEFAULT_CONFIG
-    trusts_recipes: bool = False
-
-    def load(self, overrides: Sequence[str], *, on_this_device: bool = False) -> Loaded:
-        """Return the checked settings; `on_this_device` also refuses what this device lacks."""
-        return load_all(
-            overrides,
-            self.config_dir,
-            self.config_name,
-            _gpu_available if on_this_device else None,
-            trusts_recipes=self.trusts_recipes,
-        )
-
-    def last_given(self, words: Sequence[str]) -> list[str]:
-        """Return overrides without those that later ones replace, which a line names."""
-        directories = find_source(self.config_dir, self.config_name).directories
-        parsed, problems = parse_overrides(words, directories, multirun=True)
-        raise_if_any(problems)
-        kept, lines = last_given(parsed)
-        if lines:
-            say(*lines)
-        return [override.text for override in kept]
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Return the options that give a run the same source."""
-        options = []
-        if self.config_dir is not None:
-            options.append(f"--config-dir={self.config_dir.absolute()}")
-        if self.config_name != DEFAULT_CONFIG:
-            options.append(f"--config-name={self.config_name}")
-        if self.trusts_recipes:
-            options.append(TRUST)
-        return tuple(options)
 
 
 @dataclass(frozen=True)
@@ -168,7 +120,7 @@ class Comparison:
         return hashlib.sha256(to_json([*trees, files] if files else trees).encode()).hexdigest()
 
 
-def comparison(given: Sequence[str], replaced: Sequence[str], source: ComparisonBase) -> Comparison:
+def comparison(given: Sequence[str], replaced: Sequence[str], source: Source) -> Comparison:
     """Return what a command line compares.
 
     Args:
@@ -180,40 +132,50 @@ def comparison(given: Sequence[str], replaced: Sequence[str], source: Comparison
         UserError: Settings are refused, one configuration is the baseline or another one, or the
             configurations have different baselines.
     """
-    given, replaced = source.last_given(given), source.last_given(replaced)
+    parsed = _parsed(given, source)
+    given = [override.text for override in parsed]
+    replaced = [override.text for override in _parsed(replaced, source)]
     for words in (given, replaced):
         reason = "cannot be set in a comparison, where each run has its own directory"
         raise_if_any(directory_problems(words, reason, "Set the comparison's with --out DIR"))
-    choices = _choices(given, source)
-    others = []
-    for choice, label in zip(choices, _labels(choices), strict=True):
-        overrides = _chosen(given, choice)
-        values = _values(source.load(overrides, on_this_device=True))
-        measured = (*overrides, *_with_health(overrides, source))
-        others.append(Configuration(label, _name(values, GIVEN), measured, values))
-    bases = [_baseline(_chosen(given, choice), replaced, source) for choice in choices]
-    of_base = [_values(source.load(base, on_this_device=True)) for base in bases]
-    for other in of_base[1:]:
-        _refuse_other_baseline(of_base[0], other)
-    _refuse_equals(of_base[0], others, choices)
-    base = bases[0]
-    if of_base[0]["model.fp8"]:
-        base = (*base, *_with_health(base, source))
-    baseline = Configuration(BASELINE, _name(of_base[0], BASELINE), base, of_base[0])
-    return _with_different_names(baseline, others, choices)
+    choices = _choices(parsed)
+    all_chosen = [_chosen(given, choice) for choice in choices]
+    values = [source.load(chosen, _gpu_available).values for chosen in all_chosen]
+    bases = [_baseline(chosen, replaced, source) for chosen in all_chosen]
+    of_base, *of_others = (source.load(base, _gpu_available).values for base in bases)
+    for other in of_others:
+        _refuse_other_baseline(of_base, other)
+    _refuse_equals(of_base, values, choices)
+    base = (*bases[0], *(_with_health(bases[0], source) if of_base["model.fp8"] else ()))
+    name, *names = _names(of_base, values, choices)
+    return Comparison(
+        Configuration(BASELINE, name, base, of_base),
+        tuple(
+            Configuration(label, name, (*chosen, *_with_health(chosen, source)), of_one)
+            for label, name, chosen, of_one in zip(
+                _labels(choices), names, all_chosen, values, strict=True
+            )
+        ),
+    )
 
 
 # ---- several configurations
 
 
-def _choices(given: Sequence[str], source: ComparisonBase) -> list[dict[str, str]]:
-    """Return the values of each configuration for the settings that have several, as typed."""
+def _parsed(words: Sequence[str], source: Source) -> list[ParsedOverride]:
+    """Return overrides without those that later ones replace, which a line names."""
     directories = find_source(source.config_dir, source.config_name).directories
-    parsed, problems = parse_overrides(given, directories, multirun=True)
-    swept = {p.text: p.sweep for p in parsed if p.sweep is not None}
-    if not swept:
-        return [{}]
+    parsed, problems = parse_overrides(words, directories, multirun=True)
     raise_if_any(problems)
+    kept, lines = last_given(parsed)
+    if lines:
+        say(*lines)
+    return kept
+
+
+def _choices(given: Sequence[ParsedOverride]) -> list[dict[str, str]]:
+    """Return the values of each configuration for the settings that have several, as typed."""
+    swept = {p.text: p.sweep for p in given if p.sweep is not None}
     for text, sweep in swept.items():
         if not sweep.is_discrete_sweep():
             key, _, value = text.partition("=")
@@ -272,16 +234,16 @@ def _refuse_other_baseline(base: Mapping[str, object], other: Mapping[str, objec
 
 def _refuse_equals(
     base: Mapping[str, object],
-    others: Sequence[Configuration],
+    others: Sequence[Mapping[str, object]],
     choices: Sequence[Mapping[str, str]],
 ) -> None:
     for index, other in enumerate(others):
         which = " ".join(f"{key}={_unescaped(v)}" for key, v in choices[index].items())
-        if other.values == base:
+        if other == base:
             recipe = str(base[RECIPE]) if base["model.fp8"] else None
             of = f"the configuration {which}" if which else "the configuration"
             raise RunError(f"{of} is its own baseline. {_other_base(recipe)}")
-        if any(other.values == earlier.values for earlier in others[:index]):
+        if other in others[:index]:
             raise RunError(f"the configuration {which} is given twice. Leave one out")
 
 
@@ -306,31 +268,24 @@ def _name(values: Mapping[str, object], otherwise: str) -> str:
     return {"bf16": "BF16", "16": "FP16", "32": "FP32"}.get(precision, otherwise)
 
 
-def _with_different_names(
-    base: Configuration,
-    others: Sequence[Configuration],
+def _names(
+    base: Mapping[str, object],
+    others: Sequence[Mapping[str, object]],
     choices: Sequence[Mapping[str, str]],
-) -> Comparison:
-    """Return the comparison, with other names where two configurations have the same one."""
-    count = Counter(c.name for c in (base, *others))
-    if max(count.values()) == 1:
-        return Comparison(base, tuple(others))
+) -> list[str]:
+    """Return different names of the baseline and of the others: of precisions if these differ."""
+    names = [_name(base, BASELINE), *(_name(other, GIVEN) for other in others)]
+    if len(set(names)) == len(names):
+        return names
     if len(others) == 1:
-        names = [GIVEN]
-    else:
-        names = [
-            ", ".join(_in_words(key, value, other.values) for key, value in choice.items())
-            for choice, other in zip(choices, others, strict=True)
-        ]
-        if len(set(names)) < len(names):  # recipes of one class in several folders
-            names = [" ".join(f"{k}={_unescaped(v)}" for k, v in c.items()) for c in choices]
-    return Comparison(
-        Configuration(BASELINE, BASELINE, base.overrides, base.values),
-        tuple(
-            Configuration(c.label, name, c.overrides, c.values)
-            for c, name in zip(others, names, strict=True)
-        ),
-    )
+        return [BASELINE, GIVEN]
+    names = [
+        ", ".join(_in_words(key, value, other) for key, value in choice.items())
+        for choice, other in zip(choices, others, strict=True)
+    ]
+    if len(set(names)) < len(names):  # recipes of one class in several folders
+        names = [" ".join(f"{k}={_unescaped(v)}" for k, v in c.items()) for c in choices]
+    return [BASELINE, *names]
 
 
 def _in_words(key: str, value: str, values: Mapping[str, object]) -> str:
@@ -344,10 +299,6 @@ def _in_words(key: str, value: str, values: Mapping[str, object]) -> str:
 # ---- settings of each
 
 
-def _values(loaded: Loaded) -> dict[str, object]:
-    return dict(loaded.values)
-
-
 def _recipes(values: Mapping[str, object]) -> set[str]:
     """Return the recipes that settings name."""
     if not values["model.fp8"]:
@@ -356,17 +307,14 @@ def _recipes(values: Mapping[str, object]) -> set[str]:
     return {str(values[RECIPE]), *(rule.precision for rule in rules)} - {HIGH_PRECISION}
 
 
-def _baseline(
-    given: Sequence[str], replaced: Sequence[str], source: ComparisonBase
-) -> tuple[str, ...]:
+def _baseline(given: Sequence[str], replaced: Sequence[str], source: Source) -> tuple[str, ...]:
     """Return the overrides of the baseline: without presets and settings that only FP8 has."""
     changes = {text.partition("=")[0]: text for text in replaced}
     loaded = source.load(given)
-    values = _values(loaded)
-    values |= {
+    values = loaded.values | {
         key: yaml.safe_load(text.partition("=")[2])
         for key, text in changes.items()
-        if key in values
+        if key in loaded.values
     }
     # These work without FP8 too, and with them the keys that need states in low precision.
     stored = [] if values["model.fp8"] else [key for key in STORED if key not in changes]
@@ -398,7 +346,7 @@ def _gpu_available() -> bool:
     return torch.cuda.is_available()
 
 
-def _with_health(given: Sequence[str], source: ComparisonBase) -> tuple[str, ...]:
+def _with_health(given: Sequence[str], source: Source) -> tuple[str, ...]:
     """Return the setting that measures what each tensor loses, if the run can have it.
 
     With CUDA graphs logged steps would then not be replayed, and take another time.
