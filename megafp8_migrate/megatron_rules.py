@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.config.api import all_keys
+from megafp8.config.api import all_keys, function_keys
 from megafp8.specs.recipes import DEFAULT_RECIPE, names_where
 from megafp8_migrate.ignored import note_of
 from megafp8_migrate.megatron_data import DATA_RULES
@@ -39,6 +39,16 @@ _YARN = {
     "yarn_beta_slow": ("model.yarn_beta_slow", 1.0),
 }
 """Our keys of settings that YaRN alone reads, with the defaults of Megatron's parser."""
+_OF_MODEL = frozenset(
+    """
+    normalization swiglu squared_relu openai_gelu bias_gelu_fusion ffn_hidden_size
+    group_query_attention num_query_groups window_size window_attn_skip_freq
+    position_embedding_type use_rotary_position_embeddings add_position_embedding
+    rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+    mscale mscale_all_dim yarn_correction_range_round_to_int
+    """.split()
+)
+"""Settings of the model that several rules read together."""
 _YARN_SCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}
 _YARN_ROUNDS = "yarn_correction_range_round_to_int"
 _SHARDING = {"optim_grads_params": "full", "optim_grads": "grad"}
@@ -63,6 +73,24 @@ def translate(s: MegatronSettings, m: Migration) -> None:
                 m.assume(row.key, row.ours(row.default), s.source)
     check_written(m, keeps=True)
     _require(m)
+
+
+def translate_model(s: MegatronSettings, m: Migration) -> None:
+    """Translate the settings of the model alone into the migration `m`, and check them."""
+    for rule in MODEL_RULES:
+        rule(s, m)
+    for name in s.given:
+        if name not in s.taken and is_of_model(name):
+            _by_table(s, name, m)
+    check_written(m, keeps=True)
+
+
+def is_of_model(name: str) -> bool:
+    """Whether a setting of Megatron's says which function the weights compute."""
+    row, group = megatron_flags().passed.get(name), megatron_flags().group(name)
+    if row is not None:
+        return row.key.removeprefix("model.") in function_keys()
+    return (isinstance(group, Refused) and group.changes_model) or name in _OF_MODEL
 
 
 def _name_the_silent(s: MegatronSettings, m: Migration) -> None:
@@ -439,7 +467,10 @@ def _write(s: MegatronSettings, m: Migration, value: Any, new: dict[str, Any], *
             m.assume(key, item, s.source)
 
 
+MODEL_RULES: tuple[Callable[[MegatronSettings, Migration], None], ...] = (
+    _norm, _mlp, experts, _heads, window, _positions,
+)  # fmt: skip
 RULES: tuple[Callable[[MegatronSettings, Migration], None], ...] = (
-    _norm, _mlp, experts, _heads, window, _positions, _precision, modules, _optimizer, _gradients,
+    *MODEL_RULES, _precision, modules, _optimizer, _gradients,
     _states, _sequence_parallel, _stages, _recomputation, _batches, schedule, *DATA_RULES,
 )  # fmt: skip

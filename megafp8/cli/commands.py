@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from megafp8 import __version__
 from megafp8.cli import USER_ERROR  # the import handles Ctrl-C during those that follow
@@ -36,7 +36,7 @@ COMMANDS = {
     "finetune": Command("finetune", "train a GPT further, on questions and answers"),
     "generate": Command("generate", "continue a text with a run's model"),
     "preprocess": Command("preprocess", "make a dataset and its tokenizer from text"),
-    "import": Command("import_hf", "import a model of Hugging Face's transformers"),
+    "import": Command("import_hf", "import a model of transformers, Megatron or NeMo"),
     "export": Command("export", "write a run's model for Hugging Face's transformers"),
     "plan": Command("plan", "predict memory, messages and time of a job, or search a layout"),
     "dryrun": Command("dryrun", "count the memory of a job's ranks, without starting them"),
@@ -107,6 +107,20 @@ def _of_another_package(name: str) -> Callable[[Sequence[str]], int] | None:
         return import_module(module).main if _is_there(module) else None
     point = entry_points().get(name)
     return None if point is None else point.load()
+
+
+def part_in_another_package(name: str, module: str) -> Any:
+    """Return the module of another package of this repository that has a part of a subcommand.
+
+    Raises:
+        RunError: There is no such package; the error has the line that installs it.
+    """
+    from megafp8.errors import RunError
+
+    if _is_there(module):
+        return import_module(module)
+    folder = module.partition(".")[0]
+    raise RunError(f"this {name} needs the package {folder}. {how_to_install(folder)}")
 
 
 def _is_there(module: str) -> bool:

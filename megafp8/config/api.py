@@ -1,4 +1,4 @@
-"""Name what `megafp8 migrate` and `megafp8 audit` use of the configuration, and no more.
+"""Name what the commands of `megafp8_migrate` use of the configuration, and no more.
 
 They are a package of their own, which imports no other module of `megafp8.config`:
 tests/megafp8_migrate/test_files.py holds that.
@@ -7,6 +7,7 @@ tests/megafp8_migrate/test_files.py holds that.
 from __future__ import annotations
 
 from megafp8.config import dialects
+from megafp8.config.architecture import function_keys, spec_of_tree
 from megafp8.config.checks import check_values
 from megafp8.config.checks.precision import HYBRID, why_not_hybrid
 from megafp8.config.errors import CombinedConfigError, Origin, SettingError
@@ -41,6 +42,7 @@ __all__ = [
     "conf_dir",
     "dialects",
     "flatten",
+    "function_keys",
     "is_skip_frequency",
     "layer_list",
     "load",
@@ -51,6 +53,7 @@ __all__ = [
     "put_in",
     "read_value",
     "schema_tree",
+    "spec_of_tree",
     "unmet_need",
     "unused",
     "why_not_hybrid",

@@ -130,8 +130,20 @@ def why_no_checkpoint(folder: str | Path) -> tuple[str, str]:
     if (expanded(folder) / "config.json").is_file():
         hint = f"Import it, and give the new folder: megafp8 import {folder} imported"
         return "is a model of transformers that has not been imported", hint
+    if is_megatrons(expanded(folder)):
+        hint = f"Import it, and give the new folder: megafp8 import {folder} imported"
+        return "is a checkpoint of Megatron or NeMo that has not been imported", hint
     hint = "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote"
     return "has no checkpoint that describes its model", hint
+
+
+def is_megatrons(path: Path) -> bool:
+    """Whether a path is a checkpoint of Megatron or NeMo, a folder of such, or an archive."""
+    places = ("", "weights", "model_weights")  # of Megatron, NeMo 2 and NeMo 1
+    names = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.json")
+    if path.is_dir():
+        return any((path / place / name).is_file() for place in places for name in names)
+    return path.suffix == ".nemo" and path.is_file()
 
 
 def _is_path(value: object) -> bool:

@@ -1,8 +1,13 @@
-"""Write a model of Hugging Face's transformers as a folder that a run can start from."""
+"""Write a model of another library as a folder that a run can start from.
+
+Those of Hugging Face's transformers are read here, and those of Megatron in `megafp8_migrate`.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +16,7 @@ import yaml
 
 from megafp8.checkpoint import store
 from megafp8.checkpoint.huggingface import end_of_text, from_config, notes_on
-from megafp8.checkpoint.huggingface_files import read_config, read_tensors
+from megafp8.checkpoint.huggingface_files import StoredTensor, read_config, read_tensors
 from megafp8.checkpoint.manifest import Placement
 from megafp8.checkpoint.store import ShardEntry
 from megafp8.config.architecture import tree_of_spec
@@ -34,11 +39,30 @@ OPTIM = {"lr": 2e-5, "sched": {"min_lr": 2e-6}}
 which GPT-2 and Llama were trained; the default job's is for a model of width 256 from the start."""
 
 
+class Original(NamedTuple):
+    """Describe a model to import.
+
+    Attributes:
+        family: The kind of model, which the checkpoint records.
+        spec: Its shape.
+        tensors: Returns where its tensors are.
+        files: The folder with its tokenizer.
+        eod_id: The token that ends a document.
+        vocab_size: The tokenizer's vocabulary, where the folder has no tokenizer.
+    """
+
+    family: str
+    spec: GPTSpec
+    tensors: Callable[[], Iterable[StoredTensor]]
+    files: Path
+    eod_id: int | None
+    vocab_size: int
+
+
 class Imported(NamedTuple):
     """Say what was imported: a model of which family and shape, and where it and its files are."""
 
     family: str
-
     spec: GPTSpec
     checkpoint: Path
     tokenizer_files: list[str]
@@ -58,17 +82,27 @@ def import_model(model: Path, folder: Path) -> Imported:
     """
     config = read_config(model)
     spec = from_config(config, model / "config.json")
+    eod_id = end_of_text(config, model / "config.json")
+    tensors = partial(read_tensors, model, spec)
+    kind = config["model_type"]
+    return write_folder(Original(kind, spec, tensors, model, eod_id, spec.vocab_size), folder)
+
+
+def write_folder(original: Original, folder: Path) -> Imported:
+    """Write a model as a checkpoint of step 0, with tokenizer and YAML, to a new or empty folder.
+
+    Raises:
+        UserError: The tensors or the tokenizer cannot be read, or the folder is not empty.
+    """
     with whole_folder(folder, last=CHECKPOINTS_DIR) as build:
-        imported = _build(model, folder, build, config, spec)
+        imported = _build(original, folder, build)
     return imported._replace(checkpoint=folder / imported.checkpoint.relative_to(build))
 
 
-def _build(
-    model: Path, folder: Path, build: Path, config: dict[str, Any], spec: GPTSpec
-) -> Imported:
+def _build(original: Original, folder: Path, build: Path) -> Imported:
     """Write all of the folder to `build`; return what was imported, with the checkpoint there."""
-    tokenizer, copied, notes = import_files(model, build)
-    eod_id = end_of_text(config, model / "config.json")
+    spec = original.spec
+    tokenizer, copied, notes = import_files(original.files, build)
     tree = {
         "encoder_seq_length": spec.max_position_embeddings,  # fine-tuning takes it from here
         **tree_of_spec(spec),
@@ -76,15 +110,17 @@ def _build(
         "hidden_dropout": spec.hidden_dropout,
         "attention_dropout": spec.attention_dropout,
         "make_vocab_size_divisible_by": divisor(
-            spec.vocab_size, spec.vocab_size if tokenizer is None else tokenizer.vocab_size
+            spec.vocab_size, original.vocab_size if tokenizer is None else tokenizer.vocab_size
         ),
     }
     if spec.moe is not None:
         tree["moe_aux_loss_coeff"] = spec.moe.router_loss_coeff
     if tokenizer is not None and tokenizer.vocab_size > spec.vocab_size:
         tree["override_vocab_size"] = spec.vocab_size
-    meta = {"config": {"model": tree}, "eod_id": eod_id, "imported_from": config["model_type"]}
-    checkpoint = _write_checkpoint(model, spec, build / CHECKPOINTS_DIR, meta)
+    meta = {
+        "config": {"model": tree}, "eod_id": original.eod_id, "imported_from": original.family,
+    }  # fmt: skip
+    checkpoint = _write_checkpoint(original.tensors(), build / CHECKPOINTS_DIR, meta)
     settings = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),
@@ -93,7 +129,7 @@ def _build(
     with run_errors_reported(build / CONFIG, "writing the settings"):
         write_atomically(build / CONFIG, yaml.safe_dump(settings, sort_keys=False))
     has_tokenizer = tokenizer is not None
-    return Imported(config["model_type"], spec, checkpoint, copied, notes, has_tokenizer)
+    return Imported(original.family, spec, checkpoint, copied, notes, has_tokenizer)
 
 
 def notes_on_import(model: Path, folder: Path, spec: GPTSpec) -> list[str]:
@@ -120,7 +156,7 @@ def divisor(rows: int, vocab_size: int) -> int:
     return next(fits, rows)
 
 
-def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, Any]) -> Path:
+def _write_checkpoint(tensors: Iterable[StoredTensor], root: Path, meta: dict[str, Any]) -> Path:
     """Write the model's tensors, some gigabytes at a time, and return the checkpoint's path.
 
     A part of the checkpoint has `SHARD_BYTES` at most, or one tensor. It is written before a tensor
@@ -139,7 +175,7 @@ def _write_checkpoint(model: Path, spec: GPTSpec, root: Path, meta: dict[str, An
         waiting, size = [], 0
 
     try:
-        for stored in read_tensors(model, spec):
+        for stored in tensors:
             num_bytes = math.prod(stored.shape) * torch.float32.itemsize
             if waiting and size + num_bytes > SHARD_BYTES:
                 write()

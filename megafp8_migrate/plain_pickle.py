@@ -1,0 +1,499 @@
+"""Read what a pickle holds as plain data; nothing that it names is imported, called or built.
+
+A pickle is a program of a stack machine. `pickletools` reads its instructions one by one, and the
+machine here carries out those that put values together. A name becomes a value only if a table has
+it, so that a class of another library becomes a `Record` of its fields; every other name is an
+error. The files of `torch.save` are archives of such a pickle and of the tensors' bytes, which
+`read_saved` returns.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickletools
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from megafp8.foreign import MIB, ForeignFileError, shown_value
+
+MAX_PICKLE_BYTES = 512 * MIB
+"""Of a checkpoint of 100,000 tensors on 1,000 ranks, the metadata has less."""
+
+
+@dataclass(eq=False)
+class Record:
+    """Hold an object of a class that is not imported: its name, arguments and state."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __getitem__(self, key: str) -> Any:
+        """Return a field of the state; `ForeignFileError` says that there is none."""
+        if not isinstance(self.state, dict) or key not in self.state:
+            raise ForeignFileError(f"an object {self.name} has no {key}")
+        return self.state[key]
+
+
+class Storage(NamedTuple):
+    """Name the bytes of a tensor in an archive; the dtype is None for bytes without one."""
+
+    key: str
+    dtype: torch.dtype | None
+
+
+class SavedTensor(NamedTuple):
+    """Say where in its storage a tensor lies, in numbers of elements."""
+
+    storage: Storage
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class Float8(NamedTuple):
+    """Hold a weight of Transformer Engine's in FP8: its codes, and what they are multiplied by."""
+
+    codes: SavedTensor
+    dtype: torch.dtype
+    scale: SavedTensor
+
+
+class _Name(NamedTuple):
+    """Stand for a class or a function that the pickle names."""
+
+    text: str
+
+
+class _Mark:
+    """Stand for the place from which an instruction takes all values of the stack."""
+
+
+_MARK = _Mark()
+_DTYPES = {
+    f"torch {name}": getattr(torch, name)
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64",
+        "int32", "int16", "int8", "uint8", "bool",
+    )
+}  # fmt: skip
+_STORAGES = {
+    f"torch {name}Storage": dtype
+    for name, dtype in {
+        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16,
+        "BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32,
+        "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    }.items()
+}  # fmt: skip
+_UNTYPED = ("torch.storage UntypedStorage", "torch UntypedStorage")
+_METADATA, _PLANNER = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+)
+_RECORDS = frozenset(
+    {
+        *(
+            f"{_METADATA} {name}"
+            for name in (
+                "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+                "ChunkStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        *(
+            f"{_PLANNER} {name}"
+            for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData",
+                         "BytesIOWriteData")
+        ),
+        "torch.distributed.checkpoint.filesystem _StorageInfo",
+        "torch.distributed.checkpoint.filesystem _StoragePrefix",
+        "torch.distributed.checkpoint.filesystem StorageMeta",
+        "torch.distributed._shard.sharded_tensor.metadata TensorProperties",
+        "torch.distributed._shard.sharded_tensor.metadata MEM_FORMAT_ENCODING",
+        "argparse Namespace", "types SimpleNamespace", "signal Signals", "_io BytesIO",
+        "torch.serialization _get_layout", "torch device",
+        "transformer_engine_torch DType", "te_cpu.enums DType",
+    }
+)  # fmt: skip
+"""Classes whose objects become records."""
+_FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor Float8Tensor"
+_CODES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}
+"""FP8's formats by their numbers in Transformer Engine's enumeration."""
+_OPAQUE = "megatron."
+"""Classes of Megatron's own are in its arguments, and their objects become records too."""
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ForeignFileError(f"it has {shown_value(value)} where a text belongs")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return whole numbers from 0 on, as a size or a stride has them."""
+    if not isinstance(values, tuple) or not all(type(n) is int and 0 <= n < 2**60 for n in values):
+        raise ForeignFileError("the numbers of a size or a place are not whole numbers from 0 on")
+    return values
+
+
+def _tensor(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> SavedTensor:
+    storage, offset, size, stride = arguments[:4]
+    if not isinstance(storage, Storage) or len(size) != len(stride):
+        raise ForeignFileError("a tensor has no storage")
+    dtype = dtype or storage.dtype
+    if dtype is None:
+        raise ForeignFileError("a tensor has no dtype")
+    _numbers((offset,))
+    return SavedTensor(storage, dtype, offset, _numbers(size), _numbers(stride))
+
+
+def _encoded(arguments: tuple[Any, ...]) -> bytes:
+    text, encoding = arguments
+    if encoding != "latin1":
+        raise ForeignFileError(f"it has bytes in the encoding {shown_value(encoding)}")
+    return _text(text).encode("latin1")
+
+
+def _attribute(arguments: tuple[Any, ...]) -> _Name:
+    """Return a class's function that a pickle asks for; one is known, which makes FP8 weights."""
+    owner, name = arguments
+    if not isinstance(owner, _Name):
+        raise ForeignFileError("it asks for an attribute of something that is no class")
+    module, _, of = owner.text.partition(" ")
+    return _name(module, f"{of}.{_text(name)}")
+
+
+def _float8(arguments: tuple[Any, ...]) -> Float8:
+    codes, kind, scale = arguments[:3]
+    number = kind.arguments[:1] or (kind.state,) if isinstance(kind, Record) else ()
+    of_codes = _CODES.get(number[0]) if number and type(number[0]) is int else None
+    if not isinstance(codes, SavedTensor) or not isinstance(scale, SavedTensor) or not of_codes:
+        raise ForeignFileError(
+            "a weight in FP8 has another form than Transformer Engine 2 gives it"
+        )
+    return Float8(codes, of_codes, scale)
+
+
+_MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
+    "torch Size": lambda given: _numbers(tuple(given[0])),
+    "collections OrderedDict": lambda given: dict(*given),
+    "collections defaultdict": lambda given: {},
+    "builtins set": lambda given: set(map(_key, given[0])) if given else set(),
+    "builtins slice": lambda given: slice(*given),
+    "pathlib PosixPath": lambda given: "/".join(map(_text, given)),
+    "pathlib._local PosixPath": lambda given: "/".join(map(_text, given)),
+    "_codecs encode": _encoded,
+    "torch._utils _rebuild_tensor_v2": _tensor,
+    "torch._utils _rebuild_tensor_v3": lambda given: _tensor(given, given[6]),
+    "torch._utils _rebuild_parameter": lambda given: given[0],
+    "builtins getattr": _attribute,
+    f"{_FLOAT8}._make_in_reduce_ex": _float8,
+    _FLOAT8.replace("Float8Tensor", "_make_float8_tensor_in_reduce_ex"): _float8,
+}
+"""What becomes of the functions and classes that values of plain types and tensors are made by."""
+_VALUES: dict[str, Any] = _DTYPES | _STORAGES
+
+
+def _named(module: Any, name: Any) -> Any:
+    """Return what stands for a name, in the module that has it."""
+    text = f"{_text(module)} {_text(name)}".replace("__builtin__ ", "builtins ")
+    return _VALUES[text] if text in _VALUES else _name(*text.split(" ", 1))
+
+
+def _name(module: str, name: str) -> _Name:
+    text = f"{module} {name}"
+    known = text in _MAKERS or text in _RECORDS or text in _UNTYPED or text == _FLOAT8
+    if known or (text.startswith(_OPAQUE) and name.isidentifier()):
+        return _Name(text)
+    raise ForeignFileError(
+        f"it names {shown_value('.'.join(text.split(' ')))}, which is not among the classes that "
+        "a checkpoint is read with"
+    )
+
+
+def _made(name: Any, arguments: Any) -> Any:
+    if not isinstance(name, _Name) or not isinstance(arguments, tuple):
+        raise ForeignFileError(f"it calls {shown_value(name)}, which is not a known class")
+    maker = _MAKERS.get(name.text)
+    return Record(name.text, arguments) if maker is None else maker(arguments)
+
+
+def _key(value: Any) -> Any:
+    """Return a value that may be a key: the hash of tuples within tuples has no limit of depth."""
+    plain = str | int | float | bytes | bool | None | Record | torch.dtype
+    flat = value if isinstance(value, tuple) else (value,)
+    if not all(isinstance(item, plain) for item in flat):
+        raise ForeignFileError("a key of a mapping is no plain value")
+    return value
+
+
+@dataclass
+class _Machine:
+    """Carry out the instructions of a pickle."""
+
+    persistent: Callable[[Any], Any] | None
+    stack: list[Any] = field(default_factory=list)
+    memo: dict[int, Any] = field(default_factory=dict)
+
+    def run(self, content: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(content):
+            name = opcode.name
+            if name == "STOP":
+                return self.stack.pop()
+            if name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[name])
+            elif name in _LITERALS:
+                self.stack.append(argument)
+            elif (do := getattr(self, f"do_{name.lower()}", None)) is not None:
+                do(argument)
+            elif name not in _WITHOUT_EFFECT:
+                raise ForeignFileError(f"it has the instruction {name}, which is not carried out")
+        raise ForeignFileError("it has no end")
+
+    def _marked(self) -> list[Any]:
+        """Return and remove the values since the last mark."""
+        place = next(n for n in range(len(self.stack) - 1, -1, -1) if self.stack[n] is _MARK)
+        values = self.stack[place + 1 :]
+        del self.stack[place:]
+        return values
+
+    def do_mark(self, _: Any) -> None:
+        self.stack.append(_MARK)
+
+    def do_pop(self, _: Any) -> None:
+        self.stack.pop()
+
+    def do_pop_mark(self, _: Any) -> None:
+        self._marked()
+
+    def do_empty_list(self, _: Any) -> None:
+        self.stack.append([])
+
+    def do_empty_dict(self, _: Any) -> None:
+        self.stack.append({})
+
+    def do_empty_set(self, _: Any) -> None:
+        self.stack.append(set())
+
+    def do_tuple(self, _: Any) -> None:
+        self.stack.append(tuple(self._marked()))
+
+    def do_list(self, _: Any) -> None:
+        self.stack.append(self._marked())
+
+    def do_dict(self, _: Any) -> None:
+        self.stack.append(_pairs(self._marked()))
+
+    def do_frozenset(self, _: Any) -> None:
+        self.stack.append(frozenset(map(_key, self._marked())))
+
+    def _last(self, count: int) -> tuple[Any, ...]:
+        return tuple(reversed([self.stack.pop() for _ in range(count)]))
+
+    def do_tuple1(self, _: Any) -> None:
+        self.stack.append(self._last(1))
+
+    def do_tuple2(self, _: Any) -> None:
+        self.stack.append(self._last(2))
+
+    def do_tuple3(self, _: Any) -> None:
+        self.stack.append(self._last(3))
+
+    def _top(self, kind: type) -> Any:
+        if not isinstance(self.stack[-1], kind):
+            raise ForeignFileError("an instruction adds to a value of another kind")
+        return self.stack[-1]
+
+    def do_append(self, _: Any) -> None:
+        value = self.stack.pop()
+        self._top(list).append(value)
+
+    def do_appends(self, _: Any) -> None:
+        values = self._marked()
+        self._top(list).extend(values)
+
+    def do_setitem(self, _: Any) -> None:
+        pair = self._last(2)
+        self._top(dict).update(_pairs(pair))
+
+    def do_setitems(self, _: Any) -> None:
+        pairs = _pairs(self._marked())
+        self._top(dict).update(pairs)
+
+    def do_additems(self, _: Any) -> None:
+        values = self._marked()
+        self._top(set).update(map(_key, values))
+
+    def do_memoize(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def do_put(self, place: Any) -> None:
+        self.memo[int(place)] = self.stack[-1]
+
+    do_binput = do_long_binput = do_put
+
+    def do_get(self, place: Any) -> None:
+        self.stack.append(self.memo[int(place)])
+
+    do_binget = do_long_binget = do_get
+
+    def do_global(self, argument: Any) -> None:
+        self.stack.append(_named(*str(argument).split(" ", 1)))
+
+    def do_stack_global(self, _: Any) -> None:
+        self.stack.append(_named(*self._last(2)))
+
+    def do_reduce(self, _: Any) -> None:
+        self.stack.append(_made(*self._last(2)))
+
+    do_newobj = do_reduce
+
+    def do_build(self, _: Any) -> None:
+        state = self.stack.pop()
+        if isinstance(self.stack[-1], Record):
+            self.stack[-1].state = state
+        elif not isinstance(self.stack[-1], dict):  # attributes of a state_dict say nothing
+            raise ForeignFileError("an instruction sets fields of a value that has none")
+
+    def do_binpersid(self, _: Any) -> None:
+        if self.persistent is None:
+            raise ForeignFileError("it refers to something outside of it")
+        self.stack.append(self.persistent(self.stack.pop()))
+
+
+_CONSTANTS: dict[str, Any] = {
+    "NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": (),
+}  # fmt: skip
+_LITERALS = frozenset(
+    """
+    INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING
+    UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
+    """.split()
+)
+_WITHOUT_EFFECT = ("PROTO", "FRAME")
+
+
+def _pairs(values: Iterable[Any]) -> dict[Any, Any]:
+    items = list(values)
+    return {_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
+
+
+def read_pickle(content: bytes, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """Return what a pickle holds: texts, numbers, containers, dtypes, records and saved tensors.
+
+    Args:
+        content: The pickle.
+        persistent: Returns what stands for the identity of an object outside of the pickle.
+
+    Raises:
+        ForeignFileError: It is no pickle, or names something that the tables here do not have.
+    """
+    try:
+        return _Machine(persistent).run(content)
+    except ForeignFileError:
+        raise
+    except (ValueError, TypeError, LookupError, StopIteration, AttributeError) as error:
+        said = " ".join(str(error).split())[:100]
+        raise ForeignFileError(f"it is not a whole pickle ({said})") from error
+
+
+# --- files of torch.save --------------------------------------------------------------------------
+
+
+def _storage(identity: Any) -> Storage:
+    """Return the storage that a pickle of `torch.save` refers to."""
+    if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+        raise ForeignFileError("it refers to something that is no storage of a tensor")
+    kind, key = identity[1:3]
+    if not isinstance(kind, torch.dtype) and kind not in map(_Name, _UNTYPED):
+        raise ForeignFileError("it has a storage of an unknown dtype")
+    return Storage(_text(key), kind if isinstance(kind, torch.dtype) else None)
+
+
+class Saved(NamedTuple):
+    """Hold what a file of `torch.save` has, with a reader of the tensors in it."""
+
+    value: Any
+    tensor: Callable[[Any], torch.Tensor]
+
+
+def read_saved(file: BinaryIO) -> Saved:
+    """Return what a file of `torch.save` holds; it must stay open while tensors are read.
+
+    Raises:
+        ForeignFileError: It is not of the form that torch has written since version 1.6, damaged,
+            or not accepted by `read_pickle`. The reader of tensors raises it too.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError) as error:
+        raise ForeignFileError(f"it is not an archive that torch.save writes ({error})") from error
+    found = [name for name in archive.namelist() if name.count("/") == 1]
+    root = next((name.partition("/")[0] for name in found if name.endswith("/data.pkl")), None)
+    if root is None:
+        raise ForeignFileError("it has no data.pkl, as an archive of torch.save has")
+    members = {info.filename: info for info in archive.infolist()}
+
+    def content(name: str, most: int) -> bytearray:
+        info = members.get(f"{root}/{name}")
+        if info is None:
+            raise ForeignFileError(f"it has no {name}")
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise ForeignFileError(f"{name} is compressed, which torch.save never does")
+        if info.file_size > most:
+            raise ForeignFileError(f"{name} has {info.file_size} bytes; at most {most} are read")
+        read = bytearray(info.file_size)
+        try:
+            with archive.open(info) as stream:
+                size = io.BufferedReader(stream, 16 * MIB).readinto(read)  # type: ignore[arg-type]
+        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+            raise ForeignFileError(f"{name} cannot be read ({error})") from error
+        if size != len(read):
+            raise ForeignFileError(f"{name} is cut off")
+        return read
+
+    def tensor(saved: Any) -> torch.Tensor:
+        if isinstance(saved, Float8):
+            codes = tensor(saved.codes).view(torch.uint8).contiguous().view(saved.dtype)
+            return codes.float() * tensor(saved.scale).float().reshape(())
+        if not isinstance(saved, SavedTensor):
+            raise ForeignFileError("it has no tensor")
+        last = sum((n - 1) * step for n, step in zip(saved.size, saved.stride, strict=True))
+        is_empty = 0 in saved.size
+        needed = (saved.offset + (0 if is_empty else last + 1)) * saved.dtype.itemsize
+        if math.prod(saved.size) > max(0, last + 1):
+            raise ForeignFileError("a tensor has more elements than its storage")
+        raw = content(f"data/{saved.storage.key}", most=max(needed, 1) + _SLACK_BYTES)
+        if len(raw) < needed:
+            raise ForeignFileError(f"the storage of a tensor of {saved.size} is cut off")
+        if is_empty:
+            return torch.empty(saved.size, dtype=saved.dtype)
+        whole = len(raw) // saved.dtype.itemsize
+        flat = torch.frombuffer(raw, dtype=saved.dtype, count=whole)
+        return flat.as_strided(saved.size, saved.stride, saved.offset)
+
+    order = bytes(content("byteorder", 16)) if f"{root}/byteorder" in members else b"little"
+    if order != b"little":
+        raise ForeignFileError("it was written on a machine of big-endian byte order")
+    return Saved(read_pickle(bytes(content("data.pkl", MAX_PICKLE_BYTES)), _storage), tensor)
+
+
+_SLACK_BYTES = 16 * MIB
+"""A storage may be so much larger than its tensor, as that of one parameter of a buffer."""
+
+
+def fields_of(value: Any) -> Mapping[str, Any]:
+    """Return the fields of a record, or an empty mapping for one without fields.
+
+    Raises:
+        ForeignFileError: The value is no record of named fields.
+    """
+    state = value.state if isinstance(value, Record) else None
+    if not isinstance(value, Record) or not isinstance(state or {}, dict):
+        raise ForeignFileError("an object has no named fields")
+    return state or {}

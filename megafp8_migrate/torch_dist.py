@@ -1,0 +1,386 @@
+"""Read tensors of a distributed checkpoint of Megatron's, in the form `torch_dist`.
+
+`.metadata` lists the tensors and where their parts are; each part is a file of `torch.save` inside
+of a file `….distcp`. Both are read by `plain_pickle`, so that nothing of them is run. A checkpoint
+is a folder, or lies in an archive `.nemo`, which is a tar that need not be unpacked.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import torch
+
+from megafp8.errors import CheckpointError
+from megafp8.foreign import ForeignFileError, member, parse_json, shown_value
+from megafp8_migrate.plain_pickle import (
+    MAX_PICKLE_BYTES,
+    Record,
+    Saved,
+    fields_of,
+    read_pickle,
+    read_saved,
+)
+
+METADATA, ABOUT, COMMON = ".metadata", "metadata.json", "common.pt"
+LATEST = "latest_checkpointed_iteration.txt"
+FORMAT = "torch_dist"
+_MAX_SMALL_BYTES = 1 << 20
+_MAX_DIMS = 8
+_ABSENT = "Give the folder of a checkpoint that was saved completely"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes in which weights are read. One of 8 bits would need scales, which no file here has."""
+
+
+class Files:
+    """Open the files of a folder, or of an uncompressed tar archive, by their names in it."""
+
+    def __init__(self, path: Path, inside: str = "") -> None:
+        self.path, self._inside = path, inside
+
+    def __truediv__(self, name: str) -> Files:
+        """Return the files of a folder in it."""
+        inner = Files(self.path, f"{self._inside}{name}/")
+        inner.__dict__.update({"_members": self._members} if "_members" in self.__dict__ else {})
+        return inner
+
+    def shown(self, name: str) -> Path:
+        """Return the path of a file for messages."""
+        return self.path / f"{self._inside}{name}"
+
+    @cached_property
+    def _members(self) -> Mapping[str, tarfile.TarInfo] | None:
+        """Return what an archive holds by names; None for a folder."""
+        if self.path.is_dir():
+            return None
+        try:
+            with tarfile.open(self.path, "r:") as archive:
+                listed = {info.name.removeprefix("./"): info for info in archive}
+        except (tarfile.TarError, OSError, ValueError, EOFError) as error:
+            reason = f"is no uncompressed tar archive ({error})"
+            hint = "Unpack it with `tar -xf`, and give the folder"
+            raise CheckpointError(self.path, reason, hint) from error
+        return {name: info for name, info in listed.items() if info.isreg() and not info.issparse()}
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+        inside = f"{self._inside}{name}"
+        if self._members is not None:
+            return inside in self._members
+        return (self.path / inside).is_file()
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """Open a file for reading.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be read, or what is done with it raises
+                `ForeignFileError`.
+        """
+        try:
+            if self._members is not None:
+                info = self._members.get(f"{self._inside}{name}")
+                if info is None:
+                    raise CheckpointError(self.shown(name), "is missing", _ABSENT)
+                with open(self.path, "rb") as archive:
+                    yield _part(archive, info.offset_data, info.size)
+                return
+            path = member(self.path / self._inside, name)
+            if path is None:
+                raise CheckpointError(self.shown(name), "is missing", _ABSENT)
+            with open(path, "rb") as file:
+                yield file
+        except (OSError, ForeignFileError) as error:
+            hint = "Copy the checkpoint again from where it was saved"
+            raise CheckpointError(self.shown(name), f"cannot be read: {error}", hint) from error
+
+    def read(self, name: str, most: int) -> bytes:
+        """Return the bytes of a file of at most `most` bytes; errors are those of `open`."""
+        with self.open(name) as file:
+            content = file.read(most + 1)
+            if len(content) > most:
+                raise ForeignFileError(f"it has more than {most} bytes")
+        return content
+
+
+class _Part(io.RawIOBase):
+    """Show some bytes of a file as a file of their own."""
+
+    def __init__(self, file: BinaryIO, begin: int, size: int) -> None:
+        self._file, self._begin, self._size, self._at = file, begin, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._size - self._at))
+        self._file.seek(self._begin + self._at)
+        read = self._file.read(wanted)
+        buffer[: len(read)] = read
+        self._at += len(read)
+        return len(read)
+
+
+def _part(file: BinaryIO, begin: int, size: int) -> BinaryIO:
+    return cast(BinaryIO, io.BufferedReader(_Part(file, begin, size)))
+
+
+class Chunk(NamedTuple):
+    """Say where a part of a tensor is: its place in the tensor, and its bytes in a file."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    begin: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredParts:
+    """Describe one tensor of a checkpoint.
+
+    Attributes:
+        shape: Its shape.
+        dtype: The dtype in which it is stored.
+        chunks: Its parts.
+        cells: How many cells the tensor is divided into along each dimension if each cell is stored
+            as rows of one dimension, as Megatron-core until 0.13 stores an optimizer's tensors; a
+            chunk's place and size then have the cell's number and a part of the row.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    cells: tuple[int, ...] | None = None
+
+
+@dataclass
+class DistCheckpoint:
+    """Hold what a checkpoint's metadata lists, and read from its files.
+
+    Attributes:
+        files: The files.
+        tensors: The tensors by their names.
+        objects: The names of what are no tensors, such as `…_extra_state/shard_0_2`.
+    """
+
+    files: Files
+    tensors: dict[str, StoredParts]
+    objects: list[str]
+    _last: tuple[Chunk, torch.Tensor] | None = field(default=None, repr=False)
+
+    def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+        """Return a part of a tensor in FP32.
+
+        Beside it, no more than one chunk of the tensor is in memory.
+
+        Args:
+            name: The tensor's name.
+            begin: Where the part begins, in each dimension.
+            size: The part's shape.
+
+        Raises:
+            CheckpointError: A file is damaged, or has NaN or infinite values.
+        """
+        stored = self.tensors[name]
+        out = torch.full(size, math.nan)  # what no chunk covers is found as if it were stored so
+        for content, at, shape in self._pieces(name, stored):
+            low = [max(b, a) for b, a in zip(begin, at, strict=True)]
+            sizes = zip(begin, size, at, shape, strict=True)
+            high = [min(b + n, a + m) for b, n, a, m in sizes]
+            if all(first < end for first, end in zip(low, high, strict=True)):
+                out[_slices(low, high, begin)] = content()[_slices(low, high, at)]
+        if not bool(torch.isfinite(out).all()):
+            hint = "Give another checkpoint; a model with such weights cannot be trained further"
+            reason = f"{name} is incomplete, or has NaN or infinite values"
+            raise CheckpointError(self.files.shown(""), reason, hint)
+        return out
+
+    def _pieces(
+        self, name: str, stored: StoredParts
+    ) -> Iterator[tuple[Callable[[], torch.Tensor], tuple[int, ...], tuple[int, ...]]]:
+        """Yield what reads a piece of a tensor, with its place and shape, for all pieces."""
+        if stored.cells is None:
+            for chunk in stored.chunks:
+                yield partial(self._content, name, stored, chunk), chunk.offset, chunk.size
+            return
+        shape = tuple(n // count for n, count in zip(stored.shape, stored.cells, strict=True))
+        for cell in dict.fromkeys(chunk.offset[:-1] for chunk in stored.chunks):
+            at = tuple(number * n for number, n in zip(cell, shape, strict=True))
+            yield partial(self._cell, name, stored, cell, shape), at, shape
+
+    def _cell(
+        self, name: str, stored: StoredParts, cell: tuple[int, ...], shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Return a cell that is stored as parts of one row."""
+        row = torch.full((math.prod(shape),), math.nan)
+        for chunk in stored.chunks:
+            if chunk.offset[:-1] == cell:
+                place = slice(chunk.offset[-1], chunk.offset[-1] + chunk.size[-1])
+                row[place] = self._content(name, stored, chunk).reshape(-1)
+        return row.view(shape)
+
+    def _content(self, name: str, stored: StoredParts, chunk: Chunk) -> torch.Tensor:
+        """Return a chunk as it is stored; the last one is kept, since others join in it."""
+        if self._last is not None and self._last[0] == chunk:
+            return self._last[1]
+        self._last = None
+        with self._saved(chunk.file, chunk.begin, chunk.length) as saved:
+            tensor = saved.tensor(saved.value)
+            if tuple(tensor.shape) != chunk.size:
+                raise ForeignFileError(
+                    f"{name} has the shape {tuple(tensor.shape)}, and {METADATA} says {chunk.size}"
+                )
+        self._last = chunk, tensor
+        return tensor
+
+    @contextmanager
+    def _saved(self, file: str, begin: int, length: int) -> Iterator[Saved]:
+        with self.files.open(file) as whole:
+            yield read_saved(_part(whole, begin, length))
+
+
+def _slices(low: Sequence[int], high: Sequence[int], of: Sequence[int]) -> tuple[slice, ...]:
+    """Return where a region is in a tensor that begins at `of`."""
+    return tuple(slice(a - b, c - b) for a, c, b in zip(low, high, of, strict=True))
+
+
+def open_checkpoint(path: Path) -> tuple[Files, DistCheckpoint]:
+    """Return the files that a user names, and the checkpoint in them.
+
+    Args:
+        path: The folder of a checkpoint, one above it, or an archive `.nemo`.
+
+    Raises:
+        CheckpointError: There is no checkpoint that can be read.
+    """
+    if not path.exists():
+        hint = "Give the folder of a checkpoint of Megatron or NeMo"
+        raise CheckpointError(path, "does not exist", hint)
+    home = Files(path)
+    if home.has(LATEST):
+        home = _newest(home)
+    for place in ("", "weights/", "model_weights/"):
+        if home.has(place + METADATA):
+            files = home / place.rstrip("/") if place else home
+            _check_format(files)
+            return home, _checkpoint(files)
+    raise _no_checkpoint(home)
+
+
+def _newest(home: Files) -> Files:
+    """Return the files of the newest iteration, which a text file names."""
+    text = home.read(LATEST, _MAX_SMALL_BYTES).decode("utf-8", "replace").strip()
+    if text != "release" and not (text.isascii() and text.isdecimal() and len(text) < 12):
+        reason = f"has {shown_value(text)}, which is no iteration"
+        raise CheckpointError(home.shown(LATEST), reason, "Give the folder iter_… of one")
+    return home / ("release" if text == "release" else f"iter_{int(text):07}")
+
+
+def _no_checkpoint(home: Files) -> CheckpointError:
+    """Return the error of a folder without a checkpoint of this form, which names what it has."""
+    if home.has(ABOUT):
+        _check_format(home)
+    shown = home.shown("")
+    if home._members is None and shown.is_dir():
+        names = sorted(path.name for path in shown.iterdir())
+        if any(name.startswith("mp_rank_") for name in names):
+            return CheckpointError(
+                shown, "has pickled files of each rank (mp_rank_…), which are never read",
+                "Load it in Megatron and save it with --ckpt-format torch_dist",
+            )  # fmt: skip
+        if any((shown / name / ".zarray").is_file() for name in names[:1000]):
+            return _other_format(shown, "zarr")
+    hint = "Give the folder of a checkpoint of Megatron or NeMo, in which .metadata is"
+    return CheckpointError(shown, f"has no {METADATA}", hint)
+
+
+def _other_format(file: Path, found: object) -> CheckpointError:
+    return CheckpointError(
+        file, f"the checkpoint has the form {shown_value(found)}, which is not read here",
+        f"Load it in Megatron and save it with --ckpt-format {FORMAT}",
+    )  # fmt: skip
+
+
+def _check_format(files: Files) -> None:
+    """Raise `CheckpointError` if a checkpoint says that it has another form than `torch_dist`."""
+    if not files.has(ABOUT):
+        return
+    try:
+        about = parse_json(files.read(ABOUT, _MAX_SMALL_BYTES))
+        backend = about.get("sharded_backend") if isinstance(about, dict) else None
+    except ForeignFileError as error:
+        raise CheckpointError(files.shown(ABOUT), str(error), _ABSENT) from error
+    if backend != FORMAT:
+        raise _other_format(files.shown(ABOUT), backend)
+
+
+def _checkpoint(files: Files) -> DistCheckpoint:
+    """Return what the metadata of a checkpoint lists."""
+    with files.open(METADATA) as file:
+        content = file.read(MAX_PICKLE_BYTES + 1)
+        if len(content) > MAX_PICKLE_BYTES:
+            raise ForeignFileError(f"it has more than {MAX_PICKLE_BYTES} bytes")
+        try:
+            listed = read_pickle(content)
+            return _listed(files, listed)
+        except (AttributeError, TypeError, IndexError) as error:
+            raise ForeignFileError("it is not the metadata of a checkpoint") from error
+
+
+def _listed(files: Files, metadata: Record) -> DistCheckpoint:
+    places: dict[Any, Mapping[str, Any]] = {}
+    for index, info in metadata["storage_data"].items():
+        offset = fields_of(index).get("offset")
+        places[index["fqn"], None if offset is None else tuple(offset)] = fields_of(info)
+    flat = fields_of(metadata).get("mcore_data") or {}
+    tensors, objects = {}, []
+    for name, about in metadata["state_dict_metadata"].items():
+        if about.name.endswith("BytesStorageMetadata"):
+            objects.append(name)
+            continue
+        shape, dtype = about["size"], about["properties"].state[0]
+        original = flat.get(name, {}).get("nd_reformulated_orig_global_shape")
+        chunks = tuple(_chunks(name, about["chunks"], places))
+        if not isinstance(dtype, torch.dtype) or len(shape) > _MAX_DIMS:
+            raise ForeignFileError(f"{name} is no tensor of a known dtype")
+        cells = None if original is None else tuple(shape[:-1])
+        shape = shape if original is None else tuple(original)
+        tensors[name] = StoredParts(shape, dtype, chunks, cells)
+    return DistCheckpoint(files, tensors, sorted(objects))
+
+
+def _chunks(name: str, listed: Any, places: Mapping[Any, Mapping[str, Any]]) -> Iterator[Chunk]:
+    for chunk in listed:
+        offset, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        info = places.get((name, offset)) or places.get((name, None))
+        if info is None:
+            raise ForeignFileError(f"it does not say where the part of {name} at {offset} is")
+        file = info["relative_path"]
+        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+            raise ForeignFileError(f"{shown_value(file)} is not a file name without folders")
+        if info.get("transform_descriptors"):
+            raise ForeignFileError(f"the file {file} is compressed or encrypted")
+        begin, length = info["offset"], info["length"]
+        if not all(type(n) is int and n >= 0 for n in (begin, length)):
+            raise ForeignFileError(f"the place of {name} in {file} is no number")
+        yield Chunk(offset, size, file, begin, length)

@@ -1,0 +1,82 @@
+"""Import the weights of a distributed checkpoint of Megatron-LM, Megatron Bridge or NeMo.
+
+`megafp8 import CHECKPOINT DIR` calls it. Nothing of a checkpoint is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from megafp8.errors import ExitCode
+from megafp8.secrets import say
+from megafp8.specs import GPTSpec
+from megafp8.train.huggingface import CONFIG, Original, write_folder
+from megafp8_migrate.megatron_model import Settings, given_settings, own_settings, spec_of
+from megafp8_migrate.megatron_weights import Found, find_tensors, vocabulary_of
+from megafp8_migrate.torch_dist import open_checkpoint
+
+_LEFT = (
+    ("optimizer.", "of the optimizer: its moments begin at zero"),
+    ("_extra_state", "_extra_state: scales and histories of FP8 are built up by the first steps"),
+    ("rng_state", "of random numbers: data and dropout are drawn from model.seed"),
+    ("rerun_state_machine", "of Megatron's rerun_state_machine"),
+)
+"""What is left in a checkpoint: by a part of its name, what the report says."""
+
+
+def import_checkpoint(path: Path, folder: Path, settings_file: Path | None = None) -> int:
+    """Write the folder, and print what was read and how to train; return the exit code.
+
+    Args:
+        path: The folder of a checkpoint, one above it, or an archive `.nemo`.
+        folder: A new or empty folder.
+        settings_file: The launch script or the YAML with which the model was trained; None if the
+            checkpoint says it.
+
+    Raises:
+        UserError: The checkpoint cannot be read, its model is none of ours, or the folder is not
+            empty.
+    """
+    home, checkpoint = open_checkpoint(path)
+    rows = vocabulary_of(checkpoint)
+    if settings_file is None:
+        settings = own_settings(home, checkpoint.files)
+    else:
+        settings = given_settings(settings_file)
+    spec = spec_of(settings, rows)
+    found = find_tensors(spec, checkpoint)
+    files = path if path.is_dir() else folder
+    imported = write_folder(
+        Original("megatron", spec, lambda: found.tensors, files, None, vocab_size=1), folder
+    )
+    _say(settings, spec, found)
+    say(f"{path}, a GPT of {spec.num_layers} layers: {imported.checkpoint}")
+    if not imported.tokenizer_files:
+        say(f"tokenizer: none in {path}; the data's own is used")
+    say(
+        "train it with: megafp8 pretrain "
+        f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
+        "model.data.data_prefix=<data prepared with the model's tokenizer>"
+    )
+    say(f"{CONFIG} has the default job's batch, and a low learning rate. Set those of your run")
+    return ExitCode.FINISHED
+
+
+def _say(settings: Settings, spec: GPTSpec, found: Found) -> None:
+    """Print what was read and what was left."""
+    masters, count = found.num_masters, len(found.tensors)
+    say(f"settings of the model: {settings.file}")
+    say(f"read: {count} tensors, {masters} of them from the optimizer's master weights in FP32")
+    left = Counter(
+        next((said for part, said in _LEFT if part in name), f"such as {name}")
+        for name in found.left
+    )
+    for said, number in left.items():
+        say(f"left: {number} {said}")
+    if found.has_buckets:
+        say(
+            "note: master weights are in buckets of the distributed optimizer, whose order no file "
+            "has; the weights were read as they are. --dist-ckpt-optim-fully-reshardable saves "
+            "master weights of each parameter"
+        )

@@ -1,0 +1,160 @@
+"""Write checkpoints of small GPTs of Megatron-core's, and read them as Megatron-core does.
+
+    torchrun --nproc-per-node 2 -m te_cpu run megatron_writer.py FOLDER '{"name": {"tp": 2, …}, …}'
+
+Each model is saved by Megatron's own `dist_checkpointing` to FOLDER/NAME. With one rank, the
+program also loads each checkpoint of FOLDER into a model of its own in FP32, and writes to
+FOLDER/NAME.safetensors its logits and all tensors of the checkpoint, as Megatron's reader returns
+them. It knows nothing of megafp8.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from argparse import Namespace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+VOCABULARY, TOKENS = 128, 32
+RANKS = {
+    "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+}  # fmt: skip
+
+
+def make(case: dict[str, Any], *, reads: bool) -> Any:
+    """Return the model of a case on this rank; one that reads is in FP32 and whole."""
+    in_bf16 = case.get("bf16", False) and not reads
+    dtype = torch.bfloat16 if in_bf16 else torch.float32
+    ranks = {} if reads else {name: case[key] for key, name in RANKS.items() if key in case}
+    config: dict[str, Any] = dict(case["config"])
+    if "activation_func" in config:
+        config["activation_func"] = getattr(torch.nn.functional, config["activation_func"])
+    if reads:
+        config = {name: value for name, value in config.items() if not name.startswith("fp8")}
+    made = TransformerConfig(
+        num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
+        hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype, pipeline_dtype=dtype,
+        bf16=in_bf16, use_cpu_initialization=True, gradient_accumulation_fusion=False,
+        init_method_std=0.2, sequence_parallel=ranks.get("tensor_model_parallel_size", 1) > 1,
+        **ranks, **config,
+    )  # fmt: skip
+    if case.get("local"):
+        spec: Any = get_gpt_layer_local_spec(normalization=made.normalization)
+    elif made.num_moe_experts:
+        spec = get_gpt_decoder_block_spec(made, use_transformer_engine=True)
+    else:
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=made.qk_layernorm)
+    model: Any = GPTModel(
+        made, spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=case.get("positions", "rope"),
+        share_embeddings_and_output_weights=case.get("tied", False),
+    ).cuda()  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:  # else all of them are 0 or 1
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(torch.linspace(0, 0.3, buffer.numel()))
+    return made, model.bfloat16() if in_bf16 and not made.fp8 else model
+
+
+def write(folder: Path, case: dict[str, Any]) -> None:
+    """Save a model, after a step of its optimizer if the case has one."""
+    made, model = make(case, reads=False)
+    metadata = case.get("metadata", {})
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 7}
+    state |= model.sharded_state_dict(metadata=metadata)
+    if "optimizer" in case:
+        shards = case["optimizer"]
+        wrapped = DistributedDataParallel(
+            made, DistributedDataParallelConfig(use_distributed_optimizer=bool(shards)), model
+        )
+        settings = OptimizerConfig(
+            optimizer="adam", lr=1e-3, bf16=made.bf16, params_dtype=made.params_dtype,
+            use_distributed_optimizer=bool(shards),
+        )  # fmt: skip
+        optimizer = get_megatron_optimizer(settings, [wrapped])
+        for parameter in model.parameters():
+            parameter.main_grad.normal_()
+        optimizer.step()
+        weights = model.sharded_state_dict(metadata=metadata)
+        more = {"distrib_optim_sharding_type": shards} if shards else {}
+        old = {"sharding_type": shards} if shards and case.get("is_old") else {}
+        new = {} if case.get("is_old") else {"metadata": metadata | more}
+        state["optimizer"] = optimizer.sharded_state_dict(weights, **old, **new)
+        state |= weights
+    if "arguments" in case:
+        state["args"] = Namespace(**case["arguments"], params_dtype=made.params_dtype)
+    folder.mkdir(exist_ok=True)
+    dist_checkpointing.save(state, str(folder))
+
+
+def read(folder: Path, case: dict[str, Any]) -> None:
+    """Load a checkpoint into a whole model, and write what it computes and what is in the files."""
+    _, model = make(case, reads=True)
+    wanted = model.sharded_state_dict(metadata=case.get("metadata", {}))
+    wanted = {name: value for name, value in wanted.items() if "_extra_state" not in name}
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    model.load_state_dict({k: v for k, v in loaded.items() if k in wanted}, strict=False)
+    draw = torch.Generator().manual_seed(7)
+    tokens = torch.randint(0, VOCABULARY, (2, TOKENS), generator=draw)
+    positions = torch.arange(TOKENS).expand(2, TOKENS)
+    mask = torch.ones(TOKENS, TOKENS).triu(1).bool()[None, None] if case.get("local") else None
+    with torch.no_grad():
+        logits = model.eval()(tokens, positions, mask)
+    stored = {} if case.get("is_old") else dist_checkpointing.load_plain_tensors(str(folder))
+    tensors = {n: v[0] if isinstance(v, list) else v for n, v in stored.items()}
+    stored = {n: v.contiguous().clone() for n, v in tensors.items() if isinstance(v, torch.Tensor)}
+    save_file({"logits": logits.float().contiguous(), **stored}, f"{folder}.safetensors")
+
+
+def main() -> None:
+    """Write the models that the command line describes, and read those of all ranks."""
+    root, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", timeout=timedelta(minutes=5))
+    for name, case in cases.items():
+        is_written = (root / name).is_dir()
+        ranks = [1 if is_written else case.get(key, 1) for key in RANKS]
+        parallel_state.initialize_model_parallel(
+            ranks[0], ranks[1], expert_model_parallel_size=ranks[2]
+        )
+        torch.manual_seed(1)
+        tensor_parallel.model_parallel_cuda_manual_seed(1234)
+        if not is_written:
+            write(root / name, case)
+        if dist.get_world_size() == 1:
+            read(root / name, case)
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
