@@ -4,7 +4,7 @@
     python scripts/te_bindings.py DIR 2.4 2.12 2.18
 
 The program reads, at the tags of those versions, what C++ declares to Python (`pybind.cpp`,
-`pybind_helper.h`) and, where that names no arguments, the C++ declarations (`extensions.h`). It
+`pybind_helper.h`) and, where that names no arguments, the C++ declarations (HEADERS). It
 prints each difference in names, order, defaults or number, and exits with 1 if there is one.
 """
 
@@ -21,7 +21,10 @@ from te_cpu.extension import kernels
 
 PYBIND = "transformer_engine/pytorch/csrc/extensions/pybind.cpp"
 HELPER = "transformer_engine/common/util/pybind_helper.h"
-HEADER = "transformer_engine/pytorch/csrc/extensions.h"
+HEADERS = (
+    "transformer_engine/pytorch/csrc/extensions.h",
+    "transformer_engine/common/include/transformer_engine/gemm.h",
+)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ def main() -> int:
     for version in given.versions:
         text = source(given.repository, version, PYBIND)
         text += source(given.repository, version, HELPER)
-        known = declared(text, source(given.repository, version, HEADER))
+        headers = "".join(source(given.repository, version, path) for path in HEADERS)
+        known = declared(text, headers)
         found = differences(version, known) + enum_differences(version, text)
         shared = set(kernels(tuple(int(n) for n in version.split(".")[:2]))) & set(known)
         print(f"{version}: {len(shared)} functions compared, {len(found)} differences")

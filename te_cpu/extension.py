@@ -19,6 +19,7 @@ from te_cpu import (
     masters,
     multi_tensor,
     norms,
+    nv,
     permute,
     quantize,
     rope,
@@ -71,7 +72,7 @@ def kernels(version: tuple[int, ...]) -> dict[str, Callable[..., Any]]:
     """Return all functions by name, as this version calls them."""
     topics = (
         quantize, gemm, grouped, norms, activations, dropout, attention, rope, permute, updates,
-        masters, multi_tensor,
+        masters, multi_tensor, nv,
     )  # fmt: skip
     found = [kernel for topic in topics for kernel in topic.KERNELS]
     by_name = {kernel.__name__: kernel for kernel in (*found, *LIBRARY)}

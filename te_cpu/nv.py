@@ -352,3 +352,44 @@ def dequantize(tensor: Any, dtype: torch.dtype) -> torch.Tensor:
     factor = side.dequant_scale * amax * torch.full_like(amax, _largest(tensor)).reciprocal_()
     values_MK: torch.Tensor = side.payload.float() * factor.repeat_interleave(BLOCK, 1)
     return values_MK.reshape(row_shape(tensor)).to(dtype)
+
+
+def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
+    """Return the numbers [M, K], two of a row in a byte, as [K, M], two of a column in a byte."""
+    low_high = torch.stack((input & 15, input >> 4), -1).flatten(1)
+    turned = low_high.t()
+    made = turned[:, ::2] | turned[:, 1::2] << 4
+    return made.contiguous() if out is None else out.copy_(made)
+
+
+def nvfp4_2d_scale_transpose(
+    input: torch.Tensor,
+    output: torch.Tensor,
+    M_tiles: int,  # noqa: N803  # Transformer Engine's names
+    K_tiles: int,  # noqa: N803
+) -> None:
+    """Write the scales of squares, which each of 16 rows has, for each of 16 columns."""
+    of_squares = input[: M_tiles * BLOCK : BLOCK, :K_tiles].t()
+    output[:, :M_tiles] = 0
+    output[: K_tiles * BLOCK, :M_tiles] = of_squares.repeat_interleave(BLOCK, 0)[: len(output)]
+
+
+def nvfp4_2d_multi_tensor_transpose(
+    rowwise_data_list: Sequence[torch.Tensor],
+    columnwise_data_list: Sequence[torch.Tensor],
+    rowwise_scale_inv_list: Sequence[torch.Tensor],
+    columnwise_scale_inv_list: Sequence[torch.Tensor],
+    M_list: Sequence[int],  # noqa: N803
+    K_list: Sequence[int],  # noqa: N803
+) -> None:
+    """Write the columns of several weights that are quantized in squares, from their rows."""
+    data = zip(rowwise_data_list, columnwise_data_list, strict=True)
+    scales = zip(rowwise_scale_inv_list, columnwise_scale_inv_list, strict=True)
+    for (rows, columns), (of_rows, of_columns), m, k in zip(
+        data, scales, M_list, K_list, strict=True
+    ):
+        nvfp4_data_transpose(rows.reshape(m, -1), out=columns)
+        nvfp4_2d_scale_transpose(of_rows, of_columns, -(-m // BLOCK), -(-k // BLOCK))
+
+
+KERNELS = (nvfp4_data_transpose, nvfp4_2d_scale_transpose, nvfp4_2d_multi_tensor_transpose)

@@ -112,7 +112,7 @@ def test_each_test_gets_its_reason_and_a_file_that_does_not_load_counts(tmp_path
     ("error", "line", "reason"),
     [
         (missing("fused_attn_fwd"), "", "needs hardware"),
-        (missing("nvfp4_data_transpose"), "", "lacks a kernel"),
+        (missing("nvfp4_fused_scale"), "", "lacks a kernel"),
         (AssertionError("Tensor-likes are not close!"), "", "value differs"),
         (AssertionError("This test requires more than one GPU!"), "", "needs hardware"),
         (ZeroDivisionError(), "assert a > 6 * fwd_mem, b / fwd_mem", "needs hardware"),

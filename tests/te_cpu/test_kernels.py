@@ -808,8 +808,8 @@ def test_a_function_that_is_missing_is_named_with_what_leads_to_it() -> None:
         extension.some_new_function()
     with pytest.raises(MissingKernelError, match=r"thd_second_half.*context parallelism"):
         extension.thd_second_half_lse_correction()
-    with pytest.raises(MissingKernelError, match="nvfp4_data_transpose.*NVFP4 weights"):
-        extension.nvfp4_data_transpose(torch.zeros(16, 16), None)
+    with pytest.raises(MissingKernelError, match="nvfp4_fused_scale.*NVFP4 weights"):
+        extension.nvfp4_fused_scale(torch.zeros(16, 16), None)
     assert (extension.CommOverlap | None) is not None  # an annotation
 
 

@@ -245,6 +245,30 @@ def test_what_is_not_here_is_named() -> None:
         quantize.dequantize(columns, te.module.base.tex.DType.kFloat32)
 
 
+def test_columns_of_squares_are_made_of_the_rows() -> None:
+    """Those of one tensor and of several are the columns that its cast has."""
+    whole = [quantizer(**IN_SQUARES)(torch.from_numpy(data("normal", (m, 96)))) for m in (32, 48)]
+    for tensor in whole:
+        columns = nv.nvfp4_data_transpose(tensor._rowwise_data, out=None)
+        scales = torch.full_like(tensor._columnwise_scale_inv, 7)
+        scales[:, 4:] = 0  # padding that is not written
+        nv.nvfp4_2d_scale_transpose(tensor._rowwise_scale_inv, scales, tensor.shape[0] // 16, 6)
+        scales[:, tensor.shape[0] // 16 :] = 0
+        assert torch.equal(columns, tensor._columnwise_data)
+        assert torch.equal(scales, tensor._columnwise_scale_inv)
+    made = [
+        [torch.zeros_like(getattr(tensor, f"_columnwise_{kind}")) for tensor in whole]
+        for kind in ("data", "scale_inv")
+    ]
+    nv.nvfp4_2d_multi_tensor_transpose(
+        [tensor._rowwise_data for tensor in whole], made[0],
+        [tensor._rowwise_scale_inv for tensor in whole], made[1], [32, 48], [96, 96],
+    )  # fmt: skip
+    for number, tensor in enumerate(whole):
+        assert torch.equal(made[0][number], tensor._columnwise_data)
+        assert torch.equal(made[1][number], tensor._columnwise_scale_inv)
+
+
 @DTYPES
 def test_a_linear_s_products_are_those_of_the_specification(dtype: torch.dtype) -> None:
     """Within the bound of sums in FP32, K * 2**-24 of the products' magnitudes, four roundings of
