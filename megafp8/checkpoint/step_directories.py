@@ -41,6 +41,11 @@ def staging_path(root: Path, step: int) -> Path:
     return root / f".staging-{step_name(step)}-{secrets.token_hex(8)}"
 
 
+def is_ours(name: str) -> bool:
+    """Whether a name in a checkpoint root is one that this module gives."""
+    return any(pattern.fullmatch(name) for pattern in (_STEP, _DAMAGED, _LEFTOVER))
+
+
 def steps(root: Path) -> list[int]:
     """Return the steps that are committed in `root`, ascending, damaged or not.
 

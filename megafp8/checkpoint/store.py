@@ -88,7 +88,8 @@ def write_shard(staging: Path, file_name: str, placements: Sequence[Placement]) 
     tensors: dict[str, torch.Tensor] = {}
     pieces: list[PieceEntry] = []
     for placement in placements:
-        if placement.replica != 0 or _is_empty_part(placement):
+        is_empty_part = placement.tensor.numel() == 0 and 0 not in placement.global_shape
+        if placement.replica != 0 or is_empty_part:  # an empty whole tensor is saved
             continue
         piece = _describe(placement)
         if piece.key in tensors and not placement.tensor.numel():
@@ -231,11 +232,6 @@ def newest_valid(root: Path, notify: Callable[[str], None]) -> Path | None:
 
 def _newest_first(root: Path) -> list[Path]:
     return [root / step_name(step) for step in reversed(steps(root))]
-
-
-def _is_empty_part(placement: Placement) -> bool:
-    """Whether a piece is empty while its whole tensor is not; empty whole tensors are saved."""
-    return placement.tensor.numel() == 0 and 0 not in placement.global_shape
 
 
 def _describe(placement: Placement) -> PieceEntry:

@@ -19,12 +19,11 @@ from megafp8.cli.export_fp8 import (
     REPORT,
     SAMPLES,
     SCALES,
-    Fp8Export,
     Fp8Options,
     asked_fp8,
     plan_fp8,
 )
-from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.job import command_parser, number_in, reports_errors
 from megafp8.data.tokenize import JSON_FILE
 from megafp8.errors import ExitCode
 from megafp8.files import whole_folder, write_json_atomically
@@ -87,7 +86,7 @@ def _add_fp8_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--validation-samples",
-        type=_samples,
+        type=number_in(int, lambda n: n >= 0, "0 or more"),
         metavar="N",
         help="samples of the run's validation data for the loss beside BF16's; 0 computes none "
         f"({SAMPLES})",
@@ -155,25 +154,13 @@ def export(
     for name in names:
         say(f"  {folder / name}")
     if planned is not None:
-        _say_fp8(planned, folder)
+        say(*planned.lines(), *planned.notes())
+        if planned.num_samples:
+            say(planned.report_loss(folder))
     if is_foreign:
         say("note: transformers cannot load this kind of tokenizer; load it with its own package")
     if not copied:
         say(f"note: {home} has no tokenizer. Copy the tokenizer of the run's data into {folder}")
-
-
-def _say_fp8(export: Fp8Export, folder: Path) -> None:
-    """Print what of an export is in FP8, its errors, and its loss beside BF16's."""
-    say(*export.lines(), *export.notes())
-    if export.num_samples:
-        say(export.report_loss(folder))
-
-
-def _samples(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 0 or more")
-    return number
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.export import DTYPES, dtype_named, home_of
-from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.job import command_parser, number_in, reports_errors
 from megafp8.config.errors import SettingError
 from megafp8.data.conversations import Chat, ConversationError, is_conversation, question_of
 from megafp8.data.examples import Example, is_text, read_prompts
@@ -63,6 +63,8 @@ NOT_APPLIED = (
 )
 """Keys of a configuration of generation that change the tokens which transformers chooses, at any
 temperature, and not ours; `NEUTRAL` has their values without effect."""
+
+_count = number_in(int, lambda n: n >= 1, "1 or more")
 
 
 @reports_errors
@@ -109,17 +111,21 @@ def main(argv: Sequence[str]) -> int:
         )
     parser.add_argument(
         "--temperature",
-        type=_non_negative,
+        type=number_in(float, lambda x: 0 <= x < float("inf"), "0 or more"),
         default=0.8,
         help="temperature of the draws; 0 takes the most likely token (0.8)",
     )
     parser.add_argument("--top-k", type=_count, help="draw from the k most likely tokens only")
     parser.add_argument(
         "--top-p",
-        type=_probability,
+        type=number_in(float, lambda x: 0 < x <= 1, "more than 0 and at most 1"),
         help="draw from the most likely tokens whose probabilities add up to this number",
     )
-    parser.add_argument("--seed", type=_seed, help="seed of the draws, of each prompt (1234)")
+    parser.add_argument(
+        "--seed",
+        type=number_in(int, lambda n: 0 <= n < 2**63, "from 0 to 2**63 - 1"),
+        help="seed of the draws, of each prompt (1234)",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print a JSON object with prompt and text for each"
     )
@@ -420,34 +426,6 @@ def _device(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise RunError(f"--device {name}: {reason}. Use --device cpu") from error
     return device
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 1 or more")
-    return number
-
-
-def _seed(text: str) -> int:
-    number = int(text)
-    if not 0 <= number < 2**63:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: give from 0 to 2**63 - 1")
-    return number
-
-
-def _non_negative(text: str) -> float:
-    number = float(text)
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: give 0 or more")
-    return number
-
-
-def _probability(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not allowed: give more than 0 and at most 1")
-    return number
 
 
 if __name__ == "__main__":

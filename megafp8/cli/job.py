@@ -132,6 +132,20 @@ def new_file(text: str) -> Path:
     return path
 
 
+def number_in(
+    kind: Callable[[str], Any], accepts: Callable[[Any], bool], allowed: str
+) -> Callable[[str], Any]:
+    """Return the type of an argument that is a number, of which `allowed` names the accepted."""
+
+    def number(text: str) -> Any:
+        value = kind(text)
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text} is not allowed: give {allowed}")
+        return value
+
+    return number
+
+
 def reports_errors(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Make a command print the error that a user can correct, and return its exit code.
 

@@ -123,19 +123,11 @@ def _same(value: Any, good: Any) -> bool:
     return bool(value == good)
 
 
-def _model_ranks(v: Values) -> int:
-    ranks: int = v["model.tensor_model_parallel_size"] * v["model.pipeline_model_parallel_size"]
-    return ranks
-
-
-def _layers_but_one(v: Values) -> int:
-    layers: int = v["model.num_layers"] - 1
-    return layers
-
-
 COMPUTED: dict[str, Callable[[Values], Any]] = {
-    "model_ranks": _model_ranks,
-    "layers_but_one": _layers_but_one,
+    "model_ranks": lambda v: (
+        v["model.tensor_model_parallel_size"] * v["model.pipeline_model_parallel_size"]
+    ),
+    "layers_but_one": lambda v: v["model.num_layers"] - 1,
 }
 WHERE: dict[str, Callable[[Any, Values], bool]] = {
     "can_fuse": can_fuse,

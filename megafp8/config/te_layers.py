@@ -83,6 +83,13 @@ _FIRST_LAST = (
 )
 
 NOT_BF16 = Condition("=32 or 16", lambda _, values: compute_dtypes(values) != ("bf16",))
+NAMES_MODULES = Condition(
+    " with modules", lambda value, _: any(change.modules for change in parse_schedule(value))
+)
+NAMES_PRODUCTS = Condition(
+    " with products",
+    lambda value, _: any(change.products != GEMMS for change in parse_schedule(value)),
+)
 GELU = Condition("=gelu or geglu", lambda value, _: spell_activation(value) in GELUS)
 
 
@@ -128,14 +135,6 @@ def _before(first: str) -> Condition:
 def _of_class(name: str) -> RecipeKind:
     """Return the recipes for which Transformer Engine has the class of this name."""
     return RecipeKind(f"that is {name}", lambda traits: traits.backends.get("te") == name)
-
-
-def _names_modules(value: Any, _: Values) -> bool:
-    return any(change.modules for change in parse_schedule(value))
-
-
-def _names_products(value: Any, _: Values) -> bool:
-    return any(change.products != GEMMS for change in parse_schedule(value))
 
 
 def _lacks_a_recipe(value: Any, _: Values) -> bool:
@@ -285,12 +284,12 @@ TABLE = (
     ),
     # --- a schedule of precision ---------------------------------------------------------------
     Row(
-        {"model.fp8": True}, {SCHEDULE: Condition(" with modules", _names_modules)},
+        {"model.fp8": True}, {SCHEDULE: NAMES_MODULES},
         "Transformer Engine opens a region of one recipe for all of its layers",
         f"Leave `modules` out, leave {SCHEDULE} out, {NATIVE}",
     ),
     Row(
-        {"model.fp8": True}, {SCHEDULE: Condition(" with products", _names_products)},
+        {"model.fp8": True}, {SCHEDULE: NAMES_PRODUCTS},
         "Transformer Engine's layers run all products of a linear by the recipe of the region",
         f"Leave `products` out, leave {SCHEDULE} out, {NATIVE}",
     ),

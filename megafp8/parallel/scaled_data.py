@@ -194,7 +194,9 @@ class ExchangedBucket:
         """Do the steps of the class; yield where the caller may compute while messages travel."""
         held, rank = self.held, axis.rank
         has_scale = held.fmt.max is not None
-        fmt = held.fmt if has_scale else _format_of(dtype)
+        fmt = held.fmt
+        if not has_scale:
+            fmt = next(each for each in STORAGE_FORMATS.values() if each.dtype == dtype)
         sent = held.flat if held.flat.dtype == fmt.dtype else held.flat.to(fmt.dtype)
         exchange = Exchange(held, sent, axis)
         del sent
@@ -387,7 +389,3 @@ def _codes(payload: torch.Tensor) -> torch.Tensor:
 
 def _code_of_max(fmt: StorageFormat) -> int:
     return 0x7E if fmt.name == "fp8" else 0x7B
-
-
-def _format_of(dtype: torch.dtype) -> StorageFormat:
-    return next(fmt for fmt in STORAGE_FORMATS.values() if fmt.dtype == dtype)

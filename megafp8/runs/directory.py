@@ -259,7 +259,9 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
                 check_continues(
                     old.config, spec.resolved, old.earlier, run=str(choice.path), is_sweep=is_sweep
                 )
-                choice = replace(choice, reason=choice.reason + _changes(old.config, spec))
+                if changed := changed_settings(old.config, spec.resolved):
+                    reason = f"{choice.reason}; changed since: {in_words(changed)}"
+                    choice = replace(choice, reason=reason)
             if (lost := lost_checkpoint(choice.path)) is not None:
                 choice = replace(choice, reason=f"{choice.reason}; {lost}")
         with run_errors_reported(config, "writing the settings"):
@@ -268,12 +270,6 @@ def enter(spec: RunSpec, *, is_sweep: bool) -> RunChoice:
         _give_up(choice)
         raise
     return choice
-
-
-def _changes(old: dict[str, Any], spec: RunSpec) -> str:
-    """Return in words which settings differ from those with which the run was trained last."""
-    changed = changed_settings(old, spec.resolved)
-    return f"; changed since: {in_words(changed)}" if changed else ""
 
 
 def in_words(changes: Sequence[Difference]) -> str:

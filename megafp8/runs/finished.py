@@ -61,8 +61,9 @@ def finished_run(spec: RunSpec, *, is_sweep: bool = False) -> FinishedRun | None
     if _status(path) not in ENDED or _newest_step(path) > summary.step:
         return None  # the run went on after this summary
     newest, saved = _newest_step(path), newest_saved(path)
-    if newest >= 0 and not is_sweep and _is_lost(path, newest, saved):
-        return None
+    step_dir = path / CHECKPOINTS_DIR / step_name(newest)
+    if newest >= 0 and not is_sweep and (newest < saved or why_damaged(step_dir) is not None):
+        return None  # the newest checkpoint that was saved is damaged or lost
     old = recorded_settings(path)
     if old is None:
         return None
@@ -95,12 +96,6 @@ def with_recorded(new: RunSummary, recorded: RunSummary | None) -> RunSummary:
     kept = {name: getattr(recorded, name) for name in OF_TRAINING}
     extra = {name: recorded.extra.get(name, value) for name, value in new.extra.items()}
     return dataclasses.replace(new, **kept, extra=extra)
-
-
-def _is_lost(path: Path, newest: int, saved: int) -> bool:
-    """Whether the `newest` checkpoint there is damaged, or is not the newest that was saved."""
-    step_dir = path / CHECKPOINTS_DIR / step_name(newest)
-    return newest < saved or why_damaged(step_dir) is not None
 
 
 def _status(path: Path) -> object:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from megafp8.checkpoint.step_directories import MANIFEST_NAME, step_of
+from megafp8.checkpoint.step_directories import MANIFEST_NAME, is_ours, step_of
 from megafp8.data.named_tokenizers import TOKENIZER_CONFIG
 from megafp8.data.tokenize import TOKENIZER_FILES
 from megafp8.errors import RunError
@@ -120,8 +120,11 @@ def _is_of_training(step_dir: Path) -> bool:
 
 def _is_as_good_as_none(file: Path) -> bool:
     """Whether a folder with this file counts as empty."""
-    if file.is_symlink() or not file.is_file():
-        return file.is_dir() and not file.is_symlink() and not any(file.iterdir())
+    if file.is_symlink() or not (file.is_file() or file.is_dir()):
+        return False
+    if file.is_dir():  # checkpoints that cannot be read are reported where they are loaded
+        known = is_ours if file.name == CHECKPOINTS_DIR else lambda name: False
+        return all(known(each.name) for each in file.iterdir())
     if file.name == LOCK_NAME:
         return _is_lock(file)
     is_output = any(fnmatchcase(file.name, pattern) for pattern in _OF_OTHERS)

@@ -38,7 +38,7 @@ from megafp8.runs import directory, lost, restarts
 from megafp8.runs.directory import RunChoice, mark
 from megafp8.runs.enough_memory import require_memory
 from megafp8.runs.find import CHECKPOINTS_DIR, DIVERGED, FINISHED, METRICS_NAME, RUNNING
-from megafp8.runs.finished import FinishedRun, finished_run, recorded_summary, with_recorded
+from megafp8.runs.finished import finished_run, recorded_summary, with_recorded
 from megafp8.runs.preflight import require_disk_space
 from megafp8.runs.run_data import RunData, prefixes_of, refuse_tokens_beyond, warnings_of
 from megafp8.runs.same_data import open_on_all
@@ -129,7 +129,8 @@ def _pretrain(
     """Do a rank's part of a run from its directory to its summary; return the exit code."""
     finished = on_main(mesh, lambda: finished_run(spec, is_sweep=is_sweep))
     if finished is not None:
-        _show_finished(finished, console)
+        console.header([f"{finished.path}: {finished.note}. Its recorded summary:"])
+        console.finish(finished.summary.rows())
         return int(finished.code)
     choice = on_main(mesh, lambda: directory.enter(spec, is_sweep=is_sweep))
     reporter: Reporter | None = None
@@ -180,12 +181,6 @@ def _exits_reported() -> Iterator[None]:
             f"{frame.filename}, line {frame.lineno}: asked Python to exit ({raised(error)}) before "
             "the run was finished. Let this code raise an error instead"
         ) from error
-
-
-def _show_finished(finished: FinishedRun, console: Console) -> None:
-    """Show the results that a finished run recorded; none of its files is touched."""
-    console.header([f"{finished.path}: {finished.note}. Its recorded summary:"])
-    console.finish(finished.summary.rows())
 
 
 def _start_run(

@@ -32,12 +32,6 @@ WITHOUT_CHOICES = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 """The classes that say nothing about how scales are rounded and products added up."""
 
 
-def why_no_te_recipe(recipe: Fp8Recipe) -> str | None:
-    """Return what no version of Transformer Engine can do of this recipe, or None where one can."""
-    findings = te_layers.findings(of_recipe(recipe))
-    return "; ".join(finding.reason for finding in findings) or None
-
-
 def make_te_recipe(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "none") -> Any:
     """Return the recipe object, made of the classes in `module`.
 
@@ -47,8 +41,8 @@ def make_te_recipe(recipe: Fp8Recipe, module: Any, attention: AttentionInFp8 = "
     Raises:
         ValueError: This version of Transformer Engine lacks what the recipe needs.
     """
-    if (reason := why_no_te_recipe(recipe)) is not None:
-        raise ValueError(reason)
+    if reasons := [finding.reason for finding in te_layers.findings(of_recipe(recipe))]:
+        raise ValueError("; ".join(reasons))
     traits = find_recipe(recipe.name).traits
     name = traits.backends["te"]
     cls = getattr(module, name, None)

@@ -42,19 +42,14 @@ _LEAVE = f"or leave {FSDP} out"
 # --- ranks, batches, pipelines --------------------------------------------------------------------
 
 
-def _sizes_text(v: Values) -> str:
-    """Return the parallel sizes above 1 as settings, joined by `times`."""
-    given = [f"{key}={v[key]}" for key in SIZES if v[key] > 1]
-    return " times ".join(given)
-
-
 @rule(*SIZES, *WORLD)
 def _sizes_divide_the_world(v: Values) -> Iterator[Finding]:
     ranks, nodes, size = world_size(v), v["trainer.num_nodes"], model_ranks(v)
     if ranks % size:
         near = {key: text for key in SIZES if (text := _near_sizes(v, key))}
         key = next(iter(near), None) or next(key for key in SIZES if v[key] > 1)
-        product = "it" if size == v[key] else _sizes_text(v)
+        sizes = " times ".join(f"{each}={v[each]}" for each in SIZES if v[each] > 1)
+        product = "it" if size == v[key] else sizes
         have = f"trainer.devices={v['trainer.devices']}"
         have += f" times trainer.num_nodes={nodes}" if nodes > 1 else ""
         others = [f"{other}: {text}" for other, text in (near | _near_worlds(v)).items()]

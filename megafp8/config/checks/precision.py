@@ -25,7 +25,6 @@ from megafp8.config.values import (
 )
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import RECIPES, find_recipe, names_where, recipes_where
-from megafp8.specs.traits import Traits
 
 rule = Rules()
 
@@ -140,11 +139,12 @@ def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
         return
     two_copies = recipes_where(recipes_in(v), lambda traits: not traits.keeps_weight)
     if two_copies:
+        others = ", ".join(names_where(lambda traits: traits.keeps_weight))
         yield Finding(
             "model.fp8_params",
             f"{two_copies[0]} gives no FP8 bytes of a weight that serve both of its products"
             + _bits_of_copies(two_copies[0]),
-            f"Leave it out, or use one of {', '.join(names_where(_one_weight))}",
+            f"Leave it out, or use one of {others}",
         )
     if any(v["model.override_linear_precision"][:2]):
         yield Finding(
@@ -159,10 +159,6 @@ def _bits_of_copies(name: str) -> str:
     """Return what the copies of a weight for both products take, where BF16 takes no more."""
     bits = 8 * find_recipe(name).traits.weight_bytes(1024, 1024, GEMMS) / 1024**2
     return f": two copies take {bits:.3g} bits a weight, and BF16 takes 16" if bits >= 16 else ""
-
-
-def _one_weight(traits: Traits) -> bool:
-    return traits.keeps_weight
 
 
 @rule("model.fp8_params", "model.reduce_amax", "trainer.devices", "trainer.num_nodes")
@@ -316,10 +312,6 @@ def _rules_can_be_captured(v: Values) -> Iterator[Finding]:
         )
 
 
-def _has_hybrid(traits: Traits) -> bool:
-    return not traits.is_e4m3
-
-
 def why_not_hybrid(v: Values) -> str | None:
     """Return why `fp8_hybrid=True` has no effect; None if it has one, or is not given.
 
@@ -342,10 +334,11 @@ def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
         return
     name = v.get("model.fp8_recipe")
     if name is not None and recipes_where((name,), lambda traits: traits.is_e4m3):
+        others = " or ".join(names_where(lambda traits: not traits.is_e4m3))
         yield Finding(
             "model.fp8_hybrid",
             f"model.fp8_recipe={name} uses E4M3 for all tensors, and no E5M2 for output gradients",
-            f"Leave it out (null), or use model.fp8_recipe={' or '.join(names_where(_has_hybrid))}",
+            f"Leave it out (null), or use model.fp8_recipe={others}",
         )
     elif v.get("model.fp8_e4m3") and origins.get("model.fp8_hybrid") == COMMAND_LINE:
         yield Finding(
