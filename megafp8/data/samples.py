@@ -181,9 +181,8 @@ class TokenStream:
         self._sequences = sequences_of(dataset, documents)
         self._ends = 1 + np.cumsum(dataset.lengths_N[self._sequences], dtype=np.int64)
         self._dataset, self._eod_id, self._vocab_size = dataset, eod_id, vocab_size
-        self.num_tokens = (
-            int(self._ends[-1]) if len(self._ends) else 1
-        )  # includes the leading token
+        # The leading token is included.
+        self.num_tokens = int(self._ends[-1]) if len(self._ends) else 1
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return tokens `start` to `stop` of the stream, as a copy.
@@ -362,9 +361,7 @@ class ValidationSamples:
         """
         self._stream = TokenStream(dataset, documents, eod_id, vocab_size)
         self._seq_length, self._drop_last = seq_length, drop_last
-        self.num_tokens = (
-            self._stream.num_tokens - 1
-        )  # the documents' tokens, without the leading one
+        self.num_tokens = self._stream.num_tokens - 1  # without the leading one
 
     @property
     def seq_length(self) -> int:

@@ -19,12 +19,7 @@ from megafp8.errors import RunError
 from megafp8.files import read_json_object
 from megafp8.observe.health import HEALTH_FILE
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
-from megafp8.runs.find import (
-    CHECKPOINTS_DIR,
-    CONFIG_NAME,
-    METRICS_NAME,
-    RECORD_NAME,
-)
+from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, METRICS_NAME, RECORD_NAME
 from megafp8.runs.lock import LOCK_NAME
 from megafp8.runs.restarts import RECORD as RESTARTS_NAME
 from megafp8.runs.tokenizer import KEPT

@@ -93,9 +93,7 @@ def require_disk_space(
 
     def begin() -> Path:
         more = num_more(spec, step, max_steps, len(store.steps(root)))
-        files = (
-            mesh.world.size + 3
-        )  # a file for each rank, the manifest, its hash and the directory
+        files = mesh.world.size + 3  # beside the ranks': the manifest, its hash and the directory
         require_free_space(root, in_all, more, files)
         return store.begin(root, step)
 
