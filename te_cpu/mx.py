@@ -53,7 +53,7 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
     Raises:
         SizeError: The sizes are not whole blocks.
     """
-    if shape[-1] % BLOCK or torch.Size(shape[:-1]).numel() % BLOCK:
+    if not shape or shape[-1] % BLOCK or torch.Size(shape[:-1]).numel() % BLOCK:
         raise SizeError(
             f"Transformer Engine's MXFP8 takes multiples of {BLOCK}, and a tensor is {shape}. "
             "Change the sizes or the number of tokens"

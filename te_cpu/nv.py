@@ -82,7 +82,8 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
     Raises:
         SizeError: The sizes are not whole blocks, or columns are asked for beside scaled rows.
     """
-    m, k = torch.Size(shape[:-1]).numel(), shape[-1]
+    *rows, k = shape or (1,)
+    m = torch.Size(rows).numel()
     if k % BLOCK or m % BLOCK:
         raise SizeError(
             f"Transformer Engine's NVFP4 takes multiples of {BLOCK}, and a tensor is {shape}. "

@@ -163,7 +163,7 @@ def _fill_blocks(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
     """Rows and columns are quantized apart from each other, from `x`."""
     fmt, is_square = FORMATS[quantizer.dtype], quantizer.block_scaling_dim == 2
     block = (BLOCK if is_square else 1, BLOCK)
-    x_MK = x.float().reshape(-1, x.shape[-1])
+    x_MK = x.float().reshape(-1, *(x.shape[-1:] or (1,)))
     sides = (
         (x_MK, out._rowwise_data, out._rowwise_scale_inv),
         (x_MK.t().contiguous(), out._columnwise_data, out._columnwise_scale_inv),

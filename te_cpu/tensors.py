@@ -48,11 +48,11 @@ def is_nv(quantizer: Quantizer) -> bool:
 
 
 def _column_shape(shape: Sequence[int]) -> list[int]:
-    return [shape[-1], *shape[:-1]]
+    return [*shape[-1:], *shape[:-1]]
 
 
 def _row_shape(column_shape: Sequence[int]) -> list[int]:
-    return [*column_shape[1:], column_shape[0]]
+    return [*column_shape[1:], *column_shape[:1]]
 
 
 def _bytes(shape: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -135,8 +135,8 @@ def block_scale_shapes(
 
     1 x 128 blocks are stored [blocks, rows]; 128 x 128 blocks [blocks of rows, blocks].
     """
-    k = shape[-1]
-    m = int(torch.Size(shape[:-1]).numel())
+    *rows, k = shape or (1,)  # a number is a row of one
+    m = int(torch.Size(rows).numel())
     k_blocks, m_blocks = -(-k // BLOCK), -(-m // BLOCK)
     if quantizer.block_scaling_dim == 2:
         return (m_blocks, rounded_up(k_blocks, 4)), (k_blocks, rounded_up(m_blocks, 4))
@@ -237,12 +237,13 @@ def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Te
 
 def _matrix(data: torch.Tensor, *, by_column: bool) -> torch.Tensor:
     """Return [..., K] as [M, K], and column-wise [K, ...] as [K, M]."""
+    data = torch.atleast_1d(data)
     return data.reshape(data.shape[0], -1) if by_column else data.reshape(-1, data.shape[-1])
 
 
 def transposed(data: torch.Tensor) -> torch.Tensor:
     """Return [..., K] as [K, ...], contiguous."""
-    return data.permute(data.dim() - 1, *range(data.dim() - 1)).contiguous()
+    return data.permute(_column_shape(range(data.dim()))).contiguous()
 
 
 def row_shape(tensor: Any) -> torch.Size:

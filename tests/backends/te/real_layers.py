@@ -247,6 +247,24 @@ def test_sizes_that_the_hardware_does_not_take_are_an_error() -> None:
             linear(torch.randn(32, 16, requires_grad=True)).sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["current", "lines", "squares"])
+def test_a_single_number_is_a_row_of_one(kind: str) -> None:
+    """Of 3 the amax is 3, and so the value is the largest one; both orientations have it."""
+    tensor, e4m3 = te.tensor, te.module.base.tex.DType.kFloat8E4M3
+    if kind == "current":
+        made_by = tensor.float8_tensor.Float8CurrentScalingQuantizer(e4m3, device="cpu")
+    else:
+        made_by = tensor.float8_blockwise_tensor.Float8BlockQuantizer(
+            e4m3, rowwise=True, columnwise=True, force_pow_2_scales=False,
+            block_scaling_dim=1 + (kind == "squares"),
+        )  # fmt: skip
+    made_by.set_usage(rowwise=True, columnwise=True)
+    made = made_by(torch.tensor(3.0))
+    assert made.shape == () and made.dequantize().item() == 3.0
+    columns = made._transpose if kind == "current" else made._columnwise_data
+    assert columns.shape == () and columns.view(torch.float8_e4m3fn).float().item() == 448.0
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_changes_nothing(reentrant: bool) -> None:
     """`te.checkpoint` around a layer in FP8: outputs, gradients and scales bit for bit."""
