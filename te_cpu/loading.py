@@ -110,6 +110,7 @@ def _import(sources: Sources) -> ModuleType:
             imported = importlib.import_module("transformer_engine.pytorch")
         _supply_recipes()
         triton_functions.supply(release_of(sources.version))
+        _let_storages_stay()
         _leave_out_flash_attention()
         sys.path.remove(folder)
         sys.path.insert(1, folder)  # the first one is the program's own
@@ -127,6 +128,30 @@ def _supply_recipes() -> None:
         for check in ("check_mxfp8_support", "check_nvfp4_support"):
             if (real := getattr(module, check, None)) is not None:
                 setattr(module, check, _passed_but_by_default(real))
+
+
+def _let_storages_stay() -> None:
+    """Give storages that are no tensors a method `to`, since their values are asked of "cuda".
+
+    From 2.16 on Transformer Engine brings what is not on a GPU there before it dequantizes, and a
+    GPU never has a storage for which that would be so.
+    """
+    for name in (
+        "mxfp8_tensor_storage.MXFP8TensorStorage",
+        "nvfp4_tensor_storage.NVFP4TensorStorage",
+    ):
+        file, _, kind = name.partition(".")
+        module = sys.modules.get(f"transformer_engine.pytorch.tensor.storage.{file}")
+        if (storage := getattr(module, kind, None)) is not None:
+            storage.to = _method_to(storage)
+
+
+def _method_to(storage: Any) -> Callable[..., Any]:
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_tensor = isinstance(self, torch.Tensor)
+        return super(storage, self).to(*args, **kwargs) if is_tensor else self
+
+    return to
 
 
 def _leave_out_flash_attention() -> None:

@@ -247,6 +247,21 @@ def test_sizes_that_the_hardware_does_not_take_are_an_error() -> None:
             linear(torch.randn(32, 16, requires_grad=True)).sum().backward()
 
 
+def test_a_storage_that_is_no_tensor_has_values() -> None:
+    """Those of the tensor that the same cast makes, in each format in blocks of the version."""
+    kinds = [("mxfp8_tensor", "MXFP8Quantizer", te.module.base.tex.DType.kFloat8E4M3)]
+    if hasattr(te.tensor, "nvfp4_tensor"):
+        kinds.append(("nvfp4_tensor", "NVFP4Quantizer", te.module.base.tex.DType.kFloat4E2M1))
+    x = torch.randn(32, 64)
+    for module, kind, dtype in kinds:
+        made_by = getattr(getattr(te.tensor, module), kind)(dtype)
+        values = made_by(x).dequantize()
+        made_by.internal = True
+        plain = made_by(x)
+        assert not isinstance(plain, torch.Tensor)
+        assert torch.equal(plain.dequantize(dtype=torch.float32), values)
+
+
 @pytest.mark.parametrize("kind", ["current", "lines", "squares"])
 def test_a_single_number_is_a_row_of_one(kind: str) -> None:
     """Of 3 the amax is 3, and so the value is the largest one; both orientations have it."""
