@@ -172,6 +172,23 @@ class StoredParts:
     chunks: tuple[Chunk, ...]
     cells: tuple[int, ...] | None = None
 
+    @cached_property
+    def _by_row(self) -> dict[int, list[Chunk]] | None:
+        """Return the chunks by their first index, if each has one: a layer of stacked layers."""
+        heights = {chunk.size[:1] for chunk in self.chunks} if self.cells is None else set()
+        if heights == {(1,)} or (self.cells and self.cells[0] == self.shape[0]):
+            rows: dict[int, list[Chunk]] = {}
+            for chunk in self.chunks:
+                rows.setdefault(chunk.offset[0], []).append(chunk)
+            return rows
+        return None
+
+    def near(self, first: int, count: int) -> Sequence[Chunk]:
+        """Return the chunks that may have some of `count` indices of the first dimension."""
+        if self._by_row is None:
+            return self.chunks
+        return [chunk for row in range(first, first + count) for chunk in self._by_row.get(row, ())]
+
 
 @dataclass
 class DistCheckpoint:
@@ -203,7 +220,7 @@ class DistCheckpoint:
         """
         stored = self.tensors[name]
         out = torch.full(size, math.nan)  # what no chunk covers is found as if it were stored so
-        for content, at, shape in self._pieces(name, stored):
+        for content, at, shape in self._pieces(name, stored, stored.near(begin[0], size[0])):
             low = [max(b, a) for b, a in zip(begin, at, strict=True)]
             sizes = zip(begin, size, at, shape, strict=True)
             high = [min(b + n, a + m) for b, n, a, m in sizes]
@@ -216,27 +233,27 @@ class DistCheckpoint:
         return out
 
     def _pieces(
-        self, name: str, stored: StoredParts
+        self, name: str, stored: StoredParts, chunks: Sequence[Chunk]
     ) -> Iterator[tuple[Callable[[], torch.Tensor], tuple[int, ...], tuple[int, ...]]]:
-        """Yield what reads a piece of a tensor, with its place and shape, for all pieces."""
+        """Yield what reads a piece of a tensor, with its place and shape, for some chunks."""
         if stored.cells is None:
-            for chunk in stored.chunks:
+            for chunk in chunks:
                 yield partial(self._content, name, stored, chunk), chunk.offset, chunk.size
             return
         shape = tuple(n // count for n, count in zip(stored.shape, stored.cells, strict=True))
-        for cell in dict.fromkeys(chunk.offset[:-1] for chunk in stored.chunks):
+        for cell in dict.fromkeys(chunk.offset[:-1] for chunk in chunks):
             at = tuple(number * n for number, n in zip(cell, shape, strict=True))
-            yield partial(self._cell, name, stored, cell, shape), at, shape
+            own = [chunk for chunk in chunks if chunk.offset[:-1] == cell]
+            yield partial(self._cell, name, stored, own, shape), at, shape
 
     def _cell(
-        self, name: str, stored: StoredParts, cell: tuple[int, ...], shape: tuple[int, ...]
+        self, name: str, stored: StoredParts, chunks: Sequence[Chunk], shape: tuple[int, ...]
     ) -> torch.Tensor:
         """Return a cell that is stored as parts of one row."""
         row = torch.full((math.prod(shape),), math.nan)
-        for chunk in stored.chunks:
-            if chunk.offset[:-1] == cell:
-                place = slice(chunk.offset[-1], chunk.offset[-1] + chunk.size[-1])
-                row[place] = self._content(name, stored, chunk).reshape(-1)
+        for chunk in chunks:
+            place = slice(chunk.offset[-1], chunk.offset[-1] + chunk.size[-1])
+            row[place] = self._content(name, stored, chunk).reshape(-1)
         return row.view(shape)
 
     def _content(self, name: str, stored: StoredParts, chunk: Chunk) -> torch.Tensor:
