@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from megafp8.checkpoint.huggingface_files import StoredTensor
+from megafp8.config.api import MAX_VOCABULARY
 from megafp8.errors import CheckpointError
 from megafp8.specs import GPTSpec
 from megafp8.specs.parameters import HEAD, POSITION, WORD, logical_shapes
@@ -94,7 +95,10 @@ def vocabulary_of(checkpoint: DistCheckpoint) -> int:
     Raises:
         CheckpointError: There is none: it is no model, or one of another kind.
     """
-    return checkpoint.tensors[_prefix(checkpoint) + _EMBEDDING].shape[0]
+    rows = checkpoint.tensors[_prefix(checkpoint) + _EMBEDDING].shape[:1]
+    if not rows or not 0 < rows[0] <= MAX_VOCABULARY:
+        raise _misfit(checkpoint, f"has {_EMBEDDING} of {rows} rows")
+    return rows[0]
 
 
 def _prefix(checkpoint: DistCheckpoint) -> str:
@@ -230,6 +234,7 @@ class _Search:
         if not fits or stacked != counts:
             reason = f"{theirs} has shape {stored.shape}; the settings ask for {counts + whole}"
             raise _misfit(self.checkpoint, reason)
+        self.checkpoint.check(theirs)
 
     def _counts(self, lead: tuple[int, ...], place: _Place) -> tuple[int, ...]:
         experts = (self.spec.moe.num_experts,) if self.spec.moe is not None else ()

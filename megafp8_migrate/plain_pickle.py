@@ -134,8 +134,12 @@ def _text(value: Any) -> str:
     return value
 
 
-def _numbers(values: Any) -> tuple[int, ...]:
-    """Return whole numbers from 0 on, as a size or a stride has them."""
+def numbers(values: Any) -> tuple[int, ...]:
+    """Return a tuple of whole numbers from 0 on, as a size or a stride has them.
+
+    Raises:
+        ForeignFileError: The value is none.
+    """
     if not isinstance(values, tuple) or not all(type(n) is int and 0 <= n < 2**60 for n in values):
         raise ForeignFileError("the numbers of a size or a place are not whole numbers from 0 on")
     return values
@@ -148,8 +152,8 @@ def _tensor(arguments: tuple[Any, ...], dtype: torch.dtype | None = None) -> Sav
     dtype = dtype or storage.dtype
     if dtype is None:
         raise ForeignFileError("a tensor has no dtype")
-    _numbers((offset,))
-    return SavedTensor(storage, dtype, offset, _numbers(size), _numbers(stride))
+    numbers((offset,))
+    return SavedTensor(storage, dtype, offset, numbers(size), numbers(stride))
 
 
 def _encoded(arguments: tuple[Any, ...]) -> bytes:
@@ -180,7 +184,7 @@ def _float8(arguments: tuple[Any, ...]) -> Float8:
 
 
 _MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
-    "torch Size": lambda given: _numbers(tuple(given[0])),
+    "torch Size": lambda given: numbers(tuple(given[0])),
     "collections OrderedDict": lambda given: dict(*given),
     "collections defaultdict": lambda given: {},
     "builtins set": lambda given: set(map(_key, given[0])) if given else set(),

@@ -26,6 +26,7 @@ from megafp8_migrate.plain_pickle import (
     Record,
     Saved,
     fields_of,
+    numbers,
     read_pickle,
     read_saved,
 )
@@ -45,6 +46,7 @@ class Files:
 
     def __init__(self, path: Path, inside: str = "") -> None:
         self.path, self._inside = path, inside
+        self._sizes: dict[str, int] = {}
 
     def __truediv__(self, name: str) -> Files:
         """Return the files of a folder in it."""
@@ -76,6 +78,13 @@ class Files:
         if self._members is not None:
             return inside in self._members
         return (self.path / inside).is_file()
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; errors are those of `open`."""
+        if name not in self._sizes:
+            with self.open(name) as file:
+                self._sizes[name] = file.seek(0, io.SEEK_END)
+        return self._sizes[name]
 
     @contextmanager
     def open(self, name: str) -> Iterator[BinaryIO]:
@@ -204,6 +213,21 @@ class DistCheckpoint:
     tensors: dict[str, StoredParts]
     objects: list[str]
     _last: tuple[Chunk, torch.Tensor] | None = field(default=None, repr=False)
+
+    def check(self, name: str) -> None:
+        """Check that the parts of a tensor make up the whole, and that files are long enough.
+
+        Raises:
+            CheckpointError: They do not, or are not.
+        """
+        stored = self.tensors[name]
+        for chunk in stored.chunks:
+            has = self.files.size(chunk.file)
+            if chunk.begin + chunk.length > has or math.prod(chunk.size) > chunk.length:
+                reason = f"is cut off: it has {has} bytes, and a part of {name} is beyond them"
+                raise CheckpointError(self.files.shown(chunk.file), reason, _ABSENT)
+        if sum(math.prod(chunk.size) for chunk in stored.chunks) != math.prod(stored.shape):
+            raise CheckpointError(self.files.shown(METADATA), f"{name} is incomplete", _ABSENT)
 
     def read(self, name: str, begin: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
         """Return a part of a tensor in FP32.
@@ -360,7 +384,7 @@ def _checkpoint(files: Files) -> DistCheckpoint:
         try:
             listed = read_pickle(content)
             return _listed(files, listed)
-        except (AttributeError, TypeError, IndexError) as error:
+        except (AttributeError, TypeError, LookupError) as error:
             raise ForeignFileError("it is not the metadata of a checkpoint") from error
 
 
@@ -368,27 +392,37 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
     places: dict[Any, Mapping[str, Any]] = {}
     for index, info in metadata["storage_data"].items():
         offset = fields_of(index).get("offset")
-        places[index["fqn"], None if offset is None else tuple(offset)] = fields_of(info)
+        places[index["fqn"], None if offset is None else numbers(offset)] = fields_of(info)
     flat = fields_of(metadata).get("mcore_data") or {}
     tensors, objects = {}, []
     for name, about in metadata["state_dict_metadata"].items():
         if about.name.endswith("BytesStorageMetadata"):
             objects.append(name)
             continue
-        shape, dtype = about["size"], about["properties"].state[0]
-        original = flat.get(name, {}).get("nd_reformulated_orig_global_shape")
-        chunks = tuple(_chunks(name, about["chunks"], places))
+        shape, dtype = numbers(about["size"]), about["properties"].state[0]
         if not isinstance(dtype, torch.dtype) or len(shape) > _MAX_DIMS:
             raise ForeignFileError(f"{name} is no tensor of a known dtype")
-        cells = None if original is None else tuple(shape[:-1])
-        shape = shape if original is None else tuple(original)
-        tensors[name] = StoredParts(shape, dtype, chunks, cells)
+        chunks = tuple(_chunks(name, len(shape), about["chunks"], places))
+        original = flat.get(name, {}).get("nd_reformulated_orig_global_shape")
+        if original is None:
+            tensors[name] = StoredParts(shape, dtype, chunks)
+            continue
+        whole, cells = numbers(tuple(original)), shape[:-1]
+        if len(whole) != len(cells) or any(
+            not n or m % n for m, n in zip(whole, cells, strict=True)
+        ):
+            raise ForeignFileError(f"the cells of {name} do not divide its shape")
+        tensors[name] = StoredParts(whole, dtype, chunks, cells)
     return DistCheckpoint(files, tensors, sorted(objects))
 
 
-def _chunks(name: str, listed: Any, places: Mapping[Any, Mapping[str, Any]]) -> Iterator[Chunk]:
+def _chunks(
+    name: str, dims: int, listed: Any, places: Mapping[Any, Mapping[str, Any]]
+) -> Iterator[Chunk]:
     for chunk in listed:
-        offset, size = tuple(chunk["offsets"]), tuple(chunk["sizes"])
+        offset, size = numbers(chunk["offsets"]), numbers(chunk["sizes"])
+        if not len(offset) == len(size) == dims:
+            raise ForeignFileError(f"a part of {name} has another number of dimensions")
         info = places.get((name, offset)) or places.get((name, None))
         if info is None:
             raise ForeignFileError(f"it does not say where the part of {name} at {offset} is")

@@ -12,7 +12,7 @@ from megafp8.config.checks import check_values
 from megafp8.config.checks.precision import HYBRID, why_not_hybrid
 from megafp8.config.errors import CombinedConfigError, Origin, SettingError
 from megafp8.config.gelu import FUSION, GELU
-from megafp8.config.keys import MAX_LAYERS
+from megafp8.config.keys import MAX_LAYERS, MAX_VOCABULARY
 from megafp8.config.layers import DEFAULT_CONFIG, Layer, conf_dir
 from megafp8.config.load import load
 from megafp8.config.megatron_names import REFUSED_PRESETS
@@ -32,6 +32,7 @@ __all__ = [
     "HYBRID",
     "Layer",
     "MAX_LAYERS",
+    "MAX_VOCABULARY",
     "Origin",
     "REFUSED_PRESETS",
     "Setting",
