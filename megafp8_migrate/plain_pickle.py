@@ -9,7 +9,6 @@ error. The files of `torch.save` are archives of such a pickle and of the tensor
 
 from __future__ import annotations
 
-import io
 import math
 import pickletools
 import zipfile
@@ -451,10 +450,12 @@ def read_saved(file: BinaryIO) -> Saved:
             raise ForeignFileError(f"{name} is compressed, which torch.save never does")
         if info.file_size > most:
             raise ForeignFileError(f"{name} has {info.file_size} bytes; at most {most} are read")
-        read = bytearray(info.file_size)
+        read, size = bytearray(info.file_size), 0
         try:
             with archive.open(info) as stream:
-                size = io.BufferedReader(stream, 16 * MIB).readinto(read)  # type: ignore[arg-type]
+                while part := stream.read(16 * MIB):
+                    read[size : size + len(part)] = part
+                    size += len(part)
         except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError) as error:
             raise ForeignFileError(f"{name} cannot be read ({error})") from error
         if size != len(read):

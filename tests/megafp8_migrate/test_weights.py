@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.commands import main
+from megafp8.cli.pretrain import main as pretrain
 from megafp8.config.architecture import spec_of_tree, tree_of_spec
 from megafp8.foreign import ForeignFileError
 from megafp8.specs import GPTSpec
@@ -375,12 +376,21 @@ def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert line in said, said
 
 
-def test_a_run_continues_from_the_folder(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "theirs", half_llama(), arguments=ARGUMENTS)
-    assert run(folder, tmp_path / "new") == 0
-    text = yaml.safe_load((tmp_path / "new/model.yaml").read_text())
-    assert text["restore_from_path"] == str(tmp_path / "new")
-    assert text["model"]["make_vocab_size_divisible_by"] == VOCABULARY
+def test_a_run_continues_from_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The command that the import prints trains, with the weights; before it is a hint."""
+    wide = replace(LLAMA, vocab_size=320)
+    theirs = stacked(in_megatron(wide, weights_of(wide)), 2)
+    folder = write_checkpoint(tmp_path / "theirs", theirs, arguments=ARGUMENTS)
+    new = tmp_path / "new"
+    job = ["model.data.data_prefix=mock", "model.tokenizer.vocab_size=300", "trainer.max_steps=1",
+           "trainer.accelerator=cpu", "model.global_batch_size=2", "model.micro_batch_size=2",
+           "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0",
+           f"exp_manager.exp_dir={tmp_path / 'runs'}", "exp_manager.name=r"]  # fmt: skip
+    assert pretrain([f"restore_from_path={folder}", *job]) == 2
+    assert f"megafp8 import {folder} imported" in capfd.readouterr().err
+    assert run(folder, new) == 0
+    assert pretrain(["--config-dir", str(new), "--config-name", "model", *job]) == 0
+    assert f"loaded the weights from {new}" in capfd.readouterr().out
 
 
 # ---- which model it is
