@@ -29,11 +29,11 @@ _KEY = f"model.{NUM_EXPERTS}"
 
 def experts(s: MegatronSettings, m: Migration) -> None:
     """Translate all settings of experts; without experts Megatron reads none of them."""
-    given = {name: setting for name, setting in s.given.items() if _is_of_experts(name)}
+    given = {name: setting for name, setting in s.given.items() if is_of_experts(name)}
     s.taken |= given.keys()
     has_experts = NUM_EXPERTS in s.unknown or s.get(NUM_EXPERTS) not in (None, 0)
     if not has_experts:  # then no default of Megatron's is assumed either
-        s.taken |= {name for name in megatron_flags().passed if _is_of_experts(name)}
+        s.taken |= {name for name in megatron_flags().passed if is_of_experts(name)}
     ours = {
         name: _ours(setting.value)
         for name, setting in given.items()
@@ -51,7 +51,8 @@ def experts(s: MegatronSettings, m: Migration) -> None:
             m.change(setting.shown, setting.said, {_key(name): ours[name]})
 
 
-def _is_of_experts(name: str) -> bool:
+def is_of_experts(name: str) -> bool:
+    """Whether a setting is about experts alone."""
     row, group = megatron_flags().passed.get(name), megatron_flags().group(name)
     if row is not None:
         return all_keys()[row.key].group == "experts"

@@ -15,7 +15,7 @@ from megafp8.config.api import all_keys, function_keys
 from megafp8.specs.recipes import DEFAULT_RECIPE, names_where
 from megafp8_migrate.ignored import note_of
 from megafp8_migrate.megatron_data import DATA_RULES
-from megafp8_migrate.megatron_experts import experts
+from megafp8_migrate.megatron_experts import experts, is_of_experts
 from megafp8_migrate.megatron_flags import NONE, Refused, megatron_flags
 from megafp8_migrate.megatron_modules import modules
 from megafp8_migrate.megatron_schedule import schedule
@@ -88,6 +88,8 @@ def translate_model(s: MegatronSettings, m: Migration) -> None:
 def is_of_model(name: str) -> bool:
     """Whether a setting of Megatron's says which function the weights compute."""
     row, group = megatron_flags().passed.get(name), megatron_flags().group(name)
+    if is_of_experts(name):
+        return "parallel" not in name  # how ranks divide experts is no part of the function
     if row is not None:
         return row.key.removeprefix("model.") in function_keys()
     return (isinstance(group, Refused) and group.changes_model) or name in _OF_MODEL

@@ -117,6 +117,9 @@ _RECORDS = frozenset(
         "argparse Namespace", "types SimpleNamespace", "signal Signals", "_io BytesIO",
         "torch.serialization _get_layout", "torch device",
         "transformer_engine_torch DType", "te_cpu.enums DType",
+        *(f"numpy.{core}.multiarray {made}" for core in ("core", "_core")
+          for made in ("_reconstruct", "scalar")),
+        "numpy ndarray", "numpy dtype", "numpy.dtypes UInt32DType",
     }
 )  # fmt: skip
 """Classes whose objects become records."""
