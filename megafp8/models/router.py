@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -157,10 +158,13 @@ class Exchange:
 
 
 def sizes_of(counts_E: torch.Tensor, num_rows: int) -> list[int]:
-    """Return the rows of each expert; without values, on meta, as many for each as can be."""
+    """Return the rows of each expert; without values, on meta, as many for each as can be.
+
+    Any next ones then have their share within one row, as ranks have that divide the experts.
+    """
     if counts_E.is_meta:
-        share, more = divmod(num_rows, len(counts_E))
-        return [share + (index < more) for index in range(len(counts_E))]
+        ends = [index * num_rows // len(counts_E) for index in range(len(counts_E) + 1)]
+        return [end - start for start, end in pairwise(ends)]
     return counts_E.tolist()
 
 

@@ -154,6 +154,20 @@ def bytes_of_a_step(case: Case, mesh: Mesh) -> dict[tuple[str, str, str], int]:
     return steps.traffic | {("parameters", "", ""): count}
 
 
+@pytest.mark.parametrize("rows", [0, 3, 16, 37])
+def test_simulated_ranks_get_equally_many_rows(rows: int) -> None:
+    """Four ranks divide 16 experts, and each of them sends so many rows."""
+    counts, shares, sent = torch.empty(16, dtype=torch.int64, device="meta"), [], []
+    for rank in range(4):
+        route: Any = AllToAll(Axis("ep", 4, rank)).route(counts, rows)
+        assert len(route.sizes) == 4 and len(route.order) == sum(route.paths.received)
+        assert sum(route.sizes) == len(route.order) and len(set(route.paths.received)) == 1
+        shares.append(sum(route.sizes))
+        sent.append(route.paths.sent)
+    assert sum(shares) == 4 * rows and max(shares) - min(shares) <= 4
+    assert sent == 4 * [[share // 4 for share in shares]]
+
+
 # --- planted errors -------------------------------------------------------------------------------
 
 
