@@ -26,15 +26,22 @@ def is_widened(x: torch.Tensor) -> bool:
     return x.dtype == torch.bfloat16 and fp32_products(x.device)
 
 
-def mm(a_MK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | None = None) -> torch.Tensor:
-    """Return a @ b (+ bias), [M, N], in the operands' dtype.
+def mm(
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return a @ b (+ bias), [M, N], in the operands' dtype, in `out` unless it is widened.
 
     Autograd does not see the widening, so this is for code that has its own backward pass or none.
     """
     if a_MK.dtype == torch.bfloat16 and is_widened(a_MK):
         bias_N = None if bias_N is None else bias_N.float()
         return mm(a_MK.float(), b_KN.float(), bias_N).to(a_MK.dtype)
-    return torch.mm(a_MK, b_KN) if bias_N is None else torch.addmm(bias_N, a_MK, b_KN)
+    if bias_N is None:
+        return torch.mm(a_MK, b_KN, out=out)
+    return torch.addmm(bias_N, a_MK, b_KN, out=out)
 
 
 def linear(

@@ -1,7 +1,7 @@
 """Cast with a scale for each block in C on CPUs, along rows or along columns, and come back.
 
 A cast along columns reads the tensor as it lies in memory, where a rule in torch operations
-transposes it. The bits are those of `mxfp8.py` and `nvfp4.py`.
+transposes it. The bits are those of `mxfp8.py`, `nvfp4.py` and `scales.py`.
 """
 
 # M, N the tensor's own dims
@@ -12,11 +12,13 @@ import ctypes
 
 import torch
 
-from fp8_numerics.kernels.compile import KINDS, library_for
+from fp8_numerics.formats import Fp8Format
+from fp8_numerics.kernels.compile import IN_C, KINDS, library_for
 
 Block = tuple[int, int]
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 OUT_KINDS = (torch.float32, torch.bfloat16)
+_STRIP = 256  # columns that the kernels do together
 
 
 def runs_in_c(x: torch.Tensor) -> bool:
@@ -34,6 +36,31 @@ def mxfp8(x_MN: torch.Tensor, *, along_columns: bool) -> tuple[torch.Tensor, tor
     scale = x_MN.new_empty(shape, dtype=torch.float32)
     lib.megafp8_mxfp8(
         *_matrix(x_MN), int(along_columns), _at(payload), _at(scale), torch.get_num_threads()
+    )
+    return payload, scale
+
+
+def current(
+    x_MN: torch.Tensor, block: Block, fmt: Fp8Format, *, power_2: bool, torchao: bool = False
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return FP8 numbers [M, N] and what they are times, FP32, for each block by its own amax.
+
+    The rules are those of `scales.scale_of_amax`, and with `torchao` of `scale_of_amax_torchao`.
+    None where no kernel does it.
+    """
+    (rows, cols), (down, right) = x_MN.shape, block
+    if not (x_MN.numel() and fmt in IN_C and runs_in_c(x_MN)) or (down > 1 and _STRIP % right):
+        return None
+    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
+    assert lib is not None
+    payload = x_MN.new_empty(rows, cols, dtype=fmt.dtype)
+    scale = x_MN.new_empty(-(-rows // down), -(-cols // right), dtype=torch.float32)
+    lib.megafp8_current(
+        *_matrix(x_MN),
+        *(ctypes.c_size_t(size) for size in block),
+        *(int(choice) for choice in (not fmt.is_e4m3, power_2, torchao)),
+        *(_at(t) for t in (payload, scale)),
+        torch.get_num_threads(),
     )
     return payload, scale
 

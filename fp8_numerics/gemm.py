@@ -137,6 +137,7 @@ def gemm(
     engine: Engine = EMULATED,
     use_fast_accum: bool = False,
     into: Sum | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a @ b (+ bias) for 2-d operands, both FP8 or both plain, in the dtype `work`.
 
@@ -145,7 +146,8 @@ def gemm(
 
     With `into` the result (without bias) is meant for this sum: it is FP32 where the device has
     such a product, otherwise of dtype `work`. It is `into.total` itself if the product wrote or
-    added it there.
+    added it there. Without `into` the result is `out`, of its shape and dtype, if the product
+    wrote it there, which products of tensor cores, and those that round afterwards, do not.
     """
     if LISTENER is not None and isinstance(a, Fp8Tensor):
         return _announced(LISTENER, locals())  # the arguments
@@ -185,7 +187,11 @@ def gemm(
         product = mm_into(into.total, a, b, is_first=into.is_first, scales=scales)
         if product is not None:
             return product
-    product = bf16.mm(a, b, bias) if scales is None else _scaled_product(a, b, scales, bias)
+    out = out if out is not None and out.dtype == a.dtype else None
+    if scales is None:
+        product = bf16.mm(a, b, bias, out)
+    else:
+        product = _scaled_product(a, b, scales, bias, out)
     return product if product.dtype == work else product.to(work)
 
 
@@ -301,12 +307,17 @@ def transposed(payload_MN: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled_product(
-    a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scales: Scales,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return a @ b times both scales (+ bias); on a CPU they enter before the one rounding."""
     if not a.is_cpu and device_kind(a.device) != "cpu":
         product = times_scales(torch.mm(a, b).float(), scales)
         return product if bias is None else product + bias
     if bias is None:
-        return scaled_addmm(a.new_empty(()), a, b, factor(scales), beta=0)
-    return scaled_addmm(bias if bias.dtype == a.dtype else bias.to(a.dtype), a, b, factor(scales))
+        return scaled_addmm(a.new_empty(()), a, b, factor(scales), beta=0, out=out)
+    start = bias if bias.dtype == a.dtype else bias.to(a.dtype)
+    return scaled_addmm(start, a, b, factor(scales), out=out)

@@ -1,7 +1,7 @@
-/* Casts with a scale for each block of elements (MXFP8, NVFP4), and back to values.
+/* Casts with a scale for each block of elements (MXFP8, NVFP4, current scaling), and back to values.
  *
  * A block lies along a row, or along a column: then rows are read one after the other, and columns
- * are the elements of a vector. The rules and the bits are those of mxfp8.py and nvfp4.py.
+ * are the elements of a vector. The rules and the bits are those of mxfp8.py, nvfp4.py and scales.py.
  */
 #include "elements_cpu.h"
 
@@ -98,6 +98,93 @@ void megafp8_mxfp8(const void *x, size_t rows, size_t cols, int kind, int along_
         else if (kind == BF16) EACH(BF16);
         else EACH(F16);
 #undef EACH
+    }
+}
+
+/* How current scaling casts: the format, and which of the rules in scales.py makes the scales. */
+struct current { int format, power_2, torchao; };
+
+/* The scale of an amax, whose bits are above those of infinity if there was a NaN. */
+INLINE float current_scale(int32_t amax, struct current how) {
+    const float max = how.format == E4M3 ? 448.0f : 57344.0f, seen = as_float((uint32_t)amax);
+    float scale;
+    if (amax >= 0x7f800000 || (amax == 0 && !how.torchao)) return 1.0f;
+    if (how.torchao) scale = (float)(1.0 / (seen > 1e-12 ? (double)seen : 1e-12) * (double)max);
+    else scale = max / seen;
+    scale = scale < 0x1.fffffep127f ? scale : 0x1.fffffep127f;
+    return how.power_2 ? as_float(as_bits(scale) & 0x7f800000u) : scale;
+}
+
+INLINE void current_line(const void *restrict x, size_t at, size_t n, int kind, struct current how,
+                         uint8_t *restrict payload, float *scale) {
+    int32_t amax = 0;
+    uint32_t number;
+    for (size_t i = at; i < at + n; i++) {
+        int32_t seen = (int32_t)(as_bits(load(x, i, kind)) & 0x7fffffffu);
+        amax = seen > amax ? seen : amax;
+    }
+    const float factor = current_scale(amax, how);
+    *scale = 1.0f / factor;
+#pragma GCC ivdep
+    for (size_t i = at; i < at + n; i++)
+        payload[i] = encode(load(x, i, kind), factor, how.format, &number);
+}
+
+/* The rows from `top` to `bottom` are one block; `scale` is that of the first column. */
+INLINE void current_strip(const void *restrict x, size_t top, size_t bottom, size_t left, size_t n,
+                          size_t cols, size_t right, int kind, struct current how,
+                          uint8_t *restrict payload, float *restrict scale) {
+    int32_t amax[STRIP] = {0};
+    float factor[STRIP];
+    uint32_t number;
+    for (size_t row = top; row < bottom; row++)
+        for (size_t j = 0; j < n; j++) {
+            size_t at = row * cols + left + j;
+            int32_t seen = (int32_t)(as_bits(load(x, at, kind)) & 0x7fffffffu);
+            amax[j] = seen > amax[j] ? seen : amax[j];
+        }
+    for (size_t j = 0; j < n; j += right) {
+        const size_t end = j + right < n ? j + right : n;
+        int32_t most = amax[j];
+        for (size_t k = j; k < end; k++) most = amax[k] > most ? amax[k] : most;
+        const float one = current_scale(most, how);
+        for (size_t k = j; k < end; k++) factor[k] = one;
+        scale[j / right] = 1.0f / one;
+    }
+    for (size_t row = top; row < bottom; row++)
+#pragma GCC ivdep
+        for (size_t j = 0; j < n; j++) {
+            size_t at = row * cols + left + j;
+            payload[at] = encode(load(x, at, kind), factor[j], how.format, &number);
+        }
+}
+
+/* FP8 of x [rows, cols] with a scale for each `down` x `right` elements, the last of which may be
+ * fewer. One of both is 1, or `right` divides STRIP. */
+void megafp8_current(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
+                     int format, int power_2, int torchao, uint8_t *payload, float *scale,
+                     int threads) {
+    const size_t of_row = (cols + right - 1) / right, strips = (cols + STRIP - 1) / STRIP;
+    const size_t tiles = down == 1 ? rows * of_row : (rows + down - 1) / down * strips;
+    if (rows * cols < SERIAL_BELOW) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (size_t tile = 0; tile < tiles; tile++) {
+        const size_t per = down == 1 ? of_row : strips, step = down == 1 ? right : STRIP;
+        const size_t top = tile / per * down, left = tile % per * step;
+        const size_t bottom = top + down < rows ? top + down : rows;
+        const size_t n = cols - left < step ? cols - left : step;
+        float *to = scale + top / down * of_row + left / right;
+#define OF(K, F) do { \
+    const struct current how = {F, power_2, torchao}; \
+    if (down == 1) current_line(x, top * cols + left, n, K, how, payload, to); \
+    else current_strip(x, top, bottom, left, n, cols, right, K, how, payload, to); \
+} while (0)
+#define EACH(K) do { if (format == E4M3) OF(K, E4M3); else OF(K, E5M2); } while (0)
+        if (kind == F32) EACH(F32);
+        else if (kind == BF16) EACH(BF16);
+        else EACH(F16);
+#undef EACH
+#undef OF
     }
 }
 

@@ -223,14 +223,16 @@ def linear_forward(
     *,
     for_backward: bool = True,
     rows: Rows | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Operand, Operand | None]:
     """Run a linear's forward pass, [T, I] -> [T', O], without autograd; T' is `tokens_out` of T.
 
     `input` has `num_tokens` tokens, and may be quantized already, by the norm or activation that
     computed it. `work` is the dtype of the result. `for_backward` says that a backward pass
-    follows. `rows` are the places of the tokens (`Linear.forward`). After the output come the
-    operands that the backward pass reads: the input's, and the weight's, or None if the weight is
-    gathered again in the backward pass.
+    follows. `rows` are the places of the tokens (`Linear.forward`). The output is `out` if the
+    product could write it there (`gemm.gemm`). After the output come the operands that the backward
+    pass reads: the input's, and the weight's, or None if the weight is gathered again in the
+    backward pass.
     """
     quantizer, comm, (weight_OI, bias_O) = layer.quantizer, layer.comm, params
     # The input becomes FP8 here, in E4M3: of the two formats it has the more bits of mantissa, and
@@ -253,7 +255,14 @@ def linear_forward(
     # Ranks with a part of I each add up outputs: a bias before that would be added tp times.
     bias_in_product = None if comm.sums_output else bias_O
     output_TO = product(
-        layer, "output", input_TI, weight_last, work, transpose_b=True, bias=bias_in_product
+        layer,
+        "output",
+        input_TI,
+        weight_last,
+        work,
+        transpose_b=True,
+        bias=bias_in_product,
+        out=out,
     )
     output_TO = comm.reduce_output(output_TO)
     if bias_O is not None and comm.sums_output:
@@ -271,14 +280,15 @@ def linear_backward(
     *,
     needs_input: bool = True,
     rows: Rows | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Run a linear's backward pass, given the gradient of its output and the operands of `forward`.
 
     `grad_output` [T', O] may be quantized already, by the backward pass that computed it.
-    `needs_input` False leaves out the input gradient. `rows` are those of the forward pass. The
-    weight gradient is computed when the sink asks for it. The results are the gradients of input,
-    weight and bias for autograd; one is None if autograd does not need it or if the sink has taken
-    it.
+    `needs_input` False leaves out the input gradient, which is `out` if the product could write it
+    there. `rows` are those of the forward pass. The weight gradient is computed when the sink asks
+    for it. The results are the gradients of input, weight and bias for autograd; one is None if
+    autograd does not need it or if the sink has taken it.
     """
     comm, sink, (weight_OI, bias_O) = layer.comm, layer.sink, params
     # The output gradient becomes FP8 here, in E5M2 where a tensor has one scale: the gradients of
@@ -308,7 +318,8 @@ def linear_backward(
     if needs_input:
         if weight is None:  # FSDP has gathered it again
             weight = layer.weight_form.operands(weight_OI, work, 0).along_first
-        pending = comm.reduce_grad_input(product(layer, "grad_input", along_last, weight, work))
+        grad_input = product(layer, "grad_input", along_last, weight, work, out=out)
+        pending = comm.reduce_grad_input(grad_input)
 
     def compute_grad_weight(into: GradSum | None, /) -> torch.Tensor:
         # Tokens are gathered again, so that each rank keeps only its own in between.
@@ -335,6 +346,7 @@ def product(
     transpose_b: bool = False,
     bias: torch.Tensor | None = None,
     into: GradSum | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run one of a linear's three GEMMs on this device's engine, as `gemm.gemm` does."""
     quantizer = layer.quantizer
@@ -350,6 +362,7 @@ def product(
         engine=EMULATED if quantizer is None else quantizer.state.engine,
         use_fast_accum=quantizer is not None and place in quantizer.fast_accumulation,
         into=into,
+        out=out,
     )
 
 
@@ -439,10 +452,12 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
         is_grad_enabled: bool,
         *weights: nn.Parameter,
     ) -> torch.Tensor:
-        work, outputs, kept = input_TI.dtype, [], []
-        tensors: list[torch.Tensor] = []
-        each = zip(layers, input_TI.split(sizes), rows, weights, strict=True)
-        for layer, x_NI, rows_N, weight_OI in each:
+        work, kept, tensors = input_TI.dtype, [], list[torch.Tensor]()
+        # Each product writes its rows where they stay, or is copied there.
+        output_TO = input_TI.new_empty(len(input_TI), weights[0].shape[0])
+        parts = (input_TI.split(sizes), output_TO.split(sizes))
+        each = zip(layers, *parts, rows, weights, strict=True)
+        for layer, x_NI, out_NO, rows_N, weight_OI in each:
             output_NO, saved, weight = linear_forward(
                 layer,
                 (weight_OI, None),
@@ -451,8 +466,10 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
                 len(x_NI),
                 for_backward=is_grad_enabled,
                 rows=rows_N,
+                out=out_NO,
             )
-            outputs.append(output_NO)
+            if output_NO is not out_NO:
+                out_NO.copy_(output_NO)
             own = saved.tensors if isinstance(saved, Fp8Tensor) else (saved,)
             remake = saved.factory() if isinstance(saved, Fp8Tensor) else None
             tensors += own
@@ -461,15 +478,16 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
             ctx.save_for_backward(*tensors)
             ctx.layers, ctx.sizes, ctx.rows, ctx.weights = layers, sizes, rows, weights
             ctx.kept = kept
-        return torch.cat(outputs)
+        return output_TO
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tensors, needs_input = iter(ctx.saved_tensors), ctx.needs_input_grad[0]
-        grads_of_inputs, grads_of_weights = [], []
-        parts = grads[0].split(ctx.sizes)
-        each = zip(ctx.layers, parts, ctx.rows, ctx.weights, ctx.kept, strict=True)
-        for layer, grad_NO, rows_N, weight_OI, (number, remake, weight) in each:
+        grad_TO, sizes, grads_of_weights = grads[0], ctx.sizes, []
+        grad_input_TI = grad_TO.new_empty(len(grad_TO), ctx.weights[0].shape[1])
+        parts = grad_TO.split(sizes), grad_input_TI.split(sizes)
+        each = zip(ctx.layers, *parts, ctx.rows, ctx.weights, ctx.kept, strict=True)
+        for layer, grad_NO, out_NI, rows_N, weight_OI, (number, remake, weight) in each:
             saved = list(islice(tensors, number))
             input: Operand = saved[0] if remake is None else remake(*saved)
             grad_input_NI, grad_weight_OI, _ = linear_backward(
@@ -480,9 +498,9 @@ class _LinearsFunction(torch_private.DirectFunction, torch.autograd.Function):
                 weight,
                 needs_input=needs_input,
                 rows=rows_N,
+                out=out_NI,
             )
-            if grad_input_NI is not None:
-                grads_of_inputs.append(grad_input_NI)
+            if grad_input_NI is not None and grad_input_NI is not out_NI:
+                out_NI.copy_(grad_input_NI)
             grads_of_weights.append(grad_weight_OI)
-        grad_input_TI = torch.cat(grads_of_inputs) if needs_input else None
-        return grad_input_TI, None, None, None, None, *grads_of_weights
+        return grad_input_TI if needs_input else None, None, None, None, None, *grads_of_weights

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8_numerics import cpu
-from fp8_numerics.cast import Fp8Tensor, spread
+from fp8_numerics import block_casts, cpu
+from fp8_numerics.cast import Fp8Tensor, quantize_scaled, spread, times_scale
+from fp8_numerics.formats import ALL_FORMATS, FORMATS, FormatName
 from fp8_numerics.gemm import GemmCounter
-from fp8_numerics.scales import scale_of_amax, scale_of_amax_torchao
+from fp8_numerics.scales import amax_of_blocks, scale_of_amax, scale_of_amax_torchao
 from megafp8.errors import UserError
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink
@@ -27,6 +28,7 @@ from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
 from megafp8.specs.recipes import RECIPES, find_recipe
 from megafp8.specs.traits import ROW, TENSOR, GemmName, Scales
+from tests.c_kernels import need_kernels
 from tests.fp8.quantized import quantized
 from tests.spec import current
 from tests.spec import formats as spec_formats
@@ -85,10 +87,20 @@ def assert_specified(ours: Fp8Tensor, specified: current.Scaled) -> None:
     np.testing.assert_array_equal(scale.expand(ours.payload.shape).numpy(), specified.dequant_scale)
 
 
+@pytest.fixture(params=["C", "torch"])
+def _paths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the casts by the C kernels, and by torch operations."""
+    if request.param == "torch":
+        monkeypatch.setattr(block_casts, "runs_in_c", lambda x: False)
+    else:
+        need_kernels()
+
+
 @recipes
 @roles
 @dtypes
-@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 130), (256, 256), (0, 4), (4, 0)])
+@pytest.mark.parametrize("shape", [(9, 33), (1, 1), (130, 3), (3, 300), (256, 256), (0, 4), (4, 0)])
+@pytest.mark.usefixtures("_paths")
 def test_casts_are_the_specification(
     name: RecipeName, role: Role, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -109,6 +121,35 @@ def test_casts_are_the_specification(
     torch.testing.assert_close(total, x.float().sum(0), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (1, 600), (300, 1), (7, 64)])
+@pytest.mark.parametrize("format_name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("power_2", [True, False])
+@dtypes
+def test_kernels_and_torch_operations_cast_blocks_alike(
+    block: tuple[int, int], format_name: FormatName, power_2: bool, dtype: torch.dtype
+) -> None:
+    """In matrices of more columns than kernels do together, with blocks that are cut off."""
+    need_kernels()
+    x, fmt = awkward(300, 600, dtype), FORMATS[format_name]
+    for torchao in (False, True):
+        made = block_casts.current(x, block, fmt, power_2=power_2, torchao=torchao)
+        assert made is not None
+        scale = (scale_of_amax_torchao if torchao else scale_of_amax)(
+            amax_of_blocks(x, block), fmt, power_2=power_2
+        )
+        expected = quantize_scaled(times_scale(x.float(), scale, block), fmt)
+        assert torch.equal(made[1], scale.reciprocal())
+        codes = (each.view(torch.uint8).numpy() for each in (made[0], expected))
+        assert spec_formats.same_codes(*codes, spec_formats.FORMATS[format_name])
+
+
+def test_kernels_leave_other_blocks_formats_and_dtypes_to_torch_operations() -> None:
+    x, fmt = torch.ones(256, 256), FORMATS["e4m3"]
+    others = [(x, (2, 96), fmt), (x, (1, 8), ALL_FORMATS["e4m3fnuz"]), (x.double(), (1, 8), fmt)]
+    for given_x, block, given_fmt in others:
+        assert block_casts.current(given_x, block, given_fmt, power_2=True) is None
+
+
 @given(
     amax=st.one_of(
         st.floats(0, 3.4028234663852886e38, width=32), st.sampled_from([0.0, math.inf, 2.0**-149])
@@ -118,8 +159,6 @@ def test_casts_are_the_specification(
 )
 @settings(max_examples=300, deadline=None)
 def test_scales_are_the_specification(amax: float, power_2: bool, fmt: str) -> None:
-    from fp8_numerics.formats import FORMATS
-
     ours = torch.tensor([amax])
     theirs = np.float32(amax)
     spec_fmt = spec_formats.FORMATS[fmt]

@@ -105,6 +105,29 @@ def test_plain_operands(work: torch.dtype, counter: GemmCounter) -> None:
     assert dict(counter.flops) == {(name, "x"): 2 * (2 * 4 * 5 * 6)}
 
 
+@pytest.mark.parametrize("work", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_fp8", [True, False], ids=["fp8", "plain"])
+def test_a_product_is_written_where_it_belongs(
+    work: torch.dtype, is_fp8: bool, bf16_products: bool, counter: GemmCounter
+) -> None:
+    """Among the rows of others, and with the same bits; one that is rounded afterwards is not."""
+    a, b = noise(20, 32, dtype=work), noise(24, 32, seed=1, dtype=work)
+    left, right = a, b
+    if is_fp8:
+        left, right = (Fp8Tensor.quantize(x, torch.tensor(2.0), E4M3) for x in (a, b))
+    whole, begin, end = torch.full((40, 24), torch.nan, dtype=work), 7, 27
+
+    def multiplied(out: torch.Tensor | None) -> torch.Tensor:
+        return gemm(left, right, work=work, counter=counter, place="x", transpose_b=True, out=out)
+
+    place = whole[begin:end]
+    found, alone = multiplied(place), multiplied(None)
+    is_rounded = work == torch.bfloat16 and not bf16_products or (is_fp8 and work == torch.float16)
+    assert (found is place) == (not is_rounded)
+    assert torch.equal(found, alone) and found.dtype == work
+    assert whole[:begin].isnan().all() and whole[end:].isnan().all()
+
+
 def add(got: torch.Tensor, into: GradSum) -> None:
     """Add a product to a sum, as a sink of gradients does where the product did not."""
     if got is not into.total:

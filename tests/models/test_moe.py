@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megafp8.checkpoint.reader import Reader
+from megafp8.fp8.linear import linears_of_rows
 from megafp8.fp8.scaling import ScalingState
 from megafp8.models import moe as moe_module
 from megafp8.models import router as router_module
@@ -708,6 +710,32 @@ def test_experts_compute_as_calls_of_their_linears_do(recipe: Any, compute: str)
     assert {f"layers.1.mlp.fc{i}.{e}" for i in (1, 2) for e in range(4)} <= seen
     found, expected = tensors_of(together), tensors_of(called)
     assert not [name for name, x in expected.items() if not torch.equal(found[name], x)]
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_products_of_experts_write_their_rows_where_these_stay(recipe: Any) -> None:
+    """No rows are put together afterwards, which would copy all of them once more each way."""
+    state = build_run(model=MODEL, fp8=None if recipe is None else Fp8Recipe(name=recipe))
+    linears = [each for each in linears_of(state.model) if ".experts." in each.name][:2]
+    x = torch.randn(40, linears[0].weight.shape[1], requires_grad=True)
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                seen.append((func.overloadpacket.__name__, tuple(made.shape)))
+            return made
+
+    state.scaling.begin_microbatch(0)
+    with Watch():
+        out = linears_of_rows(linears, x, [16, 24], [None, None])
+        out.backward(torch.ones_like(out))
+    assert ("new_empty", tuple(out.shape)) in seen and ("new_empty", tuple(x.shape)) in seen
+    rows = {(size, width) for size in (16, 24, 40) for width in (x.shape[1], out.shape[1])}
+    assert not rows & {shape for name, shape in seen if name in ("cat", "copy_")}
 
 
 def counts_of_step(state: TrainState, step: int) -> torch.Tensor:

@@ -16,12 +16,13 @@ from megafp8.specs.traits import BLOCK, Cost, Traits, alike, blocks
 if TYPE_CHECKING:
     import torch
 
-    from fp8_numerics import cast, scales
+    from fp8_numerics import block_casts, cast, scales
     from fp8_numerics.cast import Fp8Tensor
     from fp8_numerics.kernels import triton_current
     from megafp8.fp8 import quantizer
     from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
+    block_casts = lazy("fp8_numerics.block_casts")
     cast, scales = lazy("fp8_numerics.cast"), lazy("fp8_numerics.scales")
     quantizer = lazy("megafp8.fp8.quantizer")
     triton_current = lazy("fp8_numerics.kernels.triton_current")
@@ -69,6 +70,9 @@ class Blockwise(Recipe):
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, block: tuple[int, int]
     ) -> Fp8Tensor:
         """Return the tensor in FP8 with one scale for each block of `block` rows and columns."""
+        made = block_casts.current(x_MN, block, tensor.fmt, power_2=tensor.power_2)
+        if made is not None:
+            return self._scaled(tensor, *made, block)
         amax = scales.amax_of_blocks(x_MN, block)
         quant_scale = scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2)
         scaled = cast.times_scale(x_MN.float(), quant_scale, block)

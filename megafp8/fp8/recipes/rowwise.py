@@ -13,12 +13,13 @@ from megafp8.specs.traits import ROW, Cost, Traits, alike
 if TYPE_CHECKING:
     import torch
 
-    from fp8_numerics import cast, scales
+    from fp8_numerics import block_casts, cast, scales
     from fp8_numerics.cast import Fp8Tensor
     from fp8_numerics.kernels import triton_cast, triton_current
     from megafp8.fp8 import quantizer
     from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
+    block_casts = lazy("fp8_numerics.block_casts")
     cast, scales = lazy("fp8_numerics.cast"), lazy("fp8_numerics.scales")
     quantizer = lazy("megafp8.fp8.quantizer")
     triton_cast = lazy("fp8_numerics.kernels.triton_cast")
@@ -62,6 +63,13 @@ class Rowwise(Recipe):
     def _along(self, tensor: TensorQuantizer, x_MN: torch.Tensor, dim: int) -> Fp8Tensor:
         """Quantize with one scale for all elements along `dim`."""
         is_whole = self._is_whole(tensor, dim)
+        if not is_whole and (dim == 1 or tensor.reduce_columns is None):
+            block = (1, x_MN.shape[1]) if dim == 1 else (x_MN.shape[0], 1)
+            made = block_casts.current(
+                x_MN, block, tensor.fmt, power_2=tensor.power_2, torchao=True
+            )
+            if made is not None:
+                return self._scaled(tensor, *made, dim)
         amax = cast.amax_of(x_MN).view(1, 1) if is_whole else cast.amax_along(x_MN, dim)
         if dim == 0 and tensor.reduce_columns is not None:  # in place
             tensor.reduce_columns(amax)
