@@ -135,6 +135,65 @@ def test_a_signal_to_the_launcher(place: Place, two_undisturbed: Place, name: st
         assert mine.read_bytes() == theirs.read_bytes()
 
 
+EXPERTS = (
+    "trainer.devices=2",
+    "model.activation=swiglu",
+    "model.normalization=rmsnorm",
+    "model.bias=False",
+    "model.ffn_dropout=0",
+    "model.num_moe_experts=4",
+    "model.moe_router_score_function=sigmoid",
+    "model.moe_router_enable_expert_bias=True",
+    "model.moe_aux_loss_coeff=0.01",
+)
+LAYOUTS_OF_EXPERTS = {
+    "whole experts": ("model.optim.name=distributed_fused_adam",),
+    "divided experts": ("model.expert_model_parallel_size=2",),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS_OF_EXPERTS)
+def of_experts(
+    request: pytest.FixtureRequest,
+    driver: Driver,
+    dataset: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Place, tuple[str, ...]]:
+    """Return an undisturbed run of two ranks with experts, and its settings."""
+    settings = (*EXPERTS, *LAYOUTS_OF_EXPERTS[request.param])
+    place = Place(driver, dataset, tmp_path_factory.mktemp("experts"))
+    done = place.run(*settings)
+    assert done.code == 0, done.output
+    return place, settings
+
+
+@pytest.mark.slow
+@pytest.mark.kill
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_with_experts_continue_bit_for_bit(
+    place: Place, of_experts: tuple[Place, tuple[str, ...]], number: signal.Signals
+) -> None:
+    """The job gets a signal, or loses a rank: weights, moments, histories and biases go on."""
+    undisturbed, settings = of_experts
+    process = place.command(*settings)
+    until_step(place, process, 4)
+    ranks = ranks_of(process.pid)
+    assert sorted(ranks) == [0, 1]
+    os.kill(process.pid if number == signal.SIGTERM else ranks[1].pid, number)
+    assert process.wait() == (75 if number == signal.SIGTERM else 1), place.command_output
+    wait_for_end(list(ranks.values()))
+    assert place.steps()[-1] < STEPS
+    done = place.run(*settings)
+    assert done.code == 0, done.output
+    if number == signal.SIGKILL:  # the other one has also saved at a step of its own
+        assert_same(place, undisturbed)
+    names = sorted(path.name for path in undisturbed.checkpoint(STEPS).glob("rank*.safetensors"))
+    assert names == [f"rank{rank}.safetensors" for rank in (0, 1)]
+    for name in names:
+        mine, theirs = (p.checkpoint(STEPS) / name for p in (place, undisturbed))
+        assert mine.read_bytes() == theirs.read_bytes()
+
+
 def test_a_signal_to_all_processes_of_a_job(place: Place) -> None:
     """As systemd sends it, so that the ranks get the launcher's signal and their own."""
     launcher = fork_until_step(place, 3)
