@@ -8,8 +8,10 @@ with model.fp8=False, and without settings that only FP8 has; it is trained once
 start from the same weights and read the same data. If the command is interrupted, the same command
 continues it. Of configurations with another `model.precision_schedule` it also says how long they
 would take by the model of `megafp8 plan`, on an H100 or on hardware=NAME; with hardware=NAME of all
-of them. The exit code is 0 if every configuration is "same" or "better", 5 if one is "worse", 6 if
-one is "undecided" and none is worse, 75 after an interruption.
+of them. With --each-layer (or --each linear, --each product) a configuration in FP8 is also trained
+with one layer at a time in high precision, and a ranking says what the loss gains by it and which
+`model.fp8_modules` to set. The exit code is 0 if every configuration is "same" or "better", 5 if
+one is "worse", 6 if one is "undecided" and none is worse, 75 after an interruption.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from megafp8.files import (
 from megafp8.jobs.comparison import Outcome, comparison_page, comparison_table, outcome, worst
 from megafp8.jobs.configurations import BASELINE, GIVEN, Comparison, Configuration, comparison
 from megafp8.jobs.job import Job, given_settings, run_left_in
+from megafp8.jobs.parts import EACH, Gain, gain_lines, gain_section, gains_of, with_parts
 from megafp8.jobs.processes import refuse_in_use, run_all
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.phases import specs_of_phases
@@ -87,6 +90,15 @@ def main(argv: Sequence[str]) -> int:
         default=100 * TOLERANCE,
         help="largest gap that counts as same, in %% (%(default)s)",
     )
+    parser.add_argument(
+        "--each",
+        choices=EACH,
+        help="also train the configuration with each of these in high precision, one at a time, "
+        "and rank them by what the loss gains",
+    )
+    parser.add_argument(
+        "--each-layer", action="store_const", const="layer", dest="each", help="--each layer"
+    )
     parser.add_argument("--out", type=Path, help="the directory (compare/ and a short hash)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--config-dir", type=Path, help="a directory of your own YAML files")
@@ -117,6 +129,8 @@ def compare(options: argparse.Namespace) -> int:
     given = [word for word in options.overrides if not is_hardware(word)]
     _refuse_seed([*given, *options.base], options.seeds)
     compared = comparison(given, options.base, source)
+    if options.each is not None:
+        compared = with_parts(compared, options.each, source)
     times = predicted_times(compared, source, hardware, is_asked=bool(words))
     seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
     out = options.out or Path("compare") / compared.identity[:8]
@@ -167,7 +181,8 @@ def _train_and_report(
         outcome(other, compared.base, runs, codes, options.tolerance / 100, times.get(other.label))
         for other in compared.others
     ]
-    return _report(outcomes, compared, runs, out)
+    gains = gains_of(compared, runs, options.tolerance / 100) if compared.parts else []
+    return _report(outcomes, gains, compared, runs, out)
 
 
 def _refuse_foreign(out: Path) -> None:
@@ -230,7 +245,11 @@ def _refuse_failures(codes: Mapping[Job, int]) -> None:
 
 
 def _report(
-    outcomes: Sequence[Outcome], compared: Comparison, runs: Mapping[Job, RunRecord], out: Path
+    outcomes: Sequence[Outcome],
+    gains: Sequence[Gain],
+    compared: Comparison,
+    runs: Mapping[Job, RunRecord],
+    out: Path,
 ) -> int:
     """Write the page and the figures, print the verdicts, and return the exit code."""
     names = {c.label: c.name for c in compared.configurations}
@@ -239,10 +258,13 @@ def _report(
     result = {
         "verdict": word,
         "configurations": [o.as_json() for o in outcomes],
+        **({"parts": [gain.as_json() for gain in gains]} if gains else {}),
         "runs": {f"{job.label}-{job.seed}": str(run.path) for job, run in runs.items()},
     }
     try:
-        write_atomically(out / REPORT_FILE, comparison_page(outcomes, list(runs.values()), labels))
+        ranking = gain_section(gains, compared.others[0]) if gains else ""
+        page = comparison_page(outcomes, list(runs.values()), labels, ranking)
+        write_atomically(out / REPORT_FILE, page)
         write_atomically(out / RESULT_FILE, to_json(result, indent=2) + "\n")
     except OSError as error:
         raise RunError(f"{out}: cannot be written ({error.strerror})") from error
@@ -253,6 +275,8 @@ def _report(
         print(f"verdict: {o.sentence}")
     if len(outcomes) > 1:
         print("\n" + "\n".join(comparison_table(outcomes)))
+    if gains:
+        print("", *gain_lines(gains, compared.others[0]), sep="\n")
     sys.stdout.flush()
     return {"worse": WORSE, "undecided": UNDECIDED}.get(word, int(ExitCode.FINISHED))
 

@@ -230,9 +230,12 @@ def _table(outcomes: Sequence[Outcome]) -> str:
 
 
 def comparison_page(
-    outcomes: Sequence[Outcome], runs: Sequence[RunRecord], labels: Sequence[str]
+    outcomes: Sequence[Outcome], runs: Sequence[RunRecord], labels: Sequence[str], parts: str = ""
 ) -> str:
-    """Return the page of a comparison, with the curves of its runs under their labels."""
+    """Return the page of a comparison, with the curves of its runs under their labels.
+
+    `parts` is HTML that follows the verdicts.
+    """
     base_name = outcomes[0].base_name
     if len(outcomes) == 1:
         (only,) = outcomes
@@ -246,7 +249,9 @@ def comparison_page(
         details = "".join(f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes)
         chart = gap_chart(f"training loss over {base_name}, mean of the seeds, %", gaps)
     charts = [chart] if gaps else []
-    return runs_page(title, runs, labels=labels, more=more, more_charts=charts, details=details)
+    return runs_page(
+        title, runs, labels=labels, more=more + parts, more_charts=charts, details=details
+    )
 
 
 def _section(outcome: Outcome, level: int) -> str:

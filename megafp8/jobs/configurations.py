@@ -74,15 +74,19 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Hold the baseline and the configurations that are compared with it."""
+    """Hold the baseline and the configurations that are compared with it.
+
+    `parts` are the configuration again, each with one part of the model in high precision.
+    """
 
     base: Configuration
     others: tuple[Configuration, ...]
+    parts: tuple[Configuration, ...] = ()
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
         """Return the baseline and the others."""
-        return (self.base, *self.others)
+        return (self.base, *self.others, *self.parts)
 
     def recipe_files(self) -> dict[str, str]:
         """Return the SHA-256 of the file of each recipe that is not built in, as it is now."""
@@ -115,7 +119,7 @@ class Comparison:
     @cached_property
     def identity(self) -> str:
         """Return a hash of all settings and of the recipes' files, as hexadecimal digits."""
-        trees = [dict(c.values) for c in (*self.others, self.base)]
+        trees = [dict(c.values) for c in (*self.others, self.base, *self.parts)]
         files = self.files_at_start
         return hashlib.sha256(to_json([*trees, files] if files else trees).encode()).hexdigest()
 

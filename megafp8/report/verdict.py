@@ -159,11 +159,16 @@ def _how_sure(gaps: Sequence[float], half_width: float | None, tolerance: float)
     text = f"with {len(gaps)} seeds the 95 % interval is ± {100 * half_width:.2f} %"
     if not tolerance < half_width < math.inf:
         return text
-    deviation = statistics.stdev(gaps)
-    most = range(len(gaps) + 1, MOST_SEEDS + 1)
-    enough = next((n for n in most if _half_width(deviation, n) <= tolerance), None)
+    enough = seeds_to_show(gaps, tolerance)
     number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
     return f"{text}, and {number} seeds would show a gap of {100 * tolerance:g} %"
+
+
+def seeds_to_show(gaps: Sequence[float], size: float) -> int | None:
+    """Return how many seeds, more than now, would show a mean gap of a size; None if too many."""
+    deviation = statistics.stdev(gaps)
+    most = range(len(gaps) + 1, MOST_SEEDS + 1)
+    return next((n for n in most if _half_width(deviation, n) <= size), None)
 
 
 def _word(mean: float, half_width: float, tolerance: float) -> str:

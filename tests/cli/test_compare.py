@@ -6,8 +6,10 @@ import functools
 import html
 import json
 import os
+import re
 import shutil
 import signal
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,14 @@ from megafp8.jobs import processes
 from megafp8.jobs.comparison import Outcome, costs_of, worst
 from megafp8.jobs.job import Job
 from megafp8.report.record import RunRecord
-from megafp8.report.verdict import Pair
+from megafp8.report.verdict import STUDENT, Pair
 from megafp8.runs.lock import LOCK_NAME, RunLock
 from megafp8.specs import RunSpec, recipes
+from megafp8.specs.layer import linear_names
+from megafp8.specs.precision import GEMMS
 from tests.config.helpers import run_spec
 from tests.report.made import make_run
-from tests.train.runs import wait_until
+from tests.train.runs import ROOT, wait_until
 
 
 @pytest.fixture
@@ -654,3 +658,146 @@ def test_the_hint_names_a_recipe_with_other_traits(
     assert compare.main([*given, "--base", f"model.fp8_recipe={recipe}"]) == 2
     other = "tensorwise" if recipe == "delayed" else "delayed"
     assert f"such as --base model.fp8_recipe={other}" in capsys.readouterr().err
+
+
+# ---- one part at a time in high precision
+
+TWO_LAYERS = [FP8, "model.num_layers=2"]
+TINY = """model.num_layers=2 model.hidden_size=64 model.ffn_hidden_size=256 model.fp8_health=off
+model.num_attention_heads=4 model.encoder_seq_length=64 trainer.max_steps=120 trainer.precision=32
+trainer.val_check_interval=120 trainer.limit_val_batches=20 trainer.accelerator=cpu"""
+
+
+def test_each_layer_stays_in_high_precision_once(made: list[Job]) -> None:
+    rules = "model.fp8_modules=['*.fc2:rowwise','layers.0.mlp.fc1:high_precision']"
+    assert compare.main([*TWO_LAYERS, rules, "--each-layer", "--out", "out"]) == 0
+    assert [job.label for job in made] == ["baseline", "given", "high-layers.0", "high-layers.1"]
+    _, given, first, second = (run_spec(*job.overrides).precision.fp8 for job in made)
+    assert given is not None and first is not None and second is not None
+    for recipe, high in ((first, "layers.0."), (second, "layers.1.")):
+        for name in linear_names(range(2)):
+            kept = given.precision_of(name) if not name.startswith(high) else "high_precision"
+            assert recipe.precision_of(name) == kept, name
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        (["model.fp8_modules=['*.attention.*:high_precision']", "--each", "linear"],
+         [f"layers.{n}.mlp.fc{i}" for n in (0, 1) for i in (1, 2)]),
+        (["model.override_linear_precision=[False,False,True]", "--each", "product"],
+         ["output", "grad_input"]),
+        (["model.num_moe_experts=4", "model.bias=False", "--each", "linear"],
+         [f"layers.{n}.{name}" for n in (0, 1) for name in (
+             "attention.qkv", "attention.projection", "mlp.experts.*.fc1", "mlp.experts.*.fc2")]),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_in_high_precision_anyway_is_left_out(
+    more: list[str], parts: list[str], made: list[Job]
+) -> None:
+    assert compare.main([*TWO_LAYERS, *more, "--out", "out"]) == 0
+    result = json.loads(Path("out/compare.json").read_text())
+    assert sorted(part["part"] for part in result["parts"]) == sorted(parts)
+    for part, job in zip(parts, made[2:], strict=True):
+        fp8 = run_spec(*job.overrides).precision.fp8
+        assert fp8 is not None
+        if part in GEMMS:
+            assert fp8.high_precision_gemms == {part, "grad_weight"}
+        else:
+            high = [n for n in fp8.modules if n.precision == "high_precision"]
+            assert high[0].pattern == part
+
+
+def set_losses(losses: dict[str, list[float]]) -> None:
+    for label, of_seeds in losses.items():
+        for seed, loss in enumerate(of_seeds, start=1):
+            set_loss(label, seed, loss)
+
+
+def test_parts_are_ranked_by_what_the_loss_gains(
+    made: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*TWO_LAYERS, "--each-layer", "--seeds", "1", "2", "3", "--out", "out"]
+    assert compare.main(argv) == 0
+    set_losses({
+        "baseline": [2.0, 2.1, 2.2], "given": [2.2, 2.3, 2.4],
+        "high-layers.0": [2.19, 2.3, 2.41], "high-layers.1": [2.02, 2.12, 2.22],
+    })  # fmt: skip
+    for label, share in (("given", 0.8), ("high-layers.0", 0.5), ("high-layers.1", 0.4)):
+        for seed in (1, 2, 3):
+            file = Path(f"out/{label}-{seed}/summary.json")
+            summary = json.loads(file.read_text())
+            file.write_text(json.dumps({**summary, "fp8_share_of_gemm_flops": share}))
+    capsys.readouterr()
+    assert compare.main(argv) == compare.WORSE
+    said = capsys.readouterr().out
+    first, second = json.loads(Path("out/compare.json").read_text())["parts"]
+    assert (first["part"], second["part"]) == ("layers.1.*", "layers.0.*")
+    gains = [2.02 / 2.2 - 1, 2.12 / 2.3 - 1, 2.22 / 2.4 - 1]
+    assert list(first["figures"]["gaps"].values()) == pytest.approx(gains)
+    assert first["gap_to_baseline"] == pytest.approx((0.02 / 2 + 0.02 / 2.1 + 0.02 / 2.2) / 3)
+    assert (first["flops"], second["flops"]) == pytest.approx((0.4, 0.3))
+    row = next(line for line in said.splitlines() if line.startswith("layers.1.*"))
+    assert re.split(" {2,}", row)[1] == f"{-100 * sum(gains) / 3:+.2f} %"
+    advice = "model.fp8_modules=['layers.1.*:high_precision']"
+    assert said.splitlines()[-1] == advice and "with layers.1.* in high precision:" in said
+    page = html.unescape(Path("out/report.html").read_text())
+    assert advice in page and page.index("gains with a part") < page.index("<h2>Curves")
+
+
+def test_the_ranking_says_how_many_seeds_would_decide(
+    made: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*TWO_LAYERS, "--each-layer", "--out", "out", "--seeds"]
+    compare.main([*argv, "1"])
+    assert "one seed cannot tell a gain from chance" in capsys.readouterr().out
+    compare.main([*argv, "1", "2", "3"])
+    gaps = [-0.01, -0.02, 0.003]
+    set_losses({"given": [2.0] * 3, "high-layers.1": [2.0 * (1 + gap) for gap in gaps]})
+    compare.main([*argv, "1", "2", "3"])
+    # Of n seeds, half of the interval is Student's t times the deviation over the root of n.
+    deviation, mean = statistics.stdev(gaps), -statistics.fmean(gaps)
+    enough = next(n for n in range(4, 99) if STUDENT[n - 2] * deviation / n**0.5 <= mean)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert f"about {enough} seeds would decide whether the loss gains {100 * mean:.2f} %" in said
+
+
+def test_parts_are_ranked_where_the_recipe_alone_does_not_finish(
+    made: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [*TWO_LAYERS, "--each-layer", "--out", "out", "--seeds", "1"]
+    compare.main(argv)
+    for label in ("given", "high-layers.1"):
+        (record := Path(f"out/{label}-1/run.json")).write_text(
+            json.dumps({**json.loads(record.read_text()), "status": "diverged"})
+        )
+    capsys.readouterr()
+    compare.main(argv)
+    said = capsys.readouterr().out
+    assert "did not finish" in said and "it does with any of layers.0.* in high" in said
+    assert said.splitlines()[-1] == "model.fp8_modules=['layers.0.*:high_precision']"
+
+
+def test_what_each_refuses(made: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["model.fp8=True", "model.fp8_margin=0,1", "--each-layer"]
+    none = ["model.optim.lr=1e-4", "--base", "model.optim.lr=1e-3", "--each", "layer"]
+    for argv, words in ((several, "there are several"), (none, "Give model.fp8=True")):
+        assert compare.main(argv) == 2 and not made
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", ["TwoBits", "Outlier", "Underflow"])
+def test_a_planted_bad_layer_is_ranked_first(
+    plant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    planted = f"{ROOT}/tests/own_recipes/bad_linears.py:{plant}"
+    compare.main(
+        [FP8, "model.fp8_recipe=rowwise", f"model.fp8_modules=['layers.1.*:{planted}']",
+         *TINY.split(), "--each-layer", "--seeds", "1", "2", "--jobs", "2", "--out", "out"]
+    )  # fmt: skip
+    parts = json.loads(Path("out/compare.json").read_text())["parts"]
+    assert [part["part"] for part in parts] == ["layers.1.*", "layers.0.*"]
+    assert parts[0]["figures"]["mean"] < 0
