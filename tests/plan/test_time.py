@@ -659,14 +659,15 @@ def test_experts_are_divided_over_ranks_of_their_own() -> None:
     assert shared is not None and (shared.load, shared.bytes_at_load) == (1, before.total)
     spec = with_experts(job(ranks=4, ep=2))
     (after,), parts = all_ranks(spec), rank_traffic(spec, 0)
-    experts = 8 * 16 * 3 * 4096 * 8192
+    experts, rows = 8 * 16 * 3 * 4096 * 8192, 2 * 4 * 2048  # rows of a rank's microbatch
     assert before.num_params - after.num_params == experts / 2
     assert before.held.gradients - after.held.gradients == 4 * experts / 2
-    assert after.step.microbatch == pytest.approx(before.step.microbatch, rel=1e-6)
+    orders = 8 * 8 * rows  # in each layer, of the rows that ranks have sent
+    assert after.step.microbatch == pytest.approx(before.step.microbatch + orders, rel=1e-6)
     (sums,) = (m for m in parts if m.axis == "edp")
     assert (sums.handed, sums.num_ranks, sums.stride) == (4 * experts / 2, 2, 2)
     assert not [m for m in whole if m.axis in ("edp", "ep")]
-    rows, times = 2 * 4 * 2048, 2 * 8 * 4  # of a microbatch; forward and back, layers, microbatches
+    times = 2 * 8 * 4  # forward and back, layers, microbatches
     sent = {m.what: m.handed for m in parts if m.axis == "ep"}
     assert sent == {
         "rows to experts": times * rows * (2 * 4096 + 4),
