@@ -23,6 +23,7 @@ PAGES = (
     "README.md",
     *(f"{name}/README.md" for name in packages()[1:]),
     *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs/guide").glob("*.md")),
+    "docs/reference/secrets.md",
 )
 TABLE = ROOT / "tests/promises.yaml"
 SHORTEST = 3  # words; the cells of a table that say one word belong to their row

@@ -202,6 +202,9 @@ PAGES = {
             "python examples/09": "test_recipes_of_your_own_get_a_verdict_each",
         },
     ),
+    "docs/guide/which_layer.md": Page(
+        added={"megafp8 compare": SMALL}, codes={"megafp8 compare": 6}
+    ),
     "docs/guide/published_files.md": Page(
         not_run={"python -m scripts.foreign_files": "needs clones of NVIDIA's repositories"},
     ),

@@ -63,8 +63,8 @@ def refuse_foreign(path: Path, names: Iterable[str]) -> None:
         RunError: The directory is neither empty nor that of a run, or a link or special file has a
             name of a file that a run would add to.
     """
-    refuse_links(path)
     if _has_run(path):
+        refuse_links(path)
         return
     found = sorted(name for name in names if not _is_as_good_as_none(path / name))
     if not found:

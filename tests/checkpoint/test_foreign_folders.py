@@ -125,7 +125,9 @@ def test_a_run_of_others_writes_through_no_link(tmp_path: Path, name: str, kind:
         (folder / name).symlink_to(precious) if kind == "link" else os.mkfifo(folder / name)
 
     put()
-    with pytest.raises(RunError, match="is a link or no ordinary file"):  # it has no run yet
+    with pytest.raises(
+        RunError, match="has no run, and other files than one: "
+    ):  # it has no run yet
         directory.enter(spec_for(folder), is_sweep=False)
     (folder / name).unlink()
     directory.enter(spec_for(folder), is_sweep=False).release()
