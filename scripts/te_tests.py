@@ -20,6 +20,7 @@ import random
 import re
 import signal
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -101,7 +102,9 @@ TEXT = """\
 tests (`tests/pytorch` at the tag of a version, none of which is in this repository) over the
 [kernels on a CPU](../reference/backends.md#on-a-cpu). No test was changed. Each file ran in a
 process of its own, in a random order by the seed 1; "run" is how many of its tests ran, and "of"
-how many it has. Every test that does not pass has a reason, by what its error says:
+how many it has. Where a kernel was written or mended, the tests of the sample that had not passed
+ran again, and those that had passed did not. Every test that does not pass has a reason, by what
+its error says:
 
 - **value differs**: an assertion of the test does not hold. Each is explained below.
 - **lacks a kernel**: a function of the compiled extension is not here, and the error names it.
@@ -435,7 +438,8 @@ def failures(files: dict[str, Any]) -> list[str]:
         known = EXPLAINED.get(f"{name}::{function}") if outcome == "value differs" else None
         number = f"{len(errors)} " if function else "the file does not load: "
         where = f"`{name}`{f' `{function}`' if function else ''}"
-        lines.append(f"{where}: {number}{outcome}. {known or f'`{errors[0][:200]}`'}")
+        said_first = textwrap.shorten(errors[0], 200, placeholder=" …")
+        lines.append(f"{where}: {number}{outcome}. {known or f'`{said_first}`'}")
     return lines
 
 
