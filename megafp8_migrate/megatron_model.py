@@ -60,8 +60,9 @@ def own_settings(home: Files, files: Files) -> Settings:
             saved = read_saved(file).value
             arguments = saved.get("args") if isinstance(saved, dict) else None
             given = dict(fields_of(arguments)) if arguments is not None else {}
+            settings = _of_arguments(given)
         if "num_layers" in given:
-            translate_model(_of_arguments(given), migration)
+            translate_model(settings, migration)
             return settings_of(migration, files.shown(COMMON), saves_all=True)
     raise CheckpointError(files.shown(COMMON), "does not say which model it is of", _GIVE)
 
@@ -107,7 +108,10 @@ def given_settings(file: Path) -> Settings:
         UserError: It cannot be read, or does not say which model it is of.
     """
     text = read_text(file, "Give the launch script or the YAML with which the model was trained")
-    tree = None if megatron.is_script(file.name, text) else parse_yaml(text)
+    try:
+        tree = None if megatron.is_script(file.name, text) else parse_yaml(text)
+    except ForeignFileError as error:
+        raise CheckpointError(file, str(error), "Correct the file") from error
     if tree is None or (isinstance(tree, dict) and bridge.is_bridges(tree)):
         return settings_of(migrate(text, file.name, folder=file.parent), file)
     values = load(config_dir=file.absolute().parent, config_name=file.name)
@@ -138,7 +142,8 @@ def settings_of(migration: Migration, file: Path, *, saves_all: bool = False) ->
         }
     except OmegaConfBaseException as error:
         raise CheckpointError(file, str(error).splitlines()[0], _GIVE) from error
-    missing = [name for name in (_SAID if saves_all else _NEEDED) if tree.get(name) is None]
+    needed = (*_SAID, "rotary_base") if tree.get("position_embedding_type") == "rope" else _SAID
+    missing = [name for name in (needed if saves_all else _NEEDED) if tree.get(name) is None]
     if missing:
         raise CheckpointError(file, f"does not have {', '.join(missing)}", _GIVE)
     return Settings(tree, file)
