@@ -143,8 +143,10 @@ MAY_BE_IMPORTED = {
     *("megafp8", "megafp8.config.api", "megafp8.cli.job"),
     *("megafp8.errors", "megafp8.foreign", "megafp8.secrets"),
     *("megafp8.specs.data", "megafp8.specs.recipes", "megafp8.specs.te_versions"),
+    *("megafp8.specs", "megafp8.specs.parameters"),  # these and the next for weights
+    *("megafp8.checkpoint.huggingface_files", "megafp8.train.huggingface"),
 }
-"""What the two use of the trainer."""
+"""What the package uses of the trainer."""
 FOLDERS = ("megafp8_migrate", "megafp8_migrate/audit")
 OURS = ("megafp8", "te_cpu", "fp8_numerics")
 
