@@ -172,7 +172,7 @@ PAGES = {
         links={"wheels": "tests/megafp8_migrate/megatron_stand_in"},
         not_run={
             "pip download": "downloads; a stand-in for Megatron is in its place",
-            "megafp8 import": "tests/megafp8_migrate/test_weights.py imports such checkpoints",
+            "megafp8 import": "test_a_run_continues_from_the_folder",
         },
         codes={"megafp8 migrate --line": 2, "megafp8 migrate run_config.yaml": 2},
         te=("2.12.0", "2.20.2"),
