@@ -32,6 +32,8 @@ from megafp8.specs.recipes import HIGH_PRECISION
 EACH = ("linear", "layer", "product")
 PRODUCTS = "model.override_linear_precision"
 SHARE = "fp8_share_of_gemm_flops"
+LEAST_GAIN = 5e-5
+"""The least gain that the table shows as more than 0.00 %."""
 COLUMNS = ("in high precision", "the loss gains", "95 % interval", "gap to the baseline",
            "GEMM FLOPs that leave low precision")  # fmt: skip
 
@@ -212,7 +214,7 @@ def _advice(gains: Sequence[Gain], recipe: Configuration) -> list[str]:
     gaps, gain = list(best.verdict.gaps.values()), -best.verdict.mean
     if len(gaps) < 2:
         return ["one seed cannot tell a gain from chance: give at least three (--seeds 1 2 3)"]
-    if not gain > 0:
+    if not gain >= LEAST_GAIN:
         return ["the loss gains with no part in high precision"]
     enough = seeds_to_show(gaps, gain)
     number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"

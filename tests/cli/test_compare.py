@@ -760,6 +760,9 @@ def test_the_ranking_says_how_many_seeds_would_decide(
     enough = next(n for n in range(4, 99) if STUDENT[n - 2] * deviation / n**0.5 <= mean)
     said = capsys.readouterr().out.splitlines()[-1]
     assert f"about {enough} seeds would decide whether the loss gains {100 * mean:.2f} %" in said
+    set_losses({"high-layers.1": [2.0 - 8e-5, 2.0, 2.0]})  # a gain of 0.001 %, with an interval
+    compare.main([*argv, "1", "2", "3"])
+    assert "the loss gains with no part in high precision" in capsys.readouterr().out
 
 
 def test_parts_are_ranked_where_the_recipe_alone_does_not_finish(
