@@ -70,11 +70,8 @@ class _Name(NamedTuple):
     text: str
 
 
-class _Mark:
-    """Stand for the place from which an instruction takes all values of the stack."""
-
-
-_MARK = _Mark()
+_MARK: Any = object()
+"""Stands for the place from which an instruction takes all values of the stack."""
 _DTYPES = {
     f"torch {name}": getattr(torch, name)
     for name in (
@@ -255,6 +252,8 @@ class _Machine:
                 self.stack.append(_CONSTANTS[name])
             elif name in _LITERALS:
                 self.stack.append(argument)
+            elif name in _TUPLES:
+                self.stack.append(self._last(_TUPLES[name]))
             elif (do := getattr(self, f"do_{name.lower()}", None)) is not None:
                 do(argument)
             elif name not in _WITHOUT_EFFECT:
@@ -300,15 +299,6 @@ class _Machine:
 
     def _last(self, count: int) -> tuple[Any, ...]:
         return tuple(reversed([self.stack.pop() for _ in range(count)]))
-
-    def do_tuple1(self, _: Any) -> None:
-        self.stack.append(self._last(1))
-
-    def do_tuple2(self, _: Any) -> None:
-        self.stack.append(self._last(2))
-
-    def do_tuple3(self, _: Any) -> None:
-        self.stack.append(self._last(3))
 
     def _top(self, kind: type) -> Any:
         if not isinstance(self.stack[-1], kind):
@@ -381,6 +371,7 @@ _LITERALS = frozenset(
     UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8
     """.split()
 )
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _WITHOUT_EFFECT = ("PROTO", "FRAME")
 
 
