@@ -165,8 +165,8 @@ def forward_work(spec: RunSpec, layer: int) -> int:
 def experts_forward_work(spec: RunSpec, layer: int) -> int:
     """Return what a layer's experts need, as they end their forward pass, beside what stays.
 
-    These are the experts' input, order and rows, and their results with those of each, with the
-    FP32 sums of tokens, or as other ranks get them in order and as these send theirs.
+    These are the experts' input, order and rows, and their results with the FP32 sums of tokens, or
+    as other ranks get them in order and as these send theirs.
     """
     size, (columns, rows) = compute_itemsize(spec), layer_shapes(spec)[layer].experts
     if not columns:
@@ -179,7 +179,7 @@ def experts_forward_work(spec: RunSpec, layer: int) -> int:
         if not _keeps_input_as_it_is(spec, linear):
             work += microbatch_tokens(spec) * linear.read * size
     outer = microbatch_tokens(spec) * sum(linear.read for linear in columns)
-    copies = 1 + (spec.parallel.ep > 1)
+    copies = 2 * (spec.parallel.ep > 1)
     return work + outer * size + max(copies * outer * size, inputs * (FP32 + size))
 
 

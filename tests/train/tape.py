@@ -125,10 +125,15 @@ def use_tapes(replace: Callable[[Any, str, Any], None]) -> TapeRecorder:
     """
 
     def scaled_product(
-        a: torch.Tensor, b: torch.Tensor, scales: Scales, bias: torch.Tensor | None
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scales: Scales,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
         product = times_scales(torch.mm(a, b).float(), scales)
-        return product if bias is None else product + bias
+        product = product if bias is None else product + bias
+        return product if out is None else out.copy_(product)
 
     replace(gemm, "_scaled_product", scaled_product)
     for module in (gemm, addmm):
