@@ -86,8 +86,8 @@ EXPLAINED = {
             "test_rht_with_quantization_block_tiling_versus_reference",
             "mxfp8/test_mxfp8_quantize_swizzle_fusion.py::test_mxfp8_quantize_swizzle_fusion",
         ),
-        "the test asks for scales in the order of cuBLAS's tiles (`optimize_for_gemm`). A cast here "
-        "leaves them in rows and says so in the tensor (`_with_gemm_swizzled_scales`), which "
+        "the test asks for scales in the order of cuBLAS's tiles (`optimize_for_gemm`). A cast "
+        "here leaves them in rows and says so in the tensor (`_with_gemm_swizzled_scales`), which "
         "products read; the test compares bytes",
     ),
     **dict.fromkeys(
