@@ -360,6 +360,13 @@ def test_an_expert_draws_by_the_places_of_tokens_of_other_ranks() -> None:
                 assert torch.allclose(mine, one, rtol=1e-3, atol=1e-4), (name, tensor)
 
 
+DIVIDED = {
+    2: {"ep 2": (EP, 2), "tp 2, ep 2": (SP_EP, 1), "cp 2, ep 2": (CP_EP, 1)},
+    4: {"ep 2 x pp 2": (PP_EP, 2), "ep 4": (EP_4, 4)},
+}
+"""Layouts with their numbers of replicas, whose microbatches one process has as one."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", RECIPES)
 def test_every_recipe_trains_with_divided_experts(precision: str) -> None:
@@ -378,13 +385,23 @@ def test_every_recipe_trains_with_divided_experts(precision: str) -> None:
     batch = matrix.BATCHES.get(precision, 2)
     case = case_of(compute=compute, fp8=recipe, model=model, batch=batch)
     for faults in ((), (ALL_TO_ONE,)):
-        whole = alone(seen, {"": replace(case, merged=2, faults=faults)})[""]
-        cases = {name: replace(case, parallel=EP, faults=faults) for name in ("ep 2",)}
-        for name, ranks in on_ranks(seen, cases, 2).items():
+        case = replace(case, faults=faults)
+        whole_of = {
+            count: alone(seen, {"": replace(case, merged=count)})[""] for count in (1, 2, 4)
+        }
+        found = [
+            (name, whole_of[layouts[name][1]], ranks)
+            for size, layouts in DIVIDED.items()
+            for name, ranks in on_ranks(
+                seen, {name: replace(case, parallel=layouts[name][0]) for name in layouts}, size
+            ).items()
+        ]
+        for name, whole, ranks in found:
             for rank in ranks:
                 assert rank.losses == ranks[0].losses, name
-                assert rank.losses[0] == pytest.approx(whole.losses[0], rel=1e-3), name
-                assert rank.norms[0] == pytest.approx(whole.norms[0], rel=1e-2), name
+                if name.startswith("ep"):  # else BF16 sums round otherwise, and near ties choose so
+                    assert rank.losses[0] == pytest.approx(whole.losses[0], rel=1e-3), name
+                    assert rank.norms[0] == pytest.approx(whole.norms[0], rel=1e-2), name
                 assert rank.losses == pytest.approx(whole.losses, rel=2e-2), name
                 assert rank.norms == pytest.approx(whole.norms, rel=matrix.NORMS_BOUND), name
 
