@@ -182,14 +182,28 @@ def _float8(arguments: tuple[Any, ...]) -> Float8:
     return Float8(codes, of_codes, scale)
 
 
+def _ordered(given: Any = ()) -> dict[Any, Any]:
+    if isinstance(given, dict):
+        return dict(given)
+    return {_key(key): value for key, value in given}
+
+
+def _path(given: tuple[Any, ...]) -> str:
+    parts = [_text(part) for part in given]
+    if sum(map(len, parts)) > _MAX_PATH:  # paths of paths grow by doubling
+        raise ForeignFileError("it has a path that no system allows")
+    return "/".join(parts)
+
+
+_MAX_PATH = 4096
 _MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch Size": lambda given: numbers(tuple(given[0])),
-    "collections OrderedDict": lambda given: dict(*given),
+    "collections OrderedDict": lambda given: _ordered(*given),
     "collections defaultdict": lambda given: {},
     "builtins set": lambda given: set(map(_key, given[0])) if given else set(),
     "builtins slice": lambda given: slice(*given),
-    "pathlib PosixPath": lambda given: "/".join(map(_text, given)),
-    "pathlib._local PosixPath": lambda given: "/".join(map(_text, given)),
+    "pathlib PosixPath": lambda given: _path(given),
+    "pathlib._local PosixPath": lambda given: _path(given),
     "_codecs encode": _encoded,
     "torch._utils _rebuild_tensor_v2": _tensor,
     "torch._utils _rebuild_tensor_v3": lambda given: _tensor(given, given[6]),
@@ -442,6 +456,9 @@ def read_saved(file: BinaryIO) -> Saved:
             raise ForeignFileError(f"it has no {name}")
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise ForeignFileError(f"{name} is compressed, which torch.save never does")
+        assert archive.fp is not None
+        if info.file_size > archive.fp.seek(0, 2):
+            raise ForeignFileError(f"{name} is longer than its archive")
         if info.file_size > most:
             raise ForeignFileError(f"{name} has {info.file_size} bytes; at most {most} are read")
         read, size = bytearray(info.file_size), 0
@@ -450,13 +467,21 @@ def read_saved(file: BinaryIO) -> Saved:
                 while part := stream.read(16 * MIB):
                     read[size : size + len(part)] = part
                     size += len(part)
-        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
             raise ForeignFileError(f"{name} cannot be read ({error})") from error
         if size != len(read):
             raise ForeignFileError(f"{name} is cut off")
         return read
 
     def tensor(saved: Any) -> torch.Tensor:
+        try:
+            return unguarded(saved)
+        except ForeignFileError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, MemoryError) as error:
+            raise ForeignFileError(f"a tensor is none that torch could hold ({error})") from error
+
+    def unguarded(saved: Any) -> torch.Tensor:
         if isinstance(saved, Float8):
             codes = tensor(saved.codes).view(torch.uint8).contiguous().view(saved.dtype)
             return codes.float() * tensor(saved.scale).float().reshape(())

@@ -36,6 +36,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 FORMAT = "torch_dist"
 _MAX_SMALL_BYTES = 1 << 20
 _MAX_DIMS = 8
+MAX_MEMBERS = 100_000  # of an archive
 _ABSENT = "Give the folder of a checkpoint that was saved completely"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes in which weights are read. One of 8 bits would need scales, which no file here has."""
@@ -65,7 +66,12 @@ class Files:
             return None
         try:
             with tarfile.open(self.path, "r:") as archive:
-                listed = {info.name.removeprefix("./"): info for info in archive}
+                listed = dict[str, tarfile.TarInfo]()
+                for info in archive:
+                    # With a negative size the list would never end.
+                    if info.size < 0 or len(listed) >= MAX_MEMBERS:
+                        raise tarfile.TarError("it has a file of negative size, or too many")
+                    listed[info.name.removeprefix("./")] = info
         except (tarfile.TarError, OSError, ValueError, EOFError) as error:
             reason = f"is no uncompressed tar archive ({error})"
             hint = "Unpack it with `tar -xf`, and give the folder"
@@ -392,10 +398,12 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
     places: dict[Any, Mapping[str, Any]] = {}
     for index, info in metadata["storage_data"].items():
         offset = fields_of(index).get("offset")
+        _of_text(index["fqn"])
         places[index["fqn"], None if offset is None else numbers(offset)] = fields_of(info)
     flat = fields_of(metadata).get("mcore_data") or {}
     tensors, objects = {}, []
     for name, about in metadata["state_dict_metadata"].items():
+        _of_text(name)
         if about.name.endswith("BytesStorageMetadata"):
             objects.append(name)
             continue
@@ -414,6 +422,11 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
             raise ForeignFileError(f"the cells of {name} do not divide its shape")
         tensors[name] = StoredParts(whole, dtype, chunks, cells)
     return DistCheckpoint(files, tensors, sorted(objects))
+
+
+def _of_text(name: Any) -> None:
+    if not isinstance(name, str):
+        raise ForeignFileError("the name of a tensor is no text")
 
 
 def _chunks(

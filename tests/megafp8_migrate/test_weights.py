@@ -887,3 +887,14 @@ def test_the_model_is_that_of_megatron_core(
     expected = theirs["logits"]
     assert logits.shape == expected.shape and expected.std() > 0.5
     assert (logits - expected).abs().max() <= FP32 * expected.abs().max()
+
+
+NESTED = b"(ccollections\nOrderedDict\n](" + b")" + b"\x85" * 50000 + b"N\x86e\x85R."
+DOUBLED = b"0cpathlib\nPosixPath\nh\0h\0\x86Rq\0"
+LONG_PATH = b"X\xe8\x03\0\0" + b"a" * 1000 + b"q\0" + DOUBLED * 9 + b"."
+
+
+@pytest.mark.parametrize(("content", "said"), [(NESTED, "key"), (LONG_PATH, "path")])
+def test_a_small_file_is_no_crash_and_no_memory_without_end(content: bytes, said: str) -> None:
+    with pytest.raises(ForeignFileError, match=said):
+        read_pickle(content)
