@@ -372,8 +372,12 @@ def _within(value: float, bounds: Mapping[str, float]) -> bool:
 
 def shown_value(value: object) -> str:
     """Return a value of a foreign file for a message: as JSON, shortened, in printable letters."""
+    text = ""
     try:
-        text = json.dumps(value)
+        for piece in json.JSONEncoder().iterencode(value):  # of a long value only its beginning
+            text += piece
+            if len(text) > 60:
+                break
     except (TypeError, ValueError, RecursionError):
         text = repr(type(value).__name__)
     return text if len(text) <= 60 else text[:57] + "..."

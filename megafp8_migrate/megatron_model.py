@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.api import function_keys, load, spec_of_tree
+from megafp8.config.api import MAX_LAYERS, function_keys, load, spec_of_tree
 from megafp8.errors import CheckpointError
 from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, parse_yaml, shown_value
 from megafp8.specs import GPTSpec
@@ -35,7 +35,6 @@ _SAID = (*_NEEDED, "normalization", "layernorm_epsilon", "activation", "position
 """What a checkpoint's own settings must say: a default of ours could be another model."""
 _BESIDE = ("init_method_std", "hidden_dropout", "attention_dropout", "moe_aux_loss_coeff")
 """Settings that are no part of the function, and that a continued run needs."""
-_PLAIN = str | int | float | bool | None
 
 
 class Settings(NamedTuple):
@@ -73,13 +72,20 @@ def _of_arguments(given: Mapping[str, Any]) -> MegatronSettings:
     for argument, value in given.items():
         name = argument
         if not megatron_flags().is_known(name):
-            name, _ = megatron_flags().of_flag(str(argument).replace("_", "-"))
+            name, _ = megatron_flags().of_flag(argument.replace("_", "-"))
         if is_of_model(name):
             items = value if isinstance(value, list) else [value]
-            if not all(isinstance(item, _PLAIN) for item in items):
-                raise ForeignFileError(f"{argument} is no plain value")
-            settings.given[name] = GivenSetting(str(argument), value)
+            if len(items) > MAX_LAYERS or not all(map(_is_plain, items)):
+                raise ForeignFileError(f"{shown_value(argument)} is no plain value")
+            settings.given[name] = GivenSetting(argument, value)
     return settings
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is a number or a word; a reference to other settings is none."""
+    if isinstance(value, str):
+        return value.isprintable() and "${" not in value
+    return isinstance(value, int | float | None)
 
 
 def _of_yaml(home: Files, name: str) -> Settings:

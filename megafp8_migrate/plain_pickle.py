@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import pickletools
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,9 +22,13 @@ from megafp8.foreign import MIB, ForeignFileError, shown_value
 
 MAX_PICKLE_BYTES = 512 * MIB
 """Of a checkpoint of 100,000 tensors on 1,000 ranks, the metadata has less."""
+_MAX_BITS, _MAX_KEY_BITS, _MAX_ITEMS_OF_KEY = 128, 60, 8
+"""Of whole numbers, and of keys: hashes of more could be chosen so that all are alike."""
+_ITEMS_OF_A_BYTE = 16
+"""What functions are given in all, for each byte of the pickle: a memo makes a copy of 2 bytes."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Record:
     """Hold an object of a class that is not imported: its name, arguments and state."""
 
@@ -182,28 +186,20 @@ def _float8(arguments: tuple[Any, ...]) -> Float8:
     return Float8(codes, of_codes, scale)
 
 
-def _ordered(given: Any = ()) -> dict[Any, Any]:
-    if isinstance(given, dict):
-        return dict(given)
-    return {_key(key): value for key, value in given}
+def _empty(given: tuple[Any, ...]) -> dict[Any, Any]:
+    if given:
+        raise ForeignFileError("an ordered mapping has items before it is made")
+    return {}
 
 
-def _path(given: tuple[Any, ...]) -> str:
-    parts = [_text(part) for part in given]
-    if sum(map(len, parts)) > _MAX_PATH:  # paths of paths grow by doubling
-        raise ForeignFileError("it has a path that no system allows")
-    return "/".join(parts)
-
-
-_MAX_PATH = 4096
 _MAKERS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch Size": lambda given: numbers(tuple(given[0])),
-    "collections OrderedDict": lambda given: _ordered(*given),
+    "collections OrderedDict": _empty,  # instructions that follow add its items
     "collections defaultdict": lambda given: {},
     "builtins set": lambda given: set(map(_key, given[0])) if given else set(),
     "builtins slice": lambda given: slice(*given),
-    "pathlib PosixPath": lambda given: _path(given),
-    "pathlib._local PosixPath": lambda given: _path(given),
+    "pathlib PosixPath": lambda given: "/".join(map(_text, given)),
+    "pathlib._local PosixPath": lambda given: "/".join(map(_text, given)),
     "_codecs encode": _encoded,
     "torch._utils _rebuild_tensor_v2": _tensor,
     "torch._utils _rebuild_tensor_v3": lambda given: _tensor(given, given[6]),
@@ -225,7 +221,8 @@ def _named(module: Any, name: Any) -> Any:
 def _name(module: str, name: str) -> _Name:
     text = f"{module} {name}"
     known = text in _MAKERS or text in _RECORDS or text in _UNTYPED or text == _FLOAT8
-    if known or (text.startswith(_OPAQUE) and name.isidentifier()):
+    words = (*module.split("."), name)
+    if known or (text.startswith(_OPAQUE) and all(map(str.isidentifier, words))):
         return _Name(text)
     raise ForeignFileError(
         f"it names {shown_value('.'.join(text.split(' ')))}, which is not among the classes that "
@@ -242,11 +239,18 @@ def _made(name: Any, arguments: Any) -> Any:
 
 def _key(value: Any) -> Any:
     """Return a value that may be a key: the hash of tuples within tuples has no limit of depth."""
-    plain = str | int | float | bytes | bool | None | Record | torch.dtype
+    plain = str | int | bytes | None | Record | torch.dtype
     flat = value if isinstance(value, tuple) else (value,)
-    if not all(isinstance(item, plain) for item in flat):
+    if len(flat) > _MAX_ITEMS_OF_KEY or not all(
+        isinstance(item, plain) and _bits(item) <= _MAX_KEY_BITS for item in flat
+    ):
         raise ForeignFileError("a key of a mapping is no plain value")
     return value
+
+
+def _bits(value: Any) -> int:
+    """Return the bits of a whole number; 0 for every other value."""
+    return value.bit_length() if isinstance(value, int) else 0
 
 
 @dataclass
@@ -254,6 +258,7 @@ class _Machine:
     """Carry out the instructions of a pickle."""
 
     persistent: Callable[[Any], Any] | None
+    left: int  # what functions may still be given, in items of containers and letters of texts
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
@@ -265,6 +270,8 @@ class _Machine:
             if name in _CONSTANTS:
                 self.stack.append(_CONSTANTS[name])
             elif name in _LITERALS:
+                if _bits(argument) > _MAX_BITS:
+                    raise ForeignFileError(f"it has a number of {_bits(argument)} bits")
                 self.stack.append(argument)
             elif name in _TUPLES:
                 self.stack.append(self._last(_TUPLES[name]))
@@ -352,14 +359,24 @@ class _Machine:
 
     do_binget = do_long_binget = do_get
 
+    def _given(self, values: Iterable[Any]) -> None:
+        """Count what a function gets: repeated copies of one value could fill the memory."""
+        self.left -= sum(len(value) for value in values if isinstance(value, Sized))
+        if self.left < 0:
+            raise ForeignFileError("it makes far more values than it has bytes")
+
     def do_global(self, argument: Any) -> None:
         self.stack.append(_named(*str(argument).split(" ", 1)))
 
     def do_stack_global(self, _: Any) -> None:
-        self.stack.append(_named(*self._last(2)))
+        names = self._last(2)
+        self._given(names)
+        self.stack.append(_named(*names))
 
     def do_reduce(self, _: Any) -> None:
-        self.stack.append(_made(*self._last(2)))
+        name, arguments = self._last(2)
+        self._given(arguments if isinstance(arguments, tuple) else ())
+        self.stack.append(_made(name, arguments))
 
     do_newobj = do_reduce
 
@@ -405,10 +422,10 @@ def read_pickle(content: bytes, persistent: Callable[[Any], Any] | None = None) 
         ForeignFileError: It is no pickle, or names something that the tables here do not have.
     """
     try:
-        return _Machine(persistent).run(content)
+        return _Machine(persistent, left=_ITEMS_OF_A_BYTE * len(content)).run(content)
     except ForeignFileError:
         raise
-    except (ValueError, TypeError, LookupError, StopIteration, AttributeError) as error:
+    except (ValueError, ArithmeticError, TypeError, LookupError, StopIteration) as error:
         said = " ".join(str(error).split())[:100]
         raise ForeignFileError(f"it is not a whole pickle ({said})") from error
 
@@ -424,6 +441,10 @@ def _storage(identity: Any) -> Storage:
     if not isinstance(kind, torch.dtype) and kind not in map(_Name, _UNTYPED):
         raise ForeignFileError("it has a storage of an unknown dtype")
     return Storage(_text(key), kind if isinstance(kind, torch.dtype) else None)
+
+
+_OF_TORCH = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, MemoryError)
+"""What torch and zipfile raise for numbers that do not fit each other."""
 
 
 class Saved(NamedTuple):
@@ -467,7 +488,7 @@ def read_saved(file: BinaryIO) -> Saved:
                 while part := stream.read(16 * MIB):
                     read[size : size + len(part)] = part
                     size += len(part)
-        except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
+        except (zipfile.BadZipFile, EOFError, OSError, *_OF_TORCH) as error:
             raise ForeignFileError(f"{name} cannot be read ({error})") from error
         if size != len(read):
             raise ForeignFileError(f"{name} is cut off")
@@ -478,8 +499,8 @@ def read_saved(file: BinaryIO) -> Saved:
             return unguarded(saved)
         except ForeignFileError:
             raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, MemoryError) as error:
-            raise ForeignFileError(f"a tensor is none that torch could hold ({error})") from error
+        except _OF_TORCH as error:
+            raise ForeignFileError("a tensor has another form than its size says") from error
 
     def unguarded(saved: Any) -> torch.Tensor:
         if isinstance(saved, Float8):
@@ -517,7 +538,7 @@ def fields_of(value: Any) -> Mapping[str, Any]:
     Raises:
         ForeignFileError: The value is no record of named fields.
     """
-    state = value.state if isinstance(value, Record) else None
-    if not isinstance(value, Record) or not isinstance(state or {}, dict):
+    state = (value.state or {}) if isinstance(value, Record) else None
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ForeignFileError("an object has no named fields")
-    return state or {}
+    return state

@@ -23,6 +23,7 @@ from megafp8.errors import CheckpointError
 from megafp8.foreign import ForeignFileError, member, parse_json, shown_value
 from megafp8_migrate.plain_pickle import (
     MAX_PICKLE_BYTES,
+    Float8,
     Record,
     Saved,
     fields_of,
@@ -297,6 +298,10 @@ class DistCheckpoint:
                 raise ForeignFileError(
                     f"{name} has the shape {tuple(tensor.shape)}, and {METADATA} says {chunk.size}"
                 )
+            if tensor.dtype != stored.dtype and not isinstance(saved.value, Float8):
+                raise ForeignFileError(
+                    f"{name} has the dtype {tensor.dtype}, and {METADATA} says {stored.dtype}"
+                )
         self._last = chunk, tensor
         return tensor
 
@@ -410,37 +415,41 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
         shape, dtype = numbers(about["size"]), about["properties"].state[0]
         if not isinstance(dtype, torch.dtype) or len(shape) > _MAX_DIMS:
             raise ForeignFileError(f"{name} is no tensor of a known dtype")
-        chunks = tuple(_chunks(name, len(shape), about["chunks"], places))
+        chunks = tuple(_chunks(name, shape, about["chunks"], places))
         original = flat.get(name, {}).get("nd_reformulated_orig_global_shape")
         if original is None:
             tensors[name] = StoredParts(shape, dtype, chunks)
             continue
         whole, cells = numbers(tuple(original)), shape[:-1]
-        if len(whole) != len(cells) or any(
+        divides = len(whole) == len(cells) and not any(
             not n or m % n for m, n in zip(whole, cells, strict=True)
-        ):
+        )
+        if not divides or any(chunk.size[:-1] != (1,) * len(cells) for chunk in chunks):
             raise ForeignFileError(f"the cells of {name} do not divide its shape")
         tensors[name] = StoredParts(whole, dtype, chunks, cells)
     return DistCheckpoint(files, tensors, sorted(objects))
 
 
 def _of_text(name: Any) -> None:
-    if not isinstance(name, str):
-        raise ForeignFileError("the name of a tensor is no text")
+    """Raise `ForeignFileError` unless a name is text that a message can show on its line."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise ForeignFileError(f"the name {shown_value(name)} of a tensor is no text of one line")
 
 
 def _chunks(
-    name: str, dims: int, listed: Any, places: Mapping[Any, Mapping[str, Any]]
+    name: str, shape: tuple[int, ...], listed: Any, places: Mapping[Any, Mapping[str, Any]]
 ) -> Iterator[Chunk]:
     for chunk in listed:
         offset, size = numbers(chunk["offsets"]), numbers(chunk["sizes"])
-        if not len(offset) == len(size) == dims:
-            raise ForeignFileError(f"a part of {name} has another number of dimensions")
+        if not len(offset) == len(size) == len(shape) or any(
+            begin + count > n for begin, count, n in zip(offset, size, shape, strict=True)
+        ):
+            raise ForeignFileError(f"a part of {name} lies outside of it")
         info = places.get((name, offset)) or places.get((name, None))
         if info is None:
             raise ForeignFileError(f"it does not say where the part of {name} at {offset} is")
         file = info["relative_path"]
-        if not isinstance(file, str) or Path(file).name != file or "\0" in file:
+        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
             raise ForeignFileError(f"{shown_value(file)} is not a file name without folders")
         if info.get("transform_descriptors"):
             raise ForeignFileError(f"the file {file} is compressed or encrypted")

@@ -495,7 +495,7 @@ def test_arguments_of_experts_are_read(tmp_path: Path, capsys: pytest.CaptureFix
         ({"untie_embeddings_and_output_weights": False}, "has output_layer.weight"),
         ({"add_bias_linear": True}, "lacks decoder.layers."),
         ({"hidden_size": ["x"]}, "hidden_size"),
-        ({"hidden_size": {"x": 1}}, "hidden_size is no plain value"),
+        ({"hidden_size": {"x": 1}}, '"hidden_size" is no plain value'),
         ({"rotary_base": None}, "does not have rotary_base"),
         ({"hidden_size": "16; import os"}, "hidden_size"),
     ],
@@ -623,15 +623,33 @@ def not_finite(folder: Path) -> None:
     write_checkpoint(folder, tensors, arguments=ARGUMENTS)
 
 
-def incomplete(folder: Path, **changed: Any) -> None:
-    """Remove a part of a tensor from the metadata, or change where it is."""
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+
+
+def edit(folder: Path, change: Callable[[Any, Any], Any]) -> None:
+    """Change the metadata, given it and what it says of one tensor."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    about = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"]
-    if not changed:
-        del about.chunks[1]
-    index = MetadataIndex("decoder.layers.mlp.linear_fc2.weight", about.chunks[0].offsets)
-    vars(metadata.storage_data[index]).update(changed)
+    change(metadata, metadata.state_dict_metadata[FC2])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def elsewhere(folder: Path, **changed: Any) -> None:
+    """Change where the metadata says that a part of a tensor is."""
+
+    def change(metadata: Any, about: Any) -> None:
+        index = MetadataIndex(FC2, about.chunks[0].offsets)
+        vars(metadata.storage_data[index]).update(changed)
+
+    edit(folder, change)
+
+
+def outside(metadata: Any, about: Any) -> None:
+    about.chunks[0].sizes = torch.Size((about.size[0] + 1, *about.size[1:]))
+
+
+def with_argument(folder: Path, **changed: Any) -> None:
+    shutil.rmtree(folder)
+    write_checkpoint(folder, half_llama(), arguments=ARGUMENTS | changed)
 
 
 def in_float8(folder: Path) -> None:
@@ -660,11 +678,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a part is a folder": (
         lambda f: ((f / "__0_0.distcp").unlink(), (f / "__0_0.distcp").mkdir()), "it is a folder"),
     "a name leads out": (
-        partial(incomplete, relative_path="../x"), "not a file name without folders"),
+        partial(elsewhere, relative_path="../x"), "not a file name without folders"),
     "a part is compressed": (
-        partial(incomplete, transform_descriptors=["zstd"]), "compressed or encrypted"),
-    "a place is negative": (partial(incomplete, offset=-1), "is no number"),
-    "a chunk is not listed": (incomplete, "linear_fc2.weight is incomplete"),
+        partial(elsewhere, transform_descriptors=["zstd"]), "compressed or encrypted"),
+    "a place is negative": (partial(elsewhere, offset=-1), "is no number"),
+    "a chunk is not listed": (
+        partial(edit, change=lambda _, about: about.chunks.pop()),
+        "linear_fc2.weight is incomplete"),
+    "a chunk lies outside": (partial(edit, change=outside), "lies outside of it"),
+    "a name of two lines": (
+        partial(edit, change=lambda all, about: all.state_dict_metadata.update({"a\nb": about})),
+        "no text of one line"),
+    "a name is a number": (
+        partial(edit, change=lambda all, about: all.state_dict_metadata.update({5: about})),
+        "no text of one line"),
+    "another dtype": (
+        partial(edit, change=lambda _, about: setattr(
+            about.properties, "dtype", torch.float16)), "has the dtype torch.bfloat16"),
+    "an argument refers to a variable": (
+        partial(with_argument, norm_epsilon="${oc.env:HOME}"), '"norm_epsilon" is no plain value'),
+    "an argument has two lines": (
+        partial(with_argument, normalization="a\nerror: b"), "is no plain value"),
+    "an argument has too many numbers": (
+        partial(with_argument, num_layers=10**5000), "it has a number of "),
+    "an argument is too long": (
+        partial(with_argument, moe_layer_freq=[1] * 20_000), "is no plain value"),
     "a NaN": (not_finite, "NaN or infinite"),
     "8 bits without a scale": (in_float8, "float8_e4m3fn"),
     "zarr": (
@@ -889,12 +927,38 @@ def test_the_model_is_that_of_megatron_core(
     assert (logits - expected).abs().max() <= FP32 * expected.abs().max()
 
 
-NESTED = b"(ccollections\nOrderedDict\n](" + b")" + b"\x85" * 50000 + b"N\x86e\x85R."
+NESTED = b"(ccollections\nOrderedDict\n](" + b")" + b"\x85" * 50_000 + b"N\x86e\x85R."
 DOUBLED = b"0cpathlib\nPosixPath\nh\0h\0\x86Rq\0"
-LONG_PATH = b"X\xe8\x03\0\0" + b"a" * 1000 + b"q\0" + DOUBLED * 9 + b"."
+COPIED = b"0cbuiltins\nset\nh\1\x85R"
+ALIKE = b"".join(b"\x8a\x09" + (n * (2**61 - 1)).to_bytes(9, "little") + b"N" for n in range(1, 9))
+SMALL: dict[str, tuple[bytes, str]] = {
+    "nested tuples": (NESTED, "items before it is made"),
+    "a doubled path": (
+        b"X\xe8\x03\0\0" + b"a" * 1000 + b"q\0" + DOUBLED * 18 + b".", "far more values"),
+    "copies of a list": (
+        b"](" + b"K\1" * 3000 + b"eq\1" + COPIED * 3000 + b".", "far more values"),
+    "a doubled list in a message": (b"](K\1eq\0" + b"0(h\0h\0lq\0" * 60 + b")R.", "it calls"),
+    "keys of one hash": (b"}(" + ALIKE + b"u.", "no plain value"),
+    "a long key": (b"}((" + b"N" * 3000 + b"tNu.", "no plain value"),
+    "a number of 5,000 digits": (pickle.dumps(10**5000), "bits"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "said"), [(NESTED, "key"), (LONG_PATH, "path")])
-def test_a_small_file_is_no_crash_and_no_memory_without_end(content: bytes, said: str) -> None:
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_file_is_no_crash_and_takes_no_time_or_memory_without_end(name: str) -> None:
+    content, said = SMALL[name]
     with pytest.raises(ForeignFileError, match=said):
         read_pickle(content)
+
+
+def test_an_archive_whose_list_would_never_end_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its second file has a size below zero, after which a reader of tar reads the first again."""
+    first, second = tarfile.TarInfo("a"), bytearray(tarfile.TarInfo("b").tobuf())
+    second[124:136] = b"\xff" * 10 + b"\xfe\0"
+    second[148:156] = b"        "
+    second[148:156] = b"%06o\0 " % sum(second[:512])
+    (tmp_path / "x.nemo").write_bytes(first.tobuf() + bytes(second))
+    assert run(tmp_path / "x.nemo", tmp_path / "new") == 2
+    assert "no uncompressed tar archive" in capsys.readouterr().err
