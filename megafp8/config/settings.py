@@ -137,9 +137,11 @@ def put_in(tree: DictConfig, setting: Setting, *, merge: bool = True) -> Setting
             raise ValueError
         OmegaConf.update(tree, setting.key, setting.value, merge=merge, force_add=key is None)
     except UNREADABLE:
-        if key is None:
-            assert merge
+        if key is None and merge:
             return put_in(tree, setting, merge=False)
+        if key is None:
+            reason, hint = f"{_show(setting.value)} cannot be read", "Correct what stands in ${…}"
+            return SettingError(setting.key, setting.value, reason, hint, origin=setting.origin)
         reason = f"{_show(setting.value)} is not {key.type_text}"
         hint = f"Give {key.valid_text}"
         is_whole = isinstance(setting.value, float) and setting.value.is_integer()

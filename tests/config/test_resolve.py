@@ -11,7 +11,7 @@ from functools import cache
 from typing import get_args, get_type_hints
 
 import pytest
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, example, given, reject, settings
 from hypothesis import strategies as st
 
 from megafp8.config.errors import Origin
@@ -286,6 +286,8 @@ OVERRIDES = st.one_of(
 
 @settings(max_examples=30)
 @given(st.lists(OVERRIDES, max_size=4))
+@example(["name=${.}"])
+@example(["exp_manager.wandb_logger_kwargs={a:'${.}'}"])
 def test_any_overrides_end_in_a_spec_or_a_user_error(overrides: list[str]) -> None:
     try:
         spec = resolve(load(overrides), lambda: False)
