@@ -76,7 +76,7 @@ def generic_gemm(
     else:
         assert D.shape == shape, f"the result is {shape}, and D is {D.shape}"
         if accumulate:
-            product = D.to(work) * (1.0 if beta is None else beta) + product
+            product.add_(D if beta in (None, 1.0) else D.to(work) * beta)
         out = D.copy_(product)
     return [out, _bias_gradient(B, bias) if grad else None, before_gelu, None]
 

@@ -154,18 +154,10 @@ def te_general_grouped_gemm_to_2_15(
     transb: bool,  # noqa: N803
     D: Any,
     bias: Any,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    workspace_setup: Any,
-    workspace_cublas: Any,
-    use_split_accumulator: bool,
-    math_sm_count: int,
+    *others: Any,
 ) -> Any:
-    """Write the products without a factor of the bias, which 2.16 added."""
-    return te_general_grouped_gemm_for_grouped_tensor(
-        A, transa, B, transb, D, bias, None, alpha, beta, workspace_setup, workspace_cublas,
-        use_split_accumulator, math_sm_count,
-    )  # fmt: skip
+    """Write the products without a factor of the bias, which 2.16 added before the `others`."""
+    return te_general_grouped_gemm_for_grouped_tensor(A, transa, B, transb, D, bias, None, *others)
 
 
 def _parts(grouped: Any) -> Sequence[Any]:
