@@ -78,13 +78,13 @@ def to_e2m1(x: torch.Tensor, byte: torch.Tensor | None) -> torch.Tensor:
     if byte is None:
         magnitude = magnitude.clamp_(max=LARGEST_E2M1)
         step = _step(magnitude)
-        rounded = (magnitude / step).round_() * step
+        rounded = magnitude.div_(step).round_().mul_(step)
     else:  # the product is exact, so that the sum has one rounding
-        moved = magnitude + byte.float() * (_step(magnitude) / 256)
+        moved = byte.float().mul_(_step(magnitude).div_(256)).add_(magnitude)
         moved = moved.clamp_(max=LARGEST_E2M1)
         step = _step(moved)
-        rounded = (moved / step).floor_() * step
-    return rounded.copysign_(x).where(~x.isnan(), LARGEST_E2M1)
+        rounded = moved.div_(step).floor_().mul_(step)
+    return rounded.copysign_(x).masked_fill_(x.isnan(), LARGEST_E2M1)
 
 
 def _step(magnitude: torch.Tensor) -> torch.Tensor:
