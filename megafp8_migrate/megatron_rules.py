@@ -89,7 +89,8 @@ def is_of_model(name: str) -> bool:
     """Whether a setting of Megatron's says which function the weights compute."""
     row, group = megatron_flags().passed.get(name), megatron_flags().group(name)
     if is_of_experts(name):
-        return "parallel" not in name  # how ranks divide experts is no part of the function
+        # How ranks divide experts, and rows without weight that fill tiles, are no part of it.
+        return "parallel" not in name and "padding" not in name
     if row is not None:
         return row.key.removeprefix("model.") in function_keys()
     return (isinstance(group, Refused) and group.changes_model) or name in _OF_MODEL

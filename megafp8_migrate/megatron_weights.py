@@ -95,13 +95,14 @@ def vocabulary_of(checkpoint: DistCheckpoint) -> int:
     Raises:
         CheckpointError: There is none: it is no model, or one of another kind.
     """
-    rows = checkpoint.tensors[_prefix(checkpoint) + _EMBEDDING].shape[:1]
+    rows = checkpoint.tensors[prefix_of(checkpoint) + _EMBEDDING].shape[:1]
     if not rows or not 0 < rows[0] <= MAX_VOCABULARY:
         raise _misfit(checkpoint, f"has {_EMBEDDING} of {rows} rows")
     return rows[0]
 
 
-def _prefix(checkpoint: DistCheckpoint) -> str:
+def prefix_of(checkpoint: DistCheckpoint) -> str:
+    """Return what stands before all names; `CheckpointError` says that it is no GPT."""
     for prefix in _PREFIXES:
         if prefix + _EMBEDDING in checkpoint.tensors:
             return prefix
@@ -121,7 +122,7 @@ def find_tensors(spec: GPTSpec, checkpoint: DistCheckpoint) -> Found:
     Raises:
         CheckpointError: The tensors are not those that `spec` has.
     """
-    prefix = _prefix(checkpoint)
+    prefix = prefix_of(checkpoint)
     masters = {match[1]: name for name in checkpoint.tensors if (match := _MASTER.fullmatch(name))}
     found, used = Found(), set[str]()
     search = _Search(spec, checkpoint, prefix)
@@ -144,7 +145,9 @@ def find_tensors(spec: GPTSpec, checkpoint: DistCheckpoint) -> Found:
         named = f"{others[0]} ({len(others)} such tensors)" if len(others) > 1 else others[0]
         raise _misfit(checkpoint, f"has {named}, which a model of these settings does not have")
     found.has_buckets = any("bucket_idx_" in name for name in rest)
-    found.left = [name for name in rest if name not in masters.values()] + checkpoint.objects
+    found.left = [name for name in rest if name not in masters.values()] + sorted(
+        checkpoint.objects
+    )
     return found
 
 

@@ -9,11 +9,13 @@ error. The files of `torch.save` are archives of such a pickle and of the tensor
 
 from __future__ import annotations
 
+import io
 import math
 import pickletools
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -44,10 +46,11 @@ class Record:
 
 
 class Storage(NamedTuple):
-    """Name the bytes of a tensor in an archive; the dtype is None for bytes without one."""
+    """Name the bytes of a tensor in an archive, or hold them; without a dtype it is None."""
 
     key: str
     dtype: torch.dtype | None
+    raw: bytes | None = None
 
 
 class SavedTensor(NamedTuple):
@@ -127,8 +130,9 @@ _RECORDS = frozenset(
 _FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor Float8Tensor"
 _CODES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}
 """FP8's formats by their numbers in Transformer Engine's enumeration."""
-_OPAQUE = "megatron."
-"""Classes of Megatron's own are in its arguments, and their objects become records too."""
+_OPAQUE = ("megatron.", "transformer_engine.common.recipe ")
+"""Classes of Megatron's own and recipes are in its arguments; their objects become records too."""
+_OLD_STORAGE = "torch.storage _load_from_bytes"
 
 
 def _text(value: Any) -> str:
@@ -220,7 +224,8 @@ def _named(module: Any, name: Any) -> Any:
 
 def _name(module: str, name: str) -> _Name:
     text = f"{module} {name}"
-    known = text in _MAKERS or text in _RECORDS or text in _UNTYPED or text == _FLOAT8
+    known = text in _MAKERS or text in _RECORDS or text in _UNTYPED
+    known = known or text in (_FLOAT8, _OLD_STORAGE)
     words = (*module.split("."), name)
     if known or (text.startswith(_OPAQUE) and all(map(str.isidentifier, words))):
         return _Name(text)
@@ -231,8 +236,9 @@ def _name(module: str, name: str) -> _Name:
 
 
 def _made(name: Any, arguments: Any) -> Any:
-    if not isinstance(name, _Name) or not isinstance(arguments, tuple):
-        raise ForeignFileError(f"it calls {shown_value(name)}, which is not a known class")
+    is_known = isinstance(name, _Name) and name.text != _OLD_STORAGE
+    if not is_known or not isinstance(arguments, tuple):
+        raise ForeignFileError(f"it calls {shown_value(name)}, which is not a known class here")
     maker = _MAKERS.get(name.text)
     return Record(name.text, arguments) if maker is None else maker(arguments)
 
@@ -259,10 +265,11 @@ class _Machine:
 
     persistent: Callable[[Any], Any] | None
     left: int  # what functions may still be given, in items of containers and letters of texts
+    has_old_storages: bool = False  # whether it may have storages that are files of their own
     stack: list[Any] = field(default_factory=list)
     memo: dict[int, Any] = field(default_factory=dict)
 
-    def run(self, content: bytes) -> Any:
+    def run(self, content: bytes | BinaryIO) -> Any:
         for opcode, argument, _ in pickletools.genops(content):
             name = opcode.name
             if name == "STOP":
@@ -376,7 +383,8 @@ class _Machine:
     def do_reduce(self, _: Any) -> None:
         name, arguments = self._last(2)
         self._given(arguments if isinstance(arguments, tuple) else ())
-        self.stack.append(_made(name, arguments))
+        is_old = self.has_old_storages and name == _Name(_OLD_STORAGE)
+        self.stack.append(_old_storage(*arguments) if is_old else _made(name, arguments))
 
     do_newobj = do_reduce
 
@@ -411,18 +419,25 @@ def _pairs(values: Iterable[Any]) -> dict[Any, Any]:
     return {_key(key): value for key, value in zip(items[::2], items[1::2], strict=True)}
 
 
-def read_pickle(content: bytes, persistent: Callable[[Any], Any] | None = None) -> Any:
+def read_pickle(
+    content: bytes,
+    persistent: Callable[[Any], Any] | None = None,
+    *,
+    has_old_storages: bool = False,
+) -> Any:
     """Return what a pickle holds: texts, numbers, containers, dtypes, records and saved tensors.
 
     Args:
         content: The pickle.
         persistent: Returns what stands for the identity of an object outside of the pickle.
+        has_old_storages: Whether the bytes of tensors may be in it, as where a tensor is pickled
+            without torch.save.
 
     Raises:
         ForeignFileError: It is no pickle, or names something that the tables here do not have.
     """
     try:
-        return _Machine(persistent, left=_ITEMS_OF_A_BYTE * len(content)).run(content)
+        return _Machine(persistent, _ITEMS_OF_A_BYTE * len(content), has_old_storages).run(content)
     except ForeignFileError:
         raise
     except (ValueError, ArithmeticError, TypeError, LookupError, StopIteration) as error:
@@ -443,6 +458,35 @@ def _storage(identity: Any) -> Storage:
     return Storage(_text(key), kind if isinstance(kind, torch.dtype) else None)
 
 
+def _old_storage(content: bytes) -> Storage:
+    """Return a storage from the form that torch.save had before torch 1.6: five pickles and bytes.
+
+    None of the five may have such a storage in it.
+    """
+    stream = io.BytesIO(content)
+
+    def persistent(identity: Any) -> Storage:
+        return _storage(identity[:5] if isinstance(identity, tuple) else None)
+
+    magic, _, system, storage, keys = (
+        _Machine(persistent, _ITEMS_OF_A_BYTE * len(content)).run(stream) for _ in range(5)
+    )
+    count, raw = int.from_bytes(stream.read(8), "little"), stream.read()
+    is_whole = (
+        magic == _MAGIC
+        and system["little_endian"] is True
+        and isinstance(storage, Storage)
+        and keys == [storage.key]
+        and storage.dtype is not None
+        and len(raw) == count * storage.dtype.itemsize
+    )
+    if not is_whole:
+        raise ForeignFileError("a tensor's bytes have another form than torch gives them")
+    return Storage(storage.key, storage.dtype, raw)
+
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""The number with which torch.save began its files (`MAGIC_NUMBER` of torch.serialization)."""
 _OF_TORCH = (RuntimeError, TypeError, ValueError, ArithmeticError, AttributeError, MemoryError)
 """What torch and zipfile raise for numbers that do not fit each other."""
 
@@ -494,38 +538,56 @@ def read_saved(file: BinaryIO) -> Saved:
             raise ForeignFileError(f"{name} is cut off")
         return read
 
-    def tensor(saved: Any) -> torch.Tensor:
-        try:
-            return unguarded(saved)
-        except ForeignFileError:
-            raise
-        except _OF_TORCH as error:
-            raise ForeignFileError("a tensor has another form than its size says") from error
-
-    def unguarded(saved: Any) -> torch.Tensor:
-        if isinstance(saved, Float8):
-            codes = tensor(saved.codes).view(torch.uint8).contiguous().view(saved.dtype)
-            return codes.float() * tensor(saved.scale).float().reshape(())
-        if not isinstance(saved, SavedTensor):
-            raise ForeignFileError("it has no tensor")
-        last = sum((n - 1) * step for n, step in zip(saved.size, saved.stride, strict=True))
-        is_empty = 0 in saved.size
-        needed = (saved.offset + (0 if is_empty else last + 1)) * saved.dtype.itemsize
-        if math.prod(saved.size) > max(0, last + 1):
-            raise ForeignFileError("a tensor has more elements than its storage")
-        raw = content(f"data/{saved.storage.key}", most=max(needed, 1) + _SLACK_BYTES)
-        if len(raw) < needed:
-            raise ForeignFileError(f"the storage of a tensor of {saved.size} is cut off")
-        if is_empty:
-            return torch.empty(saved.size, dtype=saved.dtype)
-        whole = len(raw) // saved.dtype.itemsize
-        flat = torch.frombuffer(raw, dtype=saved.dtype, count=whole)
-        return flat.as_strided(saved.size, saved.stride, saved.offset)
-
     order = bytes(content("byteorder", 16)) if f"{root}/byteorder" in members else b"little"
     if order != b"little":
         raise ForeignFileError("it was written on a machine of big-endian byte order")
-    return Saved(read_pickle(bytes(content("data.pkl", MAX_PICKLE_BYTES)), _storage), tensor)
+    value = read_pickle(bytes(content("data.pkl", MAX_PICKLE_BYTES)), _storage)
+    return Saved(value, partial(_read_tensor, content))
+
+
+def read_with_tensors(content: bytes) -> Saved:
+    """Return what a pickle holds in which the bytes of tensors are; errors as of `read_pickle`."""
+
+    def outside(name: str, most: int) -> bytearray:
+        raise ForeignFileError(f"the bytes of a tensor, {shown_value(name)}, are not in it")
+
+    return Saved(read_pickle(content, has_old_storages=True), partial(_read_tensor, outside))
+
+
+def _read_tensor(content: Callable[[str, int], bytearray], saved: Any) -> torch.Tensor:
+    """Return a tensor; `content` returns the bytes of a storage in the archive."""
+    try:
+        return _unguarded_tensor(content, saved)
+    except ForeignFileError:
+        raise
+    except _OF_TORCH as error:
+        raise ForeignFileError("a tensor has another form than its size says") from error
+
+
+def _unguarded_tensor(content: Callable[[str, int], bytearray], saved: Any) -> torch.Tensor:
+    if isinstance(saved, Float8):
+        codes = _read_tensor(content, saved.codes).view(torch.uint8).contiguous()
+        scale = _read_tensor(content, saved.scale).float().reshape(())
+        return codes.view(saved.dtype).float() * scale
+    if not isinstance(saved, SavedTensor):
+        raise ForeignFileError("it has no tensor")
+    last = sum((n - 1) * step for n, step in zip(saved.size, saved.stride, strict=True))
+    is_empty = 0 in saved.size
+    needed = (saved.offset + (0 if is_empty else last + 1)) * saved.dtype.itemsize
+    if math.prod(saved.size) > max(0, last + 1):
+        raise ForeignFileError("a tensor has more elements than its storage")
+    raw: bytes | bytearray | None = saved.storage.raw
+    if raw is None:
+        raw = content(f"data/{saved.storage.key}", max(needed, 1) + _SLACK_BYTES)
+    if len(raw) < needed:
+        raise ForeignFileError(f"the storage of a tensor of {saved.size} is cut off")
+    if is_empty:
+        return torch.empty(saved.size, dtype=saved.dtype)
+    whole = len(raw) // saved.dtype.itemsize
+    flat = torch.frombuffer(
+        bytearray(raw) if isinstance(raw, bytes) else raw, dtype=saved.dtype, count=whole
+    )
+    return flat.as_strided(saved.size, saved.stride, saved.offset)
 
 
 _SLACK_BYTES = 16 * MIB

@@ -30,12 +30,15 @@ from megafp8_migrate.plain_pickle import (
     numbers,
     read_pickle,
     read_saved,
+    read_with_tensors,
 )
 
 METADATA, ABOUT, COMMON = ".metadata", "metadata.json", "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"
 FORMAT = "torch_dist"
 _MAX_SMALL_BYTES = 1 << 20
+_MAX_STATE_BYTES = 64 << 20
+"""Of a module's state: a history of 1,024 amaxes of 1,000 experts is 20 MB."""
 _MAX_DIMS = 8
 MAX_MEMBERS = 100_000  # of an archive
 _ABSENT = "Give the folder of a checkpoint that was saved completely"
@@ -213,12 +216,12 @@ class DistCheckpoint:
     Attributes:
         files: The files.
         tensors: The tensors by their names.
-        objects: The names of what are no tensors, such as `…_extra_state/shard_0_2`.
+        objects: Where what is no tensor is, such as `…_extra_state/shard_0_2`.
     """
 
     files: Files
     tensors: dict[str, StoredParts]
-    objects: list[str]
+    objects: dict[str, Chunk]
     _last: tuple[Chunk, torch.Tensor] | None = field(default=None, repr=False)
 
     def check(self, name: str) -> None:
@@ -262,6 +265,23 @@ class DistCheckpoint:
             reason = f"{name} is incomplete, or has NaN or infinite values"
             raise CheckpointError(self.files.shown(""), reason, hint)
         return out
+
+    def read_state(self, name: str) -> Saved | None:
+        """Return what the `_extra_state` of a module of Transformer Engine's has; None for nothing.
+
+        Raises:
+            CheckpointError: It has another form.
+        """
+        place = self.objects[name]
+        with self.files.open(place.file):
+            if place.length > _MAX_STATE_BYTES:
+                raise ForeignFileError(f"{name} has {place.length} bytes")
+            with self._saved(place.file, place.begin, place.length) as saved:
+                value = saved.value
+                pickled = saved.tensor(value[0] if isinstance(value, list) and value else value)
+            if pickled.dtype != torch.uint8:
+                raise ForeignFileError(f"{name} is no row of bytes")
+            return read_with_tensors(pickled.numpy().tobytes()) if pickled.numel() else None
 
     def _pieces(
         self, name: str, stored: StoredParts, chunks: Sequence[Chunk]
@@ -406,11 +426,12 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
         _of_text(index["fqn"])
         places[index["fqn"], None if offset is None else numbers(offset)] = fields_of(info)
     flat = fields_of(metadata).get("mcore_data") or {}
-    tensors, objects = {}, []
+    tensors: dict[str, StoredParts] = {}
+    objects: dict[str, Chunk] = {}
     for name, about in metadata["state_dict_metadata"].items():
         _of_text(name)
         if about.name.endswith("BytesStorageMetadata"):
-            objects.append(name)
+            objects[name] = _chunk(name, (), (), places)
             continue
         shape, dtype = numbers(about["size"]), about["properties"].state[0]
         if not isinstance(dtype, torch.dtype) or len(shape) > _MAX_DIMS:
@@ -427,7 +448,7 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
         if not divides or any(chunk.size[:-1] != (1,) * len(cells) for chunk in chunks):
             raise ForeignFileError(f"the cells of {name} do not divide its shape")
         tensors[name] = StoredParts(whole, dtype, chunks, cells)
-    return DistCheckpoint(files, tensors, sorted(objects))
+    return DistCheckpoint(files, tensors, objects)
 
 
 def _of_text(name: Any) -> None:
@@ -445,15 +466,24 @@ def _chunks(
             begin + count > n for begin, count, n in zip(offset, size, shape, strict=True)
         ):
             raise ForeignFileError(f"a part of {name} lies outside of it")
-        info = places.get((name, offset)) or places.get((name, None))
-        if info is None:
-            raise ForeignFileError(f"it does not say where the part of {name} at {offset} is")
-        file = info["relative_path"]
-        if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
-            raise ForeignFileError(f"{shown_value(file)} is not a file name without folders")
-        if info.get("transform_descriptors"):
-            raise ForeignFileError(f"the file {file} is compressed or encrypted")
-        begin, length = info["offset"], info["length"]
-        if not all(type(n) is int and n >= 0 for n in (begin, length)):
-            raise ForeignFileError(f"the place of {name} in {file} is no number")
-        yield Chunk(offset, size, file, begin, length)
+        yield _chunk(name, offset, size, places)
+
+
+def _chunk(
+    name: str,
+    offset: tuple[int, ...],
+    size: tuple[int, ...],
+    places: Mapping[Any, Mapping[str, Any]],
+) -> Chunk:
+    info = places.get((name, offset)) or places.get((name, None))
+    if info is None:
+        raise ForeignFileError(f"it does not say where the part of {name} at {offset} is")
+    file = info["relative_path"]
+    if not isinstance(file, str) or Path(file).name != file or not file.isprintable():
+        raise ForeignFileError(f"{shown_value(file)} is not a file name without folders")
+    if info.get("transform_descriptors"):
+        raise ForeignFileError(f"the file {file} is compressed or encrypted")
+    begin, length = info["offset"], info["length"]
+    if not all(type(n) is int and n >= 0 for n in (begin, length)):
+        raise ForeignFileError(f"the place of {name} in {file} is no number")
+    return Chunk(offset, size, file, begin, length)

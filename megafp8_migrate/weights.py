@@ -10,10 +10,10 @@ from pathlib import Path
 
 from megafp8.errors import ExitCode
 from megafp8.secrets import say
-from megafp8.specs import GPTSpec
 from megafp8.train.huggingface import CONFIG, Original, write_folder
 from megafp8_migrate.megatron_model import Settings, given_settings, own_settings, spec_of
-from megafp8_migrate.megatron_weights import Found, find_tensors, vocabulary_of
+from megafp8_migrate.megatron_scaling import FoundScaling, find_scaling
+from megafp8_migrate.megatron_weights import Found, find_tensors, prefix_of, vocabulary_of
 from megafp8_migrate.torch_dist import open_checkpoint
 
 _LEFT = (
@@ -46,11 +46,15 @@ def import_checkpoint(path: Path, folder: Path, settings_file: Path | None = Non
         settings = given_settings(settings_file)
     spec = spec_of(settings, rows)
     found = find_tensors(spec, checkpoint)
+    scaling = find_scaling(spec, checkpoint, prefix_of(checkpoint))
     files = path if path.is_dir() else folder
     imported = write_folder(
-        Original("megatron", spec, lambda: found.tensors, files, None, vocab_size=1), folder
+        Original(
+            "megatron", spec, lambda: found.tensors, files, None, 1, scaling.rows, scaling.recipe
+        ),
+        folder,
     )
-    _say(settings, spec, found)
+    _say(settings, found, scaling)
     say(f"{path}, a GPT of {spec.num_layers} layers: {imported.checkpoint}")
     if not imported.tokenizer_files:
         say(f"tokenizer: none in {path}; the data's own is used")
@@ -63,14 +67,23 @@ def import_checkpoint(path: Path, folder: Path, settings_file: Path | None = Non
     return ExitCode.FINISHED
 
 
-def _say(settings: Settings, spec: GPTSpec, found: Found) -> None:
+def _say(settings: Settings, found: Found, scaling: FoundScaling) -> None:
     """Print what was read and what was left."""
     masters, count = found.num_masters, len(found.tensors)
     say(f"settings of the model: {settings.file}")
     say(f"read: {count} tensors, {masters} of them from the optimizer's master weights in FP32")
+    if scaling.read:
+        wanted = " ".join(f"model.{name}={value}" for name, value in scaling.recipe.items())
+        say(
+            f"read: FP8's scales and histories of {len(scaling.read)} linears. A run takes them "
+            f"with model.fp8=True {wanted}"
+        )
+    if scaling.why_not:
+        say(f"note: {scaling.why_not}")
     left = Counter(
         next((said for part, said in _LEFT if part in name), f"such as {name}")
         for name in found.left
+        if name not in scaling.read
     )
     for said, number in left.items():
         say(f"left: {number} {said}")

@@ -162,6 +162,14 @@ PAGES = {
             "source .venv/bin/activate": "needs .venv in the folder of the page",
         },
     ),
+    "docs/guide/megatron_weights.md": Page(
+        not_run={
+            "megafp8 import": "test_a_run_continues_from_the_folder",
+            "megafp8 pretrain": "test_a_run_continues_from_the_folder",
+            "python -m torch.distributed.launch": "NeMo's own program, in its container",
+            "python /opt/NeMo": "NeMo's own program, in its container",
+        },
+    ),
     "docs/guide/migrate.md": Page(
         files={
             "train.sh": f"{SCRIPT.replace('GPUS=2', 'GPUS=4')} --fp8-format hybrid "
@@ -172,7 +180,6 @@ PAGES = {
         links={"wheels": "tests/megafp8_migrate/megatron_stand_in"},
         not_run={
             "pip download": "downloads; a stand-in for Megatron is in its place",
-            "megafp8 import": "test_a_run_continues_from_the_folder",
         },
         codes={"megafp8 migrate --line": 2, "megafp8 migrate run_config.yaml": 2},
         te=("2.12.0", "2.20.2"),
@@ -204,9 +211,6 @@ PAGES = {
     ),
     "docs/guide/which_layer.md": Page(
         added={"megafp8 compare": SMALL}, codes={"megafp8 compare": 6}
-    ),
-    "docs/guide/published_files.md": Page(
-        not_run={"python -m scripts.foreign_files": "needs clones of NVIDIA's repositories"},
     ),
     "docs/guide/recipe_check.md": Page(),
     "docs/guide/samples.md": Page(

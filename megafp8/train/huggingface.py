@@ -6,9 +6,10 @@ Those of Hugging Face's transformers are read here, and those of Megatron in `me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from megafp8.runs.tokenizer import find_tokenizer
 from megafp8.specs import GPTSpec
 from megafp8.specs.model import padded_vocab_size
 from megafp8.train.load_model import MODEL
+from megafp8.train.scaling_dict import RECIPE_OF_SCALING
 
 CONFIG = "model.yaml"
 SHARD_BYTES = 4 << 30
@@ -49,6 +51,8 @@ class Original(NamedTuple):
         files: The folder with its tokenizer.
         eod_id: The token that ends a document.
         vocab_size: The tokenizer's vocabulary, where the folder has no tokenizer.
+        scaling: FP8's scales and histories, if there are some, by their names in a checkpoint.
+        recipe: The settings below `model` under which they are of use.
     """
 
     family: str
@@ -57,6 +61,8 @@ class Original(NamedTuple):
     files: Path
     eod_id: int | None
     vocab_size: int
+    scaling: Mapping[str, torch.Tensor] = MappingProxyType({})
+    recipe: Mapping[str, Any] = MappingProxyType({})
 
 
 class Imported(NamedTuple):
@@ -119,8 +125,9 @@ def _build(original: Original, folder: Path, build: Path) -> Imported:
         tree["override_vocab_size"] = spec.vocab_size
     meta = {
         "config": {"model": tree}, "eod_id": original.eod_id, "imported_from": original.family,
+        **({RECIPE_OF_SCALING: dict(original.recipe)} if original.recipe else {}),
     }  # fmt: skip
-    checkpoint = _write_checkpoint(original.tensors(), build / CHECKPOINTS_DIR, meta)
+    checkpoint = _write_checkpoint(original, build / CHECKPOINTS_DIR, meta)
     settings = {
         "defaults": ["pretrain_gpt", "_self_"],
         "restore_from_path": str(folder.absolute()),
@@ -156,7 +163,7 @@ def divisor(rows: int, vocab_size: int) -> int:
     return next(fits, rows)
 
 
-def _write_checkpoint(tensors: Iterable[StoredTensor], root: Path, meta: dict[str, Any]) -> Path:
+def _write_checkpoint(original: Original, root: Path, meta: dict[str, Any]) -> Path:
     """Write the model's tensors, some gigabytes at a time, and return the checkpoint's path.
 
     A part of the checkpoint has `SHARD_BYTES` at most, or one tensor. It is written before a tensor
@@ -165,7 +172,10 @@ def _write_checkpoint(tensors: Iterable[StoredTensor], root: Path, meta: dict[st
     """
     staging = store.begin(root, 0)
     entries: list[ShardEntry] = []
-    waiting: list[Placement] = []
+    waiting = [
+        Placement(name, tuple(row.shape), (0,) * row.dim(), row)
+        for name, row in original.scaling.items()
+    ]
     size = 0
 
     def write() -> None:
@@ -175,7 +185,7 @@ def _write_checkpoint(tensors: Iterable[StoredTensor], root: Path, meta: dict[st
         waiting, size = [], 0
 
     try:
-        for stored in tensors:
+        for stored in original.tensors():
             num_bytes = math.prod(stored.shape) * torch.float32.itemsize
             if waiting and size + num_bytes > SHARD_BYTES:
                 write()

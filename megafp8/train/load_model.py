@@ -23,6 +23,7 @@ from megafp8.parallel.agreement import on_main
 from megafp8.specs import GPTSpec, RunSpec
 from megafp8.train import state_dict
 from megafp8.train.load import Notify, find_checkpoint
+from megafp8.train.scaling_dict import load_imported_scaling
 from megafp8.train.state import TrainState
 
 MODEL = "model/"
@@ -98,6 +99,8 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify) -> None:
     state_dict.load_weights(reader, state, notify)
     if isinstance(state.scaling, ScalingState):
         state.scaling.forget_staged()  # amaxes of the initial weights, which nothing has read
+    if (said := load_imported_scaling(reader, state)) is not None:
+        notify(said)
     state.masters.write_back()
     notify(f"loaded the weights from {checkpoint}")
 

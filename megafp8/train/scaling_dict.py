@@ -26,11 +26,15 @@ from megafp8.config.values import SIZES, model_ranks, world_size
 from megafp8.errors import CheckpointError
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs.layer import model_linears
+from megafp8.specs.recipes import DEFAULT_RECIPE
 from megafp8.specs.traits import ROLES
 from megafp8.train.state import TrainState
 
 SCALING_LAYOUT = "scaling_layout"
 """The key of the manifest's meta; None there, or no such key, in a run without FP8."""
+
+RECIPE_OF_SCALING = "scaling_recipe"
+"""The key of the manifest's meta of an import: the settings below `model` of its scales' recipe."""
 
 _SHARDS = "/shards"
 
@@ -161,3 +165,38 @@ def load_scaling(reader: Reader, state: TrainState, notify: Callable[[str], None
             "(model.reduce_amax=False or model.tp_only_amax_red=True): the larger amax and the "
             "smaller scale of each are used"
         )
+
+
+def load_imported_scaling(reader: Reader, state: TrainState) -> str | None:
+    """Load the scales and histories that an import has brought, and say what became of them.
+
+    Tensors of which it has none keep their initial values, as all do under another recipe: a scale
+    for another format would saturate. Return None if it has none at all, as weights of a run.
+    """
+    recipe: Mapping[str, Any] = reader.meta.get(RECIPE_OF_SCALING) or {}
+    if not recipe:
+        return None
+    said = ", ".join(f"model.{name}={value}" for name, value in recipe.items())
+    own = state.scaling.recipe if isinstance(state.scaling, ScalingState) else None
+    if (
+        own is None
+        or own.name != DEFAULT_RECIPE
+        or recipe
+        != {
+            ("fp8_hybrid" if own.backward_format == "e5m2" else "fp8_e4m3"): True,
+            "fp8_margin": own.margin,
+            "fp8_amax_history_len": own.amax_history_len,
+            "fp8_amax_compute_algo": own.amax_compute_algo,
+        }
+    ):
+        return f"the scales and histories of {reader.path} are for {said}, and are left"
+    stored = set(reader.names())
+    placements = [
+        (placement, name)
+        for placement in scaling_placements(state)
+        if (name := placement.name.removesuffix(_SHARDS)) in stored
+    ]
+    values = reader.read_all({name for _, name in placements})
+    for placement, name in placements:
+        placement.tensor.copy_(values[name].view_as(placement.tensor))
+    return f"loaded FP8's scales and histories of {len(placements) // 5} tensors"

@@ -89,6 +89,8 @@ def make(case: dict[str, Any], *, reads: bool) -> Any:
 def write(folder: Path, case: dict[str, Any]) -> None:
     """Save a model, after a step of its optimizer if the case has one."""
     made, model = make(case, reads=False)
+    for _ in range(case.get("passes", 0)):
+        run_both_passes(model)
     metadata = case.get("metadata", {})
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 7}
     state |= model.sharded_state_dict(metadata=metadata)
@@ -117,7 +119,25 @@ def write(folder: Path, case: dict[str, Any]) -> None:
     dist_checkpointing.save(state, str(folder))
     if case.get("own"):
         values = {name: value.detach().float() for name, value in model.named_parameters()}
+        values |= scaling_of(model) if "passes" in case else {}
         save_file({name: value.clone() for name, value in values.items()}, f"{folder}.safetensors")
+
+
+def run_both_passes(model: Any) -> None:
+    """Run a forward and a backward pass, which write FP8's histories and scales."""
+    tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
+    model(tokens, torch.arange(TOKENS).expand(2, TOKENS), None, labels=tokens).sum().backward()
+
+
+def scaling_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return the scales and histories that Transformer Engine's modules hold."""
+    return {
+        f"{name}.{kind}.{side}": getattr(module.fp8_meta[f"scaling_{side}"], kind).clone()
+        for name, module in model.named_modules()
+        if "recipe" in getattr(module, "fp8_meta", {}) and "linear" in name
+        for kind in ("scale", "amax_history")
+        for side in ("fwd", "bwd")
+    }
 
 
 def read(folder: Path, case: dict[str, Any]) -> None:

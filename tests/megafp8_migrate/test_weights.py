@@ -212,6 +212,7 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint of the form `torch_dist`: each part in the file of one of two ranks.
 
+    `objects` has what is no tensor: a value, or a file of `torch.save`.
     `chunks` has the global shape and the parts of tensors that are no grid, and `attributes` are
     those of the metadata, as Megatron-core adds some.
     """
@@ -236,7 +237,8 @@ def write_checkpoint(
             put(MetadataIndex(name, torch.Size(place)), saved(tensor))
     for name, value in (objects or {}).items():
         listed[name] = BytesStorageMetadata()
-        put(MetadataIndex(name), saved([io.BytesIO(saved(value))]))
+        is_file = isinstance(value, bytes)
+        put(MetadataIndex(name), value if is_file else saved([io.BytesIO(saved(value))]))
     for number, file in enumerate(files):
         (folder / f"__{number}_0.distcp").write_bytes(file.getvalue())
     metadata = Metadata(listed, storage_data=places)
@@ -462,11 +464,12 @@ OF_EXPERTS: dict[str, Any] = {
     "moe_grouped_gemm": True, "moe_expert_capacity_factor": None, "moe_permute_fusion": True,
     "moe_router_num_groups": None, "moe_router_group_topk": None,
     "expert_tensor_parallel_size": 2, "expert_model_parallel_size": 8,
+    "moe_router_padding_for_fp8": True, "moe_router_padding_for_quantization": True,
 }  # fmt: skip
 
 
 def test_arguments_of_experts_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """How ranks divided the experts does not matter, and what drops tokens does."""
+    """How ranks divided and filled the experts does not matter, and what drops tokens does."""
     ours = weights_of(ALL_EXPERTS)
     theirs = stacked(in_megatron(ALL_EXPERTS, ours), 2)
     arguments = ARGUMENTS | OF_EXPERTS
