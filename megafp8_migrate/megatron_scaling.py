@@ -1,13 +1,15 @@
 """Find the scales and histories of delayed scaling in a distributed checkpoint of Megatron's.
 
 Transformer Engine's linear layers keep them in their `_extra_state`: FP32 scales [3] and amaxes
-[history, 3] of the input, the weight and an unused output, and the same [2] of the gradient of the
-output and an unused one. The first row of a history has the amaxes of the pass under way; the rest
-are earlier ones, oldest first (transformer_engine/pytorch/module/base.py, `get_extra_state`).
+[history, 3] of the input, the weight and an unused output, and the same of gradients. The first row
+of a history has the amaxes of the pass under way; the rest are earlier ones, oldest first
+(transformer_engine/pytorch/module/base.py, `get_extra_state`).
 
-The states of experts are left: Megatron-core 0.12 to 0.16 take columns of several experts for one
-(`_split_extra_state` of its grouped linear layer), so that what belongs to which expert depends on
-the number of experts on a rank.
+Those of gradients are left: Megatron divides the loss by its tokens and microbatches before the
+backward pass, and here gradients are divided after it, so that a scale of Megatron's would saturate
+the first step. The states of experts are left too: Megatron-core 0.12 to 0.16 take columns of
+several experts for one (`_split_extra_state` of its grouped linear layer), so that what belongs to
+which expert depends on the number of experts on a rank.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _LINEARS = {
     "mlp.shared_experts.linear_fc1": "mlp.shared.fc1",
     "mlp.shared_experts.linear_fc2": "mlp.shared.fc2",
 }
-_ROLES = (("fwd", "forward", ("input", "weight")), ("bwd", "backward", ("grad_output",)))
+_ROLES = ("input", "weight")
 _FORMATS: dict[tuple[Any, ...], str] = {(448, 57344): "hybrid", (448, 448): "e4m3"}
 """Transformer Engine's formats by the largest numbers of both directions."""
 _MAX_MARGIN = 100
@@ -58,7 +60,7 @@ class FoundScaling:
 
 
 def find_scaling(spec: GPTSpec, checkpoint: DistCheckpoint, prefix: str) -> FoundScaling:
-    """Return the scales and histories of the layers' linears, without those of experts.
+    """Return those of inputs and weights of the layers' linears, without experts.
 
     `prefix` stands before all names. What cannot be read is left, since a run builds it up.
     """
@@ -91,37 +93,32 @@ def _add(found: FoundScaling, linear: str, state: Saved) -> None:
     value = state.value
     if not isinstance(value, Mapping) or "scale_fwd" not in value:
         raise ForeignFileError("it has no scales: the recipe is not delayed scaling")
+    scale = state.tensor(value["scale_fwd"])
+    history = state.tensor(value["amax_history_fwd"])
+    fits = scale.shape == history.shape[1:] == (len(_ROLES) + 1,) and len(history) > 0
+    if not fits or {scale.dtype, history.dtype} != {torch.float32}:
+        raise ForeignFileError("its scales are not those of one linear layer")
+    if not (history.isfinite().all() and (history >= 0).all() and (scale > 0).all()):
+        raise ForeignFileError("a scale or an amax is no positive number")
     rows: dict[str, torch.Tensor] = {}
-    length = None
-    for side, direction, roles in _ROLES:
-        scale = state.tensor(value[f"scale_{side}"])
-        history = state.tensor(value[f"amax_history_{side}"])
-        length = len(history) if length is None else length
-        fits = scale.shape == history.shape[1:] and len(scale) == len(roles) + 1
-        fits = fits and length == len(history) > 0
-        if not fits or {scale.dtype, history.dtype} != {torch.float32}:
-            raise ForeignFileError("its scales are not those of one linear layer")
-        for column, role in enumerate(roles):
-            of_tensor = {
-                "amax": history[0, column],
-                "history": history[1:, column],
-                "quant_scale": scale[column],
-                "num_updates": (history[:, column] > 0).sum(),
-                "num_nonfinite": torch.tensor(0),
-            }
-            is_good = bool(history.isfinite().all() and (history >= 0).all() and (scale > 0).all())
-            if not is_good:
-                raise ForeignFileError("a scale or an amax is no positive number")
-            for kind, row in of_tensor.items():
-                rows[f"scaling/{direction}/{kind}/{linear}.{role}"] = row.clone()
-    recipe = _settings(value.get("recipe"), length)
+    for column, role in enumerate(_ROLES):
+        of_tensor = {
+            "amax": history[0, column],
+            "history": history[1:, column],
+            "quant_scale": scale[column],
+            "num_updates": (history[:, column] > 0).sum(),
+            "num_nonfinite": torch.tensor(0),
+        }
+        for kind, row in of_tensor.items():
+            rows[f"scaling/forward/{kind}/{linear}.{role}"] = row.clone()
+    recipe = _settings(value.get("recipe"), len(history))
     if found.recipe not in ({}, recipe):
         raise ForeignFileError("it is of another recipe than the layers before")
     found.recipe = recipe
     found.rows |= rows
 
 
-def _settings(recipe: Any, length: int | None) -> dict[str, Any]:
+def _settings(recipe: Any, length: int) -> dict[str, Any]:
     """Return our settings for a recipe of Transformer Engine's."""
     if not isinstance(recipe, Record):
         raise ForeignFileError("it does not say its recipe, as Transformer Engine 2 does")

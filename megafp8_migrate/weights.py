@@ -18,7 +18,7 @@ from megafp8_migrate.torch_dist import open_checkpoint
 
 _LEFT = (
     ("optimizer.", "of the optimizer: its moments begin at zero"),
-    ("_extra_state", "_extra_state: scales and histories of FP8 are built up by the first steps"),
+    ("_extra_state", "_extra_state: the first steps build up FP8's scales and histories"),
     ("rng_state", "of random numbers: data and dropout are drawn from model.seed"),
     ("rerun_state_machine", "of Megatron's rerun_state_machine"),
 )
@@ -75,8 +75,8 @@ def _say(settings: Settings, found: Found, scaling: FoundScaling) -> None:
     if scaling.read:
         wanted = " ".join(f"model.{name}={value}" for name, value in scaling.recipe.items())
         say(
-            f"read: FP8's scales and histories of {len(scaling.read)} linears. A run takes them "
-            f"with model.fp8=True {wanted}"
+            f"read: FP8's scales and histories of the inputs and weights of {len(scaling.read)} "
+            f"linears. A run takes them with model.fp8=True {wanted}"
         )
     if scaling.why_not:
         say(f"note: {scaling.why_not}")

@@ -90,20 +90,13 @@ def write(folder: Path, case: dict[str, Any]) -> None:
     """Save a model, after a step of its optimizer if the case has one."""
     made, model = make(case, reads=False)
     for _ in range(case.get("passes", 0)):
-        run_both_passes(model)
+        run_forward(model)
     metadata = case.get("metadata", {})
     state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 7}
     state |= model.sharded_state_dict(metadata=metadata)
     if "optimizer" in case:
         shards = case["optimizer"]
-        wrapped = DistributedDataParallel(
-            made, DistributedDataParallelConfig(use_distributed_optimizer=bool(shards)), model
-        )
-        settings = OptimizerConfig(
-            optimizer="adam", lr=1e-3, bf16=made.bf16, params_dtype=made.params_dtype,
-            use_distributed_optimizer=bool(shards),
-        )  # fmt: skip
-        optimizer = get_megatron_optimizer(settings, [wrapped])
+        optimizer, _ = optimizer_of(model, made, shards)
         for parameter in model.parameters():
             parameter.main_grad.normal_()
         optimizer.step()
@@ -120,13 +113,53 @@ def write(folder: Path, case: dict[str, Any]) -> None:
     if case.get("own"):
         values = {name: value.detach().float() for name, value in model.named_parameters()}
         values |= scaling_of(model) if "passes" in case else {}
-        save_file({name: value.clone() for name, value in values.items()}, f"{folder}.safetensors")
+        values = {name: value.clone() for name, value in values.items()}
+        values |= {"losses": train(model, made, case["trains"])} if "trains" in case else {}
+        save_file(values, f"{folder}.safetensors")
 
 
-def run_both_passes(model: Any) -> None:
-    """Run a forward and a backward pass, which write FP8's histories and scales."""
+def run_forward(model: Any) -> None:
+    """Run a forward pass, which writes FP8's histories and scales."""
     tokens = torch.randint(0, VOCABULARY, (2, TOKENS))
-    model(tokens, torch.arange(TOKENS).expand(2, TOKENS), None, labels=tokens).sum().backward()
+    model.set_is_first_microbatch()  # else weights stay in FP8 as they were cast first
+    model(tokens, torch.arange(TOKENS).expand(2, TOKENS), None, labels=tokens)
+
+
+def optimizer_of(model: Any, made: Any, shards: str) -> tuple[Any, Any]:
+    """Return Megatron's Adam for a model, and the model wrapped for data parallelism."""
+    wrapped = DistributedDataParallel(
+        made, DistributedDataParallelConfig(use_distributed_optimizer=bool(shards)), model
+    )
+    settings = OptimizerConfig(
+        optimizer="adam", lr=0.02, adam_eps=0.1, weight_decay=0.0, bf16=made.bf16,
+        params_dtype=made.params_dtype, use_distributed_optimizer=bool(shards),
+    )  # fmt: skip
+    return get_megatron_optimizer(settings, [wrapped]), wrapped
+
+
+def train(model: Any, made: Any, steps: int) -> torch.Tensor:
+    """Train, with moments that begin at zero, and return the losses.
+
+    As with `calculate_per_token_loss`, gradients are divided by the number of tokens at the end.
+    With so large an `adam_eps` an update is proportional to its gradient: else one that is nothing
+    but rounding would move a weight as far as any other.
+    """
+    optimizer, wrapped = optimizer_of(model, made, "")
+    losses = []
+    for step in range(steps):
+        draw = torch.Generator().manual_seed(step)
+        text = torch.randint(0, VOCABULARY, (2, TOKENS + 1), generator=draw)
+        model.set_is_first_microbatch()
+        wrapped.zero_grad_buffer()
+        optimizer.zero_grad()
+        positions = torch.arange(TOKENS).expand(2, TOKENS)
+        loss = wrapped(text[:, :-1], positions, None, labels=text[:, 1:]).sum()
+        loss.backward()
+        wrapped.finish_grad_sync()
+        wrapped.scale_gradients(1 / (2 * TOKENS))
+        optimizer.step()
+        losses.append(loss.detach().float() / (2 * TOKENS))
+    return torch.stack(losses)
 
 
 def scaling_of(model: Any) -> dict[str, torch.Tensor]:
