@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from fnmatch import fnmatch
@@ -394,13 +395,18 @@ def test_transforms_of_functions_are_seen_inside_alone() -> None:
     assert seen == [False, True, True, False]
 
 
-def test_a_storage_is_found_again_until_it_is_gone() -> None:
-    tensor = torch.zeros(4)
-    ref = torch_private.storage_reference(tensor.untyped_storage())
-    found = torch_private.storage_of(ref)
-    assert found is not None and found.data_ptr() == tensor.data_ptr()
-    del found, tensor
-    assert torch_private.storage_of(ref) is None
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_object_of_a_storage_ends_with_the_storage(device: str) -> None:
+    """`LiveBytes` is told of the end by a weak reference; torch keeps the object until then."""
+    tensor, ended = torch.zeros(4, device=device), []
+    ref = weakref.ref(tensor.untyped_storage(), ended.append)
+    view = (tensor.requires_grad_() * 1)[1:].view(-1).grad_fn
+    assert not ended and ref() is tensor.untyped_storage() and view is not None
+    part = tensor.detach()[2:]
+    del tensor, view
+    assert not ended
+    del part
+    assert ended
 
 
 def test_a_torch_of_that_number_without_the_class_has_no_objects_in_graphs() -> None:

@@ -136,6 +136,7 @@ class ScaleTable:
         self.recipe = recipe
         self.fmt = fmt
         self.names: list[str] = []
+        self._has: set[str] = set()  # the names: a model of many experts has 100,000
         self.elsewhere: set[str] = set()  # of the names: tensors that other ranks cast
         self._own: dict[Update, list[int]] = {}  # the rows that have another rule
         self.engine = EMULATED
@@ -181,7 +182,8 @@ class ScaleTable:
         and must have the same rows (`fp8/rows.py`). All rows are registered before the first
         microbatch: a new row resets the whole table.
         """
-        assert name not in self.names, f"{name} is registered twice"
+        assert name not in self._has, f"{name} is registered twice"
+        self._has.add(name)
         if own is not None:
             self._own.setdefault(own, []).append(len(self.names))
         self.names.append(name)

@@ -132,15 +132,6 @@ def storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)
 
 
-def storage_of(ref: StorageWeakRef) -> torch.UntypedStorage | None:
-    """Return the storage that a reference is to; None if it is gone.
-
-    It is the function with which torch's own tensors are shared between processes.
-    """
-    storage: Any = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-    return storage  # type: ignore[no-any-return]
-
-
 def local_shard(tensor: Any) -> torch.Tensor:
     """Return the tensor object that a `DTensor` holds, not a view: attributes may be set on it."""
     local: torch.Tensor = tensor._local_tensor

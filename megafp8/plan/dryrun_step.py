@@ -43,7 +43,7 @@ def step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[int, i
     working memory.
     """
     count = spec.train.num_microbatches(state.mesh.dp.size)
-    alive = LiveBytes("meta", state.backend.memory_of)
+    alive = LiveBytes("meta", state.backend.memory_of, resized=False)
     alive.watch(freed_gradients(state))
     state.sink.begin_step()
     state.masters.begin_step()

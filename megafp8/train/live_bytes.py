@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8_numerics.meta import is_in_kernel
-from megafp8.ops.torch_private import (
-    TorchDispatchMode,
-    storage_key,
-    storage_of,
-)
+from megafp8.ops.torch_private import TorchDispatchMode, storage_key
 from megafp8.parallel.fsdp import local_of
 
 MemoryOf = Callable[[torch.Tensor], Iterable[torch.Tensor]]
@@ -23,20 +20,28 @@ class LiveBytes(TorchDispatchMode):
     """Count the bytes of the tensors that are made inside this context and still exist.
 
     With `device` only those on devices of this type count. `memory_of` returns the tensors whose
-    memory a tensor occupies, as `Backend.memory_of` does. Peaks are those since `begin`. A tensor
-    whose owner resizes its memory, as FSDP does, counts with its present size.
+    memory a tensor occupies, as `Backend.memory_of` does. Peaks are those since `begin`. With
+    `resized`, a tensor whose owner resizes its memory, as FSDP does, counts with its present size;
+    each possible peak then looks at all storages.
     """
 
-    def __init__(self, device: str | None = None, memory_of: MemoryOf = lambda x: (x,)) -> None:
+    def __init__(
+        self,
+        device: str | None = None,
+        memory_of: MemoryOf = lambda x: (x,),
+        *,
+        resized: bool = True,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device, self._memory_of = device, memory_of
+        self.device, self._memory_of, self._resized = device, memory_of, resized
         self.most = 0
         self.most_with_watched = 0
         self.watched_at_most = 0  # what `watched` was then
         self._watched: list[torch.UntypedStorage] = []
         self._watched_before = 0
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._at_most = 0  # an upper bound: some of these bytes may be free already
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._total = 0  # of the sizes that were seen last
+        self._at_most = 0  # with `resized`, a bound: sizes may have changed, and some are gone
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count too by how much the memory of these tensors grows, which an owner may resize."""
@@ -47,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         """Count as those of `watch` the tensors made inside whose memory is freed at the moment."""
         self.bytes()
         for key in [key for key, (_, size) in self._known.items() if size == 0]:
-            storage = storage_of(self._known.pop(key)[0])
+            storage = self._known.pop(key)[0]()
             assert storage is not None
             self._watched.append(storage)
 
@@ -63,16 +68,29 @@ class LiveBytes(TorchDispatchMode):
 
     def bytes(self) -> int:
         """Return the bytes of the storages that were made inside and still exist."""
-        total = 0
-        for key, (ref, before) in list(self._known.items()):
-            if (storage := storage_of(ref)) is None:
-                del self._known[key]
-                continue
-            if (size := storage.nbytes()) != before:
-                self._known[key] = ref, size
-            total += size
-        self._at_most = total
-        return total
+        if self._resized:
+            for ref, _ in list(self._known.values()):
+                if (storage := ref()) is not None:
+                    self._see(storage)
+        self._at_most = self._total
+        return self._total
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage with its present size, until it ends."""
+        key, size = storage_key(storage), storage.nbytes()
+        known = self._known.get(key)
+        if known is None:  # torch keeps the object of a storage for as long as the storage exists
+            known = weakref.ref(storage, partial(self._forget, key)), 0
+        self._known[key] = known[0], size
+        self._total += size - known[1]
+        self._at_most += max(0, size - known[1])
+
+    def _forget(self, key: int, _: object) -> None:
+        """Count a storage no more, which has ended."""
+        if key in self._known:  # not if it is watched
+            size = self._known.pop(key)[1]
+            self._total -= size
+            self._at_most -= 0 if self._resized else size
 
     def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
         """Return how many of `bytes` are those of these tensors."""
@@ -81,34 +99,25 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         arguments = self._storages((args, kwargs))
-        self._note_growth(arguments)
+        for storage in arguments:  # an operation is about to use what they have grown by
+            if storage_key(storage) in self._known:
+                self._see(storage)
         argument_keys = set(map(storage_key, arguments))
         out = func(*args, **(kwargs or {}))
         for storage in self._storages(out):
             key = storage_key(storage)
-            if self.device not in (None, storage.device.type):
-                continue
-            if key not in argument_keys and key not in self._known:
-                self._known[key] = StorageWeakRef(storage), storage.nbytes()
-                self._at_most += storage.nbytes()
+            is_here = self.device in (None, storage.device.type)
+            if is_here and key not in argument_keys and key not in self._known:
+                self._see(storage)
         if is_in_kernel():
             return out
         watched = self.watched()
         if self._at_most > self.most or self._at_most + watched > self.most_with_watched:
-            current = self.bytes()  # is slow; a new peak is possible
+            current = self.bytes()
             self.most = max(self.most, current)
             if current + watched > self.most_with_watched:
                 self.most_with_watched, self.watched_at_most = current + watched, watched
         return out
-
-    def _note_growth(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Count what known storages have grown by, which an operation is about to use."""
-        for storage in storages:
-            if (known := self._known.get(key := storage_key(storage))) is not None:
-                ref, before = known
-                if (size := storage.nbytes()) != before:
-                    self._known[key] = ref, size
-                    self._at_most += max(0, size - before)
 
     def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
         parts = map(local_of, _tensors_in(tree))  # of a tensor that FSDP shards: this rank's rows

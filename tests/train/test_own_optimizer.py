@@ -161,7 +161,7 @@ def test_a_state_is_stored_in_the_format_that_the_traits_name() -> None:
         assert torch.equal(rounded.values(), expected.values())
 
 
-SMALL: dict[str, Any] = {"steps": 4, "num_microbatches": 2}
+SMALL: dict[str, Any] = {"steps": 4, "num_microbatches": 4}  # two for each of two replicas
 LAYOUTS = {
     "dp 2": (sgd_spec(), ParallelSpec()),
     "dp 2, ZeRO-1": (sgd_spec(ZERO), ParallelSpec()),
