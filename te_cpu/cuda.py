@@ -252,6 +252,8 @@ def install(undo: ExitStack) -> None:
     """Make the patches. They stay until `undo` is closed, or for as long as the process lives."""
     # Torch's tracer must find torch's functions: a graph would break at those it does not know.
     torch_private.load_dynamo()
+    torch.compiler.assume_constant_result(_asked_by_transformer_engine)  # type: ignore[no-untyped-call]
+    undo.callback(torch_private.wrap_traced_is_cuda(_is_told))
     undo.callback(_places.clear)
     _places.append(lambda device, asking: to_cpu(device))
     undo.callback(torch_private.wrap_default_device(to_cpu))  # before functions are replaced
@@ -390,7 +392,11 @@ def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _asked_by_transformer_engine() -> bool:
     """Whether the caller's caller is in a file of Transformer Engine, or of `answer_also`."""
-    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return _is_told(torch_private.asking(2).f_globals.get("__name__", ""))
+
+
+def _is_told(name: str) -> bool:
+    """Whether the code of a module is answered as if there were a GPU."""
     if "" in _ASKING and name.partition(".")[0] in _NEVER_ASKING:
         return name.startswith(tuple(filter(None, _ASKING)))
     return name.startswith(tuple(_ASKING))

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from fp8_numerics.swizzle import swizzled
 from te_cpu.enums import WIDE
 from te_cpu.errors import ProductError
 from te_cpu.gemm import generic_gemm
 from te_cpu.missing import missing
 from te_cpu.quantize import dequantize, fill, quantize
-from te_cpu.tensors import Quantizer, is_mx, is_nv, kind_of, row_shape
+from te_cpu.tensors import Quantizer, is_mx, is_nv, is_tiled, kind_of, row_shape, tile
 
 
 def split_quantize(
@@ -266,29 +265,17 @@ def group_quantize(
     x = tensor.detach().contiguous()
     grouped = _grouped(x, quantizer, num_tensors, first_dims, tensor_offsets)
     parts = zip(grouped.tensor_shapes, grouped.quantized_tensors, strict=True)
-    at = 0
+    is_asked, at = getattr(quantizer, "optimize_for_gemm", False), 0
     for (rows, _), out in parts:
         if rows:
             fill(quantizer, x[at : at + rows], out)
-            _tile(quantizer, out)
+            if is_asked and not is_tiled(quantizer):  # NVFP4 had tiles in groups first
+                tile(out)
         at += rows
-    if _is_tiled(quantizer):
+    if is_asked:
         grouped._with_gemm_swizzled_scales = True
         grouped.quantized_tensors = grouped.split_into_quantized_tensors()
     return grouped
-
-
-def _is_tiled(quantizer: Quantizer) -> bool:
-    return bool(getattr(quantizer, "optimize_for_gemm", False))
-
-
-def _tile(quantizer: Quantizer, out: Any) -> None:
-    """Put the scales into tiles, as a Blackwell's products read them, if that is asked for."""
-    for side in ("rowwise", "columnwise"):
-        stored = getattr(out, f"_{side}_scale_inv")
-        if stored is not None and _is_tiled(quantizer):
-            is_turned = side == "columnwise" and is_mx(quantizer)  # those of NVFP4 lie so
-            stored.copy_(swizzled(stored.t() if is_turned else stored).view_as(stored))
 
 
 def _grouped(

@@ -65,7 +65,7 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
             fresh = torch.zeros if key.endswith("scale_inv") else torch.empty
             made[key] = fresh(size, dtype=torch.uint8, device=device) if is_used else None
     if hasattr(quantizer, "optimize_for_gemm"):
-        made["with_gemm_swizzled_scales"] = False
+        made["with_gemm_swizzled_scales"] = quantizer.optimize_for_gemm
     return made
 
 

@@ -105,11 +105,21 @@ def arguments(quantizer: Any, shape: list[int], device: torch.device) -> dict[st
         amaxes = m if _has_scaled_rows(quantizer) else 1
         made[f"amax_{side}"] = torch.zeros(amaxes, device=device) if is_used else None
     if hasattr(quantizer, "optimize_for_gemm"):
-        made["with_gemm_swizzled_scales"] = False
+        made["with_gemm_swizzled_scales"] = _begins_tiled(quantizer, m, k)
     for name in ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max"):
         if hasattr(quantizer, name):
             made[name] = getattr(quantizer, name)
     return made
+
+
+def _begins_tiled(quantizer: Any, m: int, k: int) -> bool:
+    """Whether a tensor without values says that its scales lie in tiles (quantizer.cpp of 2.17).
+
+    A GPU has one kernel that rotates, casts and writes tiles, for these sizes; after others, and so
+    with other tensors, the scales are put into tiles when they are there.
+    """
+    is_asked = quantizer.optimize_for_gemm and quantizer.with_rht and version_in_use() >= (2, 17)
+    return bool(is_asked and m % 64 == 0 and k % 128 == 0)
 
 
 def _has_scaled_rows(quantizer_or_tensor: Any) -> bool:

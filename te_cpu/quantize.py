@@ -27,9 +27,11 @@ from te_cpu.tensors import (
     is_blockwise,
     is_mx,
     is_nv,
+    is_tiled,
     kind_of,
     operand,
     row_shape,
+    tile,
     transposed,
 )
 
@@ -115,10 +117,13 @@ def fill(quantizer: Quantizer, x: torch.Tensor, out: Any) -> Any:
     """Write the cast of `x` and its scales into `out`; a dry run's tensors have no values."""
     if x.is_meta:
         return out
-    if is_nv(quantizer):
-        return nv.fill(quantizer, x, out)
-    if is_mx(quantizer):
-        return mx.fill(quantizer, x, out)
+    if is_nv(quantizer) or is_mx(quantizer):
+        if hasattr(out, "_with_gemm_swizzled_scales"):
+            out._with_gemm_swizzled_scales = False
+        (nv if is_nv(quantizer) else mx).fill(quantizer, x, out)
+        if is_tiled(quantizer):
+            tile(out)
+        return out
     if is_blockwise(quantizer):
         return _fill_blocks(quantizer, x, out)
     fmt = FORMATS[quantizer.dtype]

@@ -15,10 +15,11 @@ import torch
 
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.scaled_mm import BLOCK
-from fp8_numerics.swizzle import rounded_up
+from fp8_numerics.swizzle import rounded_up, swizzled
 from te_cpu import mx, nv
 from te_cpu.enums import FORMATS, ScaleFormat
 from te_cpu.missing import missing
+from te_cpu.wheel import version_in_use
 
 Quantizer = Any  # of transformer_engine.pytorch.tensor
 
@@ -233,6 +234,25 @@ def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Te
     layout: Literal["square", "block"] = "square" if tensor._is_2D_scaled else "block"
     is_exact = not scale.is_meta and bool((scale.frexp().mantissa == 0.5).all())
     return Fp8Tensor(payload, scale, fmt, block=block, is_exact_in_bf16=is_exact, layout=layout)
+
+
+def is_tiled(quantizer: Quantizer) -> bool:
+    """Whether a cast leaves the scales in tiles, as a Blackwell's products read them.
+
+    Transformer Engine asks for that from 2.12 on, and NVFP4 follows from 2.17 on.
+    """
+    is_asked = getattr(quantizer, "optimize_for_gemm", False)
+    return is_asked and (is_mx(quantizer) or is_nv(quantizer) and version_in_use() >= (2, 17))
+
+
+def tile(tensor: Any) -> None:
+    """Put the scales of rows and columns into tiles, and note that in the tensor."""
+    for side in ("rowwise", "columnwise"):
+        stored = getattr(tensor, f"_{side}_scale_inv")
+        if stored is not None:
+            is_turned = side == "columnwise" and mx.is_mx(tensor)  # those of NVFP4 lie so
+            stored.copy_(swizzled(stored.t() if is_turned else stored).view_as(stored))
+    tensor._with_gemm_swizzled_scales = True
 
 
 def _matrix(data: torch.Tensor, *, by_column: bool) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,39 @@ def load_dynamo() -> None:
     """
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map()
+
+
+def asking(above: int) -> Any:
+    """Return who asks: the frame `above` calls above the function that calls this.
+
+    While `torch.compile` traces the code that asks, no frame of it runs. Its tracer calls a
+    function that `torch.compiler.assume_constant_result` has marked, and keeps of each frame what
+    is traced, with the same `f_globals` and `f_code`.
+    """
+    caller = sys._getframe(2)
+    if not caller.f_globals["__name__"].startswith("torch._dynamo"):
+        return sys._getframe(above + 1)
+    traced = caller.f_locals["tx"]
+    for _ in range(above - 1):
+        traced = traced.parent
+    return traced
+
+
+def wrap_traced_is_cuda(is_told: Callable[[str], bool]) -> Callable[[], None]:
+    """Let `Tensor.is_cuda` be true where code is traced of a module for which `is_told` says so.
+
+    The result undoes it.
+    """
+    variables: Any = importlib.import_module("torch._dynamo.variables")
+    kind = variables.TensorVariable
+    original = kind.method_attr_is_cuda
+
+    def is_cuda(tensor: Any, tracer: Any) -> Any:
+        is_true = is_told(tracer.f_globals.get("__name__", ""))
+        return variables.ConstantVariable.create(True) if is_true else original(tensor, tracer)
+
+    kind.method_attr_is_cuda = is_cuda
+    return lambda: setattr(kind, "method_attr_is_cuda", original)
 
 
 def wrap_default_device(place: Callable[[Any], Any]) -> Callable[[], None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import te_cpu
 from scripts import te_tests
@@ -19,6 +22,7 @@ from tests.te_sources import need_sources
 ROOT = Path(__file__).parents[2]
 TESTS = """
 import os, time
+import tensorrt
 import pytest, torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
@@ -42,6 +46,9 @@ def test_memory():
 
 def test_package():
     import a_package_that_is_nowhere
+
+def test_of_the_one_who_uses_what_the_file_imports():
+    tensorrt.Logger()
 
 def test_says_no():
     pytest.skip("not here")
@@ -90,6 +97,7 @@ def test_each_test_gets_its_reason_and_a_file_that_does_not_load_counts(tmp_path
         "test_graph": "needs hardware",
         "test_memory": "needs hardware",
         "test_package": "needs a package",
+        "test_of_the_one_who_uses_what_the_file_imports": "needs a package",
         "test_says_no": "skipped",
         "test_spins": "too slow",
         "test_breaks": "another error",
@@ -102,10 +110,51 @@ def test_each_test_gets_its_reason_and_a_file_that_does_not_load_counts(tmp_path
         "distributed/test_ep.py": "2: if torch.cuda.device_count() < 4: ..."
     }
     page = te_tests.table([results])
-    assert "**21 of 129 pass (16%)**" in page
+    assert "**21 of 130 pass (16%)**. Of a file 100 tests were drawn" in page
+    assert f"The newest runs had torch {torch.__version__}, " in page
     assert "`test_unloaded.py`: the file does not load: needs a package." in page
     assert "`test_all.py` `test_lacks`: 1 lacks a kernel. `MissingKernelError: " in page
     assert "- `distributed/test_ep.py`, line 2: `if torch.cuda.device_count() < 4: ...`" in page
+
+
+def test_what_passed_of_the_same_draw_is_kept_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that had failed and for which the time is up again is not forgotten."""
+    was = {"a::passed": "passed", "a::no": "skipped", "a::again": "too slow", "a::late": "too slow"}
+    kept = {test: {"outcome": outcome, "error": ""} for test, outcome in was.items()}
+
+    def run_here(file: Path, folder: Path, options: argparse.Namespace, lines: Path) -> None:
+        plugin = te_tests.Sampled(lines, options)
+        assert plugin.done == {"a::passed", "a::no"}
+        plugin.say(collected=9)
+        plugin.say(test="a::again", outcome="passed")
+        os._exit(0)
+
+    monkeypatch.setattr(te_tests, "_run_here", run_here)
+    options = argparse.Namespace(sample=100, seed=1, seconds=1, seconds_of_file=1)
+    file = tmp_path / "tests/pytorch/test_a.py"
+    found = te_tests.run_file(file, tmp_path, options, tmp_path, kept)
+    assert found["collected"] == 9
+    outcomes = {test: result["outcome"] for test, result in found["tests"].items()}
+    assert outcomes == was | {"a::again": "passed"}
+
+
+def test_the_page_says_what_fails_anywhere_and_how_many_pass_without_the_file_of_onnx() -> None:
+    name = "test_torch_compile.py"
+    tests = {f"x/{name}::test_autocast_nested_custom": "another error", f"x/{name}::b": "passed"}
+    both = {test: {"outcome": what, "error": "KeyError"} for test, what in tests.items()}
+    asked = {"sample": 100, "seed": 1, "seconds": 6, "seconds_of_file": 9, "packages": {"a": "1"}}
+    unloaded = {"unloaded": "needs a package", "error": "", "tests": {}}
+    files = {
+        name: {"collected": 2, "tests": both, **asked},
+        "test_onnx_export.py": unloaded | asked | {"seconds": 60, "packages": {"a": "2"}},
+    }
+    page = te_tests.section({"version": "2", "left_out": {}, "all": [*files], "files": files})
+    assert "**1 of 102 pass (1%)**, and without `test_onnx_export.py` 1 of 2 (50%). Of a" in page
+    assert "A test had 6 to 60 seconds of the processor" in page
+    assert "The newest runs had a 1 or 2.\n" in page
+    assert "`test_autocast_nested_custom`: 1 fails anywhere. `qfactory` in the test" in page
 
 
 @pytest.mark.parametrize(

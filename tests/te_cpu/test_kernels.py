@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8_numerics.swizzle import swizzled
 from te_cpu import (
     activations,
     attention,
@@ -30,10 +31,12 @@ from te_cpu import (
     dropout,
     gemm,
     grouped,
+    loading,
     masters,
     multi_tensor,
     mx,
     norms,
+    nv,
     quantize,
     rope,
     tensors,
@@ -1175,6 +1178,46 @@ def test_torch_compile_traces_what_makes_tensors_on_a_device() -> None:
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_torch_compile_answers_those_who_ask_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two modules that ask the same, the one that is Transformer Engine's has a GPU."""
+    code = """
+import torch
+def has_a_gpu(x):
+    return torch.cuda.is_available(), torch.cuda.get_device_capability() if x.is_cuda else None
+"""
+    modules: list[Any] = [ModuleType("transformer_engine_of_a_test"), ModuleType("another")]
+    for module in modules:
+        exec(code, module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)  # torch's tracer looks there
+
+    def both(x: torch.Tensor) -> Any:
+        return x + 1, *(module.has_a_gpu(x) for module in modules)
+
+    with ExitStack() as undo:
+        cuda.install(undo)
+        wanted = both(torch.ones(2))[1:]
+        assert wanted[0] == (True, (9, 0))
+        if not torch.cuda.is_available():
+            assert wanted[1] == (False, None)
+        assert torch.compile(both, backend="eager", fullgraph=True)(torch.ones(2))[1:] == wanted
+
+
+def test_torch_compile_traces_the_checks_for_blackwell() -> None:
+    """They pass, and the recipe where none is given stays that of an H100."""
+    check = loading._passed_but_by_default(lambda: (False, "an H100"))
+
+    def get_default_fp8_recipe() -> tuple[bool, str]:
+        return check()
+
+    def both(x: torch.Tensor) -> Any:
+        return x + 1, check(), get_default_fp8_recipe()
+
+    wanted = [(True, ""), (False, "an H100")]
+    assert list(both(torch.ones(2))[1:]) == wanted
+    found = torch.compile(both, backend="eager", fullgraph=True)(torch.ones(2))
+    assert list(found[1:]) == wanted
+
+
 @pytest.mark.parametrize("by_column", [False, True])
 @pytest.mark.parametrize("is_square", [False, True])
 def test_scales_that_fill_up_a_row_are_cut_off(is_square: bool, by_column: bool) -> None:
@@ -1225,6 +1268,68 @@ def test_mxfp8_is_written_where_there_is_memory() -> None:
     assert torch.equal(made._rowwise_data, payload.view(torch.uint8))
     assert torch.equal(made._rowwise_scale_inv[:64, :3], code)
     assert not made._rowwise_scale_inv[64:].any() and not made._rowwise_scale_inv[:, 3:].any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "is_tiled"),
+    [("MXFP8", (2, 12), True), ("NVFP4", (2, 16), False), ("NVFP4", (2, 17), True)],
+)
+def test_a_cast_leaves_scales_in_tiles_where_that_is_asked_for(
+    kind: str, version: tuple[int, ...], is_tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product reads the same; a cast into the same tensor without tiles has rows again."""
+    monkeypatch.setattr(tensors, "version_in_use", lambda: version)
+    x = torch.from_numpy(data("normal", (96, 160)))
+    quantizer: Any = type(f"{kind}Quantizer", (SimpleNamespace,), {})(
+        dtype=E4M3, optimize_for_gemm=False, rowwise_usage=True, columnwise_usage=True,
+        with_rht=False, stochastic_rounding=False, with_2d_quantization=False,
+        with_amax_reduction=False,
+    )  # fmt: skip
+    module = mx if kind == "MXFP8" else nv
+    made = module.arguments(quantizer, [96, 160], torch.device("cpu"))
+    out: Any = type(f"{kind}Tensor", (SimpleNamespace,), {})(
+        **{f"_{name}": value for name, value in made.items()}
+    )
+    sides = [(module.operand, by_column) for by_column in (False, True)]
+    scales = ("_rowwise_scale_inv", "_columnwise_scale_inv")
+    found = []
+    for optimize_for_gemm in (False, True, False):
+        quantizer.optimize_for_gemm = optimize_for_gemm
+        quantize.fill(quantizer, x, out)
+        assert out._with_gemm_swizzled_scales is (optimize_for_gemm and is_tiled)
+        found.append([getattr(out, name).clone() for name in scales])
+        read = [operand(out, by_column=by_column).dequant_scale for operand, by_column in sides]
+        found[-1] += [each.contiguous() for each in read]
+    for rows, _, again in zip(*found, strict=True):
+        assert torch.equal(rows, again)
+    assert not is_tiled or [torch.equal(*pair) for pair in zip(*found[:2], strict=True)] == [
+        False, False, True, True,
+    ]  # fmt: skip
+    if is_tiled:  # those of NVFP4's columns lie as its rows do
+        turned = found[0][1].t() if kind == "MXFP8" else found[0][1]
+        for rows, tiles in ((found[0][0], found[1][0]), (turned, found[1][1])):
+            assert torch.equal(swizzled(rows), tiles.flatten())
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "version", "is_tiled"),
+    [
+        (64, 128, (2, 17), True),
+        (64, 144, (2, 17), False),
+        (48, 128, (2, 17), False),
+        (64, 128, (2, 16), False),
+    ],
+)
+def test_which_nvfp4_begins_in_tiles(
+    m: int, k: int, version: tuple[int, ...], is_tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what one kernel of a GPU rotates, casts and writes."""
+    monkeypatch.setattr(nv, "version_in_use", lambda: version)
+    quantizer = SimpleNamespace(
+        dtype=E4M3, optimize_for_gemm=True, rowwise_usage=True, columnwise_usage=True, with_rht=True
+    )
+    made = nv.arguments(quantizer, [m, k], torch.device("cpu"))
+    assert made["with_gemm_swizzled_scales"] is is_tiled
 
 
 def test_types_have_the_numbers_of_transformer_engine_s_header() -> None:
