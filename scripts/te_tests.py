@@ -127,7 +127,8 @@ EXPLAINED = {
         "`compute_nvfp4_per_tensor_scale_kernel` of common/recipe/nvfp4.cu, and so does the kernel "
         "here. Where it divides instead, 4 of 9 such tests pass. The other 5 are all in FP32 "
         "without a rotation and compare within 1e-6: `qgemm` adds up blocks of 16 elements one "
-        "after another, and a product here has another order of sums (not checked by FP64)",
+        "after another, and a product here has another order of sums. By FP64 both are within 0.7 "
+        "units of 2^-24 of the sum of magnitudes",
     ),
 }
 """Why values differ, by file and function of the tests."""
@@ -146,8 +147,8 @@ its error says:
 
 - **value differs**: an assertion of the test does not hold. Each is explained below.
 - **lacks a kernel**: a function of the compiled extension is not here, and the error names it.
-- **needs hardware**: cuDNN, flash attention, CUDA graphs, several GPUs, a Blackwell GPU, or a GPU's
-  memory and clock that the test reads.
+- **needs hardware**: cuDNN, flash attention, CUDA graphs, several GPUs, a Blackwell GPU, a GPU's
+  memory or clock that the test reads, or the device "cuda" as the name of a tensor's device.
 - **needs a package**: one that is not installed here.
 - **too slow**: the test has used up its seconds of the processor.
 - **fails anywhere**: Transformer Engine's own Python of the version cannot pass the test, also on a
@@ -477,7 +478,7 @@ def section(found: dict[str, Any]) -> str:
         f"**{total[PASSED]} of {counted} pass ({total[PASSED] / counted:.0%})**"
         f"{without(ONNX, files, total)}. Of a file {of('sample')} tests were drawn, or all where "
         f"it has fewer. A test had {of('seconds')} seconds of the processor, and no other one of "
-        f"its file began after {of('seconds_of_file')} seconds. {packages(files)}\n",
+        f"its file began after {of('seconds_of_file')} seconds{packages(files)}.\n",
         "| file | run | of | " + " | ".join(COLUMNS) + " |",
         "|---|" + "--:|" * (len(COLUMNS) + 2),
         *(f"| {' | '.join(map(str, row))} |" for row in rows),
@@ -508,13 +509,13 @@ def without(name: str, files: dict[str, Any], total: Counter[str]) -> str:
 
 
 def packages(files: dict[str, Any]) -> str:
-    """Return the sentence that names the packages of the runs which have noted them."""
+    """Return which packages the runs had that have noted them, as the end of a sentence."""
     versions: dict[str, set[str]] = {}
     for file in files.values():
         for name, number in file.get("packages", {}).items():
             versions.setdefault(name, set()).add(number)
     named = [f"{name} {' or '.join(sorted(own))}" for name, own in versions.items()]
-    return f"The newest runs had {', '.join(named)}." if named else ""
+    return f". The newest runs had {', '.join(named)}" if named else ""
 
 
 def function_of(name: str, test: str) -> str:

@@ -252,7 +252,7 @@ def install(undo: ExitStack) -> None:
     """Make the patches. They stay until `undo` is closed, or for as long as the process lives."""
     # Torch's tracer must find torch's functions: a graph would break at those it does not know.
     torch_private.load_dynamo()
-    torch.compiler.assume_constant_result(_asked_by_transformer_engine)  # type: ignore[no-untyped-call]
+    torch.compiler.assume_constant_result(_asked_by_transformer_engine)
     undo.callback(torch_private.wrap_traced_is_cuda(_is_told))
     undo.callback(_places.clear)
     _places.append(lambda device, asking: to_cpu(device))

@@ -44,8 +44,9 @@ def main(argv: Sequence[str]) -> int:
     torch_version, python = torch.__version__, platform.python_version()
     print(f"te-on-cpu {own}, Python {python}, torch {torch_version}, {platform.machine()}")
     print(f"needed: {', '.join(map(_installed, NEEDED))}")
-    about = "" if _is_there("triton") else " (its functions in Triton are refused by name)"
-    print(f"optional: {_installed('triton')}{about}")
+    refused = {"triton": "its functions in Triton are", "onnxscript": "export to ONNX is"}
+    about = [_installed(name) + _refused(name, what) for name, what in refused.items()]
+    print(f"optional: {', '.join(about)}")
     _show_versions()
     try:
         _show_kernels(_sources(given))
@@ -59,6 +60,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _is_there(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+def _refused(package: str, what: str) -> str:
+    """Return what is refused without a package, in brackets; nothing if it is installed."""
+    return "" if _is_there(package) else f" ({what} refused by name)"
 
 
 def _installed(package: str) -> str:

@@ -173,7 +173,7 @@ def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[],
     def is_by_default() -> bool:
         return asking(2).f_code.co_name == "get_default_fp8_recipe"  # type: ignore[no-any-return]
 
-    torch.compiler.assume_constant_result(is_by_default)  # type: ignore[no-untyped-call]
+    torch.compiler.assume_constant_result(is_by_default)
 
     def check() -> tuple[bool, str]:
         return real() if is_by_default() else (True, "")

@@ -136,9 +136,13 @@ def test_the_doctor_says_that_a_version_runs_and_what_is_missing(tmp_path: Path)
 def test_the_doctor_says_why_nothing_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is fetched."""
+    """Nothing is fetched. What an optional package would add is named."""
     monkeypatch.setenv("MEGAFP8_TE_SOURCES", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor, "_is_there", lambda package: package not in ("onnxscript",))
     for version, why in ((DEFAULT_VERSION, "downloads are off here"), ("2.1.0", "too old")):
         assert doctor.main(["--te-version", version]) == 1
-        last = capsys.readouterr().out.splitlines()[-1]
+        *lines, last = capsys.readouterr().out.splitlines()
         assert last.startswith(f"Transformer Engine {version} does not run here: ") and why in last
+        assert lines[2].startswith("optional: triton ")
+        absent = "onnxscript is not installed (export to ONNX is refused by name)"
+        assert lines[2].endswith(f", {absent}")
