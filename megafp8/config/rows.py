@@ -1,18 +1,31 @@
-"""Define the rows of tables of settings that exclude each other, and find the rows that apply."""
+"""Define rows of tables of settings that exclude or need each other, and find what they refuse."""
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from megafp8.config.keys import Values
-from megafp8.config.rules import Finding
-from megafp8.config.values import compute_dtypes, recipes_in, schedule_of, storage_of
-from megafp8.specs.parallel import ZERO_BUBBLE_SCHEDULES
+from megafp8.config.rules import Finding, nearest_divisors, nearest_multiples
+from megafp8.config.values import (
+    SIZES,
+    WORLD,
+    compute_dtypes,
+    model_ranks,
+    recipes_in,
+    schedule_of,
+    storage_of,
+    world_size,
+)
+from megafp8.specs.data import CONVERSATIONS
+from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 from megafp8.specs.recipes import names_where, recipes_where
 from megafp8.specs.traits import Traits
 
@@ -40,6 +53,11 @@ ZERO_BUBBLE = Condition(
     lambda _, values: schedule_of(values) in ZERO_BUBBLE_SCHEDULES,
     ("model.virtual_pipeline_model_parallel_size",),
 )
+REPLICAS = Condition(
+    " with several replicas",
+    lambda _, values: world_size(values) > model_ranks(values),
+    (*SIZES, *WORLD),
+)
 
 
 class Row(NamedTuple):
@@ -48,9 +66,9 @@ class Row(NamedTuple):
     Attributes:
         when: Keys with their values or conditions; the row applies if all of them hold.
         excludes: The key that is then refused, with its value or condition.
-        reason: Why. `{model.a}` stands for the setting of that key, as `model.a=True`, and
-            `{recipe}` for the first recipe that meets one of the conditions.
-        hint: What to do instead.
+        reason: Why. `{model.a}` stands for the setting of that key, as `model.a=True`, `{=model.a}`
+            for its value, and `{recipe}` for the first recipe that meets one of the conditions.
+        hint: What to do instead, with the same placeholders.
         unproven: Whether the only reason is that no test proves the combination right.
     """
 
@@ -96,6 +114,7 @@ OWN_WEIGHT = RecipeKind(
 SCALES_OF_PARTS = RecipeKind(
     "with several scales for a weight", lambda traits: not traits.weight.last.is_one
 )
+TWO_FORMATS = RecipeKind("that may use E5M2", lambda traits: not traits.is_e4m3)
 TWO_LEVELS = RecipeKind(
     "with scales of two levels", lambda traits: any(scales.has_outer for scales in traits.scales)
 )
@@ -106,19 +125,51 @@ def is_one_of(*values: object) -> Condition:
     return Condition(f"={' or '.join(map(str, values))}", lambda value, _: value in values)
 
 
-def not_(good: object) -> Condition:
-    """Return the condition that the value is not `good`."""
-    return Condition(f" other than {good}", lambda value, _: value != good)
+ONE_STAGE, CONVERSATION = is_one_of(*ONE_STAGE_SCHEDULES), is_one_of(*CONVERSATIONS)
+
+
+def not_(*good: object) -> Condition:
+    """Return the condition that the value is none of `good`."""
+    return Condition(
+        f" other than {' or '.join(map(str, good))}", lambda value, _: value not in good
+    )
 
 
 def is_above(low: int) -> Condition:
-    """Return the condition that the value is above a number."""
-    return Condition(f" above {low}", lambda value, _: value > low)
+    """Return the condition that the value is above a number; null is not."""
+    return Condition(f" above {low}", lambda value, _: value is not None and value > low)
 
 
 def given() -> Condition:
     """Return the condition that the value is neither False, null nor 0."""
     return Condition(" given", lambda value, _: bool(value))
+
+
+def missing() -> Condition:
+    """Return the condition that the value is False, null, 0 or an empty text."""
+    return Condition(" missing", lambda value, _: not value)
+
+
+def related(relation: str, key: str) -> Condition:
+    """Return the condition that the value stands in a relation to that of another key.
+
+    Null and an empty text stand in no relation.
+    """
+
+    def holds(value: Any, values: Values) -> bool:
+        both = (value, values[key])
+        return all(each not in (None, "") for each in both) and bool(_RELATIONS[relation](*both))
+
+    return Condition(f" {relation.replace('_', ' ')} {key}", holds, (key,))
+
+
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "less_than": operator.lt,
+    "more_than": operator.gt,
+    "no_divisor_of": lambda value, other: other % value,
+    "no_multiple_of": operator.mod,
+    "other_than": operator.ne,
+}
 
 
 def some_recipe(kind: RecipeKind) -> Condition:
@@ -167,19 +218,23 @@ _Loader.add_multi_constructor("!", _condition)
 _MAKERS: dict[str, Callable[..., Condition]] = {
     "above": is_above,
     "given": given,
+    "missing": missing,
     "named": lambda condition: condition,
     "not": not_,
     "one_of": is_one_of,
     "recipe": its_recipe,
     "some_recipe": some_recipe,
+    **{name: partial(related, name) for name in _RELATIONS},
 }
 
 
 def read_rows(path: Path) -> tuple[Row, ...]:
-    """Return the rows of a table in YAML; together.yaml says what it may hold."""
+    """Return the rows of a table in YAML; together.yaml and related.yaml say what they may hold."""
     table = yaml.load(path.read_text("utf-8"), Loader=_Loader)
     hints = (re.sub(r"\{([A-Z_]+)\}", lambda m: globals()[m[1]].hint, r["hint"]) for r in table)
-    return tuple(Row(**row | {"hint": hint}) for row, hint in zip(table, hints, strict=True))
+    return tuple(
+        Row(**{"when": {}} | row | {"hint": hint}) for row, hint in zip(table, hints, strict=True)
+    )
 
 
 def condition_text(key: str, test: Any) -> str:
@@ -189,20 +244,44 @@ def condition_text(key: str, test: Any) -> str:
     return f"{key}={'null' if test is None else test}"
 
 
+_PLACEHOLDER = re.compile(r"\{(=|multiples of |divisors of )?([\w.]+)\}")
+
+
 def refusals(rows: Iterable[Row], values: Values) -> Iterator[Finding]:
     """Yield what rows refuse. A row is skipped if a key that it reads is not in `values`."""
     for row in rows:
-        tests = {**row.when, **row.excludes}
-        if all(_holds(key, test, values) for key, test in tests.items()):
+        if _applies(row, values):
             (key,) = row.excludes
-            named = [n for t in tests.values() if isinstance(t, Condition) for n in t.named(values)]
-            reason = row.reason.replace("{recipe}", next(iter(named), ""))
-            reason = re.sub(r"\{([\w.]+)\}", lambda m: f"{m[1]}={values[m[1]]}", reason)
-            yield Finding(key, reason, row.hint)
+            tests = [*row.when.values(), *row.excludes.values()]
+            named = [n for t in tests if isinstance(t, Condition) for n in t.named(values)]
+            texts = (row.reason.replace("{recipe}", next(iter(named), "")), row.hint)
+            if all(m[2] in values for text in texts for m in _PLACEHOLDER.finditer(text)):
+                yield Finding(key, *(_filled(text, key, values) for text in texts))
 
 
-def _holds(key: str, test: Any, values: Values) -> bool:
-    reads = (key, *test.reads) if isinstance(test, Condition) else (key,)
-    if any(path not in values for path in reads):
-        return False
-    return test.holds(values[key], values) if isinstance(test, Condition) else values[key] == test
+def _applies(row: Row, values: Values) -> bool:
+    for key, test in chain(row.when.items(), row.excludes.items()):
+        if key not in values:
+            return False
+        if not isinstance(test, Condition):
+            if values[key] != test:
+                return False
+        elif not (values.keys() >= {*test.reads} and test.holds(values[key], values)):
+            return False
+    return True
+
+
+def _filled(text: str, refused: str, values: Values) -> str:
+    """Return a text with the settings and values that its placeholders stand for."""
+
+    def said(match: re.Match[str]) -> str:
+        how, key = match.groups()
+        if how is None:
+            return f"{key}={values[key]}"
+        if how == "multiples of ":
+            return nearest_multiples(values[refused], values[key])
+        if how == "divisors of ":
+            return nearest_divisors(values[key], values[refused])
+        return str(values[key])
+
+    return _PLACEHOLDER.sub(said, text)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.config.architecture import spec_of_tree, tree_of_spec
-from megafp8.config.checks.model import rule
+from megafp8.config.checks import rule_findings
 from megafp8.specs.model import RecomputeSpec
 from tests.config.helpers import load_problems, run_spec, the_problem
 
@@ -87,7 +87,7 @@ def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> N
         "model.kv_channels": width,
         "model.tensor_model_parallel_size": tp,
     }
-    found = list(rule.findings(values))
+    found = list(rule_findings(values))
     shares = [heads * width / tp, (heads + 2 * groups) * width / tp]
     fits = heads % groups == 0 and groups % tp == 0 and all(n % 16 == 0 for n in shares)
     assert fits == (not found)
@@ -96,7 +96,7 @@ def test_what_passes_fits_fp8(heads: int, groups: int, width: int, tp: int) -> N
             near = finding.hint.partition(": ")[2].partition(";")[0].split(" or ")
             for offer in near:
                 again = values | {"model.kv_channels": int(offer)}
-                assert not list(rule.findings(again))
+                assert not list(rule_findings(again))
 
 
 def test_heads_of_their_own_width_need_not_share_hidden() -> None:

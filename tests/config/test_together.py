@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from megafp8.config.checks import check_values
 from megafp8.config.load import load
-from megafp8.config.rows import Condition, Row, condition_text
+from megafp8.config.rows import Condition, Row, condition_text, is_one_of, refusals
 from megafp8.config.schema import all_keys
-from megafp8.config.together import TOGETHER, findings
+from megafp8.config.together import RELATED, TOGETHER, findings
 from megafp8.specs.recipes import load_recipe
 
 TWO_LEVELS = str(Path(__file__).parents[1] / "own_recipes/four_bits.py")
@@ -31,6 +32,9 @@ BESIDES = {
     "model.optim.fp8_opt_level": {"model.fp8": True},
 }
 """What a key needs to have an effect."""
+RECOMPUTE = "model.activations_checkpoint"
+PP, STAGES = (f"model.{name}pipeline_model_parallel_size" for name in ("", "virtual_"))
+TRAIN = "model.data.train_ds"
 CANDIDATES = [
     True, False, None, 0, 1, 2, 16, 32, 0.1, "bf16", "te", "torchao", "delayed", "rowwise",
     "blockwise", "tensorwise", "scales", "full", "block", "hybrid", "InterleavedZeroBubble",
@@ -83,6 +87,62 @@ def test_each_row_refuses_by_the_key_that_it_excludes(row: Row) -> None:
     if default[excluded] != values[excluded]:
         without = values | {excluded: default[excluded]}
         assert row.hint not in [finding.hint for finding in findings(without)]
+
+
+EXAMPLES = [
+    "model.num_query_groups=3 model.num_attention_heads=8",
+    f"{RECOMPUTE}_method=null {RECOMPUTE}_granularity=full",
+    f"{RECOMPUTE}_num_layers=null {RECOMPUTE}_method=block",
+    f"{RECOMPUTE}_num_layers=0",
+    f"{RECOMPUTE}_num_layers=5 model.num_layers=4",
+    f"{RECOMPUTE}_num_layers=1 {RECOMPUTE}_granularity=selective {RECOMPUTE}_method=uniform",
+    "model.moe_router_enable_expert_bias=True model.num_moe_experts=4",
+    "model.moe_aux_loss_coeff=0.1 model.num_moe_experts=4 "
+    "model.moe_router_load_balancing_type=none",
+    "model.data.seq_length=512",
+    "model.max_position_embeddings=64 model.encoder_seq_length=128",
+    "model.tokenizer.type=null model.tokenizer.library=huggingface",
+    "model.tokenizer.model=null model.tokenizer.library=tiktoken",
+    "model.tokenizer.vocab_file=null model.tokenizer.library=megatron",
+    "model.tokenizer.merge_file=null model.tokenizer.library=megatron",
+    "model.tokenizer.type=GPT2BPETokenizer model.tokenizer.library=huggingface",
+    "model.tokenizer.type=gpt2 model.tokenizer.library=megatron",
+    f"{STAGES}=2 {PP}=2 model.pipeline_schedule=GPipe",
+    f"{STAGES}=1 {PP}=2 model.pipeline_schedule=ZBVZeroBubble",
+    f"{STAGES}=1 {PP}=2 model.pipeline_schedule=Interleaved1F1B",
+    "model.tp_only_amax_red=True model.fp8_params=True trainer.devices=2",
+    "model.encoder_seq_length=127 model.tensor_model_parallel_size=2 model.sequence_parallel=True",
+    "model.fp8_hybrid=False model.fp8=True",
+    "model.fp8_params=True model.override_linear_precision=[true,false,false]",
+    "model.optim.sched.min_lr=0.1 model.optim.lr=0.01",
+    "exp_manager.resume_from_checkpoint=x model.resume_from_checkpoint=y",
+    "model.data.data_prefix=null",
+    f"{TRAIN}.file_names=a.jsonl",
+    f"restore_from_path=null {TRAIN}.file_names=a.jsonl",
+    f"model.data.reset_attention_mask=False {TRAIN}.file_names=a {TRAIN}.packed_sequence=True",
+    f"model.data.reset_position_ids=False {TRAIN}.file_names=a {TRAIN}.packed_sequence=True",
+    f"{TRAIN}.truncation_method=left {TRAIN}.truncation_field=messages",
+]
+"""Settings that each row of related.yaml refuses, the refused one first."""
+
+
+@pytest.mark.parametrize(("row", "words"), [*zip(RELATED, EXAMPLES, strict=True)], ids=EXAMPLES)
+def test_each_related_row_refuses_its_example(row: Row, words: str) -> None:
+    given = {key: yaml.safe_load(text) for key, text in (w.split("=", 1) for w in words.split())}
+    (excluded,) = row.excludes
+    assert next(iter(given)) == excluded
+    (found,) = refusals([row], load() | given)
+    assert found.key == excluded and not set("{}") & set(found.reason + found.hint)
+    if row.when:
+        _, needed, *_ = given
+        others = {name: value for name, value in given.items() if name != needed}
+        assert load()[needed] == given[needed] or not list(refusals([row], load() | others))
+
+
+def test_texts_name_settings_values_and_what_is_near() -> None:
+    rows = (Row({}, {"a": is_one_of(10)}, "{b} and {=b}", "{multiples of b}; {divisors of b}"),)
+    assert list(refusals(rows, {"a": 10, "b": 4})) == [("a", "b=4 and 4", "8 or 12; 4")]
+    assert not list(refusals(rows, {"a": 10})), "a value that a text names is bad itself"
 
 
 def test_the_default_job_and_its_fp8_are_not_in_the_table() -> None:

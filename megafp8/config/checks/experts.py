@@ -1,23 +1,19 @@
-"""Check that the numbers of experts fit each other, the layers and FP8."""
+"""Check that the numbers of experts fit each other, the layers and the ranks."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
-from megafp8.config.checks.model import TP, tp_divides
-from megafp8.config.checks.precision import fp8_size
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, counted
-from megafp8.config.schema.experts import COEFF, LOSS, NUM_EXPERTS, SCORES
+from megafp8.config.schema.experts import NUM_EXPERTS, SCORES
 from megafp8.config.values import (
     MOST_EXPERTS,
     SIZES,
     WORLD,
     layers_with_experts,
     model_ranks,
-    size_multiple,
     world_size,
 )
 
@@ -25,9 +21,7 @@ rule = Rules()
 
 EP = "model.expert_model_parallel_size"
 TOP_K, FREQUENCY = "model.moe_router_topk", "model.moe_layer_freq"
-WIDTH, SHARED = "model.moe_ffn_hidden_size", "model.moe_shared_expert_intermediate_size"
-PRE_SOFTMAX, BIAS = "model.moe_router_pre_softmax", "model.moe_router_enable_expert_bias"
-FP8 = ("model.fp8", "model.fp8_recipe")
+PRE_SOFTMAX = "model.moe_router_pre_softmax"
 
 
 @rule(NUM_EXPERTS, TOP_K, SCORES, PRE_SOFTMAX)
@@ -42,16 +36,6 @@ def _top_k_of_the_experts(v: Values) -> Iterator[Finding]:
             TOP_K,
             "gives the router no gradient: the softmax over one chosen expert is always 1",
             f"Set {PRE_SOFTMAX}=True or {SCORES}=sigmoid, or choose 2 experts or more",
-        )
-
-
-@rule(NUM_EXPERTS, BIAS, SCORES)
-def _bias_of_sigmoid(v: Values) -> Iterator[Finding]:
-    if v[BIAS] and v[SCORES] != "sigmoid":
-        yield Finding(
-            BIAS,
-            f"is for sigmoid alone, as in Megatron; the run has {SCORES}={v[SCORES]}",
-            f"Set {SCORES}=sigmoid, or leave it out and give {COEFF}=0.01",
         )
 
 
@@ -71,14 +55,6 @@ def _some_layers_have_experts(v: Values) -> Iterator[Finding]:
         yield Finding(NUM_EXPERTS, reason, f"Give at most {MOST_EXPERTS // sum(has)}")
 
 
-@rule(NUM_EXPERTS, COEFF, LOSS)
-def _coefficient_of_a_loss(v: Values) -> Iterator[Finding]:
-    if v[COEFF] and v[LOSS] == "none":
-        yield Finding(
-            COEFF, f"has no effect with {LOSS}=none", f"Use {LOSS}=aux_loss, or leave one out"
-        )
-
-
 @rule(NUM_EXPERTS, EP, *SIZES, *WORLD)
 def _ranks_divide_the_experts(v: Values) -> Iterator[Finding]:
     experts, ep, ranks = v[NUM_EXPERTS], v[EP], world_size(v)
@@ -94,18 +70,3 @@ def _ranks_divide_the_experts(v: Values) -> Iterator[Finding]:
     if stage % ep:
         reason = f"does not divide the {counted(stage, 'rank')} of a pipeline stage"
     yield Finding(EP, reason, f"Sizes that fit: {', '.join(map(str, fits))}")
-
-
-@rule(*FP8, NUM_EXPERTS, WIDTH)
-def _fp8_experts(v: Values) -> Iterator[Finding]:
-    if v[WIDTH] is not None:  # null is that of other layers, which has a rule
-        yield from fp8_size(v, WIDTH, size_multiple(v), 1)
-
-
-@rule(*FP8, NUM_EXPERTS, SHARED, TP)
-def _fp8_shared_experts(v: Values) -> Iterator[Finding]:
-    if v[SHARED] is not None:
-        yield from fp8_size(v, SHARED, size_multiple(v) * v[TP], v[TP])
-
-
-rule(SHARED, TP)(partial(tp_divides, key=SHARED))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 from megafp8.config.base_model import STARTS
 from megafp8.config.data_values import prefixes_in
 from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, Rules, nearest_divisors, nearest_multiples
-from megafp8.config.values import NEMO_TOKENIZER_TYPE, size_multiple
+from megafp8.config.values import size_multiple
 from megafp8.specs.data import BUILTIN_CORPUS, MOCK_DATA
 
 rule = Rules()
@@ -17,13 +18,6 @@ rule = Rules()
 TP = "model.tensor_model_parallel_size"
 HIGH = "model.rope_high_freq_factor"
 WINDOW, SKIPS = "model.window_size", "model.window_attn_skip_freq"
-
-_NAMES_TOKENIZER = {
-    "huggingface": ("type",),
-    "sentencepiece": ("model",),
-    "tiktoken": ("model",),
-    "megatron": ("vocab_file", "merge_file"),
-}
 
 
 def other_sizes(v: Values, nearest: str) -> str:
@@ -48,6 +42,15 @@ def tp_divides(v: Values, key: str) -> Iterator[Finding]:
         )
 
 
+for _size in (
+    "model.num_query_groups",
+    "model.num_attention_heads",
+    "model.ffn_hidden_size",
+    "model.moe_shared_expert_intermediate_size",
+):
+    rule(_size, TP)(partial(tp_divides, key=_size))
+
+
 def _starts_from_a_model(v: Values) -> bool:
     return any(v.get(key) for key in STARTS)
 
@@ -70,22 +73,6 @@ def _heads_share_hidden(v: Values) -> Iterator[Finding]:
             f"Nearest hidden sizes: {nearest_multiples(hidden, hidden_step(v))}; "
             "or set the width of a head with model.kv_channels",
         )
-
-
-@rule("model.num_attention_heads", "model.num_query_groups")
-def _groups_share_heads(v: Values) -> Iterator[Finding]:
-    heads, groups = v["model.num_attention_heads"], v["model.num_query_groups"]
-    if groups is not None and heads % groups:
-        yield Finding(
-            "model.num_query_groups",
-            f"does not divide model.num_attention_heads={heads}",
-            f"Nearest values: {nearest_divisors(heads, groups)}",
-        )
-
-
-@rule("model.num_query_groups", "model.tensor_model_parallel_size")
-def _tp_divides_groups(v: Values) -> Iterator[Finding]:
-    yield from tp_divides(v, "model.num_query_groups")
 
 
 @rule(
@@ -192,103 +179,7 @@ def _window_skips_some_layers(v: Values) -> Iterator[Finding]:
         yield Finding(SKIPS, f"says that {which} the window", f"Leave {key} out")
 
 
-@rule(
-    "model.activations_checkpoint_granularity",
-    "model.activations_checkpoint_method",
-    "model.activations_checkpoint_num_layers",
-    "model.num_layers",
-)
-def _recomputation_fits(v: Values) -> Iterator[Finding]:
-    granularity = v["model.activations_checkpoint_granularity"]
-    method = v["model.activations_checkpoint_method"]
-    count, layers = v["model.activations_checkpoint_num_layers"], v["model.num_layers"]
-    if granularity == "full" and method is None:
-        yield Finding(
-            "model.activations_checkpoint_method",
-            "must be given with model.activations_checkpoint_granularity=full",
-            "Give uniform (all layers) or block (the first "
-            "model.activations_checkpoint_num_layers)",
-        )
-    if method == "block" and count is None:
-        yield Finding(
-            "model.activations_checkpoint_num_layers",
-            "must be given with model.activations_checkpoint_method=block",
-            f"Give from 1 to {layers}",
-        )
-    if count == 0:
-        yield Finding(
-            "model.activations_checkpoint_num_layers",
-            "recomputes no layer",
-            f"Give from 1 to {layers}, or leave model.activations_checkpoint_granularity out",
-        )
-    if count is not None and count > layers:
-        yield Finding(
-            "model.activations_checkpoint_num_layers",
-            f"is more than model.num_layers={layers}",
-            f"Give from 1 to {layers}",
-        )
-    if granularity == "selective" and method != "block" and count is not None:
-        yield Finding(
-            "model.activations_checkpoint_num_layers",
-            "has no effect if attention is recomputed in all layers",
-            "Set model.activations_checkpoint_method=block, or leave it out",
-        )
-
-
 # --- data and tokenizer ---------------------------------------------------------------------------
-
-
-@rule("model.encoder_seq_length", "model.data.seq_length")
-def _samples_fill_sequences(v: Values) -> Iterator[Finding]:
-    length = v["model.encoder_seq_length"]
-    if v["model.data.seq_length"] != length:  # `load` gives sequences a shorter length
-        yield Finding(
-            "model.data.seq_length",
-            f"differs from model.encoder_seq_length={length}",
-            f"Leave it out, or give at most {length}",
-        )
-
-
-@rule("model.encoder_seq_length", "model.max_position_embeddings")
-def _positions_suffice(v: Values) -> Iterator[Finding]:
-    length, positions = v["model.encoder_seq_length"], v["model.max_position_embeddings"]
-    if length > positions:
-        yield Finding(
-            "model.max_position_embeddings",
-            f"is less than model.encoder_seq_length={length}",
-            f"Give model.encoder_seq_length={positions} at most, as to a trained model, or at "
-            f"least {length} positions",
-        )
-
-
-@rule(
-    "model.tokenizer.library",
-    "model.tokenizer.type",
-    "model.tokenizer.model",
-    "model.tokenizer.vocab_file",
-    "model.tokenizer.merge_file",
-)
-def _tokenizer_is_named(v: Values) -> Iterator[Finding]:
-    library, type_name = v["model.tokenizer.library"], v["model.tokenizer.type"]
-    for name in _NAMES_TOKENIZER.get(library, ()):
-        if not v[f"model.tokenizer.{name}"]:
-            yield Finding(
-                f"model.tokenizer.{name}",
-                f"is needed with model.tokenizer.library={library}",
-                "Give it, or use model.tokenizer.library=builtin, the tokenizer of the data",
-            )
-    if library == "huggingface" and type_name == NEMO_TOKENIZER_TYPE:
-        yield Finding(
-            "model.tokenizer.type",
-            "names no tokenizer of model.tokenizer.library=huggingface",
-            "Give the name of a tokenizer on the Hugging Face Hub, or a folder",
-        )
-    if library == "megatron" and type_name not in (None, "", NEMO_TOKENIZER_TYPE):
-        yield Finding(
-            "model.tokenizer.type",
-            "has no effect with model.tokenizer.library=megatron",
-            f"Leave it out, or give {NEMO_TOKENIZER_TYPE}",
-        )
 
 
 @rule("model.data.data_prefix")

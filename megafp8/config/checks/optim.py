@@ -21,16 +21,6 @@ rule = Rules()
 _SCHED = "model.optim.sched"
 
 
-@rule("model.optim.lr", "model.optim.sched.min_lr")
-def _lr_falls(v: Values) -> Iterator[Finding]:
-    if v["model.optim.sched.min_lr"] > v["model.optim.lr"]:
-        yield Finding(
-            "model.optim.sched.min_lr",
-            f"is above model.optim.lr={v['model.optim.lr']}",
-            f"Give at most {v['model.optim.lr']}",
-        )
-
-
 def _steps_or_ratio(v: Values, part: str) -> Iterator[Finding]:
     steps, ratio = f"{_SCHED}.{part}_steps", f"{_SCHED}.{part}_ratio"
     # The default of constant_steps is 0, not null.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 from megafp8.config.checks.model import TP, tp_divides
 from megafp8.config.keys import Values
@@ -26,7 +25,7 @@ from megafp8.config.values import (
     size_multiple,
     world_size,
 )
-from megafp8.specs.parallel import ONE_STAGE_SCHEDULES, ROUND_SCHEDULES
+from megafp8.specs.parallel import ROUND_SCHEDULES
 
 rule = Rules()
 
@@ -113,33 +112,6 @@ def _batches_fit(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(*PIPELINE, "model.pipeline_schedule")
-def _schedule_has_its_stages(v: Values) -> Iterator[Finding]:
-    asked, stages = v["model.pipeline_schedule"], v["model.virtual_pipeline_model_parallel_size"]
-    if v["model.pipeline_model_parallel_size"] == 1 or asked is None:
-        return
-    key = "model.virtual_pipeline_model_parallel_size"
-    if asked in ONE_STAGE_SCHEDULES and (stages or 1) > 1:
-        yield Finding(
-            key,
-            f"model.pipeline_schedule={asked} runs one stage on each rank",
-            "Leave it out, or use model.pipeline_schedule=Interleaved1F1B",
-        )
-    elif asked == "ZBVZeroBubble" and stages != 2:
-        yield Finding(
-            key,
-            "model.pipeline_schedule=ZBVZeroBubble goes through the ranks and back, so it needs "
-            "two stages on each rank",
-            f"Set {key}=2",
-        )
-    elif asked == "Interleaved1F1B" and (stages or 1) == 1:
-        yield Finding(
-            key,
-            "model.pipeline_schedule=Interleaved1F1B needs several stages on each rank",
-            f"Set {key} to 2 or more, or use model.pipeline_schedule=1F1B",
-        )
-
-
 @rule(*PIPELINE, "model.pipeline_model_parallel_layout", "model.num_layers")
 def _stages_share_layers(v: Values) -> Iterator[Finding]:
     pp, layers = v["model.pipeline_model_parallel_size"], v["model.num_layers"]
@@ -213,44 +185,13 @@ def _batches(v: Values) -> Iterator[tuple[str, int]]:
             yield "model.rampup_batch_size", batch
 
 
-@rule(
-    "model.tp_only_amax_red",
-    "model.fp8_params",
-    *SIZES,
-    *WORLD,
-)
-def _reduction_is_one(v: Values) -> Iterator[Finding]:
-    key = "model.tp_only_amax_red"
-    if v[key] and v["model.fp8_params"] and world_size(v) > model_ranks(v):
-        yield Finding(
-            key,
-            "with model.fp8_params=True each replica would have weights of its own",
-            "Leave it out, or leave model.fp8_params out",
-        )
-
-
 # --- tensor, sequence and context parallelism -----------------------------------------------------
-
-
-for _size in ("model.num_attention_heads", "model.ffn_hidden_size"):
-    rule(_size, TP)(partial(tp_divides, key=_size))
 
 
 @rule("model.make_vocab_size_divisible_by", "model.override_vocab_size", TP)
 def _tp_divides_vocab(v: Values) -> Iterator[Finding]:
     key = "model.override_vocab_size"
     yield from tp_divides(v, "model.make_vocab_size_divisible_by" if v[key] is None else key)
-
-
-@rule(SP, TP, "model.encoder_seq_length")
-def _tp_divides_sequence(v: Values) -> Iterator[Finding]:
-    length = v["model.encoder_seq_length"]
-    if v[SP] and length % v[TP]:
-        yield Finding(
-            "model.encoder_seq_length",
-            f"is not a multiple of {TP}={v[TP]}, as {SP}=True needs",
-            f"Nearest values: {nearest_multiples(length, v[TP])}",
-        )
 
 
 @rule(SP, TP, "model.encoder_seq_length", "model.micro_batch_size", "model.fp8", "model.fp8_recipe")

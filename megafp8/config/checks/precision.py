@@ -9,8 +9,9 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from megafp8.config.checks.model import hidden_step, other_sizes
+from megafp8.config.checks.model import TP, hidden_step, other_sizes
 from megafp8.config.errors import COMMAND_LINE, DEFAULT
 from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
@@ -39,36 +40,12 @@ NAMES = (
 """The keys that the names of linears depend on."""
 
 
-@rule("model.fp8", "model.fp8_e4m3", "model.fp8_hybrid", "model.fp8_recipe")
-def _fp8_has_format(v: Values) -> Iterator[Finding]:
-    """Refuse FP8 in no format: both keys that choose one are off, and the recipe fixes none."""
-    is_fixed = recipes_where((v["model.fp8_recipe"],), lambda traits: traits.is_e4m3)
-    is_chosen = v["model.fp8_e4m3"] or v["model.fp8_hybrid"] is not False  # null: the recipe's own
-    if v["model.fp8"] and not is_fixed and not is_chosen:
-        yield Finding(
-            "model.fp8_hybrid",
-            "model.fp8_e4m3 is not True, so no FP8 format is chosen",
-            "Set model.fp8_hybrid=True (E4M3 forward, E5M2 backward) or model.fp8_e4m3=True",
-        )
-
-
-@rule("model.fp8", "model.fp8_recipe", "model.hidden_size", "model.tensor_model_parallel_size")
-def _fp8_hidden(v: Values) -> Iterator[Finding]:
-    tp = v["model.tensor_model_parallel_size"]
-    yield from fp8_size(v, "model.hidden_size", hidden_step(v), tp)
-
-
-@rule("model.fp8", "model.fp8_recipe", "model.ffn_hidden_size", "model.tensor_model_parallel_size")
-def _fp8_ffn(v: Values) -> Iterator[Finding]:
-    tp = v["model.tensor_model_parallel_size"]
-    yield from fp8_size(v, "model.ffn_hidden_size", size_multiple(v) * tp, tp)
-
-
-def fp8_size(v: Values, key: str, step: int, tp: int) -> Iterator[Finding]:
-    """Check that a width which `tp` ranks divide suits FP8; the hint has multiples of `step`."""
-    multiple = size_multiple(v)
-    if v["model.fp8"] and v[key] % (multiple * tp):
-        shared = f" divided by model.tensor_model_parallel_size={tp}" if tp > 1 else ""
+def _fp8_size(v: Values, key: str, shares: bool) -> Iterator[Finding]:
+    """Check that a width suits FP8 on each rank, where tensor-parallel ranks may share it."""
+    multiple, tp = size_multiple(v), v[TP] if shares else 1
+    if v["model.fp8"] and v[key] is not None and v[key] % (multiple * tp):
+        step = hidden_step(v) if key == "model.hidden_size" else multiple * tp
+        shared = f" divided by {TP}={tp}" if tp > 1 else ""
         wider = _other_recipe(v, v[key], tp)
         yield Finding(
             key,
@@ -77,6 +54,15 @@ def fp8_size(v: Values, key: str, step: int, tp: int) -> Iterator[Finding]:
             f"{other_sizes(v, nearest_multiples(v[key], step))}{wider}{_padded(v)}; or "
             "model.fp8=False",
         )
+
+
+for _key, _shares in (
+    ("model.hidden_size", True),
+    ("model.ffn_hidden_size", True),
+    ("model.moe_ffn_hidden_size", False),
+    ("model.moe_shared_expert_intermediate_size", True),
+):
+    rule("model.fp8", "model.fp8_recipe", _key, TP)(partial(_fp8_size, key=_key, shares=_shares))
 
 
 def _products_of(v: Values) -> str:
@@ -128,12 +114,7 @@ def _fp8_tokens(v: Values) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "model.fp8_params",
-    "model.fp8_recipe",
-    "model.fp8_modules",
-    "model.override_linear_precision",
-)
+@rule("model.fp8_params", "model.fp8_recipe", "model.fp8_modules")
 def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
     if not v["model.fp8_params"]:
         return
@@ -145,13 +126,6 @@ def _params_in_fp8_suffice(v: Values) -> Iterator[Finding]:
             f"{two_copies[0]} gives no FP8 bytes of a weight that serve both of its products"
             + _bits_of_copies(two_copies[0]),
             f"Leave it out, or use one of {others}",
-        )
-    if any(v["model.override_linear_precision"][:2]):
-        yield Finding(
-            "model.fp8_params",
-            "model.override_linear_precision keeps a product with the weight in high precision, "
-            "and the weight would exist in FP8 only",
-            "Leave one of the two out",
         )
 
 

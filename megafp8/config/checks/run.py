@@ -19,13 +19,6 @@ _SPLITS, _PREFIX = "model.data.splits_string", "model.data.data_prefix"
 _FILES, _LIMIT = "model.data.train_ds.file_names", "trainer.limit_val_batches"
 
 
-@rule(RESUME, RESUME_TOO)
-def _one_checkpoint(v: Values) -> Iterator[Finding]:
-    one, other = v[RESUME], v[RESUME_TOO]
-    if one and other and one != other:
-        yield Finding(RESUME_TOO, f"{RESUME}={one} is another checkpoint", "Give one of the two")
-
-
 @rule(RESTORE, RESUME, RESUME_TOO)
 def _one_start(v: Values) -> Iterator[Finding]:
     resumed = v[RESUME] or v[RESUME_TOO]
