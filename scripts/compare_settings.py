@@ -8,7 +8,8 @@ Loaded are every preset, each file of settings of the tests (also the texts insi
 are one), NeMo's whole file with random changes, and random lists of overrides with a fixed seed. A
 case is the same if both trees return equal specifications, origins, YAML of `--cfg job` and lines
 for the start of the run, or if both refuse it with equal messages. Files are migrated too, and
-their reports compared. The exit code is 1 if anything differs.
+their reports compared. The exit code is 1 if anything differs but the order of several problems,
+which is counted. The YAML is that of each tenth random list, since it takes longest to write.
 
 `--times` compares nothing. It counts the Python calls in the repository's files (`sys.setprofile`)
 and the CPU time from the command line of the default job to its `RunSpec`: of the first time in
@@ -98,26 +99,40 @@ def _compare(trees: list[Path], cases: list[Case], folder: Path) -> int:
     workers = [
         _worker(tree, folder / "work", "--work", str(folder / "cases.json")) for tree in trees
     ]
-    num_different = num_refused = 0
+    num_compared = num_different = num_refused = num_reordered = 0
     streams = [worker.stdout for worker in workers if worker.stdout is not None]
-    for case, left, right in zip_longest(cases, *streams, fillvalue="null"):
-        outcomes = [
-            json.loads(line.replace(str(tree), "TREE"))
-            for tree, line in zip(trees, (left, right), strict=True)
-        ]
-        num_refused += "error" in (outcomes[1] or {})
-        if outcomes[0] == outcomes[1] and outcomes[0] is not None:
-            continue
-        num_different += 1
-        if num_different <= SHOWN:
-            print(f"--- {json.dumps(case)[:600]}")
-            for name, one, other in _differences(outcomes[0] or {}, outcomes[1] or {}):
-                print(f"  {name}\n    base: {one}\n    head: {other}")
+    with contextlib.suppress(KeyboardInterrupt):  # what was compared until then is reported
+        for case, left, right in zip_longest(cases, *streams, fillvalue="null"):
+            outcomes = [
+                json.loads(line.replace(str(tree), "TREE"))
+                for tree, line in zip(trees, (left, right), strict=True)
+            ]
+            num_compared += 1
+            num_refused += "error" in (outcomes[1] or {})
+            if outcomes[0] == outcomes[1] and outcomes[0] is not None:
+                continue
+            if None not in outcomes and len({*map(_in_any_order, outcomes)}) == 1:
+                num_reordered += 1
+                continue
+            num_different += 1
+            if num_different <= SHOWN:
+                print(f"--- {json.dumps(case)[:600]}")
+                for name, one, other in _differences(outcomes[0] or {}, outcomes[1] or {}):
+                    print(f"  {name}\n    base: {one}\n    head: {other}", flush=True)
+    for worker in workers:
+        worker.kill()
     print(
-        f"{len(cases)} cases, of which {num_refused} are refused: {num_different} differ "
+        f"{num_compared} of {len(cases)} cases, {num_refused} of them refused: {num_different} "
+        f"differ, {num_reordered} others in the order of their problems "
         f"({time.monotonic() - began:.0f} s)"
     )
     return int(num_different > 0)
+
+
+def _in_any_order(outcome: Case) -> str:
+    """Return an outcome as a text in which the lines of an error are sorted."""
+    lines = sorted(outcome.get("error", "").split("\n"))
+    return json.dumps(outcome | {"error": lines}, sort_keys=True)
 
 
 def _differences(base: Case, head: Case) -> Iterator[tuple[str, str, str]]:
@@ -193,7 +208,7 @@ def _random_cases(work: Path, count: int) -> Iterator[Case]:
             words = ["--config-dir=.", f"--config-name=random_{number}", *words]
             if draw.random() < 0.2:
                 yield {"text": document, "source": "theirs.yaml"}
-        yield {"words": words}
+        yield {"words": words, "yaml": number % 10 == 0}
 
 
 def _nested(given: dict[str, Any]) -> dict[str, Any]:
@@ -263,7 +278,34 @@ def _written(value: Any) -> str:
 # --- one tree, in a process of its own ------------------------------------------------------------
 
 
-def _run(words: list[str]) -> Case:
+def _hasten() -> None:
+    """Copy trees and read YAML in a third of the time, with equal results."""
+    import gc
+    import io
+    import pickle
+    from functools import cache
+
+    from omegaconf import DictConfig, OmegaConf
+
+    read, copied = OmegaConf.load, DictConfig.__deepcopy__
+
+    @cache
+    def parsed(text: str) -> bytes:
+        return pickle.dumps(read(io.StringIO(text)))
+
+    def load(file: Any) -> Any:
+        text = file.read() if hasattr(file, "read") else Path(file).read_text("utf-8")
+        return pickle.loads(parsed(text))
+
+    def copy(tree: Any, memo: Any) -> Any:
+        whole = tree._get_parent() is None
+        return pickle.loads(pickle.dumps(tree)) if whole else copied(tree, memo)
+
+    OmegaConf.load, DictConfig.__deepcopy__ = load, copy  # type: ignore[method-assign]
+    gc.set_threshold(200_000)
+
+
+def _run(words: list[str], *, yaml: bool = True) -> Case:
     """Return what a command line gives in this process's tree, as plain text."""
     from omegaconf import OmegaConf
 
@@ -280,7 +322,7 @@ def _run(words: list[str]) -> Case:
             key: [str(origin), origin.strength, origin.is_users]
             for key, origin in sorted(loaded.origins.items())
         },
-        "yaml": OmegaConf.to_yaml(loaded.cfg),
+        "yaml": OmegaConf.to_yaml(loaded.cfg) if yaml else "",
         "spec": repr(resolve(getattr(loaded, "values", loaded.cfg), lambda: False)),
     }
 
@@ -296,10 +338,11 @@ def _work(cases: Path) -> None:
     """Print a line of JSON for each case; an exception that no user can cause is shown as such."""
     from megafp8.errors import UserError
 
+    _hasten()
     for case in json.loads(cases.read_text()):
         try:
             with contextlib.redirect_stdout(sys.stderr):
-                outcome = _run(case["words"]) if "words" in case else _migrate(**case)
+                outcome = _run(**case) if "words" in case else _migrate(**case)
         except UserError as error:
             outcome = {"error": f"{type(error).__name__}: {error}"}
         except Exception as error:
