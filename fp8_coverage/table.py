@@ -97,6 +97,7 @@ class Coverage:
 
         Raises:
             CoverageError: The share is smaller, no product ran, or some could not be classified.
+            ValueError: `share` is not above 0 and at most 1.
         """
         if not 0 < share <= 1:
             raise ValueError(f"share={share}: give a number above 0 and up to 1, such as 0.85")
@@ -106,7 +107,7 @@ class Coverage:
             raise CoverageError(
                 f"The share of FP8 is not known, because of {_some(self.not_known)}"
             )
-        if self.share < share - 1e-9:
+        if self.share < share - 1e-9:  # a quotient may be rounded
             raise CoverageError(
                 f"{self.share:.1%} of the FLOPs ran in FP8 (attention and output layer apart), "
                 f"and {share:.1%} were to. The most that did not: "

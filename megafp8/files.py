@@ -179,7 +179,10 @@ def require_ours(path: Path, what: str, knows: Callable[[bytes], bool], hint: st
 
 
 def has_keys(*keys: str) -> Callable[[bytes], bool]:
-    """Return the `knows` of a JSON file of this project, an object that has these keys."""
+    """Return whether a file's content is a JSON object with these keys, as a function of it.
+
+    It is an argument `knows` of `is_ours` and `require_ours`.
+    """
 
     def knows(content: bytes) -> bool:
         try:

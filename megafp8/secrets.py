@@ -144,7 +144,7 @@ def has_login(value: object) -> bool:
 
 def named_secrets(value: object, name: str = "") -> Iterator[str]:
     """Yield the texts in a value that stand below a key named like a secret."""
-    if _is_named(name, value):
+    if _is_named(name, value):  # a text that refers to another setting is none itself
         yield from (text for text in _texts(value) if len(text) >= _SHORTEST and "${" not in text)
     elif isinstance(value, Mapping):
         for key, item in value.items():

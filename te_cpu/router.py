@@ -261,6 +261,11 @@ def _score_gradient(
     score_function: str,
     release: Release,
 ) -> torch.Tensor:
+    """Return the gradient of the logits [T, E], in the dtype of `intermediate`.
+
+    Before 2.13 Transformer Engine divides by sums in FP64. From 2.14 on it normalizes the scores of
+    a single expert, too.
+    """
     act = intermediate.flatten(0, -2)
     wide = torch.float64 if release < (2, 13) else torch.float32
     grad = grad_scores.detach().flatten(0, -2).to(act.dtype)
@@ -370,7 +375,10 @@ def _normalized_gradient(grad: torch.Tensor, out: torch.Tensor, wide: torch.dtyp
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    """Return sums [T, 1] in the dtype of `x`: each lane adds every 32nd number, then lanes add."""
+    """Return sums [T, 1] in the dtype of `x`, added in the order of Transformer Engine's kernel.
+
+    Each of 32 lanes adds every 32nd number; then half of the lanes add to the others, five times.
+    """
     rows = F.pad(x, (0, -x.shape[-1] % LANES)).unflatten(-1, (-1, LANES))
     total: torch.Tensor = rows[:, 0]
     for row in rows.unbind(1)[1:]:

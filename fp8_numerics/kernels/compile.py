@@ -219,6 +219,11 @@ def _casts_as_torch(
     grid_dtype: torch.dtype,
     grid_kind: int,
 ) -> bool:
+    """Whether `x`, which has a NaN or an infinity, is cast and decoded in C with torch's bits.
+
+    `kind`, `number` and `grid_kind` are the C kernels' numbers of the dtype of `x`, of the FP8
+    format and of `grid_dtype`, to which casts are rounded back.
+    """
     fmt = IN_C[number]
     payload, grid = torch.empty_like(x, dtype=fmt.dtype), torch.empty_like(x, dtype=grid_dtype)
     decoded, amax, scale = (
@@ -235,7 +240,7 @@ def _casts_as_torch(
     lib.megafp8_decode(payload_at, count, number, decoded_at, grid_kind, 1)
     expected = x.float().clamp(-fmt.max, fmt.max).to(fmt.dtype).to(grid_dtype)
     same = [_same(t, expected) for t in (grid, decoded, payload.to(grid_dtype))]
-    return all(same) and bool(amax.isinf())
+    return all(same) and bool(amax.isinf())  # as the amax of a tensor with a NaN or an infinity
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:

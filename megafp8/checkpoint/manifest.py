@@ -249,6 +249,11 @@ def _decode_shard(entry: dict[str, Any]) -> ShardEntry:
 
 
 def _decode_piece(entry: dict[str, Any]) -> PieceEntry:
+    """Return a piece from its entry in a manifest, of which nothing has been checked.
+
+    Raises:
+        KeyError, TypeError, ValueError: A field is missing, or has another type or value.
+    """
     for field in ("name", "key", "dtype"):
         if not isinstance(entry[field], str):
             raise TypeError(field)

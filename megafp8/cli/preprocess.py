@@ -231,8 +231,11 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_kinds(options: argparse.Namespace, kinds: Collection[str], has_splits: bool) -> None:
-    """Raise `DataError` for an option that no file of these kinds reads."""
-    by_name = bool(options.dataset) and not kinds  # `datasets` loads it
+    """Raise `DataError` for an option that none of the inputs reads.
+
+    `kinds` are those of the given files, and `has_splits` says that one is a dataset with splits.
+    """
+    by_name = bool(options.dataset) and not kinds  # the library `datasets` loads it from its hub
     for name, reads, what in (("document", "text" in kinds, "plain text files"),
                               ("text_key", {*kinds} != {"text"}, "files of records"),
                               ("split", by_name or has_splits, "datasets with splits"),

@@ -312,7 +312,7 @@ def named_linears(values: Mapping[str, Any]) -> list[str]:
     if len(has_experts) != layers or experts * sum(has_experts) > MOST_EXPERTS:
         return []
     shared = values.get("model.moe_shared_expert_intermediate_size")
-    moe = MoESpec(
+    moe = MoESpec(  # names depend neither on the experts of a token nor on a width
         num_experts=experts, top_k=1, ffn_hidden_size=1, layers=has_experts,
         shared_ffn_hidden_size=shared,
     )  # fmt: skip

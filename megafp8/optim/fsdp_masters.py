@@ -44,6 +44,7 @@ class FsdpMasters(Masters):
         storage: StorageSpec = ALL_IN_FP32,
         linears: Collection[nn.Parameter] = (),
     ) -> None:
+        """Take this rank's rows of all parameters; `linears` are those that `storage` is about."""
         self.shards_of, self._modules = dict(sharded.shards_of), sharded.modules
         self.shards = self.shards_of[DENSE]
         self.storage, self.linears = storage, frozenset(linears)
@@ -62,6 +63,7 @@ class FsdpMasters(Masters):
                 continue  # fewer rows than ranks
             shards = sharded.shards_of_param(param)
             rows = padded_rows(param.shape[0], shards.size)
+            # The place of the first row, in elements of the whole parameter.
             begin = shards.rank * rows * (param.numel() // param.shape[0])
             self.segments.append(Segment(param, begin, begin + local.numel()))
             self.masters.append(nn.Parameter(local))  # shares its memory

@@ -12,7 +12,7 @@ from megafp8.specs.rank_shape import FP32, num_microbatches, shard_ranks, way_of
 
 
 def passing_gradients(spec: RunSpec, division: Division, rank: int, in_flight: int) -> int:
-    """Return the gradients that a rank holds in a step, at most, beside those that it keeps.
+    """Return the bytes of gradients that a rank holds in a step, at most, beside those it keeps.
 
     They are FP32 sums of gradients that are stored in low precision, and under ZeRO-2 those of
     other ranks. With several microbatches the latter are complete only in the last one's backward

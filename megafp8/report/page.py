@@ -364,7 +364,10 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def differing_settings(runs: Sequence[RunRecord]) -> dict[str, list[Any]]:
-    """Return the settings in which runs differ, with the value of each run."""
+    """Return the settings in which runs differ, with the value of each run.
+
+    A run whose settings are not known has None, which is no difference.
+    """
     known = [run.config for run in runs]
     keys = list(dict.fromkeys(key for config in known for key in config))
     differing = {}

@@ -57,7 +57,11 @@ def why_not_a_partition(boxes: Sequence[Box], global_shape: Sizes) -> str | None
 
 
 def _first_overlap(boxes: list[Box]) -> tuple[Box, Box] | None:
-    """Sweeps along the first dimension, so that only neighbours there are compared."""
+    """Return two boxes that have an element in common; None if there are none.
+
+    Boxes are visited by where they begin along the first dimension, and compared with those alone
+    that have not ended there.
+    """
     if boxes and not boxes[0].shape:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     open_boxes: list[Box] = []

@@ -97,10 +97,10 @@ class TeRegion:
         self.recipe, self._has_changed = recipe, True
 
     def is_first_microbatch(self, layer: int) -> bool | None:
-        """Whether layer `layer`, which runs now, casts its weights; None if it does not keep them.
+        """Note a forward pass of `layer`, and return whether it casts the layer's weights.
 
-        A rank may hold several pipeline stages, so each layer's first forward pass in a step
-        counts.
+        It does in the layer's own first pass of a step, since a rank may hold several pipeline
+        stages, and not where a backward pass recomputes. None: no casts are kept.
         """
         if not self._caches:
             return None
