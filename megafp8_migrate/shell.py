@@ -6,6 +6,8 @@ tests and `case` of known values, functions, and scripts that `source` reads. Ev
 hole in the text, which names what it depends on: an argument of the script, the environment, the
 output of a command, a condition. Only a subset of bash is expanded; what is not in it becomes a
 hole too, so that no value is guessed.
+
+Scripts are read because a user has one before the first run, whose log has Megatron's arguments.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def overview() -> str:
 def run_old_name(module: str) -> NoReturn:
     """Run a subcommand that was started as `python -m megafp8.cli.NAME`, and name the new command.
 
-    This way of starting will end with version 0.4.
+    This way of starting will end with version 0.4, as the notes of 0.3.0 say.
     """
     named = (name for name, command in COMMANDS.items() if command.module == module)
     name = next(named, module)

@@ -1,4 +1,7 @@
-"""Plan an export in FP8, and report its errors and its loss beside BF16's."""
+"""Plan an export in FP8, and report its errors and its loss beside BF16's.
+
+Other programs quantize a BF16 export, too, but without the recipe and the scales of the training.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ is the tanh form in both. `model.bias_activation_fusion`, NeMo's default, takes 
 computes the tanh form whatever `openai_gelu` says, also where a file leaves the key out; so do
 Transformer Engine's whole layers.
 `model.onnx_safe` is the exact form in other operations, and NeMo does not read it with GELU.
+Without these rules a file of NeMo would train another function here, and nothing would say so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Refuse a folder that is neither empty nor that of a run.
 
 A run's folder has our mark: its record, or the checkpoint of a training. Any other folder must be
-empty, but for what a process of ours that died at once, a shell or a scheduler leaves there.
+empty, but for what a process of ours that died at once, a shell or a scheduler leaves there. A run
+replaces and adds to files by name, so that a wrong path would cost a user theirs.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _is_of_training(step_dir: Path) -> bool:
 
 
 def _is_as_good_as_none(file: Path) -> bool:
-    """Whether a folder with this file counts as empty."""
+    """Whether a folder that has this file or folder alone counts as empty."""
     if file.is_symlink() or not (file.is_file() or file.is_dir()):
         return False
     if file.is_dir():  # checkpoints that cannot be read are reported where they are loaded
