@@ -76,7 +76,7 @@ class Stream:
 
 
 class Device:
-    """Chooses the one device that there is."""
+    """Choose the one device that there is."""
 
     idx = 0
 
@@ -86,7 +86,7 @@ class Device:
 
 
 class Event:
-    """Records nothing; two events are 0 ms apart."""
+    """Record nothing; two events are 0 ms apart."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, stream: object = None) -> None: ...
@@ -101,7 +101,7 @@ class Event:
 
 
 class _Like(type):
-    """Lets objects of `real` be instances of the class that stands in its place."""
+    """Let objects of `real` be instances of the class that stands in its place."""
 
     real: type
 
@@ -110,7 +110,7 @@ class _Like(type):
 
 
 class Generator(metaclass=_Like):
-    """Gives torch's own generator of the CPU, also where one of "cuda" is asked for."""
+    """Give torch's own generator of the CPU, also where one of "cuda" is asked for."""
 
     real = torch.Generator
 
@@ -119,7 +119,7 @@ class Generator(metaclass=_Like):
 
 
 class CUDAGraph:
-    """Refuses to record: the work of a CPU is done when a function returns."""
+    """Refuse to record: the work of a CPU is done when a function returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise MissingKernelError(
@@ -531,7 +531,7 @@ def to_cpu(device: Any) -> Any:
 
 
 class IndexIsTheCpu(TorchFunctionMode):
-    """Lets `torch.device(0)` be the CPU: nothing else can take the place of that class."""
+    """Let `torch.device(0)` be the CPU: nothing else can take the place of that class."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

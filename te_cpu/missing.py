@@ -34,7 +34,7 @@ def missing(name: str, detail: str = "") -> MissingKernelError:
 
 
 class Unusable:
-    """Raises an error of its own for most of what Python can do with an object.
+    """Raise an error of its own for most of what Python can do with an object.
 
     A subclass says which error by its method `_error`, and allows what it must. Python asks the
     class of the second argument of `isinstance`, so that these raise the error too.

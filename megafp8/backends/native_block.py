@@ -25,14 +25,14 @@ from megafp8.parallel.parts import NativeParts, heads_of
 
 
 class FusedParts(NativeParts):
-    """Makes the parts of `NativeParts`, and layers that run chains, for a device with Triton."""
+    """Make the parts of `NativeParts`, and layers that run chains, for a device with Triton."""
 
     def own_layer(self, index: int) -> nn.Module:
         return FusedLayer(self, index)
 
 
 class FusedLayer(TransformerLayer):
-    """Computes what `TransformerLayer` does, by chains where a norm or activation may cast.
+    """Compute what `TransformerLayer` does, by chains where a norm or activation may cast.
 
     Nothing casts so in high precision, in what torch compiles (it fuses by itself), and where a
     hook wants to see each linear.

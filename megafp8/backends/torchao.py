@@ -227,7 +227,7 @@ class TorchaoLinear(nn.Module):
 
 
 class TorchaoParts(NativeParts):
-    """Makes every linear of the blocks with torchao, except the model's first and last linear.
+    """Make every linear of the blocks with torchao, except the model's first and last linear.
 
     The first and last linear stay in the compute dtype, as in Accelerate's use of torchao, unless a
     module rule of the recipe names them. Embedding and head always stay in the compute dtype.

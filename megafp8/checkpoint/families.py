@@ -113,7 +113,7 @@ def read_family(family: Family, c: Fields, file: Path) -> GPTSpec:
 
 
 class Gpt2:
-    """Describes GPT-2."""
+    """Describe GPT-2."""
 
     name = "gpt2"
     also_reads = frozenset(
@@ -191,7 +191,7 @@ class Gpt2:
 
 @dataclass(frozen=True)
 class Decoder:
-    """Describes a family with RMSNorm, gated MLPs, rotary positions and grouped queries.
+    """Describe a family with RMSNorm, gated MLPs, rotary positions and grouped queries.
 
     Attributes:
         name: The family in `model_type`.
@@ -396,7 +396,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class WithExperts(Decoder):
-    """Describes such a family that has experts, of which a softmax over all of them chooses.
+    """Describe such a family that has experts, of which a softmax over all of them chooses.
 
     Attributes:
         names_layers: Whether keys say which layers have experts, and whether the weights of the

@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass
 class Answer:
-    """Holds a prompt and the text that follows it, as far as it is known.
+    """Hold a prompt and the text that follows it, as far as it is known.
 
     Attributes:
         tokenizer: The model's tokenizer.

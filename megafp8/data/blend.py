@@ -26,7 +26,7 @@ CHUNKS_KEPT = 8
 
 
 class BlendSchedule:
-    """Says for each sample of the blend which dataset it comes from and which of its samples it is.
+    """Say for each sample of the blend which dataset it comes from and which of its samples it is.
 
     The schedule is exact: weights are integers, and the order repeats when every dataset has given
     its whole share. Samples are scheduled in chunks when they are first asked for. All earlier
@@ -126,7 +126,7 @@ def _schedule(
 
 
 class BlendedSamples:
-    """Blends endless streams of samples into one endless stream."""
+    """Blend endless streams of samples into one endless stream."""
 
     def __init__(self, sources: Sequence[SampleSource], weights: Sequence[str]) -> None:
         assert len(sources) == len(weights), f"{len(sources)} sources, {len(weights)} weights"
@@ -146,7 +146,7 @@ class BlendedSamples:
 
 
 class JoinedSamples:
-    """Joins finite sources one after another."""
+    """Join finite sources one after another."""
 
     def __init__(self, sources: Sequence[FiniteSource]) -> None:
         self._sources = tuple(sources)

@@ -60,7 +60,7 @@ ATTEMPTS = 3  # other processes may replace the same folder meanwhile
 
 @dataclass(frozen=True)
 class Document:
-    """Holds one text of the corpus; `name` says where it is from, such as `stdlib/abc.py`."""
+    """Hold one text of the corpus; `name` says where it is from, such as `stdlib/abc.py`."""
 
     name: str
     text: str
@@ -68,7 +68,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Describes a corpus to prepare: its documents and a key that tells whether they may have
+    """Describe a corpus to prepare: its documents and a key that tells whether they may have
     changed.
 
     `key` changes whenever `documents` may yield other text, and is computed without reading the

@@ -77,7 +77,7 @@ def make_fsspec_strict() -> None:
 
 
 class _Decompressed(io.RawIOBase):
-    """Reads what the frames of a compressed file hold, one after another.
+    """Read what the frames of a compressed file hold, one after another.
 
     Python's own readers take a damaged second frame for the end of the file, and that of
     `zstandard` any end of it.

@@ -48,7 +48,7 @@ class ConversationError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Holds the messages of one example, and descriptions of the tools that it may call."""
+    """Hold the messages of one example, and descriptions of the tools that it may call."""
 
     messages: Messages
     tools: Sequence[Any] | None = None
@@ -56,7 +56,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Chat:
-    """Renders conversations by the chat template in a folder.
+    """Render conversations by the chat template in a folder.
 
     Attributes:
         folder: The folder with the files of the model's tokenizer.

@@ -33,7 +33,7 @@ _AGAIN = "Prepare the dataset again, or copy its files again"
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """Holds a file's name, size and hash as they were when the file was written."""
+    """Hold a file's name, size and hash as they were when the file was written."""
 
     name: str
     size: int
@@ -43,7 +43,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Sidecar:
-    """Describes one prepared dataset; `files` are in the order `.bin`, `.idx`, tokenizer."""
+    """Describe one prepared dataset; `files` are in the order `.bin`, `.idx`, tokenizer."""
 
     version: int = FORMAT_VERSION
     corpus: str
@@ -235,7 +235,7 @@ def _combine(hashes: list[str]) -> str:
 
 @dataclass(frozen=True)
 class OpenedDataset:
-    """Holds one dataset; `fingerprint` depends on content and tokenizer, not on paths and times.
+    """Hold one dataset; `fingerprint` depends on content and tokenizer, not on paths and times.
 
     `begin` are the tokens with which each document begins, None if no preparation of ours recorded
     it, and `add_eos` says whether it ends with the token that ends a document.

@@ -21,7 +21,7 @@ SHOWN_PLACES = 5  # further lines with a fault that a message names
 
 @dataclass(frozen=True)
 class Example:
-    """Holds the fields of one example, and the file and line that it came from."""
+    """Hold the fields of one example, and the file and line that it came from."""
 
     fields: Mapping[str, object]
     file: str
@@ -34,7 +34,7 @@ class Example:
 
 
 class Faults:
-    """Collects examples with the same kind of fault, so that one message names all of them."""
+    """Collect examples with the same kind of fault, so that one message names all of them."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[tuple[Example, str, str, str]]] = {}

@@ -40,7 +40,7 @@ Arrays = dict[str, NDArray[np.integer]]
 
 @dataclass(frozen=True)
 class EpochMap:
-    """Holds one epoch's sequences in order, and where its windows start.
+    """Hold one epoch's sequences in order, and where its windows start.
 
     Attributes:
         sequences_Q: The dataset's sequences, one after another.
@@ -166,7 +166,7 @@ def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class IndexCache:
-    """Computes each entry once per host and keeps it in a folder."""
+    """Compute each entry once per host and keep it in a folder."""
 
     def __init__(
         self,

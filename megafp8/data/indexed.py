@@ -80,7 +80,7 @@ def write_index(
 
 
 class IndexedWriter:
-    """Writes one dataset, a document at a time; its files get their names in `close`.
+    """Write one dataset, a document at a time; its files get their names in `close`.
 
     As a context manager it deletes the half-written files if an exception leaves the context.
     """
@@ -145,7 +145,7 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """Maps an indexed dataset into memory; opening it reads and checks only the index.
+    """Map an indexed dataset into memory; opening it reads and checks only the index.
 
     Attributes:
         prefix: The path without `.bin` and `.idx`.

@@ -61,7 +61,7 @@ def pack(lengths_N: NDArray[np.int64], capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackedExamples:
-    """Holds samples of packed examples; a `FiniteSource`."""
+    """Hold samples of packed examples; a `FiniteSource`."""
 
     examples: Tokenized
     samples: Sequence[Sequence[int]]  # the examples of each sample
@@ -92,7 +92,7 @@ class PackedExamples:
 
 @dataclass(frozen=True)
 class ShuffledEpochs:
-    """Repeats samples without end; each epoch has them in another order. It is a `SampleSource`."""
+    """Repeat samples without end; each epoch has them in another order. It is a `SampleSource`."""
 
     source: PackedExamples
     seed: int
@@ -124,7 +124,7 @@ class ShuffledEpochs:
 
 @dataclass(frozen=True)
 class PreparedInstructions:
-    """Holds what training and evaluation need to know about questions and answers.
+    """Hold what training and evaluation need to know about questions and answers.
 
     It has the attributes of `megafp8.data.prepare.PreparedData` that a run reads. Tokens are those
     that are counted in the loss.

@@ -34,7 +34,7 @@ PLAIN_RANKS_PATTERN = (
 
 
 class SentencePieceTokenizer:
-    """Wraps a SentencePiece model; its end of a sentence, `</s>`, ends a document."""
+    """Wrap a SentencePiece model; its end of a sentence, `</s>`, ends a document."""
 
     file_name = SENTENCEPIECE_FILE
     begin: tuple[int, ...] = ()
@@ -128,7 +128,7 @@ def load_sentencepiece(path: Path, end_of_document: str | None) -> SentencePiece
 
 
 class TiktokenTokenizer:
-    """Wraps an encoding of tiktoken; its `<|endoftext|>` ends a document."""
+    """Wrap an encoding of tiktoken; its `<|endoftext|>` ends a document."""
 
     file_name = TIKTOKEN_FILE
     end_of_document = END_OF_DOCUMENT

@@ -22,7 +22,7 @@ PAD_ID = 0  # any token is right here: no counted position attends to padding
 # B samples of a microbatch, S tokens of a sample
 @dataclass(frozen=True, kw_only=True)
 class DocumentRules:
-    """Holds NeMo's three switches; a token that ends a document belongs to that document.
+    """Hold NeMo's three switches; a token that ends a document belongs to that document.
 
     Where windows mark the beginnings of documents, `eod_id` does not matter for the first two.
     """
@@ -88,7 +88,7 @@ class DocumentRules:
 # B samples of a microbatch, S tokens of a sample, N documents of a microbatch
 @dataclass(frozen=True)
 class Microbatch:
-    """Holds what one forward pass reads: writable, contiguous int64 arrays of [B, S].
+    """Hold what one forward pass reads: writable, contiguous int64 arrays of [B, S].
 
     `targets_BS` is IGNORE (-100) where nothing is predicted. If documents are kept apart,
     `position_ids_BS` counts from each document's first token, and `cu_seqlens_N1` (int32) has the
@@ -162,7 +162,7 @@ def rank_samples(
 
 
 class Loader:
-    """Iterates over optimizer steps: each item is the list of this rank's microbatches.
+    """Iterate over optimizer steps: each item is the list of this rank's microbatches.
 
     Threads read ahead, each a whole step. An exception in a thread is raised by the `next` that
     needed the failed step and by every later one. Use the loader as a context manager, or call

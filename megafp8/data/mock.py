@@ -31,7 +31,7 @@ _TRAIN, _VALIDATION = 1, 2
 
 @dataclass(frozen=True)
 class MockSamples:
-    """Draws samples of random tokens; it is a `SampleSource` and a `FiniteSource`."""
+    """Draw samples of random tokens; it is a `SampleSource` and a `FiniteSource`."""
 
     num_samples: int
     seq_length: int
@@ -50,7 +50,7 @@ class MockSamples:
 
 @dataclass(frozen=True)
 class MockData:
-    """Holds what training and evaluation need to know about random tokens.
+    """Hold what training and evaluation need to know about random tokens.
 
     It has the attributes of `megafp8.data.prepare.PreparedData` that a run reads.
     """

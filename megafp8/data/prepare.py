@@ -60,7 +60,7 @@ def excerpt(lengths: NDArray[np.integer], num_tokens: int, limit: int) -> NDArra
 
 @dataclass(frozen=True)
 class DataPart:
-    """Holds the documents of one dataset that a split takes, in the order in which they were
+    """Hold the documents of one dataset that a split takes, in the order in which they were
     drawn.
     """
 
@@ -77,7 +77,7 @@ class DataPart:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Holds everything that training and evaluation need to know about the data.
+    """Hold everything that training and evaluation need to know about the data.
 
     Attributes:
         train: The endless training stream.
@@ -227,7 +227,7 @@ def prepare(
 
 
 class _Opener:
-    """Opens each dataset once and checks that all datasets share one vocabulary."""
+    """Open each dataset once and check that all datasets share one vocabulary."""
 
     def __init__(self, spec: DataSpec, notify: Notify, corpus: Corpus, cache: IndexCache) -> None:
         self._spec, self._notify, self._corpus, self._cache = spec, notify, corpus, cache

@@ -51,7 +51,7 @@ SECONDS_BETWEEN_RECORDS = 2.0
 
 @dataclass(frozen=True)
 class Encoded:
-    """Holds the tokens of some texts, each with its end of document, as a `.bin` file stores
+    """Hold the tokens of some texts, each with its end of document, as a `.bin` file stores
     them.
     """
 
@@ -132,7 +132,7 @@ def encode_in_order(
 
 
 class _Worker:
-    """Holds what one worker process keeps between lists; a pool passes no state to its
+    """Hold what one worker process keeps between lists; a pool passes no state to its
     functions.
     """
 
@@ -166,7 +166,7 @@ def _encode(texts: list[str]) -> Encoded:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Counts the texts that were read, the documents (texts that are not empty) and their
+    """Count the texts that were read, the documents (texts that are not empty) and their
     tokens.
     """
 
@@ -187,7 +187,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Progress:
-    """Holds the content of `progress.json`."""
+    """Hold the content of `progress.json`."""
 
     source: dict[str, object]
     tokenizer: str  # the --tokenizer option that it was made by

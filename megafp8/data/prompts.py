@@ -18,7 +18,7 @@ _BATCH = 1024  # texts that are tokenized at once
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Holds examples as tokens, one after another.
+    """Hold examples as tokens, one after another.
 
     Attributes:
         tokens_T: The tokens of all examples, int32 [T].

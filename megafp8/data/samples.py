@@ -34,7 +34,7 @@ _EPOCHS_KEPT = 2  # batches can cross from one epoch into the next
 
 
 class SampleSource(Protocol):
-    """Describes an endless stream of training samples."""
+    """Describe an endless stream of training samples."""
 
     @property
     def num_samples_per_epoch(self) -> int:
@@ -46,7 +46,7 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class Repeated:
-    """Repeats the first `num_samples` samples of a stream forever."""
+    """Repeat the first `num_samples` samples of a stream forever."""
 
     source: SampleSource
     num_samples: int
@@ -61,7 +61,7 @@ class Repeated:
 
 
 class FiniteSource(Protocol):
-    """Describes samples that are each evaluated once."""
+    """Describe samples that are each evaluated once."""
 
     @property
     def num_samples(self) -> int:
@@ -79,7 +79,7 @@ class FiniteSource(Protocol):
 
 @dataclass(frozen=True)
 class Splits:
-    """Holds the documents of each split, in the order in which they were drawn, int64."""
+    """Hold the documents of each split, in the order in which they were drawn, int64."""
 
     train: NDArray[np.int64]
     validation: NDArray[np.int64]
@@ -169,7 +169,7 @@ def check_vocabulary(tokens: NDArray[np.int64], vocab_size: int, dataset: Indexe
 
 
 class TokenStream:
-    """Reads a leading end-of-document token and then documents in a given order."""
+    """Read a leading end-of-document token and then documents in a given order."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class TokenStream:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOrder:
-    """Says how an epoch's samples are ordered.
+    """Say how an epoch's samples are ordered.
 
     Attributes:
         seed: The seed of every order.
@@ -227,7 +227,7 @@ class SampleOrder:
 
 
 class TrainSamples:
-    """Reads the endless training stream: epochs of documents, cut into windows, which are shuffled.
+    """Read the endless training stream: epochs of documents, cut into windows, which are shuffled.
 
     The tokens after the last whole window, fewer than `seq_length`, are left out; which tokens
     these are depends on the order of documents.
@@ -344,7 +344,7 @@ class TrainSamples:
 
 
 class ValidationSamples:
-    """Reads every validation token to be predicted exactly once, in document order, unshuffled."""
+    """Read every validation token to be predicted exactly once, in document order, unshuffled."""
 
     def __init__(
         self,

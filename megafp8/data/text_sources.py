@@ -61,7 +61,7 @@ TORCH_VARIABLE = "USE_TORCH"  # read by `datasets` when it is imported
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource:
-    """Describes where texts come from: files, or a dataset by name.
+    """Describe where texts come from: files, or a dataset by name.
 
     Attributes:
         files: Files and folders, which are searched, in this order.
@@ -200,7 +200,7 @@ class TextSource:
 
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """Holds the files that a path stands for, and what is to be said about them."""
+    """Hold the files that a path stands for, and what is to be said about them."""
 
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ _NUMBERED = re.compile(r'"\s*:\s*([0-9]{8,})')
 
 
 class Tokenizer(Protocol):
-    """Converts text to token numbers and back.
+    """Convert text to token numbers and back.
 
     `encode` never returns a special token: the characters of one inside a text are ordinary text,
     so no text can end its document. `encode_marked` is for text that writes special tokens out.
@@ -98,7 +98,7 @@ class Tokenizer(Protocol):
 
 
 class JsonTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library, stored as `tokenizer.json`."""
+    """Wrap a tokenizer of the `tokenizers` library, stored as `tokenizer.json`."""
 
     file_name = JSON_FILE
 
@@ -185,7 +185,7 @@ class JsonTokenizer:
 
 @dataclass(frozen=True)
 class Frame:
-    """Holds the tokens that begin and end a text; a text that has them already gets no others."""
+    """Hold the tokens that begin and end a text; a text that has them already gets no others."""
 
     begin: tuple[int, ...]
     end: tuple[int, ...]

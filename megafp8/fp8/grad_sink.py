@@ -355,7 +355,7 @@ class _LookUp(torch_private.DirectFunction):
 
 
 class DeferringSink:
-    """Keeps weight gradient products until the function that `take` returns is called.
+    """Keep weight gradient products until the function that `take` returns is called.
 
     A backward pass then computes input gradients only. The operands of each weight gradient, in FP8
     or not, are kept with its product, so each operand is cast once and its amax is recorded once.

@@ -76,7 +76,7 @@ class ScaledTensor:
     @torch.no_grad()
     def values(self) -> torch.Tensor:
         """Return the values in FP32, in a tensor of their own."""
-        numbers = self.payload.to(torch.float32, copy=True)
+        numbers = self.payload.to(torch.float32, copy=True)  # FP32 numbers, too: callers change it
         return numbers if self.fmt.max is None else numbers.mul_(self.dequant_scale)
 
     @torch.no_grad()
@@ -144,7 +144,7 @@ class ScaledTensor:
 
     def sum_of_squares(self) -> torch.Tensor:
         """Return the sum of the squared values, 0-d FP64."""
-        numbers = self.payload.double()
+        numbers = self.payload.double()  # the square of a scale of 2**-126 is no FP32 number
         return (numbers.square_().sum()) * self.dequant_scale.double().square()
 
     def in_c(self, dither: Dither | None = None) -> StoredInC:
@@ -292,6 +292,7 @@ def cast_stored(
         return quantize(values, quant_scale, _FP8[fmt.name], amax=None, grid_dtype=None).payload
     if fmt.max is None:
         return values.to(fmt.dtype)
+    # A scale of another amax may leave values beyond the largest, which would become infinite.
     return (values * quant_scale).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
 
 
@@ -304,7 +305,7 @@ def _cast_stochastically(
     """
     index = torch.arange(values.numel(), device=values.device).view(values.shape)
     random = random_bits(dither.key, index)
-    if fmt.max is None:
+    if fmt.max is None:  # BF16, the upper half of FP32's bits; its largest number is not rounded up
         bits = values.abs().clamp(max=torch.finfo(fmt.dtype).max).view(torch.int32).long()
         up = (random >> 16) < (bits & 0xFFFF)
         magnitude = (((bits >> 16) + up) << 16).to(torch.int32).view(torch.float32)
@@ -312,11 +313,12 @@ def _cast_stochastically(
         return rounded.copysign(values).to(fmt.dtype)
     scaled = values * quant_scale
     magnitude = scaled.abs().clamp(max=fmt.max)
-    smallest = torch.finfo(fmt.dtype).smallest_normal
+    smallest = torch.finfo(fmt.dtype).smallest_normal  # smaller numbers have the steps of this one
     exponent = torch.frexp(magnitude.clamp(min=smallest)).exponent - 1
     step = torch.finfo(fmt.dtype).eps * torch.ldexp(torch.ones_like(magnitude), exponent)
     steps = magnitude / step
     whole = steps.floor()
+    # 24 of the random bits, since FP32 has so many.
     up = (random >> 8).float() * 2.0**-24 < steps - whole
     return ((whole + up) * step).copysign(scaled).to(fmt.dtype)
 

@@ -31,7 +31,7 @@ class AddedLoss:
 
 
 class AddedLosses:
-    """Adds the `terms` of a model, which are the same on all ranks, in the same order.
+    """Add the `terms` of a model, which are the same on all ranks, in the same order.
 
     `sums` [terms] in FP64 has the values of this rank's counted tokens in the present step.
     """

@@ -27,7 +27,7 @@ CountFlops = Callable[[int], None]
 
 @dataclass
 class KVCache:
-    """Holds the keys and values of earlier tokens, by layer, for generation."""
+    """Hold the keys and values of earlier tokens, by layer, for generation."""
 
     length: int = 0  # tokens that all layers hold; `GPT` advances it
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class KVCache:
 
 
 class QKV(NamedTuple):
-    """Holds queries [B, H, S, E], keys and values [B, G, S, E], with positions turned into them."""
+    """Hold queries [B, H, S, E], keys and values [B, G, S, E], with positions turned into them."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -57,7 +57,7 @@ class QKV(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Says how a linear's output [B, S, (H + 2 G) E] is divided into heads."""
+    """Say how a linear's output [B, S, (H + 2 G) E] is divided into heads."""
 
     num_heads: int
     num_groups: int
@@ -65,7 +65,7 @@ class HeadSizes:
 
 
 class HeadNorms(NamedTuple):
-    """Holds the norms of queries and keys, each over the features of a head: [..., E]."""
+    """Hold the norms of queries and keys, each over the features of a head: [..., E]."""
 
     query: nn.Module
     key: nn.Module
@@ -77,7 +77,7 @@ SplitHeads = Callable[[torch.Tensor, HeadSizes, Rotary], QKV | None]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Holds the inputs of attention that all layers share; it is made once per microbatch.
+    """Hold the inputs of attention that all layers share; it is made once per microbatch.
 
     `mask` is boolean, True where a query may attend, or a bias that is added to the scores. It is
     broadcast to [B, H, S, K]. None means causal attention over the whole sequence, or within
@@ -147,7 +147,7 @@ def attention_context(
 
 
 class _Seen(NamedTuple):
-    """Holds the fields of an `AttentionContext` that say which scores are seen."""
+    """Hold the fields of an `AttentionContext` that say which scores are seen."""
 
     mask: torch.Tensor | None
     documents: Documents | None
@@ -156,7 +156,7 @@ class _Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class _Masks:
-    """Makes what says which scores layers see, those with and those without a window.
+    """Make what says which scores layers see, those with and those without a window.
 
     Attributes:
         shape: The new tokens, [B, S], of whole sequences.
@@ -208,7 +208,7 @@ class _Masks:
 
 
 class AttentionCore(nn.Module):
-    """Runs `scaled_dot_product_attention` over the heads that this rank holds.
+    """Run `scaled_dot_product_attention` over the heads that this rank holds.
 
     With `layer_scaling` n the queries are divided by n and the scores multiplied by n again within
     the softmax (Megatron's query-key layer scaling). n is 1, or the layer's number counted from 1.

@@ -20,7 +20,7 @@ def layer_of(parts: Parts, index: int) -> nn.Module:
 
 
 class TransformerLayer(nn.Module):
-    """Computes x + dropout(attention(norm(x))), then the same with the MLP.
+    """Compute x + dropout(attention(norm(x))), then the same with the MLP.
 
     The post-norm form computes norm(x + dropout(attention(x))) instead, and the GPT then has no
     final norm. Layers are counted from 0.
@@ -58,7 +58,7 @@ class TransformerLayer(nn.Module):
 
 
 class Attention(nn.Module):
-    """Computes causal self-attention: projection(core(qkv(x)))."""
+    """Compute causal self-attention: projection(core(qkv(x)))."""
 
     def __init__(self, parts: Parts, index: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def mlp_of(parts: Parts, index: int) -> MLP | MoE:
 
 
 class MLP(nn.Module):
-    """Computes fc2(dropout(activation(fc1(x)))); a gated activation reads 2F features."""
+    """Compute fc2(dropout(activation(fc1(x)))); a gated activation reads 2F features."""
 
     def __init__(self, parts: Parts, linears: Mlp) -> None:
         super().__init__()

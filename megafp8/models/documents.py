@@ -31,7 +31,7 @@ much per token as with fewer, and more scores than these would be computed for n
 
 @dataclass(frozen=True)
 class Area:
-    """Describes one block: some queries and keys of the row `row`.
+    """Describe one block: some queries and keys of the row `row`.
 
     If `is_causal`, queries and keys are the same tokens of one document, so that the i-th query
     sees the first i + 1 keys. Otherwise `Documents.seen` says which key is seen. If `in_band`, the
@@ -58,7 +58,7 @@ class Area:
 
 @dataclass(frozen=True)
 class Documents:
-    """Says where the documents of a microbatch begin.
+    """Say where the documents of a microbatch begin.
 
     Attributes:
         cu_seqlens_N1: The place of each document's first token among the B * S tokens of the

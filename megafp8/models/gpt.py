@@ -17,7 +17,7 @@ from megafp8.specs.parameters import HEAD, WORD
 
 
 class GPT(nn.Module):
-    """Computes a decoder-only transformer, or the consecutive layers that a pipeline stage holds.
+    """Compute a decoder-only transformer, or the consecutive layers that a pipeline stage holds.
 
     `layers` are indices in the whole model; they name the logical tensors in checkpoints. If input
     and output share their weight, a stage that has the head and not the embedding holds a copy of

@@ -64,7 +64,7 @@ class _Beginning(torch.autograd.Function):
 
 
 class Matmul(Protocol):
-    """Multiplies two matrices of the head; `place` names the product for the FLOP counter."""
+    """Multiply two matrices of the head; `place` names the product for the FLOP counter."""
 
     def __call__(
         self,
@@ -106,7 +106,7 @@ def through_autograd(weight: nn.Parameter, grad: torch.Tensor) -> torch.Tensor |
 
 
 class ChunkLoss(Protocol):
-    """Computes the loss of a chunk of tokens by kernels of a device."""
+    """Compute the loss of a chunk of tokens by kernels of a device."""
 
     def __call__(
         self,
@@ -120,7 +120,7 @@ class ChunkLoss(Protocol):
 
 
 class HeadLoss(nn.Module):
-    """Sums the cross entropy over counted targets; the head's weight is an argument."""
+    """Sum the cross entropy over counted targets; the head's weight is an argument."""
 
     def __init__(
         self,

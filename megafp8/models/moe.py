@@ -22,7 +22,7 @@ from megafp8.specs.layer import LayerLinear, Mlp
 
 
 class MoE(nn.Module):
-    """Computes the sum of a token's experts, each times the router's weight, and of a shared MLP.
+    """Compute the sum of a token's experts, each times the router's weight, and of a shared MLP.
 
     As in Megatron-core the weight multiplies what the second linear reads, before its cast to FP8.
     """
@@ -91,7 +91,7 @@ def _sum_of_tokens(rows_RD: torch.Tensor, place_TK: torch.Tensor) -> torch.Tenso
 
 
 class _ToExperts(torch.autograd.Function):
-    """Copies tokens to rows in the order of experts."""
+    """Copy tokens to rows in the order of experts."""
 
     @staticmethod
     def forward(
@@ -106,7 +106,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Adds up the rows of each token."""
+    """Add up the rows of each token."""
 
     @staticmethod
     def forward(
@@ -121,7 +121,7 @@ class _ToTokens(torch.autograd.Function):
 
 
 class _InOrder(torch.autograd.Function):
-    """Puts the weights of all choices into the order of experts."""
+    """Put the weights of all choices into the order of experts."""
 
     @staticmethod
     def forward(

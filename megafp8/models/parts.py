@@ -45,7 +45,7 @@ _FUNCTIONS: dict[str, Elementwise] = {
 
 
 class Parts:
-    """Makes a GPT's modules; a subclass overrides methods to change precision or parallelism.
+    """Make a GPT's modules; a subclass overrides methods to change precision or parallelism.
 
     Every `name` is a logical name, as checkpoints use it. Attributes: `dtype` is what linears
     compute in, `whole_dtype` that of embeddings and norms, `residual_dtype` that of the residual
@@ -251,7 +251,7 @@ def both_contexts(
 
 
 class Embedding(nn.Module):
-    """Adds word embeddings and learned positions, if there are any, then applies dropout."""
+    """Add word embeddings and learned positions, if there are any, then apply dropout."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Embedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """Applies LayerNorm or RMSNorm over the last dim; the output has the linears' dtype.
+    """Apply LayerNorm or RMSNorm over the last dim; the output has the linears' dtype.
 
     Where the output `is_stream`, the residual stream itself, it has the stream's dtype.
 
@@ -315,7 +315,7 @@ class Norm(nn.Module):
 
 
 class Rounded(nn.Module):
-    """Rounds the residual stream to the linears' dtype, where the head has no norm before it."""
+    """Round the residual stream to the linears' dtype, where the head has no norm before it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ class Rounded(nn.Module):
 
 
 class PlainLinear(nn.Module):
-    """Computes x @ weight.T + bias; the weight may fuse several logical linears."""
+    """Compute x @ weight.T + bias; the weight may fuse several logical linears."""
 
     def __init__(self, parts: Parts, linear: LayerLinear) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class PlainLinear(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Applies dropout whose mask is keyed by step, microbatch and site; see `RandomStreams`."""
+    """Apply dropout whose mask is keyed by step, microbatch and site; see `RandomStreams`."""
 
     def __init__(self, p: float, site: str, streams: RandomStreams, sharded: bool) -> None:
         super().__init__()

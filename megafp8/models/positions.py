@@ -14,7 +14,7 @@ from megafp8.specs import GPTSpec
 
 @dataclass(frozen=True)
 class Rotary:
-    """Holds the rotation angles, their cosines and sines, [S, R] or [B, 1, S, R], in FP32."""
+    """Hold the rotation angles, their cosines and sines, [S, R] or [B, 1, S, R], in FP32."""
 
     angles: torch.Tensor
     cos: torch.Tensor

@@ -18,7 +18,7 @@ from megafp8.models.init import key_of
 
 
 class RandomStreams:
-    """Holds the seed and the position in the run that key the random streams."""
+    """Hold the seed and the position in the run that key the random streams."""
 
     def __init__(self, seed: int, tp_rank: int = 0, cp_rank: int = 0) -> None:
         self.seed, self.tp_rank = seed, tp_rank

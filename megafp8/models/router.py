@@ -127,7 +127,7 @@ def router_losses(moe: MoESpec) -> Iterable[AddedLoss]:
 
 @dataclass(frozen=True)
 class Route:
-    """Says how many rows each of this rank's experts gets in a pass, and brings them there.
+    """Say how many rows each of this rank's experts gets in a pass, and bring them there.
 
     This one is a rank that has all experts: rows stay where they are.
     """
@@ -146,7 +146,7 @@ class Route:
 
 
 class Exchange:
-    """Says which experts this rank has: all of them, if no others divide these with it."""
+    """Say which experts this rank has: all of them, if no others divide these with it."""
 
     def own(self, num_experts: int) -> range:
         """Return the experts of this rank."""
@@ -169,7 +169,7 @@ def sizes_of(counts_E: torch.Tensor, num_rows: int) -> list[int]:
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token, and lets `added` take the losses of a choice.
+    """Choose the experts of each token, and let `added` take the losses of a choice.
 
     `counts` [E] int64 has the tokens of each expert in the present step: those of training alone,
     once if layers are recomputed. At its end a step puts those of all ranks there. `bias` [E] FP32

@@ -29,7 +29,7 @@ _MAY_CALL_ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """Says how the scores of a block are scaled and masked.
+    """Say how the scores of a block are scaled and masked.
 
     If `is_causal`, the i-th query sees the first i + 1 keys, else all keys. `keep` is dropout's
     mask, broadcast to [B, H, S, K]: 0 for dropped elements, 1 / (1 - p) for the others. `mask`,

@@ -147,7 +147,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 class _CallsBackward(FunctionMeta):
-    """Lets autograd's engine call `backward` itself; torch calls it through two functions."""
+    """Let autograd's engine call `backward` itself; torch calls it through two functions."""
 
     def __init__(self, *definition: Any) -> None:
         super().__init__(*definition)  # type: ignore[no-untyped-call]

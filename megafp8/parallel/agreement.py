@@ -85,6 +85,7 @@ def agree(mesh: Mesh, *flags: bool) -> list[bool]:
     """Return by flag whether it is raised on any rank; so all ranks act in the same step."""
     if mesh.world.size == 1:
         return list(flags)
+    # On the rank's device, since the group of a run on GPUs is NCCL's.
     raised = torch.tensor([float(flag) for flag in flags], device=mesh.device)
     return [bool(flag) for flag in mesh.world.all_reduce_max(raised).tolist()]
 

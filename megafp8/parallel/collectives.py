@@ -34,7 +34,7 @@ def as_sendable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Traffic:
-    """Counts the payload bytes and calls that this rank has handed to collectives since the
+    """Count the payload bytes and calls that this rank has handed to collectives since the
     start.
     """
 
@@ -51,7 +51,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Axis:
-    """Holds the ranks along one mesh axis (or several together), as seen from this rank.
+    """Hold the ranks along one mesh axis (or several together), as seen from this rank.
 
     Every method is a collective: all ranks of the axis must call it in the same order with tensors
     of the same shape and dtype. With `size` 1 every collective is the identity and costs nothing.

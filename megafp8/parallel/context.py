@@ -119,7 +119,7 @@ def all_tokens(x_BSF: torch.Tensor, cp: Axis) -> torch.Tensor:
 
 
 class HasLogits(Protocol):
-    """Describes a model that computes logits from tokens and their positions."""
+    """Describe a model that computes logits from tokens and their positions."""
 
     def logits(
         self, tokens_BS: torch.Tensor, *, position_ids_BS: torch.Tensor | None = None
@@ -157,7 +157,7 @@ def ring_attention(
 
 
 class RingAttentionCore(AttentionCore):
-    """Computes attention over a sequence that the ranks of `cp` share.
+    """Compute attention over a sequence that the ranks of `cp` share.
 
     Dropout draws a mask for each block, so the mask differs from that of a single process.
     """
@@ -305,6 +305,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_BHSE, k_BGSE, v_BGSE, out_BHSE, lse_BHS = ctx.saved_tensors
         (grad_BHSE,), cp = grads, ctx.cp
+        # All ranks add to a block's gradients: they cross ranks in FP32 at least, and are rounded
+        # once, at home.
         work = torch.promote_types(q_BHSE.dtype, torch.float32)
         coming = cp.start_shift(torch.stack((k_BGSE, v_BGSE)))
         dq_BHSE = torch.zeros_like(q_BHSE, dtype=work)

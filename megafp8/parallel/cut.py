@@ -28,7 +28,7 @@ from megafp8.specs.model import BLOCK_QUERIES
 
 
 class Share(NamedTuple):
-    """Describes one rank's tokens of a document: two chunks of it, the earlier one first."""
+    """Describe one rank's tokens of a document: two chunks of it, the earlier one first."""
 
     row: int
     local: int  # the place of the first token among the rank's tokens of the row
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 class ScorePiece(NamedTuple):
-    """Describes scores that a rank computes at a turn of the ring: which rows, queries and keys.
+    """Describe scores that a rank computes at a turn of the ring: which rows, queries and keys.
 
     If `in_band`, the keys begin a whole window before the queries. If it `adds`, an earlier piece
     of the same turn has the same queries.

@@ -23,7 +23,7 @@ from megafp8.parallel.collectives import Axis
 
 @dataclass(frozen=True)
 class AllToAll(Exchange):
-    """Exchanges rows with the ranks of `ep`, of which each has the next share of the experts."""
+    """Exchange rows with the ranks of `ep`, of which each has the next share of the experts."""
 
     ep: Axis
 
@@ -54,7 +54,7 @@ class AllToAll(Exchange):
 
 @dataclass(frozen=True)
 class _Paths:
-    """Says how many rows this rank sends to each rank of `ep`, and receives from each."""
+    """Say how many rows this rank sends to each rank of `ep`, and receives from each."""
 
     ep: Axis
     sent: list[int]
@@ -73,7 +73,7 @@ class _Paths:
 
 @dataclass(frozen=True)
 class _BetweenRanks(Route):
-    """Sends rows along `paths`, and puts what other ranks send into `order`."""
+    """Send rows along `paths`, and put what other ranks send into `order`."""
 
     paths: _Paths
     order: torch.Tensor  # [N]
@@ -98,7 +98,7 @@ class _BetweenRanks(Route):
 
 
 class _Dispatch(torch.autograd.Function):
-    """Sends rows and weights together, so that their gradients come back in one order."""
+    """Send rows and weights together, so that their gradients come back in one order."""
 
     @staticmethod
     def forward(

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # torch's FSDP imports its tracer and SymPy: a run without it
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """Holds the modules that FSDP gathers and their shards `params`, in the model's order.
+    """Hold the modules that FSDP gathers and their shards `params`, in the model's order.
 
     `shards_of` has the ranks that shard the parameters of each group of replicas, by its name.
     """
@@ -229,6 +229,7 @@ def _gather_by_hooks(
         mesh: DeviceMesh, size: torch.Size, stride: object, module: object, policy: object
     ) -> tuple[tuple[torch.Tensor], int]:
         """Return what this rank sends, with rows of padding, and the rows of the whole weight."""
+        # Rounded first, so that FP8 bytes are those of a weight kept in the compute dtype.
         rows_RI = read_master().to(compute)
         rows_RI = rows_RI if form is None else form.bytes_of(rows_RI)
         payload = torch.zeros(padded_rows, size[1], dtype=rows_RI.dtype, device=rows_RI.device)

@@ -16,7 +16,7 @@ from megafp8.parallel.collectives import Axis
 
 
 class GradBucket(Protocol):
-    """Holds gradients that are reduced together, in one step or in several.
+    """Hold gradients that are reduced together, in one step or in several.
 
     All ranks call the methods at the same points of a step.
     """
@@ -44,7 +44,7 @@ class GradBucket(Protocol):
 
 @dataclass
 class Bucket:
-    """Holds the FP32 gradients of consecutive parameters, which one operation reduces.
+    """Hold the FP32 gradients of consecutive parameters, which one operation reduces.
 
     If `is_scattered`, each rank gets only its own range of the sum, in place.
     """
@@ -85,14 +85,14 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Says what a step with some number of microbatches does."""
+    """Say what a step with some number of microbatches does."""
 
     order: list[int]  # the order in which buckets become complete
     num_gradients: dict[int, int]  # the gradients of a step, by bucket
 
 
 class GradReducer:
-    """Sums buckets of gradients over ranks, each as soon as its last gradient has been added.
+    """Sum buckets of gradients over ranks, each as soon as its last gradient has been added.
 
     The first step with a given number of microbatches records how many gradients each parameter
     gets and in which order buckets become complete; that step is reduced at its end, but for
@@ -198,7 +198,7 @@ class GradReducer:
 
 
 class NotingSink:
-    """Adds gradients through another sink and tells a `GradReducer` of each one."""
+    """Add gradients through another sink and tell a `GradReducer` of each one."""
 
     def __init__(self, inner: GradSink, reducer: GradReducer) -> None:
         self.inner, self.reducer = inner, reducer

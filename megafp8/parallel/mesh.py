@@ -37,7 +37,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Holds every group of ranks that communicates, as seen from this rank.
+    """Hold every group of ranks that communicates, as seen from this rank.
 
     world   all ranks
     tp      the ranks that share each matrix

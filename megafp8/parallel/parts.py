@@ -75,7 +75,7 @@ class PartsArgs:
 
 
 class NativeParts(Parts):
-    """Makes QKV, projection, FC1 and FC2 of `fp8.linear`, and shards over tensor parallelism.
+    """Make QKV, projection, FC1 and FC2 of `fp8.linear`, and shard over tensor parallelism.
 
     The vocabulary of embedding and head is sharded over the tensor-parallel ranks too. Methods that
     are not described here are described in `Parts`; their shapes are those of this rank.
@@ -226,6 +226,7 @@ class NativeParts(Parts):
         ) -> torch.Tensor:
             return gemm(
                 a,
+                # Weights may be in FP32 while the model computes in BF16 (megatron_amp_O2=False).
                 b if b.dtype == a.dtype else b.to(a.dtype),
                 work=a.dtype,
                 counter=self.counter,
@@ -254,7 +255,7 @@ class NativeParts(Parts):
 
 
 class LinearElsewhere(nn.Module):
-    """Stands for the linear of an expert that another rank has.
+    """Stand for the linear of an expert that another rank has.
 
     All ranks of a stage reduce their scale tables by place, so this one has the linear's rows too.
     """

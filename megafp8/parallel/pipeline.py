@@ -28,7 +28,7 @@ from megafp8.specs.parallel import (
 
 
 class Batch(NamedTuple):
-    """Holds one microbatch on the device: int64 [B, S] each, target -100 where nothing is counted.
+    """Hold one microbatch on the device: int64 [B, S] each, target -100 where nothing is counted.
 
     `documents` holds keyword arguments of the model: `position_ids_BS` and `cu_seqlens_N1` (which
     stays on the CPU) that separate a sample's documents or, with context parallelism,
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Boundary:
-    """Describes what crosses between two stages: the residual stream of one microbatch.
+    """Describe what crosses between two stages: the residual stream of one microbatch.
 
     With sequence parallelism each rank passes its own part of the sequence.
     """
@@ -65,7 +65,7 @@ class Boundary:
 
 
 class PipelinedGPT(nn.Module):
-    """Holds the stages of a GPT that one rank has, in the model's order.
+    """Hold the stages of a GPT that one rank has, in the model's order.
 
     Outside training steps (validation, sampling) a call passes one microbatch through all ranks.
     """

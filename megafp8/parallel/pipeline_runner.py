@@ -31,7 +31,7 @@ from megafp8.specs.parallel import KEPT_SENDS, ONE_STAGE_SCHEDULES, ZERO_BUBBLE_
 
 
 class PipelineRunner:
-    """Runs training steps over a `PipelinedGPT` by one of torch's schedules.
+    """Run training steps over a `PipelinedGPT` by one of torch's schedules.
 
     Every microbatch begins and ends on every stage with the events that FP8 scaling and random
     streams need. With 1F1B several microbatches are in flight at once.
@@ -99,7 +99,7 @@ class PipelineRunner:
 
 
 class _Work(nn.Module):
-    """Runs a stage's part of the GPT; `current` is the microbatch, which torch does not pass."""
+    """Run a stage's part of the GPT; `current` is the microbatch, which torch does not pass."""
 
     def __init__(self, gpt: GPT) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Work(nn.Module):
 
 
 class _Stage(NoMessagesToItself, ReceivesWhenDue, PipelineStage):
-    """Runs one stage with declared shapes, events for each microbatch, and counted messages."""
+    """Run one stage with declared shapes, events for each microbatch, and counted messages."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ def lay_out(places: Places, params: Sequence[nn.Parameter], fmt: StorageFormat) 
 
 
 class Exchange:
-    """Sends each rank, from all ranks, the numbers of its range of a bucket, round by round.
+    """Send each rank, from all ranks, the numbers of its range of a bucket, round by round.
 
     The first round is under way at once; each other one starts when the one before was read.
     """
@@ -147,7 +147,7 @@ class Exchange:
 
 @dataclass(eq=False)
 class ExchangedBucket:
-    """Sums a bucket in FP32 on the ranks that own its ranges.
+    """Sum a bucket in FP32 on the ranks that own its ranges.
 
     1. Each rank sends every other rank the numbers of that rank's range, and its scales. Where a
        rank owns more than an equal share it receives that in several rounds (`Exchange`).
@@ -260,7 +260,7 @@ class ExchangedBucket:
 
 @dataclass(eq=False)
 class Fp8SumBucket(ExchangedBucket):
-    """Sums a bucket in FP8, as FP8-LM does.
+    """Sum a bucket in FP8, as FP8-LM does.
 
     1. The ranks share the smallest of their scales of each gradient.
     2. Each rank quantizes its gradients again, with the shared scale times the factor.
@@ -286,6 +286,7 @@ class Fp8SumBucket(ExchangedBucket):
         held, rank = self.held, axis.rank
         fmt = held.fmt
         filled = torch.stack([_codes(grad.payload).any() for grad in held.grads])
+        # The MAX over ranks treats NaN by the order of ranks; infinity stands for it on all.
         shared = held.scales.nan_to_num(nan=torch.inf, posinf=torch.inf) * filled
         sharing = axis.start_all_reduce_max(shared)  # a gradient of zeros has no scale to share
         yield
@@ -313,6 +314,7 @@ class Fp8SumBucket(ExchangedBucket):
         counts = counting.wait()
         if gathered is not None:
             gathered.wait()
+        # A gradient that is not finite on one rank is NaN on all.
         held.scales.copy_(torch.where(shared.isfinite(), shared / factors, torch.nan))
         if self.adapts:
             many = counts / self._sizes > SATURATED
@@ -338,7 +340,7 @@ class Fp8SumBucket(ExchangedBucket):
 
 
 class ScatteredGrads:
-    """Sums what FSDP reduce-scatters of a module, of which some gradients cross ranks in FP8.
+    """Sum what FSDP reduce-scatters of a module, of which some gradients cross ranks in FP8.
 
     A rank has the same number of elements of each gradient, padded. It casts its own gradient with
     a scale of its own, and sends each rank that rank's elements as bytes, those of the rest in

@@ -35,7 +35,7 @@ WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass(frozen=True)
 class SequenceColumnParallel(ColumnParallel):
-    """Gathers a linear's input; reduce-scatters the input gradient.
+    """Gather a linear's input; reduce-scatter the input gradient.
 
     Its methods are those of `LinearComm`. T tokens of one rank become tp T tokens of all ranks.
     """
@@ -67,7 +67,7 @@ class SequenceColumnParallel(ColumnParallel):
 
 @dataclass(frozen=True)
 class SequenceRowParallel(RowParallel):
-    """Reduce-scatters a linear's output; gathers the output gradient.
+    """Reduce-scatter a linear's output; gather the output gradient.
 
     Its methods are those of `LinearComm`.
     """
@@ -94,12 +94,13 @@ class SequenceRowParallel(RowParallel):
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the outputs' sum: [tp T, O] -> [T, O]."""
+        # It waits, as what follows reads the sum at once.
         return self.tp.start_reduce_scatter_sum(output_TO).wait()
 
 
 @dataclass(frozen=True)
 class OwnTokens(LinearComm):
-    """Exchanges nothing: the linear of an expert is whole on every rank, for the rank's tokens."""
+    """Exchange nothing: the linear of an expert is whole on every rank, for the rank's tokens."""
 
     tp: Axis
 
@@ -124,7 +125,7 @@ def gather_tokens(x_TF: Operand, tp: Axis) -> Operand:
         bits = scale_matrix.view(torch.uint8) if x_TF.is_packed else scale_matrix
         scales = tp.gather_rows(bits).view(scale_matrix.dtype)
         x_TF = x_TF.with_scale_matrix(scales)  # `outer` is equal on all ranks: amaxes agree
-    payload_TF = x_TF.payload.view(torch.uint8)
+    payload_TF = x_TF.payload.view(torch.uint8)  # not every communication backend knows FP8
     if payload_TF.is_contiguous():
         whole_TF = tp.gather_rows(payload_TF)
     else:  # it lies in memory as [F, T], for tensor cores: it is sent and kept so
@@ -193,7 +194,7 @@ class _WholeSequence(torch.autograd.Function):
 
 
 class WholeSequence(nn.Module):
-    """Runs attention over whole sequences between linears that hold tokens rank by rank."""
+    """Run attention over whole sequences between linears that hold tokens rank by rank."""
 
     def __init__(self, core: nn.Module, tp: Axis) -> None:
         super().__init__()

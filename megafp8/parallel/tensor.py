@@ -19,7 +19,7 @@ from megafp8.parallel.collectives import Axis
 
 @dataclass(frozen=True)
 class ColumnParallel(LinearComm):
-    """Sums the input gradient over tensor-parallel ranks, while the weight gradient is computed.
+    """Sum the input gradient over tensor-parallel ranks, while the weight gradient is computed.
 
     Every rank has all tokens, of the output those of its own features, so that nothing else is
     exchanged. T tokens  I in features  O out features
@@ -35,12 +35,13 @@ class ColumnParallel(LinearComm):
         return None if role == "input" else self.tp.all_reduce_max
 
     def reduce_grad_input(self, grad_input_TI: torch.Tensor) -> Pending:
+        # The caller waits after the weight gradient, which does not read the sum.
         return self.tp.start_all_reduce_sum(grad_input_TI)
 
 
 @dataclass(frozen=True)
 class RowParallel(LinearComm):
-    """Sums the output over tensor-parallel ranks.
+    """Sum the output over tensor-parallel ranks.
 
     Every rank has all tokens, of the input those of its own features, so that nothing else is
     exchanged. T tokens  I in features  O out features
@@ -57,4 +58,4 @@ class RowParallel(LinearComm):
         return None if role == "grad_output" else self.tp.all_reduce_max
 
     def reduce_output(self, output_TO: torch.Tensor) -> torch.Tensor:
-        return self.tp.all_reduce_sum(output_TO)
+        return self.tp.all_reduce_sum(output_TO)  # waits, as what follows reads the sum at once

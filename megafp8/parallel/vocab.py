@@ -121,7 +121,7 @@ def loss_by_triton(
 
 
 class VocabParallelHeadLoss(HeadLoss):
-    """Computes the head's loss over a sharded vocabulary; the loss is the same on all ranks.
+    """Compute the head's loss over a sharded vocabulary; the loss is the same on all ranks.
 
     Every rank has all tokens and a part of the vocabulary. `gather` says that hidden states come as
     each rank's part of the sequence.
@@ -148,6 +148,7 @@ class VocabParallelHeadLoss(HeadLoss):
         )
         if found is not None:
             return found
+        # Exponentials of a whole vocabulary are added up, in FP32 at least.
         logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
         # A NaN must survive the maximum: the sum of exponentials is then NaN.
         largest_C = logits_CV.amax(dim=-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)

@@ -105,7 +105,7 @@ class Limit:
 
 
 class Watchdog:
-    """Watches this rank while its context is active.
+    """Watch this rank while its context is active.
 
     The rank must call `beat` at every sign of progress. Without a limit nothing is watched here.
     """

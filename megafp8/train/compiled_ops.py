@@ -31,7 +31,7 @@ MakeFp8 = Callable[..., Fp8Tensor]
 
 @dataclass
 class LiveLinear:
-    """Holds the linear that the operations run, and how its input is kept for backward."""
+    """Hold the linear that the operations run, and how its input is kept for backward."""
 
     linear: Linear
     saved: SavedForm
@@ -42,7 +42,7 @@ class LiveLinear:
 
 @dataclass(frozen=True)
 class TracedLinear:
-    """Represents a linear in a graph; all fields but `handle` are equal where layers are alike.
+    """Represent a linear in a graph; all fields but `handle` are equal where layers are alike.
 
     `handle` carries a `LiveLinear`. `saved` says how the input is kept for backward; `tokens_out`
     gives the number of the output's tokens from the input's.

@@ -53,7 +53,7 @@ class Exported:
 
 
 class ServedParts(Parts):
-    """Makes the modules of a model that computes with the files of an FP8 export."""
+    """Make the modules of a model that computes with the files of an FP8 export."""
 
     def __init__(self, spec: GPTSpec, fmt: ServingFormat, exported: Exported) -> None:
         super().__init__(spec, torch.bfloat16, 0, RandomStreams(0))
@@ -67,7 +67,7 @@ class ServedParts(Parts):
 
 
 class ServedLinear(nn.Module):
-    """Multiplies FP8 inputs with exported FP8 weights, each part of the linear by itself."""
+    """Multiply FP8 inputs with exported FP8 weights, each part of the linear by itself."""
 
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None

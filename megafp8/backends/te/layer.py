@@ -32,7 +32,7 @@ does: cuDNN prepares its work for each length."""
 
 
 class TeLayer(nn.Module):
-    """Holds one of Transformer Engine's layers and calls it as a layer of our own is called."""
+    """Hold one of Transformer Engine's layers, and call it as a layer of our own is called."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ def _sum_itself(into: GradSum | None) -> torch.Tensor:
 
 
 class HeadDropout:
-    """Draws the random numbers of attention's dropout under tensor parallelism.
+    """Draw the random numbers of attention's dropout under tensor parallelism.
 
     Each rank holds other heads there, so its numbers must differ from those of other ranks. It is
     what Transformer Engine calls a tracker of random states. After attention the generator is as

@@ -134,7 +134,7 @@ def is_layer_in_fp8(recipe: Fp8Recipe, index: int) -> bool:
 
 
 class TransformerEngineParts(NativeParts):
-    """Makes Transformer Engine's layers; embedding, final norm and head are our own.
+    """Make Transformer Engine's layers; embedding, final norm and head are our own.
 
     Weights get our own initial values, by logical name.
     """

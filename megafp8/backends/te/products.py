@@ -25,7 +25,7 @@ PLACES: dict[tuple[bool, bool], GemmName] = {
 
 
 class CountedProducts:
-    """Stands before `generic_gemm` and adds what runs to `counter`.
+    """Stand before `generic_gemm` and add what runs to `counter`.
 
     A layer sets that to its own when its forward or backward pass begins.
     """

@@ -25,7 +25,7 @@ class ParameterData(IntEnum):
 
 
 class StoredWeights:
-    """Puts values, or shapes without memory, in the place of stored weights while a layer runs.
+    """Put values, or shapes without memory, in the place of stored weights while a layer runs.
 
     Transformer Engine reads a weight's values when it casts the weight, which is once in a step,
     and for products in high precision. Otherwise it reads only the shape and the dtype.

@@ -54,7 +54,7 @@ def fp8_weights(model: nn.Module) -> dict[nn.Parameter, TeLayer]:
 
 
 class TeFp8Weights:
-    """Keeps Transformer Engine's weights in FP8 where each rank has parts of their masters."""
+    """Keep Transformer Engine's weights in FP8 where each rank has parts of their masters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = fp8_weights(model)
@@ -102,7 +102,7 @@ class TeFp8Weights:
 
 
 class TeGatheredFp8:
-    """Casts this rank's rows of a weight before FSDP gathers them as bytes.
+    """Cast this rank's rows of a weight before FSDP gathers them as bytes.
 
     What is gathered becomes a quantized tensor of Transformer Engine, which its module multiplies
     as it is. The scale is the one that `agree_on_scale` has fixed, so that all gathers of a step

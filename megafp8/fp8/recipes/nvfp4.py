@@ -133,7 +133,8 @@ class Nvfp4(Recipe):
         casts = self.traits.casts[cast.role]
         if cast.along == "first" and casts.rotation is not None:
             x_MK = arithmetic.rotated(x_MK)
-        x_MK = x_MK.float()
+        x_MK = x_MK.float()  # a rotation is rounded to BF16 before, as in Transformer Engine
+        # The MAX over ranks treats NaN by the order of ranks, and infinities alike on all.
         amax = x_MK.abs().amax().nan_to_num_(nan=float("inf"), posinf=float("inf"))
         if cast.reduce_max is not None:
             cast.reduce_max(amax)

@@ -74,6 +74,7 @@ class Rowwise(Recipe):
         if dim == 0 and tensor.reduce_columns is not None:  # in place
             tensor.reduce_columns(amax)
         quant_scale = scales.scale_of_amax_torchao(amax, tensor.fmt, power_2=tensor.power_2)
+        # The product is in FP32, so that nothing is rounded to the dtype of the tensor before FP8.
         payload = cast.quantize_scaled(x_MN.float() * quant_scale, tensor.fmt)
         return self._scaled(tensor, payload, quant_scale.reciprocal(), dim)
 
