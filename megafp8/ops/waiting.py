@@ -99,7 +99,7 @@ class Waiting:
         self._threads, self._read = threads, read
         self._cores = num_cores() if cores is None else cores
         self._chosen = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys()
-        # A count that this program has set, and nobody has changed since, is no choice of the user.
+        # A count that this program has set, and that is the same since, is no choice of the user.
         self._is_ours = environment.get(OURS, "") == environment.get("GOMP_SPINCOUNT") is not None
         self._last = read()
         self._crowd: Crowd | None = None

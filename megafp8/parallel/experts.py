@@ -28,7 +28,6 @@ class AllToAll(Exchange):
     ep: Axis
 
     def own(self, num_experts: int) -> range:
-        """Return the experts of this rank."""
         share = num_experts // self.ep.size
         return range(self.ep.rank * share, (self.ep.rank + 1) * share)
 
