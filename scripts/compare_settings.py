@@ -178,7 +178,7 @@ def _random_cases(work: Path, count: int) -> Iterator[Case]:
     """Yield lists of overrides for the default job, NeMo's file, and files with a part of each."""
     import yaml  # type: ignore[import-untyped,unused-ignore]
 
-    draw = random.Random(SEED)
+    draw, dumper = random.Random(SEED), getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     lines = (ROOT / "tests" / "config" / "nemo_keys.txt").read_text().splitlines()
     pairs = (line.split(" = ", 1) for line in lines if not line.startswith("#"))
     nemos = {key: json.loads(text) for key, text in pairs}
@@ -198,7 +198,7 @@ def _random_cases(work: Path, count: int) -> Iterator[Case]:
                 given[key] = text
             if kind == "part":
                 given |= {key: nemos[key] for key in draw.sample(sorted(nemos), 12)} | works
-            document = yaml.safe_dump(_nested(given), sort_keys=False)
+            document = yaml.dump(_nested(given), Dumper=dumper, sort_keys=False)
             for text in given.values():  # a value of a word is YAML already
                 if isinstance(text, str) and text not in nemos.values():
                     document = document.replace(f": '{text}'", f": {text}", 1)
