@@ -6,7 +6,6 @@ The tree also has NeMo's keys without effect, to which settings may refer as `${
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -17,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.layers import Layer, default_job
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.schema import copy_of, schema_tree
+from megafp8.config.schema import schema_tree
 from megafp8.config.settings import (
     UNDECIDED,
     UNREADABLE,
@@ -116,18 +115,18 @@ def _start(with_job: bool) -> Merged:
     """Return a new tree of the schema, with the default job or without, and NeMo's keys."""
     tree, values, interpolated = _read_start(with_job)
     known = {key: value for key, value in values.items() if key not in interpolated}
-    return Merged(copy_of(tree), known)
+    return Merged(copy.deepcopy(tree), known)
 
 
 @cache
-def _read_start(with_job: bool) -> tuple[bytes, dict[str, Any], frozenset[str]]:
-    """Return the tree that `_start` copies, pickled, its values, and the interpolated keys."""
+def _read_start(with_job: bool) -> tuple[DictConfig, dict[str, Any], frozenset[str]]:
+    """Return the tree that `_start` copies, its values, and the keys that are interpolated."""
     tree = schema_tree()
     for path, key in nemo_keys().items():
         OmegaConf.update(tree, path, key.ours, force_add=True)
     for setting in default_settings() if with_job else ():
         put_in(tree, setting)
-    return pickle.dumps(tree), read_values(tree)[0], interpolated_keys(tree)
+    return tree, read_values(tree)[0], interpolated_keys(tree)
 
 
 def closed_tree(tree: DictConfig, values: Mapping[str, Any]) -> DictConfig:
