@@ -32,6 +32,14 @@ from megafp8.specs.traits import Traits
 NATIVE = "or use model.fp8_backend=native, which has no such limit"
 
 _DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+_PLACEHOLDER = re.compile(r"\{(=|multiples of |divisors of )?([\w.]+)\}")
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "less_than": operator.lt,
+    "more_than": operator.gt,
+    "no_divisor_of": lambda value, other: other % value,
+    "no_multiple_of": operator.mod,
+    "other_than": operator.ne,
+}
 _DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
 
 
@@ -163,15 +171,6 @@ def related(relation: str, key: str) -> Condition:
     return Condition(f" {relation.replace('_', ' ')} {key}", holds, (key,))
 
 
-_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "less_than": operator.lt,
-    "more_than": operator.gt,
-    "no_divisor_of": lambda value, other: other % value,
-    "no_multiple_of": operator.mod,
-    "other_than": operator.ne,
-}
-
-
 def some_recipe(kind: RecipeKind) -> Condition:
     """Return the condition that the recipe of some linear is of a kind."""
     return Condition(
@@ -242,9 +241,6 @@ def condition_text(key: str, test: Any) -> str:
     if isinstance(test, Condition):
         return f"{key}{test.text}"
     return f"{key}={'null' if test is None else test}"
-
-
-_PLACEHOLDER = re.compile(r"\{(=|multiples of |divisors of )?([\w.]+)\}")
 
 
 def refusals(rows: Iterable[Row], values: Values) -> Iterator[Finding]:
