@@ -10,6 +10,7 @@ case is the same if both trees return equal specifications, origins, YAML of `--
 for the start of the run, or if both refuse it with equal messages. Files are migrated too, and
 their reports compared. The exit code is 1 if anything differs but the order of several problems,
 which is counted. The YAML is that of each tenth random list, since it takes longest to write.
+10,000 lists took 8 minutes of a core for each tree; Ctrl-C reports what was compared until then.
 
 `--times` compares nothing. It counts the Python calls in the repository's files (`sys.setprofile`)
 and the CPU time from the command line of the default job to its `RunSpec`: of the first time in
@@ -279,13 +280,15 @@ def _written(value: Any) -> str:
 
 
 def _hasten() -> None:
-    """Copy trees and read YAML in a third of the time, with equal results."""
+    """Load settings faster, with equal results: files and secrets are read once, copies pickled."""
     import gc
     import io
     import pickle
     from functools import cache
 
     from omegaconf import DictConfig, OmegaConf
+
+    from megafp8 import secrets
 
     read, copied = OmegaConf.load, DictConfig.__deepcopy__
 
@@ -302,6 +305,7 @@ def _hasten() -> None:
         return pickle.loads(pickle.dumps(tree)) if whole else copied(tree, memo)
 
     OmegaConf.load, DictConfig.__deepcopy__ = load, copy  # type: ignore[method-assign]
+    secrets.secret_values = cache(secrets.secret_values)  # the environment stays
     gc.set_threshold(200_000)
 
 
