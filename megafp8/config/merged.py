@@ -42,15 +42,20 @@ class Merged:
         origins: The layer that set each key, for all keys that a layer after the default job set.
         problems: What could not be merged.
         known: Values of keys that no layer after the default job has set.
+        is_shared: Whether others have the tree, too. It is copied before it is changed then: a copy
+            takes half of the time in which the default job is loaded again.
     """
 
     tree: DictConfig
     known: dict[str, Any]
     origins: dict[str, Origin] = field(default_factory=dict)
     problems: list[SettingError] = field(default_factory=list)
+    is_shared: bool = False
 
     def put(self, setting: Setting) -> None:
         """Put one setting over those that are there."""
+        if self.is_shared:
+            self.tree, self.is_shared = copy.deepcopy(self.tree), False
         key, origin = setting.key, setting.origin
         self.known.pop(key, None)
         problem = put_in(self.tree, setting)
@@ -108,19 +113,19 @@ def default_values() -> Mapping[str, Any]:
 
 def default_tree() -> DictConfig:
     """Return a new tree of the default job, with NeMo's keys without effect."""
-    return _start(True).tree
+    return copy.deepcopy(_read_start(True)[0])
 
 
 def _start(with_job: bool) -> Merged:
-    """Return a new tree of the schema, with the default job or without, and NeMo's keys."""
+    """Return the tree of the schema, with the default job or without, and NeMo's keys."""
     tree, values, interpolated = _read_start(with_job)
     known = {key: value for key, value in values.items() if key not in interpolated}
-    return Merged(copy.deepcopy(tree), known)
+    return Merged(tree, known, is_shared=True)
 
 
 @cache
 def _read_start(with_job: bool) -> tuple[DictConfig, dict[str, Any], frozenset[str]]:
-    """Return the tree that `_start` copies, its values, and the keys that are interpolated."""
+    """Return the tree that `_start` shares, its values, and the keys that are interpolated."""
     tree = schema_tree()
     for path, key in nemo_keys().items():
         OmegaConf.update(tree, path, key.ours, force_add=True)

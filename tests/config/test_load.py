@@ -361,3 +361,14 @@ def test_a_sweep_passes_texts_on_as_they_are() -> None:
     ):
         ((parsed,), problems) = parse_overrides([given], (), multirun=True)
         assert parsed.text == passed and not problems
+
+
+def test_jobs_share_the_tree_of_the_default_job_until_one_changes_it() -> None:
+    first, other, again = load_all(), load_all(["model.seed=7"]), load_all()
+    assert first.merged.tree is again.merged.tree
+    assert first.merged.tree is not other.merged.tree and other.values["model.seed"] == 7
+    default_tree().model.seed = 3
+    first.cfg.model.seed = 4
+    assert first.changed_to({"model.seed": 5}).values["model.seed"] == 5
+    seeds = [job.values["model.seed"] for job in (first, again, load_all())]
+    assert {*seeds, again.cfg.model.seed} == {default_values()["model.seed"]}
