@@ -10,7 +10,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, Self
 
 import pytest
 
@@ -19,7 +22,9 @@ from megafp8.specs.te_versions import DEFAULT_VERSION
 from megafp8_migrate.audit import host, main, request, runs, sources
 from megafp8_migrate.audit.reads import Code
 from te_cpu import wheel
+from tests.limits import HANG_SECONDS
 from tests.te_sources import need_sources
+from tests.train.runs import Driver
 
 STAND_IN = Path(__file__).parent / "megatron_stand_in"
 JOB = "pretrain_gpt.py --num-layers 24 --fp8-format hybrid"
@@ -43,6 +48,54 @@ def audit(capsys: pytest.CaptureFixture) -> Audit:
         return answers
 
     return run
+
+
+class ForkedProcess:
+    """Imitate what `Host` uses of `subprocess.Popen`, as a fork of a process with torch.
+
+    A process of its own would import torch for as long as all the runs of a short audit take.
+    """
+
+    def __init__(
+        self, driver: Driver, folder: Path, command: list[str], *,
+        env: dict[str, str], cwd: Path, stderr: IO[bytes], **_: object,
+    ) -> None:  # fmt: skip
+        assert command[:3] == [sys.executable, "-P", "-m"]
+        self._driver, self._code = driver, None
+        pipes = {name: str(folder / name) for name in ("stdin", "stdout")}
+        for pipe in pipes.values():
+            os.mkfifo(pipe)
+        pipes["stderr"] = f"/proc/{os.getpid()}/fd/{stderr.fileno()}"
+        asked = {"python": command[2:], "cwd": str(cwd), "env": env, **pipes}
+        self.pid = driver.ask(asked)
+        self.stdin, self.stdout = open(pipes["stdin"], "w"), open(pipes["stdout"])  # noqa: SIM115
+
+    def poll(self, seconds: float = 0.0) -> int | None:
+        if self._code is None:
+            self._code = self._driver.ask({"wait": self.pid, "seconds": seconds})
+        return self._code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(BrokenPipeError):
+            self.stdin.close()
+        self.stdout.close()
+        assert self.poll(HANG_SECONDS) is not None
+
+
+@pytest.fixture
+def forks(
+    driver: Driver, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let audits run in forks; the test after this fixture and that of signals do not."""
+
+    def start(command: list[str], **more: Any) -> ForkedProcess:
+        return ForkedProcess(driver, tmp_path_factory.mktemp("pipes"), command, **more)
+
+    replaced = SimpleNamespace(**vars(subprocess) | {"Popen": start})
+    monkeypatch.setattr(runs, "subprocess", replaced)
 
 
 def test_flags_with_an_effect_reach_te_and_others_have_none(audit: Audit) -> None:
@@ -77,6 +130,7 @@ def _line(text: str) -> str:
     return f"{file}:{number}"
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_flag_behind_a_variable_is_not_called_dead(audit: Audit, tmp_path: Path) -> None:
     """Its effect appears with the variable, which a script exports or --env gives."""
     line = f"{JOB} --fp8-interval 4 --fp8-dot-product-attention --no-fp8-wgrad"
@@ -124,6 +178,7 @@ def seed():
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_what_cannot_be_compared_is_not_decided(audit: Audit, tmp_path: Path) -> None:
     """Neither what depends on the shell, nor what two equal runs do not agree on.
 
@@ -156,6 +211,7 @@ def factor():
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_step_that_differs_now_and_then_is_no_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -180,6 +236,7 @@ def test_a_step_that_differs_now_and_then_is_no_answer(
     assert "1 of 6: two training steps with all flags" in progress
 
 
+@pytest.mark.usefixtures("forks")
 def test_flags_of_a_job_with_code_are_not_those_of_one_without(
     audit: Audit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +254,7 @@ def test_flags_of_a_job_with_code_are_not_those_of_one_without(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_flag_that_another_one_needs_is_compared_without_both(
     audit: Audit, tmp_path: Path
 ) -> None:
@@ -370,6 +428,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(
     assert main([]) == 2
 
 
+@pytest.mark.usefixtures("forks")
 def test_code_that_cannot_be_imported_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -401,6 +460,7 @@ fp8_config:
 """
 
 
+@pytest.mark.usefixtures("forks")
 def test_accelerates_flags_and_one_that_is_given_an_effect(audit: Audit, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     file = tmp_path / "accelerate.yaml"

@@ -5,6 +5,7 @@ and each is answered by a line:
 
     {"argv": […], "cwd": …, "log": …, "fault": [name, arguments…] or null}  ->  process id
     {"python": [words after `python`], "cwd": …, "stdout": …, "stderr": …, "env": …}  ->  process id
+    the same with "stdin": …, which leads a session and has no variables but those of "env"
     {"wait": process id, "seconds": …}  ->  exit code (negative: a signal), or null if it runs
 
 Torch has started no thread in this process, so that children may start some. The default job's
@@ -27,6 +28,8 @@ SAMPLE_TOKENS = 26  # after a prompt of 8 more than 32, the positions of most jo
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+import torch._dynamo  # noqa: E402
+
 import megafp8.parallel.pipeline_runner  # noqa: E402, F401  # which imports FSDP too
 import megafp8.train.pretrain  # noqa: E402, F401
 from megafp8.cli import pretrain  # noqa: E402
@@ -44,14 +47,18 @@ def start(request: dict) -> int:
         return child
     code = 1
     try:
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
+        os.dup2(os.open(request.get("stdin", os.devnull), os.O_RDONLY), 0)
         for target, name in ((1, "stdout"), (2, "stderr")):
             path = request.get("log") or request[name]
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), target)
         os.chdir(request["cwd"])
         if "python" in request:
+            if "stdin" in request:
+                os.setsid()
+                os.environ.clear()
+                sys.stdin = open(0, closefd=False)  # noqa: SIM115  # requests may be in the other
             os.environ.update(request["env"])
+            torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
             code = run_python(request["python"])
             sys.stdout.flush()
             sys.stderr.flush()
