@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megafp8.observe.summary import RunSummary
 from megafp8.runs.finished import with_recorded
-from tests.train.runs import ENVIRONMENT, JOB, ROOT, Place
+from tests.train.runs import JOB, ROOT, Place
 
 
 def bytes_of(folder: Path) -> dict[str, tuple[str, int]]:
@@ -101,31 +98,27 @@ def test_a_stopped_run_that_is_then_shortened_keeps_its_figures(place: Place) ->
     assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
 
 
-def test_a_repeated_sweep_reads_what_its_jobs_recorded(tmp_path: Path, dataset: Path) -> None:
+def test_a_repeated_sweep_reads_what_its_jobs_recorded(place: Place) -> None:
     job = [word for word in JOB if "max_steps" not in word and "model.fp8=" not in word]
     given = [
         "-m",
         "model.fp8=True,False",
         "trainer.max_steps=2",
-        f"model.data.data_prefix={dataset}",
+        f"model.data.data_prefix={place.data}",
     ]
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *given, *job]
+    command = [str(ROOT / "pretrain_gpt.py"), *given, *job, "hydra.sweep.dir=again"]
     command = [word for word in command if "amax_history" not in word]
-    environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
     tables = []
     for _ in range(2):
-        done = subprocess.run(
-            [*command, "hydra.sweep.dir=again"],
-            cwd=tmp_path, env=environment, capture_output=True, text=True,
-        )  # fmt: skip
+        done = place.driver.run_python(*command, cwd=place.cwd, folder=place.cwd)
         assert done.returncode == 0, done.stdout + done.stderr
         tables.append(
-            (done.stdout[done.stdout.index("[sweep] 2 jobs in") :], bytes_of_sweep(tmp_path))
+            (done.stdout[done.stdout.index("[sweep] 2 jobs in") :], bytes_of_sweep(place.cwd))
         )
     assert tables[0] == tables[1]
     assert "train loss" in tables[1][0] and "tokens/s" in tables[1][0]
     assert done.stdout.count("finished before") == 2 and "step " not in done.stderr
-    rows = json.loads((tmp_path / "again" / "sweep.json").read_text())
+    rows = json.loads((place.cwd / "again" / "sweep.json").read_text())
     assert all(row["train_loss"] for row in rows)
 
 

@@ -92,37 +92,31 @@ def test_secrets_of_a_file_reach_no_byte_of_a_run_or_a_sweep(place: Place, sweep
     if sweeps:
         argv = [word for word in argv if not word.startswith("exp_manager.name")]
         argv += ["-m", "model.seed=1,2"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv],
-        cwd=place.cwd,
-        env=ENVIRONMENT | SECRETS,
-        capture_output=True,
-    )
+    folder = place.cwd.with_name(f"{place.cwd.name}-output")
+    folder.mkdir()
+    script = str(ROOT / "pretrain_gpt.py")
+    done = place.driver.run_python(script, *argv, cwd=place.cwd, folder=folder, env=SECRETS)
     output = done.stdout + done.stderr
-    assert done.returncode == 0, output.decode()
-    assert b"env_vars" in output and b"***" in output
-    assert PLANTED.encode() not in output and PLANTED[::-1].encode() not in output
-    assert b"planted-0123" not in output
+    assert done.returncode == 0, output
+    assert "env_vars" in output and "***" in output
+    assert PLANTED not in output and PLANTED[::-1] not in output
+    assert "planted-0123" not in output
     names = {path.name for path in place.cwd.rglob("*") if path.is_file()}
     assert {"summary.json", "events.jsonl", "report.html", "manifest.json"} <= names
     assert ("multirun.yaml" in names) == sweeps and not found_in(place.cwd)
     if not sweeps:
-        exported_without_secrets(place)
+        exported_without_secrets(place, folder)
 
 
-def exported_without_secrets(place: Place) -> None:
+def exported_without_secrets(place: Place, folder: Path) -> None:
     """Export the model of a run, and check all that the command wrote and said."""
-    command = [sys.executable, "-m", "megafp8", "export", str(place.dir())]
-    for folder, code in (("exported", 0), (f"a-{PLANTED}", 2)):
-        done = subprocess.run(
-            [*command, str(place.cwd / folder)],
-            cwd=ROOT,
-            env=ENVIRONMENT | SECRETS,
-            capture_output=True,
-        )
+    command = ["-m", "megafp8", "export", str(place.dir())]
+    for name, code in (("exported", 0), (f"a-{PLANTED}", 2)):
+        words = [*command, str(place.cwd / name)]
+        done = place.driver.run_python(*words, cwd=ROOT, folder=folder, env=SECRETS)
         output = done.stdout + done.stderr
-        assert done.returncode == code and b"Traceback" not in output, output.decode()
-        assert PLANTED.encode() not in output and PLANTED[::-1].encode() not in output
+        assert done.returncode == code and "Traceback" not in output, output
+        assert PLANTED not in output and PLANTED[::-1] not in output
     written = {path.name for path in (place.cwd / "exported").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= written
     assert not found_in(place.cwd)
