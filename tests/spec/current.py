@@ -71,7 +71,6 @@ def quantize_groups(
 ) -> Scaled:
     """One scale for each `group` of rows x columns; groups at the ends may be cut off."""
     rows, cols = x.shape
-    codes = np.zeros(x.shape, dtype=np.uint8)
     quant_scale = np.ones(x.shape, dtype=np.float32)
     dequant_scale = np.ones(x.shape, dtype=np.float32)
     for top in range(0, rows, max(1, group[0])):
@@ -80,5 +79,4 @@ def quantize_groups(
             scale = scale_of(amax_of(x[at]), fmt, rule, power_2)
             quant_scale[at] = scale
             dequant_scale[at] = dequant_scale_of(scale)
-            codes[at] = quantize(x[at], scale, fmt)
-    return Scaled(codes, fmt, quant_scale, dequant_scale)
+    return Scaled(quantize(x, quant_scale, fmt), fmt, quant_scale, dequant_scale)

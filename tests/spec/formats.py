@@ -99,9 +99,9 @@ FNUZ_FORMATS = {"e4m3fnuz": E4M3FNUZ, "e5m2fnuz": E5M2FNUZ}
 ALL_FORMATS = FORMATS | FNUZ_FORMATS
 
 
-def scaled(x: Floats32, quant_scale: np.float32) -> Floats32:
+def scaled(x: Floats32, quant_scale: np.float32 | Floats32) -> Floats32:
     """Rule 1: one float32 multiplication, rounded once, overflowing to infinity."""
-    if x.dtype != np.float32 or not isinstance(quant_scale, np.float32):
+    if {x.dtype, getattr(quant_scale, "dtype", None)} != {np.dtype(np.float32)}:
         raise TypeError(f"expected float32, got {x.dtype} and {type(quant_scale).__name__}")
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.multiply(x, quant_scale)
@@ -131,8 +131,8 @@ def quantize_value(x: float, quant_scale: np.float32, fmt: Format) -> int:
     return min(candidates, key=distance_then_oddness)
 
 
-def quantize(x: Floats32, quant_scale: np.float32, fmt: Format) -> Codes:
-    """The same cast of a whole array, any shape.
+def quantize(x: Floats32, quant_scale: np.float32 | Floats32, fmt: Format) -> Codes:
+    """The same cast of a whole array, any shape, with one scale or one for each element.
 
     A magnitude lies between two neighbouring codes; their midpoint (exact in float64) decides.
     """

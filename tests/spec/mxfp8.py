@@ -56,17 +56,23 @@ class Microscaled:
         return dequantize(self.codes, self.fmt) * self.dequant_scale
 
 
-def amax_of(block: Floats32) -> np.float32:
-    """The largest magnitude; NaN is ignored, and a block of NaN alone has 0."""
+def amax_of(block: Floats32, axis: int | tuple[int, ...] | None = None) -> Floats32:
+    """The largest magnitude, of all elements or along `axis`; NaN is ignored, and a block of NaN
+    alone has 0."""
     magnitudes = np.abs(block)
-    return np.max(np.where(np.isnan(magnitudes), np.float32(0), magnitudes))
+    return np.max(np.where(np.isnan(magnitudes), np.float32(0), magnitudes), axis)  # type: ignore[no-any-return]
 
 
 def code_of(amax: np.float32, fmt: Format = E4M3) -> int:
     """The code of a block's scale: rounded up, saturating."""
-    v = float(np.float32(amax) * np.float32(1 / fmt.max))
-    fitting = np.flatnonzero(v <= POWERS)
-    return int(fitting[0]) if len(fitting) else LARGEST_CODE
+    return int(codes_of(np.array(amax), fmt))
+
+
+def codes_of(amax: Floats32, fmt: Format = E4M3) -> Codes:
+    """The codes of the scales of many blocks."""
+    v = amax * np.float32(1 / fmt.max)
+    fitting = np.searchsorted(POWERS, v)  # the first power that is not below v
+    return np.minimum(fitting, LARGEST_CODE).astype(np.uint8)
 
 
 def quantize_rows(x: Floats32, fmt: Format = E4M3, factors: Factors | None = None) -> Microscaled:
@@ -74,13 +80,9 @@ def quantize_rows(x: Floats32, fmt: Format = E4M3, factors: Factors | None = Non
     rows, cols = x.shape
     if cols % BLOCK:
         raise ValueError(f"{cols} is not a multiple of {BLOCK}")
-    codes = np.zeros(x.shape, dtype=np.uint8)
-    scale_codes = np.zeros((rows, cols // BLOCK), dtype=np.uint8)
-    for row in range(rows):
-        for block in range(cols // BLOCK):
-            at = (row, slice(block * BLOCK, (block + 1) * BLOCK))
-            code = code_of(amax_of(x[at]), fmt)
-            scale_codes[row, block] = code
-            factor = (factors or {}).get(code, 2.0 ** (127 - code))
-            codes[at] = quantize(x[at], np.float32(factor), fmt)
-    return Microscaled(codes, scale_codes, fmt)
+    scale_codes = codes_of(amax_of(x.reshape(rows, cols // BLOCK, BLOCK), -1), fmt)
+    factor_of = 2.0 ** (127.0 - np.arange(LARGEST_CODE + 1))
+    for code, factor in (factors or {}).items():
+        factor_of[code] = factor
+    by_element = np.repeat(factor_of[scale_codes].astype(np.float32), BLOCK, axis=1)
+    return Microscaled(quantize(x, by_element, fmt), scale_codes, fmt)

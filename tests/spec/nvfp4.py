@@ -123,24 +123,16 @@ def quantize_blocks(
         raise ValueError(f"{x.shape} is not a multiple of {rows} x {BLOCK}")
     amax = amax_of(x) if amax is None else amax
     scale = encoding_scale(amax)
-    codes = np.zeros(x.shape, dtype=np.uint8)
-    scale_codes = np.zeros((x.shape[0] // rows, x.shape[1] // BLOCK), dtype=np.uint8)
-    for down in range(scale_codes.shape[0]):
-        for right in range(scale_codes.shape[1]):
-            at = (
-                slice(down * rows, (down + 1) * rows),
-                slice(right * BLOCK, (right + 1) * BLOCK),
-            )
-            of_block = amax_of(x[at])
-            factor = scale if sixth_first else scale * (ONE / np.float32(6))
-            of_block = of_block / np.float32(6) if sixth_first else of_block
-            of_block = quantize(np.array([of_block]), np.float32(factor), E4M3)
-            scale_codes[down, right] = of_block[0]
-            s = np.float32(dequantize(of_block, E4M3)[0])
-            with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
-                enc = min(ONE / (s * (ONE / scale)), FLOAT32_MAX)
-                scaled = x[at] * np.float32(enc)
-            codes[at] = to_e2m1(scaled) if byte is None else to_e2m1_at_random(scaled, byte[at])
+    down, right = x.shape[0] // rows, x.shape[1] // BLOCK
+    of_block = amax_of(x.reshape(down, rows, right, BLOCK), (1, 3))
+    factor = scale if sixth_first else scale * (ONE / np.float32(6))
+    of_block = of_block / np.float32(6) if sixth_first else of_block
+    scale_codes = quantize(of_block, np.float32(factor), E4M3)
+    s = dequantize(scale_codes, E4M3).astype(np.float32)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
+        enc = np.minimum(ONE / (s * (ONE / scale)), FLOAT32_MAX)
+        scaled = x * np.repeat(np.repeat(enc, rows, axis=0), BLOCK, axis=1)
+    codes = to_e2m1(scaled) if byte is None else to_e2m1_at_random(scaled, byte)
     return FourBit(codes, scale_codes, np.float32(amax), rows)
 
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.spec import delayed, formats, linear
+from tests.spec import delayed, formats, linear, mxfp8, nvfp4
 from tests.spec.delayed import FLT_MAX, DelayedScalingModel, Recipe, TensorState
 from tests.spec.formats import (
     ALL_FORMATS,
@@ -603,3 +603,26 @@ def test_grad_bias_is_not_quantized() -> None:
     assert result.grad_bias.tolist() == [1 + 2.0**-20]
     assert result.grad_weight.tolist() == [[1]]
     assert result.output.tolist() == [[1], [1]]
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_block_of_a_matrix_is_quantized_as_one_alone(rows: int) -> None:
+    """Whatever its neighbours hold: zeros, NaN, infinities, subnormals, large numbers."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 1 << 32, (32, 64), dtype=np.uint32).view(np.float32)
+    x[:16, :32] = rng.standard_normal((16, 32)) * 1e-40
+    x[::3, 16:48] = 0
+    whole, made = mxfp8.quantize_rows(x), nvfp4.quantize_blocks(x, rows, np.float32(3e38))
+    for top in range(0, 32, rows):
+        across = slice(top, top + rows)
+        for left in range(0, 64, nvfp4.BLOCK):
+            block = x[across, left : left + nvfp4.BLOCK]
+            alone = nvfp4.quantize_blocks(block, rows, np.float32(3e38))
+            assert (alone.codes == made.codes[across, left : left + nvfp4.BLOCK]).all()
+            assert alone.scale_codes == made.scale_codes[top // rows, left // nvfp4.BLOCK]
+        for left in range(0, 64, mxfp8.BLOCK):
+            single = mxfp8.quantize_rows(x[across, left : left + mxfp8.BLOCK])
+            assert (single.codes == whole.codes[across, left : left + mxfp8.BLOCK]).all()
+            assert (
+                single.scale_codes[:, 0] == whole.scale_codes[across, left // mxfp8.BLOCK]
+            ).all()
