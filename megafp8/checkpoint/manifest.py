@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -224,7 +224,7 @@ def _encode(manifest: Manifest) -> bytes:
     lines += [f'"meta": {json.dumps(manifest.meta, indent=1, allow_nan=False)},', '"files": [']
     files = []
     for shard in manifest.shards:
-        pieces = ",\n".join(json.dumps(asdict(piece)) for piece in shard.pieces)
+        pieces = ",\n".join(json.dumps(vars(piece)) for piece in shard.pieces)
         fields = {"file_name": shard.file_name, "size": shard.size, "sha256": shard.sha256}
         files.append(f'{json.dumps(fields)[:-1]}, "pieces": [\n{pieces}]}}')
     return "\n".join([*lines, ",\n".join(files), "]", "}", ""]).encode()
