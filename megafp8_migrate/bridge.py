@@ -10,9 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megafp8.config.api import REFUSED_PRESETS, conf_dir, preset_names
+from megafp8.config.api import REFUSED_PRESETS, conf_dir, megatron_flags, preset_names
 from megafp8_migrate import megatron_rules
-from megafp8_migrate.megatron_flags import megatron_flags
 from megafp8_migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8_migrate.report import Migration
 

@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megafp8.config.api import SettingError, plain
+from megafp8.config.api import SettingError, megatron_flags, plain
 from megafp8_migrate import megatron_rules
-from megafp8_migrate.megatron_flags import megatron_flags
 from megafp8_migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8_migrate.report import Migration
 from megafp8_migrate.shell import read_script

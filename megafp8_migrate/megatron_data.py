@@ -113,8 +113,8 @@ def _files(s: MegatronSettings, m: Migration) -> None:
     if where_loaded and where_loaded == where_saved:
         m.drop("--load", where_loaded, "a run continues from its own checkpoints")
     elif where_loaded:
-        m.decide("--load", where_loaded, "Megatron's checkpoints cannot be read here",
-                 "Leave it out, or import the model from Hugging Face's format")  # fmt: skip
+        m.decide("--load", where_loaded, "a run does not start from a checkpoint of Megatron's",
+                 "Leave it out, or import its weights first (megafp8 import)")  # fmt: skip
 
 
 def _records(s: MegatronSettings, m: Migration) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 from megafp8.config.api import (
+    Inert,
     Origin,
     Setting,
     all_keys,
     layer_list,
+    megatron_flags,
     nemo_keys,
     put_in,
     read_value,
     schema_tree,
     unmet_need,
 )
-from megafp8_migrate.megatron_flags import Inert, megatron_flags
 from megafp8_migrate.megatron_settings import MegatronSettings
 from megafp8_migrate.report import Migration
 

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megafp8.config.api import MAX_LAYERS, function_keys, load, spec_of_tree
+from megafp8.config.api import MAX_LAYERS, function_keys, load, megatron_flags, spec_of_tree
 from megafp8.errors import CheckpointError
 from megafp8.foreign import MAX_YAML_BYTES, ForeignFileError, parse_yaml, shown_value
 from megafp8.specs import GPTSpec
 from megafp8_migrate import bridge, megatron, migrate, nemo, read_text
-from megafp8_migrate.megatron_flags import megatron_flags
 from megafp8_migrate.megatron_rules import is_of_model, translate_model
 from megafp8_migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8_migrate.plain_pickle import fields_of, read_saved

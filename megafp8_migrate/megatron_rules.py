@@ -11,12 +11,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.config.api import all_keys, function_keys
-from megafp8.specs.recipes import DEFAULT_RECIPE, names_where
+from megafp8.config.api import NONE, Refused, all_keys, function_keys
+from megafp8.specs.recipes import DEFAULT_RECIPE, megatron_flags, names_where
 from megafp8_migrate.ignored import note_of
 from megafp8_migrate.megatron_data import DATA_RULES
 from megafp8_migrate.megatron_experts import experts, is_of_experts
-from megafp8_migrate.megatron_flags import NONE, Refused, megatron_flags
 from megafp8_migrate.megatron_modules import modules
 from megafp8_migrate.megatron_schedule import schedule
 from megafp8_migrate.megatron_settings import MegatronSettings

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megafp8_migrate.megatron_flags import NONE, megatron_flags
+from megafp8.config.api import NONE, megatron_flags
 from megafp8_migrate.report import Migration
 
 

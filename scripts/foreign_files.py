@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 from megafp8.config.errors import SettingError
 from megafp8.config.load import load
+from megafp8.config.megatron_flags import Refused, megatron_flags
 from megafp8.errors import UserError
 from megafp8_migrate import migrate
-from megafp8_migrate.megatron_flags import Refused, megatron_flags
 
 _OTHER_MODELS = tuple(
     about.reason

@@ -95,3 +95,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     parts = CODE.split(markdown)
     return "".join(part if i % 2 else LINK.sub(replaced, part) for i, part in enumerate(parts))
+
+
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.DOTALL)
+LONG = re.compile(r"[^\s<>]{24,}(?![^<>]*>)")
+"""A long word, outside of tags."""
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let long names in tables break after their signs, so that wide tables fit the page."""
+
+    def breakable(cell: re.Match[str]) -> str:
+        return LONG.sub(
+            lambda word: re.sub(r"(?<=[.,/:=_])(?=[\w{&\"*[])", "<wbr>", word[0]), cell[0]
+        )
+
+    return CELL.sub(breakable, html)

@@ -72,6 +72,19 @@ def test_words_of_all_parts_can_be_searched(site: Path) -> None:
         assert word in text
 
 
+def test_long_names_in_tables_can_break_after_their_signs(site: Path) -> None:
+    """Otherwise a column is as wide as a path, and the table is cut at 1,280 pixels."""
+    count = 0
+    for path in site.rglob("*.html"):
+        for cell in re.findall(r"<td[^>]*>(.*?)</td>", path.read_text("utf-8"), re.DOTALL):
+            count += cell.count("<wbr>")
+            words = re.sub(r"<[^>]+>", "", cell.replace("<wbr>", " ")).split()
+            assert max(map(len, words), default=0) <= 34, (path.name, words)
+    assert count > 500
+    index = (site / "search" / "search_index.json").read_text("utf-8")
+    assert "layernorm_mlp/test_selective_activation_checkpoint.py" in index  # as one word
+
+
 def test_links_to_the_code_lead_to_copies(site: Path) -> None:
     """Each link within the site leads to a file of the site."""
     count = 0

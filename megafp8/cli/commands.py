@@ -44,11 +44,11 @@ COMMANDS = {
     "runs": Command("runs", "list runs with their status, loss and speed"),
     "report": Command("report", "write one HTML page about one run or several"),
     "inspect": Command("inspect", "show which tensors of a run lose most in FP8"),
-    "recipe": Command("recipe", "compare the recipes, or check one of your own"),
+    "recipe": Command("recipe", "name the recipe for a GPU, compare all, or check your own"),
     "doctor": Command("doctor", "show what this machine has for training"),
     "completion": Command("completion", "print what makes a shell complete commands and keys"),
 }
-"""The trainer's own subcommands, in the order in which a user meets them."""
+"""The trainer's own subcommands."""
 APART = {
     "migrate": Command(
         "megafp8_migrate", "translate a script of Megatron, or a YAML of NeMo and others"
@@ -62,6 +62,14 @@ APART = {
 They need no entry point where the package can be imported, as in a clone without any install; where
 it cannot, they are named with the line that installs it.
 """
+USES = {
+    "Train": ("pretrain", "finetune", "compare", "generate"),
+    "Data and models": ("preprocess", "import", "export"),
+    "Look": ("runs", "report", "inspect", "doctor"),
+    "Before a large job": ("plan", "dryrun", "migrate", "audit"),
+    "Recipes, and help of the shell": ("recipe", "completion"),
+}
+"""What the subcommands are for, as the list of them shows it."""
 FOLDERS = ("fp8_numerics", "te_cpu", ".", "megafp8_migrate")
 """The packages of this repository, each after those that it needs."""
 TRAINING = ("pretrain", "finetune")
@@ -183,17 +191,12 @@ def overview() -> str:
     """Return the list of subcommands, which fits a screen."""
     commands = all_commands()
     width = max(map(len, commands))
-    rows = (f"  {name:<{width}}  {about}" for name, about in commands.items())
-    return "\n".join(
-        [
-            "usage: megafp8 COMMAND [ARGUMENTS]",
-            "",
-            *rows,
-            "",
-            "megafp8 COMMAND --help explains a command; megafp8 pretrain --help WORD explains",
-            "the settings with this word. megafp8 --version prints the version.",
-        ]
-    )
+    others = {"Other packages": tuple(name for name in commands if name in entry_points())}
+    lines = ["usage: megafp8 COMMAND [ARGUMENTS] (--help explains it) | megafp8 --version"]
+    for use, names in (USES | others).items():
+        lines += [f"{use}:"] if names else []
+        lines += [f"  {name:<{width}}  {commands[name]}" for name in names]
+    return "\n".join([*lines, "megafp8 pretrain --help WORD explains the settings with a word."])
 
 
 def run_old_name(module: str) -> NoReturn:

@@ -34,6 +34,10 @@ from megafp8.specs.recipes import RECIPES, find_recipe
 DISK_BYTES = 64 << 20  # that are written to measure the speed of the disk
 PACKAGES = (
     ("transformer-engine", "model.fp8_backend=te on GPUs: NVIDIA's own kernels"),
+    (
+        "te_cpu",
+        "Transformer Engine's own Python on a CPU, and model.fp8_backend=te",
+    ),
     ("torchao", "model.fp8_backend=torchao: torchao's FP8 linears"),
     ("triton", "casts and scales of FP8 in GPU kernels of our own"),
     (

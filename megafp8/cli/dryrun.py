@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
         "dryrun",
         __doc__,
         epilog="All other arguments are those of pretrain_gpt.py. trainer.accelerator=gpu needs no "
-        f"GPU here. hardware=NAME ({', '.join(KNOWN)}) says whether the job fits there.",
+        f"GPU here. hardware=NAME ({', '.join(KNOWN)}) counts a GPU's memory and says whether the "
+        "job fits there.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -69,10 +70,11 @@ def main(argv: Sequence[str]) -> int:
     figures = [word for word in rest if is_hardware(word)]
     hardware = hardware_from(figures) if figures else None
     given = parse_options([word for word in rest if not is_hardware(word)])
-    loaded = given.load(given.overrides, _sees_gpu, trains=False)
+    has_gpu = _sees_gpu if hardware is None else lambda: True  # auto means the one that is named
+    loaded = given.load(given.overrides, has_gpu, trains=False)
     asked, num_nodes = (loaded.values[f"trainer.{name}"] for name in ("accelerator", "num_nodes"))
     settled, _ = with_epochs(loaded, gives_steps(loaded))
-    spec = resolve(settled.values, lambda: asked == "gpu" or _sees_gpu())
+    spec = resolve(settled.values, lambda: asked == "gpu" or has_gpu())
     from megafp8.plan import dryrun
     from megafp8.runs import directory
     from megafp8.train.build import check_on_cpu
@@ -82,15 +84,13 @@ def main(argv: Sequence[str]) -> int:
     check_on_cpu(spec)
     spec, whose = with_known_vocabulary(spec, options.vocab_size, loaded.origins)
     ranks = chosen_ranks(spec, options.rank)
-    for line in [*resolved_table(loaded), *loaded.inert_lines()]:
-        print(line)
     has_phases = bool(spec.precision.schedule)
     if has_phases:
         spec = largest_phase(spec)
         print(f"phase of model.precision_schedule that needs the most memory: {phase_name(spec)}")
     layout = dryrun.whole_layout(spec)
     lines = job_lines(spec, layout, whose, needs_fp8=not has_phases)
-    print("\n".join([*lines, device_line(spec, asked)]))
+    print("\n".join([*lines, device_line(spec, asked, hardware)]))
     shares = [dryrun.rank_share(spec, rank) for rank in ranks]
     print("\n".join(["", *memory_table(spec, shares)]))
     if spec.parallel.ep > 1:
@@ -103,6 +103,10 @@ def main(argv: Sequence[str]) -> int:
             print(
                 "\n".join(["", f"rank {share.rank}: logical shape -> this rank's", *shapes(share)])
             )
+    settings = [*resolved_table(loaded), *loaded.inert_lines()]
+    print(
+        "\n".join(["", "settings that are not the default job's:", *settings] if settings else [])
+    )
     return ExitCode.FINISHED
 
 
@@ -237,14 +241,16 @@ def job_lines(
         )
 
 
-def device_line(spec: RunSpec, asked: str) -> str:
+def device_line(spec: RunSpec, asked: str, hardware: Hardware | None = None) -> str:
     """Return for which device the memory is counted, and how to count it for the other one.
 
     `asked` is `trainer.accelerator` as it was given.
     """
     device, other = ("GPUs", "cpu") if _on_gpu(spec) else ("CPUs", "gpu")
     why = f"trainer.accelerator={asked}"
-    if asked == "auto":
+    if asked == "auto" and hardware is not None:
+        why += f", hardware={hardware.name}"
+    elif asked == "auto":
         why += " finds a GPU here" if _on_gpu(spec) else " finds no GPU here"
     count = "counts CPUs'" if other == "cpu" else "counts GPUs', and needs none"
     return f"memory: that of ranks on {device} ({why}; trainer.accelerator={other} {count})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
 from omegaconf import MISSING
@@ -12,6 +13,7 @@ from omegaconf import MISSING
 from megafp8.config.groups import GROUPS
 from megafp8.config.keys import Key
 from megafp8.config.layers import DEFAULT_CONFIG, compose_layers, conf_dir, find_source
+from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.megatron_names import NAMES as MEGATRON_NAMES
 from megafp8.config.megatron_names import REFUSED_PRESETS, meaning
 from megafp8.config.nemo import nemo_keys
@@ -145,7 +147,27 @@ def _found_elsewhere(wanted: Sequence[str]) -> list[str]:
             stands = " ".join(f"{path}={shown_value(value)}" for path, value in means.items())
             text = f"It stands for {stands}." if stands else "It is refused if it is True."
             lines += [f"  {name}", *wrapped(text, WIDTH, "      ", "      ")]
+    for name in _names_of_megatron_alone(wanted):
+        reason, hint = megatron_flags().in_our_words(name) or ("", "")
+        lines += [f"  {name}", *wrapped(f"It {reason}. {hint}.", WIDTH, "      ", "      ")]
     return ["Names of NeMo, Megatron and Megatron Bridge:", *lines, ""] if lines else []
+
+
+def _names_of_megatron_alone(wanted: Sequence[str]) -> list[str]:
+    """Return the names and patterns of Megatron's table that a word is about.
+
+    Left out are the last names of keys that are found themselves, under `model` or elsewhere.
+    """
+    flags = megatron_flags()
+    listed = dict.fromkeys([*flags.passed, *flags.together, *(name for name, _ in flags.groups)])
+    known = {path.rpartition(".")[2] for path in [*all_keys(), *nemo_keys(), *MEGATRON_NAMES]}
+    lasts = [word.rpartition(".")[2] for word in wanted]
+    return [
+        name
+        for name in listed
+        if name not in known
+        and (_has(name, lasts) or any(fnmatch(w, name) for w in lasts if w not in known))
+    ]
 
 
 def _has(name: str, wanted: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from megafp8.config.gelu import FUSION, GELU
 from megafp8.config.keys import MAX_LAYERS, MAX_VOCABULARY
 from megafp8.config.layers import DEFAULT_CONFIG, Layer, conf_dir
 from megafp8.config.load import load
+from megafp8.config.megatron_flags import NONE, Inert, Refused, megatron_flags
 from megafp8.config.megatron_names import REFUSED_PRESETS
 from megafp8.config.merged import merge
 from megafp8.config.nemo import nemo_keys
@@ -30,11 +31,14 @@ __all__ = [
     "FUSION",
     "GELU",
     "HYBRID",
+    "Inert",
     "Layer",
     "MAX_LAYERS",
     "MAX_VOCABULARY",
+    "NONE",
     "Origin",
     "REFUSED_PRESETS",
+    "Refused",
     "Setting",
     "SettingError",
     "UNDECIDED",
@@ -47,6 +51,7 @@ __all__ = [
     "is_skip_frequency",
     "layer_list",
     "load",
+    "megatron_flags",
     "merge",
     "nemo_keys",
     "plain",

@@ -49,6 +49,7 @@ class Valid:
         later: Values that NeMo has and this version does not support.
         suggestion: The hint for one of `later`.
         why: Returns why a value is not valid, in place of `text`.
+        values: All that are accepted besides null, if they are few.
     """
 
     text: str
@@ -56,6 +57,7 @@ class Valid:
     later: Container[object] = ()
     suggestion: str = ""
     why: Callable[[Any], str | None] = lambda _: None
+    values: tuple[object, ...] = ()
 
 
 PATH = Valid("a path", bool)
@@ -253,7 +255,13 @@ def one_of(*values: object, later: Container[object] = (), suggestion: str = "")
     """Return the condition that a value is one of `values`; see `Valid` for the rest."""
     text = ", ".join(dict.fromkeys(str(value) for value in values))
     text = " or ".join(text.rsplit(", ", 1))
-    return Valid(text, lambda v: v in values and not isinstance(v, bool), later, suggestion)
+    return Valid(
+        text,
+        lambda v: v in values and not isinstance(v, bool),
+        later,
+        suggestion,
+        values=values,
+    )
 
 
 def or_null(valid: Valid) -> Valid:
@@ -264,6 +272,7 @@ def or_null(valid: Valid) -> Valid:
         valid.later,
         valid.suggestion,
         valid.why,
+        valid.values,
     )
 
 

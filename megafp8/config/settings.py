@@ -14,6 +14,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from megafp8.config import megatron_names
 from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.keys import Key
+from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.nemo import nemo_keys, nemo_sections
 from megafp8.config.schema import all_keys, all_sections, schema_tree
 
@@ -24,6 +25,7 @@ OTHER_NAMES = {
     name: key
     for key, names in {
         "trainer.devices": ("gpus", "num_gpus", "gpus_per_node", "ngpus", "nproc_per_node"),
+        "model.activation": ("activation_func", "gated_linear_unit", "hidden_act"),
         "model.num_moe_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
         "model.moe_router_topk": ("num_experts_per_tok", "top_k"),
         "model.moe_ffn_hidden_size": ("moe_intermediate_size",),
@@ -35,8 +37,8 @@ OTHER_NAMES = {
     }.items()
     for name in names
 }
-"""Names that no key resembles, with the key of that meaning: PyTorch Lightning's `gpus`, and those
-of transformers' models with experts."""
+"""Names that no key resembles, with the key of that meaning: PyTorch Lightning's `gpus`, the
+activation of Megatron-core, and names of transformers' models with experts."""
 
 SEE_HELP = "--help lists all keys"
 
@@ -341,12 +343,18 @@ def _origin(key: str, origins: Mapping[str, Origin] | None) -> Origin:
 
 
 def unknown_key(setting: Setting) -> SettingError:
-    """Return the error for a key that the schema does not have, with keys of similar names."""
-    matches = similar_keys(setting.key)
+    """Return the error for a key that the schema does not have, with keys of similar names.
+
+    A name of Megatron's is said to be one, if it is no last name of a key, nor similar to one and
+    only of a family of names, such as those that begin with `log_`.
+    """
+    matches, last = similar_keys(setting.key), setting.key.rpartition(".")[2]
+    flags, reason = megatron_flags(), "there is no such key"
     hint = f"Did you mean {' or '.join(matches)}?" if matches else SEE_HELP
-    return SettingError(
-        setting.key, setting.value, "there is no such key", hint, origin=setting.origin
-    )
+    is_ours = any(match.rpartition(".")[2] == last for match in matches)
+    if not is_ours and (not matches or flags.is_listed(last)):
+        reason, hint = flags.in_our_words(last) or (reason, hint)
+    return SettingError(setting.key, setting.value, reason, hint, origin=setting.origin)
 
 
 def similar_keys(wrong: str) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from megafp8.specs.traits import LayoutName, Traits
 
 Capability = tuple[int, int]
@@ -12,8 +14,34 @@ GPUS: dict[str, Capability] = {
     "Blackwell (B200, GB200), 10.0": (10, 0),
     "Blackwell (RTX PRO 6000), 12.0": (12, 0),
 }
+ADVICE = {
+    (8, 9): ("tensorwise", "no history is needed, and the other recipes but delayed are emulated"),
+    (9, 0): ("tensorwise", "it multiplies as fast as delayed and needs no history"),
+    (10, 0): ("mxfp8", "a scale for 32 elements costs the cast one read, and tensor cores read it"),
+    (12, 0): ("mxfp8", "a scale for 32 elements costs the cast one read, and tensor cores read it"),
+}
+"""The recipe to begin with on each of `GPUS`, and why; no test of ours has timed it on a GPU."""
+_NAMES = {
+    r"(rtx)?(40[5-9]0(ti|super)?|[2456]000ada)|ad10\d|ada|l4|l40s?|8\.?9": (8, 9),
+    r"h(100|200|800|20)|gh200|hopper|9\.?0": (9, 0),
+    r"g?b[123]00|gb10|blackwell|10\.?[0-3]": (10, 0),
+    r"(rtx)?(50[5-9]0(ti)?|pro\d000(blackwell)?)|12\.?[01]": (12, 0),
+    r"a(2|10g?|16|30|40|100|800|[2456]000)|(rtx)?30[5-9]0(ti)?|ampere|8\.?[067]": (8, 0),
+    r"v100|t4|(rtx)?20[678]0(ti|super)?|volta|turing|7\.?[05]": (7, 0),
+}
+"""Patterns of what users call a GPU, in small letters without spaces and dashes."""
 FIRST_WITH_FP8 = (8, 9)
 """The least compute capability that has FP8 tensor cores."""
+
+
+def capability_of(name: str) -> Capability | None:
+    """Return the compute capability that a GPU's name stands for; None if it is not known.
+
+    All GPUs before Ampere, which have no BF16 either, stand for one.
+    """
+    word = re.sub(r"nvidia|geforce|[\s_-]", "", name.lower())
+    word = re.sub(r"(sxm\d?|pcie|nvl|\d+gb)$", "", word)
+    return next((found for text, found in _NAMES.items() if re.fullmatch(text, word)), None)
 
 
 def why_no_product(capability: Capability, layout: LayoutName | None) -> str | None:

@@ -14,8 +14,18 @@ from pathlib import Path
 import pytest
 
 from megafp8 import __version__
-from megafp8.cli.commands import APART, COMMANDS, FOLDERS, GROUP, Command, how_to_install, main
-from megafp8.cli.completion import WITH_SETTINGS
+from megafp8.cli.commands import (
+    APART,
+    COMMANDS,
+    FOLDERS,
+    GROUP,
+    USES,
+    Command,
+    how_to_install,
+    main,
+    overview,
+)
+from megafp8.cli.completion import WITH_SETTINGS, values_of
 from megafp8.cli.pretrain import typed_words
 from megafp8.config.schema import all_keys
 from megafp8.parallel.launch import LAUNCHER
@@ -40,6 +50,14 @@ def test_the_list_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFi
         assert len(text.splitlines()) <= 24 and max(map(len, text.splitlines())) <= 80
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"megafp8 {__version__}\n"
+
+
+def test_the_list_has_every_command_once_below_what_it_is_for() -> None:
+    assert sorted(name for names in USES.values() for name in names) == sorted([*COMMANDS, *APART])
+    lines = overview().splitlines()
+    assert lines.index("Before a large job:") < lines.index(
+        f"  plan        {COMMANDS['plan'].about}"
+    )
 
 
 def test_every_command_line_module_is_a_command() -> None:
@@ -83,7 +101,9 @@ def test_commands_of_installed_packages_are_found_by_their_entry_points(tmp_path
     others = package_with_commands(tmp_path, "shout = shouts:main")
     done = run("shout", "a", "--b", **others)
     assert (done.returncode, done.stdout) == (7, "! a --b\n")
-    assert "\n  shout       a command of shouts\n" in run("--help", **others).stdout
+    assert (
+        "\nOther packages:\n  shout       a command of shouts\n" in run("--help", **others).stdout
+    )
     assert "Did you mean shout?" in run("shoutt", **others).stderr
     for shell in ("bash", "fish"):
         assert "shout" in run("completion", shell, **others).stdout
@@ -264,7 +284,43 @@ def test_bash_completes_commands_and_settings() -> None:
     ]
     assert completed(["plan", "preci"]) == ["precision="]
     assert completed(["runs", "model.f"]) == []
+    assert completed(["pretrain", "model.fp8_recipe", "=", "row"]) == [
+        "rowwise",
+        "rowwise_with_gw_hp",
+    ]
+    assert completed(["pretrain", "model.fp8_recipe=row"]) == [  # a shell that keeps it together
+        "model.fp8_recipe=rowwise",
+        "model.fp8_recipe=rowwise_with_gw_hp",
+    ]
+    assert completed(["plan", "hardware", "="]) == ["h100", "h200", "b200"]
+    assert completed(["pretrain", "model.fp8_hybrid", "="]) == ["True", "False", "null"]
+    assert "llama3_8b" in completed(["compare", "model", "="])
+    assert completed(["pretrain", "model.num_layers", "="]) == []
+    assert completed(["recipe", ""]) == ["for", "table", "check"]
     assert set(WITH_SETTINGS) <= COMMANDS.keys()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_bash_completes_the_options_of_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell asks the command itself, here a file that runs this package."""
+    program = tmp_path / "megafp8"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m megafp8 "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert completed(["doctor", "--se"]) == ["--self-test"]
+    assert completed(["compare", "--se"]) == ["--seeds"]
+
+
+def test_keys_of_few_values_accept_each_that_is_completed() -> None:
+    names = {"True": True, "False": False, "null": None}
+    for path, key in all_keys().items():
+        for value in values_of(key):
+            read = int(value) if value.isdigit() else names.get(value, value)
+            assert key.valid is None or key.valid.accepts(read), (path, value)
+    assert sum(bool(values_of(key)) for key in all_keys().values()) > 80
     assert {"migrate", "audit"} <= set(completed([""]))
 
 

@@ -279,8 +279,19 @@ def test_cpu_ranks_are_not_compared_with_a_gpus_memory(capsys: pytest.CaptureFix
     given = [*SMALL[1:], "model.fp8_backend=native", "--vocab-size=300", "hardware=h100"]
     assert main([*given, "trainer.accelerator=cpu"]) == 2
     assert "hardware=H100 SXM: the ranks would be on CPUs" in capsys.readouterr().err
-    assert main([*given, "trainer.accelerator=gpu"]) == 0
-    assert "fits on H100 SXM" in capsys.readouterr().out
+    for more in (["trainer.accelerator=gpu"], []):  # a GPU that is named is one
+        assert main([*given, *more]) == 0
+        out = capsys.readouterr().out
+        assert "fits on H100 SXM" in out and "memory: that of ranks on GPUs" in out
+    assert "(trainer.accelerator=auto, hardware=H100 SXM; trainer.accel" in out
+
+
+def test_the_answer_stands_before_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "model.fp8_backend=native", "--vocab-size=300"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("model: ")
+    answer, _, settings = out.partition("\nsettings that are not the default job's:\n")
+    assert "total at the peak" in answer and "model.hidden_size = 64 (command line;" in settings
 
 
 def test_a_setting_of_gpus_is_refused_on_a_cpu_as_in_the_run(

@@ -14,8 +14,11 @@ import yaml
 
 from megafp8.config.layers import conf_dir
 from megafp8.config.load import load_all
+from megafp8.config.megatron_flags import megatron_flags
 from megafp8.config.megatron_names import REFUSED_PRESETS
+from megafp8.config.nemo import nemo_keys
 from megafp8.config.overrides import preset_names
+from megafp8.config.schema import all_keys
 from megafp8.specs import Fp8Recipe
 from tests.config.helpers import load_problems, run_spec, the_problem
 
@@ -202,3 +205,38 @@ def test_patterns_name_any_recipe() -> None:
     linears = ("0.mlp.fc2", "1.mlp.fc2", "1.mlp.fc1", "1.attention.qkv")
     recipes = [found.precision_of(f"layers.{name}") for name in linears]
     assert recipes == ["high_precision", "mxfp8", "delayed", "tensorwise"]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "hint"),
+    [
+        ("recompute_method", "is a name of Megatron's for model.act", "Give model.activations"),
+        ("untie_embeddings_and_output_weights", "for the opposite of model.share_emb", "Give"),
+        ("swiglu", "for what model.activation says here", "--help model.activation explains"),
+        (
+            "use_kitchen_attention",
+            "without an equivalent here; Kitchen is a library",
+            "Choose a recipe",
+        ),
+        ("log_params_norm", "without an effect here; metrics.jsonl", "Leave it out"),
+        ("dsa_indexer_topk", "without an effect here; it belongs to a feature", "Leave it out"),
+        ("mtp_num_layers", "has no equivalent in megafp8; heads are predicted", "Leave it out"),
+        ("multi_latent_attention", "attention has keys and values of each head", "Leave it out"),
+        ("gated_linear_unit", "there is no such key", "Did you mean model.activation?"),
+        ("moe_router_topkk", "there is no such key", "Did you mean model.moe_router_topk?"),
+        ("seeds", "there is no such key", "Did you mean model.seed?"),
+    ],
+)
+def test_a_name_of_megatrons_that_is_no_key_is_said_to_be_one(
+    key: str, reason: str, hint: str
+) -> None:
+    problem = the_problem(f"model.{key}=1")
+    assert reason in problem.reason and hint in problem.hint, str(problem)
+
+
+def test_what_several_names_of_megatrons_say_has_a_key_here() -> None:
+    flags = megatron_flags()
+    assert set(flags.together.values()) <= {*all_keys(), *nemo_keys()}
+    for name in (*flags.passed, *flags.together):
+        reason, tip = flags.in_our_words(name) or ("", "")
+        assert reason.startswith("is a name of Megatron's") and tip, name

@@ -22,7 +22,7 @@ from megafp8.cli.recipe import main
 from megafp8.fp8 import ROW, TENSOR, Cast, Casts, Recipe, Scaled, Scales, Traits, alike, blocks
 from megafp8.fp8.probe import Probe, same_scales
 from megafp8.specs import Fp8Recipe
-from megafp8.specs.gpus import ways
+from megafp8.specs.gpus import ADVICE, GPUS, ways
 from megafp8.specs.recipes import RECIPES, find_recipe
 from tests.c_kernels import need_kernels
 from tests.own_recipes.four_bits import FourBits, rotated
@@ -437,6 +437,58 @@ def test_a_rule_that_leaves_is_refuted(capsys: pytest.CaptureFixture[str], tmp_p
     file.write_text(f"{source}\n    def in_c(self, x_MN, block, cast): raise SystemExit(0)\n")
     assert main(["check", str(file)]) == 2
     assert "refuted: runs" in (out := capsys.readouterr().out) and "SystemExit: 0" in out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "generation"),
+    [
+        (["h100"], "tensorwise", "Hopper"), (["NVIDIA", "H200-SXM"], "tensorwise", "Hopper"),
+        (["rtx", "4090"], "tensorwise", "Ada"), (["L40S"], "tensorwise", "Ada"),
+        (["gb200"], "mxfp8", "Blackwell (B200"), (["10.0"], "mxfp8", "Blackwell (B200"),
+        (["RTX", "PRO", "6000"], "mxfp8", "Blackwell (RTX"), (["5090"], "mxfp8", "Blackwell (RTX"),
+    ],
+)  # fmt: skip
+def test_a_gpu_has_one_recipe_in_one_line_with_the_reason(
+    gpu: list[str], recipe: str, generation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["for", *gpu]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"model.fp8_recipe={recipe} on {generation}")
+    assert "Not timed by us" in line
+
+
+def test_advice_is_a_recipe_that_runs_on_the_tensor_cores() -> None:
+    assert ADVICE.keys() == set(GPUS.values())
+    for capability, (recipe, _) in ADVICE.items():
+        assert "native" in ways(find_recipe(recipe).traits, capability)
+    page = (ROOT / "docs/guide/fp8.md").read_text("utf-8")
+    assert "take `tensorwise`, which" in page and "`mxfp8` is the recipe of these GPUs" in page
+
+
+@pytest.mark.parametrize("gpu", ["a100", "RTX 3090", "v100", "cpu"])
+def test_a_device_without_tensor_cores_for_fp8_is_said_to_emulate(
+    gpu: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["for", gpu]) == 0
+    assert capsys.readouterr().out.startswith("any recipe on a ")
+
+
+@pytest.mark.parametrize(("gpu", "hint"), [("mi300x", "No kernel is"), ("h1000", "such as h100")])
+def test_an_unknown_gpu_is_an_error(
+    gpu: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["for", gpu]) == 2
+    assert f"error: GPU={gpu}" in (said := capsys.readouterr().err) and hint in said
+
+
+def test_the_table_fits_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["table"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100 and all(sum(n in x for x in lines) >= 2 for n in RECIPES)
+    assert not any("|" in line for line in lines)
 
 
 def test_the_page_has_the_table_of_recipes(capsys: pytest.CaptureFixture[str]) -> None:

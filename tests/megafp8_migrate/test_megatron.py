@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megafp8.config.errors import SettingError
+from megafp8.config.megatron_flags import NONE, Refused, megatron_flags
 from megafp8.config.nemo import nemo_keys
 from megafp8.config.schema import all_keys
 from megafp8.optim.schedules import learning_rate
@@ -25,7 +26,6 @@ from megafp8.secrets import is_secret_name
 from megafp8.specs import MoESpec, RunSpec
 from megafp8_migrate import main, migrate
 from megafp8_migrate.audit import request
-from megafp8_migrate.megatron_flags import NONE, Refused, megatron_flags
 from megafp8_migrate.next_steps import next_steps
 from megafp8_migrate.report import Migration
 from tests.config.helpers import run_spec

@@ -85,7 +85,16 @@ class TokenizerKeys:
         "for the built-in corpus. The others name the data's tokenizer: `huggingface` by `type`, "
         "`sentencepiece` and `tiktoken` by `model`, `megatron` by `vocab_file` and `merge_file`.",
         nemo="megatron",
-        valid=one_of("builtin", "huggingface", "megatron", "sentencepiece", "tiktoken"),
+        valid=one_of(
+            "builtin",
+            "huggingface",
+            "megatron",
+            "sentencepiece",
+            "tiktoken",
+            later=("bpe", "bytes"),
+            suggestion="Leave it out: data of megafp8 preprocess --tokenizer bpe or bytes bring "
+            "their tokenizer along",
+        ),
     )
     type: str | None = tokenizer_key(
         None,

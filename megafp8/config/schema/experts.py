@@ -120,6 +120,7 @@ class Experts:
             "aux_loss, seq_aux_loss or none",
             lambda value: value in ("aux_loss", "seq_aux_loss", "none"),
             why=no_loss_type,
+            values=("aux_loss", "seq_aux_loss", "none"),
         ),
         needs=Need(
             COEFF,

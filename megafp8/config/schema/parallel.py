@@ -109,7 +109,11 @@ class Parallel:
         nemo=32,
         group="fsdp",
         kind="optim",
-        valid=Valid("32, bf16 or 16", lambda v: isinstance(v, (int, str)) and v in PRECISIONS),
+        valid=Valid(
+            "32, bf16 or 16",
+            lambda v: isinstance(v, (int, str)) and v in PRECISIONS,
+            values=(32, "bf16", 16),
+        ),
         needs=FSDP,
         spelling=spell_precision,
     )

@@ -159,7 +159,11 @@ class Precision:
         "`True` and the format.",
         nemo=False,
         group="fp8",
-        valid=Valid("True or False, or Megatron's hybrid or e4m3", lambda _: True),
+        valid=Valid(
+            "True or False, or Megatron's hybrid or e4m3",
+            lambda _: True,
+            values=(True, False, "hybrid", "e4m3"),
+        ),
     )
     fp8_e4m3: bool | None = fp8_key(
         None,
@@ -229,6 +233,7 @@ class Precision:
             later=("custom",),
             suggestion="A recipe of your own is named by its file (docs/guide/own_recipe.md)",
             why=problem,
+            values=RECIPES,
         ),
     )
     fp4_disable_rht: bool = fp8_key(

@@ -72,11 +72,14 @@ class Inert:
 
 @dataclass(frozen=True)
 class Flags:
-    """Hold the table: settings by their names, and groups of settings by patterns of names."""
+    """Hold the table: settings by their names, and groups of settings by patterns of names.
+
+    `together` has the key of ours that comes next to a name's meaning.
+    """
 
     version: str
     passed: Mapping[str, Passed]
-    together: frozenset[str]
+    together: Mapping[str, str]
     groups: tuple[tuple[str, Inert | Refused], ...]
     names_of_flags: Mapping[str, str]
 
@@ -88,6 +91,26 @@ class Flags:
     def is_known(self, name: str) -> bool:
         """Whether the table has a name."""
         return name in self.passed or name in self.together or self.group(name) is not None
+
+    def is_listed(self, name: str) -> bool:
+        """Whether the table has a name itself, and not only a pattern that it fits."""
+        return name in {*self.passed, *self.together, *(pattern for pattern, _ in self.groups)}
+
+    def in_our_words(self, name: str) -> tuple[str, str] | None:
+        """Return what is wrong with a name as a key here, and a hint; None if it is not known."""
+        row, group = self.passed.get(name), self.group(name)
+        if row is not None:
+            other = "the opposite of " if row.inverted else ""
+            return f"is a name of Megatron's for {other}{row.key}", f"Give {row.key}"
+        if name in self.together:
+            key = self.together[name]
+            hint = f"megafp8 pretrain --help {key} explains ours, megafp8 migrate translates theirs"
+            return f"is a name of Megatron's for what {key} says here", hint
+        if isinstance(group, Refused):
+            return f"is a name of Megatron's without an equivalent here; {group.reason}", group.hint
+        if isinstance(group, Inert):
+            return f"is a name of Megatron's without an effect here; {group.note}", "Leave it out"
+        return None
 
     def of_flag(self, flag: str) -> tuple[str, bool]:
         """Return a flag's name, and the value that it stands for if none follows it.
@@ -144,5 +167,5 @@ def megatron_flags() -> Flags:
         groups += [(name, refused) for name in row["names"]]
     for row in table["inert"]:
         groups += [(name, Inert(row["note"], row.get("without"))) for name in row["names"]]
-    together = frozenset(name for row in table["together"] for name in row["names"])
+    together = {name: key for key, names in table["together"].items() for name in names}
     return Flags(table["version"], passed, together, tuple(groups), names)
