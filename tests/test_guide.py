@@ -209,7 +209,7 @@ PAGES = {
             "python examples/09": "test_recipes_of_your_own_get_a_verdict_each",
         },
     ),
-    "docs/guide/which_layer.md": Page(
+    "docs/guide/fp8_health.md": Page(
         added={"megafp8 compare": SMALL}, codes={"megafp8 compare": 6}
     ),
     "docs/guide/recipe_check.md": Page(),

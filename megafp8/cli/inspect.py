@@ -1,6 +1,6 @@
 """Show the FP8 health of a run as tables: the tensors that lose most, and amaxes over the run.
 
-megafp8 inspect RUN [--step N] [--all] [--sort underflow|overflow|snr|amax|name]
+megafp8 inspect RUN [--step N] [--all] [--sort snr|underflow|overflow|amax|name]
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from rich.text import Text
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.errors import CheckpointError, ExitCode
-from megafp8.observe.health import HEALTH_FILE, ROLES, HealthRecord, read_health
+from megafp8.observe.health import (
+    HEALTH_FILE,
+    ROLES,
+    HealthRecord,
+    last_full,
+    read_health,
+    verdict,
+    worst_first,
+)
 from megafp8.runs.find import find_run
 from megafp8.secrets import printable
 from megafp8.specs import TensorHealth
@@ -25,7 +33,7 @@ from megafp8.specs import TensorHealth
 ROWS = 20
 PIPE_WIDTH = 160  # columns if the output is not a terminal, so that names are not cut
 FULL_HINT = "A run with model.fp8_health=full also measures underflow, saturation and SNR"
-SORTS = ("underflow", "overflow", "snr", "amax", "name")
+SORTS = ("snr", "underflow", "overflow", "amax", "name")
 
 
 @reports_errors
@@ -33,15 +41,19 @@ def main(argv: Sequence[str]) -> int:
     """Print the tables; return 0, or 2 after printing an error."""
     parser = command_parser("inspect", __doc__)
     parser.add_argument("run", type=Path, help="a run's directory, its health.jsonl, or latest")
-    parser.add_argument("--step", type=int, help="the log step to show (default: the last one)")
+    parser.add_argument(
+        "--step",
+        type=int,
+        help="the log step to show (default: the last one in which losses were measured)",
+    )
     parser.add_argument(
         "--all", action="store_true", help=f"show all tensors, and not only the first {ROWS}"
     )
     parser.add_argument(
         "--sort",
         choices=SORTS,
-        help="the column that is sorted, worst first (default: underflow if it was measured, else "
-        "the name)",
+        help="the column that is sorted, worst first (default: snr, the harm to products, if "
+        "measured, else the name)",
     )
     options = parser.parse_args(argv)
     run = find_run(options.run)
@@ -51,11 +63,14 @@ def main(argv: Sequence[str]) -> int:
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PIPE_WIDTH)
-    is_full = any(health.underflow is not None for health in record.tensors.values())
-    if options.sort in ("underflow", "overflow", "snr") and not is_full:
+    if options.sort in ("underflow", "overflow", "snr") and not record.is_full:
         raise CheckpointError(path, f"has no {options.sort} to sort by", FULL_HINT)
     console.print(_tensors(record, options.sort, None if options.all else ROWS))
-    if record.tensors and not is_full:
+    if record.is_full:
+        console.print(Text(f"FP8 health: {printable(verdict(record))}"))
+    for name, why in record.beyond.items():
+        console.print(Text(f"  {printable(name)}: {printable(why)}"))
+    if record.tensors and not record.is_full:
         console.print(f"Only amaxes and scales were measured. {FULL_HINT}")
     in_fp8 = [known.step for known in records if known.tensors]
     if not record.tensors and in_fp8:
@@ -77,7 +92,8 @@ def _chosen(records: list[HealthRecord], step: int | None, path: Path) -> Health
     if not records:
         raise CheckpointError(path, "has no record yet", "Wait for the run's first log step")
     if step is None:
-        return records[-1]
+        last = records[-1]
+        return last_full(records) or last if last.tensors else last
     for record in records:
         if record.step == step:
             return record
@@ -91,9 +107,9 @@ def _chosen(records: list[HealthRecord], step: int | None, path: Path) -> Health
 
 
 def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table:
-    is_full = any(health.underflow is not None for health in record.tensors.values())
-    sort = sort or ("underflow" if is_full else "name")
-    names = sorted(record.tensors, key=lambda name: _rank(name, record.tensors[name], sort))
+    is_full = record.is_full
+    sort = sort or ("snr" if is_full else "name")
+    names = worst_first(record.tensors) if sort == "snr" else _sorted(record, sort)
     shown = names[:limit]
     table = Table(
         box=box.SIMPLE,
@@ -102,7 +118,7 @@ def _tensors(record: HealthRecord, sort: str | None, limit: int | None) -> Table
     )
     titles: tuple[str, ...] = ("tensor", "amax", "scale")
     if is_full:
-        titles += ("underflow", "saturation", "worst row's SNR")
+        titles += ("underflow", "saturation", "signal to noise")
     for title in titles:
         is_name = title == "tensor"
         table.add_column(title, justify="left" if is_name else "right", no_wrap=not is_name)
@@ -133,19 +149,18 @@ def _roles(records: list[HealthRecord]) -> Table:
     return table
 
 
-def _rank(name: str, health: TensorHealth, sort: str) -> tuple[float, str]:
-    values = {
-        "underflow": health.underflow,
-        "overflow": health.overflow,
-        "amax": health.amax,
-        "snr": None if health.snr_db is None else -health.snr_db,
-    }
-    value = values.get(sort)
-    return (-value if value is not None and not math.isnan(value) else 0.0, name)
+def _sorted(record: HealthRecord, sort: str) -> list[str]:
+    """Return the tensors by one measure, the largest first, or by their names."""
+
+    def rank(name: str) -> tuple[float, str]:
+        value = None if sort == "name" else getattr(record.tensors[name], sort)
+        return (0.0 if value is None or math.isnan(value) else -value, name)
+
+    return sorted(record.tensors, key=rank)
 
 
 def _losses(health: TensorHealth) -> tuple[str, str, str]:
-    """Return what a tensor lost in FP8: its underflow, its saturation, its worst row's ratio."""
+    """Return what a tensor lost in FP8: its underflow, its saturation, its signal to noise."""
     ratio = "" if health.snr_db is None else f"{health.snr_db:.1f} dB"
     return _percent(health.underflow), _percent(health.overflow), ratio
 

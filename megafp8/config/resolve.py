@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from megafp8.config.architecture import gpt_spec
 from megafp8.config.base_model import STARTS, folder_of_model
@@ -321,11 +321,17 @@ def observe_spec(values: Values) -> ObserveSpec:
 
 
 def _health_mode(values: Values) -> HealthMode:
-    """Return the mode that `auto` stands for: `scales`, or `off` if a backend hides its casts."""
-    asked: HealthMode | Literal["auto"] = values["model.fp8_health"]
+    """Return what is measured: `auto` is `off` or `scales` where less is known or shown.
+
+    On GPUs the cost of full measures is not known, and a backend may hide its casts.
+    """
+    asked: HealthMode = values["model.fp8_health"]
     if asked != "auto":
         return asked
     backend, traits = values["model.fp8_backend"], find_recipe(values["model.fp8_recipe"]).traits
     of_te = backend == "te" and not traits.has_history
     in_graph = backend == "torchao" and values["model.compile"] != "off"
-    return "off" if of_te or in_graph else "scales"
+    if of_te or in_graph:
+        return "off"
+    on_cpu = values["trainer.accelerator"] == "cpu" and backend != "te"
+    return "auto" if on_cpu else "scales"

@@ -31,12 +31,12 @@ class _Sums:
     underflow: torch.Tensor
     elements: int
     overflow: torch.Tensor
-    worst_snr: torch.Tensor  # signal power over noise power, of the worst row
+    noise: torch.Tensor  # of `noise_in_products`, the largest
 
     def on_device(self) -> tuple[torch.Tensor, ...]:
         """Return the totals that the host does not know."""
         known = (self.amax, self.quant_scale, self.nonzero, self.underflow)
-        return (*known, self.overflow, self.worst_snr)
+        return (*known, self.overflow, self.noise)
 
 
 class HealthProbe:
@@ -91,10 +91,10 @@ class HealthProbe:
         if self._mode == "full":
             wide, scale = x.float(), x_fp8.scale_over(x.shape)
             numbers = x_fp8.numbers(torch.float32)
-            new.nonzero = (wide != 0).sum()
-            new.underflow = ((numbers == 0) & (wide != 0)).sum()
+            new.nonzero = wide.count_nonzero()
+            new.underflow = new.nonzero - numbers.count_nonzero()  # zero stays zero
             new.overflow = (wide.abs() > x_fp8.fmt.max * scale).sum()
-            new.worst_snr = _worst_snr(wide, numbers * scale)
+            new.noise = noise_in_products(wide, numbers * scale)
         self._sums[name] = _joined(self._sums[name], new) if name in self._sums else new
 
     def _health(
@@ -105,7 +105,7 @@ class HealthProbe:
         nonzero: float,
         underflow: float,
         overflow: float,
-        worst_snr: float,
+        noise: float,
     ) -> TensorHealth:
         """Return the health of a tensor that was cast, of its sums as numbers of the host."""
         if self._mode != "full":
@@ -115,7 +115,7 @@ class HealthProbe:
             quant_scale=quant_scale,
             underflow=underflow / max(1.0, nonzero),
             overflow=overflow / max(1.0, float(elements)),
-            snr_db=_decibel(worst_snr),
+            snr_db=-_decibel(noise),
         )
 
 
@@ -264,22 +264,45 @@ def _joined(old: _Sums, new: _Sums) -> _Sums:
         old.underflow + new.underflow,
         old.elements + new.elements,
         old.overflow + new.overflow,
-        torch.minimum(old.worst_snr, new.worst_snr),
+        torch.maximum(old.noise, new.noise),
     )
 
 
-def _worst_snr(wide_MN: torch.Tensor, values_MN: torch.Tensor) -> torch.Tensor:
-    """Return the smallest row's sum(x**2) / sum((x - value)**2); rows of zeros do not count."""
-    peak_M1 = wide_MN.abs().amax(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    signal = (wide_MN / peak_M1).square().sum(-1)  # squares of tiny values would underflow
-    noise = ((wide_MN - values_MN) / peak_M1).square().sum(-1)
-    ratio = torch.where(signal > 0, signal / noise, torch.inf)
-    return ratio.amin()
+def noise_in_products(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return what a cast adds to the products of a tensor, as noise over signal: the harm of FP8.
+
+    This is the one measure by which tensors are compared; everything shown of it is in decibel.
+    A row of the one product that reads the tensor has in the mean the relative error of a row of
+    the tensor, and a row of the other product that of a column (the other operand knows nothing of
+    the error). So the squares of the errors of each row are divided by those of its values, and
+    averaged over the rows, each counted alike; so are those of the columns; the larger mean counts.
+    A value that became zero or was clipped is an error as any other. Rows and columns count alike
+    because a norm scales each token, and Adam each weight, by its own size: beside one channel that
+    is far larger than the others, the sum over the whole tensor would see that channel alone.
+
+    Args:
+        x: The tensor, FP32 [..., k].
+        values: The values of its cast, of the same shape.
+
+    Returns:
+        The mean of |error|^2 / |x|^2, a 0-d tensor; 0 for a tensor of zeros. Rows and columns of
+        zeros do not count, nor values below 1e-19 of the largest, whose squares FP32 does not have.
+    """
+    x, values = x.reshape(-1, x.shape[-1]), values.reshape(-1, x.shape[-1])
+    peak = x.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+    signal, noise = (x / peak).square_(), (x - values).div_(peak).square_()
+    means = []
+    for dim in (0, 1):
+        of_slice = signal.sum(dim)
+        is_counted = of_slice != 0
+        ratios = torch.where(is_counted, noise.sum(dim) / of_slice, 0.0)
+        means.append(ratios.sum() / is_counted.sum().clamp_min(1))
+    return torch.maximum(*means)
 
 
 def _decibel(ratio: float) -> float:
     if math.isnan(ratio):
-        return -math.inf
+        return math.inf
     return 10 * math.log10(ratio) if ratio > 0 else -math.inf
 
 

@@ -17,15 +17,14 @@ from megafp8.report.record import RunRecord
 from megafp8.report.tables import cell, label, table
 from megafp8.report.verdict import (
     Pair,
-    Signal,
     Verdict,
-    all_signals,
     averaged_gap,
     gaps_of,
     judge,
     ratio,
     weakest_tensors,
 )
+from megafp8.specs import TensorHealth
 
 WORDS = ("worse", "undecided", "same", "better")
 """The verdicts: that on several configurations is the first of these which one of them has."""
@@ -44,7 +43,7 @@ class Outcome:
         verdict: The figures that it follows from; None if no run finished.
         pairs: The runs of each seed that both finished.
         differs: Lines that say in which settings it is not the baseline.
-        signals: The tensors that lose most signal in low precision.
+        signals: The tensors that FP8 harms most, the worst first.
         of_base: The signal-to-noise ratio in dB of the baseline's tensors, if it has FP8 too.
         more_costs: What else it takes in relation to the baseline, in words.
     """
@@ -56,7 +55,7 @@ class Outcome:
     verdict: Verdict | None
     pairs: tuple[Pair, ...]
     differs: tuple[str, ...]
-    signals: tuple[Signal, ...]
+    signals: Mapping[str, TensorHealth]
     of_base: Mapping[str, float]
     more_costs: tuple[tuple[str, str], ...] = ()
 
@@ -80,8 +79,12 @@ class Outcome:
             "differs": list(self.differs),
             "costs": dict(self.costs),
             "weakest_tensors": [
-                {**asdict(signal), "snr_db_of_baseline": self.of_base.get(signal.name)}
-                for signal in self.signals
+                {
+                    "name": name,
+                    **{key: getattr(health, key) for key in ("snr_db", "underflow", "overflow")},
+                    "snr_db_of_baseline": self.of_base.get(name),
+                }
+                for name, health in self.signals.items()
             ],
         }
 
@@ -127,10 +130,16 @@ def outcome(
         verdict=verdict,
         pairs=tuple(done),
         differs=tuple(other.changed_from(base)),
-        signals=tuple(weakest_tensors(pairs[0].other)) if pairs else (),
-        of_base={s.name: s.snr_db for s in all_signals(pairs[0].base)} if pairs else {},
+        signals=weakest_tensors(pairs[0].other) if pairs else {},
+        of_base=_ratios(pairs[0].base) if pairs else {},
         more_costs=() if predicted_time is None else (("predicted time", predicted_time),),
     )
+
+
+def _ratios(run: RunRecord) -> dict[str, float]:
+    """Return the signal-to-noise ratio in dB of the tensors of a run in FP8, if it was measured."""
+    tensors = run.last_health.tensors if run.last_health is not None else {}
+    return {name: x.snr_db for name, x in tensors.items() if x.snr_db is not None}
 
 
 def worst(outcomes: Sequence[Outcome]) -> str:
@@ -281,15 +290,14 @@ def _weakest(outcome: Outcome, level: int) -> str:
     of_both = [f"signal to noise of {outcome.base_name}, dB"] if of_base else []
     heads = ("tensor", "signal to noise, dB", *of_both, "underflow, %", "saturation, %")
     rows = (
-        (label(s.name), number(s.snr_db, 1), *(number(of_base.get(s.name), 1) for _ in of_both),
-         number(100 * s.underflow, 3), number(100 * s.overflow, 3))
-        for s in outcome.signals
+        (label(name), number(s.snr_db, 1), *(number(of_base.get(name), 1) for _ in of_both),
+         number(100 * (s.underflow or 0.0), 3), number(100 * (s.overflow or 0.0), 3))
+        for name, s in outcome.signals.items()
     )  # fmt: skip
     return (
-        f"<h{level}>Tensors that lose most signal in low precision</h{level}>"
-        "<p class=dim>Means over the last quarter "
-        "of the first seed's logged steps. The ratio is that of the worst row of a tensor.</p>"
-        + table(heads, rows, "sortable")
+        f"<h{level}>Tensors that low precision harms most</h{level}><p class=dim>What the casts "
+        "add to products in the first seed's last measured step, in the order of <code>megafp8 "
+        "inspect</code>.</p>" + table(heads, rows, "sortable")
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megafp8.errors import CheckpointError
 from megafp8.foreign import MAX_LINES_BYTES, parse_json, read_bytes
@@ -14,6 +15,8 @@ from megafp8.specs import HealthSpec, TensorHealth
 
 HEALTH_FILE = "health.jsonl"
 ROLES = ("input", "weight", "grad_output")
+NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""What `record_of` raises for a line that is no record."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +24,18 @@ class HealthRecord:
     """Hold the FP8 health of one log step.
 
     `num_nonfinite` counts non-finite values since the run began; only tensors that had any are in
-    it.
+    it. `beyond` says of each tensor beyond a limit what is wrong.
     """
 
     step: int
     tensors: Mapping[str, TensorHealth]
     num_nonfinite: Mapping[str, int]
+    beyond: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it was measured what the tensors lose in FP8."""
+        return any(health.snr_db is not None for health in self.tensors.values())
 
     def to_dict(self) -> dict[str, object]:
         """Return the record as one line of health.jsonl, without measures that were not taken."""
@@ -37,7 +46,33 @@ class HealthRecord:
                 for name, health in self.tensors.items()
             },
             "num_nonfinite": dict(self.num_nonfinite),
+            **({"beyond": dict(self.beyond)} if self.beyond else {}),
         }
+
+
+def worst_first(tensors: Mapping[str, TensorHealth]) -> list[str]:
+    """Return the measured tensors by what FP8 adds to their products, the most harmed one first.
+
+    This order is the one of the console, the page, `inspect` and comparisons.
+    `megafp8.fp8.health.noise_in_products` has the measure.
+    """
+    known = ((health.snr_db, name) for name, health in tensors.items() if health.snr_db is not None)
+    return [name for _, name in sorted(known)]
+
+
+def last_full(records: Sequence[HealthRecord]) -> HealthRecord | None:
+    """Return the last record with what the tensors lose in FP8, or None."""
+    return next((record for record in reversed(records) if record.is_full), None)
+
+
+def verdict(record: HealthRecord) -> str:
+    """Return in a few words which tensors are beyond a limit, and which one is harmed most."""
+    bad = len(record.beyond)
+    words = [f"{bad} of {len(record.tensors)} tensors bad" if bad else "ok"]
+    if worst := worst_first(record.tensors)[:1]:
+        ratio = record.tensors[worst[0]].snr_db
+        words.append(f"worst {worst[0]}, {ratio:.1f} dB")
+    return "; ".join(words)
 
 
 def merged(parts: Iterable[Mapping[str, TensorHealth]]) -> dict[str, TensorHealth]:
@@ -73,14 +108,15 @@ def complaints(
     limits: HealthSpec,
     normally_saturated: Callable[[str], float] = lambda _: 0.0,
 ) -> dict[str, str]:
-    """Return the tensors that are beyond a limit; each value says what is wrong with the tensor.
+    """Return the tensors beyond a limit, the worst first, each with what is wrong with it.
 
     `normally_saturated` returns the fraction of a tensor's values that may saturate by its recipe,
     where that is more than the limit.
     """
     complaints_of: dict[str, str] = {}
-    for name, health in record.tensors.items():
-        problems = []
+    ranked = worst_first(record.tensors)
+    for name in (*ranked, *(name for name in record.tensors if name not in set(ranked))):
+        health, problems = record.tensors[name], []
         if not math.isfinite(health.amax):
             problems.append("holds a NaN or an infinity")
         if health.underflow is not None and health.underflow > limits.max_underflow:
@@ -89,8 +125,7 @@ def complaints(
         if health.overflow is not None and health.overflow > max_overflow:
             problems.append(f"{health.overflow:.2%} of its values saturate")
         if health.snr_db is not None and health.snr_db < limits.min_snr_db:
-            ratio = f"{health.snr_db:.1f} dB"
-            problems.append(f"the signal-to-noise ratio of its worst row is {ratio}")
+            problems.append(f"its signal-to-noise ratio is {health.snr_db:.1f} dB")
         if problems:
             complaints_of[name] = ", ".join(problems)
     return complaints_of
@@ -105,10 +140,10 @@ def scalars(record: HealthRecord) -> dict[str, float]:
             continue
         values[f"fp8/{role}/amax_max"] = max(h.amax for h in of_role)
         values[f"fp8/{role}/quant_scale_min"] = min(h.quant_scale for h in of_role)
-        for field, worst in (("underflow", max), ("overflow", max), ("snr_db", min)):
-            known = [v for h in of_role if (v := getattr(h, field)) is not None]
+        for measure, worst in (("underflow", max), ("overflow", max), ("snr_db", min)):
+            known = [v for h in of_role if (v := getattr(h, measure)) is not None]
             if known:
-                values[f"fp8/{role}/{field}_worst"] = worst(known)
+                values[f"fp8/{role}/{measure}_worst"] = worst(known)
     values["fp8/num_nonfinite"] = float(sum(record.num_nonfinite.values()))
     return values
 
@@ -121,20 +156,23 @@ def read_health(path: Path) -> list[HealthRecord]:
     """
     try:
         lines = [parse_json(line) for line in read_bytes(path, MAX_LINES_BYTES).splitlines()]
-        return [
-            HealthRecord(
-                int(line["step"]),
-                {name: _tensor(values) for name, values in line["tensors"].items()},
-                {name: int(count) for name, count in line["num_nonfinite"].items()},
-            )
-            for line in lines
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        return [record_of(line) for line in lines]
+    except (OSError, *NO_RECORD) as error:
         raise CheckpointError(
             path,
             f"cannot be read as FP8 health ({error})",
             "Give the directory of a run with model.fp8=True and model.fp8_health=scales or full",
         ) from error
+
+
+def record_of(line: Mapping[str, Any]) -> HealthRecord:
+    """Return the record of one line of health.jsonl, or raise one of `NO_RECORD`."""
+    return HealthRecord(
+        int(line["step"]),
+        {name: _tensor(values) for name, values in line["tensors"].items()},
+        {name: int(count) for name, count in line["num_nonfinite"].items()},
+        {name: str(text) for name, text in line.get("beyond", {}).items()},
+    )
 
 
 def _tensor(values: Mapping[str, object]) -> TensorHealth:

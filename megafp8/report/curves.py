@@ -10,7 +10,7 @@ from typing import Any
 
 from megafp8.observe.experts import EMPTY, LARGEST, UPDATES
 from megafp8.observe.health import ROLES
-from megafp8.report.record import Line, RunRecord
+from megafp8.report.record import Line, RunRecord, thinned
 
 MOST_NUMBERS = 60_000  # of all curves of a page: with five digits each, less than half a megabyte
 MOST_CELLS = 40_000  # of all heat maps of a page
@@ -19,9 +19,9 @@ MOST_ROWS = 64  # of a heat map; a model with more linears gets a row for each l
 SHARED_BY_RUNS = ("loss", "grad_norm", "tokens_per_second", "peak_memory_bytes", "mfu_causal")
 """The curves of a page of several runs."""
 MEASURES = {
+    "snr_db": ("signal to noise, dB", 1.0, min),
     "underflow": ("underflow, % of the values", 100.0, max),
     "overflow": ("saturation, % of the values", 100.0, max),
-    "snr_db": ("signal to noise of the worst row, dB", 1.0, min),
     "quant_scale": ("scale, log2", None, min),
     "amax": ("amax, log2", None, max),
 }
@@ -206,7 +206,7 @@ def heat_maps(run: RunRecord) -> dict[str, Any] | None:
     if not rows:
         return None
     per_step = len(rows) * len(ROLES) * len(MEASURES)
-    lines = _thinned(run.health, max(10, MOST_CELLS // per_step))
+    lines = thinned(run.health, max(10, MOST_CELLS // per_step), _is_full)
     maps: dict[str, dict[str, Any]] = {}
     for role, group in groups.items():
         for measure in MEASURES:
@@ -238,11 +238,8 @@ def _worst(line: Mapping[str, Any], names: Sequence[str], measure: str) -> float
     return float(f"{value * factor:.3g}")
 
 
-def _thinned(lines: Sequence[Line], most: int) -> Sequence[Line]:
-    if len(lines) <= most:
-        return lines
-    last = len(lines) - 1
-    return [lines[i * last // (most - 1)] for i in range(most)]
+def _is_full(line: Line) -> bool:
+    return any(isinstance(x, dict) and "snr_db" in x for x in line["tensors"].values())
 
 
 def _layer(linear: str) -> str:

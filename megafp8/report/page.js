@@ -96,11 +96,14 @@
     const measured = Object.keys(heat.maps[role]);
     const wanted = measured.includes(measure.value) ? measure.value : measured[0];
     measure.replaceChildren(...measured.map((m) => new Option(heat.titles[m], m, false, m === wanted)));
-    const rows = heat.maps[role][wanted];
+    // Some measures are taken at few steps: only these are shown.
+    const all = heat.maps[role][wanted];
+    const taken = heat.steps.map((_, x) => x).filter((x) => all.some((row) => row[x] != null));
+    const rows = all.map((row) => taken.map((x) => row[x])), atSteps = taken.map((x) => heat.steps[x]);
     const flat = rows.flat().filter((v) => v != null);
     const low = Math.min(...flat), high = Math.max(...flat);
     const canvas = box.querySelector("canvas");
-    canvas.width = heat.steps.length; canvas.height = rows.length;
+    canvas.width = atSteps.length; canvas.height = rows.length;
     canvas.style.height = `${Math.max(120, Math.min(26, 900 / rows.length) * rows.length)}px`;
     const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
     rows.forEach((row, y) => row.forEach((v, x) => {
@@ -118,13 +121,13 @@
     box.querySelector(".low").textContent = short(low);
     box.querySelector(".high").textContent = short(high);
     const steps = box.querySelector(".steps");
-    steps.textContent = `steps ${heat.steps[0]} to ${heat.steps.at(-1)}, from left to right`;
+    steps.textContent = `steps ${atSteps[0]} to ${atSteps.at(-1)}, from left to right`;
     canvas.onmousemove = canvas.onclick = (event) => {
       const area = canvas.getBoundingClientRect();
       const x = Math.min(canvas.width - 1, Math.floor((event.clientX - area.left) / area.width * canvas.width));
       const y = Math.min(rows.length - 1, Math.floor((event.clientY - area.top) / area.height * rows.length));
       if (x < 0 || y < 0) return;
-      steps.textContent = `step ${heat.steps[x]}, ${heat.rows[y]}: ${short(rows[y][x])}`;
+      steps.textContent = `step ${atSteps[x]}, ${heat.rows[y]}: ${short(rows[y][x])}`;
     };
   }
   if (data.heat) {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8 import __version__
+from megafp8.observe.health import verdict
 from megafp8.observe.units import (
     format_bytes,
     format_count,
@@ -214,6 +215,9 @@ def _figures(run: RunRecord) -> list[Figure]:
     share = run.figure("fp8_share_of_gemm_flops")
     if share:
         add("FP8 share", share, f"{100 * share:.1f} %", "of GEMM FLOPs, without attention")
+    if (health := run.last_health) is not None:
+        word, _, worst = verdict(health).partition("; ")
+        add("FP8 health", 1.0, word, f"{worst}, at step {health.step}")
     wall = run.figure("wall_seconds")
     add("time", wall, format_duration(wall or 0.0), "of the last process")
     consumed = run.figure("consumed_tokens")
@@ -292,8 +296,8 @@ def _maps(heat: Mapping[str, Any] | None) -> str:
     if only_scales:
         hint = (
             "<p class=dim>Only amaxes and scales were measured. A run with "
-            "<code>model.fp8_health=full</code> also measures underflow, saturation and the "
-            "signal-to-noise ratio at logged steps.</p>"
+            "<code>model.fp8_health=full</code>, or of 100 steps on a CPU, also measures "
+            "underflow, saturation and the signal-to-noise ratio.</p>"
         )
     return (
         f"<h2>FP8 health: {heat['rows_are']} × steps</h2>{hint}<div class=maps id=maps><header>"

@@ -6,12 +6,13 @@ read. Nothing here imports torch, so that a report is made in a moment.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megafp8.errors import RunError
 from megafp8.foreign import (
@@ -23,7 +24,7 @@ from megafp8.foreign import (
     read_json,
     read_yaml_text,
 )
-from megafp8.observe.health import HEALTH_FILE
+from megafp8.observe.health import HEALTH_FILE, NO_RECORD, HealthRecord, record_of
 from megafp8.observe.journal import CONSOLE_FILE, EVENTS_FILE, SAMPLES_FILE
 from megafp8.runs.find import (
     CHECKPOINTS_DIR,
@@ -98,6 +99,15 @@ class RunRecord:
         trial = self.config.get("trainer.fast_dev_run")
         total = int(trial) if isinstance(trial, int) and trial else total
         return total if _is_step(total) else None
+
+    @property
+    def last_health(self) -> HealthRecord | None:
+        """The last record with what the tensors lose in FP8, of the lines that can be read."""
+        for line in reversed(self.health):
+            with contextlib.suppress(*NO_RECORD):
+                if (record := record_of(line)).is_full:
+                    return record
+        return None
 
     def figure(self, key: str) -> float | None:
         """Return a figure of the summary, or of the last line that has it."""
@@ -241,7 +251,7 @@ def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]
 
 
 def _spread(path: Path, problems: list[str]) -> list[Line]:
-    """Return evenly spread lines of a file that may be large; the last line is one of them."""
+    """Return spread lines of a file that may be large; the last line is one of them."""
     try:
         raw = read_bytes(path, MAX_LINES_BYTES).splitlines()
     except FileNotFoundError:
@@ -249,15 +259,35 @@ def _spread(path: Path, problems: list[str]) -> list[Line]:
     except (OSError, ForeignFileError) as error:
         problems.append(f"{path.name} cannot be read ({error})")
         return []
-    if len(raw) > HEALTH_COLUMNS:
-        last = len(raw) - 1
-        raw = [raw[i * last // (HEALTH_COLUMNS - 1)] for i in range(HEALTH_COLUMNS)]
+    raw = thinned(raw, HEALTH_COLUMNS, lambda line: b'"snr_db"' in line)
     lines = _parsed(path.name, raw, problems)
     return [
         line
         for line in lines
         if isinstance(line.get("tensors"), dict) and _is_step(line.get("step"))
     ]
+
+
+T = TypeVar("T")
+
+
+def thinned(lines: Sequence[T], most: int, is_full: Callable[[T], bool]) -> list[T]:
+    """Return at most so many lines, evenly spread; half of them for those with all measures.
+
+    The last line of both kinds is among them.
+    """
+    if len(lines) <= most:
+        return list(lines)
+    full = [index for index, line in enumerate(lines) if is_full(line)]
+    rest = sorted(set(range(len(lines))) - set(full))
+    num_full = min(len(full), max(most // 2, most - len(rest)))
+    kept = [*_evenly(full, num_full), *_evenly(rest, min(len(rest), most - num_full))]
+    return [lines[index] for index in sorted(kept)]
+
+
+def _evenly(indices: Sequence[int], count: int) -> list[int]:
+    last = len(indices) - 1
+    return [indices[last - i * last // max(1, count - 1)] for i in range(count)]
 
 
 def _parsed(name: str, raw: Sequence[bytes], problems: list[str]) -> list[Line]:

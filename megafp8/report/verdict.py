@@ -13,7 +13,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megafp8.report.record import Line, RunRecord
+from megafp8.observe.health import worst_first
+from megafp8.report.record import RunRecord
+from megafp8.specs import TensorHealth
 
 MOST_SEEDS = 200  # that are advised
 # Two-sided 95 % points of Student's t for 1, 2, … degrees of freedom (any table of statistics).
@@ -259,42 +261,10 @@ def _first_difference(pairs: Sequence[Pair]) -> int | None:
     return min(different_steps, default=None)
 
 
-@dataclass(frozen=True)
-class Signal:
-    """Hold what one tensor lost in FP8, as means over the last quarter of the logged steps."""
-
-    name: str
-    snr_db: float
-    underflow: float
-    overflow: float
-
-
-def weakest_tensors(run: RunRecord) -> list[Signal]:
-    """Return the tensors with the lowest signal-to-noise ratio; nothing if it was not measured."""
-    return all_signals(run)[:WORST_TENSORS]
-
-
-def all_signals(run: RunRecord) -> list[Signal]:
-    """Return what every measured tensor lost, the lowest signal-to-noise ratio first."""
-    lines = run.health[-max(1, len(run.health) // 4) :]
-    names = {name for line in lines for name in line["tensors"]}
-    signals = []
-    for name in names:
-        values = [
-            [v for line in lines if (v := _measure(line, name, key)) is not None]
-            for key in ("snr_db", "underflow", "overflow")
-        ]
-        if values[0]:
-            means = [statistics.fmean(known) if known else 0.0 for known in values]
-            signals.append(Signal(name, *means))
-    return sorted(signals, key=lambda signal: (signal.snr_db, signal.name))
-
-
-def _measure(line: Line, name: str, key: str) -> float | None:
-    """Return a measure of a tensor, or None if it was not taken or is not finite."""
-    tensor = line["tensors"].get(name)
-    value = tensor.get(key) if isinstance(tensor, dict) else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def weakest_tensors(run: RunRecord) -> dict[str, TensorHealth]:
+    """Return what the tensors lose that are harmed most, the worst first; nothing if unmeasured."""
+    tensors = run.last_health.tensors if run.last_health is not None else {}
+    return {name: tensors[name] for name in worst_first(tensors)[:WORST_TENSORS]}
 
 
 def ratio(pairs: Sequence[Pair], figure: str) -> float | None:

@@ -12,7 +12,7 @@ from megafp8.specs.parallel import ParallelSpec
 from megafp8.specs.precision import Fp8Recipe, PrecisionSpec
 from megafp8.specs.recipes import traits_of
 
-HealthMode = Literal["off", "scales", "full"]
+HealthMode = Literal["off", "scales", "full", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,25 +32,40 @@ class CheckpointSpec:
     async_save: bool = False  # whether periodic checkpoints are written while training continues
 
 
+FULL_EVERY = 100
+"""With `auto` FP8 health is full once in so many steps: docs/guide/fp8_health.md has the cost."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HealthSpec:
     """Say what is measured of FP8 tensors at logged steps, and from which limits on a run warns.
 
-    `scales` measures amaxes and scales, `full` also what each tensor loses in FP8. A warning names
-    the tensor that is beyond a limit.
+    `scales` measures amaxes and scales, `full` also what each tensor loses in FP8, and `auto` does
+    this once in `FULL_EVERY` steps. A warning names the tensor that is beyond a limit.
     """
 
     mode: HealthMode = "scales"
     max_underflow: float = 0.5  # fraction of non-zero values that became zero
     max_overflow: float = 0.01  # fraction of values that saturated
-    min_snr_db: float = 5.0  # signal to noise of the worst row, in decibel
+    min_snr_db: float = 5.0  # signal to noise in a product, in decibel
     accuracy_check: Literal["off", "warn"] = "off"  # whether a run says where FP8 costs accuracy
+
+    def mode_at(self, step: int, last: int, logged_every: int) -> Literal["off", "scales", "full"]:
+        """Return what is measured at logged step `step` of `last`.
+
+        With `auto` it is `full` at the first logged step of each `FULL_EVERY` steps and at the last
+        step, never twice within so many steps, nor before.
+        """
+        if self.mode != "auto":
+            return self.mode
+        is_first = step <= last - FULL_EVERY and step % FULL_EVERY < logged_every
+        return "full" if step >= FULL_EVERY and (is_first or step == last) else "scales"
 
     def reads_tables(self, recipe: Fp8Recipe) -> bool:
         """Whether the tables of delayed scaling have all that is measured, so that no cast is."""
         own, rules = traits_of(recipe.name), (traits_of(r.precision) for r in recipe.modules)
         in_tables = all(traits is None or traits.has_history for traits in rules)
-        return self.mode == "scales" and own is not None and own.has_history and in_tables
+        return self.mode in ("scales", "auto") and own is not None and own.has_history and in_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +76,7 @@ class TensorHealth:
     quant_scale: float  # the smallest, where there are several
     underflow: float | None = None  # fraction of the non-zero values whose FP8 value is zero
     overflow: float | None = None  # fraction of the values beyond the largest FP8 number
-    snr_db: float | None = None  # signal to noise of the worst row, in decibel
+    snr_db: float | None = None  # signal to noise in the worse of its products, in decibel
 
 
 @dataclass(frozen=True)

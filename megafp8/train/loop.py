@@ -161,7 +161,7 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
         report = report_of(run, result, samples, seconds, waited)
         if is_logged:
             log_step(run, result, samples, report)
-            report = dataclasses.replace(report, health=run.health.verdict())
+            report = dataclasses.replace(report, health=run.health.word)
         # A process that continues a run shows its first step but does not log it, so that the files
         # are the same as those of a run that was never interrupted.
         run.console.step(report)
@@ -250,7 +250,7 @@ def report_of(
         hfu_full=used.hfu_full,
         memory_bytes=run.memory.bytes(),
         data_wait_fraction=waited / seconds,
-        health=run.health.verdict(),
+        health=run.health.word,
         curve=run.curve.points,
         added=result.added,
         experts=of_model(loads_of(result.tokens_of_experts)),

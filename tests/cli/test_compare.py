@@ -478,7 +478,7 @@ def test_several_recipes_have_one_baseline_and_one_table(
 def test_the_word_on_several_is_the_worst() -> None:
     def of(word: str) -> Outcome:
         return Outcome(name="", base_name="", word=word, sentence="", verdict=None, pairs=(),
-                       differs=(), signals=(), of_base={})  # fmt: skip
+                       differs=(), signals={}, of_base={})  # fmt: skip
 
     for words, word in (("same better", "same"), ("same undecided", "undecided"),
                         ("worse undecided better", "worse"), ("better", "better")):  # fmt: skip

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
 def test_the_worst_come_first(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "step 30: 20 of 25 tensors, by underflow" in lines[0]
+    assert "step 30: 20 of 25 tensors, by snr" in lines[0]
     names = [line.split()[0] for line in lines if line.strip().startswith("layers.")]
     assert names[:2] == ["layers.24.mlp.fc1.input", "layers.23.mlp.fc1.input"]
     assert any("layers.3.mlp.fc1.input: 2" in line for line in lines)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.health import HealthProbe, TableProbe, UpdateProbe, num_nonfinite
+from megafp8.fp8.recipe_settings import checked_recipe
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.accuracy import beyond_range
 from megafp8.observe.health import HealthRecord, complaints, scalars
@@ -56,13 +59,19 @@ def test_shares_are_counts() -> None:
     assert health.underflow == pytest.approx(((values == 0) & (x != 0)).sum() / (x != 0).sum())
     assert health.overflow == pytest.approx((np.abs(x) * scale > 448).sum() / x.size)
     assert 0 < health.underflow < 1 and 0 < health.overflow < 1
-    rows = [
-        (row.double().numpy(), part)
+    worst = max(
+        noise_over_signal(lines)
         for t, start in zip(tensors, (0, 128), strict=True)
-        for row, part in zip(t, values[start : start + t.numel()].reshape(t.shape), strict=True)
-    ]
-    worst = min((row**2).sum() / ((row - part) ** 2).sum() for row, part in rows)
-    assert health.snr_db == pytest.approx(10 * math.log10(worst), rel=1e-4)
+        for pair in [(t.double().numpy(), values[start : start + t.numel()].reshape(t.shape))]
+        for lines in (zip(*pair, strict=True), zip(*(part.T for part in pair), strict=True))
+    )
+    assert health.snr_db == pytest.approx(-10 * math.log10(worst), rel=1e-4)
+
+
+def noise_over_signal(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
+    """The mean over the rows of one product, of rows or columns and what casts made of them."""
+    found = [((x - value) ** 2).sum() / (x**2).sum() for x, value in pairs if x.any()]
+    return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -74,6 +83,18 @@ def test_every_recipe_is_watched(name: RecipeName) -> None:
     low = 15 if traits.numbers == "fp8" else 10
     assert health.snr_db is not None and low < health.snr_db < 50
     assert health.overflow is not None and health.overflow <= traits.max_saturated
+
+
+def test_a_channel_of_1e3_costs_integers_all_and_e4m3_nothing() -> None:
+    """E4M3's relative error is the same over 15 binades; integers have one step for all values."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    beside = x.clone()
+    beside[:, 5] *= 1e3
+    int8 = checked_recipe(f"{Path(__file__).parents[1]}/own_recipes/simulated_int8.py:Int8")
+    for recipe, least, most in ((Fp8Recipe(name="tensorwise"), 0.0, 0.2), (int8, 38.0, 50.0)):
+        plain, spoilt = (see(recipe, [each]).snr_db for each in (x, beside))
+        assert plain is not None and spoilt is not None
+        assert least <= abs(plain - spoilt) <= most
 
 
 def test_scales_alone_measure_no_more() -> None:

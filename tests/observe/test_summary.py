@@ -67,7 +67,7 @@ def test_rows_say_what_was_reached_and_where_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("verdict", "row"),
-    [("FP8 health ok", "ok"), ("FP8 health: 2 of 24 tensors bad", "2 of 24 tensors bad")],
+    [("FP8 health: ok", "ok"), ("FP8 health: 2 of 24 tensors bad", "2 of 24 tensors bad")],
 )
 def test_the_row_of_fp8_health_has_its_name_once(verdict: str, row: str) -> None:
     summary = RunSummary(status="x", step=1, total_steps=1, log_dir=".", health=verdict)

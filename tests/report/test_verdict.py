@@ -198,17 +198,24 @@ def test_gaps_are_of_steps_that_both_logged() -> None:
     assert averaged_gap([Pair(0, base, other)])[-1][0] == 99
 
 
+SEEN = {"amax": 1.0, "quant_scale": 1.0}
+
+
 def test_the_weakest_tensors() -> None:
     def line(snr: float) -> dict[str, Any]:
-        return {"step": 1, "tensors": {"a": {"snr_db": snr, "underflow": 0.5}, "b": {"amax": 1.0},
-                                       "c": {"snr_db": 30.0, "overflow": math.nan}}}  # fmt: skip
+        return {"step": 1, "tensors": {
+            "a": {**SEEN, "snr_db": snr, "underflow": 0.5},
+            "b": SEEN, "c": {**SEEN, "snr_db": 30.0},
+        }}  # fmt: skip
 
-    run = RunRecord(path=Path("x"), status="finished", health=[line(9.0)] * 6 + [line(20.0)] * 2)
-    assert [(s.name, s.snr_db, s.underflow) for s in weakest_tensors(run)] == [
+    lines = [line(9.0), line(20.0), {"step": 2, "tensors": {"a": SEEN}}, {"step": "?"}]
+    lines = [{"num_nonfinite": {}} | each for each in lines]
+    run = RunRecord(path=Path("x"), status="finished", health=lines)
+    assert [(name, s.snr_db, s.underflow) for name, s in weakest_tensors(run).items()] == [
         ("a", 20.0, 0.5),
-        ("c", 30.0, 0.0),
+        ("c", 30.0, None),
     ]
-    assert weakest_tensors(record()) == []
+    assert weakest_tensors(record()) == {}
 
 
 def test_times_count_only_if_no_run_was_interrupted() -> None:

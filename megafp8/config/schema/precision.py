@@ -330,8 +330,9 @@ class Precision:
         "auto",
         "What is recorded of each FP8 tensor at log steps, in health.jsonl and the trackers: its "
         "amax and scale (`scales`), also underflow, overflow and signal-to-noise ratio (`full`), "
-        "or nothing (`off`). `auto`: `scales` if the backend exposes them. With `full`, a log "
-        "step takes about three times as long on a CPU.",
+        "or nothing (`off`). `auto`: `scales` if the backend exposes them, on a CPU `full` once in "
+        "100 steps. Forward and backward pass of a step with `full` take about 1.5 times as long "
+        "on a CPU.",
         valid=one_of("auto", "off", "scales", "full"),
         needs=FP8,
     )
@@ -350,7 +351,8 @@ class Precision:
     )
     fp8_health_min_snr_db: float = health_key(
         5.0,
-        "Smallest signal-to-noise ratio of a tensor's worst row without a warning, in decibels.",
+        "Smallest signal-to-noise ratio of a tensor in its products without a warning, in "
+        "decibels.",
         spec="observe.health.min_snr_db",
         valid=between(-200, 200),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +28,20 @@ from megafp8.fp8.health import (
 )
 from megafp8.fp8.scaling import ScalingState
 from megafp8.observe.flops import gemm_flops_per_token
-from megafp8.observe.health import HEALTH_FILE, HealthRecord, complaints, merged, scalars
+from megafp8.observe.health import (
+    HEALTH_FILE,
+    HealthRecord,
+    complaints,
+    merged,
+    scalars,
+    verdict,
+)
 from megafp8.observe.metrics import MetricsFile
 from megafp8.observe.trackers import CompositeTracker
 from megafp8.parallel.agreement import gather
-from megafp8.specs import Fp8Recipe, GPTSpec, HealthSpec, RunSpec
+from megafp8.specs import GPTSpec, HealthSpec, RunSpec
 from megafp8.specs.precision import GEMMS, PlannedGemms
+from megafp8.specs.recipes import label_of
 from megafp8.train.report.accuracy import AccuracyCheck
 from megafp8.train.state import TrainState
 
@@ -133,10 +141,6 @@ def require_fp8(share: PrecisionShare) -> None:
         )
 
 
-def _recipe_of(state: TrainState) -> Fp8Recipe | None:
-    return state.scaling.recipe if isinstance(state.scaling, ScalingState) else None
-
-
 def _names(names: list[str]) -> str:
     if len(names) <= 4:
         return ", ".join(names)
@@ -157,28 +161,29 @@ class HealthLog:
         `step` is the step that training continues from.
         """
         self._state, self._spec, self._warn = state, spec, warn
-        self._probe = self._new_probe()
+        self._probe = self._new_probe(step)
         self._check: AccuracyCheck | None = None
         if spec.accuracy_check == "warn" and self._probe is not None:
             self._check = AccuracyCheck(state, measures=spec.mode == "full")
-        self._recipe = _recipe_of(state)
         self._file: MetricsFile | None = None
         if self._probe is not None and run_dir is not None:
             self._file = MetricsFile(run_dir / HEALTH_FILE, resume_step=step, warn=warn)
-        self._warned: set[str] = set()
-        self._num_tensors = 0
+        self._last: HealthRecord | None = None
+        self._last_full: HealthRecord | None = None
         self.least_updates: int | None = None  # of an expert's input, as of the last `end`
         self._is_attached = False
 
-    def _new_probe(self) -> HealthProbe | UpdateProbe | TableProbe | None:
-        state, spec = self._state, self._spec
-        if not isinstance(state.scaling, ScalingState) or spec.mode == "off":
+    def _new_probe(self, step: int) -> HealthProbe | UpdateProbe | TableProbe | None:
+        """Return what measures a logged step, or None."""
+        state, train = self._state, self._state.backend.spec.train
+        mode = self._spec.mode_at(step, train.max_steps, train.log_every_n_steps)
+        if not isinstance(state.scaling, ScalingState) or mode == "off":
             return None
         if not state.backend.shows_casts:
             return TableProbe(state.scaling)
-        if spec.reads_tables(state.scaling.recipe):  # CUDA graphs replay in logged steps, too
+        if mode == "scales" and self._spec.reads_tables(state.scaling.recipe):  # as CUDA graphs do
             return UpdateProbe(state.scaling)
-        return HealthProbe(state.scaling, spec.mode)
+        return HealthProbe(state.scaling, mode)
 
     def begin(self) -> Callable[[], torch.Tensor] | None:
         """Measure the casts from now on, until `end` or `abandon`.
@@ -189,9 +194,8 @@ class HealthLog:
         """
         if self._probe is None:
             return None
-        if self._recipe is not (recipe := _recipe_of(self._state)):
-            self._recipe, self._probe = recipe, self._new_probe()
-            assert self._probe is not None
+        self._probe = self._new_probe(self._state.step + 1)
+        assert self._probe is not None
         self._probe.attach()
         self._is_attached = True
         squared_norms = None if self._check is None else self._check.begin()
@@ -229,6 +233,9 @@ class HealthLog:
         for _, counts, *_ in seen:
             nonfinite |= {name: max(n, nonfinite.get(name, 0)) for name, n in counts.items()}
         record = HealthRecord(step, merged(part for part, *_ in seen), nonfinite)
+        scaling = self._state.scaling
+        saturated = partial(normally_saturated, scaling.recipe)
+        record = replace(record, beyond=complaints(record, self._spec, saturated))
         self._file.log(record.to_dict())
         trackers.log(step, scalars(record))
         self._complain(record)
@@ -238,11 +245,16 @@ class HealthLog:
             self._check.warn_of(step, record.tensors, parts, list(in_fp8), self._warn)
 
     def verdict(self) -> str | None:
-        """Return the health of the last logged step in a few words, or None if there is none."""
-        if not self._num_tensors:
+        """Return the health of the last logged steps in a few words, or None if there is none."""
+        if self._last is None:
             return None
-        bad = len(self._warned)
-        return f"FP8 health: {bad} of {self._num_tensors} tensors bad" if bad else "FP8 health ok"
+        return f"FP8 health: {verdict(self._last)}"
+
+    @property
+    def word(self) -> str | None:
+        """The health of the last logged steps in a word or two, for the line of a step."""
+        text = self.verdict()
+        return None if text is None else text.partition(";")[0].replace(" health:", "")
 
     def abandon(self) -> None:
         """Forget what was measured since `begin`, because the step will be done again."""
@@ -265,14 +277,27 @@ class HealthLog:
             self._file.close()
 
     def _complain(self, record: HealthRecord) -> None:
-        """Warn of each bad tensor once, and again only after it has been good in between."""
-        scaling = self._state.scaling
-        assert isinstance(scaling, ScalingState)
-        found = complaints(record, self._spec, partial(normally_saturated, scaling.recipe))
-        new = [name for name in found if name not in self._warned]
+        """Warn of each bad tensor once, and again only after it has been good in between.
+
+        Until the losses of tensors are measured again, the last ones count.
+        """
+        warned = () if self._last is None else self._last.beyond
+        new = [name for name in record.beyond if name not in warned]
         for name in new[:MOST_WARNINGS]:
-            self._warn(f"step {record.step}: {name} in FP8: {found[name]}")
+            label = self._label_of(name)
+            self._warn(f"step {record.step}: {name} in {label}: {record.beyond[name]}")
         if len(new) > MOST_WARNINGS:
             rest = len(new) - MOST_WARNINGS
             self._warn(f"step {record.step}: and {rest} more tensors; all are in {HEALTH_FILE}")
-        self._warned, self._num_tensors = set(found), len(record.tensors)
+        if record.is_full:
+            self._last_full = self._last = record
+        elif (full := self._last_full) is not None:
+            self._last = replace(full, beyond={**full.beyond, **record.beyond})
+        else:
+            self._last = record
+
+    def _label_of(self, tensor: str) -> str:
+        """Return what the precision of a tensor's linear is called."""
+        scaling = self._state.scaling
+        assert isinstance(scaling, ScalingState)
+        return label_of(scaling.recipe.precision_of(tensor.rpartition(".")[0]))
