@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megafp8.config.api import NONE, Refused, all_keys, function_keys
-from megafp8.specs.recipes import DEFAULT_RECIPE, megatron_flags, names_where
+from megafp8.config.api import NONE, Refused, all_keys, function_keys, megatron_flags
+from megafp8.specs.recipes import DEFAULT_RECIPE, names_where
 from megafp8_migrate.ignored import note_of
 from megafp8_migrate.megatron_data import DATA_RULES
 from megafp8_migrate.megatron_experts import experts, is_of_experts

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megafp8.config.api import SettingError, megatron_flags, parse_yaml, plain
-from megafp8.foreign import ForeignFileError
+from megafp8.config.api import SettingError, megatron_flags, plain
+from megafp8.foreign import ForeignFileError, parse_yaml
 from megafp8_migrate import accelerate, bridge, megatron, refuse_for_yaml, texts_in
 from megafp8_migrate.shell import read_script
 from megafp8_migrate.shell_values import Holes, Script, ShellCommand

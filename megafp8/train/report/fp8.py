@@ -234,6 +234,7 @@ class HealthLog:
             nonfinite |= {name: max(n, nonfinite.get(name, 0)) for name, n in counts.items()}
         record = HealthRecord(step, merged(part for part, *_ in seen), nonfinite)
         scaling = self._state.scaling
+        assert isinstance(scaling, ScalingState)  # else there is no probe
         saturated = partial(normally_saturated, scaling.recipe)
         record = replace(record, beyond=complaints(record, self._spec, saturated))
         self._file.log(record.to_dict())
