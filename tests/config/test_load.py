@@ -263,6 +263,15 @@ def test_a_short_fine_tuning_does_not_fail_at_a_warm_up_that_nobody_set() -> Non
     assert "warmup_steps" not in str(caught.value) and "no data is named" in str(caught.value)
 
 
+def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
+    """What is kept of a file that was parsed belongs to its text."""
+    for layers in (3, 5, 3):
+        text = f"defaults: [pretrain_gpt, _self_]\nmodel: {{num_layers: {layers}}}\n"
+        (tmp_path / "mine.yaml").write_text(text)
+        assert load([], tmp_path, "mine")["model.num_layers"] == layers
+        assert load(["model.num_layers=7"], tmp_path, "mine")["model.num_layers"] == 7
+
+
 # ---- texts that look like numbers
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import math
+import pickle
 import socket
 import threading
 import time
@@ -26,7 +29,7 @@ from megafp8.parallel.rendezvous import (
 )
 from tests.limits import HANG_SECONDS
 from tests.parallel import rank_joins
-from tests.ranks import run_ranks
+from tests.ranks import ResultPickler, run_ranks
 
 
 @pytest.fixture
@@ -247,3 +250,23 @@ def test_the_launchers_store_is_on_the_loopback_address(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     assert launch([str(script)], [], 1) == 0
     assert (tmp_path / "found").read_text() == "0100007F"
+
+
+def test_tensors_that_ranks_return_are_those_that_they_had() -> None:
+    """Bits, dtypes, strides and kinds; one that is returned twice is one tensor."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    special = torch.tensor([math.nan, -0.0, math.inf])
+    given = [x, x.T, x[:, :2], torch.tensor(3), torch.zeros(0, 2), special, x > 0, x.half(), x]
+    given += [each.bfloat16() for each in (x, special, torch.tensor(0.5))]
+    given += [torch.nn.Parameter(x.clone()), x.clone().requires_grad_(), x.to_sparse()]
+    file = io.BytesIO()
+    ResultPickler(file).dump(given)
+    found = pickle.loads(file.getvalue())
+    assert found[0] is found[8]
+    for one, other in zip(found, given, strict=True):
+        assert type(one) is type(other) and one.dtype == other.dtype and one.shape == other.shape
+        assert one.requires_grad == other.requires_grad and one.layout == other.layout
+        if one.layout == torch.strided:
+            assert one.stride() == other.stride()
+            bits = [each.detach().flatten().view(torch.uint8) for each in (one, other)]
+            assert torch.equal(*bits)
