@@ -6,6 +6,7 @@ megafp8 plan model=gpt3_5b model.fp8=True trainer.devices=8 hardware=h200 [--sea
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from megafp8.cli.plan_text import (
     describe_plan,
     layout_notes,
     listed,
+    on_terminal,
 )
 from megafp8.config.checks import check_values
 from megafp8.config.keys import MAX_VOCABULARY
@@ -80,6 +82,12 @@ def main(argv: Sequence[str]) -> int:
         help="tokens of the whole training: 3e11 or 300B",
     )
     parser.add_argument("--search", action="store_true", help="list the best layouts as well")
+    parser.add_argument(
+        "--layout",
+        type=int,
+        metavar="N",
+        help="with --search: the layout whose settings to show (1)",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="write an HTML page with pictures"
@@ -100,6 +108,9 @@ def main(argv: Sequence[str]) -> int:
         if not found:
             raise
         asked, instead = asked._replace(spec=found[0].spec), f"Refused: {error}"
+    if options.layout is not None and not options.search:
+        reason = "has no effect without --search"
+        raise ConfigError("--layout", options.layout, reason, "Add --search, or leave it out")
     plan = make_plan(asked.spec, hardware)
     if options.search and found is None:
         found = best_layouts(asked.spec, hardware)
@@ -107,7 +118,11 @@ def main(argv: Sequence[str]) -> int:
             needed = format_bytes(plan.largest.total)
             instead = f"The layout that was asked for DOES NOT FIT: its largest rank needs {needed}"
             plan = make_plan(found[0].spec, hardware)
-    lines = [*describe_plan(plan, asked.vocabulary, options.tokens), *listed(found)]
+    chosen = 1 if options.layout is None else options.layout
+    if found and not 1 <= chosen <= len(found):
+        reason = f"there are {len(found)} layouts"
+        raise ConfigError("--layout", chosen, reason, f"Give a number from 1 to {len(found)}")
+    lines = [*describe_plan(plan, asked.vocabulary, options.tokens), *listed(found, chosen)]
     if instead:
         lines = [instead, "This is the plan of the best layout:", "", *lines]
     if options.page is not None:
@@ -116,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(as_json(plan, options.tokens, found or []), indent=2))
     else:
-        say(*lines)
+        say(*(on_terminal(lines) if sys.stdout.isatty() else lines))
     return ExitCode.FINISHED if plan.fits or found else DOES_NOT_FIT
 
 

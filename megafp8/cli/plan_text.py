@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
+from megafp8.cli.help import wrapped
 from megafp8.observe.units import format_bytes, format_count, in_columns, plural
 from megafp8.plan.experts import ExpertRows
 from megafp8.plan.hardware import Hardware
@@ -459,20 +460,34 @@ def backend_note(spec: RunSpec) -> str:
     )
 
 
-def listed(found: Sequence[Found] | None) -> Iterator[str]:
-    """Return the best layouts of a search, with their overrides; nothing without a search."""
+def listed(found: Sequence[Found] | None, chosen: int = 1) -> Iterator[str]:
+    """Return the best layouts of a search, and the overrides of the one of number `chosen`.
+
+    Nothing is returned without a search.
+    """
     if found is None:
         return
     yield ""
     if not found:
         yield "No layout of these ranks fits, with FSDP or without it: use more devices."
         return
-    yield "layouts that fit, the fastest first (predicted), each with settings that add to yours or"
-    yield "replace them:"
+    yield "layouts that fit, the fastest first (predicted):"
     for place, layout in enumerate(found, start=1):
         seconds, size = format_seconds(layout.step_seconds), format_bytes(layout.num_bytes)
         yield f"{place}. {seconds:>9}  {size:>9}  {layout_text(layout.spec)}"
-        yield f"     {' '.join(layout.overrides())}"
+    yield f"settings of layout {chosen}, for the command line (--layout N shows another's):"
+    yield f"     {' '.join(found[chosen - 1].overrides())}"
+
+
+def on_terminal(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines of which sentences are broken at 100 columns, and rows and settings are not."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        first = line.split(maxsplit=1)[:1]
+        if len(line) > 100 and "  " not in line.strip() and "=" not in "".join(first):
+            yield from wrapped(line.strip(), 100, indent, f"{indent}  ")
+        else:
+            yield line
 
 
 def layout_text(spec: RunSpec) -> str:

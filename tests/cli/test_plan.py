@@ -458,8 +458,28 @@ def test_a_search_needs_no_layout_that_runs(capsys: pytest.CaptureFixture[str]) 
     assert "layout: 8 x H100 SXM" in out and "8. " in out
     best = next(line for line in out.splitlines() if line.strip().startswith("model.tensor"))
     assert main([*words, *best.split()]) == 0
+    capsys.readouterr()
+    assert main([*words, "--search", "--layout", "2"]) == 0
+    second = capsys.readouterr().out
+    assert "settings of layout 2, for the command line" in second and best not in second
+    assert main([*words, "--search", "--layout", "9"]) == 2
+    assert "--layout=9: there are 8 layouts" in capsys.readouterr().err
     assert main([*words, "model.num_layers=7.5", "--search"]) == 2
     assert "model.num_layers" in capsys.readouterr().err
+
+
+def test_a_plan_on_a_terminal_has_no_sentence_that_is_wider_than_100_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(JOB) == 0
+    piped = capsys.readouterr().out
+    assert max(map(len, piped.splitlines())) > 150
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(JOB) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100 and shown.split() == piped.split()
+    assert main([*JOB, "--layout", "1"]) == 2
+    assert "--layout=1: has no effect without --search" in capsys.readouterr().err
 
 
 def test_a_search_that_finds_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:

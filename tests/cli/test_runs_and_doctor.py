@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -145,6 +146,20 @@ def test_the_page_of_versions_has_what_was_tried() -> None:
     for name, releases in tried.TRIED.items():
         (row,) = [line for line in page if line.casefold().startswith(f"| {name} |")]
         assert str(releases) in row, row
+
+
+def test_the_page_of_versions_has_the_bounds_of_pyproject() -> None:
+    """The lowest release that is accepted is one that was tried, but for transformers 5."""
+    page = (ROOT / "docs/guide/versions.md").read_text("utf-8").splitlines()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = [line for name in ("data", "wandb", "torchao", "dev") for line in extras[name]]
+    for name in ("torchao", "datasets", "wandb", "transformers"):
+        bounds = {line.partition(">=")[2] for line in lines if line.startswith(f"{name}>=")}
+        (bound,) = bounds
+        (row,) = [line for line in page if line.startswith(f"| {name} | {bound} or newer")]
+        lowest = [each for each in tried.TRIED[name].part if each.startswith(f"{bound}.")]
+        assert lowest or "itself was not tried" in row, name
 
 
 @pytest.mark.parametrize(
