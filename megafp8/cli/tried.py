@@ -36,8 +36,8 @@ TRIED = {
     "transformers": Tried(("5.23.0", "5.24.0")),
     "hydra-core": Tried(("1.3.8",), ("1.3.2",)),
     "omegaconf": Tried(("2.3.1",), ("2.3.0",)),
-    "datasets": Tried(("5.2.0",), ("3.0.0",)),
-    "wandb": Tried(("0.31.0",), ("0.18.0",)),
+    "datasets": Tried(("5.2.0",)),
+    "wandb": Tried(("0.31.0",)),
 }
 
 

@@ -104,6 +104,12 @@ def test_only_a_package_with_adams_kernel_counts_as_apex(
         sys.modules.pop(module, None)
 
 
+def test_the_doctor_finds_transformer_engine_on_a_cpu_by_its_module() -> None:
+    """Its distribution has another name, and a clone has none."""
+    (line,) = [entry for entry in doctor.PACKAGES if entry[0] == "te_cpu"]
+    assert doctor._package(*line).is_there and "on a CPU" in line[1]
+
+
 def test_the_doctor_names_what_is_missing_and_what_it_would_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +155,7 @@ def test_the_page_of_versions_has_what_was_tried() -> None:
 
 
 def test_the_page_of_versions_has_the_bounds_of_pyproject() -> None:
-    """The lowest release that is accepted is one that was tried, but for transformers 5."""
+    """The lowest release that is accepted was tried, or the page says that it was not."""
     page = (ROOT / "docs/guide/versions.md").read_text("utf-8").splitlines()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]

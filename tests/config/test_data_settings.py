@@ -238,3 +238,9 @@ def test_switches_reach_the_data() -> None:
     assert run_spec("model.data.dataloader_type=cyclic").data.dataloader_type == "cyclic"
     assert run_spec("model.data.num_workers=0").data.num_workers == 0
     assert the_problem("model.data.dataloader_type=batch").key == "model.data.dataloader_type"
+
+
+@pytest.mark.parametrize("name", ["bpe", "bytes"])
+def test_a_tokenizer_of_preprocess_is_no_library_and_the_error_says_so(name: str) -> None:
+    problem = the_problem(f"model.tokenizer.library={name}")
+    assert "data of megafp8 preprocess --tokenizer bpe or bytes" in problem.hint
