@@ -10,7 +10,8 @@ continues it. Of configurations with another `model.precision_schedule` it also 
 would take by the model of `megafp8 plan`, on an H100 or on hardware=NAME; with hardware=NAME of all
 of them. With --each-layer (or --each linear, --each product) a configuration in FP8 is also trained
 with one layer at a time in high precision, and a ranking says what the loss gains by it and which
-`model.fp8_modules` to set. The exit code is 0 if every configuration is "same" or "better", 5 if
+`model.fp8_modules` to set; with --alone also with one layer at a time as the only one in FP8. The
+exit code is 0 if every configuration is "same" or "better", 5 if
 one is "worse", 6 if one is "undecided" and none is worse, 75 after an interruption.
 """
 
@@ -99,6 +100,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--each-layer", action="store_const", const="layer", dest="each", help="--each layer"
     )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="with --each: also train the configuration with each of these alone in FP8",
+    )
     parser.add_argument("--out", type=Path, help="the directory (compare/ and a short hash)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
     parser.add_argument("--config-dir", type=Path, help="a directory of your own YAML files")
@@ -130,7 +136,10 @@ def compare(options: argparse.Namespace) -> int:
     _refuse_seed([*given, *options.base], options.seeds)
     compared = comparison(given, options.base, source)
     if options.each is not None:
-        compared = with_parts(compared, options.each, source)
+        compared = with_parts(compared, options.each, source, alone=options.alone)
+    elif options.alone:
+        reason, hint = "has no effect without --each", "Give --each-layer too"
+        raise SettingError("--alone", True, reason, hint, origin=COMMAND_LINE)
     times = predicted_times(compared, source, hardware, is_asked=bool(words))
     seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
     out = options.out or Path("compare") / compared.identity[:8]

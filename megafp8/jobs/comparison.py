@@ -249,26 +249,38 @@ def comparison_page(
     if len(outcomes) == 1:
         (only,) = outcomes
         gaps = [(f"seed {pair.seed}", *_in_percent(gaps_of(pair))) for pair in only.pairs]
-        title, more, details = f"{only.name} against {base_name}", _section(only, 2), ""
+        title, details = f"{only.name} against {base_name}", ""
+        more = _sentence(only) + _section(only, 2)
         chart = gap_chart(f"training loss of {only.name} over {base_name}, %", gaps)
     else:
         gaps = [(o.name, *_in_percent(_averaged(o.pairs))) for o in outcomes if o.pairs]
         title = f"{len(outcomes)} configurations against {base_name}"
-        more = _table(outcomes)
+        more = "".join(map(_sentence, outcomes)) + _table(outcomes)
         details = "".join(f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes)
         chart = gap_chart(f"training loss over {base_name}, mean of the seeds, %", gaps)
     charts = [chart] if gaps else []
+    groups = [text.rpartition(", seed ")[0] for text in labels]
     return runs_page(
-        title, runs, labels=labels, more=more + parts, more_charts=charts, details=details
+        title,
+        runs,
+        labels=labels,
+        groups=groups,
+        more=more + parts,
+        more_charts=charts,
+        details=details,
     )
 
 
-def _section(outcome: Outcome, level: int) -> str:
-    """Return what the page says about one configuration, with headings of a level."""
+def _sentence(outcome: Outcome) -> str:
+    """Return the verdict on a configuration as a paragraph."""
     color = "same" if outcome.word == "better" else outcome.word
+    return f"<p class='verdict {color}'><span>{escape(outcome.sentence)}</span></p>"
+
+
+def _section(outcome: Outcome, level: int) -> str:
+    """Return the figures of one configuration, with headings of a level."""
     return "".join(
         (
-            f"<p class='verdict {color}'><span>{escape(outcome.sentence)}</span></p>",
             f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in outcome.lines)}</ul>",
             f"<h{level}>What differs</h{level}><ul>",
             *(f"<li>{escape(line)}</li>" for line in outcome.differs),

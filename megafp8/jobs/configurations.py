@@ -76,17 +76,19 @@ class Configuration:
 class Comparison:
     """Hold the baseline and the configurations that are compared with it.
 
-    `parts` are the configuration again, each with one part of the model in high precision.
+    `parts` are the configuration again, each with one part of the model in high precision; `alone`,
+    if it is asked for, has the same parts in the same order, each as the only one in FP8.
     """
 
     base: Configuration
     others: tuple[Configuration, ...]
     parts: tuple[Configuration, ...] = ()
+    alone: tuple[Configuration, ...] = ()
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
         """Return the baseline and the others."""
-        return (self.base, *self.others, *self.parts)
+        return (self.base, *self.others, *self.parts, *self.alone)
 
     def recipe_files(self) -> dict[str, str]:
         """Return the SHA-256 of the file of each recipe that is not built in, as it is now."""
@@ -119,7 +121,7 @@ class Comparison:
     @cached_property
     def identity(self) -> str:
         """Return a hash of all settings and of the recipes' files, as hexadecimal digits."""
-        trees = [dict(c.values) for c in (*self.others, self.base, *self.parts)]
+        trees = [dict(c.values) for c in (*self.others, self.base, *self.parts, *self.alone)]
         files = self.files_at_start
         return hashlib.sha256(to_json([*trees, files] if files else trees).encode()).hexdigest()
 

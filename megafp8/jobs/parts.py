@@ -11,6 +11,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from html import escape
 from typing import Any
 
@@ -25,7 +26,14 @@ from megafp8.jobs.job import Job
 from megafp8.observe.units import in_columns
 from megafp8.report.record import RunRecord
 from megafp8.report.tables import cell, table
-from megafp8.report.verdict import MOST_SEEDS, Pair, Verdict, judge, seeds_to_show
+from megafp8.report.verdict import (
+    MOST_SEEDS,
+    Pair,
+    Verdict,
+    judge,
+    seeds_to_show,
+    with_interval,
+)
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import HIGH_PRECISION
 
@@ -35,19 +43,22 @@ SHARE = "fp8_share_of_gemm_flops"
 LEAST_GAIN = 5e-5
 """The least gain that the table shows as more than 0.00 %."""
 COLUMNS = ("in high precision", "the loss gains", "95 % interval", "gap to the baseline",
-           "GEMM FLOPs that leave low precision")  # fmt: skip
+           "GEMM FLOPs that leave low precision", "gap with it alone in FP8")  # fmt: skip
 
 
 # ---- the configurations
 
 
-def with_parts(compared: Comparison, each: str, source: Source) -> Comparison:
+def with_parts(
+    compared: Comparison, each: str, source: Source, *, alone: bool = False
+) -> Comparison:
     """Return the comparison with a configuration more for each part that may stay out of FP8.
 
     Args:
         compared: The baseline and one configuration in FP8.
         each: What a part is, one of `EACH`.
         source: Where settings come from that no override sets.
+        alone: Whether each part is also the only one in FP8, in a further configuration.
 
     Raises:
         SettingError: There are several configurations, or the one has no part in FP8.
@@ -58,18 +69,24 @@ def with_parts(compared: Comparison, each: str, source: Source) -> Comparison:
         reason = "asks which part of one configuration costs most, and there are several"
         raise SettingError("--each", each, reason, hint, origin=COMMAND_LINE)
     (recipe,) = compared.others
-    parts = []
-    for name in _parts(recipe.values, each):
-        setting = setting_of([name], recipe.values)
+
+    def configuration(word: str, name: str, shown: str, setting: str) -> Configuration:
         key = setting.partition("=")[0]
         others = (text for text in recipe.overrides if text.partition("=")[0].lstrip("+") != key)
         overrides = (*others, setting)
-        label = "high-" + re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")
-        parts.append(Configuration(label, name, overrides, source.load(overrides).values))
+        label = f"{word}-" + re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")
+        return Configuration(label, shown, overrides, source.load(overrides).values)
+
+    names = _parts(recipe.values, each)
+    parts = [configuration("high", n, n, setting_of([n], recipe.values)) for n in names]
+    only = [
+        configuration("only", n, f"{n} alone in FP8", _setting_of_one(n, recipe.values))
+        for n in (names if alone else ())
+    ]
     if not parts:
         reason = f"finds no {each} of the configuration in low precision"
         raise SettingError("--each", each, reason, "Give model.fp8=True", origin=COMMAND_LINE)
-    return replace(compared, parts=tuple(parts))
+    return replace(compared, parts=tuple(parts), alone=tuple(only))
 
 
 def _parts(values: Mapping[str, Any], each: str) -> list[str]:
@@ -98,6 +115,17 @@ def setting_of(parts: Sequence[str], values: Mapping[str, Any]) -> str:
     return f"{MODULES}=[{','.join(map(quoted, rules))}]"
 
 
+def _setting_of_one(part: str, values: Mapping[str, Any]) -> str:
+    """Return the setting that leaves one part in FP8 and takes everything else out of it."""
+    if part in GEMMS:
+        return setting_of([name for name in GEMMS if name != part], values)
+    recipe = settings_recipe(values)
+    named = (name for name in named_linears(values) if fnmatchcase(name, part))
+    kept = ((name, recipe.precision_of(name)) for name in named)
+    rules = [f"{name}:{own}" for name, own in kept if own != HIGH_PRECISION]
+    return f"{MODULES}=[{','.join(map(quoted, [*rules, f'*:{HIGH_PRECISION}']))}]"
+
+
 # ---- what the loss gains
 
 
@@ -113,6 +141,7 @@ class Gain:
             finish.
         flops: The share of all GEMM FLOPs that leaves low precision; None if it was not counted.
         setting: What keeps the part in high precision.
+        alone: The runs in which no other part is in FP8, over the baseline; None if there are none.
     """
 
     part: str
@@ -120,6 +149,7 @@ class Gain:
     gap: float
     flops: float | None
     setting: str
+    alone: Verdict | None = None
 
     @property
     def is_sure(self) -> bool:
@@ -136,10 +166,11 @@ class Gain:
         return {
             "part": self.part, "figures": figures, "gap_to_baseline": gap,
             "flops": self.flops, "setting": self.setting,
+            "alone": None if self.alone is None else asdict(self.alone),
         }  # fmt: skip
 
-    def cells(self) -> tuple[str, str, str, str, str]:
-        """Return the cells of its row under `COLUMNS`."""
+    def cells(self) -> tuple[str, str, str, str, str, str]:
+        """Return the cells of its row under `COLUMNS`; the last one may be left out."""
         gain = interval = ""
         if self.verdict is not None:
             mean, width = -100 * self.verdict.mean, self.verdict.half_width
@@ -148,7 +179,8 @@ class Gain:
                 interval = f"{mean - 100 * width:+.2f} to {mean + 100 * width:+.2f} %"
         gap = f"{100 * self.gap:+.2f} %" if math.isfinite(self.gap) else "did not finish"
         flops = "" if self.flops is None else f"{100 * self.flops:.1f} %"
-        return self.part, gain, interval, gap, flops
+        alone = "" if self.alone is None else with_interval(self.alone)
+        return self.part, gain, interval, gap, flops, alone
 
 
 def gains_of(compared: Comparison, runs: Mapping[Job, RunRecord], tolerance: float) -> list[Gain]:
@@ -169,6 +201,7 @@ def gains_of(compared: Comparison, runs: Mapping[Job, RunRecord], tolerance: flo
 
     (recipe,) = compared.others
     gains = []
+    only = {part.name: one for part, one in zip(compared.parts, compared.alone, strict=False)}
     for part in compared.parts:
         names = (recipe.name, part.name)
         beside, over = pairs(recipe, part), pairs(compared.base, part)
@@ -182,14 +215,23 @@ def gains_of(compared: Comparison, runs: Mapping[Job, RunRecord], tolerance: flo
                 gap=judge(over, tolerance, names).mean if finished else math.inf,
                 flops=statistics.fmean(left) if left else None,
                 setting=part.overrides[-1],
+                alone=judge(found, tolerance, names)
+                if part.name in only and (found := pairs(compared.base, only[part.name]))
+                else None,
             )
         )
     return sorted(gains, key=lambda gain: gain.gap if math.isfinite(gain.gap) else math.inf)
 
 
+def _num_columns(gains: Sequence[Gain]) -> int:
+    """Return how many of `COLUMNS` are shown: the last one only if parts were trained alone."""
+    return len(COLUMNS) - all(gain.alone is None for gain in gains)
+
+
 def gain_lines(gains: Sequence[Gain], recipe: Configuration) -> list[str]:
     """Return the ranking as lines, then what to set, or how many seeds would decide."""
-    rows = in_columns([COLUMNS, *(gain.cells() for gain in gains)])
+    size = _num_columns(gains)
+    rows = in_columns([COLUMNS[:size], *(gain.cells()[:size] for gain in gains)])
     return [*rows, *_advice(gains, recipe)]
 
 
@@ -226,16 +268,18 @@ def _advice(gains: Sequence[Gain], recipe: Configuration) -> list[str]:
 
 def gain_section(gains: Sequence[Gain], recipe: Configuration) -> str:
     """Return the ranking as a part of the page."""
+    size = _num_columns(gains)
     rows = (
         (cell(part), cell(gain, "number", each.verdict and -each.verdict.mean),
-         cell(interval, "number"), cell(gap, "number", each.gap), cell(flops, "number", each.flops))
+         cell(interval, "number"), cell(gap, "number", each.gap), cell(flops, "number", each.flops),
+         cell(alone, "number", each.alone and each.alone.mean))[:size]
         for each in gains
-        for part, gain, interval, gap, flops in [each.cells()]
+        for part, gain, interval, gap, flops, alone in [each.cells()]
     )  # fmt: skip
     lines = "".join(f"<li><code>{escape(line)}</code></li>" for line in _advice(gains, recipe))
     return (
         f"<h2>What the loss of {escape(recipe.name)} gains with a part in high precision</h2>"
-        f"{table(COLUMNS, rows, 'sortable')}<ul>{lines}</ul>"
+        f"{table(COLUMNS[:size], rows, 'sortable')}<ul>{lines}</ul>"
         "<p class=dim>Each interval is of one part alone: of twenty parts without an effect, one "
         "is expected outside of its 95 % interval.</p>"
     )

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -114,10 +114,7 @@ def print_results(results: Sequence[Result], directory: Path) -> int:
 def _table(results: Sequence[Result]) -> list[str]:
     """Return the table of the jobs, without columns of dashes, and below it the best job."""
     own, shared = _own_overrides(results)
-    losses = [
-        (loss, results[place].job)
-        for loss, place in ranked([partial(getattr, result) for result in results])
-    ]
+    losses = _losses(results)
     best = losses[0][1] if losses else None
 
     def column(title: str, name: str, form: Callable[[float], str]) -> list[str]:
@@ -137,14 +134,28 @@ def _table(results: Sequence[Result]) -> list[str]:
     lines = [f"all jobs have {' '.join(shared)}"] if shared else []
     lines += in_columns(list(zip(*columns, strict=True)))
     if best is not None:
-        lines.append(f"* best: job {best} ({own[best]})")
-        close = [job for loss, job in losses[1:] if loss <= losses[0][0] * (1 + TOLERANCE)]
-        if close:
-            lines.append(
-                f"  within {TOLERANCE:.1%} of it: job {', '.join(map(str, sorted(close)))}; "
-                "megafp8 compare, with several seeds, tells such a gap from chance"
-            )
+        lines.append(f"* {_best(losses, own)}")
     return lines
+
+
+def _best(losses: Sequence[tuple[float, int]], own: Mapping[int, str]) -> str:
+    """Return in a sentence which job is best, and which ones are as good, of sorted losses."""
+    (least, best), *others = losses
+    text = f"best: job {best} ({own[best]})"
+    close = [job for loss, job in others if loss <= least * (1 + TOLERANCE)]
+    if not close:
+        return text
+    jobs = f"job{'s' * (len(close) > 1)} {', '.join(map(str, sorted(close)))}"
+    return (
+        f"{text}, nearly equal (within {TOLERANCE:.1%}): {jobs}; megafp8 compare, with several "
+        "seeds, tells such a gap from chance"
+    )
+
+
+def _losses(results: Sequence[Result]) -> list[tuple[float, int]]:
+    """Return the losses of the jobs with the jobs' numbers, the least first."""
+    figures = [partial(getattr, result) for result in results]
+    return [(loss, results[place].job) for loss, place in ranked(figures)]
 
 
 def _own_overrides(results: Sequence[Result]) -> tuple[dict[int, str], list[str]]:
@@ -222,9 +233,10 @@ def sweep_page(
     """
     own, _ = _own_overrides(results)
     runs: list[RunRecord] = []
-    labels, notes = [], []
+    labels, notes, outcomes = [], [], {}
     for result in results:
         label = f"{result.job}: {_SECTIONS.sub('', own[result.job])}"
+        outcomes[label] = result.outcome
         run = _run_of(result, directory, were_continued) if result.began else None
         if run is not None:
             runs.append(run)
@@ -234,9 +246,12 @@ def sweep_page(
             notes.append((label, "\n".join([result.problem, *tail])))
     if not runs:
         return None
-    lead = [f"{len(results)} jobs in {directory}"]
+    losses = _losses(results)
+    lead = [f"{len(results)} jobs in {directory}", *([_best(losses, own)] if losses else [])]
     title = f"sweep {directory.name}"
-    return runs_page(title, runs, problems=problems, labels=labels, lead=lead, notes=notes)
+    return runs_page(
+        title, runs, problems=problems, labels=labels, lead=lead, notes=notes, outcomes=outcomes
+    )
 
 
 def _run_of(result: Result, directory: Path, was_continued: bool) -> RunRecord | None:

@@ -30,7 +30,6 @@ from megafp8.observe.units import (
     format_duration,
     format_number,
     format_percent,
-    format_tflops,
     in_columns,
     plural,
 )
@@ -80,6 +79,7 @@ class StepReport:
     hfu_full: float
     memory_bytes: int | None  # peak of the printing rank, if it is known
     data_wait_fraction: float  # of the step's time, 0 to 1
+    shows_utilization: bool = True  # a CPU's peak is measured and varies, so that it says little
     health: str | None = None  # the FP8 health of the last logged step, in a few words
     curve: tuple[float, ...] = ()  # the training loss from the first step on, in means of steps
     added: Mapping[str, float] = field(default_factory=dict)  # what layers add to the loss
@@ -220,17 +220,15 @@ def quality_of(report: StepReport) -> list[str]:
         f"lr {report.lr:.1e}",
         *(f"{name} {format_number(value, 3)}" for name, value in report.added.items()),
         *([] if report.experts is None else [report.experts.text()]),
+        *([] if report.health is None else [report.health]),
     ]
 
 
 def cost_of(report: StepReport) -> list[str]:
-    """Return what a step takes, in parts of a line."""
-    parts = [
-        f"{report.step_seconds:.3g} s/step",
-        f"{format_count(report.tokens_per_second):>5} tok/s",
-        format_tflops(report.tflops_causal),
-        _utilization(report),
-    ]
+    """Return what a step takes, in parts of a line; metrics.jsonl has the speed in other units."""
+    parts = [f"{format_count(report.tokens_per_second):>5} tok/s"]
+    if report.shows_utilization:
+        parts.append(_utilization(report))
     if report.memory_bytes is not None:
         parts.append(f"mem {format_bytes(report.memory_bytes)}")
     if report.data_wait_fraction >= LEAST_DATA_WAIT:

@@ -232,7 +232,7 @@ class LiveConsole(Console):
                 step, loss = self._val_loss
                 quality.append(f"val loss {format_number(loss)} at {step}")
             quality += quality_of(report)
-            cost = cost_of(report) if report.health is None else [*cost_of(report), report.health]
+            cost = cost_of(report)
             if self._rich.width >= WIDE:
                 yield " | ".join(quality), "green"
             else:

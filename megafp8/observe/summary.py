@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -169,12 +170,26 @@ class RunSummary:
             ("curves", self.tensorboard_dir and f"tensorboard --logdir {self.tensorboard_dir}"),
             ("Weights & Biases", self.wandb),
             ("beware", self.trackers_failed),
+            *self._next_commands(),
             ("continue with", self.continue_command),
             ("beware", self.continue_note),
         ):
             if where:
                 rows.append((what, where))
         return rows
+
+    def _next_commands(self) -> list[tuple[str, str]]:
+        """Return what may be done with a finished run: let it write, and ask whether FP8 cost."""
+        if self.status != "finished" or self.checkpoint is None or self.continue_command is None:
+            return []
+        run = shlex.quote(self.log_dir)
+        commands = [("let it write", f"megafp8 generate {run}")]
+        changed = self.extra.get("non_default")
+        has_code = isinstance(changed, list) and any(".py:" in str(row) for row in changed)
+        if self.extra.get("fp8_share_of_gemm_flops") and "finetune" not in self.continue_command:
+            text = f"megafp8 compare --config-dir {run} --config-name config --seeds 1 2 3"
+            commands.append(("without FP8", text + " --trust-recipe" * has_code))
+        return commands
 
     def _mean_of(self) -> str:
         steps = self.train_loss_steps or 1

@@ -89,8 +89,13 @@ def points(lines: Sequence[Line], curve: Curve, most: int) -> tuple[list[int], l
     return steps, values
 
 
-def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the plots of one or several runs, for the page's script; empty ones are left out."""
+def charts(
+    runs: Sequence[RunRecord], labels: Sequence[str], groups: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Return the plots of one or several runs, for the page's script; empty ones are left out.
+
+    Runs of the same group, as the seeds of a configuration, become one curve: mean and range.
+    """
     one = len(runs) == 1
     wanted = [c for c in CURVES if one or c.key in SHARED_BY_RUNS]
     most = max(50, MOST_NUMBERS // (2 * len(runs) * (len(wanted) + 1)))
@@ -111,6 +116,8 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, A
         is_dull = curve.key == "data_wait_fraction" and all(
             (value or 0.0) < 1.0 for each in series for value in each["y"]
         )
+        if groups is not None:
+            series = _grouped(series, groups)
         if series and not is_dull:
             is_dashed = not one and any(each["points"] for each in series)
             title = curve.title + (" (dashed, dots: validation)" if is_dashed else "")
@@ -118,6 +125,32 @@ def charts(runs: Sequence[RunRecord], labels: Sequence[str]) -> list[dict[str, A
             if one and curve.key == "loss" and (phases := phases_of(runs[0])):
                 plots[-1]["phases"] = phases
     return plots
+
+
+def _grouped(series: Sequence[dict[str, Any]], groups: Sequence[str]) -> list[dict[str, Any]]:
+    """Return one curve for the runs of each group, at the steps that all of them have.
+
+    The color of a given series is the place of its run among `groups`.
+    """
+    members: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for each in series:
+        members.setdefault((groups[each["color"]], each["points"]), []).append(each)
+    order = list(dict.fromkeys(groups))
+    curves = []
+    for (group, is_validation), runs in members.items():
+        of_step = [
+            {x: y for x, y in zip(each["x"], each["y"], strict=True) if y is not None}
+            for each in runs
+        ]
+        steps = [step for step in of_step[0] if all(step in values for values in of_step)]
+        rows = [[values[step] for values in of_step] for step in steps]
+        label = f"{group}, validation" if is_validation else group
+        mean = [number(sum(row) / len(row)) for row in rows]
+        curve = _series(label, steps, mean, order.index(group), is_validation)
+        if len(runs) > 1:
+            curve |= {"low": [min(row) for row in rows], "high": [max(row) for row in rows]}
+        curves.append(curve)
+    return curves
 
 
 def phases_of(run: RunRecord) -> list[dict[str, Any]]:

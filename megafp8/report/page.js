@@ -17,7 +17,9 @@
   function draw(box, chart, isLog) {
     box.querySelector(".plot").replaceChildren();
     const colors = palette();
-    const tables = chart.series.map((s) => [s.x, s.y]);
+    const ranged = chart.series.filter((s) => s.low);  // of several seeds: a band from least to most
+    const tables = chart.series.map((s) => [s.x, s.y])
+      .concat(ranged.flatMap((s) => [[s.x, s.low], [s.x, s.high]]));
     const joined = uPlot.join(tables);
     const several = chart.series.filter((s) => !s.points).length > 1;
     const many = chart.series.filter((s) => !s.points).length > 24;
@@ -27,7 +29,10 @@
       spanGaps: true,
       points: { show: s.points || s.x.length < 2, size: 6 },
       value: (u, v) => short(v),
-    })));
+    }))).concat(ranged.flatMap(() => [0, 1].map(() => ({ label: "", width: 0, spanGaps: true, points: { show: false } }))));
+    const first = chart.series.length + 1;  // series of a band
+    const ranges = ranged.map((s, i) => ({ series: [first + 2 * i + 1, first + 2 * i],
+      fill: `${colors[s.color % colors.length]}2e` }));
     const axis = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 },
       ticks: { stroke: style("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
     // The phases of a run's precision are bands under the curve.
@@ -44,12 +49,13 @@
     const plot = new uPlot({
       width: Math.max(200, box.clientWidth), height: box.classList.contains("wide") ? 320 : 220,
       scales: { x: { time: false }, y: isLog && positive ? { distr: 3 } : {} },
-      axes: [{ ...axis, incrs: wholeSteps }, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
-      series, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
+      axes: [{ ...axis, incrs: wholeSteps, size: 34, label: "step", labelSize: 16, labelFont: axis.font }, { ...axis, size: 62, values: (u, vals) => vals.map((v) => v == null ? "" : short(v)) }],
+      series, bands: ranges, legend: { show: !many }, cursor: { drag: { x: true, y: false } },
       hooks: { drawClear: [bands] },
     }, joined, box.querySelector(".plot"));
     // The legend shows the dash of a curve as well as its color.
-    [...plot.root.querySelectorAll(".u-marker")].slice(1).forEach((marker, i) => {
+    [...plot.root.querySelectorAll(".u-series")].slice(first).forEach((row) => { row.style.display = "none"; });
+    [...plot.root.querySelectorAll(".u-marker")].slice(1, first).forEach((marker, i) => {
       const { dash = [24], stroke } = series[i + 1];
       let end = 0;
       const stops = dash.map((length, k) =>
@@ -73,7 +79,7 @@
     let isLog = chart.log;
     const button = box.querySelector("button");
     const entry = { box, plot: null, again: () => { entry.plot = draw(box, chart, isLog); } };
-    const name = () => { button.textContent = isLog ? "linear axis" : "logarithmic axis"; };
+    const name = () => { button.textContent = `to ${isLog ? "linear" : "log"} axis`; };
     button.addEventListener("click", () => { isLog = !isLog; name(); entry.again(); });
     name();
     entry.again();

@@ -84,8 +84,10 @@ def runs_page(
     runs: Sequence[RunRecord],
     *,
     labels: Sequence[str] | None = None,
+    groups: Sequence[str] | None = None,
     lead: Sequence[str] = (),
     notes: Sequence[tuple[str, str]] = (),
+    outcomes: Mapping[str, str] | None = None,
     more: str = "",
     more_charts: Sequence[Mapping[str, Any]] = (),
     problems: Sequence[str] = (),
@@ -97,15 +99,17 @@ def runs_page(
         title: The page's title.
         runs: The runs.
         labels: Their names on the page; None takes the names of their directories.
+        groups: For each run the name of its curve, if several runs have one curve together.
         lead: Lines under the title.
         notes: Failures: the name of a run and what it said.
+        outcomes: How those of `notes` ended that left no run, in a word.
         more: HTML that follows the title, such as a verdict.
         more_charts: Plots before those of the runs.
         problems: What could not be read besides what the runs themselves say.
         details: HTML that follows the plots.
     """
     names = list(labels) if labels is not None else _names(runs)
-    plots = [*(dict(chart) for chart in more_charts), *charts(runs, names)] if runs else []
+    plots = [*(dict(chart) for chart in more_charts), *charts(runs, names, groups)] if runs else []
     if (best := _best(runs)) is not None and not more_charts:
         plots[1:1] = differences(runs, names, best)
     read = [(name, run.problems) for name, run in zip(names, runs, strict=True)]
@@ -114,7 +118,7 @@ def runs_page(
         *(f"<p class=lead>{escape(line)}</p>" for line in lead),
         more,
         _problems([(None, tuple(problems)), *read]),
-        _table(runs, names, notes, is_judged=bool(more)),
+        _table(runs, names, notes, outcomes or {}, is_judged=bool(more)),
         _failures(runs, names, notes),
         _charts(plots),
         details,
@@ -405,6 +409,7 @@ def _table(
     runs: Sequence[RunRecord],
     names: Sequence[str],
     notes: Sequence[tuple[str, str]],
+    outcomes_without: Mapping[str, str],
     *,
     is_judged: bool,
 ) -> str:
@@ -438,7 +443,8 @@ def _table(
         values = (differ[key][index] for key in columns)
         rows.append([*cells, *(cell(_text(value), "", value) for value in values)])
     for name in (name for name, _ in notes if name not in names):
-        cells = [cell("no run", "refused") if key == "status" else cell() for _, key in outcomes]
+        word = cell(outcomes_without.get(name, "no run"), "refused")
+        cells = [word if key == "status" else cell() for _, key in outcomes]
         rows.append([label(name), *cells, *(cell() for _ in columns)])
     more = ""
     if len(differ) > len(columns):

@@ -120,9 +120,9 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
             f"; {names[0]} was not compared with the frequencies of the tokens alone: validate at "
             "the end"
         )
-    sure = _how_sure(list(gaps.values()), half_width, tolerance)
+    sure = _how_sure(list(gaps.values()), mean, half_width, tolerance)
     sentence = (
-        f"{word}: the {measured} of {names[1]} {_in_words(mean)} that of {names[0]}; {sure} "
+        f"{word}: the {measured} of {names[1]} {_in_words(mean)} that of {names[0]}{sure} "
         f"(tolerance {100 * tolerance:g} %){note}"
     )
     return Verdict(
@@ -149,21 +149,32 @@ def _in_words(gap: float) -> str:
     return f"is {100 * abs(gap):.2f} % {'higher' if gap > 0 else 'lower'} than"
 
 
+def with_interval(verdict: Verdict) -> str:
+    """Return the mean gap in percent, and its 95 % interval if there are several seeds."""
+    mean, width = 100 * verdict.mean, verdict.half_width
+    if width is None:
+        return f"{mean:+.2f} %"
+    return f"{mean:+.2f} % ({mean - 100 * width:+.2f} to {mean + 100 * width:+.2f})"
+
+
 def _half_width(deviation: float, seeds: int) -> float:
     """Return half of the 95 % interval of the mean of as many gaps, two or more."""
     return STUDENT[min(seeds - 1, len(STUDENT)) - 1] * deviation / math.sqrt(seeds)
 
 
-def _how_sure(gaps: Sequence[float], half_width: float | None, tolerance: float) -> str:
-    """Return the interval in words, and how many seeds would show a gap of the tolerance."""
+def _how_sure(
+    gaps: Sequence[float], mean: float, half_width: float | None, tolerance: float
+) -> str:
+    """Return the interval in words, and how many seeds would decide a gap of the tolerance."""
     if half_width is None:
-        return "one seed; more seeds would say how sure this is"
-    text = f"with {len(gaps)} seeds the 95 % interval is ± {100 * half_width:.2f} %"
+        return "; one seed: more seeds would say how sure this is"
+    low, high = 100 * (mean - half_width), 100 * (mean + half_width)
+    text = f", between {low:+.2f} and {high:+.2f} % (95 %, {len(gaps)} seeds)"
     if not tolerance < half_width < math.inf:
         return text
     enough = seeds_to_show(gaps, tolerance)
     number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
-    return f"{text}, and {number} seeds would show a gap of {100 * tolerance:g} %"
+    return f"{text}; {number} seeds would decide {100 * tolerance:g} %"
 
 
 def seeds_to_show(gaps: Sequence[float], size: float) -> int | None:

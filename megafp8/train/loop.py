@@ -250,6 +250,7 @@ def report_of(
         hfu_full=used.hfu_full,
         memory_bytes=run.memory.bytes(),
         data_wait_fraction=waited / seconds,
+        shows_utilization=state.mesh.device.type != "cpu",
         health=run.health.word,
         curve=run.curve.points,
         added=result.added,

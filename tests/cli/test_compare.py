@@ -17,6 +17,7 @@ import pytest
 
 from megafp8.cli import compare, plan
 from megafp8.cli.help import keys_of_group
+from megafp8.config.errors import SettingError
 from megafp8.errors import RunError
 from megafp8.jobs import processes
 from megafp8.jobs.comparison import Outcome, costs_of, worst
@@ -141,7 +142,7 @@ def test_the_command_reports_and_says_the_verdict_last(
     assert compare.main(argv) == 0
     said = capsys.readouterr().out
     assert said.splitlines()[-1].startswith(
-        "verdict: same: the validation loss of FP8 delayed is within 0.01 % of that of BF16; with "
+        "verdict: same: the validation loss of FP8 delayed is within 0.01 % of that of BF16, betw"
     )
     assert "differs: model.fp8: False and True" in said
     assert [(job.label, job.seed) for job in made[:3]] == [
@@ -473,6 +474,7 @@ def test_several_recipes_have_one_baseline_and_one_table(
     assert "training loss over BF16, mean of the seeds, %" in page
     assert "3 configurations against BF16" in page
     assert page.index("<h2>Curves") < page.index("<h2>FP8 delayed"), "details follow the plots"
+    assert page.index("class='verdict worse'") < page.index("<h2>Curves"), "verdicts come first"
 
 
 def test_the_word_on_several_is_the_worst() -> None:
@@ -660,6 +662,19 @@ def test_the_hint_names_a_recipe_with_other_traits(
     assert f"such as --base model.fp8_recipe={other}" in capsys.readouterr().err
 
 
+def test_presets_of_ones_own_stand_for_settings_that_exclude_each_other(
+    made: list[Job], tmp_path: Path
+) -> None:
+    (tmp_path / "mine" / "precision").mkdir(parents=True)
+    (tmp_path / "mine" / "precision" / "delayed_margin2.yaml").write_text(
+        "# @package _global_\nmodel: {fp8: true, fp8_recipe: delayed, fp8_margin: 2}\n"
+    )
+    spec = run_spec("precision=delayed_margin2", config_dir=tmp_path / "mine")
+    assert spec.precision.fp8 is not None and spec.precision.fp8.margin == 2
+    with pytest.raises(SettingError, match="fp8_margin"):
+        run_spec("model.fp8=True", "model.fp8_recipe=tensorwise", "model.fp8_margin=2")
+
+
 # ---- one part at a time in high precision
 
 TWO_LAYERS = [FP8, "model.num_layers=2"]
@@ -678,6 +693,39 @@ def test_each_layer_stays_in_high_precision_once(made: list[Job]) -> None:
         for name in linear_names(range(2)):
             kept = given.precision_of(name) if not name.startswith(high) else "high_precision"
             assert recipe.precision_of(name) == kept, name
+
+
+def test_each_part_is_the_only_one_in_fp8(
+    made: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = "model.fp8_modules=['*.fc2:rowwise','layers.0.mlp.fc1:high_precision']"
+    argv = [*TWO_LAYERS, rules, "--each-layer", "--alone", "--seeds", "1", "2", "--out", "out"]
+    assert compare.main(argv) == 0
+    given, *only = (run_spec(*job.overrides).precision.fp8 for job in made if job.seed == 1
+                    and (job.label == "given" or job.label.startswith("only-")))  # fmt: skip
+    assert given is not None and len(only) == 2
+    for recipe, kept in zip(only, ("layers.0.", "layers.1."), strict=True):
+        assert recipe is not None
+        for name in linear_names(range(2)):
+            own = given.precision_of(name) if name.startswith(kept) else "high_precision"
+            assert recipe.precision_of(name) == own, name
+    set_losses({"baseline": [2.0, 2.0], "only-layers.1": [2.02, 2.04]})
+    compare.main(argv)
+    row = next(
+        line for line in capsys.readouterr().out.splitlines()[::-1] if "layers.1.*  " in line
+    )
+    assert row.split("  ")[-1].startswith("+1.50 % (")
+    parts = json.loads(Path("out/compare.json").read_text())["parts"]
+    alone = {part["part"]: part["alone"]["mean"] for part in parts}
+    assert alone["layers.1.*"] == pytest.approx(0.015)
+    assert "gap with it alone in FP8" in Path("out/report.html").read_text()
+    products = [*TWO_LAYERS, "--each", "product", "--alone", "--out", "products"]
+    made.clear()
+    compare.main(products)
+    found = (run_spec(*job.overrides).precision.fp8 for job in made if "only" in job.label)
+    assert [recipe and recipe.high_precision_gemms for recipe in found] == [
+        set(GEMMS) - {name} for name in GEMMS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -784,7 +832,9 @@ def test_parts_are_ranked_where_the_recipe_alone_does_not_finish(
 def test_what_each_refuses(made: list[Job], capsys: pytest.CaptureFixture[str]) -> None:
     several = ["model.fp8=True", "model.fp8_margin=0,1", "--each-layer"]
     none = ["model.optim.lr=1e-4", "--base", "model.optim.lr=1e-3", "--each", "layer"]
-    for argv, words in ((several, "there are several"), (none, "Give model.fp8=True")):
+    alone = ["model.fp8=True", "--alone"]
+    for argv, words in ((several, "there are several"), (none, "Give model.fp8=True"),
+                        (alone, "no effect without --each")):  # fmt: skip
         assert compare.main(argv) == 2 and not made
         assert words in capsys.readouterr().err
 

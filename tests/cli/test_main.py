@@ -250,7 +250,7 @@ def test_a_refused_job_does_not_show_the_run_of_another_one(shell: Shell, tmp_pa
     rows = [row for row in page.split("<tr") if "<td class=" in row]
     (failed,) = (row for row in rows if "<td class=failed>" in row)
     assert failed.replace("<wbr>", "").partition("<td>")[2].startswith("2: num_layers=97")
-    assert sum("<td class=refused>no run" in row for row in rows) == 2
+    assert sum("<td class=refused>refused" in row for row in rows) == 2
     assert "a run of other settings" in page and "no disk" in page
 
 

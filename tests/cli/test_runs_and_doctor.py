@@ -301,6 +301,13 @@ def test_a_run_past_the_steps_of_a_command_is_told_so_and_can_continue() -> None
     for step, longer in ((6, 12), (2, 4)):
         text = continue_command(spec, Path("runs/a"), command, True, step)
         assert text == f"python pretrain_gpt.py exp_manager.name=a trainer.max_steps={longer}"
+    many = [f"model.data.dataloader_{n}={n}" for n in range(9)]
+    text = continue_command(spec, Path("runs/a b"), ["megafp8", "pretrain", *many], True, 2)
+    own = "--config-dir 'runs/a b' --config-name config"
+    assert text == f"megafp8 pretrain {own} trainer.max_steps=4"
+    code = [*many, "model.fp8_recipe=lab.py:Mine"]  # which a file may not name
+    text = continue_command(spec, Path("runs/a"), ["megafp8", "pretrain", *code], True, 2)
+    assert text is not None and text.endswith("exp_manager.name=a trainer.max_steps=4")
 
 
 def test_an_ordinary_path_needs_no_quotes() -> None:
@@ -438,5 +445,9 @@ def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     others = [result(3, "2e-2", 2.25 * 1.004), result(4, "3e-2", 2.25 * 1.006)]
     print_results([*results, *others], tmp_path)
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("  within 0.5% of it: job 3; megafp8 comp")]
+    (best,) = (line for line in lines if line.startswith("* best: job "))
+    assert ", nearly equal (within 0.5%): job 3; megafp8 compare" in best
+    page = (tmp_path / "report.html").read_text()
+    assert f"<p class=lead>{best.removeprefix('* ')}</p>" in page
+    assert "<td class=refused>refused" in page
     assert os.path.getsize(tmp_path / "sweep.json") > 100

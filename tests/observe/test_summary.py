@@ -63,6 +63,18 @@ def test_rows_say_what_was_reached_and_where_it_is() -> None:
     )
     assert rows["continue with"].startswith("python pretrain_gpt.py")
     assert rows["curves"] == "tensorboard --logdir /runs/x"
+    assert rows["let it write"] == "megafp8 generate /runs/x" and "without FP8" not in rows
+
+
+def test_a_run_in_fp8_names_the_command_that_compares_it() -> None:
+    done = dataclasses.replace(full_summary(), extra={"fp8_share_of_gemm_flops": 0.7})
+    command = "megafp8 compare --config-dir /runs/x --config-name config --seeds 1 2 3"
+    assert dict(done.rows())["without FP8"] == command
+    own = {"non_default": [{"key": "model.fp8_recipe", "value": "lab.py:Mine"}]}
+    done = dataclasses.replace(done, extra={**done.extra, **own})
+    assert dict(done.rows())["without FP8"] == f"{command} --trust-recipe"
+    for other in ({"checkpoint": None}, {"status": "stopped"}):
+        assert "let it write" not in dict(dataclasses.replace(done, **other).rows())
 
 
 @pytest.mark.parametrize(

@@ -386,3 +386,29 @@ def test_a_page_with_a_verdict_marks_no_best_run(tmp_path: Path) -> None:
     runs = [read_run(make_run(tmp_path / name)) for name in "ab"]
     assert "class='number best'" in runs_page("sweep", runs)
     assert "class='number best'" not in runs_page("compare", runs, more="<p>same</p>")
+
+
+def test_seeds_of_a_configuration_are_one_curve_with_a_range(tmp_path: Path) -> None:
+    runs = [read_run(make_run(tmp_path / str(seed))) for seed in range(3)]
+    for run, more in zip(runs, (0.0, 0.5, 2.0), strict=True):
+        for line in run.metrics:
+            line["loss"] += more
+    labels = ["BF16, seed 1", "FP8, seed 1", "FP8, seed 2"]
+    page = runs_page("a comparison", runs, labels=labels, groups=["BF16", "FP8", "FP8"])
+    (loss, *_) = (c for c in data_of(page)["charts"] if c["title"].startswith("loss,"))
+    base, validated, fp8, of_fp8 = loss["series"]
+    assert [each["label"] for each in loss["series"]] == [
+        "BF16", "BF16, validation", "FP8", "FP8, validation",
+    ]  # fmt: skip
+    assert [each["color"] for each in (base, validated, fp8, of_fp8)] == [0, 0, 1, 1]
+    assert "low" not in base and base["y"][-1] == pytest.approx(loss_at(100), rel=1e-4)
+    ends = [fp8[key][-1] - loss_at(100) for key in ("low", "y", "high")]
+    assert ends == pytest.approx([0.5, 1.25, 2.0], rel=1e-3)
+    if CHROMIUM is None:
+        return
+    dom, said = dom_of(page, tmp_path)
+    assert not said
+    legend = re.search(r"loss, nats per token.*?<table class=\"u-legend.*?</table>", dom, re.DOTALL)
+    assert legend is not None
+    shown = [row for row in legend[0].split("<tr ")[1:] if "display: none" not in row.split(">")[0]]
+    assert [re.findall('u-label">([^<]*)', row) for row in shown] == [["step"], ["BF16"], ["FP8"]]

@@ -80,18 +80,18 @@ def test_the_word_follows_from_the_interval_of_the_gap(gaps: list[float], word: 
     [
         (
             [-0.004, -0.006],
-            "is 0.50 % lower than that of BF16; with 2 seeds the 95 % interval is ± 1.27",
+            "is 0.50 % lower than that of BF16, between -1.77 and +0.77 % (95 %, 2 seeds)",
         ),
-        ([0.001, 0.009, 0.004], "is 0.47 % higher than that of BF16; with 3 seeds"),
-        ([0.0, 0.00001], "is within 0.01 % of that of BF16; with 2 seeds"),
+        ([0.001, 0.009, 0.004], "is 0.47 % higher than that of BF16, between -0.54 and +1.47 %"),
+        ([0.0, 0.00001], "is within 0.01 % of that of BF16, between -0.01 and +0.01 %"),
         ([math.nan], "is not finite, beside that of BF16; one seed"),
-        ([-0.3, 0.3], "and more than 200 seeds would show a gap of 0.5 %"),
+        ([-0.3, 0.3], "; more than 200 seeds would decide 0.5 %"),
     ],
 )
 def test_the_verdict_says_how_many_seeds_would_decide(gaps: list[float], said: str) -> None:
     sentence = judge(pairs(gaps), 0.005, NAMES).sentence
     assert said in sentence
-    advised = re.search(r"about (\d+) seeds would show a gap of 0.5 %", sentence)
+    advised = re.search(r"about (\d+) seeds would decide 0.5 %", sentence)
     assert bool(advised) == (said.startswith(("is 0.50", "is 0.47")))
     if advised is not None:
         wide = lambda n: STUDENT[min(n - 1, 10) - 1] * statistics.stdev(gaps) / math.sqrt(n)  # noqa: E731

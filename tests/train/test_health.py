@@ -198,7 +198,8 @@ def test_full_health_at_few_steps(tmp_path: Path) -> None:
         assert len(full_steps(last, every)) <= last / 100
 
     found: dict[HealthMode, tuple[list[float], list[str]]] = {}
-    for mode in ("off", "auto"):
+    modes: tuple[HealthMode, ...] = ("off", "auto")
+    for mode in modes:
         state = build_run(compute="bf16", fp8=Fp8Recipe(amax_history_len=4))
         spec = state.backend.spec
         state.backend.spec = replace(spec, train=replace(spec.train, max_steps=100))

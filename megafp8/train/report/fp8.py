@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -282,7 +282,7 @@ class HealthLog:
 
         Until the losses of tensors are measured again, the last ones count.
         """
-        warned = () if self._last is None else self._last.beyond
+        warned: Mapping[str, str] = {} if self._last is None else self._last.beyond
         new = [name for name in record.beyond if name not in warned]
         for name in new[:MOST_WARNINGS]:
             label = self._label_of(name)

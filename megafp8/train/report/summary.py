@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import shlex
@@ -37,6 +38,7 @@ from megafp8.train.validate import validate, validated_tokens
 PROMPT_TOKENS = 8  # the beginning of a validation document that a sample continues
 SAMPLE_TOKENS = 64
 SPARKLINE = 40  # bars
+LONG_COMMAND = 160  # characters
 SPEED = (
     "tokens_per_second", "tflops_causal", "tflops_full",
     "mfu_causal", "mfu_full", "hfu_causal", "hfu_full",
@@ -208,7 +210,8 @@ def continue_command(
     """Return the command that continues a run.
 
     It is the same command for a run that was stopped. A finished run needs more steps than `step`,
-    the one that it has reached, and its name if the command does not give one.
+    the one that it has reached, and its name if the command does not give one; a long command is
+    replaced by one that reads the run's own configuration.
     """
     if not finished:
         return shlex.join(command)
@@ -221,8 +224,14 @@ def continue_command(
     epochs = with_defaults(spec.resolved).get("trainer.max_epochs")
     if epochs is not None and f"trainer.max_epochs={epochs}" not in command:  # a file has them
         arguments.append("trainer.max_epochs=null")
-    arguments.append(f"trainer.max_steps={2 * max(spec.train.max_steps, step)}")
-    return shlex.join(arguments)
+    longer = f"trainer.max_steps={2 * max(spec.train.max_steps, step)}"
+    text = shlex.join([*arguments, longer])
+    if len(text) <= LONG_COMMAND or any(".py:" in word for word in command):
+        return text  # a file's recipe is code, which a configuration may not choose by itself
+    program = itertools.takewhile(lambda word: "=" not in word and word[0] != "-", command)
+    settings = ("--config-dir", str(path), "--config-name", "config")
+    more = [word for word in arguments if word == "trainer.max_epochs=null"]
+    return shlex.join([*program, *settings, *more, longer])
 
 
 def note_to_continue(spec: RunSpec, step: int) -> str | None:
