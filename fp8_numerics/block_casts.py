@@ -8,8 +8,6 @@ transposes it. The bits are those of `mxfp8.py`, `nvfp4.py` and `scales.py`.
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from fp8_numerics.formats import Fp8Format
@@ -57,7 +55,7 @@ def current(
     scale = x_MN.new_empty(-(-rows // down), -(-cols // right), dtype=torch.float32)
     lib.megafp8_current(
         *_matrix(x_MN),
-        *(ctypes.c_size_t(size) for size in block),
+        *block,
         *(int(choice) for choice in (not fmt.is_e4m3, power_2, torchao)),
         *(_at(t) for t in (payload, scale)),
         torch.get_num_threads(),
@@ -66,25 +64,26 @@ def current(
 
 
 def nvfp4(
-    x_MN: torch.Tensor, block: Block, encoding: torch.Tensor, byte: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return numbers of E2M1 [M, N], kept in E4M3, and a scale for each block.
+    x_MN: torch.Tensor, block: Block, amax: torch.Tensor, byte: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return numbers of E2M1 [M, N], kept in E4M3, a scale for each block, and `nvfp4.outer_of`.
 
-    `block` is 1 x 16, 16 x 1 or 16 x 16, and divides the sizes. `encoding` (0-d FP32) is the factor
-    of the tensor's amax, and `byte` [M, N] asks for random rounding.
+    `block` is 1 x 16, 16 x 1 or 16 x 16, and divides the sizes. `amax` (0-d FP32) is the tensor's,
+    and `byte` [M, N] asks for random rounding.
     """
     x_MN, lib = x_MN.contiguous(), library_for(x_MN)
     assert lib is not None and (byte is None or byte.is_contiguous())
     rows, cols = x_MN.shape
     payload = x_MN.new_empty(rows, cols, dtype=torch.float8_e4m3fn)
     scale = x_MN.new_empty(rows // block[0], cols // block[1], dtype=torch.float32)
+    outer = torch.empty_like(amax)
     lib.megafp8_nvfp4(
         *_matrix(x_MN),
-        *(ctypes.c_size_t(size) for size in block),
-        *(_at(t) for t in (encoding, byte, payload, scale)),
+        *block,
+        *(_at(t) for t in (amax, byte, payload, scale, outer)),
         torch.get_num_threads(),
     )
-    return payload, scale
+    return payload, scale, outer
 
 
 def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
@@ -110,9 +109,9 @@ def block_values(
     out = torch.empty_like(payload_MN, dtype=dtype)
     lib.megafp8_block_values(
         _at(payload_MN),
-        *(ctypes.c_size_t(size) for size in payload_MN.shape),
+        *payload_MN.shape,
         _at(scale),
-        *(ctypes.c_size_t(size) for size in block),
+        *block,
         _at(out),
         _KINDS[dtype],
         torch.get_num_threads(),
@@ -122,9 +121,8 @@ def block_values(
 
 def _matrix(x_MN: torch.Tensor) -> tuple[object, ...]:
     """Return a contiguous matrix as the kernels take it: address, rows, columns, kind."""
-    rows, cols = (ctypes.c_size_t(size) for size in x_MN.shape)
-    return _at(x_MN), rows, cols, _KINDS[x_MN.dtype]
+    return x_MN.data_ptr(), *x_MN.shape, _KINDS[x_MN.dtype]
 
 
-def _at(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _at(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

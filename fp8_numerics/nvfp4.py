@@ -10,6 +10,7 @@ infinite, so that it cannot be lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
@@ -20,6 +21,12 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The signs of Transformer Engine's rotation, the same in every layer."""
 SIGN_BITS = sum(1 << place for place, sign in enumerate(SIGNS) if sign < 0)
 """The same as bits: a bit is set where the sign is negative."""
+
+
+@cache
+def signs() -> torch.Tensor:
+    """Return `SIGNS` in FP32, [16], on the CPU."""
+    return torch.tensor(SIGNS, dtype=torch.float32, device="cpu")
 
 
 def quantize_blocks(

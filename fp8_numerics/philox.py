@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -64,18 +65,18 @@ def random_bytes(key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor
 
 def _in_c(lib: Any, key: Key, rows: Rows, columns: Sequence[range]) -> torch.Tensor:
     samples, positions = rows.samples.contiguous(), rows.positions.contiguous()
-    ranges = torch.tensor([(each.start, each.stop) for each in columns], dtype=torch.int64)
+    ranges = (ctypes.c_int64 * (2 * len(columns)))(*chain(*((r.start, r.stop) for r in columns)))
     num_columns = sum(map(len, columns))
     out = samples.new_empty(len(samples), num_columns, dtype=torch.uint8)
     lib.megafp8_draw(
-        ctypes.c_void_p(samples.data_ptr()),
-        ctypes.c_void_p(positions.data_ptr()),
-        ctypes.c_size_t(len(samples)),
-        ctypes.c_void_p(ranges.data_ptr()),
-        ctypes.c_size_t(len(columns)),
-        ctypes.c_size_t(num_columns),
+        samples.data_ptr(),
+        positions.data_ptr(),
+        len(samples),
+        ranges,
+        len(columns),
+        num_columns,
         (ctypes.c_uint32 * 2)(*key),
-        ctypes.c_void_p(out.data_ptr()),
+        out.data_ptr(),
         torch.get_num_threads(),
     )
     return out

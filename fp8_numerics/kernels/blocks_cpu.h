@@ -258,6 +258,13 @@ INLINE uint8_t fp4_code(float y, int is_random, uint8_t byte) {
     return (uint8_t)(is_nan ? 0x4cu : code | sign >> 24);
 }
 
+/* The factor that brings a tensor's amax to the largest number times the largest scale. */
+INLINE float fp4_encoding(float amax) {
+    float factor = 2688.0f / amax;
+    factor = factor < 0x1.fffffep127f ? factor : 0x1.fffffep127f;
+    return amax == 0.0f || factor == 0.0f ? 1.0f : factor;
+}
+
 /* NVFP4 of x [rows, cols] with a scale for each `down` x `right` elements, which divide the sizes:
  * 1 x 16, 16 x 1 or 16 x 16. `encoding` is the factor of the tensor's amax; `bytes` are random, one
  * for each element, or NULL. */
@@ -295,10 +302,12 @@ INLINE void fp4_strip(const void *restrict x, size_t top, size_t down, size_t ri
     }
 }
 
+/* The same of a tensor with this amax; `outer` is the factor from number times scale to value. */
 void megafp8_nvfp4(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
-                   const float *encoding, const uint8_t *bytes, uint8_t *payload, float *scale,
-                   int threads) {
-    const float factor = *encoding;
+                   const float *amax, const uint8_t *bytes, uint8_t *payload, float *scale,
+                   float *outer, int threads) {
+    const float factor = fp4_encoding(*amax);
+    *outer = *amax / 2688.0f;
     if (rows * cols < SERIAL_BELOW) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int t = 0; t < threads; t++) {

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_numerics import block_casts
+from fp8_numerics import nvfp4 as arithmetic
 from fp8_numerics.cast import Fp8Tensor, spread
 from fp8_numerics.kernels.compile import library
 from fp8_numerics.meta import planning_for
@@ -322,15 +325,49 @@ def test_small_matrices_start_no_threads(rows: int) -> None:
     calls = [
         lambda: lib.megafp8_mxfp8(address(x), *size[:2], 0, 0, *written, 2),
         lambda: lib.megafp8_nvfp4(
-            address(x), *size[:2], 0, *size[2:], address(one), address(byte), *written, 2
+            address(x),
+            *size[:2],
+            0,
+            *size[2:],
+            address(one),
+            address(byte),
+            *written,
+            address(wide),
+            2,
         ),
         lambda: lib.megafp8_block_values(
             address(payload), *size[:2], address(scale), *size[2:], address(wide), 0, 2
         ),
         lambda: lib.megafp8_rotate(address(x), *size[:2], 0, address(one), address(wide), 2),
+        lambda: lib.megafp8_amax(address(x), x.numel(), 0, address(wide), 2),
     ]
     more = lib.megafp8_has_threads() if rows == 4096 else 0
-    assert [threads_started(call) for call in calls] == [more] * 4
+    assert [threads_started(call) for call in calls] == [more] * 5
+
+
+@pytest.mark.parametrize("along", ["last", "first"])
+def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
+    along: Literal["last", "first"],
+) -> None:
+    """A cast of few rows costs as much as it has calls: its factors take none of torch's."""
+    need_kernels()
+    seen = set[str]()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x, scales = torch.from_numpy(made("normal")), Nvfp4.traits.input.last
+    arithmetic.signs()  # is made once
+    with Watch():
+        block = (1, 16) if along == "last" else (16, 1)
+        made_in_c = Nvfp4().in_c(
+            x, block, Cast("input", scales, None, False, along, None, torch.empty)
+        )
+    assert made_in_c is not None and seen == {"new_empty", "empty_like"}
 
 
 def test_a_rotation_writes_no_byte_behind_its_matrix() -> None:

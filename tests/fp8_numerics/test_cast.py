@@ -490,6 +490,18 @@ def test_amaxes_along_a_dim_and_of_nothing(dim: int) -> None:
     assert torch.equal(empty, torch.zeros((5, 1) if dim else (1, 5)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("size", [1, 1041, 70_001])  # the last is shared by threads
+def test_an_amax_of_all_kinds_and_orders_in_memory(dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(size, 2, generator=torch.Generator().manual_seed(size)).to(dtype)
+    for last in (-9.5, -math.inf, math.nan):
+        x[-1, 1] = last
+        wanted = torch.tensor(9.5 if math.isfinite(last) else math.inf)
+        for seen in (x, x.t(), x[:, 1]):
+            assert cast.amax_of(seen).equal(wanted)
+    assert cast.amax_of(torch.zeros(2, 2, dtype=dtype)).equal(torch.zeros(()))
+
+
 def test_a_scale_of_torchao_is_divided_in_float64() -> None:
     amax = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * 10
     for fmt in (formats.E4M3, formats.E5M2):

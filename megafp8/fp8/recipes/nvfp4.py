@@ -66,8 +66,6 @@ class Nvfp4(Recipe):
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled | None:
         """Quantize blocks as `cast` does; None where a size is not whole blocks."""
-        import torch
-
         from fp8_numerics.block_casts import nvfp4, rotate_columns
         from fp8_numerics.cast import amax_of
 
@@ -75,7 +73,7 @@ class Nvfp4(Recipe):
         if m % block[0] or n % block[1]:
             return None
         if cast.along == "first" and casts.rotation is not None:
-            x_MN = rotate_columns(x_MN, torch.tensor(arithmetic.SIGNS, dtype=torch.float32))
+            x_MN = rotate_columns(x_MN, arithmetic.signs())
         amax = amax_of(x_MN)
         if cast.reduce_max is not None:
             cast.reduce_max(amax)
@@ -84,8 +82,7 @@ class Nvfp4(Recipe):
             is_turned = cast.along == "first"
             byte = cast.draw((n, m) if is_turned else (m, n))
             byte = byte.t().contiguous() if is_turned else byte
-        payload, scale = nvfp4(x_MN, block, arithmetic.encoding(amax), byte)
-        return Scaled(payload, scale, arithmetic.outer_of(amax))
+        return Scaled(*nvfp4(x_MN, block, amax, byte))
 
     def in_triton(
         self,
