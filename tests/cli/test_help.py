@@ -81,7 +81,7 @@ def test_help_with_words_shows_the_keys_that_have_them(capsys: pytest.CaptureFix
         ("model.swiglu", ["  swiglu", "for what model.activation says here."]),
         ("untie", ["  untie_embeddings_and_output_weights", "opposite of model.share_embeddings"]),
         ("dsa_indexer_topk", ["  dsa_*", "It is a name of Megatron's without an effect here;"]),
-        ("use_kitchen_attention", ["  use_kitchen_attention", "without an equivalent here;"]),
+        ("no_load_rng", ["  no_load_rng", "without an equivalent here;"]),
         ("muon_nesterov", ["  model.optim.muon_nesterov", "model.optim.muon_use_nesterov=True."]),
         ("muon_split_qkv", ["  model.optim.name=adamw"]),
         ("lr_wsd_decay_iters", ["  model.optim.sched.wsd_decay_steps=null"]),

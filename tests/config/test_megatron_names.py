@@ -213,11 +213,7 @@ def test_patterns_name_any_recipe() -> None:
         ("recompute_method", "is a name of Megatron's for model.act", "Give model.activations"),
         ("untie_embeddings_and_output_weights", "for the opposite of model.share_emb", "Give"),
         ("swiglu", "for what model.activation says here", "--help model.activation explains"),
-        (
-            "use_kitchen_attention",
-            "without an equivalent here; Kitchen is a library",
-            "Choose a recipe",
-        ),
+        ("no_load_rng", "without an equivalent here; a run does not start", "Leave it out"),
         ("log_params_norm", "without an effect here; metrics.jsonl", "Leave it out"),
         ("dsa_indexer_topk", "without an effect here; it belongs to a feature", "Leave it out"),
         ("mtp_num_layers", "has no equivalent in megafp8; heads are predicted", "Leave it out"),
