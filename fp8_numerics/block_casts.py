@@ -102,7 +102,7 @@ def block_values(
     lib = library_for(payload_MN)
     if lib is None or dtype not in OUT_KINDS or payload_MN.dtype != torch.float8_e4m3fn:
         return None
-    if payload_MN.t().is_contiguous() and not payload_MN.is_contiguous():
+    if not payload_MN.is_contiguous() and payload_MN.t().is_contiguous():
         turned = block_values(payload_MN.t(), scale.t(), block[::-1], dtype)
         return None if turned is None else turned.t()
     payload_MN, scale = payload_MN.contiguous(), scale.contiguous()
