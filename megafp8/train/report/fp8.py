@@ -234,7 +234,7 @@ class HealthLog:
             nonfinite |= {name: max(n, nonfinite.get(name, 0)) for name, n in counts.items()}
         record = HealthRecord(step, merged(part for part, *_ in seen), nonfinite)
         scaling = self._state.scaling
-        assert isinstance(scaling, ScalingState)  # else there is no probe
+        assert isinstance(scaling, ScalingState)  # otherwise there is no probe and no `end`
         saturated = partial(normally_saturated, scaling.recipe)
         record = replace(record, beyond=complaints(record, self._spec, saturated))
         self._file.log(record.to_dict())
@@ -253,7 +253,7 @@ class HealthLog:
 
     @property
     def word(self) -> str | None:
-        """The health of the last logged steps in a word or two, for the line of a step."""
+        """Return the health of the last logged steps in a word or two, for the line of a step."""
         text = self.verdict()
         return None if text is None else text.partition(";")[0].replace(" health:", "")
 
