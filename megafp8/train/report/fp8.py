@@ -253,7 +253,7 @@ class HealthLog:
 
     @property
     def word(self) -> str | None:
-        """Return the health of the last logged steps in a word or two, for the line of a step."""
+        """The health of the last logged steps is a word or two of a step's line."""
         text = self.verdict()
         return None if text is None else text.partition(";")[0].replace(" health:", "")
 
