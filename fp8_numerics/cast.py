@@ -146,12 +146,6 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Return max|x| as a 0-d FP32 tensor: 0 for an empty tensor, +inf if there is a NaN."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    lib = library_for(x) if x.dtype in _KINDS and x.is_contiguous() else None
-    if lib is not None:
-        amax = x.new_empty((), dtype=torch.float32)
-        kind, threads = _KINDS[x.dtype], torch.get_num_threads()
-        lib.megafp8_amax(x.data_ptr(), x.numel(), kind, amax.data_ptr(), threads)
-        return amax
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).float().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 

@@ -127,7 +127,6 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.megafp8_quantize.argtypes = (pointer, size, *results, number)
     lib.megafp8_quantize_and_sum.argtypes = (pointer, size, size, *results, pointer, number)
     lib.megafp8_decode.argtypes = (pointer, size, number, pointer, number, number)
-    lib.megafp8_amax.argtypes = (pointer, size, number, pointer, number)
     matrix, block, cast = (pointer, size, size, number), (size, size), (pointer, pointer)
     lib.megafp8_mxfp8.argtypes = (*matrix, number, *cast, number)
     lib.megafp8_current.argtypes = (*matrix, *block, number, number, number, *cast, number)

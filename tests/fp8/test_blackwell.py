@@ -339,17 +339,16 @@ def test_small_matrices_start_no_threads(rows: int) -> None:
             address(payload), *size[:2], address(scale), *size[2:], address(wide), 0, 2
         ),
         lambda: lib.megafp8_rotate(address(x), *size[:2], 0, address(one), address(wide), 2),
-        lambda: lib.megafp8_amax(address(x), x.numel(), 0, address(wide), 2),
     ]
     more = lib.megafp8_has_threads() if rows == 4096 else 0
-    assert [threads_started(call) for call in calls] == [more] * 5
+    assert [threads_started(call) for call in calls] == [more] * 4
 
 
 @pytest.mark.parametrize("along", ["last", "first"])
 def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
     along: Literal["last", "first"],
 ) -> None:
-    """A cast of few rows costs as much as it has calls: its factors take none of torch's."""
+    """A cast of few rows costs as much as it has calls: after the amax, its factors take none."""
     need_kernels()
     seen = set[str]()
 
@@ -366,7 +365,8 @@ def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
         block = (1, 16) if along == "last" else (16, 1)
         asked = Cast("input", scales, None, False, along, None, lambda shape: torch.empty(shape))
         made_in_c = Nvfp4().in_c(x, block, asked)
-    assert made_in_c is not None and seen == {"new_empty", "empty_like"}
+    amax = {"aminmax", "neg", "maximum", "_to_copy", "nan_to_num_"}
+    assert made_in_c is not None and seen - amax == {"new_empty", "empty_like"}
 
 
 def test_a_rotation_writes_no_byte_behind_its_matrix() -> None:

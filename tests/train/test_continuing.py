@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megafp8.config.load import load
 from megafp8.runs.same_data import describe_fingerprints
 from tests.train.runs import (
     ROOT,
@@ -279,7 +280,8 @@ def test_names_that_look_like_numbers_are_names_of_their_own(
         assert done.code == 0 and f"runs/{name}: new run {name}" in done.output, done.output
     assert names(place) == ["12e5", "3.1", "3.10"]
     command = place.summary("3.10")["continue_command"]
-    assert "exp_manager.name=3.10 " in command
+    assert "--config-dir runs/3.10 --config-name config " in command
+    assert load([], place.cwd / "runs/3.10", "config")["exp_manager.name"] == "3.10"
 
 
 def test_the_newest_unfinished_one_is_continued(

@@ -114,7 +114,6 @@ def check_casts(x: torch.Tensor, fmt: Fp8Format, scale: float, cuts: list[slice]
         got = quantize(x[cut], quant_scale, fmt, amax=amax, grid_dtype=grid_dtype)
         assert spec.same_codes(got.payload.view(torch.uint8).numpy(), codes[cut], model), where
         assert amax.item() == delayed.amax_of(x[cut].float().numpy()), where
-        assert amax_of(x[cut]).equal(amax), where
         if grid_dtype is not None:
             assert got.grid is not None and got.grid.dtype == grid_dtype
             assert_same(got.grid, numbers[cut], where)
