@@ -22,8 +22,9 @@ from megafp8.specs import GPTSpec
 from megafp8_migrate import bridge, megatron, migrate, nemo, read_text
 from megafp8_migrate.megatron_rules import is_of_model, translate_model
 from megafp8_migrate.megatron_settings import GivenSetting, MegatronSettings
-from megafp8_migrate.plain_pickle import fields_of, read_saved
+from megafp8_migrate.plain_pickle import fields_of
 from megafp8_migrate.report import Migration
+from megafp8_migrate.saved_tensors import read_saved
 from megafp8_migrate.torch_dist import COMMON, Files
 
 _OF_NEMO_1, _OF_NEMO_2 = "model_config.yaml", "context/model.yaml"

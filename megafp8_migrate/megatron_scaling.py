@@ -24,7 +24,8 @@ import torch
 from megafp8.errors import CheckpointError
 from megafp8.foreign import ForeignFileError
 from megafp8.specs import GPTSpec
-from megafp8_migrate.plain_pickle import Record, Saved, fields_of
+from megafp8_migrate.plain_pickle import Record, fields_of
+from megafp8_migrate.saved_tensors import Saved
 from megafp8_migrate.torch_dist import DistCheckpoint
 
 _STATE = re.compile(r"decoder\.layers\.(\d+\.)?(.+)\._extra_state/shard_(\d+)_(\d+)")

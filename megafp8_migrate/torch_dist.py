@@ -1,7 +1,7 @@
 """Read tensors of a distributed checkpoint of Megatron's, in the form `torch_dist`.
 
 `.metadata` lists the tensors and where their parts are; each part is a file of `torch.save` inside
-of a file `….distcp`. Both are read by `plain_pickle`, so that nothing of them is run. A checkpoint
+of a file `….distcp`. Both are read without unpickling, so that nothing of them is run. A checkpoint
 is a folder, or lies in an archive `.nemo`, which is a tar that need not be unpacked.
 """
 
@@ -25,13 +25,11 @@ from megafp8_migrate.plain_pickle import (
     MAX_PICKLE_BYTES,
     Float8,
     Record,
-    Saved,
     fields_of,
     numbers,
     read_pickle,
-    read_saved,
-    read_with_tensors,
 )
+from megafp8_migrate.saved_tensors import Saved, read_saved, read_with_tensors
 
 METADATA, ABOUT, COMMON = ".metadata", "metadata.json", "common.pt"
 LATEST = "latest_checkpointed_iteration.txt"

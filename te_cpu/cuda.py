@@ -392,7 +392,7 @@ def _stay(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _asked_by_transformer_engine() -> bool:
     """Whether the caller's caller is in a file of Transformer Engine, or of `answer_also`."""
-    return _is_told(torch_private.asking(2).f_globals.get("__name__", ""))
+    return _is_told(torch_private.frame_of_caller(2).f_globals.get("__name__", ""))
 
 
 def _is_told(name: str) -> bool:

@@ -19,7 +19,7 @@ from te_cpu import cuda, triton_functions, wheel
 from te_cpu.errors import VersionError
 from te_cpu.extension import make_extension
 from te_cpu.missing import FromAbsentPackage, ImportPhase
-from te_cpu.torch_private import asking
+from te_cpu.torch_private import frame_of_caller
 from te_cpu.versions import DEFAULT_VERSION, release_of
 from te_cpu.wheel import EXTENSION, PACKAGE, Sources, loaded
 
@@ -171,7 +171,7 @@ def _leave_out_flash_attention() -> None:
 
 def _passed_but_by_default(real: Callable[[], tuple[bool, str]]) -> Callable[[], tuple[bool, str]]:
     def is_by_default() -> bool:
-        return asking(2).f_code.co_name == "get_default_fp8_recipe"  # type: ignore[no-any-return]
+        return frame_of_caller(2).f_code.co_name == "get_default_fp8_recipe"  # type: ignore[no-any-return]
 
     torch.compiler.assume_constant_result(is_by_default)
 

@@ -19,8 +19,8 @@ def load_dynamo() -> None:
     rules.get_torch_obj_rule_map()
 
 
-def asking(above: int) -> Any:
-    """Return who asks: the frame `above` calls above the function that calls this.
+def frame_of_caller(above: int) -> Any:
+    """Return the frame of a caller: `above` calls above the function that calls this.
 
     While `torch.compile` traces the code that asks, no frame of it runs. Its tracer calls a
     function that `torch.compiler.assume_constant_result` has marked, and keeps of each frame what

@@ -20,7 +20,7 @@ from megafp8.cli.job import command_parser, reports_errors, show
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.errors import ExitCode
 from megafp8.observe.units import in_columns
-from megafp8.specs.gpus import ADVICE, FIRST_WITH_FP8, GPUS, capability_of, ways
+from megafp8.specs.gpus import FIRST_WITH_FP8, GPUS, capability_of, ways
 from megafp8.specs.recipes import RECIPES, RecipeError, find_recipe, load_recipe
 from megafp8.specs.traits import Scales, Traits
 
@@ -67,7 +67,8 @@ def recipe_for(gpu: str) -> str:
         raise SettingError("GPU", gpu, "is not known", hint, origin=COMMAND_LINE)
     if capability < FIRST_WITH_FP8:
         return _EMULATED.format(where="a GPU before Ada")
-    recipe, why = ADVICE[capability]
+    advised = {name: find_recipe(name).traits.advised for name in RECIPES}
+    recipe, why = next((n, of[capability]) for n, of in advised.items() if capability in of)
     label = next(name for name, one in GPUS.items() if one == capability)
     others = [name for name in RECIPES if ways(find_recipe(name).traits, capability)]
     others.remove(recipe)

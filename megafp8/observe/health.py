@@ -65,14 +65,21 @@ def last_full(records: Sequence[HealthRecord]) -> HealthRecord | None:
     return next((record for record in reversed(records) if record.is_full), None)
 
 
+def state_of(record: HealthRecord) -> str:
+    """Return in a few words how many tensors are beyond a limit."""
+    bad = len(record.beyond)
+    return f"{bad} of {len(record.tensors)} tensors bad" if bad else "ok"
+
+
+def worst_of(record: HealthRecord) -> str:
+    """Return in a few words which tensor is harmed most; nothing if that was not measured."""
+    worst = next(iter(worst_first(record.tensors)), None)
+    return "" if worst is None else f"worst {worst}, {record.tensors[worst].snr_db:.1f} dB"
+
+
 def verdict(record: HealthRecord) -> str:
     """Return in a few words which tensors are beyond a limit, and which one is harmed most."""
-    bad = len(record.beyond)
-    words = [f"{bad} of {len(record.tensors)} tensors bad" if bad else "ok"]
-    if worst := worst_first(record.tensors)[:1]:
-        ratio = record.tensors[worst[0]].snr_db
-        words.append(f"worst {worst[0]}, {ratio:.1f} dB")
-    return "; ".join(words)
+    return "; ".join(filter(None, (state_of(record), worst_of(record))))
 
 
 def merged(parts: Iterable[Mapping[str, TensorHealth]]) -> dict[str, TensorHealth]:

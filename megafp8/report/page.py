@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megafp8 import __version__
-from megafp8.observe.health import verdict
+from megafp8.observe.health import state_of, worst_of
 from megafp8.observe.units import (
     format_bytes,
     format_count,
@@ -220,8 +220,7 @@ def _figures(run: RunRecord) -> list[Figure]:
     if share:
         add("FP8 share", share, f"{100 * share:.1f} %", "of GEMM FLOPs, without attention")
     if (health := run.last_health) is not None:
-        word, _, worst = verdict(health).partition("; ")
-        add("FP8 health", 1.0, word, f"{worst}, at step {health.step}")
+        add("FP8 health", 1.0, state_of(health), f"{worst_of(health)}, at step {health.step}")
     wall = run.figure("wall_seconds")
     add("time", wall, format_duration(wall or 0.0), "of the last process")
     consumed = run.figure("consumed_tokens")

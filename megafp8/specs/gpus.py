@@ -14,13 +14,6 @@ GPUS: dict[str, Capability] = {
     "Blackwell (B200, GB200), 10.0": (10, 0),
     "Blackwell (RTX PRO 6000), 12.0": (12, 0),
 }
-ADVICE = {
-    (8, 9): ("tensorwise", "no history is needed, and the other recipes but delayed are emulated"),
-    (9, 0): ("tensorwise", "it multiplies as fast as delayed and needs no history"),
-    (10, 0): ("mxfp8", "a scale for 32 elements costs the cast one read, and tensor cores read it"),
-    (12, 0): ("mxfp8", "a scale for 32 elements costs the cast one read, and tensor cores read it"),
-}
-"""The recipe to begin with on each of `GPUS`, and why; no test of ours has timed it on a GPU."""
 _NAMES = {
     r"(rtx)?(40[5-9]0(ti|super)?|[2456]000ada)|ad10\d|ada|l4|l40s?|8\.?9": (8, 9),
     r"h(100|200|800|20)|gh200|hopper|9\.?0": (9, 0),

@@ -167,6 +167,7 @@ class Traits:
         cost: What the plan counts.
         max_saturated: The largest fraction of saturated values that is normal, for a rule that
             saturates by design; health warns of more.
+        advised: On GPUs of which compute capabilities it is the recipe to begin with, and why.
     """
 
     help: str = "its own rule"
@@ -190,6 +191,7 @@ class Traits:
     backends: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     cost: Cost = Cost()
     max_saturated: float = 0.0
+    advised: Mapping[tuple[int, int], str] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def casts(self) -> dict[Role, Casts]:

@@ -161,7 +161,7 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
         report = report_of(run, result, samples, seconds, waited)
         if is_logged:
             log_step(run, result, samples, report)
-            report = dataclasses.replace(report, health=run.health.word)
+            report = dataclasses.replace(report, health=run.health.word())
         # A process that continues a run shows its first step but does not log it, so that the files
         # are the same as those of a run that was never interrupted.
         run.console.step(report)
@@ -251,7 +251,7 @@ def report_of(
         memory_bytes=run.memory.bytes(),
         data_wait_fraction=waited / seconds,
         shows_utilization=state.mesh.device.type != "cpu",
-        health=run.health.word,
+        health=run.health.word(),
         curve=run.curve.points,
         added=result.added,
         experts=of_model(loads_of(result.tokens_of_experts)),

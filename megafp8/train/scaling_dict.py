@@ -199,4 +199,5 @@ def load_imported_scaling(reader: Reader, state: TrainState) -> str | None:
     values = reader.read_all({name for _, name in placements})
     for placement, name in placements:
         placement.tensor.copy_(values[name].view_as(placement.tensor))
-    return f"loaded FP8's scales and histories of {len(placements) // 5} tensors"
+    tensors = {name.rpartition("/")[2] for _, name in placements}
+    return f"loaded FP8's scales and histories of {len(tensors)} tensors"

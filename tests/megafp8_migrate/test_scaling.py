@@ -9,9 +9,7 @@ from __future__ import annotations
 import enum
 import io
 import json
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,24 +30,23 @@ from megafp8.parallel.mesh import single_rank
 from megafp8.train.build import build
 from megafp8.train.load_model import start_from
 from megafp8.train.step import train_step
-from megafp8_migrate.plain_pickle import read_with_tensors
+from megafp8_migrate.saved_tensors import read_with_tensors
 from tests.megafp8_migrate.test_weights import (
     ARGUMENTS,
     FP32,
     LLAMA,
     L,
     M,
-    arguments_of,
     half_llama,
     imported,
     in_megatron,
+    let_megatron_write,
     run,
     saved,
     stacked,
     weights_of,
     write_checkpoint,
 )
-from tests.te_sources import need_sources
 
 LENGTH = 4
 MODULE = "transformer_engine.common.recipe"
@@ -316,19 +313,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of checkpoints that Megatron-core wrote, with what its runs had after."""
-    pytest.importorskip("megatron.core", reason="needs the package megatron-core")
-    from te_cpu.versions import DEFAULT_VERSION
-
-    need_sources(DEFAULT_VERSION)
     folder = tmp_path_factory.mktemp("scaled")
-    cases = {name: case | {"arguments": arguments_of(case)} for name, case in CASES.items()}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "te_cpu", "run"]
-    command += [str(Path(__file__).with_name("megatron_writer.py")), str(folder)]
-    done = subprocess.run(
-        [*command, json.dumps(cases)], env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-6000:]
+    let_megatron_write(folder, CASES)
     return folder
 
 

@@ -48,8 +48,11 @@ from megafp8.config.architecture import spec_of_tree, tree_of_spec
 from megafp8.foreign import ForeignFileError
 from megafp8.specs import GPTSpec
 from megafp8.specs.parameters import logical_shapes
+from megafp8.train import huggingface
+from megafp8.train.live_bytes import LiveBytes
 from megafp8.train.load_model import load_model, shape_of
-from megafp8_migrate.plain_pickle import read_pickle, read_saved
+from megafp8_migrate.plain_pickle import read_pickle
+from megafp8_migrate.saved_tensors import read_saved
 from tests.te_sources import need_sources
 
 VOCABULARY = 96
@@ -393,6 +396,24 @@ def test_a_run_continues_from_the_folder(tmp_path: Path, capfd: pytest.CaptureFi
     assert run(folder, new) == 0
     assert pretrain(["--config-dir", str(new), "--config-name", "model", *job]) == 0
     assert f"loaded the weights from {new}" in capfd.readouterr().out
+
+
+def test_an_import_holds_few_tensors_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that is written has one tensor here; beside it are a chunk and what is read of it."""
+    deep = replace(LLAMA, num_layers=6)
+    ours = weights_of(deep)
+    theirs = in_megatron(deep, ours)
+    half = {name: tensor.bfloat16() for name, tensor in stacked(theirs, 6).items()}
+    folder = write_checkpoint(tmp_path / "theirs", half, arguments=ARGUMENTS | {"num_layers": 6})
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 1)
+    with LiveBytes() as live:
+        live.begin()
+        assert run(folder, tmp_path / "new") == 0
+    assert_holds(tmp_path / "new", deep, ours)
+    largest, whole = (f(tensor.nbytes for tensor in theirs.values()) for f in (max, sum))
+    assert live.most <= 3 * largest < whole / 2
 
 
 # ---- which model it is
@@ -876,24 +897,29 @@ def arguments_of(case: Mapping[str, Any]) -> dict[str, Any]:
     } | {names.get(name, name): value for name, value in config.items()}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of checkpoints that Megatron-core wrote on two ranks and on one."""
+def let_megatron_write(folder: Path, cases: Mapping[str, dict[str, Any]], ranks: int = 1) -> None:
+    """Let Megatron-core write checkpoints, and read those that are there; a test may be skipped."""
     pytest.importorskip("megatron.core", reason="needs the package megatron-core")
     from te_cpu.versions import DEFAULT_VERSION
 
     need_sources(DEFAULT_VERSION)
+    told = {name: case | {"arguments": arguments_of(case)} for name, case in cases.items()}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "te_cpu", "run"]
+    command += [str(Path(__file__).with_name("megatron_writer.py")), str(folder)]
+    done = subprocess.run(
+        [*command, json.dumps(told)], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of checkpoints that Megatron-core wrote on two ranks and on one."""
     folder = tmp_path_factory.mktemp("megatron")
-    cases = {n: c | {"arguments": arguments_of(c)} for n, c in MEGATRONS.items()}
-    for ranks, some in ((2, {name: cases[name] for name in ON_TWO}), (1, cases)):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m", "te_cpu", "run"]
-        command += [str(Path(__file__).with_name("megatron_writer.py")), str(folder)]
-        done = subprocess.run(
-            [*command, json.dumps(some)], env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-6000:]
+    let_megatron_write(folder, ON_TWO, 2)
+    let_megatron_write(folder, MEGATRONS)
     return folder
 
 

@@ -37,6 +37,10 @@ class Mxfp8(Recipe):
         multiple=BLOCK,
         backends={"te": "MXFP8BlockScaling"},
         cost=Cost(launches=(47, 61), sums_columns=True, bytes_written=2 + 2 / BLOCK),
+        advised=dict.fromkeys(
+            ((10, 0), (12, 0)),
+            "a scale for 32 elements costs the cast one read, and tensor cores read it",
+        ),
     )
 
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:

@@ -37,6 +37,10 @@ class Tensorwise(Recipe):
         pads=True,
         backends={"te": "Float8CurrentScaling", "torchao": "tensorwise"},
         cost=Cost(launches=(83, 97), reads_twice=True, sums_columns=True),
+        advised={
+            (8, 9): "no history is needed, and the other recipes but delayed are emulated",
+            (9, 0): "it multiplies as fast as delayed and needs no history",
+        },
     )
 
     def operands(

@@ -34,6 +34,7 @@ from megafp8.observe.health import (
     complaints,
     merged,
     scalars,
+    state_of,
     verdict,
 )
 from megafp8.observe.metrics import MetricsFile
@@ -251,11 +252,9 @@ class HealthLog:
             return None
         return f"FP8 health: {verdict(self._last)}"
 
-    @property
     def word(self) -> str | None:
-        """The health of the last logged steps is a word or two of a step's line."""
-        text = self.verdict()
-        return None if text is None else text.partition(";")[0].replace(" health:", "")
+        """Return what a step's line says of the health of the last logged steps, if it is known."""
+        return None if self._last is None else f"FP8 {state_of(self._last)}"
 
     def abandon(self) -> None:
         """Forget what was measured since `begin`, because the step will be done again."""
