@@ -45,11 +45,13 @@ def storages() -> dict[int, torch.UntypedStorage]:
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     # Fake and functional tensors that a compilation has left in this process have no memory.
     # A tensor that wraps others, such as a DTensor of FSDP or a quantized tensor of Transformer
-    # Engine, has none of its own either: its parts are listed.
+    # Engine, has none of its own either: its parts are listed. A sparse one has no storage, and
+    # torch keeps those that were unpickled in this process.
     real = [
         each
         for each in tensors
-        if not issubclass(type(each), (FakeTensor, FunctionalTensor))
+        if each.layout == torch.strided
+        and not issubclass(type(each), (FakeTensor, FunctionalTensor))
         and not is_traceable_wrapper_subclass(each)
         and not torch._is_functional_tensor(each)
         and not is_quantized(each)
