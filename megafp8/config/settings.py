@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -44,6 +45,8 @@ SEE_HELP = "--help lists all keys"
 
 UNREADABLE = (OmegaConfBaseException, ValueError, OverflowError, RecursionError)
 """What OmegaConf raises for a value that does not fit, or that refers to a key without a value."""
+
+_ONE_KEY = re.compile(r"\$\{(\.?)([a-z][a-z0-9_.]*)\}")  # a dot in front: of the same section
 
 DATA_PREFIX = "model.data.data_prefix"
 _TEXTS = (
@@ -260,6 +263,8 @@ def read_values(
         values[path] = value.copy() if isinstance(value, (list, dict)) else value
     for key, section, leaf in _leaves(cfg, all_keys().keys() - known.keys()):
         path, is_interpolated = key.path, OmegaConf.is_interpolation(section, leaf)
+        if is_interpolated and (other := _stands_for(cfg, key, section, leaf)):
+            section, leaf, is_interpolated = *other, False
         try:
             value = read_value(cfg, path) if is_interpolated else _plain(section[leaf])
         except MissingMandatoryValue:
@@ -277,6 +282,24 @@ def read_values(
         else:
             problems.append(problem)
     return {path: values[path] for path in all_keys() if path in values}, problems
+
+
+def _stands_for(cfg: DictConfig, key: Key, section: Any, leaf: str) -> tuple[Any, str] | None:
+    """Return section and name of the key whose value is meant by a value such as `${model.seed}`.
+
+    Returns None if the other key's values may have a type that this key does not take, and for all
+    other interpolations, which OmegaConf reads: its grammar takes a sixth of a load's time.
+    """
+    whole = _ONE_KEY.fullmatch(section._get_node(leaf)._value())
+    if whole is None:
+        return None
+    other = all_keys().get(f"{key.path.removesuffix(leaf)}{whole[2]}" if whole[1] else whole[2])
+    if other is None or key.type_text not in (other.type_text, f"{other.type_text}, or null"):
+        return None
+    name, _, last = other.path.rpartition(".")
+    there = OmegaConf.select(cfg, name) if name else cfg
+    known = not OmegaConf.is_interpolation(there, last) and not OmegaConf.is_missing(there, last)
+    return (there, last) if known else None
 
 
 def interpolated_keys(cfg: DictConfig) -> frozenset[str]:

@@ -114,7 +114,9 @@ def schema_tree() -> DictConfig:
 
 @cache
 def _schema() -> DictConfig:
-    schema: DictConfig = OmegaConf.structured(Config)
+    unshared = "no_deepcopy_set_nodes"  # the nodes are new: without this, each is copied once more
+    schema: DictConfig = OmegaConf.structured(Config, flags={unshared: True})
+    schema._set_flag(unshared, None)
     return schema
 
 
