@@ -17,6 +17,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -120,6 +121,7 @@ def _refuse_hydras(overrides: Sequence[str]) -> None:
 def checked_loader(source: ComposedFile) -> CheckedLoader:
     """Return Hydra's loader of a tree without types, since `load` checks the values of each job."""
     setup_globals()
+    Plugins.instance()  # finds the sweepers and launchers, of which a sweep chooses
     tree: Any = OmegaConf.to_container(merge([]).tree, resolve=False)
     settings = {
         "run": {"dir": "."},
