@@ -29,7 +29,7 @@ from megafp8_migrate.torch_dist import COMMON, Files
 
 _OF_NEMO_1, _OF_NEMO_2 = "model_config.yaml", "context/model.yaml"
 _OF_BRIDGE = "run_config.yaml"
-_GIVE = "Give --settings FILE: the launch script or the YAML with which the model was trained"
+_GIVE = "Give `megafp8 import` --settings FILE: the launch script or the YAML of the model's run"
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _SAID = (*_NEEDED, "normalization", "layernorm_epsilon", "activation", "position_embedding_type")
 """What a checkpoint's own settings must say: a default of ours could be another model."""

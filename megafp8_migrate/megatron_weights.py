@@ -153,9 +153,7 @@ def find_tensors(spec: GPTSpec, checkpoint: DistCheckpoint) -> Found:
 
 def _misfit(checkpoint: DistCheckpoint, reason: str) -> CheckpointError:
     """Return the error of a checkpoint whose tensors are not those of its settings."""
-    hint = (
-        "Give --settings FILE: the launch script or the YAML of the run that wrote the checkpoint"
-    )
+    hint = "Give `megafp8 import` --settings FILE: the launch script or the YAML of the model's run"
     return CheckpointError(checkpoint.files.shown(""), reason, hint)
 
 

@@ -1,16 +1,18 @@
 """Import the weights of a distributed checkpoint of Megatron-LM, Megatron Bridge or NeMo.
 
-`megafp8 import CHECKPOINT DIR` calls it. Nothing of a checkpoint is unpickled.
+`megafp8 import CHECKPOINT DIR` and a run with `restore_from_path` call it. Nothing of a checkpoint
+is unpickled.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from megafp8.errors import ExitCode
 from megafp8.secrets import say
-from megafp8.train.huggingface import CONFIG, Original, write_folder
+from megafp8.train.huggingface import CONFIG, Imported, Original, write_folder
 from megafp8_migrate.megatron_model import Settings, given_settings, own_settings, spec_of
 from megafp8_migrate.megatron_scaling import FoundScaling, find_scaling
 from megafp8_migrate.megatron_weights import Found, find_tensors, prefix_of, vocabulary_of
@@ -27,6 +29,27 @@ _LEFT = (
 
 def import_checkpoint(path: Path, folder: Path, settings_file: Path | None = None) -> int:
     """Write the folder, and print what was read and how to train; return the exit code.
+
+    Errors are those of `write_import`.
+    """
+    imported, lines = write_import(path, folder, settings_file)
+    say(*lines)
+    say(f"{path}, a GPT of {imported.spec.num_layers} layers: {imported.checkpoint}")
+    if not imported.tokenizer_files:
+        say(f"tokenizer: none in {path}; the data's own is used")
+    say(
+        "train it with: megafp8 pretrain "
+        f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
+        "model.data.data_prefix=<data prepared with the model's tokenizer>"
+    )
+    say(f"{CONFIG} has the default job's batch, and a low learning rate. Set those of your run")
+    return ExitCode.FINISHED
+
+
+def write_import(
+    path: Path, folder: Path, settings_file: Path | None = None
+) -> tuple[Imported, list[str]]:
+    """Write the folder; return what was imported, and lines about what was read and what was left.
 
     Args:
         path: The folder of a checkpoint, one above it, or an archive `.nemo`.
@@ -54,41 +77,31 @@ def import_checkpoint(path: Path, folder: Path, settings_file: Path | None = Non
         ),
         folder,
     )
-    _say(settings, found, scaling)
-    say(f"{path}, a GPT of {spec.num_layers} layers: {imported.checkpoint}")
-    if not imported.tokenizer_files:
-        say(f"tokenizer: none in {path}; the data's own is used")
-    say(
-        "train it with: megafp8 pretrain "
-        f"--config-dir {folder.absolute()} --config-name {Path(CONFIG).stem} "
-        "model.data.data_prefix=<data prepared with the model's tokenizer>"
-    )
-    say(f"{CONFIG} has the default job's batch, and a low learning rate. Set those of your run")
-    return ExitCode.FINISHED
+    return imported, list(_lines(settings, found, scaling))
 
 
-def _say(settings: Settings, found: Found, scaling: FoundScaling) -> None:
-    """Print what was read and what was left."""
+def _lines(settings: Settings, found: Found, scaling: FoundScaling) -> Iterator[str]:
+    """Yield lines about what was read and what was left."""
     masters, count = found.num_masters, len(found.tensors)
-    say(f"settings of the model: {settings.file}")
-    say(f"read: {count} tensors, {masters} of them from the optimizer's master weights in FP32")
+    yield f"settings of the model: {settings.file}"
+    yield f"read: {count} tensors, {masters} of them from the optimizer's master weights in FP32"
     if scaling.read:
         wanted = " ".join(f"model.{name}={value}" for name, value in scaling.recipe.items())
-        say(
+        yield (
             f"read: FP8's scales and histories of the inputs and weights of {len(scaling.read)} "
             f"linears. A run takes them with model.fp8=True {wanted}"
         )
     if scaling.why_not:
-        say(f"note: {scaling.why_not}")
+        yield f"note: {scaling.why_not}"
     left = Counter(
         next((said for part, said in _LEFT if part in name), f"such as {name}")
         for name in found.left
         if name not in scaling.read
     )
     for said, number in left.items():
-        say(f"left: {number} {said}")
+        yield f"left: {number} {said}"
     if found.has_buckets:
-        say(
+        yield (
             "note: master weights are in buckets of the distributed optimizer, whose order no file "
             "has; the weights were read as they are. --dist-ckpt-optim-fully-reshardable saves "
             "master weights of each parameter"

@@ -164,8 +164,8 @@ PAGES = {
     ),
     "docs/guide/megatron_weights.md": Page(
         not_run={
-            "megafp8 import": "test_a_run_continues_from_the_folder",
-            "megafp8 pretrain": "test_a_run_continues_from_the_folder",
+            "megafp8 import": "test_a_run_starts_from_the_folder_as_from_its_import",
+            "megafp8 pretrain": "test_a_run_starts_from_the_folder_as_from_its_import",
             "python -m torch.distributed.launch": "NeMo's own program, in its container",
             "python /opt/NeMo": "NeMo's own program, in its container",
         },

@@ -34,6 +34,7 @@ FLOORS = {
     "foreign": 0,
     "ops": 0,
     "files": 1,
+    "neighbours": 1,
     "config": 2,
     "data": 2,
     "observe": 2,

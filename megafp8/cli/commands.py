@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from megafp8 import __version__
 from megafp8.cli import USER_ERROR  # the import handles Ctrl-C during those that follow
+from megafp8.neighbours import FOLDERS, how_to_install, is_there
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -70,8 +71,6 @@ USES = {
     "Recipes, and help of the shell": ("recipe", "completion"),
 }
 """What the subcommands are for, as the list of them shows it."""
-FOLDERS = ("fp8_numerics", "te_cpu", ".", "megafp8_migrate")
-"""The packages of this repository, each after those that it needs."""
 TRAINING = ("pretrain", "finetune")
 """The subcommands whose process may be a rank, which ends without running destructors."""
 
@@ -112,34 +111,9 @@ def _of_another_package(name: str) -> Callable[[Sequence[str]], int] | None:
     """Return the function that runs a subcommand of another package; None if none is found."""
     if name in APART:
         module = APART[name].module
-        return import_module(module).main if _is_there(module) else None
+        return import_module(module).main if is_there(module) else None
     point = entry_points().get(name)
     return None if point is None else point.load()
-
-
-def part_in_another_package(name: str, module: str) -> Any:
-    """Return the module of another package of this repository that has a part of a subcommand.
-
-    Raises:
-        RunError: There is no such package; the error has the line that installs it.
-    """
-    from megafp8.errors import RunError
-
-    if _is_there(module):
-        return import_module(module)
-    folder = module.partition(".")[0]
-    raise RunError(f"this {name} needs the package {folder}. {how_to_install(folder)}")
-
-
-def _is_there(module: str) -> bool:
-    """Whether a module can be imported; a folder that is no package is no module."""
-    from importlib.util import find_spec
-
-    try:
-        spec = find_spec(module)
-    except ModuleNotFoundError:  # of the package that has it
-        return False
-    return spec is not None and spec.origin is not None
 
 
 def entry_points() -> dict[str, EntryPoint]:
@@ -150,25 +124,6 @@ def entry_points() -> dict[str, EntryPoint]:
     return {
         point.name: point for point in metadata.entry_points(group=GROUP) if point.name not in known
     }
-
-
-def how_to_install(folder: str) -> str:
-    """Return the sentence that says how a package of this repository is installed.
-
-    Its neighbours are in the same line, since pip would look for them in an index otherwise, as it
-    does for a folder's name without `./` or `-e` before it.
-    """
-    from pathlib import Path
-
-    needed = FOLDERS[: FOLDERS.index(folder) + 1]
-    clone = Path(__file__).parents[2]
-    if not all((clone / name / "pyproject.toml").is_file() for name in needed):
-        paths = (name if name == "." else f"./{name}" for name in needed)
-        return "In a clone of megafp8: pip install " + " ".join(f"-e {path}" for path in paths)
-    from shlex import quote
-
-    paths = (quote(str(clone / name)) for name in needed)
-    return "Install it: pip install " + " ".join(f"-e {path}" for path in paths)
 
 
 def all_commands() -> dict[str, str]:

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megafp8.cli.commands import part_in_another_package, run_old_name
+from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, reports_errors
 from megafp8.config.base_model import is_megatrons
 from megafp8.config.errors import SettingError
 from megafp8.errors import ExitCode
+from megafp8.neighbours import part_in_another_package
 from megafp8.secrets import say
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
@@ -41,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
         "trained, if the checkpoint does not say it",
     )  # fmt: skip
     options = parser.parse_args(argv)
-    if not (options.model / "config.json").exists() and is_megatrons(options.model):
-        part = part_in_another_package("import", "megafp8_migrate.weights")
+    if is_megatrons(options.model):
+        part = part_in_another_package("this import", "megafp8_migrate.weights")
         return int(part.import_checkpoint(options.model, options.dir, options.settings))
     if options.settings is not None:
         raise SettingError(

@@ -141,7 +141,7 @@ def is_megatrons(path: Path) -> bool:
     """Whether a path is a checkpoint of Megatron or NeMo, a folder of such, or an archive."""
     places = ("", "weights", "model_weights")  # of Megatron, NeMo 2 and NeMo 1
     names = ("latest_checkpointed_iteration.txt", ".metadata", "metadata.json")
-    if path.is_dir():
+    if path.is_dir() and not (path / "config.json").exists():  # which is transformers'
         return any((path / place / name).is_file() for place in places for name in names)
     return path.suffix == ".nemo" and path.is_file()
 

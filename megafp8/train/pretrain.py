@@ -419,7 +419,7 @@ def _start(path: Path, spec: RunSpec, state: TrainState, data: RunData, console:
         if spec.data.prefix != MOCK_DATA:
             note = on_main(state.mesh, lambda: check_tokenizer(data.tokenizer, start))
             console.header([note] if note else [])
-        start_from(spec, state, console.event)
+        start_from(spec, state, console.event, path)
     return saver
 
 

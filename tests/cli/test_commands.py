@@ -17,17 +17,16 @@ from megafp8 import __version__
 from megafp8.cli.commands import (
     APART,
     COMMANDS,
-    FOLDERS,
     GROUP,
     USES,
     Command,
-    how_to_install,
     main,
     overview,
 )
 from megafp8.cli.completion import WITH_SETTINGS, values_of
 from megafp8.cli.pretrain import typed_words
 from megafp8.config.schema import all_keys
+from megafp8.neighbours import FOLDERS, how_to_install
 from megafp8.parallel.launch import LAUNCHER
 from scripts.packages import projects
 from tests.test_layers import ROOT
@@ -139,7 +138,8 @@ def test_a_command_whose_package_is_missing_is_named_with_the_line_that_installs
         (tmp_path / "megafp8_migrate_gone/__pycache__").mkdir(parents=True)
         monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(APART, "migrate", Command("megafp8_migrate_gone", "translate"))
-    monkeypatch.setattr("megafp8.cli.commands.FOLDERS", (".", "megafp8_migrate_gone"))
+    for module in ("megafp8.cli.commands", "megafp8.neighbours"):
+        monkeypatch.setattr(f"{module}.FOLDERS", (".", "megafp8_migrate_gone"))
     assert main(["migrate", "train.sh"]) == 2
     said = capsys.readouterr().err
     line = "In a clone of megafp8: pip install -e . -e ./megafp8_migrate_gone"
@@ -153,7 +153,7 @@ def test_the_line_that_installs_names_folders_and_no_package_of_an_index(
     for name in FOLDERS:
         (clone / name).mkdir(parents=True, exist_ok=True)
         (clone / name / "pyproject.toml").touch()
-    monkeypatch.setattr("megafp8.cli.commands.__file__", str(clone / "megafp8/cli/commands.py"))
+    monkeypatch.setattr("megafp8.neighbours.__file__", str(clone / "megafp8/neighbours.py"))
     for folder in FOLDERS:
         said, _, line = how_to_install(folder).partition("pip install ")
         words = shlex.split(line)

@@ -22,6 +22,15 @@ from typing import Any
 
 warnings.filterwarnings("ignore")
 
+import numpy as np  # noqa: E402
+from torch.distributed.checkpoint import filesystem  # noqa: E402
+
+np.product = np.prod  # Megatron-core up to 0.14 calls what NumPy 2 does not have
+filesystem._write_item.__defaults__ = (  # which 0.12 does not name, and torch 2.13 asks for
+    filesystem.SerializationFormat.TORCH_SAVE,
+)
+
+import megatron.core  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
@@ -39,7 +48,13 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # n
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
+VERSION = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
 VOCABULARY, TOKENS = 128, 32
+OLD_SHARDS = {
+    "fully_reshardable": "fully_sharded_model_space",
+    "dp_reshardable": "fully_sharded_bucket_space",
+}
+"""How the optimizer's forms were named before 0.15."""
 RANKS = {
     "tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size",
     "ep": "expert_model_parallel_size",
@@ -96,15 +111,16 @@ def write(folder: Path, case: dict[str, Any]) -> None:
     state |= model.sharded_state_dict(metadata=metadata)
     if "optimizer" in case:
         shards = case["optimizer"]
+        shards = OLD_SHARDS.get(shards, shards) if VERSION < (0, 15) else shards
         optimizer, _ = optimizer_of(model, made, shards)
         for parameter in model.parameters():
             parameter.main_grad.normal_()
         optimizer.step()
         weights = model.sharded_state_dict(metadata=metadata)
-        more = {"distrib_optim_sharding_type": shards} if shards else {}
-        old = {"sharding_type": shards} if shards and case.get("is_old") else {}
-        new = {} if case.get("is_old") else {"metadata": metadata | more}
-        state["optimizer"] = optimizer.sharded_state_dict(weights, **old, **new)
+        kinds = {"sharding_type": shards} if shards else {}
+        if VERSION >= (0, 13):
+            kinds = {"metadata": metadata | {f"distrib_optim_{k}": v for k, v in kinds.items()}}
+        state["optimizer"] = optimizer.sharded_state_dict(weights, **kinds)
         state |= weights
     if "arguments" in case:
         state["args"] = Namespace(**case["arguments"], params_dtype=made.params_dtype)
@@ -199,6 +215,9 @@ def main() -> None:
     dist.init_process_group("nccl", timeout=timedelta(minutes=5))
     for name, case in cases.items():
         is_written = (root / name).is_dir()
+        if VERSION < (0, 15) and case.get("optimizer"):
+            # It cannot read its masters into a model, which in FP32 has the same numbers.
+            case = case | {"bf16": False, "masters": {}}
         ranks = [1 if is_written else case.get(key, 1) for key in RANKS]
         parallel_state.initialize_model_parallel(
             ranks[0], ranks[1], expert_model_parallel_size=ranks[2]

@@ -354,7 +354,7 @@ def continued(folder: Path, *settings: str) -> torch.Tensor:
     spec = resolve(load(overrides, folder, "model"), lambda: False)
     spec = replace(spec, model=replace(spec.model, vocab_size=VOCABULARY))
     state = build(spec, single_rank())
-    start_from(spec, state, lambda line: None)
+    start_from(spec, state, lambda line: None, folder)
     losses = []
     for step in range(10):
         draw = torch.Generator().manual_seed(step)

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fp8_numerics.caches import cache_folder
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.commands import main
 from megafp8.cli.pretrain import main as pretrain
@@ -54,6 +56,7 @@ from megafp8.train.load_model import load_model, shape_of
 from megafp8_migrate.plain_pickle import read_pickle
 from megafp8_migrate.saved_tensors import read_saved
 from tests.te_sources import need_sources
+from tests.test_layers import ROOT
 
 VOCABULARY = 96
 GPT = spec_of_tree(
@@ -381,21 +384,84 @@ def test_what_is_left_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert line in said, said
 
 
-def test_a_run_continues_from_the_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The command that the import prints trains, with the weights; before it is a hint."""
-    wide = replace(LLAMA, vocab_size=320)
-    theirs = stacked(in_megatron(wide, weights_of(wide)), 2)
-    folder = write_checkpoint(tmp_path / "theirs", theirs, arguments=ARGUMENTS)
-    new = tmp_path / "new"
-    job = ["model.data.data_prefix=mock", "model.tokenizer.vocab_size=300", "trainer.max_steps=1",
-           "trainer.accelerator=cpu", "model.global_batch_size=2", "model.micro_batch_size=2",
-           "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0",
-           f"exp_manager.exp_dir={tmp_path / 'runs'}", "exp_manager.name=r"]  # fmt: skip
-    assert pretrain([f"restore_from_path={folder}", *job]) == 2
-    assert f"megafp8 import {folder} imported" in capfd.readouterr().err
-    assert run(folder, new) == 0
-    assert pretrain(["--config-dir", str(new), "--config-name", "model", *job]) == 0
-    assert f"loaded the weights from {new}" in capfd.readouterr().out
+WIDE = replace(LLAMA, vocab_size=320)
+JOB = ["model.data.data_prefix=mock", "model.tokenizer.vocab_size=300", "trainer.max_steps=1",
+       "trainer.accelerator=cpu", "model.global_batch_size=2", "model.micro_batch_size=1",
+       "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0",
+       "exp_manager.name=r"]  # fmt: skip
+
+
+@pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    theirs = stacked(in_megatron(WIDE, weights_of(WIDE)), 2)
+    return write_checkpoint(tmp_path / "theirs", theirs, arguments=ARGUMENTS)
+
+
+def test_a_run_starts_from_the_folder_as_from_its_import(
+    wide: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On one rank and on two the same command with another path ends with the same bits."""
+    new, seen = tmp_path / "new", dict[str, Reader]()
+    assert run(wide, new) == 0
+    assert f"megafp8 pretrain --config-dir {new} --config-name model" in capfd.readouterr().out
+    start = ["--config-dir", str(new), "--config-name", "model", *JOB]
+    for name, words in {
+        "import": [],
+        "import of two": ["trainer.devices=2"],
+        "direct": [f"restore_from_path={wide}"],
+        "direct of two": [f"restore_from_path={wide}", "trainer.devices=2"],
+    }.items():
+        home = tmp_path / name
+        assert pretrain([*start, *words, f"exp_manager.exp_dir={home}"]) == 0
+        out = capfd.readouterr().out
+        is_theirs = name.startswith("direct")
+        assert (f"loaded the weights from {wide}\n" in out) is is_theirs
+        assert ("read: 25 tensors" in out) is is_theirs, out
+        assert not (home / "r/.imported").exists()
+        seen[name] = Reader(home / "r/checkpoints/step_00000001")
+    for name in seen["import"].names():
+        if name.startswith(("model/", "optimizer/")):
+            assert torch.equal(seen["import"].read(name), seen["direct"].read(name)), name
+            two = [seen[f"{each} of two"].read(name) for each in ("import", "direct")]
+            assert torch.equal(*two), name
+
+
+def test_a_run_that_does_not_fit_the_folder_is_refused_and_leaves_nothing(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(wide, tmp_path / "new") == 0
+    start = ["--config-dir", str(tmp_path / "new"), "--config-name", "model", *JOB]
+    start += [f"restore_from_path={wide}", f"exp_manager.exp_dir={tmp_path / 'runs'}"]
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut/.metadata").write_bytes(b"")
+    for words, said in {
+        ("model.ffn_hidden_size=32",): f"ffn_hidden_size=32: the model in {wide} has 24. Set",
+        ("model.rotary_base=500",): "rotary_base=500.0: the weights were trained with 10000",
+        ("model.tokenizer.vocab_size=500",): f"restore_from_path={wide}: its vocabulary has 320",
+        (f"restore_from_path={tmp_path / 'cut'}",): "cut/.metadata: cannot be read: ",
+    }.items():
+        is_refused = words != ("model.rotary_base=500",)
+        assert pretrain([*start, *words]) == (2 if is_refused else 0)
+        shown = capfd.readouterr()
+        assert said in (shown.err if is_refused else shown.out), shown
+        assert (tmp_path / "runs/r").exists() is not is_refused
+        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    monkeypatch.setattr("megafp8.neighbours.is_there", lambda module: False)
+    assert pretrain(start) == 2
+    error = capfd.readouterr().err
+    assert f"error: restore_from_path={wide} needs the package megafp8_migrate" in error
+    assert "pip install" in error and not (tmp_path / "runs/r").exists()
+
+
+def test_fine_tuning_and_resuming_name_the_command_that_imports(
+    wide: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They take the model's shape, or all of a run, from what they start from."""
+    job = [*JOB, f"exp_manager.exp_dir={tmp_path / 'runs'}"]
+    asked = [f"restore_from_path={wide}", "model.data.train_ds.file_names=x.jsonl"]
+    for words in (asked, [f"model.resume_from_checkpoint={wide}"]):
+        assert pretrain([*job, *words]) == 2
+        assert f"megafp8 import {wide} imported" in capfd.readouterr().err
 
 
 def test_an_import_holds_few_tensors_at_a_time(
@@ -897,7 +963,13 @@ def arguments_of(case: Mapping[str, Any]) -> dict[str, Any]:
     } | {names.get(name, name): value for name, value in config.items()}  # fmt: skip
 
 
-def let_megatron_write(folder: Path, cases: Mapping[str, dict[str, Any]], ranks: int = 1) -> None:
+OLDER: dict[str, set[str]] = {"0.14.0": {"buckets"}, "0.15.3": set()}
+"""Versions of Megatron-core beside the one that is installed, with what each cannot save here."""
+
+
+def let_megatron_write(
+    folder: Path, cases: Mapping[str, dict[str, Any]], ranks: int = 1, version: str = ""
+) -> None:
     """Let Megatron-core write checkpoints, and read those that are there; a test may be skipped."""
     pytest.importorskip("megatron.core", reason="needs the package megatron-core")
     from te_cpu.versions import DEFAULT_VERSION
@@ -907,19 +979,42 @@ def let_megatron_write(folder: Path, cases: Mapping[str, dict[str, Any]], ranks:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "te_cpu", "run"]
     command += [str(Path(__file__).with_name("megatron_writer.py")), str(folder)]
+    paths = [str(older_megatron(version))] if version else []
+    paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [*command, json.dumps(told)], env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True,
+        [*command, json.dumps(told)], capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def older_megatron(version: str) -> Path:
+    """Return a folder with another version, which pip fetches once; else the test is skipped."""
+    folder = cache_folder() / "megatron-core" / version
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory() as made:
+            pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", made]
+            done = subprocess.run(
+                [*pip, f"megatron-core=={version}"], capture_output=True, text=True
+            )
+            if done.returncode:
+                pytest.skip(f"megatron-core {version}: {done.stderr[-300:]}")
+            part = folder.with_name(f".{version}")
+            shutil.copytree(made, part, dirs_exist_ok=True)
+        part.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["", *OLDER])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of checkpoints that Megatron-core wrote on two ranks and on one."""
     folder = tmp_path_factory.mktemp("megatron")
-    let_megatron_write(folder, ON_TWO, 2)
-    let_megatron_write(folder, MEGATRONS)
+    without = OLDER.get(request.param, set())
+    let_megatron_write(folder, ON_TWO, 2, request.param)
+    cases = {name: case for name, case in MEGATRONS.items() if name not in without}
+    let_megatron_write(folder, cases, version=request.param)
+    for name in without:
+        (folder / f"not {name}").touch()
     return folder
 
 
@@ -933,6 +1028,8 @@ def test_the_model_is_that_of_megatron_core(
     Where the optimizer has master weights, Megatron's model gets those too.
     """
     case, new = MEGATRONS[name], tmp_path / "new"
+    if (written / f"not {name}").exists():
+        pytest.skip("this version of Megatron-core cannot save it on a CPU")
     assert run(written / name, new) == 0
     said = capsys.readouterr().out
     assert ("read: " in said) and (" 0 of them" in said) is ("masters" not in case), said

@@ -130,7 +130,7 @@ def load(rank: Rank, root: Path) -> dict[str, tuple[int, int]]:
                 else:
                     spec_of_run = run_spec(model=GPT2)
                     start_from(
-                        replace(spec_of_run, restore_from_path=str(root / kind)), state, print
+                        replace(spec_of_run, restore_from_path=str(root / kind)), state, print, root
                     )
             found[f"{name}, {kind}"] = before, live.most - before
     return found

@@ -93,9 +93,9 @@ class Config:
 
     restore_from_path: str | None = key(
         None,
-        "Weights that a new run starts with: a run's directory, one of its checkpoints, or a "
-        "folder that `megafp8 import` wrote. A run that already has a checkpoint continues "
-        "from its own, also if this path is gone by then.",
+        "Weights that a new run starts with: a run's directory, one of its checkpoints, a folder "
+        "that `megafp8 import` wrote, or a distributed checkpoint of Megatron or NeMo. A run that "
+        "already has a checkpoint continues from its own, also if this path is gone by then.",
         nemo=None,
         group="start",
         kind="model",
