@@ -38,13 +38,8 @@ def schedule(s: MegatronSettings, m: Migration) -> None:
     constant = steps - decay if steps is not None and decay is not None else 0
     if constant and style == "cosine" and constant > 0:
         new[_SCHED + "constant_steps"], note = constant, ""
-    elif constant and style in ("cosine", "linear", "inverse-square-root", "WSD"):
-        m.decide(
-            s.label("lr_decay_iters", "lr_decay_samples"), decay,
-            f"decays over another number than the {steps} steps of the run",
-            "Decide whether the decay may take trainer.max_steps steps; with cosine it may end "
-            "before (model.optim.sched.constant_steps)",
-        )  # fmt: skip
+    elif constant and style != "constant":
+        new[_SCHED + "max_steps"] = decay
     if style == "WSD":
         _wsd(s, m, new)
         note = ""

@@ -10,7 +10,13 @@ from collections.abc import Iterator, Mapping
 
 from megafp8.config.errors import Origin, SettingError
 from megafp8.config.keys import MAX_WIDTH, Values
-from megafp8.config.values import SCHEDULES, steps_or_ratio, warmup_steps, wsd_decay_steps
+from megafp8.config.values import (
+    SCHEDULES,
+    schedule_steps,
+    steps_or_ratio,
+    warmup_steps,
+    wsd_decay_steps,
+)
 
 SCHED, STEPS = "model.optim.sched", "trainer.max_steps"
 RATE, LOWEST, WIDTH = "model.optim.lr", f"{SCHED}.min_lr", "model.hidden_size"
@@ -56,7 +62,7 @@ def schedule_notes(values: Values) -> Iterator[str]:
 
     Such a schedule runs as it is, as in NeMo, and a user may expect something else.
     """
-    steps, name = values[STEPS], values[f"{SCHED}.name"]
+    steps, name = schedule_steps(values), values[f"{SCHED}.name"]
     lengths = {part: _length(values, part) for part in ("warmup", "hold", "constant", "wsd_decay")}
     parts = {part: n for part, n in lengths.items() if f"{part}_steps" in SCHEDULES[name] and n}
     if sum(parts.values()) <= steps:
@@ -74,12 +80,13 @@ def schedule_notes(values: Values) -> Iterator[str]:
     else:
         end = "there is no decay: the rate is the lowest one right after the warm-up"
     theirs = "Megatron" if name == "WSD" else "NeMo"
-    yield f"cut: {shown} ({name}) do not fit into {STEPS}={steps}: {end}, as in {theirs}"
+    key = STEPS if steps == values[STEPS] else f"{SCHED}.max_steps"
+    yield f"cut: {shown} ({name}) do not fit into {key}={steps}: {end}, as in {theirs}"
 
 
 def _length(values: Values, part: str) -> int:
     """Return the steps of a part of the schedule, given as a number or as a share of the run."""
-    key, steps = f"{SCHED}.{part}", values[STEPS]
+    key, steps = f"{SCHED}.{part}", schedule_steps(values)
     given = steps_or_ratio(values[f"{key}_steps"], values[f"{key}_ratio"], steps)
     defaults = {"warmup": warmup_steps, "wsd_decay": wsd_decay_steps}
     return defaults[part](given, steps) if part in defaults else given or 0

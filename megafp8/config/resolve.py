@@ -24,6 +24,7 @@ from megafp8.config.values import (
     parse_splits,
     plain,
     schedule_of,
+    schedule_steps,
     shortest_number,
     steps_or_ratio,
     storage_of,
@@ -239,7 +240,7 @@ def optim_of(values: Values) -> OptimSpec:
 
 
 def _schedule(values: Values) -> ScheduleSpec:
-    max_steps = values["trainer.max_steps"]
+    max_steps = schedule_steps(values)
 
     def steps(part: str) -> int | None:
         name = f"model.optim.sched.{part}"

@@ -266,6 +266,12 @@ def warmup_steps(given: int | None, max_steps: int) -> int:
     return max_steps // 10 if given is None else given
 
 
+def schedule_steps(values: Mapping[str, Any]) -> int:
+    """Return the number of steps of the learning rate's schedule."""
+    steps: int = values["model.optim.sched.max_steps"] or values["trainer.max_steps"]
+    return steps
+
+
 def wsd_decay_steps(given: int | None, max_steps: int) -> int:
     """Return `model.optim.sched.wsd_decay_steps`, or a fifth of the run if it is null."""
     return max_steps // 5 if given is None else given

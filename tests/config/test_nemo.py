@@ -426,7 +426,6 @@ HARMLESS = {
     "trainer.sync_batchnorm": False,
     "model.optim.store_param_remainders": True,
     "model.optim.average_grad_sync": True,
-    "model.optim.sched.max_steps": "${trainer.max_steps}",
     "model.multi_latent_attention": False,
     "model.attention_backend": "auto",
 }
@@ -458,7 +457,6 @@ def test_harmless_values_of_a_nemo_file_are_listed(tmp_path: Path) -> None:
         ("exp_manager.wandb_logger_kwargs.offline=true", "mode says", "mode=offline"),
         ("trainer.strategy=fsdp", "the sizes under model", "model.fsdp=True"),
         ("model.optim.amsgrad=true", "no largest second moments", "Leave it out"),
-        ("model.optim.sched.max_steps=7", "trainer.max_steps", "Use trainer.max_steps"),
         ("model.multi_latent_attention=true", "has no equivalent in megafp8", "Leave it out"),
     ],
 )  # fmt: skip

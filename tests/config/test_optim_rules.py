@@ -115,6 +115,16 @@ def test_a_schedule_longer_than_the_run_is_cut_and_said(
         assert line.startswith("cut: ") and expected in line
 
 
+def test_parts_are_shares_of_the_schedule_where_the_run_is_shorter() -> None:
+    given = [f"{SCHED}.name=WSD", "trainer.max_steps=100", f"{SCHED}.max_steps=400"]
+    loaded = load_all(given)
+    spec = resolve(loaded.values, lambda: False).optim.schedule
+    assert (spec.max_steps, spec.warmup_steps, spec.wsd_decay_steps) == (400, 40, 80)
+    assert loaded.notes == ()
+    (line,) = load_all([*given, f"{SCHED}.warmup_steps=401"]).inert_lines()
+    assert f"do not fit into {SCHED}.max_steps=400" in line
+
+
 def test_noam_with_a_hold_needs_a_warmup() -> None:
     problem = the_problem(f"{SCHED}.name=NoamHoldAnnealing", f"{SCHED}.warmup_steps=0")
     assert problem.key == f"{SCHED}.warmup_steps"

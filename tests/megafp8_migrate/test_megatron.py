@@ -192,7 +192,6 @@ def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
         ("--fp8-output-proj", "--fp8-output-proj"),
         ("--te-precision-config-file a.yaml", "--te-precision-config-file"),
         ("--never-heard-of 3", "--never-heard-of"),
-        ("--lr-decay-iters 50", "lr_decay_iters (a default of Megatron-core 0.20)"),
         ("--step-batch-size-schedule 0:16", "--step-batch-size-schedule"),
         ("--load /elsewhere", "--load"),
         ("--weight-decay $WD", "--weight-decay"),
@@ -205,8 +204,6 @@ def test_flags(more: str, path: str, ours: Any, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_kept_must_be_decided(more: str, flag: str) -> None:
-    if flag.startswith("lr_decay_iters"):
-        flag = "--lr-decay-iters"
     assert decided(script(more)) == [flag]
 
 
@@ -225,11 +222,15 @@ def test_arguments_and_variables_of_the_script() -> None:
     assert (value(m, "model.seed"), value(m, "model.optim.weight_decay")) == (7, 0.3)
 
 
-@pytest.mark.parametrize(("steps", "decay", "warmup"), [(100, 80, 10), (60, 50, 0)])
-def test_a_cosine_that_ends_before_the_run_is_megatrons_step_by_step(
-    steps: int, decay: int, warmup: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("style", "steps", "decay", "warmup"),
+    [("cosine", 100, 80, 10), ("cosine", 60, 50, 0), ("cosine", 60, 90, 0), ("linear", 60, 50, 0),
+     ("linear", 60, 90, 0)],
+)  # fmt: skip
+def test_a_decay_that_ends_before_or_after_the_run_is_megatrons_step_by_step(
+    style: str, steps: int, decay: int, warmup: int, tmp_path: Path
 ) -> None:
-    m = script(f"--lr-decay-style cosine --train-iters {steps} --lr-decay-iters {decay} "
+    m = script(f"--lr-decay-style {style} --train-iters {steps} --lr-decay-iters {decay} "
                f"--lr-warmup-iters {warmup} --min-lr 1e-4")  # fmt: skip
     spec = spec_of(m, tmp_path).optim
     for step in range(steps):  # as OptimizerParamScheduler counts, with one sample a step
@@ -239,7 +240,8 @@ def test_a_cosine_that_ends_before_the_run_is_megatrons_step_by_step(
             rate = 1e-4
         else:
             share = (step - warmup) / (decay - warmup)
-            rate = 1e-4 + (1e-3 - 1e-4) * 0.5 * (math.cos(math.pi * share) + 1)
+            left = 1 - share if style == "linear" else 0.5 * (math.cos(math.pi * share) + 1)
+            rate = 1e-4 + (1e-3 - 1e-4) * left
         assert learning_rate(spec, step + 1) == pytest.approx(rate, rel=1e-12), step
 
 

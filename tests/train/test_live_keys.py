@@ -191,6 +191,7 @@ EFFECTS: dict[str, Effect] = {
         "tests/train/test_accuracy_check.py::"
         "test_a_stuck_scale_is_named_with_a_schedule_that_continues"
     ),
+    "model.optim.sched.max_steps": OPTIM_KEYS,
     "model.optim.sched.warmup_ratio": OPTIM_KEYS,
     "model.optim.sched.constant_ratio": OPTIM_KEYS,
     "model.optim.sched.hold_steps": OPTIM_KEYS,

@@ -42,6 +42,7 @@ def train(spec: OptimSpec) -> tuple[list[float], list[torch.Tensor]]:
     ("flags", "more"),
     [
         ([], f"{SCHED}name=WarmupAnnealing"),
+        ([], f"{SCHED}max_steps=12"),
         ([], f"{SCHED}warmup_ratio=0.5"),
         ([], f"{SCHED}constant_steps=2"),
         ([], f"{SCHED}constant_ratio=0.5"),

@@ -139,6 +139,14 @@ class Sched:
             suggestion=f"Use {', '.join(list(SCHEDULES)[:-1])} or {list(SCHEDULES)[-1]}",
         ),
     )
+    max_steps: int | None = schedule_key(
+        None,
+        "Steps of the whole schedule, as in NeMo. `null`: `trainer.max_steps`. With more of them "
+        "the run ends before the decay; with fewer its last steps have the rate `min_lr`. Shares "
+        "and defaults of the parts below are of this number.",
+        kind="length",
+        valid=or_null(at_least(1)),
+    )
     warmup_steps: int | None = schedule_key(
         None,
         "Steps of the linear warm-up. `null`: a tenth of `trainer.max_steps`.",
