@@ -64,7 +64,7 @@ def needed(name: str, extras: list[str]) -> list[str]:
     table = project(PLACES[name])
     optional = table.get("optional-dependencies", {})
     lines = [*table["dependencies"], *(line for e in extras for line in optional.get(e, ()))]
-    names = [re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines]
+    names = [re.split(r"[^\w-]", line, maxsplit=1)[0] for line in lines]  # without versions
     below = [other for other in names if other in PLACES and other != name]
     found = [lower for other in below for lower in (*needed(other, []), other)]
     return list(dict.fromkeys(found))

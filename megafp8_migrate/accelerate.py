@@ -242,6 +242,8 @@ def _format(path: str, value: Any, m: Migration) -> None:
 
 
 def _to(key: str) -> Callable[[str, Any, Migration], None]:
+    """Return what translates a key of theirs into `key` of ours, with the same value."""
+
     def change(path: str, value: Any, m: Migration) -> None:
         spelling = path.removeprefix("fp8_config.").removeprefix("fp8_")
         note = _UNREAD if spelling in _SPELLINGS else note_of(key, value)

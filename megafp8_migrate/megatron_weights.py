@@ -158,11 +158,12 @@ def _misfit(checkpoint: DistCheckpoint, reason: str) -> CheckpointError:
 
 
 def _shapes(spec: GPTSpec) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors, and of the routers' biases, which are no parameters."""
+    """Return the shapes of all tensors by our names, and of routers' biases, no parameters here."""
     shapes = {name: tuple(shape) for name, shape in logical_shapes(spec).items()}
     if spec.moe is not None and spec.moe.has_expert_bias:
-        for layer in (layer for layer, has in enumerate(spec.moe.layers) if has):
-            shapes[f"layers.{layer}.mlp.router.bias"] = (spec.moe.num_experts,)
+        for layer, has_experts in enumerate(spec.moe.layers):
+            if has_experts:
+                shapes[f"layers.{layer}.mlp.router.bias"] = (spec.moe.num_experts,)
     return shapes
 
 

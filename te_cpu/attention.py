@@ -124,6 +124,7 @@ def copy_to_kv_cache(
 ) -> None:
     """Write new keys and values behind those of each sample that the caches [pages, S, H, D] have.
 
+    New ones are [B, S, H, D], [S, B, H, D] or, as documents without padding, [T, H, D].
     `cu_cached_lens` counts the new tokens too. `page_table` [B, pages of a sample] says where the
     pages of a sample are or, with `is_non_paged`, from which row of the cache a sample [B] is to be
     brought into its own row first.

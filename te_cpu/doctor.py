@@ -68,6 +68,7 @@ def _refused(package: str, what: str) -> str:
 
 
 def _installed(package: str) -> str:
+    """Return a package with its version, or that it is not installed."""
     if not _is_there(package):
         return f"{package} is not installed"
     try:
@@ -98,6 +99,7 @@ def _show_list(title: str, names: Sequence[str]) -> None:
 
 
 def _sources(given: str) -> wheel.Sources:
+    """Return the sources of a version or of a wheel's path, after printing which wheel it is."""
     sources = wheel.sources(given, fetch=False)
     file = next(sources.folder.parent.glob("*.whl"))
     known = "has the SHA-256 of PyPI's" if sources.is_known else "has no known SHA-256"

@@ -325,7 +325,7 @@ def group_quantize_from_2_18(
     tensor_offsets: torch.Tensor | None = None,
     noop_flag: torch.Tensor | None = None,
 ) -> Any:
-    """Refuse widths that differ, which 2.18 added. With a flag of 1 nothing is cast."""
+    """Do what `group_quantize` does; a flag of 1 casts nothing, and `last_dims` is refused."""
     if last_dims is not None:
         raise missing("group_quantize", " with last_dims")
     if noop_flag is not None and noop_flag.item() == 1.0:
@@ -341,7 +341,7 @@ def bgrad_group_quantize_from_2_18(
     last_dims: torch.Tensor | None = None,
     tensor_offsets: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor]:
-    """Refuse widths that differ, which 2.18 added."""
+    """Do what `bgrad_group_quantize` does; `last_dims`, widths that differ, is refused."""
     if last_dims is not None:
         raise missing("group_quantize", " with last_dims")
     return bgrad_group_quantize(tensor, quantizer, num_tensors, first_dims, tensor_offsets)

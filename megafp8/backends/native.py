@@ -58,6 +58,7 @@ class NativeBackend(Backend):
         return ()
 
     def _in_fp8(self, model: nn.Module) -> dict[nn.Parameter, StoredFp8]:
+        """Return how the weights that exist in FP8 alone are stored (`fp8_params`)."""
         return {
             linear.weight: linear.weight_form
             for linear in linears_of(model)

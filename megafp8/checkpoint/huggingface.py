@@ -229,13 +229,17 @@ def _decoder_tensors(spec: GPTSpec, family: str, fused: bool) -> Iterator[Mapped
 
 
 def _expert_tensors(layer: int, count: int, family: str, fused: bool) -> Iterator[Mapped]:
-    """Yield the router and the experts of a layer."""
-    (in_files, names), in_memory = _EXPERTS[family], "mlp"
+    """Yield the router and the experts of a layer, as files have them or, if `fused`, modules.
+
+    A file may name them by their module in memory instead, whose name is then in `also`.
+    """
+    (in_files, linears), in_memory = _EXPERTS[family], "mlp"
     modules = (in_memory, in_files) if fused else (in_files, in_memory)
     theirs, *others = (f"model.layers.{layer}.{module}" for module in dict.fromkeys(modules))
     ours = f"layers.{layer}.mlp"
 
     def one(name: str, *parts: str, also: tuple[str, ...] = (), stacked: int = 0) -> Mapped:
+        """Return the tensor `name` of the module, made up of `parts` of our module."""
         names = [f"{module}.{end}" for module in (theirs, *others) for end in (name, *also)]
         tensors = tuple(f"{ours}.{part}.weight" for part in parts)
         return Mapped(names[0], tensors, stacked=stacked, also=tuple(names[1:]))
@@ -247,7 +251,7 @@ def _expert_tensors(layer: int, count: int, family: str, fused: bool) -> Iterato
             yield one(f"experts.{name}", *joined, also=(f"experts.{name}.weight",), stacked=count)
         return
     for expert in range(count):
-        for part, name in names.items():
+        for part, name in linears.items():
             yield one(f"experts.{expert}.{name}.weight", f"experts.{expert}.{part}")
 
 

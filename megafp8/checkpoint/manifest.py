@@ -160,8 +160,7 @@ def check_state(
     if not missing:
         return
     reason = "has weights, but no state of training"
-    num_beside_config = len(required) - 1  # weights alone are saved with their configuration
-    if len(missing) < num_beside_config:
+    if len(missing) < len(required) - 1:  # weights alone are saved with their configuration
         reason = f"lacks {missing[0]} in its manifest's meta"
     hint = "Use restore_from_path, which reads the weights only"
     raise CheckpointError(path, reason, hint)

@@ -248,8 +248,8 @@ def spec_of(words: Sequence[str], vocab_size: int | None) -> Asked:
 def _for_version(spec: RunSpec, words: Sequence[str]) -> RunSpec:
     """Return the run with the version of Transformer Engine for which it is planned.
 
-    It is the one that the command line asks for, or else the installed one. A run on GPUs takes the
-    installed one, and refuses the key.
+    It is the one that the command line asks for, or else the installed one. The run itself has the
+    installed one, and refuses the key on GPUs.
 
     Raises:
         ConfigError: The version that is asked for is too old, or not known, or has no effect.

@@ -114,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _preprocess(options: argparse.Namespace) -> Sidecar:
+    """Write the dataset that the options ask for, and keep its tokenizer's files for exports.
+
+    Raises:
+        UserError: An option has no effect or does not fit the texts, or a file cannot be read.
+    """
     _check(options)
     source = TextSource(
         files=paths_of(options.files),

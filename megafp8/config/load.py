@@ -76,7 +76,7 @@ class Loaded:
         merged = self.merged.copy()
         for key, value in changes.items():
             merged.put(Setting(key, value, origin or self.origins.get(key, DEFAULT)))
-        values = self.values | merged.values()[0]
+        values = self.values | merged.values()[0]  # one that cannot be read stays as it was
         return replace(self, values=values, origins=merged.origins, merged=merged)
 
     def inert_lines(self) -> list[str]:

@@ -302,6 +302,7 @@ def tokenized_conversations(
 
 
 def _too_long(length: int, longest: int) -> tuple[str, str]:
+    """Return a reason and a hint; a sample of `longest` is a sequence and the token after it."""
     return (
         f"is {length} tokens, and a sequence of model.encoder_seq_length={longest - 1} takes "
         f"{longest}",

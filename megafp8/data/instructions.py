@@ -164,13 +164,14 @@ class PreparedInstructions:
         return np.concatenate([examples.counted_tokens for examples in self.validation_examples])
 
     def validation_text(self) -> bytes:
-        """Return the text of the counted tokens, without the ends of examples."""
+        """Return the text of the counted tokens, without the token that ends an example."""
         texts = []
         for examples in self.validation_examples:
             for tokens, counted in map(examples.example, range(examples.num_examples)):
                 ids = tokens[counted]
-                ends = len(ids) and ids[-1] == self.tokenizer.eod_id
-                texts.append(self.tokenizer.decode(ids[:-1] if ends else ids))
+                if len(ids) and ids[-1] == self.tokenizer.eod_id:
+                    ids = ids[:-1]
+                texts.append(self.tokenizer.decode(ids))
         return "".join(texts).encode()
 
     def validation_prompt(self, num_tokens: int) -> list[int]:

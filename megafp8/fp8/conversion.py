@@ -478,8 +478,8 @@ def _patterns_of(
     module around it.
     """
     units = [*linears, *(name for name, weight in others.items() if not weight.stays)]
-    kinds = {name: type(linears.get(name)).__name__ for name in chosen}
-    around = {n for n in chosen if kinds[n] in ("NoneType", "NonDynamicallyQuantizableLinear")}
+    inner = {n for n, x in linears.items() if type(x).__name__ == "NonDynamicallyQuantizableLinear"}
+    around = {name for name in chosen if name not in linears or name in inner}
     return patterns_of(chosen, units, {*chosen, *skipped}, around)
 
 

@@ -55,7 +55,10 @@ class ScaledSum:
     is_first: bool = False
 
     def add(self, compute: ComputeGrad, hold: Callable[[], object]) -> None:
-        """Add a gradient; `hold` is called before the sum is first written in a step."""
+        """Add a gradient; `hold` is called before `scaled` is first written in a step.
+
+        With `sums_in_fp32` that is in `end`.
+        """
         is_first, self.is_first = self.is_first, False
         if self.sums_in_fp32:
             total = self.in_use()

@@ -176,6 +176,7 @@ def wrong_both(probe: Probe) -> Iterator[str]:
             yield "the two products get different numbers or scales"
         for along in operands.keys() & of_turned.keys():
             other = turned(of_turned[along])
+            # What is rounded with random bytes gets others when it is turned.
             same = same_scales if probe.casts.is_random else same_bits
             if not same(operands[along], other):
                 yield "the transposed tensor has other numbers or scales than the tensor"

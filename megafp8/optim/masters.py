@@ -271,15 +271,15 @@ class Masters:
     def reducer_buckets(self) -> Iterator[tuple[Axis, Sequence[GradBucket]]]:
         """Yield buckets for the gradient reducer, with the ranks that sum their gradients.
 
-        In stage 2 those of linears are reduced early in the first step too, since each linear gives
-        one gradient in a microbatch.
+        In stage 2 of ZeRO those of linears are reduced early in the first step too, since each
+        linear gives one gradient in a microbatch.
         """
         storage = self.storage
         for flat in self.plain_flats:
             partition = self._partition_of(flat.params)
-            if not partition.stays:
+            if not partition.stays:  # each rank needs all sums
                 yield partition.data, buckets_of(flat.flat, flat.params, self.bucket_bytes)
-            elif storage.is_plain and partition.divides:
+            elif storage.is_plain and partition.divides:  # ranks own equal ranges
                 scattered = Bucket(flat.flat, frozenset(flat.params), is_scattered=True)
                 yield partition.data, [scattered]
             else:

@@ -97,8 +97,8 @@ class GradReducer:
     The first step with a given number of microbatches records how many gradients each parameter
     gets and in which order buckets become complete; that step is reduced at its end, but for
     buckets that know their number of gradients. All ranks run the same program and so record the
-    same. The bounds of buckets are fixed, so the sums are the
-    same bit for bit whenever a bucket is reduced.
+    same. The bounds of buckets are fixed, so the sums are the same bit for bit whenever a bucket is
+    reduced. Dictionaries have a bucket by its `id`, since buckets change and so are no keys.
     """
 
     def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
@@ -107,14 +107,14 @@ class GradReducer:
         BF16 halves the bytes that are sent and rounds each addend.
         """
         self.dtype = dtype
-        self.axis_of: dict[int, Axis] = {}  # over which each bucket is summed, by its identity
+        self.axis_of: dict[int, Axis] = {}  # over which each bucket is summed, by its id
         self.at_the_end = False  # reduce nothing before `finish`
         self.buckets: list[GradBucket] = []
         self._bucket_of: dict[nn.Parameter, GradBucket] = {}
         self._plans: dict[int, _Plan] = {}  # the plan for each number of microbatches
         self._num_microbatches = 0
         self._seen: list[nn.Parameter] = []  # this step's gradients, while there is no plan
-        self._missing: dict[int, int] = {}  # the gradients that a bucket still waits for
+        self._missing: dict[int, int] = {}  # how many gradients a bucket waits for, by its id
         self._order: list[GradBucket] = []  # buckets to reduce, the last one first
         self._under_way: list[GradBucket] = []  # started ones that have steps left
 

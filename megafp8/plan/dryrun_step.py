@@ -154,7 +154,7 @@ def fsdp_step_bytes(state: TrainState, spec: RunSpec) -> tuple[StepBytes, dict[i
 
 
 def order_of(state: TrainState, spec: RunSpec) -> list[Work]:
-    """Return the order of this rank's work in a step."""
+    """Return this rank's passes of a step in their order, and when its stages receive messages."""
     pipeline, pp = spec.parallel.pipeline, state.mesh.pp
     orders = planned_orders(pipeline, pp.size, spec.train.num_microbatches(state.mesh.dp.size))
     has_receipts = pp.size > 1 and pipeline.schedule not in ONE_STAGE_SCHEDULES
@@ -286,7 +286,8 @@ class MetaKernels(TorchFunctionMode):
                 p = args[1] if len(args) > 1 else kwargs["p"]
                 return torch.native_dropout(args[0], p, True)[0]
             if func is torch.rms_norm and self.on_gpu:
-                return _FusedRmsNorm.apply(args[0], args[2])  # type: ignore[no-untyped-call]
+                x, _, weight = args[:3]
+                return _FusedRmsNorm.apply(x, weight)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _attend(

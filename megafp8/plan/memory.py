@@ -197,6 +197,7 @@ def _kept_bytes(spec: RunSpec, stage: int) -> int:
 
 
 def _recomputed_or_kept(spec: RunSpec, layers: range) -> Iterator[int]:
+    """Yield the bytes that layers keep of a microbatch: of a recomputed group its first alone."""
     recompute = spec.model.recompute
     is_uniform = recompute is not None and recompute.method == "uniform"
     group = recompute.num_layers if recompute is not None and is_uniform else 1

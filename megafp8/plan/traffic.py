@@ -425,18 +425,22 @@ def _amaxes_of_states(spec: RunSpec, params: Sequence[Parameter]) -> int:
 
 
 def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
-    """Return what replicas send under FSDP; its shards are padded along the first dim."""
+    """Yield what replicas send under FSDP; its shards are padded along the first dim.
+
+    Weights and gradients are sent for each microbatch, amaxes once, with the step's update.
+    """
     fsdp, tp = spec.parallel.fsdp, spec.parallel.tp
     assert fsdp is not None
     ranks, count = shard_ranks(spec), num_microbatches(spec)
     sums_in_fp8 = spec.optim.storage.main_grads != "fp32"
-    gathered = shard = all_shards = in_fp8 = 0
+    gathered = sent_high = elements = num_in_fp8 = 0
     for param in shape.params:
         own_elements, is_in_fp8 = param.shard_elements(ranks), sent_in_fp8(spec, param)
-        times = 2 if param.in_layer and fsdp.strategy != "grad" else 1
+        times = 2 if param.in_layer and fsdp.strategy != "grad" else 1  # again for its backward
         gathered += times * own_elements * (1 if is_in_fp8 else compute_itemsize(spec))
-        all_shards, in_fp8 = all_shards + own_elements, in_fp8 + is_in_fp8
-        shard += own_elements * (not (param.in_layer and sums_in_fp8))
+        elements += own_elements
+        num_in_fp8 += is_in_fp8
+        sent_high += own_elements * (not (param.in_layer and sums_in_fp8))
     size = ITEM_BYTES[fsdp.grad_reduce_dtype]
 
     def message(operation: Operation, what: str, handed: int, *, nodes: int = 1) -> Message:
@@ -451,7 +455,7 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         )
 
     yield message("all_gather", "weights", gathered * count)
-    yield message("reduce_scatter", "gradients", shard * ranks * size * count)
+    yield message("reduce_scatter", "gradients", sent_high * ranks * size * count)
     if sums_in_fp8:
         sent = ranks * sum(row.num_bytes for row in _scattered_rows(shape, ranks))
         yield message("all_to_all", "gradients in FP8", sent * count)
@@ -459,10 +463,10 @@ def _fsdp(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
         yield message(
             "all_reduce", "amaxes of masters and moments", _amaxes_of_states(spec, shape.params)
         )
-    yield message("all_reduce", "amaxes of FP8 weights", FP32 * in_fp8)
+    yield message("all_reduce", "amaxes of FP8 weights", FP32 * num_in_fp8)
     nodes = spec.parallel.dp * spec.parallel.cp // ranks
     if nodes > 1:
-        yield message("all_reduce", "gradients of shards", all_shards * size * count, nodes=nodes)
+        yield message("all_reduce", "gradients of shards", elements * size * count, nodes=nodes)
 
 
 def _scattered_rows(shape: RankShape, ranks: int) -> Iterator[ScatteredRow]:

@@ -181,6 +181,9 @@ def typical(lines: Sequence[Line], key: str) -> float | None:
     return statistics.median(known) if known else None
 
 
+# The functions below read what they can, and add to `problems` what cannot be read.
+
+
 def _numbered(path: Path, problems: list[str]) -> list[Line]:
     """Return the lines of metrics.jsonl that name their step."""
     lines = _lines(path / METRICS_NAME, problems, must=True)
@@ -230,9 +233,7 @@ def _summary(path: Path, problems: list[str]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problems.append(f"{SUMMARY_NAME} cannot be read ({error})")
         return {}
-    return (
-        {key: _value(value) for key, value in summary.items()} if isinstance(summary, dict) else {}
-    )
+    return _value(summary) if isinstance(summary, dict) else {}
 
 
 def _lines(path: Path, problems: list[str], *, must: bool = False) -> list[Line]:
@@ -298,7 +299,7 @@ def _parsed(name: str, raw: Sequence[bytes], problems: list[str]) -> list[Line]:
         except ForeignFileError:
             line = None
         if isinstance(line, dict):
-            lines.append({key: _value(value) for key, value in line.items()})
+            lines.append(_value(line))
         else:
             bad += 1
     if bad:

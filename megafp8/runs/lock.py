@@ -82,7 +82,7 @@ def is_locked(run_dir: Path) -> bool:
     except OSError:  # there is no lock file, or this process may not read it
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask as well
     except BlockingIOError:
         return True
     except OSError:  # the file system has no locks, which `acquire` reports

@@ -94,11 +94,11 @@ def num_parameters(model: GPTSpec) -> int:
 
 
 def num_active_parameters(model: GPTSpec) -> int:
-    """Return how many of them a token visits: a few experts of each layer that has experts."""
+    """Return how many of a model's parameters a token visits: of a layer's experts only a few."""
     total = num_parameters(model)
     for linear in model_linears(model):
         weight = linear.in_features * linear.out_features
-        total -= weight * linear.experts - linear.per_token(weight)
+        total -= weight * linear.experts - linear.per_token(weight)  # those of other experts
     return total
 
 

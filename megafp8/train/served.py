@@ -120,7 +120,7 @@ def served_model(folder: Path, spec: GPTSpec, fmt: ServingFormat, device: torch.
     exported = Exported(folder, spec)
     model = GPT(ServedParts(spec, fmt, exported))
     with torch.no_grad():
-        for param in model.parameters():
+        for param in model.parameters():  # quantized linears have buffers, and have read them
             for piece in pieces_of(param):
                 param[piece.local].copy_(exported.read(piece.name))
     return model.to(device).eval()

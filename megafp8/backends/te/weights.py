@@ -184,7 +184,8 @@ class TeGatheredFp8:
         else:
             out._data, out._transpose = payload_OI, self._transposed_IO
             out._scale_inv = self._cast.scale.reciprocal()
-            out._reset_caches()  # its bytes in the other orientation are of the last gather
+            # Its bytes in the other orientation are of the last gather, and are written again.
+            out._reset_caches()
             # A backward pass does not make them of every weight: FC1's are expected to be there.
             out.update_usage(columnwise_usage=True)
         return out, (payload_PI, self._transposed_IO)

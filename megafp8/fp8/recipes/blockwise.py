@@ -71,11 +71,11 @@ class Blockwise(Recipe):
     ) -> Fp8Tensor:
         """Return the tensor in FP8 with one scale for each block of `block` rows and columns."""
         made = block_casts.current(x_MN, block, tensor.fmt, power_2=tensor.power_2)
-        if made is not None:
+        if made is not None:  # by a kernel in C, with the same bits
             return self._scaled(tensor, *made, block)
         amax = scales.amax_of_blocks(x_MN, block)
         quant_scale = scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2)
-        # The product is in FP32, so that nothing is rounded to the dtype of the tensor before FP8.
+        # Scaled in FP32, so that nothing is rounded to the dtype of the tensor before FP8.
         scaled = cast.times_scale(x_MN.float(), quant_scale, block)
         payload = cast.quantize_scaled(scaled, tensor.fmt)
         return self._scaled(tensor, payload, quant_scale.reciprocal(), block)
