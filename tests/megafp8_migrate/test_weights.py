@@ -963,7 +963,9 @@ def arguments_of(case: Mapping[str, Any]) -> dict[str, Any]:
     } | {names.get(name, name): value for name, value in config.items()}  # fmt: skip
 
 
-OLDER: dict[str, set[str]] = {"0.14.0": {"buckets"}, "0.15.3": set()}
+OLDER: dict[str, set[str]] = {
+    "0.12.3": {"buckets"}, "0.13.1": {"buckets"}, "0.14.0": {"buckets"}, "0.15.3": set()
+}  # fmt: skip
 """Versions of Megatron-core beside the one that is installed, with what each cannot save here."""
 
 
