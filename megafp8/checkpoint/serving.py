@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import torch
 from torch.nn import functional as F
@@ -26,6 +26,8 @@ from megafp8.checkpoint.huggingface import ConversionError, Mapped, architecture
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
 
+Read = Callable[[str], torch.Tensor]
+"""Returns one of our tensors by its logical name."""
 Scales = Literal["tensor", "channel", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 BLOCK = 128
@@ -50,6 +52,34 @@ class WeightError(NamedTuple):
     relative: float  # the mean error over the mean magnitude
 
 
+class Format(Protocol):
+    """Say what `ServingWeights` and a served linear ask of a format."""
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Return the linears that stay in BF16, by name."""
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return the last parts of the names of a weight's tensors."""
+
+    @property
+    def input_scales(self) -> Mapping[str, float] | None:
+        """Return the scale of each linear's input, by the linear's name, if it is static."""
+
+    def quantize(self, linear: LayerLinear, read: Read) -> Any:
+        """Return what the parts of a linear share: amaxes, or the whole weight."""
+
+    def encode(self, shared: Any, rows: slice, part_NK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the tensors of a part of a linear, whose `rows` they are, by `tensor_names`."""
+
+    def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight [N, K] in FP32 that the tensors of one stand for."""
+
+    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return the numbers in FP32 that a server computes with for an input [T, K]."""
+
+
 @dataclass(frozen=True)
 class ServingFormat:
     """Describe an FP8 export.
@@ -66,24 +96,53 @@ class ServingFormat:
     kept: frozenset[str] = frozenset()
 
     @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return the last parts of the names of a weight's tensors."""
+        return "weight", self.scale_name
+
+    @property
     def scale_name(self) -> str:
         """Return the last part of the name of a weight's scales."""
         return "weight_scale_inv" if self.scales == "block" else "weight_scale"
 
+    def files(self, spec: GPTSpec) -> dict[str, Any]:
+        """Return the further files of a folder in JSON, by name: there are none."""
+        return {}
+
+    def quantize(self, linear: LayerLinear, read: Read) -> torch.Tensor | None:
+        """Return the largest magnitude of all parts of a linear, [1], if they share a scale."""
+        if self.scales != "tensor":
+            return None
+        amaxes = [amax_by(read(f"{part.name}.weight"), "tensor") for part in linear.parts]
+        return torch.stack(amaxes).amax(0)
+
+    def encode(
+        self, shared: torch.Tensor | None, rows: slice, part_NK: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the E4M3 weight and the scales of a part of a linear."""
+        scale = scale_of(amax_by(part_NK, self.scales) if shared is None else shared)
+        return {"weight": encode(part_NK, scale, self.scales), self.scale_name: scale}
+
+    def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight [N, K] in FP32 that the tensors of one stand for."""
+        return decode(tensors["weight"], tensors[self.scale_name], self.scales)
+
+    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return the numbers in FP32 that the input has in E4M3 times its scales: [T, K]."""
+        if scale is not None:
+            return decode(encode(x_TK, scale, "tensor"), scale, "tensor")
+        num_features = x_TK.shape[1]
+        width = BLOCK if self.scales == "block" else num_features
+        padded = F.pad(x_TK, (0, -num_features % width))
+        groups = padded.view(-1, width)
+        amax = groups.abs().amax(1, keepdim=True)
+        scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+        rounded = decode(encode(groups, scale, "channel"), scale, "channel")
+        return rounded.view(padded.shape)[:, :num_features]
+
     def quantization_config(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the `quantization_config` of a model's `config.json`."""
-        kept = {
-            f"{part.name}.weight"
-            for linear in single_linears(spec)
-            for part in linear.parts
-            if linear.name in self.kept
-        }
-        out = [
-            entry.theirs.removesuffix(".weight")
-            for entry in mapping(spec)
-            if entry.ours[0] in kept or entry.ours[0].endswith(ROUTER)
-        ]
-        ignored = ["lm_head", *out]
+        ignored = ignored_modules(spec, self.kept)
         if self.scales == "block":
             # vLLM reads one of the last two keys, by its version, and transformers the other one
             return {
@@ -117,6 +176,22 @@ def single_linears(spec: GPTSpec) -> Iterator[LayerLinear]:
     """Yield the linears of all layers, each expert's by itself."""
     for linear in model_linears(spec):
         yield from map(linear.one, range(linear.experts))
+
+
+def ignored_modules(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
+    """Return the modules of transformers that stay in BF16 beside linears that are `kept` so."""
+    names = {
+        f"{part.name}.weight"
+        for linear in single_linears(spec)
+        for part in linear.parts
+        if linear.name in kept
+    }
+    out = [
+        entry.theirs.removesuffix(".weight")
+        for entry in mapping(spec)
+        if entry.ours[0] in names or entry.ours[0].endswith(ROUTER)
+    ]
+    return ["lm_head", *out]
 
 
 def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = None) -> None:
@@ -198,7 +273,7 @@ def decode(weight_NK: torch.Tensor, scale: torch.Tensor, scales: Scales) -> torc
 
 @dataclass
 class ServingWeights:
-    """Turn a model's tensors into those of an FP8 export, and note the error of each weight.
+    """Turn a model's tensors into those of an export, and note the error of each weight.
 
     Attributes:
         spec: The model.
@@ -208,41 +283,34 @@ class ServingWeights:
     """
 
     spec: GPTSpec
-    read: Callable[[str], torch.Tensor]
-    fmt: ServingFormat
+    read: Read
+    fmt: Format
     errors: list[WeightError] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find the linear of each weight that becomes FP8."""
-        self._linears = {
-            f"{part.name}.weight": linear
-            for linear in single_linears(self.spec)
-            for part in linear.parts
-            if linear.name not in self.fmt.kept
-        }
-        self._shared: tuple[str, torch.Tensor] | None = None
+        self._linears: dict[str, tuple[LayerLinear, slice]] = {}
+        for linear in single_linears(self.spec):
+            begin = 0
+            for part in linear.parts if linear.name not in self.fmt.kept else ():
+                rows = slice(begin, begin + part.out_features)
+                self._linears[f"{part.name}.weight"] = linear, rows
+                begin = rows.stop
+        self._shared: tuple[str, Any] | None = None
 
     def encode(self, entry: Mapped, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors, by name, that stand for one of transformers' in FP32."""
-        linear = self._linears.get(entry.ours[0])
-        if linear is None:
+        if entry.ours[0] not in self._linears:
             return {entry.theirs: tensor.bfloat16()}
         fmt, module = self.fmt, entry.theirs.removesuffix(".weight")
-        amax = self._joint_amax(linear) if fmt.scales == "tensor" else amax_by(tensor, fmt.scales)
-        scale = scale_of(amax)
-        weight = encode(tensor, scale, fmt.scales)
-        self.errors.append(_error(module, tensor, decode(weight, scale, fmt.scales)))
-        tensors = {entry.theirs: weight, f"{module}.{fmt.scale_name}": scale}
+        linear, rows = self._linears[entry.ours[0]]
+        if self._shared is None or self._shared[0] != linear.name:  # its parts come one by one
+            self._shared = linear.name, fmt.quantize(linear, self.read)
+        tensors = fmt.encode(self._shared[1], rows, tensor)
+        self.errors.append(_error(module, tensor, fmt.decode(tensors)))
         if fmt.input_scales is not None:
-            tensors[f"{module}.input_scale"] = torch.tensor([fmt.input_scales[linear.name]])
-        return tensors
-
-    def _joint_amax(self, linear: LayerLinear) -> torch.Tensor:
-        """Return the largest magnitude of all parts of a linear, [1]; it is kept for the next."""
-        if self._shared is None or self._shared[0] != linear.name:
-            amaxes = [amax_by(self.read(f"{part.name}.weight"), "tensor") for part in linear.parts]
-            self._shared = linear.name, torch.stack(amaxes).amax(0)
-        return self._shared[1]
+            tensors["input_scale"] = torch.tensor([fmt.input_scales[linear.name]])
+        return {f"{module}.{name}": found for name, found in tensors.items()}
 
 
 def _error(name: str, master: torch.Tensor, decoded: torch.Tensor) -> WeightError:

@@ -2,6 +2,7 @@
 
 megafp8 export RUN DIR [--dtype float32] [--family NAME]
 megafp8 export RUN DIR --dtype fp8 [--fp8-scales channel] [--fp8-inputs dynamic]
+megafp8 export RUN DIR --dtype mxfp8|nvfp4 [--layout modelopt]
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING
 from megafp8.checkpoint.families import FAMILIES
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.export_fp8 import (
-    FP8,
-    REPORT,
+    LAYOUTS,
+    QUANTIZED,
     SAMPLES,
     SCALES,
     Fp8Options,
@@ -53,9 +54,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("dir", type=Path, help="a new or empty folder")
     parser.add_argument(
         "--dtype",
-        choices=(*DTYPES, FP8),
+        choices=(*DTYPES, *QUANTIZED),
         default="float32",
-        help="dtype of the weights (default: float32, which is exact); fp8 is E4M3 with scales",
+        help="dtype of the weights (default: float32, which is exact); fp8 is E4M3 with scales, "
+        "mxfp8 and nvfp4 are the numbers and scales of the recipes of these names",
     )
     parser.add_argument(
         "--family",
@@ -71,7 +73,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _add_fp8_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only `--dtype fp8` has."""
+    """Add the options that only quantized weights have."""
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="whose names and configuration mxfp8 and nvfp4 get (compressed-tensors)",
+    )
     parser.add_argument(
         "--fp8-scales",
         choices=list(SCALES),
@@ -107,7 +114,7 @@ def export(
         folder: A new or empty folder.
         dtype: The dtype of the weights that are written.
         family: The family of models, by default the first one that can express the model.
-        fp8: How the linears' weights become FP8; `dtype` is that of the others then.
+        fp8: How the linears' weights are quantized; `dtype` is that of the others then.
 
     Raises:
         UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
@@ -146,10 +153,11 @@ def export(
         copied = copy_tokenizer(home, build)
         names = [*(file.name for file in files), *copied]
         if planned is not None:
-            write_json_atomically(build / REPORT, planned.record())
-            names.append(REPORT)
+            for name, content in planned.files().items():
+                write_json_atomically(build / name, content)
+                names.append(name)
     is_foreign = tokenizer is not None and tokenizer.file_name != JSON_FILE
-    written = FP8 if planned is not None else str(dtype).removeprefix("torch.")
+    written = planned.dtype if planned is not None else str(dtype).removeprefix("torch.")
     say(f"{checkpoint} as {architecture(spec, family)}, {written}:")
     for name in names:
         say(f"  {folder / name}")

@@ -1,4 +1,4 @@
-"""Plan an export in FP8, and report its errors and its loss beside BF16's.
+"""Plan an export in FP8 or FP4, and report its errors and its loss beside BF16's.
 
 Other programs quantize a BF16 export, too, but without the recipe and the scales of the training.
 """
@@ -20,14 +20,27 @@ if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds
     from megafp8.checkpoint.huggingface_files import Quantization
     from megafp8.checkpoint.reader import Reader
     from megafp8.checkpoint.serving import ServingFormat, ServingWeights
+    from megafp8.checkpoint.serving_blocks import BlockFormat
     from megafp8.train.recorded import RecordedInputs
 
 FP8 = "fp8"
+BLOCK_KINDS = ("mxfp8", "nvfp4")
+QUANTIZED = (FP8, *BLOCK_KINDS)
+LAYOUTS = ("compressed-tensors", "modelopt")
 REPORT = "fp8_export.json"
 SAMPLES = 64
-_OPTIONS = ("fp8_scales", "fp8_inputs", "validation_samples")
+_OPTIONS = {
+    "fp8_scales": (FP8,), "fp8_inputs": (FP8,), "layout": BLOCK_KINDS,
+    "validation_samples": QUANTIZED,
+}  # fmt: skip
+"""The options of quantized weights, each with the dtypes that have it."""
 SCALES = {"tensor": "one scale for each tensor", "channel": "one scale for each row",
            "block": "one scale for each 128 x 128 elements"}  # fmt: skip
+_NAMES = {
+    **{scales: f"E4M3, {said}" for scales, said in SCALES.items()},
+    "mxfp8": "E4M3, one power of two for each 32 elements of a row",
+    "nvfp4": "E2M1, one scale in E4M3 for each 16 elements of a row and one number for each linear",
+}
 
 
 class Fp8Options(NamedTuple):
@@ -35,27 +48,30 @@ class Fp8Options(NamedTuple):
 
     scales: Literal["tensor", "channel", "block"] = "channel"
     inputs: Literal["static", "dynamic"] | None = None
+    layout: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
     num_samples: int = SAMPLES
+    dtype: Literal["fp8", "mxfp8", "nvfp4"] = "fp8"
 
 
 def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
-    """Return what the options of FP8 say; None where the export has another dtype.
+    """Return what the options of quantized weights say; None where the export has none.
 
     Raises:
         RunError: One of them has no effect.
     """
     given = {name: getattr(options, name) for name in _OPTIONS}
-    if options.dtype != FP8:
-        for name, value in given.items():
-            if value is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise RunError(
-                    f"{flag} {value}: has no effect with --dtype {options.dtype}. Leave it out, or "
-                    f"give --dtype {FP8}"
-                )
+    for name, dtypes in _OPTIONS.items():
+        if given[name] is not None and options.dtype not in dtypes:
+            flag = f"--{name.replace('_', '-')}"
+            raise RunError(
+                f"{flag} {given[name]}: has no effect with --dtype {options.dtype}. Leave it out, "
+                f"or give --dtype {' or '.join(dtypes)}"
+            )
+    if options.dtype not in QUANTIZED:
         return None
-    names = dict(zip(_OPTIONS, Fp8Options._fields, strict=True))
-    asked = Fp8Options(**{names[k]: value for k, value in given.items() if value is not None})
+    names = dict(zip(_OPTIONS, Fp8Options._fields, strict=False))
+    told = {names[key]: value for key, value in given.items() if value is not None}
+    asked = Fp8Options(**told, dtype=options.dtype)
     if asked.scales == "block" and asked.inputs == "static":
         raise RunError(
             "--fp8-inputs static: weights in blocks have inputs whose scales the server computes. "
@@ -66,14 +82,15 @@ def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
 
 @dataclasses.dataclass
 class Fp8Export:
-    """Hold the format of an export in FP8, and what has been written."""
+    """Hold the format of an export, and what has been written."""
 
     reader: Reader
     spec: GPTSpec
-    fmt: ServingFormat
+    fmt: ServingFormat | BlockFormat
     weights: ServingWeights
     inputs: RecordedInputs | None
     num_samples: int
+    dtype: str
     trained_in: list[str]  # recipes whose weights have other numbers or scales
 
     @property
@@ -83,14 +100,23 @@ class Fp8Export:
 
         return Quantization(self.fmt.quantization_config(self.spec), self.weights.encode)
 
+    def files(self) -> dict[str, Any]:
+        """Return the files beside those of transformers by their names, with their content."""
+        return {**self.fmt.files(self.spec), REPORT: self.record()}
+
     def record(self) -> dict[str, Any]:
         """Return the content of the report's file, without the loss."""
         inputs: dict[str, Any] = {"scales": "dynamic"}
+        if self.dtype == "nvfp4":
+            inputs = {"scales": None, "format": "bf16"}
         if self.inputs is not None:
             inputs = {"scales": "static", **self.inputs._asdict()}
         return {
             "checkpoint_step": self.reader.step,
-            "weights": {"format": "e4m3", "scales": self.fmt.scales},
+            "weights": {
+                "format": "e2m1" if self.dtype == "nvfp4" else "e4m3",
+                "scales": self.fmt.scales,
+            },
             "inputs": inputs,
             "linears_in_bf16": sorted(self.fmt.kept),
             "errors": [error._asdict() for error in self.weights.errors],
@@ -104,10 +130,12 @@ class Fp8Export:
         if any(".experts." in name for name in self.fmt.kept):
             more += " or that are experts of one layer with such"
         yield (
-            f"  weights of {len(self.weights.errors)} linears in E4M3, "
-            f"{SCALES[self.fmt.scales]}; in BF16: embedding, head, norms, biases{more}"
+            f"  weights of {len(self.weights.errors)} linears in {_NAMES[self.fmt.scales]}; in "
+            f"BF16: embedding, head, norms, biases{more}"
         )
-        if self.inputs is None:
+        if self.dtype == "nvfp4":
+            yield "  inputs: in BF16"
+        elif self.inputs is None:
             yield "  inputs: scales are dynamic, which the server computes"
         else:
             yield (
@@ -131,8 +159,8 @@ class Fp8Export:
         if self.trained_in:
             yield (
                 f"note: the run trained in {' and '.join(self.trained_in)}, and these weights are "
-                f"E4M3 with {SCALES[self.fmt.scales]}, cast from the FP32 masters. They have "
-                "other rounding errors than the run had"
+                f"{_NAMES[self.fmt.scales].replace(',', ' with', 1)}, cast from the FP32 masters. "
+                "They have other rounding errors than the run had"
             )
         odd = partial_blocks(self.spec, self.fmt.kept) if self.fmt.scales == "block" else []
         if odd:
@@ -148,10 +176,11 @@ class Fp8Export:
         losses: dict[str, Any] = {}
         try:
             losses = self._losses(folder)
-            apart = losses["fp8"] - losses["bf16"]
+            apart = losses[self.dtype] - losses["bf16"]
             line = (
                 f"  loss over {losses['num_samples']} samples of the run's validation data: "
-                f"BF16 {losses['bf16']:.4f}, FP8 {losses['fp8']:.4f} ({apart:+.4f})"
+                f"BF16 {losses['bf16']:.4f}, {self.dtype.upper()} {losses[self.dtype]:.4f} "
+                f"({apart:+.4f})"
             )
         except UserError as error:
             losses = {"why_not": str(error)}
@@ -171,12 +200,12 @@ class Fp8Export:
         plain = load_model(self.reader, torch.bfloat16, device)
         bf16 = mean_loss(plain, data.batches, device)
         del plain  # one of the two is in memory at a time
-        fp8 = mean_loss(served_model(folder, self.spec, self.fmt, device), data.batches, device)
-        return {"bf16": bf16, "fp8": fp8, "num_samples": data.num_samples}
+        served = mean_loss(served_model(folder, self.spec, self.fmt, device), data.batches, device)
+        return {"bf16": bf16, self.dtype: served, "num_samples": data.num_samples}
 
 
 def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | None) -> Fp8Export:
-    """Return the export in FP8 of a checkpoint's model.
+    """Return the export of a checkpoint's model with quantized weights.
 
     Raises:
         UserError: The model cannot be exported so, or there are no histories for static scales.
@@ -196,6 +225,8 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     values = recorded_values(reader)
     kept = linears_in_bf16(spec, values)
     check_can_be_fp8(spec, kept, family)
+    if asked.dtype != FP8:
+        return _plan_blocks(reader, spec, asked, kept)
     if asked.inputs == "static" and spec.moe is not None:
         raise RunError(
             "--fp8-inputs static: the model has experts. A run multiplies the input of an expert's "
@@ -215,4 +246,27 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     inputs = recorded_inputs(reader, spec, values, kept) if is_static else None
     fmt = ServingFormat(asked.scales, None if inputs is None else inputs.by_linear, kept)
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
-    return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples, other_formats(values))
+    trained = other_formats(values)
+    return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples, FP8, trained)
+
+
+def _plan_blocks(
+    reader: Reader, spec: GPTSpec, asked: Fp8Options, kept: frozenset[str]
+) -> Fp8Export:
+    """Return the export in MXFP8 or NVFP4, by the run's own rule if it was trained in it."""
+    from functools import partial
+
+    from megafp8.checkpoint.serving import ServingWeights
+    from megafp8.checkpoint.serving_blocks import BlockFormat
+    from megafp8.train.load_model import read_tensor
+    from megafp8.train.recorded import own_casts, recorded_values
+
+    assert asked.dtype != "fp8"
+    values = recorded_values(reader)
+    casts = own_casts(values, asked.dtype)
+    fmt = BlockFormat(
+        asked.dtype, asked.layout, kept, casts.square, casts.source, casts.tensor_ranks
+    )
+    fmt.check(spec)
+    weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
+    return Fp8Export(reader, spec, fmt, weights, None, asked.num_samples, asked.dtype, casts.others)

@@ -19,13 +19,14 @@ from megafp8.config.resolve import data_spec
 from megafp8.config.resume import flat
 from megafp8.config.schema import all_keys
 from megafp8.config.settings import read_values
+from megafp8.config.values import PRECISIONS
 from megafp8.data.loader import Microbatch, validation_batches
 from megafp8.errors import CheckpointError
 from megafp8.runs.run_data import open_data
 from megafp8.specs import Fp8Recipe, GPTSpec
 from megafp8.specs.backends import BACKENDS
 from megafp8.specs.layer import layer_spec, model_linears
-from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, names_code
+from megafp8.specs.recipes import HIGH_PRECISION, WITHOUT, find_recipe, names_code
 
 _HISTORIES = "scaling/forward/history/"
 _OTHER_INPUTS = "Give --fp8-inputs dynamic, with which servers compute the scales themselves"
@@ -91,17 +92,53 @@ def has_histories(reader: Reader, values: Mapping[str, Any]) -> bool:
     )
 
 
-def other_formats(values: Mapping[str, Any]) -> list[str]:
-    """Return the run's recipes whose weights have other numbers or scales than exports have."""
+class OwnCasts(NamedTuple):
+    """Say how a run casts its weights by the recipe of an export.
+
+    Attributes:
+        square: Whether blocks are squares.
+        source: The dtype of the weights that it casts; FP32 for those of another recipe.
+        tensor_ranks: How many tensor-parallel ranks divide a weight.
+        others: The recipes that it also trained in, or trained in instead.
+    """
+
+    square: bool
+    source: torch.dtype
+    tensor_ranks: int
+    others: list[str]
+
+
+def own_casts(values: Mapping[str, Any], recipe: str) -> OwnCasts:
+    """Return how a run casts its weights by a recipe, or would if it had been trained in it."""
+    named = _recipes(values)
+    others = [name for name in named if name.partition(WITHOUT)[0] != recipe]
+    if len(others) == len(named):
+        return OwnCasts(True, torch.float32, 1, others)
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    options = {option for name in named if name not in others for option in name.split(WITHOUT)}
+    return OwnCasts(
+        "2d" not in options and not values["model.fp4_disable_2d_quantization"],
+        compute[PRECISIONS[values["trainer.precision"]]],
+        values["model.tensor_model_parallel_size"],
+        others,
+    )
+
+
+def _recipes(values: Mapping[str, Any]) -> list[str]:
+    """Return the recipes that a run was trained in by its settings, without those of patterns."""
     if not values["model.fp8"]:
         return []
     changes = (change.precision for change in parse_schedule(values[SCHEDULE]))
     named = dict.fromkeys([values["model.fp8_recipe"], *changes])
+    return [name for name in named if name != HIGH_PRECISION]
+
+
+def other_formats(values: Mapping[str, Any]) -> list[str]:
+    """Return the run's recipes whose weights have other numbers or scales than E4M3 exports."""
     return [
         name
-        for name in named
-        if name != HIGH_PRECISION
-        and (names_code(name) or find_recipe(name).traits.packs is not None)
+        for name in _recipes(values)
+        if names_code(name) or find_recipe(name).traits.packs is not None
     ]
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from megafp8.checkpoint.huggingface import mapping
 from megafp8.checkpoint.huggingface_files import stored_tensors
-from megafp8.checkpoint.serving import BLOCK, E4M3_MAX, ServingFormat, decode, encode
+from megafp8.checkpoint.serving import Format
 from megafp8.data.loader import Microbatch
 from megafp8.models.gpt import GPT
 from megafp8.models.init import pieces_of
@@ -55,7 +55,7 @@ class Exported:
 class ServedParts(Parts):
     """Make the modules of a model that computes with the files of an FP8 export."""
 
-    def __init__(self, spec: GPTSpec, fmt: ServingFormat, exported: Exported) -> None:
+    def __init__(self, spec: GPTSpec, fmt: Format, exported: Exported) -> None:
         super().__init__(spec, torch.bfloat16, 0, RandomStreams(0))
         self.fmt, self.exported = fmt, exported
 
@@ -72,13 +72,13 @@ class ServedLinear(nn.Module):
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
 
-    def __init__(self, linear: LayerLinear, fmt: ServingFormat, exported: Exported) -> None:
+    def __init__(self, linear: LayerLinear, fmt: Format, exported: Exported) -> None:
         super().__init__()
         self.fmt, self.num_parts = fmt, len(linear.parts)
         names = [part.name for part in linear.parts]
         for number, name in enumerate(names):
-            self.register_buffer(f"weight{number}", exported.read(f"{name}.weight"))
-            self.register_buffer(f"scale{number}", exported.read(f"{name}.{fmt.scale_name}"))
+            for last in fmt.tensor_names:
+                self.register_buffer(f"{last}{number}", exported.read(f"{name}.{last}"))
         static = fmt.input_scales is not None
         scale = exported.read(f"{names[0]}.input_scale") if static else None
         self.register_buffer("input_scale", scale)
@@ -90,28 +90,19 @@ class ServedLinear(nn.Module):
         x_TK = self.rounded_input(x.float().flatten(0, -2))
         outs = []
         for number in range(self.num_parts):
-            weight, scale = (self.get_buffer(f"{n}{number}") for n in ("weight", "scale"))
-            outs.append(F.linear(x_TK, decode(weight, scale, self.fmt.scales)))
+            own = {last: self.get_buffer(f"{last}{number}") for last in self.fmt.tensor_names}
+            outs.append(F.linear(x_TK, self.fmt.decode(own)))
         out_TN = torch.cat(outs, -1)
         if self.bias is not None:
             out_TN += self.bias
         return out_TN.to(x.dtype).reshape(*x.shape[:-1], -1)
 
     def rounded_input(self, x_TK: torch.Tensor) -> torch.Tensor:
-        """Return the numbers in FP32 that the input has in E4M3 times its scales: [T, K]."""
-        if self.input_scale is not None:
-            return decode(encode(x_TK, self.input_scale, "tensor"), self.input_scale, "tensor")
-        num_features = x_TK.shape[1]
-        width = BLOCK if self.fmt.scales == "block" else num_features
-        padded = F.pad(x_TK, (0, -num_features % width))
-        groups = padded.view(-1, width)
-        amax = groups.abs().amax(1, keepdim=True)
-        scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
-        rounded = decode(encode(groups, scale, "channel"), scale, "channel")
-        return rounded.view(padded.shape)[:, :num_features]
+        """Return the numbers in FP32 that the input has in the format of the export: [T, K]."""
+        return self.fmt.rounded_input(x_TK, self.input_scale)
 
 
-def served_model(folder: Path, spec: GPTSpec, fmt: ServingFormat, device: torch.device) -> GPT:
+def served_model(folder: Path, spec: GPTSpec, fmt: Format, device: torch.device) -> GPT:
     """Return the model that computes with the files of an FP8 export, for evaluation.
 
     Raises:

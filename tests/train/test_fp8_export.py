@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,7 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fp8_numerics.cast import Fp8Tensor
+from megafp8.checkpoint.huggingface import mapping
 from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.serving import ServingFormat, single_linears
+from megafp8.checkpoint.serving_blocks import BlockFormat
 from megafp8.cli import export
 from megafp8.cli.export_fp8 import REPORT
 from megafp8.config.load import load
@@ -20,16 +25,20 @@ from megafp8.config.resolve import resolve
 from megafp8.config.resume import with_defaults
 from megafp8.data.samples import IGNORE
 from megafp8.errors import CheckpointError
+from megafp8.fp8.linear import Linear
+from megafp8.parallel.mesh import single_rank
 from megafp8.specs.layer import model_linears
-from megafp8.train.load_model import shape_of
+from megafp8.train.build import build
+from megafp8.train.load_model import shape_of, start_from
 from megafp8.train.recorded import (
     linears_in_bf16,
+    own_casts,
     recorded_inputs,
     recorded_values,
     validation_data,
 )
 from tests.tiny import gpt_spec
-from tests.train.runs import Place
+from tests.train.runs import JOB, Place
 
 LLAMA = [
     "model.hidden_size=128",
@@ -165,12 +174,15 @@ def test_a_wrong_scale_shows_in_the_reported_loss(
                      "model.optim.lr=1e-2")  # fmt: skip
     assert done.code == 0, done.output
     losses = []
-    from megafp8.checkpoint import serving
+    exact = ServingFormat.encode
 
-    exact = serving.encode
+    def doubled(*args: Any) -> dict[str, torch.Tensor]:
+        tensors = exact(*args)
+        return tensors | {"weight_scale": 2 * tensors["weight_scale"]}
+
     for wrong in (False, True):
         if wrong:  # the bytes are right, and belong to another scale
-            monkeypatch.setattr(serving, "encode", lambda w, s, by: exact(w, s * 2, by))
+            monkeypatch.setattr(ServingFormat, "encode", doubled)
         words = [str(place.dir()), str(tmp_path / str(wrong)), "--dtype", "fp8"]
         assert export.main(words) == 0
         report = report_in(tmp_path / str(wrong))
@@ -278,3 +290,87 @@ def test_a_linear_that_has_met_no_tokens_has_no_static_scale() -> None:
     with pytest.raises(CheckpointError, match=f"inputs of {unused}: no token has visited it"):
         recorded_inputs(reader, spec, values, frozenset())
     assert recorded_inputs(reader, spec, values, frozenset([unused])).num_updates == 1
+
+
+def weights_of_the_run(words: list[str], checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Numbers times scales of all weights as the run's linears cast them, without outer factors."""
+    spec = resolve(load([*JOB, *words, "model.data.data_prefix=mock"]), lambda: False)
+    model = shape_of(Reader(checkpoint))
+    spec = replace(spec, model=model, restore_from_path=str(checkpoint))
+    state = build(spec, single_rank())
+    start_from(spec, state, lambda line: None, checkpoint)
+    found = {}
+    for module in state.model.modules():
+        if not isinstance(module, Linear) or module.quantizer is None:
+            continue
+        (operand, _), _ = module.quantizer.operands("weight", module.weight.detach())
+        if isinstance(operand, Fp8Tensor):
+            assert operand.block is not None
+            scale = operand.dequant_scale
+            for dim, size in enumerate(operand.block):
+                scale = scale.repeat_interleave(size, dim)
+            rows, columns = operand.payload.shape
+            found[module.name] = operand.payload.float() * scale[:rows, :columns]
+    return found
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_run_is_exported_with_the_numbers_that_it_computed_with(
+    recipe: str, layout: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks train; experts and linears in high precision are among them."""
+    words = [*LLAMA, *ENDS, *TENSORWISE, f"model.fp8_recipe={recipe}", "trainer.max_steps=2",
+             "model.num_moe_experts=4", "model.moe_ffn_hidden_size=128", "model.qk_layernorm=True",
+             "model.ffn_dropout=0", "model.moe_layer_freq=[0,0,1]"]  # fmt: skip
+    ranks = ["trainer.devices=2", "model.tensor_model_parallel_size=2"]
+    done = place.run(*words, *ranks, "model.sequence_parallel=True")
+    assert done.code == 0, done.output
+    out = tmp_path / "out"
+    assert export.main([str(place.dir()), str(out), "--dtype", recipe, "--layout", layout]) == 0
+    shown, report = capsys.readouterr().out, report_in(out)
+    assert set(report["linears_in_bf16"]) == KEPT and "the run trained in" not in shown
+    assert abs(report["loss"][recipe] - report["loss"]["bf16"]) < 0.05
+    assert f"{recipe.upper()} {report['loss'][recipe]:.4f}" in shown
+    assert (out / "hf_quant_config.json").exists() is (layout == "modelopt")
+    stored, own = stored_in(out), weights_of_the_run(words, place.checkpoint(2))
+    spec = shape_of(Reader(place.checkpoint(2)))
+    theirs = {entry.ours[0]: entry.theirs.removesuffix(".weight") for entry in mapping(spec)}
+    fmt = BlockFormat(recipe, layout)  # type: ignore[arg-type]
+    count = 0
+    for linear in single_linears(spec):
+        if linear.name in KEPT:
+            continue
+        parts = []
+        for part in linear.parts:
+            module = theirs[f"{part.name}.weight"]
+            tensors = {last: stored[f"{module}.{last}"] for last in fmt.tensor_names}
+            if recipe == "nvfp4":
+                tensors[fmt.tensor_names[-1]] = torch.ones(())
+            parts.append(fmt.decode(tensors))
+            count += 1
+        assert torch.equal(torch.cat(parts), own[linear.name]), linear.name
+    assert count == len(report["errors"]) == 7 + 4 + 3 * 4
+
+
+def test_options_of_blocks_and_the_rule_of_another_run(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = place.run(*LLAMA, *TENSORWISE, "trainer.max_steps=1")
+    assert done.code == 0, done.output
+    run, out = str(place.dir()), tmp_path / "out"
+    for words, named in (
+        (["--dtype", "mxfp8", "--fp8-scales", "tensor"], "--fp8-scales tensor: has no effect with"),
+        (["--dtype", "nvfp4", "--fp8-inputs", "dynamic"], "or give --dtype fp8"),
+        (["--dtype", "fp8", "--layout", "modelopt"], "or give --dtype mxfp8 or nvfp4"),
+    ):
+        assert export.main([run, str(out), *words]) == 2
+        assert named in capsys.readouterr().err and not out.exists()
+    words = [run, str(out), "--dtype", "nvfp4", "--validation-samples", "0"]
+    assert export.main(words) == 0
+    said = "note: the run trained in tensorwise, and these weights are E2M1 with one scale in E4M3"
+    assert said in capsys.readouterr().out
+    values = recorded_values(Reader(place.checkpoint(1)))
+    assert own_casts(values, "nvfp4") == (True, torch.float32, 1, ["tensorwise"])
+    values |= {"model.fp8_recipe": "nvfp4-no_2d", "model.tensor_model_parallel_size": 2}
+    assert own_casts(values, "nvfp4") == (False, torch.bfloat16, 2, [])
