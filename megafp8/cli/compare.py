@@ -2,6 +2,7 @@
 
 megafp8 compare model.fp8=True … [--seeds 1 2 3] [--out DIR]
 megafp8 compare model.fp8=True model.fp8_recipe=delayed,lab.py:Mine --seeds 1 2 3
+megafp8 compare --from runs/first@6000 --steps 200 --each-layer
 
 A setting with several values (KEY=A,B) gives several configurations. Their baseline is the same
 with model.fp8=False, and without settings that only FP8 has; it is trained once. All runs of a seed
@@ -10,21 +11,23 @@ continues it. Of configurations with another `model.precision_schedule` it also 
 would take by the model of `megafp8 plan`, on an H100 or on hardware=NAME; with hardware=NAME of all
 of them. With --each-layer (or --each linear, --each product) a configuration in FP8 is also trained
 with one layer at a time in high precision, and a ranking says what the loss gains by it and which
-`model.fp8_modules` to set; with --alone also with one layer at a time as the only one in FP8. The
-exit code is 0 if every configuration is "same" or "better", 5 if
+`model.fp8_modules` to set; with --alone also with one layer at a time as the only one in FP8.
+With --from RUN@STEP --steps N all runs continue that checkpoint of a run for N steps, which tells
+what FP8, or a layer of it, costs there. For an interval, several checkpoints stand for seeds.
+The exit code is 0 if every configuration is "same" or "better", 5 if
 one is "worse", 6 if one is "undecided" and none is worse, 75 after an interruption.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.job import command_parser, reports_errors
+from megafp8.cli.job import command_parser, number_in, reports_errors
 from megafp8.cli.plan import hardware_from, is_hardware, make_plan, spec_of
 from megafp8.cli.plan_text import UNCERTAINTY, Plan, format_seconds
 from megafp8.config.errors import COMMAND_LINE, SettingError
@@ -32,6 +35,7 @@ from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Source
 from megafp8.config.own_recipes import TRUST
 from megafp8.config.precision_changes import SCHEDULE
+from megafp8.config.resume import setting_differences, typed
 from megafp8.errors import ExitCode, RunError, UserError
 from megafp8.files import (
     has_keys,
@@ -42,20 +46,36 @@ from megafp8.files import (
     write_atomically,
     write_json_atomically,
 )
-from megafp8.jobs.comparison import Outcome, comparison_page, comparison_table, outcome, worst
-from megafp8.jobs.configurations import BASELINE, GIVEN, Comparison, Configuration, comparison
+from megafp8.jobs.comparison import (
+    Outcome,
+    comparison_page,
+    comparison_table,
+    forecast,
+    outcome,
+    worst,
+)
+from megafp8.jobs.configurations import (
+    BASELINE,
+    GIVEN,
+    Comparison,
+    Configuration,
+    comparison,
+    continued,
+)
 from megafp8.jobs.job import Job, given_settings, run_left_in
 from megafp8.jobs.parts import EACH, Gain, gain_lines, gain_section, gains_of, with_parts
 from megafp8.jobs.processes import refuse_in_use, run_all
+from megafp8.jobs.starts import FROM, find_start, keep, state_of
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.phases import specs_of_phases
 from megafp8.report.record import RunRecord
-from megafp8.report.verdict import TOLERANCE
+from megafp8.report.verdict import TOLERANCE, Seed, named
 from megafp8.report.writer import REPORT_FILE, require_page
-from megafp8.runs.find import is_run
+from megafp8.runs.find import CONFIG_NAME, SUMMARY_NAME, is_run
 from megafp8.runs.lock import LOCK_NAME, RunLock
 
 WORSE, UNDECIDED = 5, 6
+USUAL_BASE = "model.fp8=False"
 SEED = "model.seed"
 RESULT_FILE = "compare.json"
 INPUT_FILE = "compare-input.json"  # says what configurations the runs beside it have
@@ -80,9 +100,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--base",
         nargs="+",
-        default=["model.fp8=False"],
         metavar="KEY=VALUE",
-        help="what the baseline has instead (model.fp8=False)",
+        help=f"what the baseline has instead ({USUAL_BASE})",
     )
     parser.add_argument("--seeds", type=int, nargs="+", help="values of model.seed (the usual one)")
     parser.add_argument(
@@ -104,6 +123,18 @@ def main(argv: Sequence[str]) -> int:
         "--alone",
         action="store_true",
         help="with --each: also train the configuration with each of these alone in FP8",
+    )
+    parser.add_argument(
+        "--from",
+        nargs="+",
+        dest="starts",
+        metavar="RUN[@STEP]",
+        help="continue these checkpoints of runs, with their settings",
+    )
+    parser.add_argument(
+        "--steps",
+        type=number_in(int, lambda n: n > 0, "a number of steps above 0"),
+        help=f"with {FROM}: how many steps are trained (those that the run has left)",
     )
     parser.add_argument("--out", type=Path, help="the directory (compare/ and a short hash)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time (1)")
@@ -133,21 +164,72 @@ def compare(options: argparse.Namespace) -> int:
     words = [word for word in options.overrides if is_hardware(word)]
     hardware = hardware_from(words)
     given = [word for word in options.overrides if not is_hardware(word)]
-    _refuse_seed([*given, *options.base], options.seeds)
-    compared = comparison(given, options.base, source)
-    if options.each is not None:
-        compared = with_parts(compared, options.each, source, alone=options.alone)
-    elif options.alone:
-        reason, hint = "has no effect without --each", "Give --each-layer too"
-        raise SettingError("--alone", True, reason, hint, origin=COMMAND_LINE)
-    times = predicted_times(compared, source, hardware, is_asked=bool(words))
-    seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
-    out = options.out or Path("compare") / compared.identity[:8]
+    _refuse_idle(options, words)
+    pairs, times = _from_checkpoints(options, given, source), dict[str, str]()
+    if not pairs:
+        base = options.base or [USUAL_BASE]
+        _refuse_seed([*given, *base], options.seeds)
+        compared = _with_each(comparison(given, base, source), source, options)
+        times = predicted_times(compared, source, hardware, is_asked=bool(words))
+        seeds = options.seeds or [int(str(compared.others[0].values[SEED]))]
+        pairs = [(seed, compared, source) for seed in seeds]
+    out = options.out or Path("compare") / pairs[0][1].identity[:8]
     _refuse_foreign(out)
     with run_errors_reported(out, "making the directory"):
         out.mkdir(parents=True, exist_ok=True)
     with RunLock.acquire(out):
-        return _train_and_report(compared, source, seeds, out, options, times)
+        return _train_and_report(pairs, out, options, times)
+
+
+def _from_checkpoints(
+    options: argparse.Namespace, given: Sequence[str], source: Source
+) -> list[tuple[Seed, Comparison, Source]]:
+    """Return what is compared from each checkpoint that the options name.
+
+    Raises:
+        SettingError: A checkpoint has another model, data or optimizer than the first one.
+    """
+    pairs: list[tuple[Seed, Comparison, Source]] = []
+    starts = [find_start(text, options.steps) for text in options.starts or ()]
+    for start in starts:
+        for other in setting_differences(starts[0].values, start.values):
+            if other.key != SEED:
+                reason = f"has {typed(other.key, other.new)}, and the first one {other.old}"
+                hint = "Compare them in a command for each"
+                raise SettingError(FROM, start.name, reason, hint, origin=COMMAND_LINE)
+        own = replace(source, config_dir=start.run, config_name=Path(CONFIG_NAME).stem)
+        pairs.append((start.name, _with_each(continued(start, given, own), own, options), own))
+    return pairs
+
+
+def _refuse_idle(options: argparse.Namespace, hardware: Sequence[str]) -> None:
+    """Raise if an option has no effect without another one, or beside it.
+
+    Raises:
+        SettingError: There is one.
+    """
+    given = {
+        "--seeds": options.seeds, "--base": options.base, "--config-dir": options.config_dir,
+        "--config-name": options.config_name != DEFAULT_CONFIG, "hardware": hardware,
+    }  # fmt: skip
+    beside = "has no effect with --from, whose run has seed and settings"
+    idle = [(name, beside, "Leave it out") for name, value in given.items() if value]
+    names = options.starts or ()
+    if not names:
+        idle = [("--steps", f"has no effect without {FROM}", "Give trainer.max_steps=N")]
+        idle = idle if options.steps else []
+    elif len(set(names)) < len(names):
+        idle = [(FROM, "names a checkpoint twice", "Leave one out")]
+    if options.alone and options.each is None:
+        idle.append(("--alone", "has no effect without --each", "Give --each-layer too"))
+    for name, reason, hint in idle:
+        raise SettingError(name, None, reason, hint, origin=COMMAND_LINE)
+
+
+def _with_each(compared: Comparison, source: Source, options: argparse.Namespace) -> Comparison:
+    if options.each is None:
+        return compared
+    return with_parts(compared, options.each, source, alone=options.alone)
 
 
 def _refuse_seed(words: Sequence[str], seeds: Sequence[int] | None) -> None:
@@ -162,36 +244,71 @@ def _refuse_seed(words: Sequence[str], seeds: Sequence[int] | None) -> None:
             raise SettingError(SEED, value, "has no effect with --seeds", hint, origin=COMMAND_LINE)
 
 
+def _jobs(pairs: Sequence[tuple[Seed, Comparison, Source]], out: Path) -> list[Job]:
+    """Return the runs of all seeds, or from all checkpoints, which are kept in `out`."""
+    jobs: list[Job] = []
+    for seed, compared, source in pairs:
+        state: tuple[str, ...] = ()
+        if compared.start is not None:
+            home = keep(compared.start, out / "starts")
+            source, state = replace(source, config_dir=home), state_of(home, compared.start)
+        for c in compared.configurations:
+            words = (*source.words(), *c.overrides, *state)
+            jobs.append(Job(len(jobs), words, out / f"{c.label}-{seed}", c.label, seed))
+    return jobs
+
+
 def _train_and_report(
-    compared: Comparison,
-    source: Source,
-    seeds: Sequence[int],
+    pairs: Sequence[tuple[Seed, Comparison, Source]],
     out: Path,
     options: argparse.Namespace,
     times: Mapping[str, str],
 ) -> int:
+    compared = pairs[0][1]
     _claim(out, compared)
-    jobs = [
-        Job(num, (*source.words(), *c.overrides), out / f"{c.label}-{seed}", c.label, seed)
-        for num, (seed, c) in enumerate(itertools.product(seeds, compared.configurations))
-    ]
+    jobs = _jobs(pairs, out)
+    for _, of_start, _ in pairs:
+        if (start := of_start.start) is not None:
+            print(f"from {start.checkpoint}: steps {start.step + 1} to {start.last}")
+    if compared.start is not None:
+        print(
+            "weights, optimizer, data, learning rate, and FP8 scales with their histories continue "
+            "from the checkpoint; a tensor that leaves FP8 drops its own"
+        )
     print(f"{len(jobs)} runs in {out}; the same command continues them if it is interrupted")
     for other in compared.others:
         of = "" if len(compared.others) == 1 else f" ({other.name})"
         for line in other.changed_from(compared.base):
             print(f"differs{of}: {line}", flush=True)
-    codes, interrupted = run_all(jobs, options.jobs, compared.refuse_changed_files)
+    tolerance = options.tolerance / 100
+    first = jobs[: 2 * len(compared.configurations)]  # those of two seeds
+    said: list[str] = []
+
+    def before_each() -> None:
+        compared.refuse_changed_files()
+        if said or not all((job.directory / SUMMARY_NAME).is_file() for job in first):
+            return
+        if line := forecast(compared, _left(jobs), tolerance):
+            said.append(line)
+            print(f"{line}; {len(pairs)} are given", flush=True)
+
+    codes, interrupted = run_all(jobs, options.jobs, before_each)
     if interrupted is not None:
         print("interrupted; the same command continues", file=sys.stderr)
         return interrupted
     _refuse_failures(codes)
-    runs = {job: run for job in jobs if (run := run_left_in(job.directory)) is not None}
+    runs = _left(jobs)
     outcomes = [
-        outcome(other, compared.base, runs, codes, options.tolerance / 100, times.get(other.label))
+        outcome(other, compared.base, runs, codes, tolerance, times.get(other.label))
         for other in compared.others
     ]
-    gains = gains_of(compared, runs, options.tolerance / 100) if compared.parts else []
+    gains = gains_of(compared, runs, tolerance) if compared.parts else []
     return _report(outcomes, gains, compared, runs, out)
+
+
+def _left(jobs: Sequence[Job]) -> dict[Job, RunRecord]:
+    """Return what the jobs have left so far."""
+    return {job: run for job in jobs if (run := run_left_in(job.directory)) is not None}
 
 
 def _refuse_foreign(out: Path) -> None:
@@ -262,7 +379,7 @@ def _report(
 ) -> int:
     """Write the page and the figures, print the verdicts, and return the exit code."""
     names = {c.label: c.name for c in compared.configurations}
-    labels = [f"{names[job.label]}, seed {job.seed}" for job in runs]
+    labels = [f"{names[job.label]}, {named(job.seed)}" for job in runs]
     word = worst(outcomes)
     result = {
         "verdict": word,
@@ -271,7 +388,7 @@ def _report(
         "runs": {f"{job.label}-{job.seed}": str(run.path) for job, run in runs.items()},
     }
     try:
-        ranking = gain_section(gains, compared.others[0]) if gains else ""
+        ranking = gain_section(gains, compared) if gains else ""
         page = comparison_page(outcomes, list(runs.values()), labels, ranking)
         write_atomically(out / REPORT_FILE, page)
         write_atomically(out / RESULT_FILE, to_json(result, indent=2) + "\n")
@@ -285,7 +402,7 @@ def _report(
     if len(outcomes) > 1:
         print("\n" + "\n".join(comparison_table(outcomes)))
     if gains:
-        print("", *gain_lines(gains, compared.others[0]), sep="\n")
+        print("", *gain_lines(gains, compared), sep="\n")
     sys.stdout.flush()
     return {"worse": WORSE, "undecided": UNDECIDED}.get(word, int(ExitCode.FINISHED))
 

@@ -59,6 +59,7 @@ Options:
   precision=NAME         a preset of conf/precision:
 {precisions}
   --multirun, -m         one run for each combination of comma-separated values
+  --baseline JOB         with -m: the number of the job to which the others are compared
 
 Examples:
 {examples}

@@ -269,7 +269,8 @@ def _origin_of_default(loaded: Loaded, path: str) -> str:
 class Options(Source):
     """Hold the overrides and the options of a command line.
 
-    `gpu_available` returns whether this machine has a GPU, where that matters.
+    `gpu_available` returns whether this machine has a GPU, where that matters. `baseline` is the
+    number of a sweep's job to which the others are compared.
     """
 
     overrides: tuple[str, ...]
@@ -279,6 +280,7 @@ class Options(Source):
     resolve: bool
     gpu_available: Callable[[], bool] | None = None
     show_version: bool = False
+    baseline: int | None = None
 
 
 def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Options:
@@ -294,6 +296,8 @@ def parse_options(argv: Sequence[str], config_name: str = DEFAULT_CONFIG) -> Opt
     parser.add_argument("--config-dir", "-cd", "--config-path", "-cp", type=Path)
     parser.add_argument("--config-name", "-cn", default=config_name)
     parser.add_argument("--multirun", "-m", action="store_true")
+    is_job = number_in(int, lambda n: n >= 0, "the number of a job, from 0")
+    parser.add_argument("--baseline", type=is_job)
     parser.add_argument("--help", "-h", action="store_true", dest="show_help")
     parser.add_argument("--cfg", "-c", choices=["job"], dest="show_config")
     parser.add_argument("--resolve", action="store_true")

@@ -71,6 +71,9 @@ def _run(options: Options, task: Task) -> int:
     if options.resolve and not options.show_config:
         reason = "shows resolved values with --cfg job only, and would start a run here"
         raise SettingError("--resolve", None, reason, "Add --cfg job, or leave it out")
+    if options.baseline is not None and not options.multirun:
+        reason = "is a job of a sweep, and this is a single run"
+        raise SettingError("--baseline", options.baseline, reason, "Add -m, or leave it out")
     if options.multirun:
         from megafp8.cli.sweep import run_sweep
 

@@ -47,7 +47,7 @@ from megafp8.jobs.job import (
     result_of,
     with_earlier_slices,
 )
-from megafp8.jobs.results import print_results, refuse_foreign_sweep, why_foreign
+from megafp8.jobs.results import print_results, refuse_foreign_sweep, why_foreign, with_baseline
 from megafp8.runs.find import CONFIG_NAME, RECORD_NAME
 from megafp8.secrets import hide, shown
 
@@ -245,6 +245,7 @@ def run_sweep(options: Options, task: Task) -> int:
     except Exception as error:
         failure = f"[sweep] the sweeper failed: {type(error).__name__}: {shown(str(error))}"
     results = [result for _, result in sorted(sweep.results.items())]
+    results = with_baseline(results, directory, options.baseline)
     if not any(Path(result.directory).is_dir() for result in results):
         _remove(made)
     code = print_results(results, directory)

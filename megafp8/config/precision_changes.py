@@ -158,6 +158,11 @@ def with_change(
     for later in had[place:]:
         if is_valid([*entries, later]):
             entries.append(later)
+    return as_override(entries)
+
+
+def as_override(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the setting with these entries, as it is written on a command line."""
     return f"{SCHEDULE}=[{', '.join(map(_on_command_line, entries))}]"
 
 

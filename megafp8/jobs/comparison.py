@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
 from megafp8.errors import ExitCode
-from megafp8.jobs.configurations import Configuration
+from megafp8.jobs.configurations import Comparison, Configuration
 from megafp8.jobs.job import Job
 from megafp8.observe.units import in_columns
 from megafp8.report.curves import gap_chart
@@ -16,12 +18,16 @@ from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord
 from megafp8.report.tables import cell, label, table
 from megafp8.report.verdict import (
+    MOST_SEEDS,
     Pair,
     Verdict,
     averaged_gap,
     gaps_of,
     judge,
+    named,
     ratio,
+    seeds_to_show,
+    unit_of,
     weakest_tensors,
 )
 from megafp8.specs import TensorHealth
@@ -120,7 +126,7 @@ def outcome(
     verdict = judge(done, tolerance, (base_name, name)) if done else None
     word, sentence = ("worse", "") if verdict is None else (verdict.word, verdict.sentence)
     if failures:
-        how = ", ".join(f"seed {seed} ended with exit code {c}" for seed, c in failures.items())
+        how = ", ".join(f"{named(seed)} ended with exit code {c}" for seed, c in failures.items())
         word, sentence = "worse", f"worse: {name} did not finish ({how}), and {base_name} did"
     return Outcome(
         name=name,
@@ -133,6 +139,44 @@ def outcome(
         signals=weakest_tensors(pairs[0].other) if pairs else {},
         of_base=_ratios(pairs[0].base) if pairs else {},
         more_costs=() if predicted_time is None else (("predicted time", predicted_time),),
+    )
+
+
+def pairs_of(
+    base: Configuration, other: Configuration, runs: Mapping[Job, RunRecord]
+) -> list[Pair]:
+    """Return the runs of two configurations from the same seeds that have both finished."""
+    done = {(job.label, job.seed): run for job, run in runs.items() if run.status == "finished"}
+    return [
+        Pair(seed, run, done[other.label, seed])
+        for (label, seed), run in done.items()
+        if label == base.label and (other.label, seed) in done
+    ]
+
+
+def forecast(compared: Comparison, runs: Mapping[Job, RunRecord], size: float) -> str | None:
+    """Return how many seeds would decide a gap of a size; None with fewer than two of them.
+
+    It follows from the spread between the seeds whose runs have all ended, as in the verdict, and
+    from that part of a model whose gain has the largest spread.
+    """
+    base, (recipe, *_) = compared.base, compared.others
+    both = [(base, other) for other in compared.others]
+    both += [(recipe, part) for part in compared.parts]
+    gaps = {
+        other.name: judge(pairs, size, (first.name, other.name)).gaps
+        for first, other in both
+        if len(pairs := pairs_of(first, other, runs)) > 1
+    }
+    spreads = {name: statistics.stdev(found.values()) for name, found in gaps.items()}
+    if len(gaps) < len(both) or not all(map(math.isfinite, spreads.values())):
+        return None
+    widest = max(spreads, key=lambda name: spreads[name])
+    seeds, enough = gaps[widest], seeds_to_show(spreads[widest], size)
+    number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
+    return (
+        f"in advance: by the spread of {', '.join(map(named, seeds))}, {number} {unit_of(seeds)}s "
+        f"would decide {100 * size:g} %{f' ({widest})' if len(both) > 1 else ''}"
     )
 
 
@@ -179,13 +223,13 @@ def _measures_health(run: RunRecord) -> bool:
 def _lines(verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return []
-    gaps = ", ".join(f"seed {seed} {100 * gap:+.3f} %" for seed, gap in verdict.gaps.items())
+    gaps = ", ".join(f"{named(seed)} {100 * gap:+.3f} %" for seed, gap in verdict.gaps.items())
     lines = [f"gap of the final {verdict.measured}: {gaps}"]
     if verdict.spread_between_seeds is not None:
+        unit = unit_of(verdict.gaps)
+        note = " (the seed also draws the texts)" if unit == "seed" else ""
         spread = f"{100 * verdict.spread_between_seeds:.2f} %"
-        lines.append(
-            f"spread of the baseline between seeds: {spread} (the seed also draws the texts)"
-        )
+        lines.append(f"spread of the baseline between {unit}s: {spread}{note}")
     if verdict.first_difference is None:
         lines.append("the training losses are equal at every logged step")
     else:
@@ -243,14 +287,14 @@ def comparison_page(
 ) -> str:
     """Return the page of a comparison, with the curves of its runs under their labels.
 
-    `parts` is HTML that follows the verdicts.
+    `parts` is HTML that follows the verdict on the only configuration.
     """
     base_name = outcomes[0].base_name
     if len(outcomes) == 1:
         (only,) = outcomes
-        gaps = [(f"seed {pair.seed}", *_in_percent(gaps_of(pair))) for pair in only.pairs]
+        gaps = [(named(pair.seed), *_in_percent(gaps_of(pair))) for pair in only.pairs]
         title, details = f"{only.name} against {base_name}", ""
-        more = _sentence(only) + _section(only, 2)
+        more = _sentence(only) + parts + _section(only, 2)
         chart = gap_chart(f"training loss of {only.name} over {base_name}, %", gaps)
     else:
         gaps = [(o.name, *_in_percent(_averaged(o.pairs))) for o in outcomes if o.pairs]
@@ -259,13 +303,13 @@ def comparison_page(
         details = "".join(f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes)
         chart = gap_chart(f"training loss over {base_name}, mean of the seeds, %", gaps)
     charts = [chart] if gaps else []
-    groups = [text.rpartition(", seed ")[0] for text in labels]
+    groups = [text.rpartition(", ")[0] for text in labels]
     return runs_page(
         title,
         runs,
         labels=labels,
         groups=groups,
-        more=more + parts,
+        more=more,
         more_charts=charts,
         details=details,
     )
@@ -308,7 +352,7 @@ def _weakest(outcome: Outcome, level: int) -> str:
     )  # fmt: skip
     return (
         f"<h{level}>Tensors that low precision harms most</h{level}><p class=dim>What the casts "
-        "add to products in the first seed's last measured step, in the order of <code>megafp8 "
+        "add to products in the last measured step of its first run, in the order of <code>megafp8 "
         "inspect</code>.</p>" + table(heads, rows, "sortable")
     )
 

@@ -24,6 +24,7 @@ from megafp8.config.values import parse_modules, plain
 from megafp8.errors import RunError, UserError
 from megafp8.files import to_json
 from megafp8.jobs.job import directory_problems
+from megafp8.jobs.starts import FROM, Start
 from megafp8.secrets import say
 from megafp8.specs.recipes import (
     HIGH_PRECISION,
@@ -35,6 +36,7 @@ from megafp8.specs.recipes import (
 )
 
 BASELINE, GIVEN = "baseline", "given"
+PRECISIONS = {"bf16": "BF16", "16": "FP16", "32": "FP32"}
 STORED = tuple(
     f"model.optim.{name}"
     for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -77,13 +79,15 @@ class Comparison:
     """Hold the baseline and the configurations that are compared with it.
 
     `parts` are the configuration again, each with one part of the model in high precision; `alone`,
-    if it is asked for, has the same parts in the same order, each as the only one in FP8.
+    if it is asked for, has the same parts in the same order, each as the only one in FP8. All runs
+    continue the checkpoint `start`; None if they begin at step 0.
     """
 
     base: Configuration
     others: tuple[Configuration, ...]
     parts: tuple[Configuration, ...] = ()
     alone: tuple[Configuration, ...] = ()
+    start: Start | None = None
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
@@ -163,6 +167,40 @@ def comparison(given: Sequence[str], replaced: Sequence[str], source: Source) ->
             )
         ),
     )
+
+
+def continued(start: Start, given: Sequence[str], source: Source) -> Comparison:
+    """Return what a comparison from a checkpoint compares: its run, and it in high precision.
+
+    Args:
+        start: The checkpoint.
+        given: Settings besides those of the run.
+        source: The settings of the run.
+
+    Raises:
+        UserError: Settings are refused, or have several values, or the run has no FP8.
+    """
+    parsed = _parsed(given, source)
+    words = [override.text for override in parsed]
+    reason = "cannot be set in a comparison, where each run has its own directory"
+    raise_if_any(directory_problems(words, reason, "Set the comparison's with --out DIR"))
+    if len(_choices(parsed)) > 1:
+        raise SettingError(FROM, start.name, "is one configuration", "Give each setting one value")
+    overrides = (*words, *start.overrides())
+    values = source.load(overrides, _gpu_available).values
+    if not values["model.fp8"]:
+        reason = "has model.fp8=False, so that nothing can leave FP8 there"
+        raise SettingError(FROM, start.name, reason, "Name a run that trains in FP8")
+    own, name = values[SCHEDULE], str(values["trainer.precision"])
+    health = _with_health(overrides, source)
+
+    def configuration(label: str, name: str, entries: Sequence[Mapping[str, str]]) -> Configuration:
+        chosen = (*overrides, *health, start.schedule(own, entries))
+        return Configuration(label, name, chosen, source.load(chosen, _gpu_available).values)
+
+    base = configuration(BASELINE, PRECISIONS.get(name, name), [{"recipe": HIGH_PRECISION}])
+    other = configuration(GIVEN, _name(values, GIVEN), [])
+    return Comparison(base, (other,), start=start)
 
 
 # ---- several configurations
@@ -270,8 +308,7 @@ def _name(values: Mapping[str, object], otherwise: str) -> str:
     if values["model.fp8"]:
         recipe = str(values[RECIPE])
         return f"{find_recipe(recipe).traits.kind} {label_of(recipe)}"
-    precision = str(values["trainer.precision"])
-    return {"bf16": "BF16", "16": "FP16", "32": "FP32"}.get(precision, otherwise)
+    return PRECISIONS.get(str(values["trainer.precision"]), otherwise)
 
 
 def _names(

@@ -15,6 +15,7 @@ from megafp8.config.values import plain
 from megafp8.errors import ExitCode, RunError
 from megafp8.foreign import read_object
 from megafp8.report.record import RunRecord, read_run
+from megafp8.report.verdict import Seed, named
 from megafp8.secrets import shown
 
 RESULT_NAME = "job.json"
@@ -36,14 +37,19 @@ class Job:
         overrides: The settings of the run, as on a command line.
         directory: The directory of the run.
         label: The configuration of the run, in a comparison.
-        seed: The run's `model.seed`, in a comparison.
+        seed: The run's `model.seed`, or the name of the checkpoint it starts from, in a comparison.
     """
 
     num: int
     overrides: tuple[str, ...]
     directory: Path
     label: str = ""
-    seed: int = 0
+    seed: Seed = 0
+
+    @property
+    def name(self) -> str:
+        """Return what a comparison calls the run."""
+        return f"{self.label}, {named(self.seed)}"
 
     @property
     def result_file(self) -> Path:
@@ -56,7 +62,7 @@ class Result:
     """Hold the result of a job, as in its `job.json`; `val_loss` is None unless it finished.
 
     `began` is False if the job was refused before it began, so that a run in its directory is that
-    of another job.
+    of another job. `is_baseline` says that the others' losses are shown in relation to this one's.
     """
 
     job: int
@@ -70,6 +76,7 @@ class Result:
     wall_seconds: float | None  # of all slices of a job that Slurm started again
     problem: str | None
     began: bool = True
+    is_baseline: bool = False
 
     @property
     def objective(self) -> float:

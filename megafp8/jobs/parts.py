@@ -21,17 +21,18 @@ from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import MODULES
 from megafp8.config.precision_spec import settings_recipe
 from megafp8.config.values import named_linears
+from megafp8.jobs.comparison import pairs_of
 from megafp8.jobs.configurations import Comparison, Configuration
 from megafp8.jobs.job import Job
+from megafp8.jobs.starts import SCHEDULE, Start
 from megafp8.observe.units import in_columns
 from megafp8.report.record import RunRecord
 from megafp8.report.tables import cell, table
 from megafp8.report.verdict import (
-    MOST_SEEDS,
-    Pair,
     Verdict,
+    how_many,
     judge,
-    seeds_to_show,
+    unit_of,
     with_interval,
 )
 from megafp8.specs.precision import GEMMS
@@ -69,6 +70,7 @@ def with_parts(
         reason = "asks which part of one configuration costs most, and there are several"
         raise SettingError("--each", each, reason, hint, origin=COMMAND_LINE)
     (recipe,) = compared.others
+    start = compared.start
 
     def configuration(word: str, name: str, shown: str, setting: str) -> Configuration:
         key = setting.partition("=")[0]
@@ -78,9 +80,9 @@ def with_parts(
         return Configuration(label, shown, overrides, source.load(overrides).values)
 
     names = _parts(recipe.values, each)
-    parts = [configuration("high", n, n, setting_of([n], recipe.values)) for n in names]
+    parts = [configuration("high", n, n, setting_of([n], recipe.values, start)) for n in names]
     only = [
-        configuration("only", n, f"{n} alone in FP8", _setting_of_one(n, recipe.values))
+        configuration("only", n, f"{n} alone in FP8", _setting_of_one(n, recipe.values, start))
         for n in (names if alone else ())
     ]
     if not parts:
@@ -106,8 +108,14 @@ def _parts(values: Mapping[str, Any], each: str) -> list[str]:
     return list(dict.fromkeys(re.sub(*shortened, name) for name in low))
 
 
-def setting_of(parts: Sequence[str], values: Mapping[str, Any]) -> str:
-    """Return the setting that keeps parts in high precision, besides what is so already."""
+def setting_of(parts: Sequence[str], values: Mapping[str, Any], start: Start | None = None) -> str:
+    """Return the setting that keeps parts in high precision, besides what is so already.
+
+    From a checkpoint on it is an entry of the precision's schedule.
+    """
+    if start is not None:
+        what = "products" if set(parts) <= set(GEMMS) else "modules"
+        return start.schedule(values[SCHEDULE], [{what: list(parts), "recipe": HIGH_PRECISION}])
     if set(parts) <= set(GEMMS):
         high = zip(GEMMS, values[PRODUCTS], strict=True)
         return f"{PRODUCTS}=[{','.join(str(name in parts or is_high) for name, is_high in high)}]"
@@ -115,14 +123,17 @@ def setting_of(parts: Sequence[str], values: Mapping[str, Any]) -> str:
     return f"{MODULES}=[{','.join(map(quoted, rules))}]"
 
 
-def _setting_of_one(part: str, values: Mapping[str, Any]) -> str:
+def _setting_of_one(part: str, values: Mapping[str, Any], start: Start | None) -> str:
     """Return the setting that leaves one part in FP8 and takes everything else out of it."""
     if part in GEMMS:
-        return setting_of([name for name in GEMMS if name != part], values)
+        return setting_of([name for name in GEMMS if name != part], values, start)
     recipe = settings_recipe(values)
     named = (name for name in named_linears(values) if fnmatchcase(name, part))
-    kept = ((name, recipe.precision_of(name)) for name in named)
-    rules = [f"{name}:{own}" for name, own in kept if own != HIGH_PRECISION]
+    kept = [(name, own) for name in named if (own := recipe.precision_of(name)) != HIGH_PRECISION]
+    if start is not None:
+        back = [{"modules": [name], "recipe": own} for name, own in kept]
+        return start.schedule(values[SCHEDULE], [{"recipe": HIGH_PRECISION}, *back])
+    rules = [f"{name}:{own}" for name, own in kept]
     return f"{MODULES}=[{','.join(map(quoted, [*rules, f'*:{HIGH_PRECISION}']))}]"
 
 
@@ -189,22 +200,13 @@ def gains_of(compared: Comparison, runs: Mapping[Job, RunRecord], tolerance: flo
     Parts are ordered by their final losses beside the baseline's, so that they have an order also
     where the recipe alone did not finish. Parts of which a run did not finish come last.
     """
-    done = {(job.label, job.seed): run for job, run in runs.items() if run.status == "finished"}
-    seeds = dict.fromkeys(job.seed for job in runs)
-
-    def pairs(base: Configuration, other: Configuration) -> list[Pair]:
-        return [
-            Pair(seed, done[base.label, seed], done[other.label, seed])
-            for seed in seeds
-            if (base.label, seed) in done and (other.label, seed) in done
-        ]
-
+    seeds = {job.seed for job in runs}
     (recipe,) = compared.others
     gains = []
     only = {part.name: one for part, one in zip(compared.parts, compared.alone, strict=False)}
     for part in compared.parts:
         names = (recipe.name, part.name)
-        beside, over = pairs(recipe, part), pairs(compared.base, part)
+        beside, over = pairs_of(recipe, part, runs), pairs_of(compared.base, part, runs)
         finished = len(over) == len(seeds)
         shares = [(p.base.figure(SHARE), p.other.figure(SHARE)) for p in beside]
         left = [low - kept for low, kept in shares if low is not None and kept is not None]
@@ -216,7 +218,7 @@ def gains_of(compared: Comparison, runs: Mapping[Job, RunRecord], tolerance: flo
                 flops=statistics.fmean(left) if left else None,
                 setting=part.overrides[-1],
                 alone=judge(found, tolerance, names)
-                if part.name in only and (found := pairs(compared.base, only[part.name]))
+                if part.name in only and (found := pairs_of(compared.base, only[part.name], runs))
                 else None,
             )
         )
@@ -228,15 +230,16 @@ def _num_columns(gains: Sequence[Gain]) -> int:
     return len(COLUMNS) - all(gain.alone is None for gain in gains)
 
 
-def gain_lines(gains: Sequence[Gain], recipe: Configuration) -> list[str]:
+def gain_lines(gains: Sequence[Gain], compared: Comparison) -> list[str]:
     """Return the ranking as lines, then what to set, or how many seeds would decide."""
     size = _num_columns(gains)
     rows = in_columns([COLUMNS[:size], *(gain.cells()[:size] for gain in gains)])
-    return [*rows, *_advice(gains, recipe)]
+    return [*rows, *_advice(gains, compared)]
 
 
-def _advice(gains: Sequence[Gain], recipe: Configuration) -> list[str]:
+def _advice(gains: Sequence[Gain], compared: Comparison) -> list[str]:
     """Return what to set, or how many seeds would decide."""
+    (recipe,), start = compared.others, compared.start
     finished = [gain.part for gain in gains if math.isfinite(gain.gap)]
     if not finished:
         return ["no part in high precision lets all runs finish"]
@@ -245,29 +248,30 @@ def _advice(gains: Sequence[Gain], recipe: Configuration) -> list[str]:
         return [
             f"{recipe.name} alone does not finish; it does with any of {', '.join(finished)} in "
             "high precision. With the first of them:",
-            setting_of(finished[:1], recipe.values),
+            setting_of(finished[:1], recipe.values, start),
         ]
     sure = [gain.part for gain in gains if gain.is_sure]
     if sure:
         return [
             f"the loss gains more than chance explains with {', '.join(sure)} in high precision:",
-            setting_of(sure, recipe.values),
+            setting_of(sure, recipe.values, start),
         ]
     gaps, gain = list(best.verdict.gaps.values()), -best.verdict.mean
+    unit = unit_of(best.verdict.gaps)
     if len(gaps) < 2:
-        return ["one seed cannot tell a gain from chance: give at least three (--seeds 1 2 3)"]
+        more = "--seeds 1 2 3" if start is None else "--from RUN@STEP RUN@STEP RUN@STEP"
+        return [f"one {unit} cannot tell a gain from chance: give at least three ({more})"]
     if not gain >= LEAST_GAIN:
         return ["the loss gains with no part in high precision"]
-    enough = seeds_to_show(gaps, gain)
-    number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
     return [
-        f"no gain is more than chance explains; {number} seeds would decide whether the loss gains "
-        f"{100 * gain:.2f} % with {best.part} in high precision"
+        f"no gain is more than chance explains; {how_many(gaps, gain, unit)} would decide whether "
+        f"the loss gains {100 * gain:.2f} % with {best.part} in high precision"
     ]
 
 
-def gain_section(gains: Sequence[Gain], recipe: Configuration) -> str:
+def gain_section(gains: Sequence[Gain], compared: Comparison) -> str:
     """Return the ranking as a part of the page."""
+    (recipe,) = compared.others
     size = _num_columns(gains)
     rows = (
         (cell(part), cell(gain, "number", each.verdict and -each.verdict.mean),
@@ -276,7 +280,7 @@ def gain_section(gains: Sequence[Gain], recipe: Configuration) -> str:
         for each in gains
         for part, gain, interval, gap, flops, alone in [each.cells()]
     )  # fmt: skip
-    lines = "".join(f"<li><code>{escape(line)}</code></li>" for line in _advice(gains, recipe))
+    lines = "".join(f"<li><code>{escape(line)}</code></li>" for line in _advice(gains, compared))
     return (
         f"<h2>What the loss of {escape(recipe.name)} gains with a part in high precision</h2>"
         f"{table(COLUMNS[:size], rows, 'sortable')}<ul>{lines}</ul>"

@@ -141,20 +141,20 @@ def refuse_in_use(job: Job) -> None:
 
 
 def _run(job: Job, signals: _Signals, *, quiet: bool) -> int:
-    name = f"{job.label}, seed {job.seed}"
     status = read_run(job.directory).status if job.directory.is_dir() else ""
     if status in ENDED:
-        print(f"{name}: {status} before, in {job.directory}", flush=True)
+        print(f"{job.name}: {status} before, in {job.directory}", flush=True)
         return int(ExitCode.FINISHED if status == FINISHED else ExitCode.NONFINITE)
-    print(f"{name}: {job.directory}", flush=True)
+    print(f"{job.name}: {job.directory}", flush=True)
     given = {text.partition("=")[0] for text in job.overrides}
     usual = {"exp_manager.checkpoint_callback_params.keep": "1"}
+    if isinstance(job.seed, int):
+        usual["model.seed"] = str(job.seed)
     command = [
         sys.executable,
         *training_program(),
         *job.overrides,
         *(f"{key}={value}" for key, value in usual.items() if key not in given),
-        f"model.seed={job.seed}",
         f"exp_manager.explicit_log_dir={quoted(str(job.directory))}",
     ]
     with signals.start(command, quiet=quiet) as process, signals.sent_by_errors():

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from megafp8.foreign import parse_json, read_json
 from megafp8.jobs.job import Job, Result, run_left_in
 from megafp8.observe.units import format_count, format_duration, in_columns
 from megafp8.parallel.environment import is_first_rank
-from megafp8.report.page import ranked, runs_page
+from megafp8.report.page import BASELINE, differing_settings, ranked, runs_page
 from megafp8.report.record import RunRecord
 from megafp8.report.verdict import TOLERANCE
 from megafp8.report.writer import REPORT_FILE, is_page
@@ -27,6 +27,10 @@ SUMMARY_NAME = "sweep.json"
 RECORD_OF_HYDRA = "multirun.yaml"
 RECORD_OF_SWEEPERS = "optimization_results.yaml"  # that of Optuna and others
 
+NO_BASELINE = (
+    "no job is the baseline: add one without FP8 (model.fp8=False,True or precision=bf16,…) or "
+    "with the default values, or name a job by its number with --baseline JOB"
+)
 _OF_A_JOB = {"job", "overrides"}
 _SECTIONS = re.compile(r"(?<![^ ])[\w.]+\.(?=\w+=)")  # `model.optim.` before `lr=`
 _STATUS = {int(ExitCode.FINISHED): "finished", int(ExitCode.SAVED_ON_SIGNAL): "stopped"}
@@ -74,6 +78,43 @@ def why_foreign(job: Job) -> str | None:
     )
 
 
+# ---- the baseline
+
+
+def with_baseline(
+    results: Sequence[Result], directory: Path, named: int | None = None
+) -> list[Result]:
+    """Return the results with the baseline marked: the job of a number, or else the likely one.
+
+    That is the only one without FP8, or else the only one that has the default job's value of each
+    setting in which the jobs differ.
+    """
+    if named is None:
+        runs = {
+            result.job: run
+            for result in results
+            if result.began and (run := _run_of(result, directory, True)) is not None
+        }
+        differ = differing_settings(list(runs.values())).keys()
+        plain = [job for job, run in runs.items() if run.config.get("model.fp8") is False]
+        usual = [
+            job for job, run in runs.items() if not differ & {row.get("key") for row in run.changed}
+        ]
+        of_fp8 = plain if "model.fp8" in differ else usual
+        named = of_fp8[0] if len(of_fp8) == 1 and len(runs) > 1 else None
+    return [replace(result, is_baseline=result.job == named) for result in results]
+
+
+def _gaps(results: Sequence[Result]) -> dict[int, tuple[float, str]]:
+    """Return the losses of jobs over the baseline's, minus 1, as numbers and in words."""
+    losses = {job: loss for loss, job in _losses(results)}
+    base = next((result.job for result in results if result.is_baseline), None)
+    if base is None or base not in losses:
+        return {}
+    gaps = {job: loss / losses[base] - 1 for job, loss in losses.items()}
+    return {j: (gap, BASELINE if j == base else f"{100 * gap:+.2f} %") for j, gap in gaps.items()}
+
+
 # ---- the table
 
 
@@ -116,6 +157,7 @@ def _table(results: Sequence[Result]) -> list[str]:
     own, shared = _own_overrides(results)
     losses = _losses(results)
     best = losses[0][1] if losses else None
+    gaps = _gaps(results)
 
     def column(title: str, name: str, form: Callable[[float], str]) -> list[str]:
         values = (getattr(result, name) for result in results)
@@ -127,6 +169,7 @@ def _table(results: Sequence[Result]) -> list[str]:
         ["outcome", *(r.outcome for r in results)],
         column("val loss", "val_loss", "{:.4f}".format),
         column("train loss", "train_loss", "{:.4f}".format),
+        ["to baseline", *(gaps[r.job][1] if r.job in gaps else "-" for r in results)],
         column("tokens/s", "tokens_per_second", format_count),
         column("time", "wall_seconds", format_duration),
     ]
@@ -135,6 +178,7 @@ def _table(results: Sequence[Result]) -> list[str]:
     lines += in_columns(list(zip(*columns, strict=True)))
     if best is not None:
         lines.append(f"* {_best(losses, own)}")
+        lines += [] if gaps else [NO_BASELINE]
     return lines
 
 
@@ -247,11 +291,14 @@ def sweep_page(
     if not runs:
         return None
     losses = _losses(results)
+    gaps = {f"{job}: {_SECTIONS.sub('', own[job])}": gap for job, gap in _gaps(results).items()}
     lead = [f"{len(results)} jobs in {directory}", *([_best(losses, own)] if losses else [])]
+    lead += [NO_BASELINE] if losses and not gaps else []
     title = f"sweep {directory.name}"
     return runs_page(
-        title, runs, problems=problems, labels=labels, lead=lead, notes=notes, outcomes=outcomes
-    )
+        title, runs, problems=problems, labels=labels, lead=lead, notes=notes, outcomes=outcomes,
+        gaps=gaps,
+    )  # fmt: skip
 
 
 def _run_of(result: Result, directory: Path, was_continued: bool) -> RunRecord | None:

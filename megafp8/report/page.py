@@ -38,7 +38,14 @@ PAGE_START = (
 )
 """The beginning of every page, by which `writer.is_page` knows the project's own pages."""
 
-NOT_A_DIFFERENCE = ("exp_manager.name", "exp_manager.explicit_log_dir", "exp_manager.exp_dir")
+NOT_A_DIFFERENCE = (
+    *(f"exp_manager.{name}" for name in ("name", "explicit_log_dir", "exp_dir")),
+    *(f"{section}.resume_from_checkpoint" for section in ("model", "exp_manager")),
+)
+LONG = 40
+"""The number of characters from which on a cell is not made as narrow as its longest word."""
+BASELINE = "baseline"
+"""What stands in the row of the run to which the others are compared."""
 
 Figure = tuple[str, str, str]  # name, value, what it means
 
@@ -88,6 +95,7 @@ def runs_page(
     lead: Sequence[str] = (),
     notes: Sequence[tuple[str, str]] = (),
     outcomes: Mapping[str, str] | None = None,
+    gaps: Mapping[str, tuple[float, str]] | None = None,
     more: str = "",
     more_charts: Sequence[Mapping[str, Any]] = (),
     problems: Sequence[str] = (),
@@ -103,6 +111,8 @@ def runs_page(
         lead: Lines under the title.
         notes: Failures: the name of a run and what it said.
         outcomes: How those of `notes` ended that left no run, in a word.
+        gaps: By the names of runs, their loss over that of a baseline, as a number and in words;
+            those of the baseline are `BASELINE`.
         more: HTML that follows the title, such as a verdict.
         more_charts: Plots before those of the runs.
         problems: What could not be read besides what the runs themselves say.
@@ -110,15 +120,16 @@ def runs_page(
     """
     names = list(labels) if labels is not None else _names(runs)
     plots = [*(dict(chart) for chart in more_charts), *charts(runs, names, groups)] if runs else []
+    baseline = [at for at, name in enumerate(names) if gaps and BASELINE in gaps.get(name, ())]
     if (best := _best(runs)) is not None and not more_charts:
-        plots[1:1] = differences(runs, names, best)
+        plots[1:1] = differences(runs, names, (*baseline, best)[0])
     read = [(name, run.problems) for name, run in zip(names, runs, strict=True)]
     body = [
         f"<h1>{escape(title)}</h1>",
         *(f"<p class=lead>{escape(line)}</p>" for line in lead),
         more,
         _problems([(None, tuple(problems)), *read]),
-        _table(runs, names, notes, outcomes or {}, is_judged=bool(more)),
+        _table(runs, names, notes, outcomes or {}, gaps or {}, is_judged=bool(more)),
         _failures(runs, names, notes),
         _charts(plots),
         details,
@@ -409,6 +420,7 @@ def _table(
     names: Sequence[str],
     notes: Sequence[tuple[str, str]],
     outcomes_without: Mapping[str, str],
+    gaps: Mapping[str, tuple[float, str]],
     *,
     is_judged: bool,
 ) -> str:
@@ -427,11 +439,15 @@ def _table(
         if key == "status" or any(_outcome(run, key)[0] is not None for run in runs)
     ]
     best = None if is_judged else _best(runs)
-    heads = ["run", *(title for title, _ in outcomes)]
+    to_base = ["to baseline"] if gaps else []
+    heads = ["run", *to_base, *(title for title, _ in outcomes)]
     heads += [key.removeprefix("model.") for key in columns]
     rows = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         cells = [label(name)]
+        if gaps:
+            gap, words = gaps.get(name, (math.inf, ""))
+            cells.append(cell(words, "number", gap))
         for _, key in outcomes:
             if key == "status":
                 cells.append(cell(run.status, run.status))
@@ -439,12 +455,13 @@ def _table(
             figure, text = _outcome(run, key)
             mark = " best" if index == best and key in ("val_loss", "train_loss") else ""
             cells.append(cell(text, f"number{mark}", figure))
-        values = (differ[key][index] for key in columns)
-        rows.append([*cells, *(cell(_text(value), "", value) for value in values)])
+        values = [(differ[key][index], _text(differ[key][index])) for key in columns]
+        rows.append([*cells, *(cell(t, "text" if len(t) > LONG else "", v) for v, t in values)])
     for name in (name for name, _ in notes if name not in names):
         word = cell(outcomes_without.get(name, "no run"), "refused")
         cells = [word if key == "status" else cell() for _, key in outcomes]
-        rows.append([label(name), *cells, *(cell() for _ in columns)])
+        empty = [cell() for _ in to_base]
+        rows.append([label(name), *empty, *cells, *(cell() for _ in columns)])
     more = ""
     if len(differ) > len(columns):
         rest = [key for key in differ if key not in columns]

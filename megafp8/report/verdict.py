@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megafp8.observe.health import worst_first
@@ -26,11 +26,15 @@ TOLERANCE = 0.005  # the relative gap that counts as the same loss, unless a use
 WORST_TENSORS = 10
 
 
+Seed = int | str
+"""What two runs have in common: a seed, or the name of the checkpoint that both start from."""
+
+
 @dataclass(frozen=True)
 class Pair:
-    """Hold the two runs of one seed."""
+    """Hold the two runs of one seed, or from one checkpoint."""
 
-    seed: int
+    seed: Seed
     base: RunRecord
     other: RunRecord
 
@@ -57,7 +61,7 @@ class Verdict:
     word: str
     sentence: str
     measured: str
-    gaps: dict[int, float]
+    gaps: dict[Seed, float]
     mean: float
     half_width: float | None
     spread_between_seeds: float | None
@@ -120,7 +124,7 @@ def judge(pairs: Sequence[Pair], tolerance: float, names: tuple[str, str]) -> Ve
             f"; {names[0]} was not compared with the frequencies of the tokens alone: validate at "
             "the end"
         )
-    sure = _how_sure(list(gaps.values()), mean, half_width, tolerance)
+    sure = _how_sure(gaps, mean, half_width, tolerance)
     sentence = (
         f"{word}: the {measured} of {names[1]} {_in_words(mean)} that of {names[0]}{sure} "
         f"(tolerance {100 * tolerance:g} %){note}"
@@ -163,25 +167,43 @@ def _half_width(deviation: float, seeds: int) -> float:
 
 
 def _how_sure(
-    gaps: Sequence[float], mean: float, half_width: float | None, tolerance: float
+    gaps: Mapping[Seed, float], mean: float, half_width: float | None, tolerance: float
 ) -> str:
     """Return the interval in words, and how many seeds would decide a gap of the tolerance."""
+    unit = unit_of(gaps)
     if half_width is None:
-        return "; one seed: more seeds would say how sure this is"
+        return f"; one {unit}: more {unit}s would say how sure this is"
     low, high = 100 * (mean - half_width), 100 * (mean + half_width)
-    text = f", between {low:+.2f} and {high:+.2f} % (95 %, {len(gaps)} seeds)"
+    text = f", between {low:+.2f} and {high:+.2f} % (95 %, {len(gaps)} {unit}s)"
     if not tolerance < half_width < math.inf:
         return text
-    enough = seeds_to_show(gaps, tolerance)
-    number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
-    return f"{text}; {number} seeds would decide {100 * tolerance:g} %"
+    number = how_many(list(gaps.values()), tolerance, unit)
+    return f"{text}; {number} would decide {100 * tolerance:g} %"
 
 
-def seeds_to_show(gaps: Sequence[float], size: float) -> int | None:
-    """Return how many seeds, more than now, would show a mean gap of a size; None if too many."""
-    deviation = statistics.stdev(gaps)
-    most = range(len(gaps) + 1, MOST_SEEDS + 1)
+def unit_of(seeds: Iterable[Seed]) -> str:
+    """Return what each of the given is, in a word."""
+    return "checkpoint" if any(isinstance(seed, str) for seed in seeds) else "seed"
+
+
+def named(seed: Seed) -> str:
+    """Return what reports call a pair of runs: `seed 3`, or the name of a checkpoint."""
+    return seed if isinstance(seed, str) else f"seed {seed}"
+
+
+def seeds_to_show(deviation: float, size: float, least: int = 2) -> int | None:
+    """Return how many seeds, `least` or more, show a mean gap of a size; None if too many.
+
+    `deviation` is the standard deviation of the gaps between seeds, or what is expected of it.
+    """
+    most = range(least, MOST_SEEDS + 1)
     return next((n for n in most if _half_width(deviation, n) <= size), None)
+
+
+def how_many(gaps: Sequence[float], size: float, unit: str) -> str:
+    """Return in words how many seeds, more than now, would show a mean gap of a size."""
+    enough = seeds_to_show(statistics.stdev(gaps), size, len(gaps) + 1)
+    return f"more than {MOST_SEEDS} {unit}s" if enough is None else f"about {enough} {unit}s"
 
 
 def _word(mean: float, half_width: float, tolerance: float) -> str:

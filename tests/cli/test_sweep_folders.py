@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +19,8 @@ from megafp8.cli.main import run_app
 from megafp8.data.tokenize import byte_tokenizer
 from megafp8.errors import RunError
 from megafp8.files import whole_folder
-from megafp8.jobs.job import Job, result_of
-from megafp8.jobs.results import print_results
+from megafp8.jobs.job import Job, Result, result_of
+from megafp8.jobs.results import print_results, with_baseline
 from megafp8.report.page import PAGE_START
 from megafp8.runs.place import check_place
 from tests.cli.app import Shell
@@ -61,6 +64,67 @@ def test_the_page_of_a_repeated_sweep_is_not_written_again(tmp_path: Path) -> No
     assert print_results(results, tmp_path) == 0
     assert page.read_text() == PAGE_START + "of another minute"
     assert (tmp_path / "sweep.json").stat().st_mtime_ns == before
+
+
+def swept(folder: Path, jobs: list[dict[str, Any]], losses: list[float]) -> list[Result]:
+    """Runs of a sweep over settings, of which those of the default job are in `DEFAULTS`."""
+    results = []
+    for num, (settings, loss) in enumerate(zip(jobs, losses, strict=True)):
+        path = make_run(folder / str(num), **{k.replace(".", "__"): v for k, v in settings.items()})
+        changed = [{"key": k, "value": v} for k, v in settings.items() if v != DEFAULTS[k]]
+        start = {"kind": "start", "settings": {"non_default": changed}}
+        (path / "events.jsonl").write_text(json.dumps(start) + "\n")
+        overrides = tuple(f"{key}={value}" for key, value in settings.items())
+        results.append(replace(result_of(Job(num, overrides, path), 0), val_loss=loss))
+    return results
+
+
+DEFAULTS = {"model.fp8": False, "model.fp8_recipe": "delayed", "model.optim_lr": 1e-3}
+RECIPES = ["tensorwise", "delayed", "mxfp8"]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "named", "baseline"),
+    [
+        ([{"model.fp8": on} for on in (True, False)], None, 1),
+        ([{"model.fp8": True, "model.fp8_recipe": name} for name in RECIPES], None, 1),
+        ([{"model.fp8": True, "model.fp8_recipe": name} for name in RECIPES], 2, 2),
+        ([{"model.fp8": on, "model.optim_lr": lr} for on in (True, False) for lr in (1e-3, 2e-3)],
+         None, None),
+        ([{"model.fp8": True, "model.optim_lr": lr} for lr in (2e-3, 4e-3)], None, None),
+    ],
+    ids=["without FP8", "default values", "named", "two without FP8", "none"],
+)  # fmt: skip
+def test_losses_stand_beside_the_baselines(
+    jobs: list[dict[str, Any]], named: int | None, baseline: int | None, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    losses = [2.0, 2.5, 2.2, 2.1][: len(jobs)]
+    results = with_baseline(swept(tmp_path, jobs, losses), tmp_path, named)
+    assert [r.is_baseline for r in results] == [r.job == baseline for r in results]
+    print_results(results, tmp_path)
+    said, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert (
+        ("no job is the baseline" in said)
+        == (baseline is None)
+        == ("name a job by its number with --baseline JOB" in page)
+    )
+    for job, loss in enumerate(losses):
+        (row,) = re.findall(rf"^{job} .*", said, re.MULTILINE)
+        if baseline is not None:
+            gap = f"{100 * (loss / losses[baseline] - 1):+.2f} %"
+            words = "baseline" if job == baseline else gap
+            assert f"  {words}" in row and f">{words}<" in page, row
+    assert report.main([str(tmp_path)]) == 0, "the page that is made later has the same"
+    later = (tmp_path / "report.html").read_text()
+    assert later.count(">baseline<") == (baseline is not None)
+
+
+def test_a_baseline_is_named_in_a_sweep_alone(shell: Shell) -> None:
+    done = shell("model.fp8=True", "--baseline", "1")
+    assert done.returncode == 2 and "Add -m, or leave it out" in done.stderr, done.stderr
+    done = shell("-m", "model.fp8=True,False", "--baseline", "-1")
+    assert done.returncode == 2 and "the number of a job, from 0" in done.stderr, done.stderr
 
 
 def test_reports_and_comparisons_leave_such_a_page(
