@@ -204,6 +204,7 @@ class coverage:  # noqa: N801  # used like a function
         is_emulated: bool,
         kind: Kind = "linear",
     ) -> None:
+        """Add a product to the result, under the module in which it ran."""
         place = self._place()
         if place.kind is not None:
             kind = place.kind

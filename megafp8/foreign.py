@@ -266,6 +266,7 @@ def check_yaml(text: str) -> None:
 
 
 def _check_events(events: Iterator[Any]) -> None:
+    """Raise `ForeignFileError` for refused tags, too much depth, or size once aliases count."""
     import yaml
 
     total, began, sizes = 0, list[tuple[str | None, int]](), dict[str, int]()

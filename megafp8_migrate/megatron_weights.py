@@ -186,6 +186,7 @@ class _Search:
         raise _misfit(self.checkpoint, f"lacks {lacking}, which a model of these settings has")
 
     def _candidates(self, ours: str, shape: tuple[int, ...]) -> Iterator[_Place]:
+        """Yield the places where a tensor may be: layers and experts are joined in some files."""
         if ours in _WHOLE:
             yield _Place(self.prefix + _WHOLE[ours], (), 0, shape)
             return

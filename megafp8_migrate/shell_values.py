@@ -202,6 +202,7 @@ def arithmetic(text: str, known: Mapping[str, str]) -> int | None:
 
 
 def _evaluated(node: ast.expr, known: Mapping[str, str]) -> int | None:
+    """Return the number that arithmetic gives, with `known` variables; None if it is not known."""
     if isinstance(node, ast.Constant):
         return node.value if type(node.value) is int else None
     if isinstance(node, ast.Name):

@@ -418,6 +418,7 @@ def _checkpoint(files: Files) -> DistCheckpoint:
 
 
 def _listed(files: Files, metadata: Record) -> DistCheckpoint:
+    """Return the names of a checkpoint's tensors and objects, and where their parts are."""
     places: dict[Any, Mapping[str, Any]] = {}
     for index, info in metadata["storage_data"].items():
         offset = fields_of(index).get("offset")

@@ -29,6 +29,7 @@ def _write_amaxes(
     start: int,
     block: tuple[int, int],
 ) -> None:
+    """Write the amaxes of the blocks of a tensor of `shape`, which has `run` from `start` on."""
     amax.zero_()
     whole = run.new_zeros(shape[0] * shape[1])
     whole[start : start + run.numel()] = run.flatten()

@@ -100,6 +100,7 @@ def _backward(
     zero_centered: bool,
     add: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
+    """Return the gradients of input, weight and bias, of RMSNorm if there is no `mean`."""
     width = x.shape[-1]
     x32, grad = x.detach().float().reshape(-1, width), dz.detach().float().reshape(-1, width)
     inverse = inverse.reshape(-1, 1)

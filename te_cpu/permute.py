@@ -51,7 +51,7 @@ def moe_permute_fwd_to_2_15(
     workspace: list[torch.Tensor],
     max_expanded_token_num: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """Put an expert below 0 before all others, as up to 2.15."""
+    """Do what `moe_permute_fwd` does, but with experts below 0 before all others."""
     return _permuted(input, indices, num_out_tokens, workspace)
 
 

@@ -63,7 +63,7 @@ def fused_rope_backward_to_2_9(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Take no `start_positions`, as up to 2.9."""
+    """Return what `fused_rope_backward` does, without `start_positions`."""
     return fused_rope_backward(
         output_grads, freqs, None, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank
     )

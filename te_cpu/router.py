@@ -113,7 +113,7 @@ def fused_topk_with_score_function_bwd_to_2_17(
     score_function: str,
     routing_map_format: int = 0,
 ) -> None:
-    """Take no dense indices, as in 2.17."""
+    """Write the gradient of the logits; the chosen experts are a map, and no dense indices."""
     fused_topk_with_score_function_bwd(
         routing_map, intermediate_output, grad_probs, grad_logits, topk, use_pre_softmax,
         scaling_factor, score_function, False, routing_map_format,
@@ -132,7 +132,7 @@ def fused_topk_with_score_function_bwd_to_2_16(
     scaling_factor: float | None,
     score_function: str,
 ) -> None:
-    """Take a map with a byte for each expert, and the sizes, as from 2.13 to 2.16."""
+    """Write the gradient of the logits; the map has a byte for each expert."""
     fused_topk_with_score_function_bwd(
         routing_map, intermediate_output, grad_probs, grad_logits, topk, use_pre_softmax,
         scaling_factor, score_function, False, 0,
@@ -150,7 +150,7 @@ def fused_topk_with_score_function_bwd_to_2_12(
     scaling_factor: float | None,
     score_function: str,
 ) -> torch.Tensor:
-    """Return the gradient, as up to 2.12."""
+    """Return the gradient of the logits [T, E]."""
     return _topk_gradient(
         routing_map, intermediate_output, grad_probs, topk, use_pre_softmax, scaling_factor,
         score_function, torch.float64,
@@ -234,7 +234,7 @@ def fused_score_for_moe_aux_loss_bwd_to_2_16(
     *,
     release: Release,
 ) -> None:
-    """Take the sizes too, as from 2.13 to 2.16."""
+    """Write the gradient of the logits [T, E] into `grad_logits`."""
     fused_score_for_moe_aux_loss_bwd(
         intermediate_output, grad_scores, grad_logits, topk, score_function, release=release
     )
@@ -250,7 +250,7 @@ def fused_score_for_moe_aux_loss_bwd_to_2_12(
     *,
     release: Release,
 ) -> torch.Tensor:
-    """Return the gradient, as up to 2.12."""
+    """Return the gradient of the logits [T, E]."""
     return _score_gradient(intermediate_output, grad_scores, topk, score_function, release)
 
 

@@ -221,6 +221,7 @@ def operand(tensor: Any, *, by_column: bool) -> Fp8Tensor:
 
 
 def _block_operand(tensor: Any, data: torch.Tensor, *, by_column: bool) -> Fp8Tensor:
+    """Return a tensor with scales of blocks as [M, K]; its column-wise data are the transpose."""
     fmt = FORMATS[tensor._fp8_dtype]
     scale = tensor._columnwise_scale_inv if by_column else tensor._rowwise_scale_inv
     payload = _matrix(data, by_column=by_column).view(fmt.dtype)

@@ -24,7 +24,6 @@ from megafp8.cli.plan import hardware_from, is_hardware
 from megafp8.cli.plan_text import USABLE, passing_gradients, phase_name
 from megafp8.config.keys import MAX_VOCABULARY
 from megafp8.config.resolve import resolve
-from megafp8.config.rules import counted
 from megafp8.errors import ConfigError, DataError, ExitCode
 from megafp8.observe.units import format_bytes, in_columns, plural
 from megafp8.plan.experts import with_uneven_rows
@@ -189,9 +188,7 @@ def chosen_ranks(spec: RunSpec, rank: int | None) -> list[int]:
     return [rank]
 
 
-def job_lines(
-    spec: RunSpec, layout: Layout, whose: str, *, needs_fp8: bool = True
-) -> Iterator[str]:
+def job_lines(spec: RunSpec, layout: Layout, whose: str, *, needs_fp8: bool) -> Iterator[str]:
     """Yield lines about the whole job: model, layout, batch, pipeline and FP8.
 
     `whose` says whose vocabulary it is. Only without `needs_fp8` a job in FP8 may have no product
@@ -210,7 +207,7 @@ def job_lines(
     )
     schedule = f" ({pipeline.schedule}" + (f", {stages} stages a rank)" if stages > 1 else ")")
     yield (
-        f"layout: {counted(parallel.world_size, 'rank')} ({counted(parallel.num_nodes, 'node')} x "
+        f"layout: {plural(parallel.world_size, 'rank')} ({plural(parallel.num_nodes, 'node')} x "
         f"{parallel.devices_per_node}) = tensor {parallel.tp} x context {parallel.cp} x data "
         f"{parallel.dp} x pipeline {parallel.pp}"
         + (schedule if parallel.pp > 1 else "")
@@ -218,8 +215,8 @@ def job_lines(
     )
     yield (
         f"batch: {train.global_batch_size} x {spec.data.seq_length} tokens: "
-        f"{counted(layout.num_microbatches, 'microbatch', 'microbatches')} of "
-        f"{train.micro_batch_size} on each of {counted(parallel.dp, 'replica')}"
+        f"{plural(layout.num_microbatches, 'microbatch', 'microbatches')} of "
+        f"{train.micro_batch_size} on each of {plural(parallel.dp, 'replica')}"
     )
     if layout.times is not None:
         worst = max(layout.times.idle)
@@ -241,7 +238,7 @@ def job_lines(
         )
 
 
-def device_line(spec: RunSpec, asked: str, hardware: Hardware | None = None) -> str:
+def device_line(spec: RunSpec, asked: str, hardware: Hardware | None) -> str:
     """Return for which device the memory is counted, and how to count it for the other one.
 
     `asked` is `trainer.accelerator` as it was given.

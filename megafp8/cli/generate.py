@@ -235,10 +235,11 @@ def generate_text(options: argparse.Namespace) -> None:
     config = reader.meta.get("config", {})
     files = with_all_files(home, config.get("restore_from_path"))
     spec, ends = shape_of(reader), frozenset(end_ids(files, tokenizer.eod_id))
-    asked = [(_text_of(one), _text_of(one)) for one in prompts] if not options.chat else []
     if options.chat:
         chat = Chat(files, tokenizer, ends)
         asked = [_question(chat, one, options.system) for one in prompts]
+    else:
+        asked = [(text, text) for text in map(_text_of, prompts)]
     rendered = prompt_ids(options, tokenizer, [text for _, text in asked])
     answers, words = [], tokenizer.tokens()
     for (prompt, text), ids in zip(asked, rendered, strict=True):

@@ -334,9 +334,7 @@ def traffic_table(plan: Plan) -> Table | None:
 
 def time_table(plan: Plan) -> Table:
     """Return the table of a step's predicted time."""
-    columns = {("FP8" if plan.bf16 else "time"): plan.time} | (
-        {"BF16": plan.bf16} if plan.bf16 else {}
-    )
+    columns = {"FP8": plan.time, "BF16": plan.bf16} if plan.bf16 else {"time": plan.time}
     rows = []
     in_seconds = max(time.total for time in columns.values()) >= 10
 

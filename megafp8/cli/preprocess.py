@@ -133,7 +133,6 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
         say(line)
     vocab_size = options.vocab_size or 32768
     megabytes = options.train_megabytes or 256
-    trained = options.tokenizer == "bpe"
     make = choose_tokenizer(
         options.tokenizer,
         options.end_of_document,
@@ -141,7 +140,7 @@ def _preprocess(options: argparse.Namespace) -> Sidecar:
         texts_to_train_on=lambda: _texts_to_train_on(source, megabytes),
     )
     name = f"{options.tokenizer} {options.end_of_document}{_state_of(options.tokenizer)}"
-    if trained:
+    if options.tokenizer == "bpe":  # which is trained on this text
         name += f" {vocab_size} {megabytes}"
     for option, given in (("bos", options.add_bos), ("eos", options.add_eos)):
         name += "" if given is None else f" add_{option}={given}"

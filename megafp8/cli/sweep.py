@@ -138,6 +138,7 @@ class Sweep:
             sys.stdout.flush()
 
     def _run(self, job: Job) -> Result:
+        """Run a job in this process, and return its result whatever ends it."""
         words = shown(" ".join(job.overrides))
         print(f"[sweep] job {job.num}: {words} -> {job.directory}", flush=True)
         before = _settings_written(job)

@@ -127,11 +127,10 @@ def _base_layer(layers: Sequence[Layer], resolved: Callable[[str], Any]) -> Laye
 
 def why_no_checkpoint(folder: str | Path) -> tuple[str, str]:
     """Return what a folder without a checkpoint that describes its model is, and a hint."""
+    hint = f"Import it, and give the new folder: megafp8 import {folder} imported"
     if (expanded(folder) / "config.json").is_file():
-        hint = f"Import it, and give the new folder: megafp8 import {folder} imported"
         return "is a model of transformers that has not been imported", hint
     if is_megatrons(expanded(folder)):
-        hint = f"Import it, and give the new folder: megafp8 import {folder} imported"
         return "is a checkpoint of Megatron or NeMo that has not been imported", hint
     hint = "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote"
     return "has no checkpoint that describes its model", hint

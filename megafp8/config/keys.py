@@ -61,6 +61,7 @@ class Valid:
 
 
 PATH = Valid("a path", bool)
+BELOW_ONE = Valid("from 0 to below 1", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True)
@@ -244,11 +245,6 @@ def above(low: float, most: float = LARGEST) -> Valid:
 def between(low: float, high: float) -> Valid:
     """Return the condition that a number is from `low` to `high`, both included."""
     return Valid(f"from {low} to {high}", lambda v: low <= v <= high)
-
-
-def from_to_below(low: float, high: float) -> Valid:
-    """Return the condition that a number is from `low` (included) to `high` (excluded)."""
-    return Valid(f"from {low} to below {high}", lambda v: low <= v < high)
 
 
 def one_of(*values: object, later: Container[object] = (), suggestion: str = "") -> Valid:

@@ -142,6 +142,7 @@ def hydras_parser() -> OverridesParser:
 
 
 def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOverride | SettingError:
+    """Return what an override means, or why it is refused; its values are not checked yet."""
     if text.startswith("="):
         hint = "Write KEY=VALUE without blanks around the equals sign"
         return SettingError(text, None, "has no key", hint, origin=COMMAND_LINE)
@@ -175,8 +176,6 @@ def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOver
         for folder in config_dirs
         if "\0" not in key and len(key.encode()) < _LONGEST_NAME
     )
-    if is_group and not sweeps and isinstance(override.value(), str):
-        return ParsedOverride(text, (), None, is_group=True)
     if is_group:
         return ParsedOverride(text, (), override if sweeps else None, is_group=True)
     if override.package is not None:
@@ -303,8 +302,8 @@ def _names_preset(override: Override) -> bool:
 
 def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride | SettingError:
     group, text = override.key_or_group, str(override.input_line).lstrip("+")
-    there = preset_names(group, config_dirs)
-    if override.is_sweep_override():
+    there, sweeps = preset_names(group, config_dirs), override.is_sweep_override()
+    if sweeps:
         options = [str(getattr(one, "text", one)) for one in override.sweep_iterator()]
     else:
         options = [str(override.value())]
@@ -321,9 +320,7 @@ def _preset(override: Override, config_dirs: Sequence[Path]) -> ParsedOverride |
             f"The presets are {', '.join(there)}",
             origin=COMMAND_LINE,
         )
-    if override.is_sweep_override():
-        return ParsedOverride(text, (), override, is_group=True)
-    return ParsedOverride(text, (), None, is_group=True)
+    return ParsedOverride(text, (), override if sweeps else None, is_group=True)
 
 
 def preset_names(group: str, config_dirs: Sequence[Path]) -> list[str]:

@@ -16,6 +16,7 @@ from megafp8.config.keys import Values
 from megafp8.config.rules import Finding, nearest_divisors, nearest_multiples
 from megafp8.config.values import (
     SIZES,
+    STATES,
     WORLD,
     compute_dtypes,
     model_ranks,
@@ -31,7 +32,6 @@ from megafp8.specs.traits import Traits
 
 NATIVE = "or use model.fp8_backend=native, which has no such limit"
 
-_DTYPES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
 _PLACEHOLDER = re.compile(r"\{(=|multiples of |divisors of )?([\w.]+)\}")
 _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "less_than": operator.lt,
@@ -40,7 +40,7 @@ _RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "no_multiple_of": operator.mod,
     "other_than": operator.ne,
 }
-_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in _DTYPES)
+_DTYPE_KEYS = tuple(f"model.optim.{part}_dtype" for part in STATES)
 
 
 class Condition(NamedTuple):
@@ -195,7 +195,7 @@ def _below_fp32(*parts: str) -> Callable[[Any, Values], bool]:
 
 
 LOW_PRECISION = Condition(
-    " above O0, or states below fp32 by keys of their own", _below_fp32(*_DTYPES), _DTYPE_KEYS
+    " above O0, or states below fp32 by keys of their own", _below_fp32(*STATES), _DTYPE_KEYS
 )
 FP8_GRADS = Condition("=fp8", _below_fp32("main_grads"), ("model.optim.fp8_opt_level",))
 LOW_PARAMS = Condition(" below fp32", _below_fp32("main_params"), ("model.optim.fp8_opt_level",))

@@ -6,6 +6,7 @@ from typing import Any
 
 from megafp8.config.architecture import tree_of_spec
 from megafp8.config.precision_changes import SCHEDULE, written
+from megafp8.config.values import STATES
 from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, StorageSpec
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import find_recipe
@@ -75,6 +76,5 @@ def of_recipe(recipe: Fp8Recipe) -> dict[str, Any]:
 
 
 def _of_storage(storage: StorageSpec) -> dict[str, Any]:
-    parts = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
-    dtypes = {f"model.optim.{part}_dtype": getattr(storage, part) for part in parts}
+    dtypes = {f"model.optim.{part}_dtype": getattr(storage, part) for part in STATES}
     return {"model.optim.fp8_opt_level": "O0", **dtypes}

@@ -35,6 +35,8 @@ PRECISIONS: dict[int | str, Literal["bf16", "fp16", "fp32"]] = {
     "16-mixed": "fp16",
 }
 
+STATES = ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+"""What can be stored below FP32."""
 STATES_OF_LEVEL: dict[str, dict[str, StorageName]] = {
     "O0": {},
     "O1": {"main_grads": "fp8", "main_params": "fp16"},
@@ -83,9 +85,6 @@ DEFAULT_EXP_DIR = "runs"
 
 NEMO_TOKENIZER_TYPE = "GPT2BPETokenizer"
 """The type that NeMo's files give with every library; it names no tokenizer."""
-
-TENSOR_CORE_MULTIPLE = 16
-"""The sizes of operands of FP8 tensor cores are multiples of this number."""
 
 _CLOCK = re.compile(r"(?:(\d{1,4}):)?(\d{1,4}):([0-5]?\d):([0-5]?\d)", re.ASCII)
 
@@ -436,7 +435,7 @@ def storage_of(values: Mapping[str, Any]) -> dict[str, StorageName]:
     of_level = STATES_OF_LEVEL.get(level, {})
     return {
         part: values.get(f"model.optim.{part}_dtype") or of_level.get(part, "fp32")
-        for part in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+        for part in STATES
     }
 
 

@@ -263,6 +263,7 @@ def _read(
     notify: Notify,
     chat: MakeChat | None,
 ) -> Tokenized:
+    """Return the tokens of a file's examples, and notify of what was cut and of conversations."""
     examples: list[Example] = read_examples(name)
     num_talks = 0 if chat is None else sum(is_of_chat(given, example) for example in examples)
     maker = chat() if chat is not None and num_talks else None

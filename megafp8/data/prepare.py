@@ -324,6 +324,7 @@ def _assemble(
     validation_parts: Sequence[DataPart],
     cache: IndexCache,
 ) -> PreparedData:
+    """Return the samples of the parts, with what a run says of them and validates on."""
     tokenizer, seq_length = opener.tokenizer, spec.seq_length
     eod_id, vocab_size = tokenizer.eod_id, tokenizer.vocab_size
     order = SampleOrder(

@@ -398,6 +398,7 @@ def _encode_all(
     on_progress: Callable[[Counts], None],
     frame: Frame,
 ) -> Counts:
+    """Append the tokens and lengths of the texts, and record from time to time what is on disk."""
     counts = progress.counts
     with (
         _opened_at(partial / "tokens", counts.num_tokens * dtype.itemsize) as tokens,

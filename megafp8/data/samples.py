@@ -317,6 +317,7 @@ class TrainSamples:
             return known
 
     def _map_of(self, epoch: int) -> EpochMap:
+        """Return the order of an epoch's documents and windows, from the cache if it is there."""
         order, num_windows = self._order, self._num_samples
         cut = epoch if order.recut else 0
         key: dict[str, object] = {

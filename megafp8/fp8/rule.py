@@ -106,7 +106,7 @@ class CastRule(Recipe):
             dtype = torch.float4_e2m1fn_x2 if packed and self.given.fmt is E2M1 else dtype
             fill = self._fill_packed if packed else self._fill
             return SavedForm(casts.first, dtype, is_transposed=packed, is_packed=packed, fill=fill)
-        # C leaves the bytes in the tensor's own order; the table tells the device, on which it lies.
+        # C leaves the bytes in the tensor's own order; the table lies on the tensor's device.
         is_in_c = self.recipe.has_casts_in_c() and block_casts.runs_in_c(tensor.state.forward.amax)
         is_transposed = not casts.serves_both and not is_in_c
         return SavedForm(casts.first, dtype, is_transposed=is_transposed, fill=self._fill)

@@ -181,6 +181,7 @@ class FreshFp8:
         return self.kept[weight_OI.dtype]
 
     def _quantized(self, weight_OI: torch.Tensor, num_tokens: int) -> Operands:
+        """Quantize the weight; microbatches after a step's first repeat its scale, unobserved."""
         state, now = self._quantizer.state, self._quantizer.state.draws.at
         weight_OI = with_nans(weight_OI.detach()) if state.fp8_enabled else weight_OI.detach()
         if state.recording and self._step != state.num_steps:

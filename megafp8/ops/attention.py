@@ -247,6 +247,7 @@ def _for_each_query(x_BGKE: torch.Tensor, q_BHSE: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(q_BHSE: torch.Tensor, k_BHKE: torch.Tensor, block: AttentionTile) -> torch.Tensor:
+    """Return the scaled scores in FP32 or wider, -inf where a query does not see a key."""
     work = torch.promote_types(q_BHSE.dtype, torch.float32)
     scores_BHSK = (q_BHSE.to(work) @ k_BHKE.to(work).mT).mul_(block.scale)
     if block.is_causal:

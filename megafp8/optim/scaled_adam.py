@@ -281,6 +281,7 @@ def update_c(
 def _split_c(
     tensors: Tensors, constants: Constants, dithers: Dithers, amaxes: torch.Tensor, *, writes: bool
 ) -> None:
+    """Compute an update in C, and write it with the amaxes, or else only find these."""
     lib = library().lib
     assert lib is not None and amaxes.is_contiguous(), library().note
     asked = _asked(tensors, constants, dithers, None)

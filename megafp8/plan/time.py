@@ -156,6 +156,7 @@ def _bubble(spec: RunSpec) -> float:
 
 
 def _rank_time(spec: RunSpec, rank: int, hardware: Hardware, achieved: Achieved) -> StepTime:
+    """Return the seconds of a pipeline rank's step, without waiting for others (`bubble`)."""
     shape = rank_shape(spec, rank)
     model, parallel = spec.model, spec.parallel
     count, tokens = num_microbatches(spec), microbatch_tokens(spec)

@@ -114,6 +114,7 @@ def _tensor_parallel(spec: RunSpec, shape: RankShape) -> Iterator[Message]:
     rows = [linear for linear in divided if not linear.whole.is_column]
 
     def message(operation: Operation, what: str, handed: float) -> Message:
+        """Return a message of each microbatch, which hands over so many bytes."""
         return Message(
             axis="tp", operation=operation, what=what, handed=round(handed * count), num_ranks=tp
         )

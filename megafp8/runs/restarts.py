@@ -158,6 +158,5 @@ def _report(run_dir: Path, step: int, starts: list[dict[str, Any]]) -> str:
         "The log shows how each one ended. If time or memory ran out, use a longer time limit, "
         "more frequent checkpoints (exp_manager.checkpoint_callback_params.every_n_train_steps) or "
         f"other nodes (--exclude{f'={node}' if node else ''}). Submitting the job or running the "
-        "command again begins a new "
-        "count"
+        "command again begins a new count"
     )

@@ -182,6 +182,7 @@ def _conditions(file: _File, node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _leaving(parent: ast.AST, child: ast.stmt) -> Iterator[ast.AST]:
+    """Yield the conditions before `child` in its block under which the block is left."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and child in block:

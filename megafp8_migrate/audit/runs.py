@@ -83,6 +83,7 @@ def audit(
 
 
 def _audit(request: Request, code: Code, host: Host) -> list[FlagVerdict]:
+    """Return a verdict on each flag, from runs without the flags that are refused."""
     flags = [flag for flag in request.flags if not flag.why_not]
     number = (verdict.REPEATS + len(flags)) * len(request.layouts)
     print(f"{number} runs make a configuration of the settings; at most {number} with training "

@@ -141,6 +141,7 @@ class TeLayer(nn.Module):
         return rotary(positions, self.spec).angles
 
     def _run(self, x_BSD: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Return the layer's output [B, S, D], whichever dims the layer itself has first."""
         if self.packs:
             # The settings refuse several samples with sequence parallelism: ranks' tokens, put
             # behind each other, would not be whole samples.

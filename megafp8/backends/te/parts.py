@@ -215,6 +215,7 @@ class TransformerEngineParts(NativeParts):
             return self._own_layer(index)
 
     def _own_layer(self, index: int) -> TeLayer:
+        """Make the layer, register its FP8 tensors, and say what FSDP gathers of it."""
         names, recipe = self.region.names, self.recipe
         in_fp8 = recipe is not None and is_layer_in_fp8(recipe, index)
         weights_in_fp8 = in_fp8 and recipe is not None and recipe.params_in_fp8

@@ -17,15 +17,10 @@ from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rows import NATIVE
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
-from megafp8.config.values import (
-    TENSOR_CORE_MULTIPLE,
-    named_linears,
-    recipes_in,
-    size_multiple,
-    without_match,
-)
+from megafp8.config.values import named_linears, recipes_in, size_multiple, without_match
 from megafp8.specs.precision import GEMMS
 from megafp8.specs.recipes import RECIPES, find_recipe, names_where, recipes_where
+from megafp8.specs.traits import TENSOR_CORE_MULTIPLE
 
 rule = Rules()
 

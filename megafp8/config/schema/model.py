@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megafp8.config.keys import (
+    BELOW_ONE,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -18,7 +19,6 @@ from megafp8.config.keys import (
     Valid,
     above,
     at_least,
-    from_to_below,
     key,
     needs,
     one_of,
@@ -129,19 +129,19 @@ class Architecture:
         0.0,
         "Probability of dropout after the embedding and before each residual addition.",
         nemo=0.1,
-        valid=from_to_below(0, 1),
+        valid=BELOW_ONE,
     )
     attention_dropout: float = model_key(
         0.0,
         "Probability of dropout of attention weights.",
         nemo=0.1,
-        valid=from_to_below(0, 1),
+        valid=BELOW_ONE,
     )
     ffn_dropout: float = model_key(
         0.0,
         "Probability of dropout inside the MLP.",
         nemo=0.0,
-        valid=from_to_below(0, 1),
+        valid=BELOW_ONE,
     )
     normalization: str = model_key(
         "layernorm",

@@ -9,6 +9,7 @@ from functools import partial
 from omegaconf import MISSING
 
 from megafp8.config.keys import (
+    BELOW_ONE,
     Need,
     Valid,
     Values,
@@ -16,7 +17,6 @@ from megafp8.config.keys import (
     at_least,
     between,
     both_needs,
-    from_to_below,
     key,
     needs,
     needs_above,
@@ -292,7 +292,7 @@ class Optim:
         0.95,
         "With Muon: decay rate of the momentum of matrices.",
         spec="optim.muon.momentum",
-        valid=from_to_below(0, 1),
+        valid=BELOW_ONE,
     )
     muon_use_nesterov: bool = muon_key(
         True,
