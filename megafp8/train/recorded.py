@@ -125,11 +125,12 @@ def own_casts(values: Mapping[str, Any], recipe: str) -> OwnCasts:
 
 
 def _recipes(values: Mapping[str, Any]) -> list[str]:
-    """Return the recipes that a run was trained in by its settings, without those of patterns."""
+    """Return the recipes that a run was trained in by its settings, those of patterns too."""
     if not values["model.fp8"]:
         return []
     changes = (change.precision for change in parse_schedule(values[SCHEDULE]))
-    named = dict.fromkeys([values["model.fp8_recipe"], *changes])
+    of_patterns = (rule.precision for rule in module_rules(values))
+    named = dict.fromkeys([values["model.fp8_recipe"], *changes, *of_patterns])
     return [name for name in named if name != HIGH_PRECISION]
 
 

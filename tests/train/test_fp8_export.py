@@ -32,6 +32,7 @@ from megafp8.train.build import build
 from megafp8.train.load_model import shape_of, start_from
 from megafp8.train.recorded import (
     linears_in_bf16,
+    other_formats,
     own_casts,
     recorded_inputs,
     recorded_values,
@@ -374,3 +375,5 @@ def test_options_of_blocks_and_the_rule_of_another_run(
     assert own_casts(values, "nvfp4") == (True, torch.float32, 1, ["tensorwise"])
     values |= {"model.fp8_recipe": "nvfp4-no_2d", "model.tensor_model_parallel_size": 2}
     assert own_casts(values, "nvfp4") == (False, torch.bfloat16, 2, [])
+    values["model.fp8_modules"] = ["layers.0.*:mxfp8", "layers.1.*:high_precision"]
+    assert own_casts(values, "nvfp4").others == other_formats(values)[1:] == ["mxfp8"]
