@@ -64,8 +64,11 @@ class Format(Protocol):
         """Return the last parts of the names of a weight's tensors."""
 
     @property
-    def input_scales(self) -> Mapping[str, float] | None:
-        """Return the scale of each linear's input, by the linear's name, if it is static."""
+    def input_name(self) -> str | None:
+        """Return the last part of the name of an input's scale; None if the server computes it."""
+
+    def input_scale(self, linear: str) -> torch.Tensor:
+        """Return the static scale of the input of a linear of this name."""
 
     def quantize(self, linear: LayerLinear, read: Read) -> Any:
         """Return what the parts of a linear share: amaxes, or the whole weight."""
@@ -99,6 +102,16 @@ class ServingFormat:
     def tensor_names(self) -> tuple[str, ...]:
         """Return the last parts of the names of a weight's tensors."""
         return "weight", self.scale_name
+
+    @property
+    def input_name(self) -> str | None:
+        """Return the last part of the name of an input's scale; None if the server computes it."""
+        return None if self.input_scales is None else "input_scale"
+
+    def input_scale(self, linear: str) -> torch.Tensor:
+        """Return the static scale of the input of a linear of this name, [1]."""
+        assert self.input_scales is not None
+        return torch.tensor([self.input_scales[linear]])
 
     @property
     def scale_name(self) -> str:
@@ -308,8 +321,8 @@ class ServingWeights:
             self._shared = linear.name, fmt.quantize(linear, self.read)
         tensors = fmt.encode(self._shared[1], rows, tensor)
         self.errors.append(_error(module, tensor, fmt.decode(tensors)))
-        if fmt.input_scales is not None:
-            tensors["input_scale"] = torch.tensor([fmt.input_scales[linear.name]])
+        if fmt.input_name is not None:
+            tensors[fmt.input_name] = fmt.input_scale(linear.name)
         return {f"{module}.{name}": found for name, found in tensors.items()}
 
 

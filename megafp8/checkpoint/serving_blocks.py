@@ -35,8 +35,6 @@ MODELOPT_FILE = "hf_quant_config.json"
 _BLOCKS = {"mxfp8": mxfp8.BLOCK, "nvfp4": nvfp4.BLOCK}
 _SCALE_DTYPES = {"mxfp8": "torch.uint8", "nvfp4": "torch.float8_e4m3fn"}
 _STRATEGIES = {"mxfp8": "group", "nvfp4": "tensor_group"}
-_ALGORITHMS = {"mxfp8": "MXFP8", "nvfp4": "W4A16_NVFP4"}
-"""ModelOpt's names; the second one has inputs in BF16."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 """The numbers of E2M1 by their codes; a fourth bit is the sign."""
 
@@ -60,6 +58,8 @@ class BlockFormat:
         square: Whether 16 x 16 elements share a scale in NVFP4, as in the recipe, or 1 x 16.
         source: The dtype that weights are rounded to first, as the run did that cast them.
         tp: How many ranks the run divided a weight over: no square goes over their borders.
+        input_amaxes: Of NVFP4, the largest magnitude of each linear's input, by the linear's name;
+            None leaves inputs in BF16.
     """
 
     kind: Kind
@@ -68,6 +68,7 @@ class BlockFormat:
     square: bool = True
     source: torch.dtype = torch.float32
     tp: int = 1
+    input_amaxes: Mapping[str, float] | None = None
 
     @property
     def scales(self) -> str:
@@ -75,9 +76,28 @@ class BlockFormat:
         return self.kind
 
     @property
-    def input_scales(self) -> None:
-        """Return None: servers compute the scales of inputs, or leave these in BF16."""
-        return
+    def input_name(self) -> str | None:
+        """Return the last part of the name of an input's scale; None if there is none."""
+        if self.input_amaxes is None:
+            return None
+        return "input_scale" if self.layout == "modelopt" else "input_global_scale"
+
+    def input_scale(self, linear: str) -> torch.Tensor:
+        """Return the FP32 number of the input of a linear of this name, as a weight has one."""
+        assert self.input_amaxes is not None
+        return self._of_whole(torch.tensor(self.input_amaxes[linear]))
+
+    def _of_whole(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.layout == "modelopt":
+            return nvfp4.outer_of(amax).clone()
+        return nvfp4.encoding(amax).reshape(1)
+
+    @property
+    def algorithm(self) -> str:
+        """Return ModelOpt's name of the format."""
+        if self.kind == "mxfp8":
+            return "MXFP8"
+        return "W4A16_NVFP4" if self.input_amaxes is None else "NVFP4"
 
     @property
     def block(self) -> int:
@@ -92,6 +112,11 @@ class BlockFormat:
         if self.layout == "modelopt":
             return "weight", "weight_scale", "weight_scale_2"
         return "weight_packed", "weight_scale", "weight_global_scale"
+
+    @property
+    def has_inputs(self) -> bool:
+        """Whether inputs are quantized."""
+        return self.kind == "mxfp8" or self.input_amaxes is not None
 
     def check(self, spec: GPTSpec) -> None:
         """Raise `ConversionError` if a weight ends within a block, which no layout can say."""
@@ -116,10 +141,10 @@ class BlockFormat:
         number: dict[str, Any] = {"num_bits": bits, "type": "float", "group_size": self.block}
         if self.layout == "modelopt":
             weights = {**number, "dynamic": False}
-            inputs = {"input_activations": weights} if self.kind == "mxfp8" else {}
+            inputs = {"input_activations": weights} if self.has_inputs else {}
             return {
                 "quant_method": "modelopt",
-                "quant_algo": _ALGORITHMS[self.kind],
+                "quant_algo": self.algorithm,
                 "config_groups": {"group_0": {**inputs, "weights": weights, "targets": ["Linear"]}},
                 "ignore": ignored,
                 "producer": {"name": "megafp8", "version": __version__},
@@ -130,11 +155,12 @@ class BlockFormat:
             "scale_dtype": _SCALE_DTYPES[self.kind],
             "zp_dtype": _SCALE_DTYPES[self.kind],
         }
+        dynamic = True if self.kind == "mxfp8" else "local"  # blocks under a static number
         form = "mxfp8-quantized" if self.kind == "mxfp8" else "nvfp4-pack-quantized"
         group = {
             "targets": ["Linear"],
             "weights": {**number, "dynamic": False},
-            "input_activations": {**number, "dynamic": True} if self.kind == "mxfp8" else None,
+            "input_activations": {**number, "dynamic": dynamic} if self.has_inputs else None,
             "output_activations": None,
             "format": form,
         }
@@ -152,7 +178,7 @@ class BlockFormat:
         if self.layout != "modelopt":
             return {}
         quantization = {
-            "quant_algo": _ALGORITHMS[self.kind],
+            "quant_algo": self.algorithm,
             "kv_cache_quant_algo": None,
             "group_size": self.block,
             "exclude_modules": ignored_modules(spec, self.kept),
@@ -198,10 +224,7 @@ class BlockFormat:
             codes = torch.searchsorted(_E2M1, numbers_NK.abs()).to(torch.uint8)
             codes |= numbers_NK.signbit().to(torch.uint8) << 3
             packed = codes[:, 0::2] | codes[:, 1::2] << 4
-            of_whole = nvfp4.outer_of(shared.amax)
-            if self.layout == "compressed-tensors":
-                of_whole = nvfp4.encoding(shared.amax).reshape(1)
-            tensors = [packed, scales.to(torch.float8_e4m3fn), of_whole.clone()]
+            tensors = [packed, scales.to(torch.float8_e4m3fn), self._of_whole(shared.amax)]
         return dict(zip(self.tensor_names, tensors, strict=True))
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -217,6 +240,13 @@ class BlockFormat:
             scales = scale.float() / factor if is_inverse else scale.float() * factor
         return self._values(numbers_NK, scales)
 
+    def _rounded(self, x_TK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return an input in NVFP4, by the number that is stored for all inputs of a linear."""
+        is_inverse = self.layout == "compressed-tensors"
+        amax = (nvfp4.LARGEST / scale if is_inverse else scale * nvfp4.LARGEST).reshape(())
+        numbers_TK, scales = nvfp4.quantize_blocks(x_TK, 1, amax, None)
+        return self._values(numbers_TK, scales * nvfp4.outer_of(amax))
+
     def _values(self, numbers_MK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         tiles = numbers_MK.unflatten(1, (-1, self.block))
         values_MK: torch.Tensor = (tiles * scales[..., None]).flatten(1)
@@ -225,6 +255,6 @@ class BlockFormat:
     def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Return the numbers in FP32 that a server computes with for an input [T, K]."""
         if self.kind == "nvfp4":
-            return x_TK
+            return x_TK if scale is None else self._rounded(x_TK, scale)
         payload, scales = mxfp8.quantize_rows(x_TK)
         return self._values(payload.float(), scales)

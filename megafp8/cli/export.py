@@ -2,7 +2,7 @@
 
 megafp8 export RUN DIR [--dtype float32] [--family NAME]
 megafp8 export RUN DIR --dtype fp8 [--fp8-scales channel] [--fp8-inputs dynamic]
-megafp8 export RUN DIR --dtype mxfp8|nvfp4 [--layout modelopt]
+megafp8 export RUN DIR --dtype mxfp8|nvfp4 [--layout modelopt] [--fp8-inputs static]
 """
 
 from __future__ import annotations
@@ -89,7 +89,8 @@ def _add_fp8_options(parser: argparse.ArgumentParser) -> None:
         "--fp8-inputs",
         choices=("static", "dynamic"),
         help="scales of the linears' inputs: from the run's amax histories, or computed for each "
-        "token by the server (static if the recipe has histories, except with blocks)",
+        "token by the server (static if the recipe has histories, except with blocks); with nvfp4 "
+        "static ones are measured over validation data, and inputs are in BF16 without",
     )
     parser.add_argument(
         "--validation-samples",

@@ -30,7 +30,7 @@ LAYOUTS = ("compressed-tensors", "modelopt")
 REPORT = "fp8_export.json"
 SAMPLES = 64
 _OPTIONS = {
-    "fp8_scales": (FP8,), "fp8_inputs": (FP8,), "layout": BLOCK_KINDS,
+    "fp8_scales": (FP8,), "fp8_inputs": (FP8, "nvfp4"), "layout": BLOCK_KINDS,
     "validation_samples": QUANTIZED,
 }  # fmt: skip
 """The options of quantized weights, each with the dtypes that have it."""
@@ -41,6 +41,14 @@ _NAMES = {
     "mxfp8": "E4M3, one power of two for each 32 elements of a row",
     "nvfp4": "E2M1, one scale in E4M3 for each 16 elements of a row and one number for each linear",
 }
+
+
+_OF_EXPERTS = (
+    "--fp8-inputs static: the model has experts. A run multiplies the input of an expert's second "
+    "linear by the router's weight, and servers multiply its output: their inputs are larger than "
+    "those of the run"
+)
+_MEASURED = "NVFP4, with the largest magnitudes of each linear's over the run's validation data"
 
 
 class Fp8Options(NamedTuple):
@@ -72,6 +80,11 @@ def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
     names = dict(zip(_OPTIONS, Fp8Options._fields, strict=False))
     told = {names[key]: value for key, value in given.items() if value is not None}
     asked = Fp8Options(**told, dtype=options.dtype)
+    if asked.dtype == "nvfp4" and asked.inputs == "dynamic":
+        raise RunError(
+            "--fp8-inputs dynamic: NVFP4 has one FP32 number for all inputs of a linear. Give "
+            "--fp8-inputs static, which measures it, or leave it out: inputs are in BF16 then"
+        )
     if asked.scales == "block" and asked.inputs == "static":
         raise RunError(
             "--fp8-inputs static: weights in blocks have inputs whose scales the server computes. "
@@ -106,9 +119,13 @@ class Fp8Export:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the report's file, without the loss."""
+        from megafp8.checkpoint.serving_blocks import BlockFormat
+
         inputs: dict[str, Any] = {"scales": "dynamic"}
-        if self.dtype == "nvfp4":
-            inputs = {"scales": None, "format": "bf16"}
+        if isinstance(self.fmt, BlockFormat) and self.dtype == "nvfp4":
+            amaxes = self.fmt.input_amaxes
+            inputs = {"format": "bf16"} if amaxes is None else {"scales": "static"}
+            inputs |= {"amaxes": amaxes} if amaxes is not None else {}
         if self.inputs is not None:
             inputs = {"scales": "static", **self.inputs._asdict()}
         return {
@@ -134,7 +151,7 @@ class Fp8Export:
             f"BF16: embedding, head, norms, biases{more}"
         )
         if self.dtype == "nvfp4":
-            yield "  inputs: in BF16"
+            yield "  inputs: in " + ("BF16" if self.fmt.input_name is None else _MEASURED)
         elif self.inputs is None:
             yield "  inputs: scales are dynamic, which the server computes"
         else:
@@ -228,11 +245,7 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     if asked.dtype != FP8:
         return _plan_blocks(reader, spec, asked, kept)
     if asked.inputs == "static" and spec.moe is not None:
-        raise RunError(
-            "--fp8-inputs static: the model has experts. A run multiplies the input of an expert's "
-            "second linear by the router's weight, and servers multiply its output: their inputs "
-            "are larger than those of the run's histories. Give --fp8-inputs dynamic"
-        )
+        raise RunError(f"{_OF_EXPERTS}. Give --fp8-inputs dynamic")
     known = has_histories(reader, values) and spec.moe is None
     if asked.inputs == "static" and not known:
         recipe = values["model.fp8_recipe"] if values["model.fp8"] else "none, without FP8"
@@ -264,9 +277,26 @@ def _plan_blocks(
     assert asked.dtype != "fp8"
     values = recorded_values(reader)
     casts = own_casts(values, asked.dtype)
+    if asked.inputs is not None and spec.moe is not None:
+        raise RunError(f"{_OF_EXPERTS}. Leave it out: inputs are in BF16 then")
     fmt = BlockFormat(
         asked.dtype, asked.layout, kept, casts.square, casts.source, casts.tensor_ranks
     )
     fmt.check(spec)
+    if asked.inputs is not None:
+        fmt = dataclasses.replace(fmt, input_amaxes=_measured(reader, asked.num_samples or SAMPLES))
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
     return Fp8Export(reader, spec, fmt, weights, None, asked.num_samples, asked.dtype, casts.others)
+
+
+def _measured(reader: Reader, num_samples: int) -> dict[str, float]:
+    """Return the largest magnitude of each linear's input over samples of the validation data."""
+    import torch
+
+    from megafp8.train.load_model import load_model
+    from megafp8.train.recorded import validation_data
+    from megafp8.train.served import input_amaxes
+
+    data = validation_data(reader, num_samples, say)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return input_amaxes(load_model(reader, torch.bfloat16, device), data.batches, device)

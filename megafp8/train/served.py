@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -79,8 +80,7 @@ class ServedLinear(nn.Module):
         for number, name in enumerate(names):
             for last in fmt.tensor_names:
                 self.register_buffer(f"{last}{number}", exported.read(f"{name}.{last}"))
-        static = fmt.input_scales is not None
-        scale = exported.read(f"{names[0]}.input_scale") if static else None
+        scale = exported.read(f"{names[0]}.{fmt.input_name}") if fmt.input_name else None
         self.register_buffer("input_scale", scale)
         biases = [exported.read(f"{name}.bias") for name in names] if linear.has_bias else None
         self.register_buffer("bias", None if biases is None else torch.cat(biases))
@@ -115,6 +115,28 @@ def served_model(folder: Path, spec: GPTSpec, fmt: Format, device: torch.device)
             for piece in pieces_of(param):
                 param[piece.local].copy_(exported.read(piece.name))
     return model.to(device).eval()
+
+
+@torch.no_grad()
+def input_amaxes(
+    model: GPT, batches: Iterable[Microbatch], device: torch.device
+) -> dict[str, float]:
+    """Return the largest magnitude of the input of each linear of a plain model, by its name."""
+    found: dict[str, torch.Tensor] = {}
+
+    def look(name: str, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        amax = inputs[0].abs().amax().float()
+        found[name] = torch.maximum(found.get(name, amax), amax)
+
+    hooks = [
+        module.register_forward_pre_hook(partial(look, name))
+        for name, module in model.named_modules()
+        if isinstance(module, PlainLinear)
+    ]
+    mean_loss(model, batches, device)
+    for hook in hooks:
+        hook.remove()
+    return {name: float(amax) for name, amax in found.items()}
 
 
 @torch.no_grad()

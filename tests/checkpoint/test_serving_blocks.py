@@ -24,7 +24,7 @@ from megafp8.checkpoint.serving_blocks import KINDS, LAYOUTS, BlockFormat, Kind,
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear
-from megafp8.train.served import served_model
+from megafp8.train.served import Exported, ServedLinear, served_model
 from tests.checkpoint.test_serving import (
     BY_BYTE,
     Names,
@@ -246,6 +246,35 @@ def test_a_served_model_computes_with_the_files(kind: Kind, layout: Layout, tmp_
             logits.append(served.logits(torch.arange(40).reshape(2, 20)))
     one, other = logits
     assert one.std() > 0.1 and (one - other).abs().max() <= 2.0**-5 * one.abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_in_nvfp4_have_one_number_for_a_linear(layout: Layout, tmp_path: Path) -> None:
+    """A served linear rounds its input as the specification does; parts of QKV have one number."""
+    spec = spec_of("qwen2")
+    amaxes = {linear.name: 3.5 for linear in single_linears(spec)}
+    fmt = BlockFormat("nvfp4", layout, input_amaxes=amaxes)
+    stored, _ = write(tmp_path, spec, masters_of(spec), fmt)
+    name = "input_scale" if layout == "modelopt" else "input_global_scale"
+    modules = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
+    found = {float(stored[f"{module}.{name}"]) for module in modules}
+    assert found == {float(np.float32(3.5) / 2688 if layout == "modelopt" else 2688 / 3.5)}
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["input_activations"]["num_bits"] == 4
+    assert config.get("quant_algo", "NVFP4") == "NVFP4"
+    if layout == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+        from compressed_tensors.quantization import QuantizationConfig
+
+        (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
+        assert scheme.input_activations.dynamic == "local"
+    linear = ServedLinear(next(single_linears(spec)), fmt, Exported(tmp_path, spec))
+    x = torch.randn(6, 128, generator=torch.Generator().manual_seed(2))
+    x[3] *= 100  # beyond the largest magnitude, which saturates
+    rounded = linear.rounded_input(x).double().numpy()
+    expected = nvfp4.quantize_blocks(x.numpy(), 1, np.float32(3.5)).values
+    assert (np.abs(rounded - expected) <= 2.0**-22 * np.abs(expected)).all()
+    assert np.abs(rounded[3]).max() == pytest.approx(3.5, rel=1e-6)
 
 
 def test_modelopts_file_has_the_same_settings(tmp_path: Path) -> None:

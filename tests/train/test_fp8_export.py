@@ -362,7 +362,8 @@ def test_options_of_blocks_and_the_rule_of_another_run(
     run, out = str(place.dir()), tmp_path / "out"
     for words, named in (
         (["--dtype", "mxfp8", "--fp8-scales", "tensor"], "--fp8-scales tensor: has no effect with"),
-        (["--dtype", "nvfp4", "--fp8-inputs", "dynamic"], "or give --dtype fp8"),
+        (["--dtype", "mxfp8", "--fp8-inputs", "dynamic"], "or give --dtype fp8 or nvfp4"),
+        (["--dtype", "nvfp4", "--fp8-inputs", "dynamic"], "has one FP32 number for all inputs"),
         (["--dtype", "fp8", "--layout", "modelopt"], "or give --dtype mxfp8 or nvfp4"),
     ):
         assert export.main([run, str(out), *words]) == 2
@@ -371,6 +372,17 @@ def test_options_of_blocks_and_the_rule_of_another_run(
     assert export.main(words) == 0
     said = "note: the run trained in tensorwise, and these weights are E2M1 with one scale in E4M3"
     assert said in capsys.readouterr().out
+    static = tmp_path / "static"
+    asked = [run, str(static), "--dtype", "nvfp4", "--fp8-inputs", "static"]
+    assert export.main(asked) == 0
+    shown, report = capsys.readouterr().out, report_in(static)
+    assert "inputs: in NVFP4, with the largest magnitudes" in shown
+    assert abs(report["loss"]["nvfp4"] - report["loss"]["bf16"]) < 0.05
+    amaxes = report["inputs"]["amaxes"]
+    assert len(amaxes) == 12 and all(1 < amax < 100 for n, amax in amaxes.items() if "qkv" in n)
+    number = stored_in(static)["model.layers.1.self_attn.k_proj.input_global_scale"]
+    assert float(number) == pytest.approx(2688 / amaxes["layers.1.attention.qkv"])
+    assert not any("input_global_scale" in name for name in stored_in(out))
     values = recorded_values(Reader(place.checkpoint(1)))
     assert own_casts(values, "nvfp4") == (True, torch.float32, 1, ["tensorwise"])
     values |= {"model.fp8_recipe": "nvfp4-no_2d", "model.tensor_model_parallel_size": 2}
