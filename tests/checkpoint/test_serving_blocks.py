@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from megafp8.checkpoint import huggingface as hf
+from megafp8.checkpoint import huggingface_files
 from megafp8.checkpoint.serving import single_linears
 from megafp8.checkpoint.serving_blocks import KINDS, LAYOUTS, BlockFormat, Kind, Layout
 from megafp8.errors import UserError
@@ -212,7 +213,7 @@ def test_compressed_tensors_reads_them(kind: Kind, name: str, tmp_path: Path) ->
         tensors = {last: stored[f"{module}.{last}"] for last in fmt.tensor_names}
         theirs = compressor.decompress(tensors, scheme)["weight"].double().numpy()
         exact = read_weight(stored, module, kind, "compressed-tensors")
-        step = 0.0 if kind == "mxfp8" else 2.0**-7  # it divides two scales in BF16
+        step = 0.0 if kind == "mxfp8" else 2.0**-8  # it returns numbers of BF16
         assert (np.abs(theirs - exact) <= step * np.abs(exact)).all()
 
 
@@ -231,6 +232,31 @@ def test_transformers_reads_the_same_weights(name: str, tmp_path: Path) -> None:
         exact = read_weight(stored, module, "mxfp8", "compressed-tensors")
         weight = model.get_submodule(module).weight
         assert torch.equal(weight, torch.from_numpy(exact).to(weight.dtype)), module
+
+
+@pytest.mark.parametrize("name", ["llama", "odd", "tied"])
+def test_transformers_computes_with_the_same_weights_in_nvfp4(name: str, tmp_path: Path) -> None:
+    """It unpacks a weight when it is used. Logits are those of the numbers in a plain folder."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    family, more = MODELS[name]
+    spec = spec_of(family, **more)
+    own = masters_of(spec)
+    stored, _ = write(tmp_path / "nvfp4", spec, own, BlockFormat("nvfp4"), family=family)
+    for module, ours in modules_of(spec).items():
+        exact = read_weight(stored, module, "nvfp4", "compressed-tensors")
+        own[ours] = torch.from_numpy(exact).float()
+    huggingface_files.write_folder(
+        tmp_path / "plain", spec, own.__getitem__, dtype=torch.float32, eod_id=3, family=family
+    )
+    logits = []
+    for folder in ("nvfp4", "plain"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / folder, dtype=torch.bfloat16
+        )
+        with torch.no_grad():
+            logits.append(model(torch.arange(40).reshape(2, 20)).logits.float())
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(("kind", "layout"), EVERY)
