@@ -48,13 +48,22 @@ BASELINES = {"recipes": "BF16", "parts": "NVFP4 with all its parts"}
 
 
 def compare(
-    folder: Path, settings: Sequence[str], base: str, job: Sequence[str] = JOB
+    folder: Path,
+    settings: Sequence[str],
+    base: str | Sequence[str],
+    job: Sequence[str] = JOB,
+    seeds: Sequence[int] = SEEDS,
+    options: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Run a comparison of `settings` with `base` unless it has ended, and return its figures."""
+    """Run a comparison of `settings` with `base` unless it has ended, and return its figures.
+
+    `options` are further ones of the command. A run has one thread.
+    """
     found = folder / "compare.json"
     if not found.exists():
-        command = [sys.executable, "-m", "megafp8", "compare", *settings, *job]
-        command += ["--seeds", *map(str, SEEDS), "--out", str(folder), "--base", base]
+        command = [sys.executable, "-m", "megafp8", "compare", *settings, *job, *options]
+        command += ["--seeds", *map(str, seeds), "--out", str(folder)]
+        command += ["--base", *([base] if isinstance(base, str) else base)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         code = subprocess.run(command, cwd=ROOT, env=environment).returncode
         if not found.exists():
