@@ -1,4 +1,4 @@
-"""Keep the private names of torch that are replaced here; tried with torch 2.11 and 2.13."""
+"""Keep the private names of torch that are replaced here; tried with torch 2.11, 2.13, 2.15."""
 
 from __future__ import annotations
 

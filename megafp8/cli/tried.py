@@ -30,14 +30,14 @@ class Tried:
 
 TRIED = {
     "python": Tried(("3.11",), ("3.12", "3.13")),
-    "torch": Tried(("2.13.0",), ("2.11.0",)),
+    "torch": Tried(("2.13.0",), ("2.11.0", "2.15.0")),
     "triton": Tried(("3.9.0",), ("3.6.0", "3.7.0", "3.7.1")),
     "torchao": Tried(("0.18.0",), ("0.14.0",)),
-    "transformers": Tried(("5.23.0", "5.24.0")),
+    "transformers": Tried(("5.23.0", "5.24.0"), ("5.0.0",)),
     "hydra-core": Tried(("1.3.8",), ("1.3.2",)),
     "omegaconf": Tried(("2.3.1",), ("2.3.0",)),
-    "datasets": Tried(("5.2.0",)),
-    "wandb": Tried(("0.31.0",)),
+    "datasets": Tried(("5.2.0",), ("5.0.0",)),
+    "wandb": Tried(("0.31.0",), ("0.18.0",)),
 }
 
 

@@ -6,6 +6,7 @@ torch's schedules take long to import, and only runs with pipelines need them.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,8 +41,8 @@ class NoMessagesToItself:
 class ReceivesWhenDue:
     """Let a pipeline stage hold a message only until the pass that needs it is over; a mix-in.
 
-    torch makes a buffer for each message of a step when the first step begins, and keeps all of
-    them: a rank would hold all microbatches of a step, whatever its schedule.
+    Up to 2.14 torch makes a buffer for each message of a step when the first step begins, and keeps
+    all of them: a rank would hold all microbatches of a step, whatever its schedule.
     """
 
     device: torch.device
@@ -87,8 +88,17 @@ def _move_buffers(infos: Sequence[Any], device: torch.device) -> None:
             info.buffer = new.requires_grad_(buffer.requires_grad)
 
 
+def few_sends(kind: type, kept: int) -> dict[str, int]:
+    """Return the argument with which torch's schedule keeps `kept` sends, from torch 2.15 on.
+
+    It is empty for an older torch, whose schedules of several stages need `FewSends`.
+    """
+    name = "max_outstanding_sends"
+    return {name: kept} if name in inspect.signature(kind).parameters else {}
+
+
 class FewSends:
-    """Let a schedule of several stages keep its last sends only; torch keeps all of a step.
+    """Let a schedule of several stages keep its last sends only; torch up to 2.14 keeps all.
 
     At most `kept` messages are on their way: before another one is sent, the oldest must have
     arrived. No rank waits for ever, since torch makes the lists of all ranks in one order, in which

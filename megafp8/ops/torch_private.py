@@ -2,8 +2,8 @@
 
 A private name may change with any version of torch, so this is the first file to read when a new
 version breaks something; `OWN_FILES` of `tests/test_torch_private.py` lists the others. Unless its
-docstring says otherwise, each was tried with torch 2.11 and 2.13 on CPUs. The functions for CUDA
-have never run. That test runs each one here, and finds private names that other files use.
+docstring says otherwise, each was tried with torch 2.11, 2.13 and 2.15 on CPUs. The functions for
+CUDA have never run. That test runs each one here, and finds private names that other files use.
 """
 
 from __future__ import annotations
@@ -245,9 +245,10 @@ def join_simulated_group(rank: int, world_size: int) -> None:
 
 def set_timeout(group: Any, seconds: float) -> None:
     """Set the timeout in seconds of later collectives of a process group; tried with gloo."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    change = getattr(torch.distributed, "set_timeout", None)  # public from torch 2.14 on
+    if change is None:
+        from torch.distributed.distributed_c10d import _set_pg_timeout as change
+    change(timedelta(seconds=seconds), group)
 
 
 def fsdp_all_gather(before: Callable[[torch.Tensor], None]) -> Any:
@@ -307,9 +308,10 @@ def fsdp_without_values() -> Iterator[None]:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     assert not hasattr(torch, "meta"), "this version of torch has streams for meta"
-    streams = ModuleType("torch.meta")
+    streams, current = ModuleType("torch.meta"), _StreamWithEvents()
     vars(streams).update({key: value for key, value in vars(torch.cpu).items() if key[0] != "_"})
     vars(streams).update(current_device=lambda: 0, Stream=_StreamWithEvents)
+    vars(streams).update(current_stream=lambda device=None: current)
     group: Any = FSDPParamGroup
     refuse = group._validate_no_meta_params
     vars(torch)["meta"], group._validate_no_meta_params = streams, lambda self: None
@@ -322,6 +324,8 @@ def fsdp_without_values() -> Iterator[None]:
 
 class _StreamWithEvents(torch.cpu.Stream):
     """A stream that does nothing and returns events, as FSDP expects of all devices but CPUs."""
+
+    stream_id = device_index = device_type = 0  # FSDP of torch 2.15 asks for them
 
     def record_event(self) -> Any:
         events: Any = torch.cpu

@@ -25,7 +25,12 @@ from megafp8.fp8.scaling import NoScaling, ScalingState
 from megafp8.models.gpt import GPT
 from megafp8.models.loss import beginning_of_backward
 from megafp8.models.random import RandomStreams
-from megafp8.ops.torch_pipelining import FewSends, NoMessagesToItself, ReceivesWhenDue
+from megafp8.ops.torch_pipelining import (
+    FewSends,
+    NoMessagesToItself,
+    ReceivesWhenDue,
+    few_sends,
+)
 from megafp8.parallel.pipeline import Batch, Boundary, PipelinedGPT
 from megafp8.specs.parallel import KEPT_SENDS, ONE_STAGE_SCHEDULES, ZERO_BUBBLE_SCHEDULES
 
@@ -87,13 +92,15 @@ class PipelineRunner:
         if count not in self._schedules:
             kind = get_schedule_class(self.name)
             stages = self.stages[0] if self.name in ONE_STAGE_SCHEDULES else self.stages
+            few = few_sends(kind, KEPT_SENDS)
             schedule = self._schedules[count] = kind(
                 stages,
                 count,
                 loss_fn=lambda loss, microbatch: beginning_of_backward(loss),
                 scale_grads=False,
+                **few,
             )
-            if isinstance(schedule, PipelineScheduleMulti):
+            if isinstance(schedule, PipelineScheduleMulti) and not few:
                 self._sends[count] = FewSends(schedule, KEPT_SENDS)
         return self._schedules[count]
 

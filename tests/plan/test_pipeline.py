@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from megafp8.ops.torch_pipelining import few_sends
 from megafp8.plan.memory import StepBytes
 from megafp8.plan.pipeline import (
     PassBytes,
@@ -178,7 +179,8 @@ def torch_lists(pipeline: PipelineSpec, ranks: int, microbatches: int) -> dict[i
         )
         for index in pipeline.stages_of(0, ranks)
     ]  # fmt: skip
-    schedule = get_schedule_class(pipeline.schedule)(stages, microbatches, loss_fn=print)
+    kind = get_schedule_class(pipeline.schedule)
+    schedule = kind(stages, microbatches, loss_fn=print, **few_sends(kind, KEPT_SENDS))
     lists: dict[int, list[Any]] = schedule.pipeline_order_with_comms
     return lists
 
@@ -215,8 +217,9 @@ def most_waiting(order: Sequence[Work]) -> int:
 )  # fmt: skip
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 8), (4, 3), (4, 10), (8, 63)])
 def test_orders_are_torchs_own(name: Any, stages: int, ranks: int, microbatches: int) -> None:
-    """The passes are the same; a message may come one earlier or later, since bubbles are torch's
-    alone. Messages that wait are few, however many microbatches a step has."""
+    """The passes are the same; a message may come two earlier or later, since bubbles and, before
+    a stage's last passes, the turns of FSDP's sums (three from torch 2.15 on) are torch's alone.
+    Messages that wait are few, however many microbatches a step has."""
     pipeline = PipelineSpec(schedule=name, stages_per_rank=stages)
     orders = planned_orders(pipeline, ranks, microbatches)
     theirs = torch_plan(pipeline, ranks, microbatches)
@@ -225,7 +228,7 @@ def test_orders_are_torchs_own(name: Any, stages: int, ranks: int, microbatches:
         own = pipeline.stages_of(rank, ranks)  # they hand each other gradients, and send none
         sent = [work for work in ours if work.kind != "G" or work.stage + 1 not in own]
         assert {*sent} == {*theirs[rank]}
-        assert abs(most_waiting(sent) - most_waiting(theirs[rank])) <= 1
+        assert abs(most_waiting(sent) - most_waiting(theirs[rank])) <= 2
         assert most_waiting(sent) <= 2 + _round_size(ranks, microbatches)
 
 
