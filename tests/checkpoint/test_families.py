@@ -87,6 +87,7 @@ def test_a_published_configuration_is_read_and_written(name: str) -> None:
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(theirs)
+        model.tie_weights()  # transformers 5.0 leaves two weights there
     names = [name for entry in hf.mapping(spec) for name in entry.ours]
     ours = sum(math.prod(logical_shapes(spec)[name]) for name in names)
     assert ours == sum(param.numel() for param in model.parameters())

@@ -219,6 +219,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(background, "SILENT_SECONDS", 60.0)  # however busy the machine is
     ids = []
     for resume_step in (None, 2):
         spec, warnings = observe_spec(wandb=True), list[str]()
@@ -272,6 +273,7 @@ def test_wandb_has_one_row_a_step_and_the_whole_curve_when_training_continues(
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setattr(background, "SILENT_SECONDS", 60.0)  # however busy the machine is
     spec = dataclasses.replace(
         observe_spec(wandb=True), wandb_mode="offline", wandb_group="g", wandb_job_type="t",
         wandb_notes="about it", wandb_project=None,

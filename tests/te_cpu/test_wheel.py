@@ -20,14 +20,15 @@ CODE = "transformer_engine/common/__init__.py"
 
 
 def make_wheel(folder: Path, text: str = "A = 1\n") -> Path:
-    """A wheel with one module, and its record."""
+    """A wheel with one module, and its record; all files are of one time, for one hash."""
     info = f"transformer_engine-{VERSION}.dist-info"
     digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"transformer_engine-{VERSION}-py3-none-any.whl"
     with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(CODE, text)
-        archive.writestr(f"{info}/RECORD", f"{CODE},sha256={digest},{len(text)}\n{info}/RECORD,,\n")
+        record = f"{CODE},sha256={digest},{len(text)}\n{info}/RECORD,,\n"
+        for name, content in ((CODE, text), (f"{info}/RECORD", record)):
+            archive.writestr(zipfile.ZipInfo(name), content)
     return file
 
 
