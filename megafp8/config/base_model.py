@@ -133,6 +133,9 @@ def why_no_checkpoint(folder: str | Path) -> tuple[str, str]:
     if is_megatrons(expanded(folder)):
         return "is a checkpoint of Megatron or NeMo that has not been imported", hint
     hint = "Give a run's directory, a checkpoint, or a folder that `megafp8 import` wrote"
+    run = Path(DEFAULT_EXP_DIR) / folder
+    if _recorded(run) is not None:
+        hint = f"Give the run's directory: {run}"
     return "has no checkpoint that describes its model", hint
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli import help
+from megafp8.config.base_model import why_no_checkpoint
 from megafp8.config.checks import check_values
 from megafp8.config.errors import SettingError
 from megafp8.config.layers import default_job
@@ -381,3 +382,14 @@ def test_jobs_share_the_tree_of_the_default_job_until_one_changes_it() -> None:
     assert first.changed_to({"model.seed": 5}).values["model.seed"] == 5
     seeds = [job.values["model.seed"] for job in (first, again, load_all())]
     assert {*seeds, again.cfg.model.seed} == {default_values()["model.seed"]}
+
+
+def test_the_name_of_a_run_is_no_folder_and_the_hint_names_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    manifest = tmp_path / "runs" / "mine" / "checkpoints" / "step_00000020" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text('{"meta": {"config": {"model": {}}}}')
+    assert why_no_checkpoint("mine")[1] == "Give the run's directory: runs/mine"
+    assert "runs/other" not in why_no_checkpoint("other")[1]
