@@ -245,10 +245,12 @@ def join_simulated_group(rank: int, world_size: int) -> None:
 
 def set_timeout(group: Any, seconds: float) -> None:
     """Set the timeout in seconds of later collectives of a process group; tried with gloo."""
-    change = getattr(torch.distributed, "set_timeout", None)  # public from torch 2.14 on
-    if change is None:
-        from torch.distributed.distributed_c10d import _set_pg_timeout as change
-    change(timedelta(seconds=seconds), group)
+    from torch.distributed import distributed_c10d
+
+    names: Any = distributed_c10d
+    # The name is public from torch 2.14 on, which warns about the older one.
+    name = "set_timeout" if hasattr(names, "set_timeout") else "_set_pg_timeout"
+    getattr(names, name)(timedelta(seconds=seconds), group)
 
 
 def fsdp_all_gather(before: Callable[[torch.Tensor], None]) -> Any:
