@@ -20,8 +20,8 @@ from tests.train.runs import ROOT, Child, Driver
 
 SMALL = """model.num_layers=1 model.hidden_size=64 model.ffn_hidden_size=256 model.fp8_health=off
 model.num_attention_heads=4 model.encoder_seq_length=64 model.position_embedding_type=rope
-model.global_batch_size=8 model.micro_batch_size=8 model.optim.lr=6e-3 trainer.max_steps=120
-trainer.precision=32 trainer.val_check_interval=120 trainer.accelerator=cpu
+model.global_batch_size=8 model.micro_batch_size=8 model.optim.lr=6e-3
+trainer.precision=32 trainer.val_check_interval=240 trainer.accelerator=cpu
 exp_manager.create_tensorboard_logger=False exp_manager.create_checkpoint_callback=False"""
 LLAMA = "model.activation=swiglu model.normalization=rmsnorm model.bias=False"
 
@@ -83,9 +83,12 @@ def test_a_planted_bad_linear_is_ranked_first(
     monkeypatch.setattr(processes, "_run", run)
     bad, data = f"layers.0.{linear}", letters_after_two(tmp_path / "letters")
     planted = f"model.fp8_modules=['{bad}:{ROOT}/tests/own_recipes/bad_linears.py:{plant}']"
+    # Without biases the runs differ much by chance after 120 steps: the bad linear gained 28 %, and
+    # others up to 21 %. After 240 steps these were 32 and 11 %.
+    steps = 240 if (recipe, plant) == ("delayed", "Underflow") else 120
     compare.main(
         ["model.fp8=True", f"model.fp8_recipe={recipe}", planted, *SMALL.split(), *model.split(),
-         data, "--each", "linear", "--seeds", "1", "--out", "out"]
+         f"trainer.max_steps={steps}", data, "--each", "linear", "--seeds", "1", "--out", "out"]
     )  # fmt: skip
     said, page = capsys.readouterr().out, html.unescape(Path("out/report.html").read_text())
     parts = json.loads(Path("out/compare.json").read_text())["parts"]
