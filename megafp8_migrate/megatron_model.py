@@ -1,8 +1,8 @@
 """Find out which model a distributed checkpoint of Megatron's or NeMo's is of.
 
-Megatron-LM keeps its arguments in `common.pt`, Megatron Bridge its settings in `run_config.yaml`,
-and NeMo those of the model in `context/model.yaml` or `model_config.yaml`. They are translated by
-the rules of `megafp8 migrate`.
+Megatron-LM keeps its arguments in `common.pt` or beside the weights, Megatron Bridge its settings
+in `run_config.yaml`, and NeMo those of the model in `context/model.yaml` or `model_config.yaml`.
+They are translated by the rules of `megafp8 migrate`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from megafp8_migrate.megatron_rules import is_of_model, translate_model
 from megafp8_migrate.megatron_settings import GivenSetting, MegatronSettings
 from megafp8_migrate.plain_pickle import fields_of
 from megafp8_migrate.report import Migration
-from megafp8_migrate.saved_tensors import read_saved
-from megafp8_migrate.torch_dist import COMMON, Files
+from megafp8_migrate.torch_dist import DistCheckpoint, Files
 
 _OF_NEMO_1, _OF_NEMO_2 = "model_config.yaml", "context/model.yaml"
 _OF_BRIDGE = "run_config.yaml"
@@ -44,7 +43,7 @@ class Settings(NamedTuple):
     file: Path
 
 
-def own_settings(home: Files, files: Files) -> Settings:
+def own_settings(home: Files, checkpoint: DistCheckpoint) -> Settings:
     """Return the model's settings of what lies beside its weights.
 
     Raises:
@@ -54,16 +53,14 @@ def own_settings(home: Files, files: Files) -> Settings:
         if home.has(name):
             return _of_yaml(home, name)
     migration = Migration()
-    if files.has(COMMON):
-        with files.open(COMMON) as file:
-            saved = read_saved(file).value
-            arguments = saved.get("args") if isinstance(saved, dict) else None
-            given = dict(fields_of(arguments)) if arguments is not None else {}
-            settings = _of_arguments(given)
-        if "num_layers" in given:
-            translate_model(settings, migration)
-            return settings_of(migration, files.shown(COMMON), saves_all=True)
-    raise CheckpointError(files.shown(COMMON), "does not say which model it is of", _GIVE)
+    with checkpoint.read_common() as (file, saved):
+        arguments = saved.get("args") if isinstance(saved, dict) else None
+        given = dict(fields_of(arguments)) if arguments is not None else {}
+        settings = _of_arguments(given)
+    if "num_layers" in given:
+        translate_model(settings, migration)
+        return settings_of(migration, file, saves_all=True)
+    raise CheckpointError(file, "does not say which model it is of", _GIVE)
 
 
 def _of_arguments(given: Mapping[str, Any]) -> MegatronSettings:

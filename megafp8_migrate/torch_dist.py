@@ -32,6 +32,8 @@ from megafp8_migrate.plain_pickle import (
 from megafp8_migrate.saved_tensors import Saved, read_saved, read_with_tensors
 
 METADATA, ABOUT, COMMON = ".metadata", "metadata.json", "common.pt"
+_COMMON_OBJECT = "common_state/shard_0_1"
+"""The object in which Megatron-core from 0.19 on keeps what was in `common.pt`."""
 LATEST = "latest_checkpointed_iteration.txt"
 FORMAT = "torch_dist"
 _MAX_SMALL_BYTES = 1 << 20
@@ -215,11 +217,13 @@ class DistCheckpoint:
         files: The files.
         tensors: The tensors by their names.
         objects: Where what is no tensor is, such as `…_extra_state/shard_0_2`.
+        common: Where what all ranks share is, if `common.pt` does not have it.
     """
 
     files: Files
     tensors: dict[str, StoredParts]
     objects: dict[str, Chunk]
+    common: Chunk | None
     _last: tuple[Chunk, torch.Tensor] | None = field(default=None, repr=False)
 
     def check(self, name: str) -> None:
@@ -280,6 +284,23 @@ class DistCheckpoint:
             if pickled.dtype != torch.uint8:
                 raise ForeignFileError(f"{name} is no row of bytes")
             return read_with_tensors(pickled.numpy().tobytes()) if pickled.numel() else None
+
+    @contextmanager
+    def read_common(self) -> Iterator[tuple[Path, Any]]:
+        """Yield what all ranks share, such as arguments, after the file that has it; None if none.
+
+        Raises:
+            CheckpointError: It cannot be read, or what is done with it raises `ForeignFileError`.
+        """
+        if self.files.has(COMMON):
+            with self.files.open(COMMON) as file:
+                yield self.files.shown(COMMON), read_saved(file).value
+        elif (place := self.common) is not None:
+            with self._saved(place.file, place.begin, place.length) as saved:
+                value = saved.value[0] if isinstance(saved.value, list) and saved.value else None
+                yield self.files.shown(place.file), value
+        else:
+            yield self.files.shown(COMMON), None
 
     def _pieces(
         self, name: str, stored: StoredParts, chunks: Sequence[Chunk]
@@ -447,7 +468,7 @@ def _listed(files: Files, metadata: Record) -> DistCheckpoint:
         if not divides or any(chunk.size[:-1] != (1,) * len(cells) for chunk in chunks):
             raise ForeignFileError(f"the cells of {name} do not divide its shape")
         tensors[name] = StoredParts(whole, dtype, chunks, cells)
-    return DistCheckpoint(files, tensors, objects)
+    return DistCheckpoint(files, tensors, objects, objects.pop(_COMMON_OBJECT, None))
 
 
 def _of_text(name: Any) -> None:

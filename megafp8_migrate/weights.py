@@ -64,7 +64,7 @@ def write_import(
     home, checkpoint = open_checkpoint(path)
     rows = vocabulary_of(checkpoint)
     if settings_file is None:
-        settings = own_settings(home, checkpoint.files)
+        settings = own_settings(home, checkpoint)
     else:
         settings = given_settings(settings_file)
     spec = spec_of(settings, rows)

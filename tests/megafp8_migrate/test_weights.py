@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +41,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fp8_numerics.caches import cache_folder
+from fp8_numerics.caches import built_beside, cache_folder
 from megafp8.checkpoint.reader import Reader
 from megafp8.cli.commands import main
 from megafp8.cli.pretrain import main as pretrain
@@ -690,6 +689,26 @@ def test_a_hostile_file_runs_nothing(
         assert (tmp_path / "was run").exists(), "the pickle is a working one"
 
 
+def test_arguments_are_read_from_beside_the_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron-core from 0.19 on writes no `common.pt`; a hostile object runs nothing."""
+    contents = {
+        "posix.mkdir": archive_of(planted(tmp_path / "was run")["posix.mkdir"][0]),
+        "--settings FILE": saved([]),
+        "settings of the model: ": saved([{"args": Namespace(**ARGUMENTS)}]),
+    }
+    for number, (said, content) in enumerate(contents.items()):
+        objects = {"common_state/shard_0_1": content}
+        folder = write_checkpoint(tmp_path / f"{number}", half_llama(), objects=objects)
+        (folder / "common.pt").unlink()
+        assert run(folder, tmp_path / "new") == (0 if said.startswith("settings") else 2)
+        out, error = capsys.readouterr()
+        assert f"{folder}/__" in (error or out) and said in (error or out), (out, error)
+        assert "common_state" not in out and not (tmp_path / "was run").exists()
+    assert_holds(tmp_path / "new", LLAMA, weights_of(LLAMA))
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "theirs", half_llama(), arguments=ARGUMENTS)
@@ -967,6 +986,11 @@ OLDER: dict[str, set[str]] = {
     "0.12.3": {"buckets"}, "0.13.1": {"buckets"}, "0.14.0": {"buckets"}, "0.15.3": set()
 }  # fmt: skip
 """Versions of Megatron-core beside the one that is installed, with what each cannot save here."""
+NEWEST = "0.19.2"
+"""It needs Python 3.12, so that torch and what the program imports are fetched for it, too."""
+NEEDED = (f"torch=={torch.__version__.partition('+')[0]}", "einops", "psutil", "pydantic",
+          "pyyaml", "safetensors", "--extra-index-url", "https://download.pytorch.org/whl/cpu",
+          "--retries", "0")  # fmt: skip
 
 
 def let_megatron_write(
@@ -978,36 +1002,39 @@ def let_megatron_write(
 
     need_sources(DEFAULT_VERSION)
     told = {name: case | {"arguments": arguments_of(case)} for name, case in cases.items()}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    python, paths = another_megatron(version) if version else (sys.executable, [])
+    command = [python, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "te_cpu", "run"]
     command += [str(Path(__file__).with_name("megatron_writer.py")), str(folder)]
-    paths = [str(older_megatron(version))] if version else []
     paths += [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [*command, json.dumps(told)], capture_output=True, text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
+        env=PYENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def older_megatron(version: str) -> Path:
-    """Return a folder with another version, which pip fetches once; else the test is skipped."""
+PYENV = os.environ | {"PYENV_VERSION": "3.12"}  # else pyenv's `python3.12` may not run
+
+
+def another_megatron(version: str) -> tuple[str, list[str]]:
+    """Return a Python and a folder with another version, fetched once; else the test is skipped."""
+    is_newest = version == NEWEST and sys.version_info < (3, 12)
+    python = (shutil.which("python3.12") or "") if is_newest else sys.executable
+    if not python:
+        pytest.skip(f"megatron-core {version} needs python3.12, which is not on the PATH")
     folder = cache_folder() / "megatron-core" / version
     if not folder.is_dir():
-        with tempfile.TemporaryDirectory() as made:
-            pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", made]
-            done = subprocess.run(
-                [*pip, f"megatron-core=={version}"], capture_output=True, text=True
-            )
+        with built_beside(folder) as made:
+            pip = [python, "-m", "pip", "install", "--target", str(made)]
+            pip += [f"megatron-core=={version}", *(NEEDED if is_newest else ["--no-deps"])]
+            done = subprocess.run(pip, capture_output=True, text=True, env=PYENV)
             if done.returncode:
                 pytest.skip(f"megatron-core {version}: {done.stderr[-300:]}")
-            part = folder.with_name(f".{version}")
-            shutil.copytree(made, part, dirs_exist_ok=True)
-        part.rename(folder)
-    return folder
+    return python, [str(folder)]
 
 
-@pytest.fixture(scope="module", params=["", *OLDER])
+@pytest.fixture(scope="module", params=["", *OLDER, NEWEST])
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder of checkpoints that Megatron-core wrote on two ranks and on one."""
     folder = tmp_path_factory.mktemp("megatron")
