@@ -987,10 +987,10 @@ OLDER: dict[str, set[str]] = {
 }  # fmt: skip
 """Versions of Megatron-core beside the one that is installed, with what each cannot save here."""
 NEWEST = "0.19.2"
-"""It needs Python 3.12, so that torch and what the program imports are fetched for it, too."""
+"""It needs Python 3.12, for which torch and what the program imports are fetched, too: 5 GB, or less
+if PIP_EXTRA_INDEX_URL names an index with CPU builds."""
 NEEDED = (f"torch=={torch.__version__.partition('+')[0]}", "einops", "psutil", "pydantic",
-          "pyyaml", "safetensors", "--extra-index-url", "https://download.pytorch.org/whl/cpu",
-          "--retries", "0")  # fmt: skip
+          "pyyaml", "safetensors")  # fmt: skip
 
 
 def let_megatron_write(
