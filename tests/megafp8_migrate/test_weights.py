@@ -987,7 +987,7 @@ OLDER: dict[str, set[str]] = {
 }  # fmt: skip
 """Versions of Megatron-core beside the one that is installed, with what each cannot save here."""
 NEWEST = "0.19.2"
-"""It needs Python 3.12, for which torch and what the program imports are fetched, too: 5 GB, or less
+"""It needs Python 3.12, for which torch and what the program imports are fetched: 5 GB, or less
 if PIP_EXTRA_INDEX_URL names an index with CPU builds."""
 NEEDED = (f"torch=={torch.__version__.partition('+')[0]}", "einops", "psutil", "pydantic",
           "pyyaml", "safetensors")  # fmt: skip
