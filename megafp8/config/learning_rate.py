@@ -65,6 +65,8 @@ def schedule_notes(values: Values) -> Iterator[str]:
     steps, name = schedule_steps(values), values[f"{SCHED}.name"]
     lengths = {part: _length(values, part) for part in ("warmup", "hold", "constant", "wsd_decay")}
     parts = {part: n for part, n in lengths.items() if f"{part}_steps" in SCHEDULES[name] and n}
+    if sum(parts.values()) <= steps:  # the run itself may be shorter
+        steps, parts = values[STEPS], {"warmup": parts.get("warmup", 0)}
     if sum(parts.values()) <= steps:
         return
     shown = " and ".join(f"{SCHED}.{part}_steps={length}" for part, length in parts.items())

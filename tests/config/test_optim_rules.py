@@ -123,6 +123,11 @@ def test_parts_are_shares_of_the_schedule_where_the_run_is_shorter() -> None:
     assert loaded.notes == ()
     (line,) = load_all([*given, f"{SCHED}.warmup_steps=401"]).inert_lines()
     assert f"do not fit into {SCHED}.max_steps=400" in line
+    (line,) = load_all([*given, f"{SCHED}.warmup_steps=101"]).inert_lines()
+    assert "warmup_steps=101 (WSD) do not fit into trainer.max_steps=100: the run ends in" in line
+    ratios = [f"{SCHED}.{part}_ratio=0.25" for part in ("warmup", "wsd_decay")]
+    spec = run_spec(*given, *ratios).optim.schedule
+    assert (spec.warmup_steps, spec.wsd_decay_steps) == (100, 100)
 
 
 def test_noam_with_a_hold_needs_a_warmup() -> None:
@@ -130,6 +135,10 @@ def test_noam_with_a_hold_needs_a_warmup() -> None:
     assert problem.key == f"{SCHED}.warmup_steps"
     tiny = the_problem(f"{SCHED}.name=NoamHoldAnnealing", "trainer.max_steps=9")
     assert tiny.key == f"{SCHED}.warmup_steps"
+    of_run = (f"{SCHED}.name=NoamHoldAnnealing", "trainer.max_steps=100")
+    assert the_problem(*of_run, f"{SCHED}.max_steps=9").key == f"{SCHED}.warmup_steps"
+    short = run_spec(of_run[0], "trainer.max_steps=9", f"{SCHED}.max_steps=100")
+    assert short.optim.schedule.warmup_steps == 10
 
 
 def test_noams_width_is_the_models_unless_given() -> None:

@@ -12,7 +12,9 @@ from megafp8.config.values import (
     SIZES,
     WORLD,
     model_ranks,
+    schedule_steps,
     steps_or_ratio,
+    warmup_steps,
     world_size,
 )
 
@@ -34,6 +36,7 @@ for _part in ("warmup", "constant", "hold", "wsd_decay"):
 
 @rule(
     "trainer.max_steps",
+    "model.optim.sched.max_steps",
     "model.optim.sched.name",
     "model.optim.sched.warmup_steps",
     "model.optim.sched.warmup_ratio",
@@ -41,18 +44,14 @@ for _part in ("warmup", "constant", "hold", "wsd_decay"):
 def _noam_warms_up(v: Values) -> Iterator[Finding]:
     if v[f"{_SCHED}.name"] != "NoamHoldAnnealing":
         return
-    warmup = _given(v, "warmup")
-    if (v["trainer.max_steps"] // 10 if warmup is None else warmup) == 0:
+    max_steps = schedule_steps(v)
+    steps, ratio = v[f"{_SCHED}.warmup_steps"], v[f"{_SCHED}.warmup_ratio"]
+    if warmup_steps(steps_or_ratio(steps, ratio, max_steps), max_steps) == 0:
         yield Finding(
             f"{_SCHED}.warmup_steps",
             f"{_SCHED}.name=NoamHoldAnnealing needs a warm-up",
             "Give at least 1",
         )
-
-
-def _given(v: Values, part: str) -> int | None:
-    steps, ratio = v[f"{_SCHED}.{part}_steps"], v[f"{_SCHED}.{part}_ratio"]
-    return steps_or_ratio(steps, ratio, v["trainer.max_steps"])
 
 
 @rule(
