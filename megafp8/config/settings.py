@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import AnyNode, DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from megafp8.config import megatron_names
@@ -276,7 +276,8 @@ def read_values(
         # The value of an interpolation has the other key's type, which may be the wrong one here.
         problem = None
         if is_interpolated:
-            problem = setting_problem(Setting(path, value, _origin(path, origins)))
+            meant = _before_conversion(section, leaf) if value is True else value
+            problem = setting_problem(Setting(path, meant, _origin(path, origins)))
         if problem is None:
             values[path] = value
         else:
@@ -300,6 +301,12 @@ def _stands_for(cfg: DictConfig, key: Key, section: Any, leaf: str) -> tuple[Any
     there = OmegaConf.select(cfg, name) if name else cfg
     known = not OmegaConf.is_interpolation(there, last) and not OmegaConf.is_missing(there, last)
     return (there, last) if known else None
+
+
+def _before_conversion(section: Any, leaf: str) -> Any:
+    """Return what an interpolation leads to, where OmegaConf reads each number but 0 as True."""
+    node = AnyNode(section._get_node(leaf)._value(), key=leaf, parent=section)
+    return node._dereference_node()._value()
 
 
 def interpolated_keys(cfg: DictConfig) -> frozenset[str]:

@@ -273,6 +273,13 @@ def test_a_file_that_was_changed_is_read_again(tmp_path: Path) -> None:
         assert load(["model.num_layers=7"], tmp_path, "mine")["model.num_layers"] == 7
 
 
+def test_a_flag_that_refers_to_a_number_is_not_on() -> None:
+    problem = the_problem("model.fp8=${model.seed}")
+    assert (problem.key, problem.value) == ("model.fp8", 1234) and "is not True" in problem.reason
+    for text, expected in (("${model.num_layers}", True), ("${model.sequence_parallel}", False)):
+        assert load([f"model.fp8={text}", "model.num_layers=1"])["model.fp8"] is expected
+
+
 # ---- texts that look like numbers
 
 
