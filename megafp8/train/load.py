@@ -21,6 +21,7 @@ from megafp8.config.resume import (
     typed,
     with_defaults,
 )
+from megafp8.config.values import schedule_steps
 from megafp8.errors import CheckpointError
 from megafp8.files import expanded, os_errors_reported, paths_reported
 from megafp8.observe.console import Console
@@ -162,8 +163,8 @@ def changed_updates(old: Resolved, new: Resolved, step: int) -> Iterator[str]:
     if after > 1.5 * before:
         yield (
             f"the learning rate of step {step + 1} is {after:.1e}, where the run so far would have "
-            f"had {before:.1e}: it was trained for {was['trainer.max_steps']} steps, and now for "
-            f"{now['trainer.max_steps']}"
+            f"had {before:.1e}: its schedule had {schedule_steps(was)} steps, and has "
+            f"{schedule_steps(now)}"
         )
     ranks, mode = "model.tensor_model_parallel_size", "model.optim.muon_tp_mode"
     divided = [settings for settings in (was, now) if settings[ranks] > 1]

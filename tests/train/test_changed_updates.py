@@ -27,7 +27,7 @@ def test_a_run_prolonged_in_its_decay_says_that_its_rate_rises(step: int, rises:
     assert len(lines) == rises
     if rises:
         assert f"the learning rate of step {step + 1} is 2.0e-03" in lines[0]
-        assert "trained for 100 steps, and now for 200" in lines[0]
+        assert "its schedule had 100 steps, and has 200" in lines[0]
     assert not list(changed_updates(short, short, step))
 
 
