@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megafp8.cli import compare
+from megafp8.config.load import Source
 from megafp8.jobs import processes
 from megafp8.jobs.job import Job
+from megafp8.jobs.starts import Start
 from tests.train.runs import Place
 
 NUMBERS = ("step", "loss", "lr", "grad_norm")
@@ -87,6 +91,25 @@ def test_variants_continue_a_checkpoint(
     said = capsys.readouterr().out
     assert said.count("starting from") == len(labels) and len(trained) == 2 * len(labels)
     assert "(95 %, 2 checkpoints)" in said
+
+
+def test_each_run_continues_the_checkpoint_of_its_start(tmp_path: Path) -> None:
+    pairs: list[Any] = []
+    for step in (2, 4):
+        checkpoint = tmp_path / f"whole/checkpoints/step_{step:08}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text(str(step))
+        start = Start(checkpoint, step, 6, {})
+        both = [Mock(label=label, overrides=()) for label in ("baseline", "given")]
+        pairs.append((start.name, Mock(start=start, configurations=both), Source()))
+    (tmp_path / "whole/config.yaml").touch()
+    jobs = compare._jobs(pairs, tmp_path / "out")
+    assert [job.seed for job in jobs] == ["whole@2"] * 2 + ["whole@4"] * 2
+    for job in jobs:
+        home = f"{tmp_path}/out/starts/{job.seed}"
+        states = {word.partition("=")[2] for word in job.overrides if "resume_from" in word}
+        assert states == {f"'{home}/checkpoints/step_0000000{str(job.seed)[-1]}'"}
+        assert f"--config-dir={home}" in job.overrides
 
 
 def test_a_product_leaves_fp8(trained: list[Job]) -> None:

@@ -19,7 +19,7 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import ServingFormat, single_linears
 from megafp8.checkpoint.serving_blocks import BlockFormat
 from megafp8.cli import export
-from megafp8.cli.export_fp8 import REPORT
+from megafp8.cli.export_fp8 import REPORT, Fp8Options, plan_fp8
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import with_defaults
@@ -38,6 +38,7 @@ from megafp8.train.recorded import (
     recorded_values,
     validation_data,
 )
+from tests.checkpoint.test_serving import spec_of
 from tests.tiny import gpt_spec
 from tests.train.runs import JOB, Place
 
@@ -352,6 +353,15 @@ def test_a_run_is_exported_with_the_numbers_that_it_computed_with(
             count += 1
         assert torch.equal(torch.cat(parts), own[linear.name]), linear.name
     assert count == len(report["errors"]) == 7 + 4 + 3 * 4
+
+
+def test_an_export_casts_as_the_ranks_of_its_run_did() -> None:
+    values = {"model.fp8": True, "model.fp8_recipe": "nvfp4-no_2d",
+              "model.tensor_model_parallel_size": 2}  # fmt: skip
+    reader = Mock(meta={"config": values})
+    planned = plan_fp8(reader, spec_of("llama"), Fp8Options(dtype="nvfp4"), None)
+    expected = BlockFormat("nvfp4", square=False, source=torch.bfloat16, tp=2)
+    assert planned.fmt == expected and not planned.trained_in
 
 
 def test_options_of_blocks_and_the_rule_of_another_run(
