@@ -207,17 +207,19 @@ def ignored_modules(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
     return ["lm_head", *out]
 
 
-def check_can_be_fp8(spec: GPTSpec, kept: frozenset[str], family: str | None = None) -> None:
+def check_can_be_fp8(
+    spec: GPTSpec, kept: frozenset[str], family: str | None = None, dtype: str = "fp8"
+) -> None:
     """Raise `ConversionError` if no FP8 format has a model, or has nothing of it in FP8."""
     if architecture(spec, family) == "gpt2":
         raise ConversionError(
-            "--dtype fp8: transformers' GPT-2 keeps its weights as [in, out] in a module that is "
-            "no Linear, which these formats do not quantize. Export it with --dtype bfloat16, or "
-            f"train a model of Llama's shape: {LLAMA_SHAPE}"
+            f"--dtype {dtype}: transformers' GPT-2 keeps its weights as [in, out] in a module that "
+            "is no Linear, which these formats do not quantize. Export it with --dtype bfloat16, "
+            f"or train a model of Llama's shape: {LLAMA_SHAPE}"
         )
     if all(linear.name in kept for linear in single_linears(spec)):
         raise ConversionError(
-            "--dtype fp8: the run computed every linear in high precision (model.fp8_modules, "
+            f"--dtype {dtype}: the run computed every linear in high precision (model.fp8_modules, "
             "model.first_last_layers_bf16), so that none is exported in FP8. Give --dtype bfloat16"
         )
 

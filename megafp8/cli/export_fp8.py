@@ -241,7 +241,7 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
 
     values = recorded_values(reader)
     kept = linears_in_bf16(spec, values)
-    check_can_be_fp8(spec, kept, family)
+    check_can_be_fp8(spec, kept, family, asked.dtype)
     if asked.dtype != FP8:
         return _plan_blocks(reader, spec, asked, kept)
     if asked.inputs == "static" and spec.moe is not None:
