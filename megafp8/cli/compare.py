@@ -65,7 +65,7 @@ from megafp8.jobs.configurations import (
 from megafp8.jobs.job import Job, given_settings, run_left_in
 from megafp8.jobs.parts import EACH, Gain, gain_lines, gain_section, gains_of, with_parts
 from megafp8.jobs.processes import refuse_in_use, run_all
-from megafp8.jobs.starts import FROM, find_start, keep, state_of
+from megafp8.jobs.starts import FROM, SET_BY_START, find_start, keep, state_of
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.phases import specs_of_phases
 from megafp8.report.record import RunRecord
@@ -191,7 +191,11 @@ def _from_checkpoints(
     """
     pairs: list[tuple[Seed, Comparison, Source]] = []
     starts = [find_start(text, options.steps) for text in options.starts or ()]
-    for start in starts:
+    for place, start in enumerate(starts):
+        if any(start.checkpoint.samefile(other.checkpoint) for other in starts[:place]):
+            raise SettingError(
+                FROM, start.name, "names a checkpoint twice", "Leave one out", origin=COMMAND_LINE
+            )
         for other in setting_differences(starts[0].values, start.values):
             if other.key != SEED:
                 reason = f"has {typed(other.key, other.new)}, and the first one {other.old}"
@@ -220,6 +224,13 @@ def _refuse_idle(options: argparse.Namespace, hardware: Sequence[str]) -> None:
         idle = idle if options.steps else []
     elif len(set(names)) < len(names):
         idle = [(FROM, "names a checkpoint twice", "Leave one out")]
+    taken = "has no effect with --from, which goes on as the run did"
+    idle += [
+        (key, taken, "Leave it out; --steps N says how many steps are trained")
+        for word in options.overrides
+        for key, _ in given_settings(word)
+        if names and key in SET_BY_START
+    ]
     if options.alone and options.each is None:
         idle.append(("--alone", "has no effect without --each", "Give --each-layer too"))
     for name, reason, hint in idle:
@@ -313,6 +324,8 @@ def _left(jobs: Sequence[Job]) -> dict[Job, RunRecord]:
 
 def _refuse_foreign(out: Path) -> None:
     """Raise `RunError` if a comparison would overwrite a file that no comparison has written."""
+    if is_run(out):
+        raise RunError(f"{out}: has a run, whose page a comparison would overwrite. {_ANOTHER}")
     for name, known in _WRITTEN.items():
         if name != LOCK_NAME or not (out / INPUT_FILE).exists():
             require_ours(out / name, "a file of a comparison", known, _ANOTHER)

@@ -26,6 +26,11 @@ from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, find_run
 
 FROM = "--from"
 STEPS, OF_SCHEDULE = "trainer.max_steps", "model.optim.sched.max_steps"
+SET_BY_START = (
+    STEPS, OF_SCHEDULE, "trainer.max_epochs", "restore_from_path", "model.resume_from_checkpoint",
+    "exp_manager.resume_from_checkpoint",
+)  # fmt: skip
+"""The settings that say where a run begins and ends, which a start sets."""
 MANIFEST, KEPT = "manifest.json", "tokenizer"
 Entry = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from megafp8.cli import compare
 from megafp8.config.load import Source
 from megafp8.jobs import processes
 from megafp8.jobs.job import Job
-from megafp8.jobs.starts import Start
+from megafp8.jobs.starts import SET_BY_START, Start
 from tests.train.runs import Place
 
 NUMBERS = ("step", "loss", "lr", "grad_norm")
@@ -112,6 +112,23 @@ def test_each_run_continues_the_checkpoint_of_its_start(tmp_path: Path) -> None:
         assert f"--config-dir={home}" in job.overrides
 
 
+@pytest.mark.parametrize("key", SET_BY_START)
+def test_where_a_run_begins_and_ends_is_not_given_besides(
+    key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["--from", "runs/gone@2", "--steps", "2", f"{key}=7"]) == 2
+    assert f"{key} (command line): has no effect with --from" in capsys.readouterr().err
+
+
+def test_a_comparison_leaves_the_page_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in ("config.yaml", "run.json", "metrics.jsonl"):
+        (tmp_path / file).touch()
+    assert compare.main(["model.fp8=True", "--out", str(tmp_path)]) == 2
+    assert "has a run, whose page a comparison would overwrite" in capsys.readouterr().err
+
+
 def test_a_product_leaves_fp8(trained: list[Job]) -> None:
     argv = ["--from", "runs/whole@4", "--each", "product", "--alone", "--out", "out"]
     assert compare.main(argv) in (0, compare.WORSE, compare.UNDECIDED)
@@ -140,6 +157,11 @@ def test_what_from_refuses(
         (["--from", "runs/whole@2", "--seeds", "1"], "--seeds (command line): has no effect with"),
         (["--from", "runs/whole@2", "--base", "model.fp8=True"], "--base (command line)"),
         (["--from", "runs/whole@2", "runs/whole@2"], "names a checkpoint twice"),
+        (
+            ["--from", "runs/whole@2", "runs/whole/checkpoints/step_00000002"],
+            "names a checkpoint twice",
+        ),
+        (["--from", "runs/whole@2", "--out", "runs/whole"], "runs/whole: has a run, whose page"),
         (
             ["--steps", "2", "--from", "runs/whole@2", "runs/wider"],
             "model.ffn_hidden_size=192, and",
