@@ -224,7 +224,7 @@ def _refuse_idle(options: argparse.Namespace, hardware: Sequence[str]) -> None:
         idle = idle if options.steps else []
     elif len(set(names)) < len(names):
         idle = [(FROM, "names a checkpoint twice", "Leave one out")]
-    taken = "has no effect with --from, which goes on as the run did"
+    taken = "has no effect with --from, whose runs continue as the checkpoint says"
     idle += [
         (key, taken, "Leave it out; --steps N says how many steps are trained")
         for word in options.overrides
