@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from megafp8.checkpoint.families import FAMILIES
 from megafp8.cli.commands import run_old_name
-from megafp8.cli.export_fp8 import (
+from megafp8.cli.export_quantized import (
     LAYOUTS,
     QUANTIZED,
     SAMPLES,
     SCALES,
-    Fp8Options,
-    asked_fp8,
-    plan_fp8,
+    QuantizedOptions,
+    plan_quantized,
+    quantized_options,
 )
 from megafp8.cli.job import command_parser, number_in, reports_errors
 from megafp8.data.tokenize import JSON_FILE
@@ -64,15 +64,15 @@ def main(argv: Sequence[str]) -> int:
         choices=list(FAMILIES),
         help="family of models to write (default: the first of these that can express the model)",
     )
-    _add_fp8_options(parser)
+    _add_quantized_options(parser)
     options = parser.parse_args(argv)
-    fp8 = asked_fp8(options)
-    dtype = dtype_named(options.dtype if fp8 is None else "bfloat16")
-    export(options.run, options.dir, dtype, options.family, fp8)
+    quantized = quantized_options(options)
+    dtype = dtype_named(options.dtype if quantized is None else "bfloat16")
+    export(options.run, options.dir, dtype, options.family, quantized)
     return ExitCode.FINISHED
 
 
-def _add_fp8_options(parser: argparse.ArgumentParser) -> None:
+def _add_quantized_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that only quantized weights have."""
     parser.add_argument(
         "--layout",
@@ -106,7 +106,7 @@ def export(
     folder: Path,
     dtype: torch.dtype,
     family: str | None = None,
-    fp8: Fp8Options | None = None,
+    quantized: QuantizedOptions | None = None,
 ) -> None:
     """Write the model of a run, and its tokenizer if it has one, into a folder.
 
@@ -115,7 +115,7 @@ def export(
         folder: A new or empty folder.
         dtype: The dtype of the weights that are written.
         family: The family of models, by default the first one that can express the model.
-        fp8: How the linears' weights are quantized; `dtype` is that of the others then.
+        quantized: How the linears' weights are quantized; `dtype` is that of the others then.
 
     Raises:
         UserError: The run has no checkpoint, the folder is not empty, or transformers has no such
@@ -137,7 +137,9 @@ def export(
     eod_id = reader.meta.get("eod_id") if tokenizer is None else tokenizer.eod_id
     read = partial(read_tensor, reader)
     num_tokens = None if tokenizer is None else tokenizer.vocab_size
-    planned = None if fp8 is None else plan_fp8(reader, spec, fp8, family)
+    planned = None
+    if quantized is not None:
+        planned = plan_quantized(reader, spec, quantized, family)
     with whole_folder(folder, last=CONFIG) as build:
         files = write_folder(
             build,

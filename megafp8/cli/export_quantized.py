@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds
     from megafp8.checkpoint.reader import Reader
     from megafp8.checkpoint.serving import ServingFormat, ServingWeights
     from megafp8.checkpoint.serving_blocks import BlockFormat
-    from megafp8.train.recorded import RecordedInputs
 
 FP8 = "fp8"
 BLOCK_KINDS = ("mxfp8", "nvfp4")
@@ -41,27 +40,28 @@ _NAMES = {
     "mxfp8": "E4M3, one power of two for each 32 elements of a row",
     "nvfp4": "E2M1, one scale in E4M3 for each 16 elements of a row and one number for each linear",
 }
-
-
 _OF_EXPERTS = (
     "--fp8-inputs static: the model has experts. A run multiplies the input of an expert's second "
     "linear by the router's weight, and servers multiply its output: their inputs are larger than "
     "those of the run"
 )
-_MEASURED = "NVFP4, with the largest magnitudes of each linear's over the run's validation data"
+Inputs = tuple[Mapping[str, Any], str]
+"""What becomes of the linears' inputs, for the report and in words."""
+_DYNAMIC: Inputs = {"scales": "dynamic"}, "scales are dynamic, which the server computes"
+_IN_BF16: Inputs = {"format": "bf16"}, "in BF16"
 
 
-class Fp8Options(NamedTuple):
-    """Hold what the user asks for; None as inputs means what the run's recipe has."""
+class QuantizedOptions(NamedTuple):
+    """Hold what the user asks for; without `fp8_inputs` they are what the run's recipe has."""
 
-    scales: Literal["tensor", "channel", "block"] = "channel"
-    inputs: Literal["static", "dynamic"] | None = None
-    layout: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
-    num_samples: int = SAMPLES
     dtype: Literal["fp8", "mxfp8", "nvfp4"] = "fp8"
+    fp8_scales: Literal["tensor", "channel", "block"] = "channel"
+    fp8_inputs: Literal["static", "dynamic"] | None = None
+    layout: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
+    validation_samples: int = SAMPLES
 
 
-def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
+def quantized_options(options: argparse.Namespace) -> QuantizedOptions | None:
     """Return what the options of quantized weights say; None where the export has none.
 
     Raises:
@@ -77,15 +77,19 @@ def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
             )
     if options.dtype not in QUANTIZED:
         return None
-    names = dict(zip(_OPTIONS, Fp8Options._fields, strict=False))
-    told = {names[key]: value for key, value in given.items() if value is not None}
-    asked = Fp8Options(**told, dtype=options.dtype)
-    if asked.dtype == "nvfp4" and asked.inputs == "dynamic":
+    told = {name: value for name, value in given.items() if value is not None}
+    asked = QuantizedOptions(options.dtype, **told)
+    if asked.dtype == "nvfp4" and asked.fp8_inputs == "dynamic":
         raise RunError(
             "--fp8-inputs dynamic: NVFP4 has one FP32 number for all inputs of a linear. Give "
             "--fp8-inputs static, which measures it, or leave it out: inputs are in BF16 then"
         )
-    if asked.scales == "block" and asked.inputs == "static":
+    if asked.dtype == "nvfp4" and asked.fp8_inputs and not asked.validation_samples:
+        raise RunError(
+            "--validation-samples 0: the inputs of --fp8-inputs static are measured over these "
+            "samples. Give some, or leave --fp8-inputs out: inputs are in BF16 then"
+        )
+    if asked.fp8_scales == "block" and asked.fp8_inputs == "static":
         raise RunError(
             "--fp8-inputs static: weights in blocks have inputs whose scales the server computes. "
             "Give --fp8-inputs dynamic, or --fp8-scales tensor or channel"
@@ -94,14 +98,14 @@ def asked_fp8(options: argparse.Namespace) -> Fp8Options | None:
 
 
 @dataclasses.dataclass
-class Fp8Export:
+class QuantizedExport:
     """Hold the format of an export, and what has been written."""
 
     reader: Reader
     spec: GPTSpec
     fmt: ServingFormat | BlockFormat
     weights: ServingWeights
-    inputs: RecordedInputs | None
+    inputs: Inputs
     num_samples: int
     dtype: str
     trained_in: list[str]  # recipes whose weights have other numbers or scales
@@ -119,22 +123,13 @@ class Fp8Export:
 
     def record(self) -> dict[str, Any]:
         """Return the content of the report's file, without the loss."""
-        from megafp8.checkpoint.serving_blocks import BlockFormat
-
-        inputs: dict[str, Any] = {"scales": "dynamic"}
-        if isinstance(self.fmt, BlockFormat) and self.dtype == "nvfp4":
-            amaxes = self.fmt.input_amaxes
-            inputs = {"format": "bf16"} if amaxes is None else {"scales": "static"}
-            inputs |= {"amaxes": amaxes} if amaxes is not None else {}
-        if self.inputs is not None:
-            inputs = {"scales": "static", **self.inputs._asdict()}
         return {
             "checkpoint_step": self.reader.step,
             "weights": {
                 "format": "e2m1" if self.dtype == "nvfp4" else "e4m3",
                 "scales": self.fmt.scales,
             },
-            "inputs": inputs,
+            "inputs": self.inputs[0],
             "linears_in_bf16": sorted(self.fmt.kept),
             "errors": [error._asdict() for error in self.weights.errors],
         }
@@ -150,16 +145,7 @@ class Fp8Export:
             f"  weights of {len(self.weights.errors)} linears in {_NAMES[self.fmt.scales]}; in "
             f"BF16: embedding, head, norms, biases{more}"
         )
-        if self.dtype == "nvfp4":
-            yield "  inputs: in " + ("BF16" if self.fmt.input_name is None else _MEASURED)
-        elif self.inputs is None:
-            yield "  inputs: scales are dynamic, which the server computes"
-        else:
-            yield (
-                "  inputs: static scales, from the largest amaxes in the histories of step "
-                f"{self.inputs.step}, over {self.inputs.num_updates} microbatches, with margin "
-                f"{self.inputs.margin}"
-            )
+        yield f"  inputs: {self.inputs[1]}"
         yield "  errors of weights: largest, mean, and mean over the weights' mean magnitude"
         for layer in range(self.spec.num_layers):
             own = [e for e in self.weights.errors if e.name.startswith(f"model.layers.{layer}.")]
@@ -221,7 +207,9 @@ class Fp8Export:
         return {"bf16": bf16, self.dtype: served, "num_samples": data.num_samples}
 
 
-def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | None) -> Fp8Export:
+def plan_quantized(
+    reader: Reader, spec: GPTSpec, asked: QuantizedOptions, family: str | None
+) -> QuantizedExport:
     """Return the export of a checkpoint's model with quantized weights.
 
     Raises:
@@ -244,28 +232,38 @@ def plan_fp8(reader: Reader, spec: GPTSpec, asked: Fp8Options, family: str | Non
     check_can_be_fp8(spec, kept, family, asked.dtype)
     if asked.dtype != FP8:
         return _plan_blocks(reader, spec, asked, kept)
-    if asked.inputs == "static" and spec.moe is not None:
+    if asked.fp8_inputs == "static" and spec.moe is not None:
         raise RunError(f"{_OF_EXPERTS}. Give --fp8-inputs dynamic")
     known = has_histories(reader, values) and spec.moe is None
-    if asked.inputs == "static" and not known:
+    if asked.fp8_inputs == "static" and not known:
         recipe = values["model.fp8_recipe"] if values["model.fp8"] else "none, without FP8"
         raise RunError(
             f"--fp8-inputs static: the run's recipe ({recipe}) keeps no histories of amaxes. Give "
             "--fp8-inputs dynamic, with which the server computes the scales"
         )
-    is_static = asked.inputs == "static" or (
-        asked.inputs is None and known and asked.scales != "block"
+    is_static = asked.fp8_inputs == "static" or (
+        asked.fp8_inputs is None and known and asked.fp8_scales != "block"
     )
-    inputs = recorded_inputs(reader, spec, values, kept) if is_static else None
-    fmt = ServingFormat(asked.scales, None if inputs is None else inputs.by_linear, kept)
+    scales, inputs = None, _DYNAMIC
+    if is_static:
+        recorded = recorded_inputs(reader, spec, values, kept)
+        scales = recorded.by_linear
+        inputs = (
+            {"scales": "static", **recorded._asdict()},
+            (
+                f"static scales, from the largest amaxes in the histories of step {recorded.step}, "
+                f"over {recorded.num_updates} microbatches, with margin {recorded.margin}"
+            ),
+        )
+    fmt = ServingFormat(asked.fp8_scales, scales, kept)
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
-    trained = other_formats(values)
-    return Fp8Export(reader, spec, fmt, weights, inputs, asked.num_samples, FP8, trained)
+    num_samples, trained = asked.validation_samples, other_formats(values)
+    return QuantizedExport(reader, spec, fmt, weights, inputs, num_samples, FP8, trained)
 
 
 def _plan_blocks(
-    reader: Reader, spec: GPTSpec, asked: Fp8Options, kept: frozenset[str]
-) -> Fp8Export:
+    reader: Reader, spec: GPTSpec, asked: QuantizedOptions, kept: frozenset[str]
+) -> QuantizedExport:
     """Return the export in MXFP8 or NVFP4, by the run's own rule if it was trained in it."""
     from functools import partial
 
@@ -277,16 +275,24 @@ def _plan_blocks(
     assert asked.dtype != "fp8"
     values = recorded_values(reader)
     casts = own_casts(values, asked.dtype)
-    if asked.inputs is not None and spec.moe is not None:
+    if asked.fp8_inputs is not None and spec.moe is not None:
         raise RunError(f"{_OF_EXPERTS}. Leave it out: inputs are in BF16 then")
     fmt = BlockFormat(
         asked.dtype, asked.layout, kept, casts.square, casts.source, casts.tensor_ranks
     )
     fmt.check(spec)
-    if asked.inputs is not None:
-        fmt = dataclasses.replace(fmt, input_amaxes=_measured(reader, asked.num_samples or SAMPLES))
+    num_samples, inputs = asked.validation_samples, _DYNAMIC if asked.dtype == "mxfp8" else _IN_BF16
+    if asked.fp8_inputs is not None:
+        amaxes = _measured(reader, num_samples)
+        fmt = dataclasses.replace(fmt, input_amaxes=amaxes)
+        inputs = (
+            {"scales": "static", "amaxes": amaxes},
+            ("in NVFP4, by each linear's largest magnitude over the run's validation data"),
+        )
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
-    return Fp8Export(reader, spec, fmt, weights, None, asked.num_samples, asked.dtype, casts.others)
+    return QuantizedExport(
+        reader, spec, fmt, weights, inputs, num_samples, asked.dtype, casts.others
+    )
 
 
 def _measured(reader: Reader, num_samples: int) -> dict[str, float]:
