@@ -30,7 +30,7 @@ from megafp8.cli.commands import run_old_name
 from megafp8.cli.job import command_parser, number_in, reports_errors
 from megafp8.cli.plan import hardware_from, is_hardware, make_plan, spec_of
 from megafp8.cli.plan_text import UNCERTAINTY, Plan, format_seconds
-from megafp8.config.errors import COMMAND_LINE, SettingError
+from megafp8.config.errors import COMMAND_LINE, SettingError, raise_if_any
 from megafp8.config.layers import DEFAULT_CONFIG
 from megafp8.config.load import Source
 from megafp8.config.own_recipes import TRUST
@@ -69,7 +69,7 @@ from megafp8.jobs.starts import FROM, SET_BY_START, find_start, keep, state_of
 from megafp8.plan.hardware import Hardware
 from megafp8.plan.phases import specs_of_phases
 from megafp8.report.record import RunRecord
-from megafp8.report.verdict import TOLERANCE, Seed, named
+from megafp8.report.verdict import TOLERANCE, Seed
 from megafp8.report.writer import REPORT_FILE, require_page
 from megafp8.runs.find import CONFIG_NAME, SUMMARY_NAME, is_run
 from megafp8.runs.lock import LOCK_NAME, RunLock
@@ -193,48 +193,47 @@ def _from_checkpoints(
     starts = [find_start(text, options.steps) for text in options.starts or ()]
     for place, start in enumerate(starts):
         if any(start.checkpoint.samefile(other.checkpoint) for other in starts[:place]):
-            raise SettingError(
-                FROM, start.name, "names a checkpoint twice", "Leave one out", origin=COMMAND_LINE
-            )
+            raise _refusal(FROM, start.name, "names a checkpoint twice", "Leave one out")
+        if any(start.name == other.name for other in starts[:place]):
+            reason = "is the name of two checkpoints, of runs in different directories"
+            raise _refusal(FROM, start.name, reason, "Rename a run's directory, or leave one out")
         for other in setting_differences(starts[0].values, start.values):
             if other.key != SEED:
                 reason = f"has {typed(other.key, other.new)}, and the first one {other.old}"
-                hint = "Compare them in a command for each"
-                raise SettingError(FROM, start.name, reason, hint, origin=COMMAND_LINE)
+                raise _refusal(FROM, start.name, reason, "Compare them in a command for each")
         own = replace(source, config_dir=start.run, config_name=Path(CONFIG_NAME).stem)
         pairs.append((start.name, _with_each(continued(start, given, own), own, options), own))
     return pairs
 
 
 def _refuse_idle(options: argparse.Namespace, hardware: Sequence[str]) -> None:
-    """Raise if an option has no effect without another one, or beside it.
+    """Raise if an option or a setting has no effect without an option, or beside one.
 
     Raises:
-        SettingError: There is one.
+        ConfigError: There are some.
     """
-    given = {
+    idle: list[SettingError] = []
+    if options.alone and options.each is None:
+        idle.append(_refusal("--alone", None, "has no effect without --each", "Give --each-layer"))
+    if options.starts is None:
+        if options.steps is not None:
+            reason, hint = f"has no effect without {FROM}", "Give trainer.max_steps=N"
+            idle.append(_refusal("--steps", None, reason, hint))
+        raise_if_any(idle)
+        return
+    of_run = {
         "--seeds": options.seeds, "--base": options.base, "--config-dir": options.config_dir,
         "--config-name": options.config_name != DEFAULT_CONFIG, "hardware": hardware,
     }  # fmt: skip
-    beside = "has no effect with --from, whose run has seed and settings"
-    idle = [(name, beside, "Leave it out") for name, value in given.items() if value]
-    names = options.starts or ()
-    if not names:
-        idle = [("--steps", f"has no effect without {FROM}", "Give trainer.max_steps=N")]
-        idle = idle if options.steps else []
-    elif len(set(names)) < len(names):
-        idle = [(FROM, "names a checkpoint twice", "Leave one out")]
-    taken = "has no effect with --from, whose runs continue as the checkpoint says"
-    idle += [
-        (key, taken, "Leave it out; --steps N says how many steps are trained")
-        for word in options.overrides
-        for key, _ in given_settings(word)
-        if names and key in SET_BY_START
-    ]
-    if options.alone and options.each is None:
-        idle.append(("--alone", "has no effect without --each", "Give --each-layer too"))
-    for name, reason, hint in idle:
-        raise SettingError(name, None, reason, hint, origin=COMMAND_LINE)
+    of_run |= {key: value for word in options.overrides for key, value in given_settings(word)
+               if key in (SEED, *SET_BY_START)}  # fmt: skip
+    reason = f"has no effect with {FROM}, whose runs continue as the checkpoint says"
+    hint = "Leave it out; --steps says how many steps are trained"
+    raise_if_any([*idle, *(_refusal(k, None, reason, hint) for k, v in of_run.items() if v)])
+
+
+def _refusal(key: str, value: object, reason: str, hint: str) -> SettingError:
+    return SettingError(key, value, reason, hint, origin=COMMAND_LINE)
 
 
 def _with_each(compared: Comparison, source: Source, options: argparse.Namespace) -> Comparison:
@@ -252,7 +251,7 @@ def _refuse_seed(words: Sequence[str], seeds: Sequence[int] | None) -> None:
     for key, value in (given for word in words for given in given_settings(word)):
         if seeds and key == SEED:
             hint = "Leave one of the two out"
-            raise SettingError(SEED, value, "has no effect with --seeds", hint, origin=COMMAND_LINE)
+            raise _refusal(SEED, value, "has no effect with --seeds", hint)
 
 
 def _jobs(pairs: Sequence[tuple[Seed, Comparison, Source]], out: Path) -> list[Job]:
@@ -391,8 +390,6 @@ def _report(
     out: Path,
 ) -> int:
     """Write the page and the figures, print the verdicts, and return the exit code."""
-    names = {c.label: c.name for c in compared.configurations}
-    labels = [f"{names[job.label]}, {named(job.seed)}" for job in runs]
     word = worst(outcomes)
     result = {
         "verdict": word,
@@ -402,7 +399,7 @@ def _report(
     }
     try:
         ranking = gain_section(gains, compared) if gains else ""
-        page = comparison_page(outcomes, list(runs.values()), labels, ranking)
+        page = comparison_page(outcomes, compared, runs, ranking)
         write_atomically(out / REPORT_FILE, page)
         write_atomically(out / RESULT_FILE, to_json(result, indent=2) + "\n")
     except OSError as error:

@@ -18,15 +18,14 @@ from megafp8.report.page import runs_page
 from megafp8.report.record import RunRecord
 from megafp8.report.tables import cell, label, table
 from megafp8.report.verdict import (
-    MOST_SEEDS,
     Pair,
     Verdict,
     averaged_gap,
     gaps_of,
+    how_many,
     judge,
     named,
     ratio,
-    seeds_to_show,
     unit_of,
     weakest_tensors,
 )
@@ -168,14 +167,13 @@ def forecast(compared: Comparison, runs: Mapping[Job, RunRecord], size: float) -
         for first, other in both
         if len(pairs := pairs_of(first, other, runs)) > 1
     }
-    spreads = {name: statistics.stdev(found.values()) for name, found in gaps.items()}
-    if len(gaps) < len(both) or not all(map(math.isfinite, spreads.values())):
+    every = [gap for found in gaps.values() for gap in found.values()]
+    if len(gaps) < len(both) or not all(map(math.isfinite, every)):
         return None
-    widest = max(spreads, key=lambda name: spreads[name])
-    seeds, enough = gaps[widest], seeds_to_show(spreads[widest], size)
-    number = f"more than {MOST_SEEDS}" if enough is None else f"about {enough}"
+    widest = max(gaps, key=lambda name: statistics.stdev(gaps[name].values()))
+    seeds = gaps[widest]
     return (
-        f"in advance: by the spread of {', '.join(map(named, seeds))}, {number} {unit_of(seeds)}s "
+        f"in advance: by the spread of {', '.join(map(named, seeds))}, {how_many(seeds, size, 2)} "
         f"would decide {100 * size:g} %{f' ({widest})' if len(both) > 1 else ''}"
     )
 
@@ -283,9 +281,12 @@ def _table(outcomes: Sequence[Outcome]) -> str:
 
 
 def comparison_page(
-    outcomes: Sequence[Outcome], runs: Sequence[RunRecord], labels: Sequence[str], parts: str = ""
+    outcomes: Sequence[Outcome],
+    compared: Comparison,
+    runs: Mapping[Job, RunRecord],
+    parts: str = "",
 ) -> str:
-    """Return the page of a comparison, with the curves of its runs under their labels.
+    """Return the page of a comparison, with the curves of its runs.
 
     `parts` is HTML that follows the verdict on the only configuration.
     """
@@ -303,11 +304,12 @@ def comparison_page(
         details = "".join(f"<h2>{escape(o.name)}</h2>{_section(o, 3)}" for o in outcomes)
         chart = gap_chart(f"training loss over {base_name}, mean of the seeds, %", gaps)
     charts = [chart] if gaps else []
-    groups = [text.rpartition(", ")[0] for text in labels]
+    names = {c.label: c.name for c in compared.configurations}
+    groups = [names[job.label] for job in runs]
     return runs_page(
         title,
-        runs,
-        labels=labels,
+        list(runs.values()),
+        labels=[f"{names[job.label]}, {named(job.seed)}" for job in runs],
         groups=groups,
         more=more,
         more_charts=charts,

@@ -19,12 +19,13 @@ from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.load import Source
 from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import MODULES
+from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.precision_spec import settings_recipe
 from megafp8.config.values import named_linears
 from megafp8.jobs.comparison import pairs_of
 from megafp8.jobs.configurations import Comparison, Configuration
 from megafp8.jobs.job import Job
-from megafp8.jobs.starts import SCHEDULE, Start
+from megafp8.jobs.starts import Start
 from megafp8.observe.units import in_columns
 from megafp8.report.record import RunRecord
 from megafp8.report.tables import cell, table
@@ -256,15 +257,15 @@ def _advice(gains: Sequence[Gain], compared: Comparison) -> list[str]:
             f"the loss gains more than chance explains with {', '.join(sure)} in high precision:",
             setting_of(sure, recipe.values, start),
         ]
-    gaps, gain = list(best.verdict.gaps.values()), -best.verdict.mean
-    unit = unit_of(best.verdict.gaps)
+    gaps, gain = best.verdict.gaps, -best.verdict.mean
     if len(gaps) < 2:
+        unit = unit_of(gaps)
         more = "--seeds 1 2 3" if start is None else "--from RUN@STEP RUN@STEP RUN@STEP"
         return [f"one {unit} cannot tell a gain from chance: give at least three ({more})"]
     if not gain >= LEAST_GAIN:
         return ["the loss gains with no part in high precision"]
     return [
-        f"no gain is more than chance explains; {how_many(gaps, gain, unit)} would decide whether "
+        f"no gain is more than chance explains; {how_many(gaps, gain)} would decide whether "
         f"the loss gains {100 * gain:.2f} % with {best.part} in high precision"
     ]
 

@@ -15,14 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megafp8.checkpoint.step_directories import MANIFEST_NAME, step_name, step_of
+from megafp8.checkpoint.step_directories import steps as steps_in
 from megafp8.config.base_model import why_no_checkpoint
 from megafp8.config.errors import COMMAND_LINE, SettingError
 from megafp8.config.overrides import quoted
-from megafp8.config.precision_changes import SCHEDULE, as_override, parse_schedule
+from megafp8.config.precision_changes import as_override, parse_schedule
 from megafp8.config.resume import with_defaults
 from megafp8.errors import CheckpointError, RunError
-from megafp8.files import expanded, run_errors_reported
+from megafp8.files import expanded, run_errors_reported, whole_folder
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, find_run
+from megafp8.runs.tokenizer import KEPT
 
 FROM = "--from"
 STEPS, OF_SCHEDULE = "trainer.max_steps", "model.optim.sched.max_steps"
@@ -31,7 +34,6 @@ SET_BY_START = (
     "exp_manager.resume_from_checkpoint",
 )  # fmt: skip
 """The settings that say where a run begins and ends, which a start sets."""
-MANIFEST, KEPT = "manifest.json", "tokenizer"
 Entry = Mapping[str, Any]
 
 
@@ -98,8 +100,6 @@ def find_start(text: str, steps: int | None) -> Start:
         SettingError: The run has no step left.
     """
     from megafp8.checkpoint.manifest import check_state
-    from megafp8.checkpoint.step_directories import step_name, step_of
-    from megafp8.checkpoint.step_directories import steps as steps_in
     from megafp8.checkpoint.verify import check_structure
 
     named, _, number = text.rpartition("@")
@@ -138,23 +138,20 @@ def keep(start: Start, folder: Path) -> Path:
     Raises:
         RunError: A file cannot be kept, or another checkpoint of that name is kept there.
     """
-    home = folder / start.name
-    target = home / CHECKPOINTS_DIR / start.checkpoint.name
-    if target.is_dir():
-        if (target / MANIFEST).read_bytes() != (start.checkpoint / MANIFEST).read_bytes():
+    home, inside = folder / start.name, start.checkpoint.relative_to(start.run)
+    if home.is_dir():
+        kept, now = (place / inside / MANIFEST_NAME for place in (home, start.run))
+        if not kept.is_file() or kept.read_bytes() != now.read_bytes():
             raise RunError(f"{home} is of another run of that name. Give another --out")
         return home
-    with run_errors_reported(home, "keeping the checkpoint"):
-        draft = target.with_name(".draft")
-        shutil.rmtree(draft, ignore_errors=True)
-        home.mkdir(parents=True, exist_ok=True)
+    with (
+        run_errors_reported(home, "keeping the checkpoint"),
+        whole_folder(home, CONFIG_NAME) as build,
+    ):
         for path in (start.run / CONFIG_NAME, *start.run.glob(f"{KEPT}*")):
-            if path.is_dir():
-                shutil.copytree(path, home / path.name, dirs_exist_ok=True)
-            else:
-                shutil.copy2(path, home / path.name)
-        shutil.copytree(start.checkpoint, draft, copy_function=_link)
-        draft.rename(target)
+            copy = shutil.copytree if path.is_dir() else shutil.copy2
+            copy(path, build / path.name)
+        shutil.copytree(start.checkpoint, build / inside, copy_function=_link)
     return home
 
 
@@ -169,6 +166,3 @@ def state_of(home: Path, start: Start) -> tuple[str, ...]:
     """Return the settings by which a run continues the state in a directory that `keep` made."""
     path = quoted(str((home / CHECKPOINTS_DIR / start.checkpoint.name).absolute()))
     return tuple(f"{section}.resume_from_checkpoint={path}" for section in ("model", "exp_manager"))
-
-
-__all__ = ["FROM", "SCHEDULE", "Start", "find_start", "keep", "state_of"]

@@ -177,8 +177,7 @@ def _how_sure(
     text = f", between {low:+.2f} and {high:+.2f} % (95 %, {len(gaps)} {unit}s)"
     if not tolerance < half_width < math.inf:
         return text
-    number = how_many(list(gaps.values()), tolerance, unit)
-    return f"{text}; {number} would decide {100 * tolerance:g} %"
+    return f"{text}; {how_many(gaps, tolerance)} would decide {100 * tolerance:g} %"
 
 
 def unit_of(seeds: Iterable[Seed]) -> str:
@@ -200,9 +199,10 @@ def seeds_to_show(deviation: float, size: float, least: int = 2) -> int | None:
     return next((n for n in most if _half_width(deviation, n) <= size), None)
 
 
-def how_many(gaps: Sequence[float], size: float, unit: str) -> str:
-    """Return in words how many seeds, more than now, would show a mean gap of a size."""
-    enough = seeds_to_show(statistics.stdev(gaps), size, len(gaps) + 1)
+def how_many(gaps: Mapping[Seed, float], size: float, least: int | None = None) -> str:
+    """Return in words how many seeds show a mean gap of a size: `least`, or more than there are."""
+    deviation, unit = statistics.stdev(gaps.values()), unit_of(gaps)
+    enough = seeds_to_show(deviation, size, least or len(gaps) + 1)
     return f"more than {MOST_SEEDS} {unit}s" if enough is None else f"about {enough} {unit}s"
 
 

@@ -112,7 +112,7 @@ def test_each_run_continues_the_checkpoint_of_its_start(tmp_path: Path) -> None:
         assert f"--config-dir={home}" in job.overrides
 
 
-@pytest.mark.parametrize("key", SET_BY_START)
+@pytest.mark.parametrize("key", [*SET_BY_START, "model.seed"])
 def test_where_a_run_begins_and_ends_is_not_given_besides(
     key: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +149,7 @@ def test_what_from_refuses(
     assert place.run("trainer.max_steps=2", "exp_manager.name=plain", *plain).code == 0
     wider = ("trainer.max_steps=2", "exp_manager.name=wider", "model.ffn_hidden_size=192")
     assert place.run(*wider).code == 0
+    shutil.copytree("runs/whole", "again/whole")
     for argv, words in (
         (["--from", "runs/whole@3"], "has no checkpoint of step 3. It has those of 2, 4, 6"),
         (["--from", "runs/whole"], "trained the 6 steps of its job, so that none is left"),
@@ -161,6 +162,7 @@ def test_what_from_refuses(
             ["--from", "runs/whole@2", "runs/whole/checkpoints/step_00000002"],
             "names a checkpoint twice",
         ),
+        (["--from", "runs/whole@2", "again/whole@2"], "is the name of two checkpoints"),
         (["--from", "runs/whole@2", "--out", "runs/whole"], "runs/whole: has a run, whose page"),
         (
             ["--steps", "2", "--from", "runs/whole@2", "runs/wider"],
