@@ -106,24 +106,10 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify, copies: Path) -
     """
     assert spec.restore_from_path is not None
     named, copy = Path(spec.restore_from_path), copies / IMPORTED
-
-    def find() -> Path:
-        remove_tree(copy)  # of a process that was killed
-        if not is_megatrons(expanded(named)):
-            return find_checkpoint(named, notify)
-        part = part_in_another_package(f"restore_from_path={named}", "megafp8_migrate.weights")
-        with run_errors_reported(copy, "making the folder"):
-            copy.mkdir()
-        imported, lines = part.write_import(expanded(named), copy)
-        for line in lines:
-            notify(line)
-        store.verify(imported.checkpoint)
-        return Path(imported.checkpoint)
-
     try:
-        checkpoint = on_main(state.mesh, find)
-        is_copy = copy in checkpoint.parents
-        reader, shown = Reader(checkpoint), named if is_copy else checkpoint
+        checkpoint = on_main(state.mesh, lambda: _to_read(named, copy, notify))
+        reader = Reader(checkpoint)
+        shown = named if copy in checkpoint.parents else checkpoint
         for line in check_fits(spec.model, reader, shown):
             notify(line)
         state_dict.load_weights(reader, state, notify)
@@ -132,11 +118,26 @@ def start_from(spec: RunSpec, state: TrainState, notify: Notify, copies: Path) -
         if (said := load_imported_scaling(reader, state)) is not None:
             notify(said)
         state.masters.write_back()
-        wait_for_all(state.mesh)
+        wait_for_all(state.mesh)  # before the copy goes
     finally:
         if state.mesh.is_main:
             remove_tree(copy)
     notify(f"loaded the weights from {shown}")
+
+
+def _to_read(named: Path, copy: Path, notify: Notify) -> Path:
+    """Return the checkpoint that a path names, or that of an import of it into `copy`."""
+    remove_tree(copy)  # of a process that was killed
+    if not is_megatrons(expanded(named)):
+        return find_checkpoint(named, notify)
+    part = part_in_another_package(f"restore_from_path={named}", "megafp8_migrate.weights")
+    with run_errors_reported(copy, "making the folder"):
+        copy.mkdir()
+    imported, lines = part.write_import(expanded(named), copy)
+    for line in lines:
+        notify(line)
+    store.verify(imported.checkpoint)
+    return Path(imported.checkpoint)
 
 
 def check_fits(spec: GPTSpec, reader: Reader, shown: Path | None = None) -> list[str]:
