@@ -1,6 +1,6 @@
-"""Compute with the files of an FP8 export as its format defines it, to report the loss.
+"""Compute with the files of a quantized export as its format defines it, to report the loss.
 
-A linear multiplies the exported E4M3 numbers with its input in E4M3, both times their scales.
+A linear multiplies the exported numbers with its input in the same format, both times their scales.
 Products are summed in FP32 here; a server's tensor cores round their sums a little differently.
 Everything else is in BF16, as servers compute it.
 """
@@ -54,21 +54,21 @@ class Exported:
 
 
 class ServedParts(Parts):
-    """Make the modules of a model that computes with the files of an FP8 export."""
+    """Make the modules of a model that computes with the files of a quantized export."""
 
     def __init__(self, spec: GPTSpec, fmt: Format, exported: Exported) -> None:
         super().__init__(spec, torch.bfloat16, 0, RandomStreams(0))
         self.fmt, self.exported = fmt, exported
 
     def linear(self, linear: LayerLinear) -> nn.Module:
-        """Return a linear over exported FP8 weights, or a plain one where the export has BF16."""
+        """Return a linear over exported weights, or a plain one where the export has BF16."""
         if linear.name in self.fmt.kept:
             return PlainLinear(self, linear)
         return ServedLinear(linear, self.fmt, self.exported)
 
 
 class ServedLinear(nn.Module):
-    """Multiply FP8 inputs with exported FP8 weights, each part of the linear by itself."""
+    """Multiply rounded inputs with exported weights, each part of the linear by itself."""
 
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
@@ -103,7 +103,7 @@ class ServedLinear(nn.Module):
 
 
 def served_model(folder: Path, spec: GPTSpec, fmt: Format, device: torch.device) -> GPT:
-    """Return the model that computes with the files of an FP8 export, for evaluation.
+    """Return the model that computes with the files of a quantized export, for evaluation.
 
     Raises:
         CheckpointError: The folder cannot be read.

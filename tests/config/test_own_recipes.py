@@ -410,7 +410,7 @@ def test_no_package_names_a_recipe() -> None:
     for name in ("optim/muon", "config/schema/optim", "specs/optim"):
         assert found.pop(f"megafp8/{name}.py", set()) <= {"blockwise"}  # Megatron's mode of Muon
     found.pop("megafp8/plan/published.py", None)  # speeds that others published, by recipe
-    for name in ("checkpoint/serving_blocks", "cli/export_fp8"):
+    for name in ("checkpoint/serving_blocks", "cli/export_quantized"):
         assert found.pop(f"megafp8/{name}.py", set()) <= {"mxfp8", "nvfp4"}  # formats of servers
     found.pop("te_cpu/missing.py", None)  # names of Transformer Engine's folders
     for name in ("accelerate", "megatron_modules"):

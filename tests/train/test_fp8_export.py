@@ -19,7 +19,7 @@ from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import ServingFormat, single_linears
 from megafp8.checkpoint.serving_blocks import BlockFormat
 from megafp8.cli import export
-from megafp8.cli.export_fp8 import REPORT, Fp8Options, plan_fp8
+from megafp8.cli.export_quantized import REPORT, QuantizedOptions, plan_quantized
 from megafp8.config.load import load
 from megafp8.config.resolve import resolve
 from megafp8.config.resume import with_defaults
@@ -230,6 +230,10 @@ def test_options_without_effect_and_what_a_run_does_not_have_are_refused(
         (["--dtype", "bfloat16", "--validation-samples", "0"], "--validation-samples 0: has no"),
         (["--dtype", "fp8", "--fp8-scales", "block", "--fp8-inputs", "static"], "in blocks"),
         (["--dtype", "fp8", "--fp8-inputs", "static"], "recipe (tensorwise) keeps no histories"),
+        (
+            ["--dtype", "nvfp4", "--fp8-inputs", "static", "--validation-samples", "0"],
+            "are measured over these samples",
+        ),
     ):
         assert export.main([run, str(out), *words]) == 2
         assert named in capsys.readouterr().err
@@ -359,7 +363,7 @@ def test_an_export_casts_as_the_ranks_of_its_run_did() -> None:
     values = {"model.fp8": True, "model.fp8_recipe": "nvfp4-no_2d",
               "model.tensor_model_parallel_size": 2}  # fmt: skip
     reader = Mock(meta={"config": values})
-    planned = plan_fp8(reader, spec_of("llama"), Fp8Options(dtype="nvfp4"), None)
+    planned = plan_quantized(reader, spec_of("llama"), QuantizedOptions(dtype="nvfp4"), None)
     expected = BlockFormat("nvfp4", square=False, source=torch.bfloat16, tp=2)
     assert planned.fmt == expected and not planned.trained_in
 
@@ -386,7 +390,7 @@ def test_options_of_blocks_and_the_rule_of_another_run(
     asked = [run, str(static), "--dtype", "nvfp4", "--fp8-inputs", "static"]
     assert export.main(asked) == 0
     shown, report = capsys.readouterr().out, report_in(static)
-    assert "inputs: in NVFP4, with the largest magnitudes" in shown
+    assert "inputs: in NVFP4, by each linear's largest magnitude" in shown
     assert abs(report["loss"]["nvfp4"] - report["loss"]["bf16"]) < 0.05
     amaxes = report["inputs"]["amaxes"]
     assert len(amaxes) == 12 and all(1 < amax < 100 for n, amax in amaxes.items() if "qkv" in n)

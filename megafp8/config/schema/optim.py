@@ -142,21 +142,20 @@ class Sched:
     max_steps: int | None = schedule_key(
         None,
         "Steps of the whole schedule, as in NeMo. `null`: `trainer.max_steps`. With more of them "
-        "the run ends before the decay; with fewer its last steps have the rate `min_lr`. Shares "
-        "and defaults of the parts below are of this number.",
+        "the run ends before the schedule does; with fewer its last steps have the rate `min_lr`.",
         kind="length",
         valid=or_null(at_least(1)),
     )
     warmup_steps: int | None = schedule_key(
         None,
-        "Steps of the linear warm-up. `null`: a tenth of `trainer.max_steps`.",
+        "Steps of the linear warm-up. `null`: a tenth of the schedule's steps.",
         nemo=500,
         valid=or_null(at_least(0)),
         needs=read_by("warmup_steps"),
     )
     warmup_ratio: float | None = schedule_key(
         None,
-        "Warm-up as a fraction of `trainer.max_steps`, instead of `warmup_steps`.",
+        "Warm-up as a fraction of the schedule's steps, instead of `warmup_steps`.",
         valid=or_null(between(0, 1)),
         needs=read_by("warmup_ratio"),
     )
@@ -170,7 +169,7 @@ class Sched:
     )
     constant_ratio: float | None = schedule_key(
         None,
-        "Constant steps as a fraction of `trainer.max_steps`, instead of `constant_steps`.",
+        "Constant steps as a fraction of the schedule's steps, instead of `constant_steps`.",
         valid=or_null(between(0, 1)),
         needs=read_by("constant_ratio"),
     )
@@ -183,7 +182,7 @@ class Sched:
     )
     hold_ratio: float | None = schedule_key(
         None,
-        "Held steps as a fraction of `trainer.max_steps`, instead of `hold_steps`.",
+        "Held steps as a fraction of the schedule's steps, instead of `hold_steps`.",
         valid=or_null(between(0, 1)),
         needs=read_by("hold_ratio"),
     )
@@ -212,15 +211,15 @@ class Sched:
         None,
         "With WSD (warm-up, stable, decay): the last steps, in which the rate falls from "
         "`model.optim.lr` to `min_lr`; Megatron's `lr_wsd_decay_iters`. Before them the rate does "
-        "not depend on `trainer.max_steps`, but for a warm-up that is a share of it, so that a run "
-        "with another end continues there without a jump. `null`: a fifth of `trainer.max_steps`.",
+        "not depend on the schedule's length, but for a warm-up that is a share of it, so that a "
+        "run with another end continues there without a jump. `null`: a fifth of these steps.",
         kind="length",
         valid=or_null(at_least(0)),
         needs=read_by("wsd_decay_steps"),
     )
     wsd_decay_ratio: float | None = schedule_key(
         None,
-        "Steps of WSD's decay as a fraction of `trainer.max_steps`, instead of `wsd_decay_steps`.",
+        "WSD's decay as a fraction of the schedule's steps, instead of `wsd_decay_steps`.",
         kind="length",
         valid=or_null(between(0, 1)),
         needs=read_by("wsd_decay_ratio"),
