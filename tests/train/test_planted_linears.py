@@ -66,7 +66,7 @@ def test_a_planted_bad_linear_is_ranked_first(
     Of normally distributed values, the 60 % that are smallest have 13 % of the squares (those below
     0.84 deviations: 0.6 - 2 * 0.84 * 0.28), so that a cast has a relative error of 36 %, and one to
     E4M3 of 2.6 %. An integer of 8 bits with a scale for 1e3 is zero below 3.9 deviations. In E4M3
-    the same outlier costs nothing, and such a job has no first layer: values keep their relative
+    the same outlier costs nothing, so that no linear would come first: values keep their relative
     error down to 2**-6 / 448 of the largest one, which is 1/29 of the deviation.
     """
     monkeypatch.chdir(tmp_path)
