@@ -1,19 +1,33 @@
-/* Casts with a scale for each block of elements (MXFP8, NVFP4, current scaling), and back to values.
+/* Casts with a scale for each block of elements (MXFP8, NVFP4, current scaling), and back to
+ * values.
  *
- * A block lies along a row, or along a column: then rows are read one after the other, and columns
- * are the elements of a vector. The rules and the bits are those of mxfp8.py, nvfp4.py and scales.py.
+ * A strip of columns is done at a time, row after row, so that the columns are the elements of a
+ * vector whether a block lies along a row or along a column. The rules and the bits are those of
+ * mxfp8.py, nvfp4.py and scales.py.
  */
+#include "elements_avx512.h"
 #include "elements_cpu.h"
 
 #define STRIP 256 /* columns that are done together */
-#define MX_BLOCK 32
 #define FP4_BLOCK 16
 
-/* A magnitude's bits, where a NaN counts as 0. */
-INLINE int32_t known_magnitude(float x) {
-    int32_t bits = (int32_t)(as_bits(x) & 0x7fffffffu);
-    return bits > 0x7f800000 ? 0 : bits;
-}
+enum { MX, CURRENT, FP4 }; /* the rules */
+
+/* A cast of x [rows, cols] with a scale for each `down` x `right` elements, the last of which may
+ * be fewer. `power_2` and `torchao` choose current scaling's rule; `encoding` is the factor of
+ * NVFP4's amax, and `bytes` are random, one for each element, or NULL. */
+struct blocks {
+    const void *x;
+    size_t rows, cols, down, right;
+    int kind, rule, format;
+    uint8_t *payload;
+    float *scale;
+    int power_2, torchao;
+    float encoding;
+    const uint8_t *bytes;
+};
+
+INLINE float at_most_largest(float x) { return x < 0x1.fffffep127f ? x : 0x1.fffffep127f; }
 
 INLINE int32_t mx_code(int32_t amax) {
     uint32_t bits = as_bits(as_float((uint32_t)amax) * (1.0f / 448.0f));
@@ -24,168 +38,300 @@ INLINE int32_t mx_code(int32_t amax) {
 
 INLINE float power_of(int32_t code) { return as_float(code ? (uint32_t)code << 23 : 0x400000u); }
 
-INLINE void mx_line(const void *restrict x, size_t at, size_t n, int kind, uint8_t *restrict payload,
-                    float *scale) {
-    int32_t amax = 0;
+/* The factor of current scaling. The amax is above infinity if there was a NaN. */
+INLINE float current_factor(int32_t amax, struct blocks b, int format) {
+    const float max = format == E4M3 ? 448.0f : 57344.0f, seen = as_float((uint32_t)amax);
+    float factor;
+    if (amax >= 0x7f800000 || (amax == 0 && !b.torchao)) return 1.0f;
+    if (b.torchao) factor = (float)(1.0 / (seen > 1e-12 ? (double)seen : 1e-12) * (double)max);
+    else factor = max / seen;
+    factor = at_most_largest(factor);
+    return b.power_2 ? as_float(as_bits(factor) & 0x7f800000u) : factor;
+}
+
+/* What a block with this amax (its bits) is multiplied by; its numbers are times `scale`. */
+INLINE float factor_of(int32_t amax, struct blocks b, int rule, int format, float *scale) {
+    if (rule == MX) {
+        int32_t code = mx_code(amax);
+        *scale = power_of(code);
+        return power_of(254 - code);
+    }
+    if (rule == CURRENT) {
+        const float factor = current_factor(amax, b, format);
+        *scale = 1.0f / factor;
+        return factor;
+    }
     uint32_t number;
-    for (size_t i = at; i < at + n; i++) {
-        int32_t seen = known_magnitude(load(x, i, kind));
-        amax = seen > amax ? seen : amax;
+    encode(as_float((uint32_t)amax), b.encoding * (1.0f / 6.0f), E4M3, &number);
+    *scale = as_float(number);
+    return at_most_largest(1.0f / (as_float(number) * (1.0f / b.encoding)));
+}
+
+/* `encode` of a number that is not NaN and rounds to none above the format's largest. The last byte
+ * of the sum is k of elements_cpu.h less that of emin, which is even and so changes no tie; the
+ * bits of the exponent are added to it. */
+INLINE uint8_t encode_known(float x, float factor, int format) {
+    const int32_t mb = format == E4M3 ? 3 : 2;
+    const int32_t emin = (format == E4M3 ? 127 - 6 : 127 - 14) << 23;
+    const float y = as_float(as_bits(x) & 0x7fffffffu) * factor;
+    int32_t e = (int32_t)(as_bits(y) & 0x7f800000u);
+    e = e > emin ? e : emin;
+    int32_t m = e + (((23 - mb) << 23 | 0x400000) - (emin >> (23 - mb)));
+    uint32_t code = as_bits(y + as_float((uint32_t)m)) + (uint32_t)(e >> (23 - mb));
+    return (uint8_t)((code & 0x7fu) | (as_bits(x) >> 24 & 0x80u));
+}
+
+/* The distance of numbers of E2M1 from `magnitude` on: half the power of two below it, or of 1. */
+INLINE float fp4_step(float magnitude) {
+    int32_t e = (int32_t)(as_bits(magnitude) & 0x7f800000u);
+    e = e > 127 << 23 ? e : 127 << 23;
+    return as_float((uint32_t)(e - (1 << 23)));
+}
+
+/* The code in E4M3 of the number of E2M1 for x * factor: to nearest, or up with the chance byte /
+ * 256. */
+INLINE uint8_t fp4_code(float x, float factor, int is_random, uint8_t byte) {
+    const int32_t zero = 120 << 3;
+    float a = as_float(as_bits(x) & 0x7fffffffu) * factor;
+    if (is_random) a = a + (float)(int32_t)byte * (fp4_step(a) * 0x1p-8f);
+    a = a < 6.0f ? a : 6.0f;
+    const float step = fp4_step(a), large = step * 0x1.8p23f;
+    const float nearest = (a + large) - large;
+    a = is_random && nearest > a ? nearest - step : nearest;
+    int32_t code = (int32_t)(as_bits(a) >> 20);
+    return (uint8_t)(((code > zero ? code : zero) - zero) | (int32_t)(as_bits(x) >> 24 & 0x80u));
+}
+
+/* The code of one element; `is_known` says that the block has no NaN and no infinity. */
+INLINE uint8_t block_code(float x, float factor, int rule, int format, int is_known, int is_random,
+                          uint8_t byte) {
+    uint32_t number;
+    if (rule == FP4) {
+        uint8_t code = fp4_code(x, factor, is_random, byte);
+        int is_nan = (int32_t)(as_bits(x) & 0x7fffffffu) > 0x7f800000;
+        return is_nan && !is_known ? 0x4c : code;
     }
-    int32_t code = mx_code(amax);
-    const float factor = power_of(254 - code);
-    *scale = power_of(code);
+    return is_known ? encode_known(x, factor, format) : encode(x, factor, format, &number);
+}
+
+/* The largest magnitude of each block of `right` columns, a power of two, as bits of its own
+ * format, which have the order of the numbers; what is above `last` counts as 0. */
+#define MAGNITUDES(NAME, T, ALL)                                                                   \
+    INLINE void NAME(const T *restrict x, size_t rows, size_t cols, size_t n, size_t right,        \
+                     T last, T *restrict amax) {                                                   \
+        memset(amax, 0, STRIP * sizeof *amax);                                                     \
+        for (size_t row = 0; row < rows; row++)                                                    \
+            for (size_t j = 0; j < n; j++) {                                                       \
+                T seen = x[row * cols + j] & ALL;                                                  \
+                seen = seen > last ? 0 : seen;                                                     \
+                amax[j] = seen > amax[j] ? seen : amax[j];                                         \
+            }                                                                                      \
+        for (size_t s = 1; s < right; s *= 2)                                                      \
+            _Pragma("GCC ivdep") for (size_t j = 0; j < STRIP / (2 * s); j++) amax[j] =            \
+                amax[2 * j] > amax[2 * j + 1] ? amax[2 * j] : amax[2 * j + 1];                     \
+    }
+MAGNITUDES(magnitudes_32, int32_t, 0x7fffffff)
+MAGNITUDES(magnitudes_16, int16_t, 0x7fff)
+#undef MAGNITUDES
+
+/* The same as bits of FP32; NaN counts as 0 if it is ignored. Returns whether all are finite. What
+ * depends on the kind, on the block and on the rule are functions of their own, which are compiled
+ * once. */
+static __attribute__((noinline)) int find_amax(const struct blocks *b, size_t at, size_t rows,
+                                               size_t n, int ignores_nan, int32_t *restrict amax) {
+    const size_t right = b->right, cols = b->cols;
+    const int kind = b->kind;
+    const int32_t last = !ignores_nan ? 0x7fffffff : kind == F16 ? 0x7c007fff : 0x7f800000;
+    int16_t narrow[STRIP];
+    int32_t most = 0;
+#define OF(RIGHT)                                                                                  \
+    if (kind == F32) magnitudes_32((const int32_t *)b->x + at, rows, cols, n, RIGHT, last, amax);  \
+    else                                                                                           \
+        magnitudes_16((const int16_t *)b->x + at, rows, cols, n, RIGHT, (int16_t)(last >> 16),     \
+                      narrow)
+    if (right == 1) {
+        OF(1);
+    } else if (right == 16) {
+        OF(16);
+    } else if (right == 32) {
+        OF(32);
+    } else {
+        OF(right);
+    }
+#undef OF
+    if (kind == BF16)
+        for (size_t j = 0; j < STRIP / right; j++)
+            amax[j] = (int32_t)as_bits(load(narrow, j, BF16));
+    else if (kind == F16)
+        for (size_t j = 0; j < STRIP / right; j++) amax[j] = (int32_t)as_bits(load(narrow, j, F16));
+    for (size_t j = 0; j < STRIP / right; j++) most = amax[j] > most ? amax[j] : most;
+    return most < 0x7f800000;
+}
+
+/* Scales of the blocks of a strip, and for each column what it is multiplied by. */
+static __attribute__((noinline)) void find_factors(const struct blocks *from,
+                                                   const int32_t *restrict amax,
+                                                   float *restrict scales, float *restrict factor) {
+    const struct blocks b = *from; /* a copy, which no store to floats can change */
+    const size_t right = b.right;
+    float of_block[STRIP];
+#define OF(RULE, FORMAT)                                                                           \
+    for (size_t j = 0; j < STRIP / right; j++)                                                     \
+    of_block[j] = factor_of(amax[j], b, RULE, FORMAT, scales + j)
+    if (b.rule == MX) OF(MX, E4M3);
+    else if (b.rule == FP4) OF(FP4, E4M3);
+    else if (b.format == E4M3) OF(CURRENT, E4M3);
+    else OF(CURRENT, E5M2);
+#undef OF
+#define OF(RIGHT)                                                                                  \
+    for (size_t j = 0; j < STRIP / RIGHT; j++)                                                     \
+        for (size_t k = 0; k < RIGHT; k++) factor[j * RIGHT + k] = of_block[j]
+    if (right == 1) memcpy(factor, of_block, sizeof of_block);
+    else if (right == 16) OF(16);
+    else if (right == 32) OF(32);
+    else OF(right);
+#undef OF
+}
+
+/* Codes of n elements from `at` on, each with its factor. */
+INLINE void encode_row(struct blocks b, size_t at, size_t n, const float *restrict factor, int kind,
+                       int rule, int format, int is_known, int is_random) {
+    const void *restrict x = b.x;
+    const uint8_t *restrict bytes = b.bytes;
+    uint8_t *restrict payload = b.payload;
+    size_t j = 0;
+#if HAS_AVX512
+#define ENCODE(SOME)                                                                               \
+    do {                                                                                           \
+        const __m512 v = load_512(x, at + j, kind, SOME),                                          \
+                     f = _mm512_maskz_loadu_ps(SOME, factor + j);                                  \
+        const __m128i drawn =                                                                      \
+            is_random ? _mm_maskz_loadu_epi8(SOME, bytes + at + j) : _mm_setzero_si128();          \
+        const __m128i code =                                                                       \
+            rule == FP4 ? fp4_512(v, f, is_random, drawn) : encode_512(v, f, format);              \
+        _mm_mask_storeu_epi8(payload + at + j, SOME, code);                                        \
+    } while (0)
+    if (is_known) {
+        for (; j + 16 <= n; j += 16) ENCODE(0xffff);
+        if (j < n) ENCODE((__mmask16)((1u << (n - j)) - 1));
+        return;
+    }
+#undef ENCODE
+#endif
 #pragma GCC ivdep
-    for (size_t i = at; i < at + n; i++) payload[i] = encode(load(x, i, kind), factor, E4M3, &number);
-}
-
-INLINE void mx_rows(const void *x, size_t begin, size_t end, size_t cols, int kind, uint8_t *payload,
-                    float *scale) {
-    const size_t whole = cols / MX_BLOCK, of_row = (cols + MX_BLOCK - 1) / MX_BLOCK;
-    for (size_t row = begin; row < end; row++) {
-        float *to = scale + row * of_row;
-        for (size_t b = 0; b < whole; b++)
-            mx_line(x, row * cols + b * MX_BLOCK, MX_BLOCK, kind, payload, to + b);
-        if (of_row > whole)
-            mx_line(x, row * cols + whole * MX_BLOCK, cols - whole * MX_BLOCK, kind, payload,
-                    to + whole);
+    for (; j < n; j++) {
+        const uint8_t byte = is_random ? bytes[at + j] : 0;
+        payload[at + j] =
+            block_code(load(x, at + j, kind), factor[j], rule, format, is_known, is_random, byte);
     }
 }
 
-INLINE void mx_columns(const void *restrict x, size_t begin, size_t end, size_t cols, int kind,
-                       uint8_t *restrict payload, float *restrict scale) {
+/* The same of rows from `top` to `bottom`. With NaN or infinity, which is rare, all cases are one
+ * loop. */
+static __attribute__((noinline)) void encode_strip(const struct blocks *from, size_t top,
+                                                   size_t bottom, size_t left, size_t n,
+                                                   const float *factor, int is_known) {
+    const struct blocks b = *from;
+#define ROWS(K, RULE, FORMAT, KNOWN, RANDOM)                                                       \
+    for (size_t row = top; row < bottom; row++)                                                    \
+    encode_row(b, row * b.cols + left, n, factor, K, RULE, FORMAT, KNOWN, RANDOM)
+#define OF(K)                                                                                      \
+    do {                                                                                           \
+        if (b.rule == FP4 && b.bytes) ROWS(K, FP4, E4M3, 1, 1);                                    \
+        else if (b.rule == FP4) ROWS(K, FP4, E4M3, 1, 0);                                          \
+        else if (b.format == E4M3) ROWS(K, MX, E4M3, 1, 0);                                        \
+        else ROWS(K, MX, E5M2, 1, 0);                                                              \
+    } while (0)
+    if (!is_known) ROWS(b.kind, b.rule, b.format, 0, b.bytes != NULL);
+    else if (b.kind == F32) OF(F32);
+    else if (b.kind == BF16) OF(BF16);
+    else OF(F16);
+#undef OF
+#undef ROWS
+}
+
+/* `right` is a power of two. */
+static void cast_strip(const struct blocks *b, size_t top, size_t bottom, size_t left, size_t n) {
+    const size_t right = b->right, of_row = (b->cols + right - 1) / right,
+                 at = top * b->cols + left;
     int32_t amax[STRIP];
+    float scales[STRIP], factor[STRIP];
+    const int is_known = find_amax(b, at, bottom - top, n, 0, amax);
+    if (b->rule != CURRENT && !is_known) find_amax(b, at, bottom - top, n, 1, amax);
+    find_factors(b, amax, scales, factor);
+    memcpy(b->scale + top / b->down * of_row + left / right, scales,
+           (n + right - 1) / right * sizeof *scales);
+    encode_strip(b, top, bottom, left, n, factor, is_known);
+}
+
+/* A row's block of any length, of current scaling. */
+static void cast_line(const struct blocks *b, size_t row, size_t left, size_t n, float *scale) {
+    const void *restrict x = b->x;
+    const size_t at = row * b->cols + left, filled = n < STRIP ? n : STRIP;
     float factor[STRIP];
-    uint32_t number;
-    for (size_t top = begin; top < end; top += MX_BLOCK) {
-        const size_t bottom = top + MX_BLOCK < end ? top + MX_BLOCK : end;
-        for (size_t left = 0; left < cols; left += STRIP) {
-            const size_t n = cols - left < STRIP ? cols - left : STRIP;
-            memset(amax, 0, sizeof amax);
-            for (size_t row = top; row < bottom; row++)
-                for (size_t j = 0; j < n; j++) {
-                    int32_t seen = known_magnitude(load(x, row * cols + left + j, kind));
-                    amax[j] = seen > amax[j] ? seen : amax[j];
-                }
-            for (size_t j = 0; j < n; j++) {
-                int32_t code = mx_code(amax[j]);
-                factor[j] = power_of(254 - code);
-                scale[top / MX_BLOCK * cols + left + j] = power_of(code);
-            }
-            for (size_t row = top; row < bottom; row++)
-#pragma GCC ivdep
-                for (size_t j = 0; j < n; j++) {
-                    size_t at = row * cols + left + j;
-                    payload[at] = encode(load(x, at, kind), factor[j], E4M3, &number);
-                }
-        }
+    int32_t amax = 0;
+#define LOOK(K)                                                                                    \
+    for (size_t i = at; i < at + n; i++) {                                                         \
+        int32_t seen = (int32_t)(as_bits(load(x, i, K)) & 0x7fffffffu);                            \
+        amax = seen > amax ? seen : amax;                                                          \
+    }
+    if (b->kind == F32) LOOK(F32)
+    else if (b->kind == BF16) LOOK(BF16)
+    else LOOK(F16)
+#undef LOOK
+    const float one = factor_of(amax, *b, CURRENT, b->format, scale);
+    for (size_t j = 0; j < filled; j++) factor[j] = one;
+    for (size_t done = 0; done < n; done += STRIP) {
+        const size_t here = n - done < STRIP ? n - done : STRIP;
+        encode_strip(b, row, row + 1, left + done, here, factor, amax < 0x7f800000);
     }
 }
 
-/* MXFP8 of x [rows, cols]: blocks of 32 along rows, or along columns. The last block of each may be
- * shorter. */
+static void cast_blocks(const struct blocks *b, int threads) {
+    const int is_line = b->rule == CURRENT && b->down == 1;
+    const size_t step = is_line ? b->right : STRIP, per = (b->cols + step - 1) / step;
+    const size_t tiles = (b->rows + b->down - 1) / b->down * per;
+    if (b->rows * b->cols < SERIAL_BELOW) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (size_t tile = 0; tile < tiles; tile++) {
+        const size_t top = tile / per * b->down, left = tile % per * step;
+        const size_t bottom = top + b->down < b->rows ? top + b->down : b->rows;
+        const size_t n = b->cols - left < step ? b->cols - left : step;
+        if (is_line) cast_line(b, top, left, n, b->scale + tile);
+        else cast_strip(b, top, bottom, left, n);
+    }
+}
+
+/* MXFP8 of x [rows, cols]: blocks of 32 along rows, or along columns. */
 void megafp8_mxfp8(const void *x, size_t rows, size_t cols, int kind, int along_columns,
                    uint8_t *payload, float *scale, int threads) {
-    if (rows * cols < SERIAL_BELOW) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int t = 0; t < threads; t++) {
-        size_t begin, end;
-        share(rows, threads, t, &begin, &end); /* multiples of 64, so that no block is cut */
-#define EACH(K) \
-    (along_columns ? mx_columns(x, begin, end, cols, K, payload, scale) \
-                   : mx_rows(x, begin, end, cols, K, payload, scale))
-        if (kind == F32) EACH(F32);
-        else if (kind == BF16) EACH(BF16);
-        else EACH(F16);
-#undef EACH
-    }
+    const size_t down = along_columns ? 32 : 1, right = along_columns ? 1 : 32;
+    const struct blocks b = {x,    rows,    cols,  down, right, kind, MX,
+                             E4M3, payload, scale, 0,    0,     0.0f, NULL};
+    cast_blocks(&b, threads);
 }
 
-/* How current scaling casts: the format, and which of the rules in scales.py makes the scales. */
-struct current { int format, power_2, torchao; };
-
-/* The scale of an amax, whose bits are above those of infinity if there was a NaN. */
-INLINE float current_scale(int32_t amax, struct current how) {
-    const float max = how.format == E4M3 ? 448.0f : 57344.0f, seen = as_float((uint32_t)amax);
-    float scale;
-    if (amax >= 0x7f800000 || (amax == 0 && !how.torchao)) return 1.0f;
-    if (how.torchao) scale = (float)(1.0 / (seen > 1e-12 ? (double)seen : 1e-12) * (double)max);
-    else scale = max / seen;
-    scale = scale < 0x1.fffffep127f ? scale : 0x1.fffffep127f;
-    return how.power_2 ? as_float(as_bits(scale) & 0x7f800000u) : scale;
-}
-
-INLINE void current_line(const void *restrict x, size_t at, size_t n, int kind, struct current how,
-                         uint8_t *restrict payload, float *scale) {
-    int32_t amax = 0;
-    uint32_t number;
-    for (size_t i = at; i < at + n; i++) {
-        int32_t seen = (int32_t)(as_bits(load(x, i, kind)) & 0x7fffffffu);
-        amax = seen > amax ? seen : amax;
-    }
-    const float factor = current_scale(amax, how);
-    *scale = 1.0f / factor;
-#pragma GCC ivdep
-    for (size_t i = at; i < at + n; i++)
-        payload[i] = encode(load(x, i, kind), factor, how.format, &number);
-}
-
-/* The rows from `top` to `bottom` are one block; `scale` is that of the first column. */
-INLINE void current_strip(const void *restrict x, size_t top, size_t bottom, size_t left, size_t n,
-                          size_t cols, size_t right, int kind, struct current how,
-                          uint8_t *restrict payload, float *restrict scale) {
-    int32_t amax[STRIP] = {0};
-    float factor[STRIP];
-    uint32_t number;
-    for (size_t row = top; row < bottom; row++)
-        for (size_t j = 0; j < n; j++) {
-            size_t at = row * cols + left + j;
-            int32_t seen = (int32_t)(as_bits(load(x, at, kind)) & 0x7fffffffu);
-            amax[j] = seen > amax[j] ? seen : amax[j];
-        }
-    for (size_t j = 0; j < n; j += right) {
-        const size_t end = j + right < n ? j + right : n;
-        int32_t most = amax[j];
-        for (size_t k = j; k < end; k++) most = amax[k] > most ? amax[k] : most;
-        const float one = current_scale(most, how);
-        for (size_t k = j; k < end; k++) factor[k] = one;
-        scale[j / right] = 1.0f / one;
-    }
-    for (size_t row = top; row < bottom; row++)
-#pragma GCC ivdep
-        for (size_t j = 0; j < n; j++) {
-            size_t at = row * cols + left + j;
-            payload[at] = encode(load(x, at, kind), factor[j], how.format, &number);
-        }
-}
-
-/* FP8 of x [rows, cols] with a scale for each `down` x `right` elements, the last of which may be
- * fewer. One of both is 1, or `right` divides STRIP. */
+/* FP8 by blocks of `down` x `right`, of which one is 1, or `right` divides STRIP. */
 void megafp8_current(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
                      int format, int power_2, int torchao, uint8_t *payload, float *scale,
                      int threads) {
-    const size_t of_row = (cols + right - 1) / right, strips = (cols + STRIP - 1) / STRIP;
-    const size_t tiles = down == 1 ? rows * of_row : (rows + down - 1) / down * strips;
-    if (rows * cols < SERIAL_BELOW) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (size_t tile = 0; tile < tiles; tile++) {
-        const size_t per = down == 1 ? of_row : strips, step = down == 1 ? right : STRIP;
-        const size_t top = tile / per * down, left = tile % per * step;
-        const size_t bottom = top + down < rows ? top + down : rows;
-        const size_t n = cols - left < step ? cols - left : step;
-        float *to = scale + top / down * of_row + left / right;
-#define OF(K, F) do { \
-    const struct current how = {F, power_2, torchao}; \
-    if (down == 1) current_line(x, top * cols + left, n, K, how, payload, to); \
-    else current_strip(x, top, bottom, left, n, cols, right, K, how, payload, to); \
-} while (0)
-#define EACH(K) do { if (format == E4M3) OF(K, E4M3); else OF(K, E5M2); } while (0)
-        if (kind == F32) EACH(F32);
-        else if (kind == BF16) EACH(BF16);
-        else EACH(F16);
-#undef EACH
-#undef OF
-    }
+    const struct blocks b = {x,      rows,    cols,  down,    right,   kind, CURRENT,
+                             format, payload, scale, power_2, torchao, 0.0f, NULL};
+    cast_blocks(&b, threads);
+}
+
+/* NVFP4 of a tensor with this amax, by blocks of 1 x 16, 16 x 1 or 16 x 16, which divide the sizes;
+ * `outer` is the factor from number times scale to value. */
+void megafp8_nvfp4(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
+                   const float *amax, const uint8_t *bytes, uint8_t *payload, float *scale,
+                   float *outer, int threads) {
+    /* The factor brings the amax to the largest number times the largest scale. */
+    const float factor = at_most_largest(2688.0f / *amax);
+    const float encoding = *amax == 0.0f || factor == 0.0f ? 1.0f : factor;
+    const struct blocks b = {x,    rows,    cols,  down, right, kind,     FP4,
+                             E4M3, payload, scale, 0,    0,     encoding, bytes};
+    *outer = *amax / 2688.0f;
+    cast_blocks(&b, threads);
 }
 
 INLINE uint16_t to_bf16(float x) {
@@ -194,139 +340,107 @@ INLINE uint16_t to_bf16(float x) {
     return (uint16_t)((int32_t)magnitude > 0x7f800000 ? 0x7fc0u : rounded);
 }
 
-INLINE void value_line(const uint8_t *restrict payload, size_t n, const float *restrict scale,
-                       int is_each, void *restrict out, size_t at, int out_kind) {
+/* A strip's factors, one for each column, from the scales of blocks of `right`. In BF16 a power of
+ * two is added to a number's exponent if no number of E4M3 leaves the normal range by it: then
+ * `added` has these bits, and the result is 1. */
+INLINE int spread(const float *restrict scale, size_t left, size_t n, size_t right,
+                  float *restrict factor, uint16_t *restrict added) {
+    int32_t is_other = 0;
+    for (size_t j = 0; j < (left % right + n + right - 1) / right; j++) {
+        const int32_t bits = (int32_t)as_bits(scale[j]);
+        is_other |= (bits & (int32_t)0x807fffff) | (bits < 10 << 23) | (bits >= 247 << 23);
+    }
+    for (size_t j = 0, end; j < n; j = end, scale++) {
+        end = j + right - (left + j) % right;
+        end = end < n ? end : n;
+        for (size_t k = j; k < end; k++) {
+            factor[k] = *scale;
+            added[k] = (uint16_t)((as_bits(*scale) >> 16) - (127 << 7));
+        }
+    }
+    return !is_other;
+}
+
+/* Values of n numbers from `at` on: by factors, or by what is added to the bits of BF16. */
+INLINE void value_row(const uint8_t *restrict payload, size_t at, size_t n,
+                      const float *restrict factor, const uint16_t *restrict added, int adds,
+                      void *restrict out, int out_kind) {
+    size_t j = 0;
+#if HAS_AVX512
+    for (; j + 32 <= n; j += 32) {
+        const __m512i codes =
+            _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(payload + at + j)));
+        __m512i bits = decode_512(codes);
+        if (adds) {
+            const __mmask32 is_some = _mm512_test_epi16_mask(bits, bits);
+            bits = _mm512_mask_add_epi16(bits, is_some, bits, _mm512_loadu_si512(added + j));
+            bits = words_with_sign(bits, codes);
+            bits = _mm512_mask_mov_epi16(bits, is_nan_of_e4m3(codes), WORDS(0x7fc0));
+            _mm512_storeu_si512((uint16_t *)out + at + j, bits);
+            continue;
+        }
+        bits = _mm512_mask_mov_epi16(bits, is_nan_of_e4m3(codes), WORDS(0x7fc0));
+        bits = words_with_sign(bits, codes);
+        for (size_t half = 0; half < 2; half++) {
+            const __m256i part =
+                half ? _mm512_extracti64x4_epi64(bits, 1) : _mm512_castsi512_si256(bits);
+            const __m512 number = FLOATS(_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
+            const size_t i = j + 16 * half;
+            const __m512 value = _mm512_mul_ps(number, _mm512_loadu_ps(factor + i));
+            if (out_kind == F32) _mm512_storeu_ps((float *)out + at + i, value);
+            else _mm256_storeu_si256((__m256i *)((uint16_t *)out + at + i), to_bf16_512(value));
+        }
+    }
+#else
+    if (adds)
 #pragma GCC ivdep
-    for (size_t i = 0; i < n; i++) {
-        float number = as_float((uint32_t)decode_one(payload[i], E4M3) << 16);
-        float value = number * (is_each ? scale[i] : scale[0]);
-        if (out_kind == F32) ((float *)out)[at + i] = value;
-        else ((uint16_t *)out)[at + i] = to_bf16(value);
+        for (; j < n; j++) {
+            const uint16_t bits = decode_one(payload[at + j], E4M3), size = bits & 0x7fff;
+            const uint16_t value = size ? (uint16_t)(bits + added[j]) : bits;
+            ((uint16_t *)out)[at + j] = size > 0x7f80 ? 0x7fc0 : value;
+        }
+#endif
+#pragma GCC ivdep
+    for (; j < n; j++) {
+        const float value = as_float((uint32_t)decode_one(payload[at + j], E4M3) << 16) * factor[j];
+        if (out_kind == F32) ((float *)out)[at + j] = value;
+        else ((uint16_t *)out)[at + j] = to_bf16(value);
+    }
+}
+
+INLINE void value_strip(const uint8_t *payload, size_t top, size_t bottom, size_t left, size_t n,
+                        size_t cols, const float *scale, size_t right, void *out, int out_kind) {
+    float factor[STRIP];
+    uint16_t added[STRIP];
+    const int adds = spread(scale, left, n, right, factor, added) && out_kind == BF16;
+    for (size_t row = top; row < bottom; row++) {
+        if (adds) value_row(payload, row * cols + left, n, factor, added, 1, out, BF16);
+        else value_row(payload, row * cols + left, n, factor, added, 0, out, out_kind);
     }
 }
 
 /* The values of numbers in E4M3 [rows, cols], with a scale for each `down` x `right` of them. */
 void megafp8_block_values(const uint8_t *payload, size_t rows, size_t cols, const float *scale,
                           size_t down, size_t right, void *out, int out_kind, int threads) {
-    const size_t of_row = (cols + right - 1) / right;
+    const size_t of_row = (cols + right - 1) / right, per = (cols + STRIP - 1) / STRIP;
+    const size_t tiles = (rows + down - 1) / down * per;
     if (rows * cols < SERIAL_BELOW) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int t = 0; t < threads; t++) {
-        size_t begin, end;
-        share(rows, threads, t, &begin, &end);
-        for (size_t row = begin; row < end; row++) {
-            const float *s = scale + row / down * of_row;
-            const uint8_t *from = payload + row * cols;
-#define LINE(N, E, K) value_line(from + j, N, s + j / right, E, out, row * cols + j, K)
-#define BY(N, K) \
-    for (; j + N <= cols; j += N) LINE(N, 0, K)
-            size_t j = 0;
-            if (right == 1 && out_kind == F32) LINE(cols, 1, F32);
-            else if (right == 1) LINE(cols, 1, BF16);
-            else {
-                if (right == 32 && out_kind == F32) BY(32, F32);
-                else if (right == 32) BY(32, BF16);
-                else if (right == 16 && out_kind == F32) BY(16, F32);
-                else if (right == 16) BY(16, BF16);
-                for (; j < cols; j += right) {
-                    size_t n = cols - j < right ? cols - j : right;
-                    if (out_kind == F32) LINE(n, 0, F32);
-                    else LINE(n, 0, BF16);
-                }
-            }
-#undef BY
-#undef LINE
-        }
-    }
-}
-
-INLINE float fp4_step(float magnitude) {
-    return magnitude >= 4.0f ? 2.0f : magnitude >= 2.0f ? 1.0f : 0.5f;
-}
-
-/* The code in E4M3 of the number of E2M1 for y: to nearest, or up with the chance byte / 256. */
-INLINE uint8_t fp4_code(float y, int is_random, uint8_t byte) {
-    uint32_t bits = as_bits(y), sign = bits & 0x80000000u;
-    int32_t magnitude = (int32_t)(bits ^ sign), is_nan = magnitude > 0x7f800000;
-    float a = as_float((uint32_t)magnitude);
-    if (is_random) a = a + (float)(int32_t)byte * (fp4_step(a) * 0x1p-8f);
-    a = a < 6.0f ? a : 6.0f;
-    const float step = fp4_step(a), large = step * 0x1.8p23f;
-    float nearest = (a + large) - large;
-    a = is_random && nearest > a ? nearest - step : nearest;
-    uint32_t code = a == 0.0f ? 0 : (as_bits(a) >> 20) - (120u << 3);
-    return (uint8_t)(is_nan ? 0x4cu : code | sign >> 24);
-}
-
-/* The factor that brings a tensor's amax to the largest number times the largest scale. */
-INLINE float fp4_encoding(float amax) {
-    float factor = 2688.0f / amax;
-    factor = factor < 0x1.fffffep127f ? factor : 0x1.fffffep127f;
-    return amax == 0.0f || factor == 0.0f ? 1.0f : factor;
-}
-
-/* NVFP4 of x [rows, cols] with a scale for each `down` x `right` elements, which divide the sizes:
- * 1 x 16, 16 x 1 or 16 x 16. `encoding` is the factor of the tensor's amax; `bytes` are random, one
- * for each element, or NULL. */
-INLINE void fp4_strip(const void *restrict x, size_t top, size_t down, size_t right, size_t cols,
-                      int kind, float encoding, const uint8_t *restrict bytes, int is_random,
-                      uint8_t *restrict payload, float *restrict scale) {
-    int32_t amax[STRIP];
-    float factor[STRIP];
-    const float times = encoding * (1.0f / 6.0f), back = 1.0f / encoding;
-    for (size_t left = 0; left < cols; left += STRIP) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (size_t tile = 0; tile < tiles; tile++) {
+        const size_t top = tile / per * down, left = tile % per * STRIP;
+        const size_t bottom = top + down < rows ? top + down : rows;
         const size_t n = cols - left < STRIP ? cols - left : STRIP;
-        memset(amax, 0, sizeof amax);
-        for (size_t row = top; row < top + down; row++)
-            for (size_t j = 0; j < n; j++) {
-                int32_t seen = known_magnitude(load(x, row * cols + left + j, kind));
-                amax[j] = seen > amax[j] ? seen : amax[j];
-            }
-        for (size_t j = 0; j < n; j += right) {
-            int32_t most = amax[j];
-            for (size_t k = 1; k < right; k++) most = amax[j + k] > most ? amax[j + k] : most;
-            uint32_t number;
-            encode(as_float((uint32_t)most), times, E4M3, &number);
-            float inverse = 1.0f / (as_float(number) * back);
-            inverse = inverse < 0x1.fffffep127f ? inverse : 0x1.fffffep127f;
-            for (size_t k = 0; k < right; k++) factor[j + k] = inverse;
-            scale[top / down * (cols / right) + (left + j) / right] = as_float(number);
-        }
-        for (size_t row = top; row < top + down; row++)
-#pragma GCC ivdep
-            for (size_t j = 0; j < n; j++) {
-                size_t at = row * cols + left + j;
-                uint8_t byte = is_random ? bytes[at] : 0;
-                payload[at] = fp4_code(load(x, at, kind) * factor[j], is_random, byte);
-            }
-    }
-}
-
-/* The same of a tensor with this amax; `outer` is the factor from number times scale to value. */
-void megafp8_nvfp4(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
-                   const float *amax, const uint8_t *bytes, uint8_t *payload, float *scale,
-                   float *outer, int threads) {
-    const float factor = fp4_encoding(*amax);
-    *outer = *amax / 2688.0f;
-    if (rows * cols < SERIAL_BELOW) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int t = 0; t < threads; t++) {
-        size_t begin, end;
-        share(rows, threads, t, &begin, &end); /* multiples of 64, so that no block is cut */
-        for (size_t top = begin; top < end; top += down) {
-#define STRIP_OF(K, D, R, S) \
-    fp4_strip(x, top, D, R, cols, K, factor, bytes, S, payload, scale)
-#define OF_KIND(D, R, S) \
-    (kind == F32 ? STRIP_OF(F32, D, R, S) : kind == BF16 ? STRIP_OF(BF16, D, R, S) \
-                                                          : STRIP_OF(F16, D, R, S))
-#define OF_BYTES(D, R) (bytes ? OF_KIND(D, R, 1) : OF_KIND(D, R, 0))
-            if (down == 1) OF_BYTES(1, 16);
-            else if (right == 1) OF_BYTES(16, 1);
-            else OF_BYTES(16, 16);
-#undef OF_BYTES
-#undef OF_KIND
-#undef STRIP_OF
-        }
+        const float *from = scale + top / down * of_row + left / right;
+#define OF(RIGHT, K) value_strip(payload, top, bottom, left, n, cols, from, RIGHT, out, K)
+        if (right == 1 && out_kind == F32) OF(1, F32);
+        else if (right == 1) OF(1, BF16);
+        else if (right == 16 && out_kind == F32) OF(16, F32);
+        else if (right == 16) OF(16, BF16);
+        else if (right == 32 && out_kind == F32) OF(32, F32);
+        else if (right == 32) OF(32, BF16);
+        else if (out_kind == F32) OF(right, F32);
+        else OF(right, BF16);
+#undef OF
     }
 }
 

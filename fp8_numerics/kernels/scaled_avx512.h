@@ -1,9 +1,10 @@
 /* Adam's update over stored tensors for CPUs with AVX-512, 16 elements at a time in registers, so that
  * divisions and roots overlap with the conversions. The bits are those of stored_cpu.h's blocks.
  */
+#include "elements_avx512.h"
 #include "stored_cpu.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if HAS_AVX512
 INLINE __m512 load_16(const void *data, size_t i, int kind, __m512 scale) {
     if (kind == S_F32) return _mm512_loadu_ps((const float *)data + i);
     if (kind == S_BF16 || kind == S_F16) {
@@ -27,18 +28,12 @@ INLINE __m512 load_16(const void *data, size_t i, int kind, __m512 scale) {
 }
 
 INLINE void store_16(void *data, size_t i, int kind, __m512 scale, __m512 x) {
-    const __m512i one = _mm512_set1_epi32(1);
     if (kind == S_F32) {
         _mm512_storeu_ps((float *)data + i, x);
         return;
     }
     if (kind == S_BF16) {
-        __m512i bits = _mm512_castps_si512(x), high = _mm512_srli_epi32(bits, 16);
-        __m512i up = _mm512_add_epi32(_mm512_and_si512(high, one), _mm512_set1_epi32(0x7fff));
-        __m512i code = _mm512_srli_epi32(_mm512_add_epi32(bits, up), 16);
-        __m512i nan = _mm512_set1_epi32(0x7fc0);
-        code = _mm512_mask_mov_epi32(code, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
-        _mm256_storeu_si256((__m256i *)((uint16_t *)data + i), _mm512_cvtepi32_epi16(code));
+        _mm256_storeu_si256((__m256i *)((uint16_t *)data + i), to_bf16_512(x));
         return;
     }
     x = _mm512_mul_ps(x, scale);
@@ -158,24 +153,6 @@ INLINE int has_nan(__m512i codes) {
     return _mm512_cmpeq_epi8_mask(_mm512_and_si512(codes, all), all) != 0;
 }
 
-/* Codes of x * scale, whose magnitude is at most 448, and |x| through `magnitude`. The sum's last
- * byte is k of elements_cpu.h less that of emin >> 20, which is even and so changes no tie; the exponent's
- * bits are added to it. */
-INLINE __m128i e4m3_of(__m512 x, __m512 scale, __m512i *magnitude) {
-    const int emin = 121 << 23;
-    __m512i bits = _mm512_castps_si512(x);
-    *magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff));
-    __m512 y = _mm512_mul_ps(_mm512_castsi512_ps(*magnitude), scale);
-    __m512i e = _mm512_and_si512(_mm512_castps_si512(y), _mm512_set1_epi32(0x7f800000));
-    e = _mm512_max_epi32(e, _mm512_set1_epi32(emin));
-    __m512i m = _mm512_add_epi32(e, _mm512_set1_epi32((20 << 23 | 0x400000) - (emin >> 20)));
-    __m512i sum = _mm512_castps_si512(_mm512_add_ps(y, _mm512_castsi512_ps(m)));
-    __m512i code = _mm512_add_epi32(sum, _mm512_srli_epi32(e, 20));
-    code = _mm512_ternarylogic_epi32(code, _mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80),
-                                     0xd8); /* the sign's bit of the second, the rest of the first */
-    return _mm512_cvtepi32_epi8(code);
-}
-
 INLINE void copy_64(char *to, const char *from) {
     _mm512_storeu_si512(to, _mm512_loadu_si512(from));
 }
@@ -224,9 +201,8 @@ static size_t adam_in_half(const struct adam *a, const struct backup *kept, size
                 __m512 divisor = _mm512_mul_ps(_mm512_sqrt_ps(v), root);
                 divisor = _mm512_add_ps(divisor, eps);
                 p = _mm512_sub_ps(p, _mm512_mul_ps(_mm512_div_ps(m, divisor), size));
-                __m512i magnitude;
-                _mm_storeu_si128((__m128i *)(first + at), e4m3_of(m, qm, &magnitude));
-                mm = _mm512_max_epi32(mm, magnitude);
+                _mm_storeu_si128((__m128i *)(first + at), encode_512(m, qm, E4M3));
+                mm = larger_16(mm, m);
                 mp = larger_16(mp, p);
                 mv = larger_16(mv, v);
 #define NARROW(x) _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)
