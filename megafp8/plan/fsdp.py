@@ -228,12 +228,14 @@ def _sent_by_level(spec: RunSpec, layer: Sequence[Parameter]) -> int:
 
 def _shards(spec: RunSpec, params: Iterable[Parameter]) -> int:
     """Return the bytes of FP32 shards; FSDP pads the largest part of each parameter."""
-    return FP32 * sum(param.shard_elements(shard_ranks(spec)) for param in params)
+    ranks = shard_ranks(spec)
+    return FP32 * sum(param.shard_elements(ranks) for param in params)
 
 
 def _received(spec: RunSpec, param: Parameter) -> int:
     """Return the bytes of a parameter as ranks send it."""
-    elements = shard_ranks(spec) * param.shard_elements(shard_ranks(spec))
+    ranks = shard_ranks(spec)
+    elements = ranks * param.shard_elements(ranks)
     return elements * (1 if sent_in_fp8(spec, param) else compute_itemsize(spec))
 
 

@@ -50,7 +50,10 @@ def bytes_kept(spec: RunSpec, shape: RankShape, replica: int | None = None) -> H
     scaling = 3 * delayed * (FP32 * history + SCALE_TABLE_BYTES)
     if spec.parallel.fsdp is not None:
         storage = spec.optim.storage
-        own = [param.shard_elements(shard_ranks(spec)) for param in shape.params]
+        ranks = shard_ranks(spec)
+        own = [param.shard_elements(ranks) for param in shape.params]
+        of_kinds = {param.kind: param for param in shape.params}
+        of_moments = {kind: _itemsize_of_moments(spec, each) for kind, each in of_kinds.items()}
         masters, gradients = (
             sum(
                 elements * (ITEM_BYTES[name] if param.is_linear else FP32)
@@ -61,7 +64,7 @@ def bytes_kept(spec: RunSpec, shape: RankShape, replica: int | None = None) -> H
         if storage.main_grads != "fp32":
             gradients += FP32 * sum(param.is_linear for param in shape.params)  # their scales
         moments = sum(
-            elements * _itemsize_of_moments(spec, param)
+            elements * of_moments[param.kind]
             for elements, param in zip(own, shape.params, strict=True)
         )
         return HeldBytes(

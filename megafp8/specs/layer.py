@@ -61,7 +61,7 @@ class LayerLinear:
 
     def per_token(self, count: int) -> int:
         """Return `count` numbers of one weight for all weights that a token visits."""
-        return int(count * self.experts * self.visits)
+        return count * self.experts * self.visits.numerator // self.visits.denominator
 
     def local_shape(self, tp: int) -> tuple[int, int]:
         """Return the out and in features of a weight that one of `tp` ranks holds."""

@@ -145,7 +145,7 @@ class Parameter:
         """Whether it belongs to an expert."""
         return self.listed.linear is not None and self.listed.linear.is_expert
 
-    @property
+    @cached_property
     def kind(self) -> ParamKind:
         """Return what its optimizer depends on."""
         return ParamKind(self.is_linear, is_vector=len(self.listed.tensors[0][1]) < 2)
@@ -166,7 +166,7 @@ class RankShape:
     linears: tuple[LinearShape, ...]
     params: tuple[Parameter, ...]
 
-    @property
+    @cached_property
     def params_of_layers(self) -> list[list[Parameter]]:
         """Return the parameters of each of its layers."""
         of_layer = groupby(filter(attrgetter("in_layer"), self.params), attrgetter("listed.place"))
@@ -175,13 +175,30 @@ class RankShape:
 
 def rank_shape(spec: RunSpec, pipeline_rank: int) -> RankShape:
     """Return the part of the model that the ranks of `pipeline_rank` have."""
-    stages = stages_of_rank(spec, pipeline_rank)
-    layers = tuple(layer for stage in stages for layer in layers_of_stage(spec, stage))
-    of_layers = layer_shapes(spec)
+    own = stages_of_rank(spec, pipeline_rank)
+    stages = tuple((stage, layers_of_stage(spec, stage)) for stage in own)
+    model = replace(spec.model, recompute=None)  # which changes nothing that a rank has
+    parallel = spec.parallel
+    last = num_stages(spec) - 1
+    return _rank_shape(stages, last, model, spec.precision, parallel.tp, parallel.ep)
+
+
+@lru_cache(maxsize=32)
+def _rank_shape(
+    stages: tuple[tuple[int, range], ...],
+    last: int,
+    model: GPTSpec,
+    precision: PrecisionSpec,
+    tp: int,
+    ep: int,
+) -> RankShape:
+    """Return what stages have, given with their layers; a search asks for the same many times."""
+    layers = tuple(layer for _, own in stages for layer in own)
+    of_layers = _layer_shapes(model, precision, tp, ep)
     linears = tuple(linear for layer in layers for linear in of_layers[layer].linears)
-    has_first, has_last = 0 in stages, num_stages(spec) - 1 in stages
-    params = tuple(_parameters(spec, stages))
-    return RankShape(tuple(stages), layers, has_first, has_last, linears, params)
+    params = tuple(_parameters(stages, last, model, precision, tp, ep))
+    numbers = tuple(stage for stage, _ in stages)
+    return RankShape(numbers, layers, 0 in numbers, last in numbers, linears, params)
 
 
 def layer_shapes(spec: RunSpec) -> tuple[LayerShape, ...]:
@@ -289,7 +306,11 @@ def compute_itemsize(spec: RunSpec) -> int:
 
 def plain_itemsize(spec: RunSpec) -> int:
     """Return the bytes of an element of embeddings and norms."""
-    return compute_itemsize(spec) if spec.precision.half_weights else FP32
+    return _plain_itemsize(spec.precision)
+
+
+def _plain_itemsize(precision: PrecisionSpec) -> int:
+    return ITEM_BYTES[precision.compute] if precision.half_weights else FP32
 
 
 def residual_itemsize(spec: RunSpec) -> int:
@@ -312,23 +333,29 @@ def sequence_shards(spec: RunSpec) -> int:
     return spec.parallel.tp if spec.parallel.sequence_parallel else 1
 
 
-def _parameters(spec: RunSpec, stages: Sequence[int]) -> Iterator[Parameter]:
-    """Yield the parameters of a rank's stages in the model's order."""
-    model, last, recipe = spec.model, num_stages(spec) - 1, spec.precision.fp8
-    listed = parameters_of(model)
-    shapes = (x for shape in layer_shapes(spec) for x in shape.linears)
+def _parameters(
+    stages: Sequence[tuple[int, range]],
+    last: int,
+    model: GPTSpec,
+    precision: PrecisionSpec,
+    tp: int,
+    ep: int,
+) -> Iterator[Parameter]:
+    """Yield the parameters of stages, given with their layers, in the model's order."""
+    recipe, listed = precision.fp8, parameters_of(model)
+    shapes = (x for shape in _layer_shapes(model, precision, tp, ep) for x in shape.linears)
     linears = {name: shape for shape in shapes for name in shape.names}
     in_fp8 = recipe is not None and recipe.params_in_fp8
-    is_tied = model.share_embeddings_and_output_weights and not {0, last} <= set(stages)
+    is_tied = model.share_embeddings_and_output_weights and not {0, last} <= dict(stages).keys()
 
     def is_held(param: ParameterSpec) -> bool:
         """Whether the rank has it: other ranks may have the other experts."""
         return param.linear is None or param.name.rpartition(".")[0] in linears
 
     def held(param: ParameterSpec) -> Parameter:
-        rows, *columns = param.local_shape(spec.parallel.tp)
+        rows, *columns = param.local_shape(tp)
         linear = None if param.linear is None else linears[param.name.rpartition(".")[0]]
-        itemsize = plain_itemsize(spec) if linear is None else compute_itemsize(spec)
+        itemsize = _plain_itemsize(precision) if linear is None else ITEM_BYTES[precision.compute]
         itemsize = FP32 if param.in_fp32 else itemsize
         if not param.is_matrix:
             linear = None
@@ -337,10 +364,10 @@ def _parameters(spec: RunSpec, stages: Sequence[int]) -> Iterator[Parameter]:
         is_tied_end = is_tied and param.name == WORD
         return Parameter(param, rows, prod(columns), itemsize, linear, is_tied_end)
 
-    for stage in stages:
+    for stage, layers in stages:
         if stage == last and is_tied:
             yield held(replace(listed[WORD], place="last"))
-        places = {*layers_of_stage(spec, stage), "first" * (stage == 0), "last" * (stage == last)}
+        places = {*layers, "first" * (stage == 0), "last" * (stage == last)}
         there = (param for param in listed.values() if param.place in places)
         yield from (held(param) for param in there if is_held(param))
 
