@@ -40,6 +40,7 @@ OF_OTHERS = {
     # Hydra and OmegaConf
     "megafp8/c*/*.py": ("*._get_node", "*._value", "*._target_", "schema._set_flag"),
     "megafp8/config/settings.py": ("node._dereference_node",),
+    "megafp8/config/schema/__init__.py": ("node._metadata",),
     "megafp8/jobs/hydra.py": ("*._target_",),
     # what Transformer Engine's Python keeps in its tensors and quantizers
     "megafp8/backends/te/*": ("[!t]*._*", "tensor._*", "tex._*"),

@@ -31,7 +31,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
@@ -204,6 +204,10 @@ def default_job() -> Mapping[str, Any]:
     return {setting.key: setting.value for setting in layer.settings}
 
 
+_FIXED: dict[object, ConfigResult | None] = {}
+"""What the files of Hydra's and our own packages have, by source and path: they are read once."""
+
+
 class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
     """Read each file once, after a check of its place, name, size, depth and aliases."""
 
@@ -216,12 +220,22 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Return a file's content and its list of defaults; None if it does not exist."""
         if config_path not in self._read:
-            self._check(config_path)
-            self._read[config_path] = super().load_config(config_path)
+            source = self._checked(config_path)
+            place = source and (source.scheme(), source.path, config_path)
+            if place not in _FIXED:
+                self._read[config_path] = super().load_config(config_path)
+                if source and (source.scheme() == "pkg" or Path(source.path) == conf_dir()):
+                    _FIXED[place] = self._read[config_path]
+            else:
+                self._read[config_path] = _FIXED[place]
         return self._read[config_path]
 
-    def _check(self, config_path: str) -> None:
-        """Raise `ForeignFileError` if a YAML file on the disk is not one to be parsed."""
+    def _checked(self, config_path: str) -> ConfigSource | None:
+        """Return the source of a file.
+
+        Raises:
+            ForeignFileError: A YAML file on the disk is not one to be parsed.
+        """
         if hide_values(config_path) != config_path:
             raise ForeignFileError(f"{HIDDEN}: the name of a file in `defaults:` is a secret")
         is_named = config_path == self._source.name  # on the command line
@@ -229,7 +243,7 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
             raise ForeignFileError(f"{config_path}: it is outside of the folder of YAML files")
         source = self._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
         if source is None or source.scheme() != "file":
-            return
+            return source
         file = Path(source.path, config_path.removesuffix(".yaml") + ".yaml")
         with suppress(OSError):  # Hydra reports it
             try:
@@ -238,6 +252,7 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
                 self.texts[config_path] = read_yaml_text(file)
             except ForeignFileError as error:
                 raise ForeignFileError(f"{file.name}: {error}") from error
+        return source
 
     def _climbs(self, config_path: str) -> bool:
         """Whether a path leads to a folder above, and not to that of the named file."""

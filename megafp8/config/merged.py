@@ -5,7 +5,6 @@ The tree also has NeMo's keys without effect, to which settings may refer as `${
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from megafp8.config.errors import DEFAULT, Origin, SettingError
 from megafp8.config.layers import Layer, default_job
 from megafp8.config.nemo import nemo_keys
-from megafp8.config.schema import schema_tree
+from megafp8.config.schema import copied, schema_tree
 from megafp8.config.settings import (
     UNDECIDED,
     UNREADABLE,
@@ -56,7 +55,7 @@ class Merged:
     def put(self, setting: Setting) -> None:
         """Put one setting over those that are there."""
         if self.is_shared:
-            self.tree, self.is_shared = copy.deepcopy(self.tree), False
+            self.tree, self.is_shared = copied(self.tree), False
         key, origin = setting.key, setting.origin
         self.known.pop(key, None)
         problem = put_in(self.tree, setting)
@@ -83,7 +82,7 @@ class Merged:
 
     def copy(self) -> Merged:
         """Return a copy, to which other settings can be put."""
-        tree = copy.deepcopy(self.tree)
+        tree = copied(self.tree)
         return Merged(tree, dict(self.known), dict(self.origins), list(self.problems))
 
     def values(self) -> tuple[dict[str, Any], list[SettingError]]:
@@ -114,7 +113,7 @@ def default_values() -> Mapping[str, Any]:
 
 def default_tree() -> DictConfig:
     """Return a new tree of the default job, with NeMo's keys without effect."""
-    return copy.deepcopy(_read_start(True)[0])
+    return copied(_read_start(True)[0])
 
 
 def _start(with_job: bool) -> Merged:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from megafp8.secrets import hide, one_line, redacted
 PRESET_GROUPS = ("model", "precision")
 """The folders of presets, which are files of settings: `model=gpt3_125m` chooses one."""
 
+_LONGEST_KEPT = 200  # characters of an override that is read once
 _LONGEST_NAME = 255  # bytes of a file's name; no file system asks for a longer one
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_.-]*/[A-Za-z0-9_./-]*")
 
@@ -141,15 +142,25 @@ def hydras_parser() -> OverridesParser:
     return OverridesParser.create()
 
 
+def _read(text: str) -> Override:
+    """Return an override as Hydra reads it; jobs of a sweep or a comparison share most of them."""
+    return _read_once(text) if len(text) <= _LONGEST_KEPT else hydras_parser().parse_override(text)
+
+
+@lru_cache(maxsize=512)
+def _read_once(text: str) -> Override:
+    return hydras_parser().parse_override(text)
+
+
 def _parse(text: str, config_dirs: Sequence[Path], multirun: bool) -> ParsedOverride | SettingError:
     """Return what an override means, or why it is refused; its values are not checked yet."""
     if text.startswith("="):
         hint = "Write KEY=VALUE without blanks around the equals sign"
         return SettingError(text, None, "has no key", hint, origin=COMMAND_LINE)
     try:
-        override = hydras_parser().parse_override(text)
+        override = _read(text)
         if (with_quotes := texts_quoted(text, config_dirs)) != text:
-            text, override = with_quotes, hydras_parser().parse_override(with_quotes)
+            text, override = with_quotes, _read(with_quotes)
     except (HydraException, ValueError, RecursionError) as error:
         return _grammar_problem(text, error)
     key = override.key_or_group

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megafp8.config import overrides as of_command_lines
 from megafp8.config.errors import CombinedConfigError, SettingError
 from megafp8.config.load import load
 from megafp8.config.nemo import nemo_keys
@@ -88,6 +89,7 @@ def test_all_problems_of_a_bad_command_line_come_at_once_and_soon() -> None:
 
 def _calls_to_refuse(wrong: list[str]) -> int:
     """Return the calls, of Python and of C, in which the errors of all settings are found."""
+    of_command_lines._read_once.cache_clear()
     count = 0
 
     def profile(frame: object, event: str, argument: object) -> None:

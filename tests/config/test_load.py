@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megafp8.cli import help
@@ -19,7 +22,7 @@ from megafp8.config.layers import default_job
 from megafp8.config.load import _on_this_machine, load, load_all
 from megafp8.config.merged import default_tree, default_values
 from megafp8.config.overrides import parse_overrides
-from megafp8.config.schema import all_keys
+from megafp8.config.schema import all_keys, copied
 from megafp8.config.settings import nested, read_value
 from megafp8.errors import ConfigError
 from scripts.configuration import differing_keys, markdown_page
@@ -49,6 +52,39 @@ def test_the_default_job_holds_what_the_schema_leaves_open_and_no_default_again(
     assert not again, again
     values, written = load(), help.default_values()
     assert all("${" in str(text) or values[path] == text for path, text in written.items())
+
+
+def parts_of(node: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the nodes of a tree below a node, and the node itself."""
+    yield name, node
+    below = vars(node).get("_content")
+    if isinstance(below, Node):  # of one of several types
+        below = {"": below}
+    if isinstance(below, (dict, list)):
+        for key, one in below.items() if isinstance(below, dict) else enumerate(below):
+            yield from parts_of(one, f"{name}.{key}")
+
+
+def test_a_copied_tree_is_a_deep_copy() -> None:
+    """It has the same values, types and flags at each place, and no part that changes is shared."""
+    tree = default_tree()
+    tree.model.data.data_prefix = [0.5, "a", 0.5, "b"]
+    OmegaConf.set_struct(tree.model, False)
+    copies = dict(parts_of(copied(tree)))
+    originals, wanted = (dict(parts_of(each)) for each in (tree, copy.deepcopy(tree)))
+    assert copies.keys() == wanted.keys() and len(copies) > 400
+    for name, node in copies.items():
+        assert type(node) is type(wanted[name])
+        assert vars(node._metadata) == vars(wanted[name]._metadata), name
+        assert vars(node).get("_val") == vars(wanted[name]).get("_val")
+        parent = name.rpartition(".")[0]
+        assert node._parent is (copies[parent] if name else None)
+        for part in ("flags", "resolver_cache"):
+            ours = getattr(node._metadata, part)
+            assert ours is None or ours is not getattr(originals[name]._metadata, part)
+        assert node is not originals[name] and node._metadata is not originals[name]._metadata
+    copied(tree).model.hidden_size = 7
+    assert tree.model.hidden_size != 7
 
 
 def test_configuration_page_is_current() -> None:

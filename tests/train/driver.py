@@ -8,8 +8,8 @@ and each is answered by a line:
     the same with "stdin": …, which leads a session and has no variables but those of "env"
     {"wait": process id, "seconds": …}  ->  exit code (negative: a signal), or null if it runs
 
-Torch has started no thread in this process, so that children may start some. The default job's
-settings are composed once before, by which Hydra's parsers and plugins are there in each child.
+Torch has started no thread in this process, so that children may start some. The settings of most
+jobs of tests are composed once before, so that Hydra's parsers and plugins are in each child.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megafp8.config.load import load_all  # noqa: E402
 from megafp8.train.report import summary  # noqa: E402
 from tests.disks import forget_fsync  # noqa: E402
 from tests.train import faults, forked_ranks  # noqa: E402
+from tests.train.runs import JOB  # noqa: E402
 
 
 def start(request: dict) -> int:
@@ -115,7 +116,7 @@ def main() -> None:
     os.dup2(2, 1)
     forget_fsync()
     summary.SAMPLE_TOKENS = SAMPLE_TOKENS  # each is a pass of the model, of a sixth of a job's time
-    options = parse_options(["model.fp8=True"])
+    options = parse_options(JOB)
     app_info(load_all(options.overrides), options)
     gc.collect()
     gc.freeze()  # jobs look for garbage among their own objects, and share the memory of these

