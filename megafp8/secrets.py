@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -67,6 +68,7 @@ _OPAQUE = re.compile(r"\b[0-9a-f]{40}\b")
 """A key of Weights & Biases, which its texts call `key` alone."""
 
 
+@lru_cache(maxsize=1024)  # each message asks about all variables of the environment
 def is_secret_name(name: str) -> bool:
     """Whether a key or an environment variable is named like a secret, as `HF_TOKEN`.
 

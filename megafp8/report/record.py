@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,12 +208,17 @@ def _status(path: Path, events: Sequence[Line], problems: list[str]) -> str:
 def _config(path: Path, problems: list[str]) -> tuple[str, dict[str, Any]]:
     try:
         text = read_yaml_text(path / CONFIG_NAME)
-        tree = parse_yaml(text)
+        return text, dict(_settings_of(text))
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         problems.append(f"{CONFIG_NAME} cannot be read ({reason})")
         return "", {}
-    return text, dict(_dotted(tree)) if isinstance(tree, dict) else {}
+
+
+@lru_cache(maxsize=4)  # a run writes its report at its start and at its end
+def _settings_of(text: str) -> dict[str, Any]:
+    tree = parse_yaml(text)
+    return dict(_dotted(tree)) if isinstance(tree, dict) else {}
 
 
 def _dotted(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
