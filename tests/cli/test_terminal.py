@@ -40,7 +40,7 @@ def test_a_message_has_no_control_characters(
     assert "red" in streams.err
 
 
-@pytest.mark.parametrize("size", [5_000, 1_000_000])
+@pytest.mark.parametrize("size", [5_000, 200_000])
 def test_a_message_is_shortened(size: int, capsys: pytest.CaptureFixture[str]) -> None:
     for word in (f"model.fp8={'x' * size}", f"no.{'x' * size}=1", f"model.fp8='{'x ' * size}'"):
         assert run_app([word], refuse) == 2
