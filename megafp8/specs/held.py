@@ -53,7 +53,7 @@ def bytes_kept(spec: RunSpec, shape: RankShape, replica: int | None = None) -> H
         ranks = shard_ranks(spec)
         own = [param.shard_elements(ranks) for param in shape.params]
         of_kinds = {param.kind: param for param in shape.params}
-        of_moments = {kind: _itemsize_of_moments(spec, each) for kind, each in of_kinds.items()}
+        per_element = {k: _itemsize_of_moments(spec, each) for k, each in of_kinds.items()}
         masters, gradients = (
             sum(
                 elements * (ITEM_BYTES[name] if param.is_linear else FP32)
@@ -64,7 +64,7 @@ def bytes_kept(spec: RunSpec, shape: RankShape, replica: int | None = None) -> H
         if storage.main_grads != "fp32":
             gradients += FP32 * sum(param.is_linear for param in shape.params)  # their scales
         moments = sum(
-            elements * of_moments[param.kind]
+            elements * per_element[param.kind]
             for elements, param in zip(own, shape.params, strict=True)
         )
         return HeldBytes(
