@@ -25,10 +25,15 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tens
     """
     tiles = x_MK.float().unflatten(1, (-1, BLOCK))
     amax = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(-1)
+    inverse, scale = scales_of(amax, fmt)
+    payload = (tiles * inverse[..., None]).clamp_(-fmt.max, fmt.max).to(fmt.dtype)
+    return payload.flatten(1), scale
+
+
+def scales_of(amax: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the powers of two from values to numbers, and back, for amaxes in FP32."""
     code = _code(amax * (1.0 / fmt.max))
-    numbers = tiles * power_of(LARGEST_CODE - code)[..., None]
-    payload = numbers.clamp_(-fmt.max, fmt.max).to(fmt.dtype)
-    return payload.flatten(1), power_of(code)
+    return power_of(LARGEST_CODE - code), power_of(code)
 
 
 def _code(v: torch.Tensor) -> torch.Tensor:

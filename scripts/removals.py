@@ -122,6 +122,10 @@ PARTS = (
          "megafp8/cli/export*.py"),
         ("tests/checkpoint", "tests/cli/test_commands.py"),
     ),
+    Part(
+        "serve-diff", ("megafp8/*/serve_diff.py", "benchmarks/serve_diff.py"),
+        ("tests/checkpoint/test_serving.py", "tests/train/test_fp8_export.py"),
+    ),
     Part("torchao", ("megafp8/backends/torchao.py",), ("tests/backends/test_protocol.py",)),
     *(
         Part(

@@ -157,7 +157,7 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
             if name not in NOT_OURS and not FILE.fullmatch(name) and _source_of(name) is None:
                 yield f"module {name}"
         command = re.match(
-            r"(?:\$ )?(?:\.venv/bin/)?(?:python (?:-m ([\w.]+)|(\S+\.py))|megafp8 ([a-z]+))(.*)",
+            r"(?:\$ )?(?:\.venv/bin/)?(?:python (?:-m ([\w.]+)|(\S+\.py))|megafp8 ([a-z-]+))(.*)",
             code,
         )
         if command is None:
@@ -171,9 +171,11 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
         file = _source_of(name) if name else ROOT / command[2]
         if file is None or not file.is_file() or name in ("pytest", "pip"):
             continue
-        options = ROOT / "megafp8/cli/job.py"  # what every command with settings takes
+        options = [ROOT / "megafp8/cli/job.py"]  # what every command with settings takes
+        if "add_quantized_options(" in file.read_text("utf-8"):
+            options.append(ROOT / "megafp8/cli/export_quantized.py")
         package = [*file.parent.glob("*.py")] if file.name == "__main__.py" else []
-        known = "".join(part.read_text("utf-8") for part in (file, options, *package))
+        known = "".join(part.read_text("utf-8") for part in (file, *options, *package))
         for option in OPTION.findall(re.sub("'[^']*'", "", command[4]).partition(" # ")[0]):
             if f'"{option}"' not in known:
                 yield f"option {option} of {name or command[2]}"

@@ -22,6 +22,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch.nn import functional as F
 
+from fp8_numerics import formats
+from fp8_numerics.cast import Fp8Tensor
 from megafp8.checkpoint.huggingface import ConversionError, Mapped, architecture, mapping
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
@@ -78,6 +80,14 @@ class Format(Protocol):
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight [N, K] in FP32 that the tensors of one stand for."""
+
+    def weight_operand(self, tensors: Mapping[str, torch.Tensor]) -> Fp8Tensor:
+        """Return the weight [N, K] that the tensors of one stand for, as products read it."""
+
+    def input_operand(
+        self, x_TK: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor | Fp8Tensor:
+        """Return an input [T, K] as a server casts it, or itself where it does not."""
 
     def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Return the numbers in FP32 that a server computes with for an input [T, K]."""
@@ -140,18 +150,32 @@ class ServingFormat:
         """Return the weight [N, K] in FP32 that the tensors of one stand for."""
         return decode(tensors["weight"], tensors[self.scale_name], self.scales)
 
-    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers in FP32 that the input has in E4M3 times its scales: [T, K]."""
+    def weight_operand(self, tensors: Mapping[str, torch.Tensor]) -> Fp8Tensor:
+        """Return the weight [N, K] that the tensors of one stand for, as products read it."""
+        payload_NK, scale = tensors["weight"], tensors[self.scale_name]
+        if self.scales == "tensor":
+            return Fp8Tensor(payload_NK, scale.reshape(()), formats.E4M3)
+        square = (BLOCK, BLOCK)
+        return in_blocks(
+            payload_NK, scale, square if self.scales == "block" else (1, payload_NK.shape[1])
+        )
+
+    def input_operand(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> Fp8Tensor:
+        """Return the input [T, K] in E4M3 with its scales."""
         if scale is not None:
-            return decode(encode(x_TK, scale, "tensor"), scale, "tensor")
-        num_features = x_TK.shape[1]
+            return Fp8Tensor(encode(x_TK, scale, "tensor"), scale.reshape(()), formats.E4M3)
+        num_tokens, num_features = x_TK.shape
         width = BLOCK if self.scales == "block" else num_features
         padded = F.pad(x_TK, (0, -num_features % width))
         groups = padded.view(-1, width)
-        amax = groups.abs().amax(1, keepdim=True)
-        scale = torch.where(amax > 0, amax / E4M3_MAX, 1.0)
-        rounded = decode(encode(groups, scale, "channel"), scale, "channel")
-        return rounded.view(padded.shape)[:, :num_features]
+        amax = groups.abs().amax(1, keepdim=True).float()
+        scale = input_scale_of(amax)
+        payload_TK = encode(groups.float(), scale, "channel").view(padded.shape)[:, :num_features]
+        return in_blocks(payload_TK.contiguous(), scale.view(num_tokens, -1), (1, width))
+
+    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        """Return the numbers in FP32 that the input has in E4M3 times its scales: [T, K]."""
+        return self.input_operand(x_TK, scale).dequantize(torch.float32)
 
     def quantization_config(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the `quantization_config` of a model's `config.json`."""
@@ -183,6 +207,12 @@ class ServingFormat:
             "ignore": ignored,
             "kv_cache_scheme": None,
         }
+
+
+def in_blocks(payload_MK: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
+    """Return numbers of E4M3 [M, K] with a scale for each block of rows and columns."""
+    is_power = not bool((scale.view(torch.int32) & 0x7FFFFF).any())
+    return Fp8Tensor(payload_MK, scale, formats.E4M3, block=block, is_exact_in_bf16=is_power)
 
 
 def single_linears(spec: GPTSpec) -> Iterator[LayerLinear]:
@@ -250,6 +280,11 @@ def scale_of(amax: torch.Tensor) -> torch.Tensor:
     exact = torch.where(amax > 0, (amax / E4M3_MAX).clamp(min=_SMALLEST), 1.0).float()
     bits = exact.contiguous().view(torch.int32)  # BF16 has the upper 16 of them
     return ((bits + 0xFFFF) & -0x10000).view(torch.float32)
+
+
+def input_scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """Return the scales that a server computes of an input's largest magnitudes, of any shape."""
+    return torch.where(amax > 0, amax / E4M3_MAX, 1.0)
 
 
 def amax_by(weight_NK: torch.Tensor, scales: Scales) -> torch.Tensor:

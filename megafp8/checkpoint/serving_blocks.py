@@ -21,6 +21,8 @@ import torch
 from torch.nn import functional as F
 
 from fp8_numerics import mxfp8, nvfp4
+from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.formats import E2M1, E4M3
 from megafp8 import __version__
 from megafp8.checkpoint.huggingface import ConversionError
 from megafp8.checkpoint.serving import Read, ignored_modules, single_linears
@@ -112,6 +114,11 @@ class BlockFormat:
         if self.layout == "modelopt":
             return "weight", "weight_scale", "weight_scale_2"
         return "weight_packed", "weight_scale", "weight_global_scale"
+
+    @property
+    def has_powers(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.kind == "mxfp8"
 
     @property
     def has_inputs(self) -> bool:
@@ -231,21 +238,43 @@ class BlockFormat:
         """Return the weight [N, K] in FP32 that the tensors of one stand for."""
         payload, scale, *of_whole = (tensors[name] for name in self.tensor_names)
         if self.kind == "mxfp8":
-            numbers_NK, scales = payload.float(), mxfp8.power_of(scale.int())
-        else:
-            codes = torch.stack([payload & 15, payload >> 4], -1).flatten(1).int()
-            numbers_NK = _E2M1.to(codes.device)[codes & 7].copysign(7.5 - codes)
-            (factor,) = of_whole
-            is_inverse = self.layout == "compressed-tensors"
-            scales = scale.float() / factor if is_inverse else scale.float() * factor
-        return self._values(numbers_NK, scales)
+            return self._values(payload.float(), mxfp8.power_of(scale.int()))
+        (factor,) = of_whole
+        is_inverse = self.layout == "compressed-tensors"
+        scales = scale.float() / factor if is_inverse else scale.float() * factor
+        return self._values(_numbers(payload), scales)
 
-    def _rounded(self, x_TK: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return an input in NVFP4, by the number that is stored for all inputs of a linear."""
+    def weight_operand(self, tensors: Mapping[str, torch.Tensor]) -> Fp8Tensor:
+        """Return the weight [N, K] that the tensors of one stand for, as products read it."""
+        payload, scale, *of_whole = (tensors[name] for name in self.tensor_names)
+        if self.kind == "mxfp8":
+            return self._operand(payload, mxfp8.power_of(scale.int()))
+        outer = of_whole[0].reshape(())
+        outer = 1 / outer if self.layout == "compressed-tensors" else outer
+        return self._operand(_numbers(payload), scale.float(), outer)
+
+    def input_operand(
+        self, x_TK: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor | Fp8Tensor:
+        """Return an input [T, K] as a server casts it, or itself where it does not.
+
+        In NVFP4 `scale` is the number that is stored for all inputs of the linear.
+        """
+        if self.kind == "mxfp8":
+            return self._operand(*mxfp8.quantize_rows(x_TK))
+        if scale is None:
+            return x_TK
         is_inverse = self.layout == "compressed-tensors"
         amax = (nvfp4.LARGEST / scale if is_inverse else scale * nvfp4.LARGEST).reshape(())
         numbers_TK, scales = nvfp4.quantize_blocks(x_TK, 1, amax, None)
-        return self._values(numbers_TK, scales * nvfp4.outer_of(amax))
+        return self._operand(numbers_TK, scales, nvfp4.outer_of(amax))
+
+    def _operand(
+        self, numbers_MK: torch.Tensor, scale: torch.Tensor, outer: torch.Tensor | None = None
+    ) -> Fp8Tensor:
+        fmt = E4M3 if self.kind == "mxfp8" else E2M1
+        payload, block = numbers_MK.to(fmt.dtype), (1, self.block)
+        return Fp8Tensor(payload, scale, fmt, block=block, is_exact_in_bf16=True, outer=outer)
 
     def _values(self, numbers_MK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         tiles = numbers_MK.unflatten(1, (-1, self.block))
@@ -254,7 +283,14 @@ class BlockFormat:
 
     def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         """Return the numbers in FP32 that a server computes with for an input [T, K]."""
-        if self.kind == "nvfp4":
-            return x_TK if scale is None else self._rounded(x_TK, scale)
-        payload, scales = mxfp8.quantize_rows(x_TK)
-        return self._values(payload.float(), scales)
+        made = self.input_operand(x_TK, scale)
+        if not isinstance(made, Fp8Tensor):
+            return made
+        scales = made.dequant_scale if made.outer is None else made.dequant_scale * made.outer
+        return self._values(made.payload.float(), scales)
+
+
+def _numbers(packed: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of E2M1 in FP32 [N, K] that two in a byte stand for [N, K / 2]."""
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1).int()
+    return _E2M1.to(codes.device)[codes & 7].copysign(7.5 - codes)

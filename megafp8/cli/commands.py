@@ -39,6 +39,7 @@ COMMANDS = {
     "preprocess": Command("preprocess", "make a dataset and its tokenizer from text"),
     "import": Command("import_hf", "import a model of transformers, Megatron or NeMo"),
     "export": Command("export", "write a run's model for Hugging Face's transformers"),
+    "serve-diff": Command("serve_diff", "say how far a run is from its export, and by which rule"),
     "plan": Command("plan", "predict memory, messages and time of a job, or search a layout"),
     "dryrun": Command("dryrun", "count the memory of a job's ranks, without starting them"),
     "compare": Command("compare", "train with FP8 and without, and say whether the loss differs"),
@@ -66,9 +67,15 @@ it cannot, they are named with the line that installs it.
 USES = {
     "Train": ("pretrain", "finetune", "compare", "generate"),
     "Data and models": ("preprocess", "import", "export"),
-    "Look": ("runs", "report", "inspect", "doctor"),
-    "Before a large job": ("plan", "dryrun", "migrate", "audit"),
-    "Recipes, and help of the shell": ("recipe", "completion"),
+    "Look, and help of the shell": (
+        "runs",
+        "report",
+        "inspect",
+        "serve-diff",
+        "doctor",
+        "completion",
+    ),
+    "Before a large job": ("recipe", "plan", "dryrun", "migrate", "audit"),
 }
 """What the subcommands are for, as the list of them shows it."""
 TRAINING = ("pretrain", "finetune")

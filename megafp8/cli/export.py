@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING
 from megafp8.checkpoint.families import FAMILIES
 from megafp8.cli.commands import run_old_name
 from megafp8.cli.export_quantized import (
-    LAYOUTS,
     QUANTIZED,
-    SAMPLES,
-    SCALES,
     QuantizedOptions,
+    add_quantized_options,
     plan_quantized,
     quantized_options,
 )
-from megafp8.cli.job import command_parser, number_in, reports_errors
+from megafp8.cli.job import command_parser, reports_errors
 from megafp8.data.tokenize import JSON_FILE
-from megafp8.errors import ExitCode
+from megafp8.errors import ExitCode, RunError
 from megafp8.files import whole_folder, write_json_atomically
 from megafp8.runs.tokenizer import (
     copy_tokenizer,
@@ -55,7 +53,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--dtype",
         choices=(*DTYPES, *QUANTIZED),
-        default="float32",
         help="dtype of the weights (default: float32, which is exact); fp8 is E4M3 with scales, "
         "mxfp8 and nvfp4 are the numbers and scales of the recipes of these names",
     )
@@ -64,41 +61,39 @@ def main(argv: Sequence[str]) -> int:
         choices=list(FAMILIES),
         help="family of models to write (default: the first of these that can express the model)",
     )
-    _add_quantized_options(parser)
+    add_quantized_options(parser)
+    parser.add_argument(
+        "--closest-to-training",
+        action="store_true",
+        help="take the form of those that the other options leave open whose KL from the forward "
+        "pass of training is smallest, as megafp8 serve-diff computes it",
+    )
     options = parser.parse_args(argv)
-    quantized = quantized_options(options)
+    if options.closest_to_training:
+        quantized, options.dtype = _closest(options), "bfloat16"
+    else:
+        options.dtype = options.dtype or "float32"
+        quantized = quantized_options(options)
     dtype = dtype_named(options.dtype if quantized is None else "bfloat16")
     export(options.run, options.dir, dtype, options.family, quantized)
     return ExitCode.FINISHED
 
 
-def _add_quantized_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that only quantized weights have."""
-    parser.add_argument(
-        "--layout",
-        choices=LAYOUTS,
-        help="whose names and configuration mxfp8 and nvfp4 get (compressed-tensors)",
-    )
-    parser.add_argument(
-        "--fp8-scales",
-        choices=list(SCALES),
-        help="what has a scale of its own: each tensor or channel (compressed-tensors), or each "
-        "block of 128 x 128 as DeepSeek's (channel)",
-    )
-    parser.add_argument(
-        "--fp8-inputs",
-        choices=("static", "dynamic"),
-        help="scales of the linears' inputs: from the run's amax histories, or computed for each "
-        "token by the server (static if the recipe has histories, except with blocks); with nvfp4 "
-        "static ones are measured over validation data, and inputs are in BF16 without",
-    )
-    parser.add_argument(
-        "--validation-samples",
-        type=number_in(int, lambda n: n >= 0, "0 or more"),
-        metavar="N",
-        help="samples of the run's validation data for the loss beside BF16's; 0 computes none "
-        f"({SAMPLES})",
-    )
+def _closest(options: argparse.Namespace) -> QuantizedOptions | None:
+    from megafp8.cli.serve_diff import by_kl
+
+    flag = "--closest-to-training"
+    if options.dtype in ("float32", "float16"):
+        hint = "Leave one out"
+        raise RunError(f"{flag}: no server's form is {options.dtype}. {hint}")
+    if options.validation_samples == 0:
+        raise RunError(f"{flag}: compares over --validation-samples. Give some")
+    names = ("dtype", "layout", "fp8_scales", "fp8_inputs", "validation_samples")
+    given = {name: getattr(options, name) for name in names}
+    ranked = by_kl(options.run, given, options.family)
+    say(f"closest to training: {ranked[0].words}; KL (trained || served) of each form:")
+    say(*(f"  {each.kl:.3g}  {each.words}" for each in ranked))
+    return ranked[0].asked
 
 
 def export(

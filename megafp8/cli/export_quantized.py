@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from megafp8.cli.job import number_in
 from megafp8.errors import RunError, UserError
 from megafp8.files import write_json_atomically
 from megafp8.secrets import say
@@ -28,7 +29,7 @@ QUANTIZED = (FP8, *BLOCK_KINDS)
 LAYOUTS = ("compressed-tensors", "modelopt")
 REPORT = "fp8_export.json"
 SAMPLES = 64
-_OPTIONS = {
+OPTIONS = {
     "fp8_scales": (FP8,), "fp8_inputs": (FP8, "nvfp4"), "layout": BLOCK_KINDS,
     "validation_samples": QUANTIZED,
 }  # fmt: skip
@@ -61,19 +62,53 @@ class QuantizedOptions(NamedTuple):
     validation_samples: int = SAMPLES
 
 
-def quantized_options(options: argparse.Namespace) -> QuantizedOptions | None:
+def add_quantized_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only quantized weights have, but for their dtype."""
+    parser.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="whose names and configuration mxfp8 and nvfp4 get (compressed-tensors)",
+    )
+    parser.add_argument(
+        "--fp8-scales",
+        choices=list(SCALES),
+        help="what has a scale of its own: each tensor or channel (compressed-tensors), or each "
+        "block of 128 x 128 as DeepSeek's (channel)",
+    )
+    parser.add_argument(
+        "--fp8-inputs",
+        choices=("static", "dynamic"),
+        help="scales of the linears' inputs: from the run's amax histories, or computed for each "
+        "token by the server (static if the recipe has histories, except with blocks); with nvfp4 "
+        "static ones are measured over validation data, and inputs are in BF16 without",
+    )
+    parser.add_argument(
+        "--validation-samples",
+        type=number_in(int, lambda n: n >= 0, "0 or more"),
+        metavar="N",
+        help="samples of the run's validation data to compare over; 0 compares nothing "
+        f"({SAMPLES})",
+    )
+
+
+def quantized_options(
+    options: argparse.Namespace, named_by: str = "--dtype", of_all: Collection[str] = ()
+) -> QuantizedOptions | None:
     """Return what the options of quantized weights say; None where the export has none.
+
+    The option `named_by` has named their dtype. Those `of_all` are options of every dtype.
 
     Raises:
         RunError: One of them has no effect.
     """
-    given = {name: getattr(options, name) for name in _OPTIONS}
-    for name, dtypes in _OPTIONS.items():
-        if given[name] is not None and options.dtype not in dtypes:
+    given = {name: getattr(options, name) for name in OPTIONS}
+    for name, dtypes in OPTIONS.items():
+        is_idle = options.dtype not in dtypes and name not in of_all
+        if given[name] is not None and is_idle:
             flag = f"--{name.replace('_', '-')}"
             raise RunError(
-                f"{flag} {given[name]}: has no effect with --dtype {options.dtype}. Leave it out, "
-                f"or give --dtype {' or '.join(dtypes)}"
+                f"{flag} {given[name]}: has no effect with {named_by} {options.dtype}. Leave it "
+                f"out, or give {named_by} {' or '.join(dtypes)}"
             )
     if options.dtype not in QUANTIZED:
         return None

@@ -90,18 +90,12 @@ class Start:
         return as_override([*(e for e, c in both if c.after <= self.step), *new, *later])
 
 
-def find_start(text: str, steps: int | None) -> Start:
-    """Return the start that `RUN` or `RUN@STEP` names: the newest checkpoint, or that of a step.
-
-    `steps` says how many steps are trained from there; None is those that the run has left.
+def named_checkpoint(text: str) -> Path:
+    """Return the checkpoint that `RUN` or `RUN@STEP` names: the newest one, or that of a step.
 
     Raises:
-        CheckpointError: There is no such checkpoint, or it has no state of training.
-        SettingError: The run has no step left.
+        CheckpointError: There is no such checkpoint.
     """
-    from megafp8.checkpoint.manifest import check_state
-    from megafp8.checkpoint.verify import check_structure
-
     named, _, number = text.rpartition("@")
     has_step = bool(named) and number.isdecimal() and not expanded(text).exists()
     path = find_run(expanded(named if has_step else text), with_checkpoint=True)
@@ -114,7 +108,22 @@ def find_start(text: str, steps: int | None) -> Start:
             hint = f"It has those of {', '.join(map(str, there))}"
             raise CheckpointError(path, f"has no checkpoint of step {wanted}", hint)
         path = path / CHECKPOINTS_DIR / step_name(wanted)
-    path = path.absolute()
+    return path.absolute()
+
+
+def find_start(text: str, steps: int | None) -> Start:
+    """Return the start that `RUN` or `RUN@STEP` names: the newest checkpoint, or that of a step.
+
+    `steps` says how many steps are trained from there; None is those that the run has left.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or it has no state of training.
+        SettingError: The run has no step left.
+    """
+    from megafp8.checkpoint.manifest import check_state
+    from megafp8.checkpoint.verify import check_structure
+
+    path = named_checkpoint(text)
     manifest = check_structure(path)
     check_state(manifest.meta, path)
     values = with_defaults(manifest.meta["config"])

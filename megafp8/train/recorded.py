@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import E4M3_MAX, scale_of, single_linears
 from megafp8.config.errors import raise_if_any
+from megafp8.config.keys import Values
 from megafp8.config.merged import default_tree
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.precision_spec import module_rules
@@ -110,7 +111,7 @@ class OwnCasts(NamedTuple):
 
 def own_casts(values: Mapping[str, Any], recipe: str) -> OwnCasts:
     """Return how a run casts its weights by a recipe, or would if it had been trained in it."""
-    named = _recipes(values)
+    named = recorded_recipes(values)
     others = [name for name in named if name.partition(WITHOUT)[0] != recipe]
     if len(others) == len(named):
         return OwnCasts(True, torch.float32, 1, others)
@@ -124,7 +125,7 @@ def own_casts(values: Mapping[str, Any], recipe: str) -> OwnCasts:
     )
 
 
-def _recipes(values: Mapping[str, Any]) -> list[str]:
+def recorded_recipes(values: Mapping[str, Any]) -> list[str]:
     """Return the recipes that a run was trained in by its settings, those of patterns too."""
     if not values["model.fp8"]:
         return []
@@ -138,7 +139,7 @@ def other_formats(values: Mapping[str, Any]) -> list[str]:
     """Return the run's recipes whose weights have other numbers or scales than E4M3 exports."""
     return [
         name
-        for name in _recipes(values)
+        for name in recorded_recipes(values)
         if names_code(name) or find_recipe(name).traits.packs is not None
     ]
 
@@ -191,6 +192,24 @@ class _Rows(NamedTuple):
         return self.reader.read(known_as)
 
 
+def recorded_settings(reader: Reader, changed: Mapping[str, Any] | None = None) -> Values:
+    """Return the settings of a checkpoint's run as they are read from files, with some `changed`.
+
+    Raises:
+        CheckpointError: They are not settings of this version.
+    """
+    tree = default_tree()
+    try:
+        for path, value in {**recorded_values(reader), **(changed or {})}.items():
+            OmegaConf.update(tree, path, value)
+        values, problems = read_values(tree)
+        raise_if_any(problems)
+    except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
+        reason = f"does not describe its run ({str(error).splitlines()[0]})"
+        raise CheckpointError(reader.path, reason, "Export a checkpoint of this version") from error
+    return values
+
+
 class ValidationData(NamedTuple):
     """Hold samples of a run's validation data, in microbatches, and how many there are."""
 
@@ -208,16 +227,8 @@ def validation_data(
     """
     if "data_fingerprint" not in reader.meta:
         raise CheckpointError(reader.path, "names no data", "Export the checkpoint of a run")
-    tree = default_tree()
-    try:
-        for path, value in recorded_values(reader).items():
-            OmegaConf.update(tree, path, value)
-        values, problems = read_values(tree)
-        raise_if_any(problems)
-        spec = data_spec(values)
-    except (OmegaConfBaseException, ValueError, TypeError, KeyError) as error:
-        reason = f"does not describe its data ({str(error).splitlines()[0]})"
-        raise CheckpointError(reader.path, reason, "Export a checkpoint of this version") from error
+    values = recorded_settings(reader)
+    spec = data_spec(values)
     data = open_data(spec, notify)
     if data.fingerprint != reader.meta["data_fingerprint"]:
         reason = f"was trained on other data than {spec.prefix} has now"

@@ -1,0 +1,673 @@
+"""Compare the forward pass that a run was trained with with the one that an export is served with.
+
+Both sides multiply as the project's emulated products do, on a CPU: equal operands give equal bits.
+The trained side is the run's own model in an evaluation. The served one has the bytes that an
+export writes, inputs cast by the export's format, and all else in BF16.
+
+A rule is what the two differ in. What it explains is how much smaller the KL is when this rule
+alone is set as in training, and all others stay as served.
+"""
+
+# T tokens  K in features  N out features  V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8_numerics import mxfp8, scales
+from fp8_numerics.cast import Fp8Tensor, amax_of, quantize_scaled, spread
+from fp8_numerics.formats import E2M1, E4M3
+from fp8_numerics.gemm import GemmCounter, Operand, gemm
+from megafp8.checkpoint.huggingface import ConversionError, mapping, to_theirs
+from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.serving import (
+    Read,
+    ServingFormat,
+    ServingWeights,
+    input_scale_of,
+    scale_of,
+    single_linears,
+)
+from megafp8.checkpoint.serving_blocks import BlockFormat
+from megafp8.config.resolve import resolve
+from megafp8.data.loader import Microbatch
+from megafp8.errors import UserError
+from megafp8.fp8.linear import Linear
+from megafp8.models.attention import QKV, AttentionContext, AttentionCore
+from megafp8.models.gpt import GPT
+from megafp8.models.loss import plain_matmul
+from megafp8.parallel.mesh import single_rank
+from megafp8.specs import GPTSpec, ParallelSpec
+from megafp8.specs.layer import LayerLinear, SubLinear
+from megafp8.specs.parameters import HEAD
+from megafp8.specs.recipes import find_recipe, names_code
+from megafp8.train.build import build
+from megafp8.train.load_model import load_model, read_tensor, shape_of
+from megafp8.train.recorded import recorded_recipes, recorded_settings, recorded_values
+from megafp8.train.state import TrainState
+from megafp8.train.state_dict import load_checkpoint
+from megafp8.train.step import local_batch
+
+Form = ServingFormat | BlockFormat | None
+"""How linears are served; None is BF16."""
+Rule = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Returns the factors from values to numbers of E4M3, and back, for largest magnitudes."""
+TRAINED, SERVED = "trained", "served"
+KV = "keys and values in E4M3"
+KEPT = "head and linears in BF16 in the form too"
+_CHUNK = 256  # tokens whose probabilities are in FP64 at a time
+
+
+class Way(NamedTuple):
+    """Name how a linear's weight and input are cast: `TRAINED`, `SERVED`, or a key of a rule."""
+
+    weight: str = SERVED
+    input: str = SERVED
+
+
+RULES: dict[str, tuple[Way, str]] = {
+    "turned": (Way("turned"), "weights that lie transposed"),
+    "joined": (Way("joined"), "scales of joined weights (QKV, gate and up)"),
+    "masters": (Way("masters"), "weights cast from FP32 masters, not from the run's dtype"),
+    "static": (Way(SERVED, "static"), "inputs' scales: static or dynamic"),
+    "weight scales": (Way("scales"), "rule of the weights' scales"),
+    "input scales": (Way(SERVED, "scales"), "rule of the inputs' scales"),
+    "weight groups": (Way("groups"), "which numbers of a weight share a scale"),
+    "input groups": (Way(SERVED, "groups"), "which numbers of an input share a scale"),
+    "kept": (Way("kept", "kept"), "linears in high precision on one side alone"),
+    "weights": (Way(TRAINED), "weights, all rules"),
+    "inputs": (Way(SERVED, TRAINED), "inputs, all rules"),
+    "rest": (Way(), "dtype of embedding, norms, attention and head"),
+}
+"""The rules by key, the narrow ones first: what is set as in training, and the rule in words."""
+
+
+class Apart(NamedTuple):
+    """Count the bytes of numbers that differ, and the numbers whose scales do."""
+
+    bytes: int
+    differ: int
+    scales: int
+    numbers: int
+
+    def __add__(self, other: tuple[Any, ...]) -> Apart:
+        """Return both counts together."""
+        return Apart(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+NOTHING = Apart(0, 0, 0, 0)
+
+
+@dataclass
+class Distance:
+    """Add up how far served probabilities are from the trained ones, over counted tokens.
+
+    Attributes:
+        kl: KL (trained || served), in nats, summed.
+        absolute: |log-probability of the target, trained - served|, summed.
+        largest: The largest of these.
+        agree: The tokens whose likeliest successor is the same.
+        loss: The cross entropy as served, summed.
+        tokens: How many tokens there are.
+    """
+
+    kl: float = 0.0
+    absolute: float = 0.0
+    largest: float = 0.0
+    agree: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+
+    def add(
+        self, trained_TV: torch.Tensor, served_TV: torch.Tensor, targets_T: torch.Tensor
+    ) -> None:
+        """Add tokens by both sides' logits [T, V], in FP64."""
+        for t_CV, s_CV, own in zip(
+            trained_TV.split(_CHUNK), served_TV.split(_CHUNK), targets_T.split(_CHUNK), strict=True
+        ):
+            log_t, log_s = (x.double().log_softmax(-1) for x in (t_CV, s_CV))
+            at = own[:, None]
+            apart = (log_t.gather(1, at) - log_s.gather(1, at)).abs()
+            self.kl += float((log_t.exp() * (log_t - log_s)).sum())
+            self.absolute += float(apart.sum())
+            self.largest = max(self.largest, float(apart.max()))
+            self.agree += int((t_CV.argmax(-1) == s_CV.argmax(-1)).sum())
+            self.loss -= float(log_s.gather(1, at).sum())
+            self.tokens += len(own)
+
+    def as_json(self) -> dict[str, float]:
+        """Return the means over tokens, and the largest difference."""
+        return {
+            "kl": self.kl / self.tokens,
+            "logprob_mean_difference": self.absolute / self.tokens,
+            "logprob_largest_difference": self.largest,
+            "first_choice_agrees": self.agree / self.tokens,
+            "loss": self.loss / self.tokens,
+        }
+
+
+@dataclass
+class Result:
+    """Hold what a comparison found.
+
+    Attributes:
+        trained: The trained side beside itself, which has its loss.
+        served: The served side.
+        rules: By key, the served side with one rule set as in training.
+        more: What else a server may do, by what it is: the served side with it.
+        weights: The bytes of each linear's weight that differ.
+        left: By rule, those of all weights that still differ.
+        inputs: The bytes of each linear's inputs that differ; both casts read the trained input.
+        num_bytes: The bytes of the export's tensors.
+        num_samples: The samples of validation data.
+    """
+
+    trained: Distance
+    served: Distance
+    rules: dict[str, Distance]
+    more: dict[str, Distance]
+    weights: dict[str, Apart]
+    left: dict[str, Apart]
+    inputs: dict[str, Apart]
+    num_bytes: int = 0
+    num_samples: int = 0
+
+    def explained(self, key: str) -> float:
+        """Return the KL of a token that a rule explains."""
+        return (self.served.kl - self.rules[key].kl) / self.served.tokens
+
+    def ranked(self) -> list[str]:
+        """Return the rules, the one that explains most first; of equals the narrower one."""
+        unit = self.served.kl / self.served.tokens / 1000 or 1.0
+        order = list(RULES)
+        return sorted(self.rules, key=lambda k: (-round(self.explained(k) / unit), order.index(k)))
+
+
+# ---- operands
+
+
+def values_of(operand: Operand) -> torch.Tensor:
+    """Return the values in FP32 of an operand."""
+    if not isinstance(operand, Fp8Tensor):
+        return operand.float()
+    values = operand.dequantize(torch.float32)
+    return values if operand.outer is None else values * operand.outer
+
+
+def apart(trained: Operand, served: Operand) -> Apart:
+    """Compare the bytes of two operands of one shape; other formats differ in each byte."""
+    t, s = (x.payload if isinstance(x, Fp8Tensor) else x for x in (trained, served))
+    count, is_same = served.shape[0] * served.shape[1], t.dtype == s.dtype
+    if isinstance(trained, Fp8Tensor) != isinstance(served, Fp8Tensor):
+        is_same = False
+    scaled = 0
+    if isinstance(trained, Fp8Tensor) and isinstance(served, Fp8Tensor):
+        is_same = trained.fmt == served.fmt
+        scaled = int((_scales(trained) != _scales(served)).sum())
+    elif not is_same:
+        scaled = count
+    t, s = (x.contiguous().view(torch.uint8).view(x.shape[0], -1) for x in (t, s))
+    differs = t != s if is_same else torch.ones_like(s, dtype=torch.bool)
+    if isinstance(served, Fp8Tensor) and served.fmt == E2M1:  # two numbers in a byte
+        differs = differs.unflatten(1, (-1, 2)).any(-1)
+    return Apart(differs.numel(), int(differs.sum()), scaled, count)
+
+
+def are_other(a: Operand, b: Operand) -> bool:
+    """Whether two operands have other numbers or scales."""
+    found = apart(a, b)
+    return found.differ > 0 or found.scales > 0
+
+
+def _scales(x: Fp8Tensor) -> torch.Tensor:
+    return x.scale_over(x.payload.shape).expand(x.payload.shape)
+
+
+def multiply(x: Operand, weight: Operand, bias: torch.Tensor | None, work: torch.dtype) -> Any:
+    """Return x @ weight.T + bias as the linears of a run do; mixed operands as values in FP32."""
+    if isinstance(x, Fp8Tensor) != isinstance(weight, Fp8Tensor):
+        x, weight = values_of(x), values_of(weight)
+    if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
+        x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
+    return gemm(
+        x, weight, work=work, counter=GemmCounter(), place="output", transpose_b=True, bias=bias
+    ).to(work)
+
+
+def rule_of(linear: Linear) -> Rule | None:
+    """Return how a run's linear computes scales of amaxes; None if it has none in E4M3."""
+    if linear.quantizer is None:
+        return None
+    tensor, recipe = linear.quantizer.tensors["weight"], linear.quantizer.state.recipe
+    if tensor.fmt is not E4M3:
+        return None
+    traits = find_recipe(recipe.precision_of(linear.name)).traits
+    if traits.packs is not None:
+        return _powers_above
+    is_torchaos = "te" not in traits.backends
+    rule = scales.scale_of_amax_torchao if is_torchaos else scales.scale_of_amax
+    return partial(_by_scale, partial(rule, power_2=tensor.power_2))
+
+
+def _rule_of_form(form: ServingFormat | BlockFormat, *, is_input: bool = False) -> Rule | None:
+    """Return how a form computes scales of amaxes; None if it has none in E4M3."""
+    if isinstance(form, BlockFormat):
+        return _powers_above if form.has_powers else None
+    back = input_scale_of if is_input else scale_of
+    return lambda amax: (back(amax).reciprocal(), back(amax))
+
+
+def _powers_above(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return mxfp8.scales_of(amax, E4M3)
+
+
+def _by_scale(rule: Any, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    quant = rule(amax, E4M3)
+    return quant, quant.reciprocal()
+
+
+def rescaled(x_MK: torch.Tensor, served: Operand, rule: Rule | None) -> Operand:
+    """Return values in the groups of an operand of E4M3, with scales by another rule, if any."""
+    if rule is None or not isinstance(served, Fp8Tensor) or served.fmt is not E4M3:
+        return served
+    return _rescaled(x_MK, served, rule)
+
+
+def _rescaled(x_MK: torch.Tensor, served: Fp8Tensor, rule: Rule) -> Fp8Tensor:
+    block = served.block
+    quant, back = rule(amax_of(x_MK) if block is None else scales.amax_of_blocks(x_MK, block))
+    payload = quantize_scaled(x_MK.float() * spread(quant, x_MK.shape, block), E4M3)
+    is_exact = block is not None and not bool((back.view(torch.int32) & 0x7FFFFF).any())
+    return replace(served, payload=payload, dequant_scale=back, is_exact_in_bf16=is_exact)
+
+
+# ---- the linears and models of both sides
+
+
+class Switched(nn.Module):
+    """Compute one linear as it was trained, as it is served, or with one rule as in training.
+
+    Attributes:
+        own: The run's own linear.
+        weights: The weight by each way that has another one than the served.
+        inputs: What casts an input [T, K] by each way.
+        way: The present way.
+        seen: The bytes of inputs that differ, counted where the present way is the trained one.
+        other: The ways of inputs that were another cast than the served one there.
+    """
+
+    def __init__(self, own: Linear, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.own, self.bias = own, bias
+        self.weights: dict[str, Operand] = {}
+        self.inputs: dict[str, Callable[[torch.Tensor], Operand]] = {TRAINED: self._trained_input}
+        self.way, self.seen, self.other = Way(TRAINED, TRAINED), NOTHING, set[str]()
+
+    def _trained_input(self, x_TK: torch.Tensor) -> Operand:
+        if self.own.quantizer is None:
+            return x_TK
+        return self.own.quantizer.operands("input", x_TK, with_first=False)[0].along_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output by the present way: [..., K] -> [..., N]."""
+        x_TK = x.flatten(0, -2)
+        if self.way == (TRAINED, TRAINED):
+            self._look(x_TK)
+            out: torch.Tensor = self.own(x)
+            return out
+        weight = self.weights.get(self.way.weight, self.weights[SERVED])
+        cast = self.inputs.get(self.way.input, self.inputs[SERVED])
+        out = multiply(cast(x_TK), weight, self.bias, x.dtype)
+        return out.view(*x.shape[:-1], -1)
+
+    def _look(self, x_TK: torch.Tensor) -> None:
+        """Compare the casts of an input of the trained model."""
+        served = self.inputs[SERVED](x_TK)
+        self.seen += apart(self._trained_input(x_TK), served)
+        rest = self.inputs.keys() - {SERVED} - self.other
+        self.other |= {way for way in rest if are_other(self.inputs[way](x_TK), served)}
+
+
+def trained_state(reader: Reader, notify: Callable[[str], None]) -> TrainState:
+    """Return the state of a checkpoint's run on this CPU, as one rank that evaluates in FP8.
+
+    Raises:
+        UserError: Its layers are others' or have experts, or a recipe is code.
+    """
+    values, spec = recorded_values(reader), shape_of(reader)
+    if spec.moe is not None:
+        raise _refusal(
+            reader, "has experts: servers multiply the output of their second linear by the "
+            "router's weight, and a run its input, so that their casts are others in any form",
+        )  # fmt: skip
+    if (backend := values["model.fp8_backend"]) not in ("auto", "native"):
+        raise _refusal(
+            reader, f"has layers of model.fp8_backend={backend}, whose casts are not seen from here"
+        )
+    if code := [name for name in recorded_recipes(values) if names_code(name)]:
+        raise _refusal(reader, f"was trained in {code[0]}, which is code, and is not imported")
+    settings = recorded_settings(
+        reader, {"trainer.accelerator": "cpu", "model.use_autocast_during_eval": True}
+    )
+    run = resolve(settings, lambda: False)
+    train = replace(run.train, compile="off", cuda_graph=False)
+    run = replace(run, model=spec, parallel=ParallelSpec(), train=train)
+    state = build(run, single_rank())
+    load_checkpoint(reader.path, state, notify)
+    return state
+
+
+def _refusal(reader: Reader, reason: str) -> ConversionError:
+    return ConversionError(f"{reader.path} {reason}. Serve-diff compares no such run")
+
+
+@dataclass
+class Sides:
+    """Hold both models of a run, whose linears are the same objects."""
+
+    state: TrainState
+    spec: GPTSpec
+    read: Read
+    trained: GPT
+    served: GPT
+    linears: dict[str, Switched] = field(default_factory=dict)
+    form: Form = None
+    num_bytes: int = 0
+    head: Operand | None = None  # in the form, in a pass that has it so
+
+    @classmethod
+    def of(cls, reader: Reader, notify: Callable[[str], None]) -> Sides:
+        """Return the models of a checkpoint; `serve` says how it is served."""
+        state = trained_state(reader, notify)
+        assert isinstance(state.model, GPT)
+        plain = load_model(reader, torch.bfloat16, torch.device("cpu"))
+        sides = cls(state, shape_of(reader), partial(read_tensor, reader), state.model, plain)
+        sides.trained.eval()
+        for linear in single_linears(sides.spec):
+            own = sides.trained.get_submodule(linear.name)
+            bf16: Any = plain.get_submodule(linear.name)
+            assert isinstance(own, Linear)
+            switched = Switched(own, bf16.bias)
+            switched.weights["bf16"] = bf16.weight.detach()
+            sides.linears[linear.name] = switched
+            for model in (sides.trained, plain):
+                parent, _, last = linear.name.rpartition(".")
+                setattr(model.get_submodule(parent), last, switched)
+        plain.head_loss.matmul = sides._head_product
+        return sides
+
+    def serve(self, form: Form) -> None:
+        """Take a form, whose weights are the bytes that an export writes."""
+        self.form = form
+        tensors = self._exported()
+        for linear in single_linears(self.spec):
+            self._set(linear, self.linears[linear.name], tensors)
+
+    def _head_product(self, a: torch.Tensor, b: torch.Tensor, **how: Any) -> torch.Tensor:
+        if self.head is None or self.form is None:
+            return plain_matmul(a, b, **how)
+        product: torch.Tensor = multiply(
+            self.form.input_operand(a.float(), None), self.head, None, a.dtype
+        )
+        return product
+
+    @contextmanager
+    def head_in_form(self) -> Iterator[None]:
+        """Let the head of the served model be in the form, inside the context."""
+        form, weight_VD = self.form, self.served.output_weight.detach().float()
+        assert form is not None
+        vocab, width = weight_VD.shape
+        linear = LayerLinear(HEAD, width, (SubLinear(HEAD, vocab),), False, 0.0)
+        self.head = joined(encoded(form, linear, lambda _: weight_VD))
+        try:
+            yield
+        finally:
+            self.head = None
+
+    def _exported(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors of an export by our names of the weights, and count all bytes."""
+        weights = None if self.form is None else ServingWeights(self.spec, self.read, self.form)
+        found, self.num_bytes = {}, 0
+        for entry in mapping(self.spec):
+            tensor = to_theirs(entry, self.read)
+            if weights is None:
+                self.num_bytes += 2 * tensor.numel()
+                continue
+            made = weights.encode(entry, tensor)
+            self.num_bytes += sum(t.numel() * t.element_size() for t in made.values())
+            module = entry.theirs.removesuffix("weight")
+            found[entry.ours[0]] = {name.removeprefix(module): t for name, t in made.items()}
+        return found
+
+    def _set(
+        self,
+        linear: LayerLinear,
+        switched: Switched,
+        tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Give a linear its weights and casts by each way."""
+        own, form, bf16 = switched.own, self.form, switched.weights["bf16"]
+        work = self.trained.parts.dtype
+        trained = own.weight_form.operands(own.weight, work, 0).along_last
+        switched.weights = {"bf16": bf16, TRAINED: trained, SERVED: bf16}
+        switched.inputs = {TRAINED: switched.inputs[TRAINED], SERVED: lambda x: x.bfloat16()}
+        switched.seen, switched.other = NOTHING, set()
+        is_kept = form is None or linear.name in form.kept
+        if is_kept != (own.quantizer is None or not isinstance(trained, Fp8Tensor)):
+            switched.weights["kept"], switched.inputs["kept"] = trained, switched.inputs[TRAINED]
+        if form is None:
+            return
+        if is_kept:
+            if form.input_name is None:
+                switched.weights["form"] = joined(encoded(form, linear, self.read))
+                switched.inputs["form"] = lambda x: form.input_operand(x.float(), None)
+            return
+        tensors_of = [tensors[f"{part.name}.weight"] for part in linear.parts]
+        parts = [form.weight_operand(each) for each in tensors_of]
+        served = switched.weights[SERVED] = joined(parts)
+        scale = tensors_of[0][form.input_name] if form.input_name is not None else None
+        cast = switched.inputs[SERVED] = lambda x: form.input_operand(x.float(), scale)
+        rule = rule_of(own)
+        # A block format casts weights of the run's own dtype already, if it was trained in it.
+        source = form.source if isinstance(form, BlockFormat) else torch.float32
+        masters = [self.read(f"{part.name}.weight").to(source).float() for part in linear.parts]
+        master_NK = torch.cat(masters)
+        if served.block is None:
+            switched.weights["scales"] = rescaled(master_NK, served, rule)
+        elif rule is not None and served.fmt is E4M3:
+            pairs = zip(masters, parts, strict=True)
+            switched.weights["scales"] = joined([_rescaled(*pair, rule) for pair in pairs])
+        if isinstance(trained, Fp8Tensor) and trained.block != served.block:
+            switched.weights["groups"] = rescaled(master_NK, trained, _rule_of_form(form))
+            own_cast = switched.inputs[TRAINED]
+            if scale is None:
+                of_inputs = _rule_of_form(form, is_input=True)
+                switched.inputs["groups"] = lambda x: rescaled(x, own_cast(x), of_inputs)
+        rounded = lambda name: self.read(name).to(work).float()  # noqa: E731
+        switched.weights["masters"] = joined(encoded(form, linear, rounded))
+        one = replace(linear, parts=(SubLinear(linear.name, linear.out_features),))
+        if len(linear.parts) > 1 and (isinstance(form, ServingFormat) or form.tp == 1):
+            switched.weights["joined"] = joined(encoded(form, one, lambda _: master_NK))
+        if linear.in_features == linear.out_features and is_turned(served, master_NK):
+            switched.weights["turned"] = trained
+        static = self._static(linear, own, scale)
+        if static is not None:
+            switched.inputs["static"] = static
+        if scale is None and rule is not None:
+            switched.inputs["scales"] = lambda x: rescaled(x, cast(x), rule)
+
+    def _static(
+        self, linear: LayerLinear, own: Linear, scale: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], Operand] | None:
+        """Return the cast of an input whose scale is static where the served is not, or reverse."""
+        form = self.form
+        quantizer = own.quantizer
+        has_history = quantizer is not None and quantizer.tensors["input"].slot is not None
+        if scale is None:
+            is_fp8 = isinstance(form, ServingFormat)
+            return self.linears[linear.name].inputs[TRAINED] if is_fp8 and has_history else None
+        if has_history or quantizer is None:
+            return None
+        if isinstance(form, ServingFormat):
+            return lambda x: form.input_operand(x.float(), scale_of(amax_of(x)).reshape(1))
+        assert form is not None
+
+        def dynamic(x: torch.Tensor) -> Operand:
+            now = replace(form, input_amaxes={linear.name: float(amax_of(x))})
+            return now.input_operand(x.float(), now.input_scale(linear.name))
+
+        return dynamic
+
+    def rules(self) -> list[str]:
+        """Return the keys of the rules in which something differs."""
+        parts, found = self.trained.parts, []
+        for key, (way, _) in RULES.items():
+            has = any(self._has(switched, way) for switched in self.linears.values())
+            if key == "rest":
+                dtypes = {parts.dtype, parts.whole_dtype, parts.residual_dtype}
+                has = dtypes != {torch.bfloat16}
+            if has:
+                found.append(key)
+        return found
+
+    def _has(self, switched: Switched, way: Way) -> bool:
+        """Whether a linear has another cast by a way than the served one."""
+        served, other = switched.weights[SERVED], switched.weights.get(way.weight)
+        if way.weight != SERVED and other is not None and are_other(other, served):
+            return True
+        return way.input in switched.other
+
+    def left(self, key: str) -> Apart:
+        """Return the bytes of all weights that differ with a rule as in training."""
+        total = NOTHING
+        for switched in self.linears.values():
+            weight = switched.weights.get(RULES[key][0].weight, switched.weights[SERVED])
+            total += apart(switched.weights[TRAINED], weight)
+        return total
+
+    def logits(self, model: GPT, way: Way, batch: Any) -> torch.Tensor:
+        """Return the logits [T, V] in FP32 of a model whose linears take a way."""
+        for switched in self.linears.values():
+            switched.way = way
+        out = model.forward_stage(batch.tokens_BS, None, None, **batch.documents)
+        return out.flatten(0, 1)
+
+
+def encoded(form: ServingFormat | BlockFormat, linear: LayerLinear, read: Read) -> list[Fp8Tensor]:
+    """Return the parts of a linear's weight in a form, of masters that `read` returns."""
+    shared: Any = form.quantize(linear, read)
+    parts, begin = [], 0
+    for part in linear.parts:
+        rows = slice(begin, begin + part.out_features)
+        parts.append(form.weight_operand(form.encode(shared, rows, read(f"{part.name}.weight"))))
+        begin = rows.stop
+    return parts
+
+
+def joined(parts: Sequence[Fp8Tensor]) -> Fp8Tensor:
+    """Return weights of one format as one: [N, K] of all rows."""
+    first, height = parts[0], 1
+    payload_NK = torch.cat([part.payload for part in parts])
+    if first.block is None:
+        if all(torch.equal(part.dequant_scale, first.dequant_scale) for part in parts):
+            return replace(first, payload=payload_NK)
+        rows = [part.dequant_scale.expand(part.payload.shape[0], 1) for part in parts]
+        return replace(
+            first, payload=payload_NK, dequant_scale=torch.cat(rows), block=(1, payload_NK.shape[1])
+        )
+    if not any(part.payload.shape[0] % first.block[0] for part in parts[:-1]):
+        height, rows = first.block[0], [part.dequant_scale for part in parts]
+    else:  # a block would go over the border of two parts
+        rows = [_scales_of_rows(part) for part in parts]
+    is_exact = all(part.is_exact_in_bf16 for part in parts)
+    return replace(
+        first, payload=payload_NK, dequant_scale=torch.cat(rows),
+        block=(height, first.block[1]), is_exact_in_bf16=is_exact,
+    )  # fmt: skip
+
+
+def _scales_of_rows(part: Fp8Tensor) -> torch.Tensor:
+    assert part.block is not None
+    return part.dequant_scale.repeat_interleave(part.block[0], 0)[: part.payload.shape[0]]
+
+
+def is_turned(served: Operand, master_NN: torch.Tensor) -> bool:
+    """Whether a square weight is nearer to the transposed master than to the master."""
+    values = values_of(served)
+    return bool((values - master_NN.t()).norm() < (values - master_NN).norm())
+
+
+def in_e4m3(core: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Round keys and values to E4M3 without a scale, as a server's cache does; a forward hook."""
+    assert isinstance(core, AttentionCore)
+    qkv, context = arguments if len(arguments) == 2 else (*arguments, AttentionContext())
+    heads = qkv if isinstance(qkv, QKV) else core.split(qkv, context)
+    rounded = (x.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype).to(x.dtype) for x in heads[1:])
+    return QKV(heads.query, *rounded), context
+
+
+# ---- the comparison
+
+
+@torch.no_grad()
+def compare(
+    sides: Sides, form: Form, batches: Sequence[Microbatch], *, only: bool = False
+) -> Result:
+    """Return how far the run is from a form that serves it; with `only` without rules.
+
+    Raises:
+        UserError: The data have no token.
+    """
+    sides.state.scaling.begin_microbatch(0)
+    with sides.state.scaling.evaluation():
+        sides.serve(form)
+        result = Result(Distance(), Distance(), {}, {}, {}, {}, {}, sides.num_bytes)
+        locals_ = [local_batch(batch, sides.state.mesh) for batch in batches]
+        for batch in locals_:
+            is_counted = batch.targets_BS.flatten() >= 0
+            targets_T = batch.targets_BS.flatten()[is_counted]
+            if not len(targets_T):
+                continue
+            way = Way(TRAINED, TRAINED)
+            trained_TV = sides.logits(sides.trained, way, batch)[is_counted]
+            result.trained.add(trained_TV, trained_TV, targets_T)
+            for distance, other, model, context in _others(sides, result, only):
+                with context:
+                    served_TV = sides.logits(model, other, batch)[is_counted]
+                distance.add(trained_TV, served_TV, targets_T)
+        if not result.trained.tokens:
+            raise UserError("the run's validation data have no token to compare. Give more samples")
+        for name, switched in sides.linears.items():
+            weight = switched.weights
+            result.weights[name] = apart(weight[TRAINED], weight[SERVED])
+            result.inputs[name] = switched.seen
+        result.left = {key: sides.left(key) for key in result.rules}
+    return result
+
+
+def _others(
+    sides: Sides, result: Result, only: bool
+) -> Iterator[tuple[Distance, Way, GPT, AbstractContextManager[Any]]]:
+    """Yield the passes beside the trained one: what takes their distance, and how they run."""
+    yield result.served, Way(), sides.served, ExitStack()
+    if only:
+        return
+    for key in sides.rules():
+        model = sides.trained if key == "rest" else sides.served
+        yield result.rules.setdefault(key, Distance()), RULES[key][0], model, ExitStack()
+    if sides.form is not None and sides.form.input_name is None:
+        way = Way("form", "form")
+        yield result.more.setdefault(KEPT, Distance()), way, sides.served, sides.head_in_form()
+    hooks = ExitStack()
+    for module in sides.served.modules():
+        if isinstance(module, AttentionCore):
+            hook = module.register_forward_pre_hook(in_e4m3)
+            hooks.callback(hook.remove)
+    yield result.more.setdefault(KV, Distance()), Way(), sides.served, hooks

@@ -1,0 +1,319 @@
+"""What was trained beside what is served: nothing between equal recipes, and planted faults named.
+
+The runs are tiny and train once for all tests. Where both sides have one rule everything is exact,
+so that a fault is the only difference, and the rule that undoes it leaves no byte and a KL of 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+
+from fp8_numerics.formats import E4M3
+from fp8_numerics.scales import scale_of_amax
+from megafp8.checkpoint.huggingface import ConversionError
+from megafp8.checkpoint.reader import Reader
+from megafp8.checkpoint.serving import ServingFormat
+from megafp8.checkpoint.serving_blocks import BlockFormat, Blocks
+from megafp8.cli import export, serve_diff
+from megafp8.cli.export_quantized import QuantizedOptions
+from megafp8.cli.serve_diff import forms_of
+from megafp8.train.recorded import validation_data
+from megafp8.train.serve_diff import (
+    KEPT,
+    KV,
+    NOTHING,
+    Distance,
+    Form,
+    Result,
+    Sides,
+    compare,
+    trained_state,
+)
+from megafp8.train.validate import evaluate
+from tests.checkpoint.test_serving import spec_of
+from tests.kit.faults import Fault, planted
+from tests.train.runs import TWO_RANKS, Driver, Place
+from tests.train.test_fp8_export import ENDS, LLAMA, report_in
+
+SHORT = [*LLAMA, "model.num_layers=2", "model.encoder_seq_length=64"]
+NO_HISTORY = "model.fp8_amax_history_len=1024"
+MORE = {
+    "mxfp8": [*ENDS, *TWO_RANKS, "model.share_embeddings_and_output_weights=True", NO_HISTORY],
+    "blockwise": [NO_HISTORY],
+    "nvfp4": [NO_HISTORY],
+    "bf16": ["model.fp8=False", NO_HISTORY],
+    "delayed": [],
+}
+"""The settings of the runs by their names, which are recipes; one trains on two ranks."""
+Runs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def runs(driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    place, known = Place(driver, dataset, tmp_path_factory.mktemp("served")), dict[str, Path]()
+
+    def run(name: str) -> Path:
+        if name not in known:
+            recipe = [] if name == "bf16" else [f"model.fp8_recipe={name}"]
+            words = [*SHORT, *recipe, *MORE[name], f"exp_manager.name={name}"]
+            done = place.run(*words)
+            assert done.code == 0, done.output
+            known[name] = place.checkpoint(4, name)
+        return known[name]
+
+    return run
+
+
+def quiet(line: str) -> None:
+    """Show nothing."""
+
+
+def compared(checkpoint: Path, form: Form) -> Result:
+    reader = Reader(checkpoint)
+    data = validation_data(reader, 6, quiet)
+    return compare(Sides.of(reader, quiet), form, data.batches)
+
+
+def test_the_same_recipe_on_both_sides_is_the_same(runs: Runs) -> None:
+    """A tied head, a layer in BF16 and a run of two ranks are among it."""
+    kept = {f"layers.0.{name}" for name in
+            ("attention.qkv", "attention.projection", "mlp.fc1", "mlp.fc2")}  # fmt: skip
+    form = BlockFormat("mxfp8", kept=frozenset(kept), source=torch.bfloat16, tp=2)
+    for name, served in (("mxfp8", form), ("bf16", None)):
+        found = compared(runs(name), served)
+        assert found.served.kl == found.served.largest == found.served.absolute == 0.0
+        assert found.served.agree == found.served.tokens > 100
+        assert not found.rules
+        for apart in (*found.weights.values(), *found.inputs.values()):
+            assert apart.bytes > 0 and (apart.differ, apart.scales) == (0, 0)
+        assert found.more[KV].kl > 0, "a server that rounds keys and values does more"
+        assert (KEPT in found.more) is (served is not None)
+
+
+def test_the_trained_side_is_the_evaluation_of_the_run(runs: Runs) -> None:
+    for name in ("delayed", "blockwise"):
+        reader = Reader(runs(name))
+        batches = validation_data(reader, 6, quiet).batches
+        loss, tokens = evaluate(trained_state(reader, quiet), batches)
+        sides = Sides.of(reader, quiet)
+        found = compare(sides, None, batches, only=True)
+        assert found.trained.tokens == tokens
+        assert found.trained.loss / tokens == pytest.approx(loss, rel=1e-5)
+        assert found.trained.kl == 0.0 < found.served.kl and not found.rules
+
+
+def test_weights_of_nvfp4_are_the_runs_and_inputs_are_what_differs(runs: Runs) -> None:
+    inputs = dict.fromkeys(Sides.of(Reader(runs("nvfp4")), quiet).linears, 40.0)
+    form = BlockFormat("nvfp4", "modelopt", source=torch.bfloat16, input_amaxes=inputs)
+    found = compared(runs("nvfp4"), form)
+    assert not any(apart.differ or apart.scales for apart in found.weights.values())
+    assert found.served.kl > 0 == found.rules["inputs"].kl
+    assert set(found.rules) == {"inputs", "static"}
+    assert found.rules["static"].kl < found.served.kl
+    assert KEPT not in found.more, "the inputs of the other linears have no number"
+
+
+# ---- planted faults
+
+
+def floored(right: Any, form: Any, *given: Any) -> Blocks:
+    """Round the codes of scales down where the recipe rounds up."""
+    blocks: Blocks = right(form, *given)
+    values = blocks.numbers.unflatten(1, (-1, 32)) * blocks.scales[..., None]
+    scales = blocks.scales / 2
+    numbers = (values / scales[..., None]).clamp(-448, 448).to(E4M3.dtype).float()
+    return Blocks(numbers.flatten(1), scales, blocks.amax)
+
+
+def turned(right: Any, form: Any, linear: Any, read: Any) -> Blocks:
+    """Cast the transposed weight of a linear whose shape does not show it."""
+    is_square = linear.name.endswith("projection")
+    blocks: Blocks = right(form, linear, (lambda n: read(n).t()) if is_square else read)
+    return blocks
+
+
+def scales_of_the_first(right: Any, form: Any, linear: Any, read: Any) -> Blocks:
+    """Cast all parts of a joined weight with the scales of the first one's first row."""
+    blocks: Blocks = right(form, linear, read)
+    if len(linear.parts) == 1:
+        return blocks
+    scales = blocks.scales[:1].expand_as(blocks.scales).contiguous()
+    values = blocks.numbers.unflatten(1, (-1, 32)) * blocks.scales[..., None]
+    numbers = (values / scales[..., None]).clamp(-448, 448).to(E4M3.dtype).float()
+    return Blocks(numbers.flatten(1), scales, blocks.amax)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [(floored, "weight scales"), (turned, "turned"), (scales_of_the_first, "joined")],
+)
+def test_a_planted_fault_is_named(wrong: Any, cause: str, runs: Runs) -> None:
+    """It is the only difference: with this rule as in training nothing is left of it."""
+    target = "megafp8.checkpoint.serving_blocks.BlockFormat.quantize"
+    form = BlockFormat("mxfp8", source=torch.bfloat16)
+    kept = frozenset(n for n in Sides.of(Reader(runs("mxfp8")), quiet).linears if "layers.0" in n)
+    with planted(Fault(target, wrong)):
+        found = compared(runs("mxfp8"), replace(form, kept=kept))
+    assert found.ranked()[0] == cause
+    assert found.served.kl > 0 == found.rules[cause].kl
+    assert found.left[cause].differ == 0 == found.left[cause].scales
+    assert sum((x for x in found.weights.values()), start=NOTHING).differ > 0
+    assert not any(apart.differ for apart in found.inputs.values())
+
+
+def power_of_two(amax: torch.Tensor) -> torch.Tensor:
+    return scale_of_amax(amax.float(), E4M3, power_2=True).reciprocal()
+
+
+def test_fp32_scales_for_powers_of_two_are_named(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export by the run's own rule, of its own weights, is the same; then its scales are FP32.
+
+    The export's own scales are FP32, for a recipe whose scales are powers of two.
+    """
+    from megafp8.checkpoint import serving
+    from megafp8.train import load_model, serve_diff
+
+    def rounded(reader: Reader, name: str) -> torch.Tensor:
+        return load_model.read_tensor(reader, name).bfloat16().float()
+
+    checkpoint, names = runs("blockwise"), ("scale_of", "input_scale_of")
+    own = {name: getattr(serving, name) for name in names}
+    monkeypatch.setattr(serve_diff, "read_tensor", rounded)
+    for name in names:
+        monkeypatch.setattr(serving, name, lambda amax: power_of_two(amax))
+    found = compared(checkpoint, ServingFormat("block"))
+    assert found.served.kl == 0.0 and not found.rules
+    for name, cause in zip(names, ("weight scales", "input scales"), strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(serving, name, own[name])
+            found = compared(checkpoint, ServingFormat("block"))
+        assert found.ranked()[0] == cause
+        assert found.served.kl > 0 == found.rules[cause].kl
+
+
+def test_rules_of_a_delayed_run_and_of_linears_in_high_precision(runs: Runs) -> None:
+    """What a rule says of bytes follows from its casts."""
+    found = compared(
+        runs("delayed"), ServingFormat("channel", kept=frozenset({"layers.0.mlp.fc1"}))
+    )
+    assert {"static", "kept", "weight groups", "input groups", "weights"} <= set(found.rules)
+    assert found.left["weights"].differ < found.left["weight groups"].differ
+    kept, other = (found.weights[f"layers.{layer}.mlp.fc1"] for layer in (0, 1))
+    assert kept.differ == kept.bytes == 2 * other.bytes
+    assert found.num_bytes < compared(runs("delayed"), None).num_bytes
+
+
+# ---- figures
+
+
+def test_distances_are_those_of_float64() -> None:
+    """600 tokens take three chunks."""
+    generator = torch.Generator().manual_seed(1)
+    trained, served = (torch.randn(600, 37, generator=generator) * 3 for _ in range(2))
+    served = trained + served / 10
+    targets = torch.randint(37, (600,), generator=generator)
+    found = Distance()
+    found.add(trained[:100], served[:100], targets[:100])
+    found.add(trained[100:], served[100:], targets[100:])
+    p, q = (np.exp(x.numpy().astype(np.float64)) for x in (trained, served))
+    p, q = (x / x.sum(1, keepdims=True) for x in (p, q))
+    at = np.arange(600), targets.numpy()
+    apart = np.abs(np.log(p[at]) - np.log(q[at]))
+    assert found.as_json() == pytest.approx(
+        {
+            "kl": (p * np.log(p / q)).sum(1).mean(),
+            "logprob_mean_difference": apart.mean(),
+            "logprob_largest_difference": apart.max(),
+            "first_choice_agrees": (p.argmax(1) == q.argmax(1)).mean(),
+            "loss": -np.log(q[at]).mean(),
+        },
+        rel=1e-9,
+    )
+
+
+def test_the_command_writes_text_json_and_a_page(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, page = str(runs("delayed").parents[1]), tmp_path / "page.html"
+    asked = [f"{run}@4", "--as", "fp8", "--fp8-scales", "tensor", "--validation-samples", "3"]
+    assert serve_diff.main([*asked, "--page", str(page)]) == 0
+    shown = capsys.readouterr().out
+    assert "trained in delayed and bf16, served as fp8 (tensor), inputs: static" in shown
+    assert "KL (trained || served): " in shown and "\ncause: " in shown
+    text = page.read_text()
+    assert (
+        text.startswith("<!doctype html>") and "layers.1.<wbr>mlp.<wbr>fc1" in text and KV in text
+    )
+    assert serve_diff.main([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_samples"] == 3 and found["num_tokens"] > 50 and found["export_bytes"] > 0
+    assert set(found["served"]) >= {"kl", "first_choice_agrees", "logprob_largest_difference"}
+    assert found["served"]["kl"] > 0 and found["cause"] == found["rules"][0]["rule"]
+    explained = [rule["explained_kl"] for rule in found["rules"]]
+    assert explained[0] == max(explained) and set(found["more"]) == {KV}
+    linear = found["linears"]["layers.1.mlp.fc1"]
+    assert linear["weight"]["bytes"] == 512 * 128 and set(linear) == {"weight", "input"}
+
+
+def test_what_cannot_be_compared_is_refused_by_name(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(runs("bf16").parents[1])
+    for words, said in (
+        ([run, "--as", "bfloat16", "--fp8-inputs", "dynamic"], "no effect with --as bfloat16"),
+        ([run, "--as", "fp8", "--validation-samples", "0"], "leaves nothing to compare"),
+        ([f"{run}@3", "--as", "fp8"], "has no checkpoint of step 3"),
+        ([run, "--as", "fp8", "--fp8-inputs", "static"], "keeps no histories"),
+        ([run, "--as", "int8"], "invalid choice"),
+    ):
+        assert serve_diff.main(words) == 2
+        assert said in capsys.readouterr().err
+    module = "megafp8.train.serve_diff.shape_of"
+    for settings, model, said in (
+        ({}, "qwen3_moe", "has experts"),
+        ({"model.fp8_backend": "te"}, "llama", "has layers of model.fp8_backend=te"),
+        ({"model.fp8_recipe": "lab.py:Mine"}, "llama", "was trained in lab.py:Mine, which is code"),
+    ):
+        monkeypatch.setattr(module, lambda _, model=model: spec_of(model))
+        config = {"model.fp8": True, **settings}
+        with pytest.raises(ConversionError, match=said):
+            trained_state(Mock(meta={"config": config}, path=Path("run")), quiet)
+
+
+def test_an_export_takes_the_form_that_is_closest_to_training(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(runs("mxfp8").parents[1])
+    words = [run, str(tmp_path / "out"), "--closest-to-training", "--validation-samples", "2"]
+    assert export.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "closest to training: mxfp8" in shown and "\n  0  mxfp8" in shown
+    assert (
+        "as llama, mxfp8:" in shown and report_in(tmp_path / "out")["weights"]["scales"] == "mxfp8"
+    )
+    for more, said in (
+        (["--dtype", "float32"], "no server's form is float32"),
+        (["--dtype", "bfloat16", "--layout", "modelopt"], "no form has these options"),
+    ):
+        assert export.main([run, str(tmp_path / "no"), "--closest-to-training", *more]) == 2
+        assert said in capsys.readouterr().err
+    every = list(forms_of({}))
+    assert len(every) == len(set(every)) == 9 and None in every
+    assert list(forms_of({"dtype": "nvfp4", "layout": "modelopt", "fp8_inputs": "static"})) == [
+        QuantizedOptions("nvfp4", fp8_inputs="static", layout="modelopt")
+    ]
+    assert len(list(forms_of({"dtype": "fp8", "fp8_inputs": "dynamic"}))) == 3
+    assert all(
+        form is not None and form.dtype != "fp8" for form in forms_of({"layout": "modelopt"})
+    )
