@@ -124,7 +124,7 @@ PARTS = (
     ),
     Part(
         "serve-diff", ("megafp8/*/serve_diff.py", "benchmarks/serve_diff.py"),
-        ("tests/checkpoint/test_serving.py", "tests/train/test_fp8_export.py"),
+        ("tests/checkpoint/test_serving.py",),
     ),
     Part("torchao", ("megafp8/backends/torchao.py",), ("tests/backends/test_protocol.py",)),
     *(

@@ -124,6 +124,8 @@ PAGES = {
         added={
             "megafp8 pretrain": SMALL,
             "python -m lm_eval": "--limit 2",
+            "megafp8 serve-diff": "--validation-samples 2",
+            "megafp8 export runs/llama": "--validation-samples 2",
         },
         not_run={
             "pip install": "downloads",

@@ -656,12 +656,14 @@ def _others(
     sides: Sides, result: Result, only: bool
 ) -> Iterator[tuple[Distance, Way, GPT, AbstractContextManager[Any]]]:
     """Yield the passes beside the trained one: what takes their distance, and how they run."""
+    before = replace(result.served)  # that of a rule in which nothing has differed so far
     yield result.served, Way(), sides.served, ExitStack()
     if only:
         return
     for key in sides.rules():
         model = sides.trained if key == "rest" else sides.served
-        yield result.rules.setdefault(key, Distance()), RULES[key][0], model, ExitStack()
+        distance = result.rules.setdefault(key, replace(before))
+        yield distance, RULES[key][0], model, ExitStack()
     if sides.form is not None and sides.form.input_name is None:
         way = Way("form", "form")
         yield result.more.setdefault(KEPT, Distance()), way, sides.served, sides.head_in_form()

@@ -51,7 +51,8 @@ MORE = {
     "blockwise": [NO_HISTORY],
     "nvfp4": [NO_HISTORY],
     "bf16": ["model.fp8=False", NO_HISTORY],
-    "delayed": [],
+    "delayed": ["model.fp8_params=True"],
+    "mixed": ["model.fp8=False", "model.megatron_amp_O2=False", NO_HISTORY],
 }
 """The settings of the runs by their names, which are recipes; one trains on two ranks."""
 Runs = Callable[[str], Path]
@@ -63,7 +64,7 @@ def runs(driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 
     def run(name: str) -> Path:
         if name not in known:
-            recipe = [] if name == "bf16" else [f"model.fp8_recipe={name}"]
+            recipe = [] if "model.fp8=False" in MORE[name] else [f"model.fp8_recipe={name}"]
             words = [*SHORT, *recipe, *MORE[name], f"exp_manager.name={name}"]
             done = place.run(*words)
             assert done.code == 0, done.output
@@ -109,6 +110,31 @@ def test_the_trained_side_is_the_evaluation_of_the_run(runs: Runs) -> None:
         assert found.trained.tokens == tokens
         assert found.trained.loss / tokens == pytest.approx(loss, rel=1e-5)
         assert found.trained.kl == 0.0 < found.served.kl and not found.rules
+
+
+def test_a_residual_stream_in_fp32_is_what_differs(runs: Runs) -> None:
+    found = compared(runs("mixed"), None)
+    assert found.served.kl > 0 == found.rules["rest"].kl and found.ranked() == ["rest"]
+    assert not any(apart.differ for apart in found.weights.values())
+
+
+def test_a_rule_that_shows_late_counts_all_tokens(runs: Runs) -> None:
+    """In the batches before, its casts were those that are served."""
+    reader, form = Reader(runs("delayed")), ServingFormat("channel")
+    batches = validation_data(reader, 6, quiet).batches
+    whole = compare(Sides.of(reader, quiet), form, batches)
+    sides, late = Sides.of(reader, quiet), [0]
+    rules = sides.rules
+
+    def of_later_batches() -> list[str]:
+        late[0] += 1
+        return rules() if late[0] > 2 else []
+
+    sides.rules = of_later_batches  # type: ignore[method-assign]
+    found = compare(sides, form, batches)
+    for key, distance in found.rules.items():
+        assert distance.tokens == whole.rules[key].tokens == found.served.tokens
+    assert found.served == whole.served
 
 
 def test_weights_of_nvfp4_are_the_runs_and_inputs_are_what_differs(runs: Runs) -> None:
