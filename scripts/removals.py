@@ -123,7 +123,7 @@ PARTS = (
         ("tests/checkpoint", "tests/cli/test_commands.py"),
     ),
     Part(
-        "serve-diff", ("megafp8/*/serve_diff.py", "benchmarks/serve_diff.py"),
+        "serve-diff", ("megafp8/*/serve_*.py", "benchmarks/serve_diff.py"),
         ("tests/checkpoint/test_serving.py",),
     ),
     Part("torchao", ("megafp8/backends/torchao.py",), ("tests/backends/test_protocol.py",)),

@@ -43,7 +43,8 @@ from megafp8.secrets import say, shown
 
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
     from megafp8.checkpoint.reader import Reader
-    from megafp8.train.serve_diff import Form, Result, Sides
+    from megafp8.train.serve_casts import Form
+    from megafp8.train.serve_diff import Result, Sides
 
 BF16 = "bfloat16"
 SAMPLES_FLAG = "--validation-samples"
@@ -233,7 +234,7 @@ class Compared(NamedTuple):
 
 
 def _nothing() -> Any:
-    from megafp8.train.serve_diff import NOTHING
+    from megafp8.train.serve_casts import NOTHING
 
     return NOTHING
 

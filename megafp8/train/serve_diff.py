@@ -21,44 +21,48 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from fp8_numerics import mxfp8, scales
-from fp8_numerics.cast import Fp8Tensor, amax_of, quantize_scaled, spread
-from fp8_numerics.formats import E2M1, E4M3
-from fp8_numerics.gemm import GemmCounter, Operand, gemm
+from fp8_numerics.cast import Fp8Tensor, amax_of
+from fp8_numerics.formats import E4M3
+from fp8_numerics.gemm import Operand
 from megafp8.checkpoint.huggingface import ConversionError, mapping, to_theirs
 from megafp8.checkpoint.reader import Reader
-from megafp8.checkpoint.serving import (
-    Read,
-    ServingFormat,
-    ServingWeights,
-    input_scale_of,
-    scale_of,
-    single_linears,
-)
+from megafp8.checkpoint.serving import Read, ServingFormat, ServingWeights, scale_of, single_linears
 from megafp8.checkpoint.serving_blocks import BlockFormat
 from megafp8.config.resolve import resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import UserError
 from megafp8.fp8.linear import Linear
-from megafp8.models.attention import QKV, AttentionContext, AttentionCore
+from megafp8.models.attention import AttentionCore
 from megafp8.models.gpt import GPT
 from megafp8.models.loss import plain_matmul
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import GPTSpec, ParallelSpec
 from megafp8.specs.layer import LayerLinear, SubLinear
 from megafp8.specs.parameters import HEAD
-from megafp8.specs.recipes import find_recipe, names_code
+from megafp8.specs.recipes import names_code
 from megafp8.train.build import build
 from megafp8.train.load_model import load_model, read_tensor, shape_of
 from megafp8.train.recorded import recorded_recipes, recorded_settings, recorded_values
+from megafp8.train.serve_casts import (
+    NOTHING,
+    Apart,
+    Form,
+    apart,
+    are_other,
+    encoded,
+    in_e4m3,
+    is_turned,
+    joined,
+    multiply,
+    rescaled,
+    rescaled_fp8,
+    rule_of,
+    rule_of_form,
+)
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint
 from megafp8.train.step import local_batch
 
-Form = ServingFormat | BlockFormat | None
-"""How linears are served; None is BF16."""
-Rule = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Returns the factors from values to numbers of E4M3, and back, for largest magnitudes."""
 TRAINED, SERVED = "trained", "served"
 KV = "keys and values in E4M3"
 KEPT = "head and linears in BF16 in the form too"
@@ -87,22 +91,6 @@ RULES: dict[str, tuple[Way, str]] = {
     "rest": (Way(), "dtype of embedding, norms, attention and head"),
 }
 """The rules by key, the narrow ones first: what is set as in training, and the rule in words."""
-
-
-class Apart(NamedTuple):
-    """Count the bytes of numbers that differ, and the numbers whose scales do."""
-
-    bytes: int
-    differ: int
-    scales: int
-    numbers: int
-
-    def __add__(self, other: tuple[Any, ...]) -> Apart:
-        """Return both counts together."""
-        return Apart(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-NOTHING = Apart(0, 0, 0, 0)
 
 
 @dataclass
@@ -188,104 +176,6 @@ class Result:
         unit = self.served.kl / self.served.tokens / 1000 or 1.0
         order = list(RULES)
         return sorted(self.rules, key=lambda k: (-round(self.explained(k) / unit), order.index(k)))
-
-
-# ---- operands
-
-
-def values_of(operand: Operand) -> torch.Tensor:
-    """Return the values in FP32 of an operand."""
-    if not isinstance(operand, Fp8Tensor):
-        return operand.float()
-    values = operand.dequantize(torch.float32)
-    return values if operand.outer is None else values * operand.outer
-
-
-def apart(trained: Operand, served: Operand) -> Apart:
-    """Compare the bytes of two operands of one shape; other formats differ in each byte."""
-    t, s = (x.payload if isinstance(x, Fp8Tensor) else x for x in (trained, served))
-    count, is_same = served.shape[0] * served.shape[1], t.dtype == s.dtype
-    if isinstance(trained, Fp8Tensor) != isinstance(served, Fp8Tensor):
-        is_same = False
-    scaled = 0
-    if isinstance(trained, Fp8Tensor) and isinstance(served, Fp8Tensor):
-        is_same = trained.fmt == served.fmt
-        scaled = int((_scales(trained) != _scales(served)).sum())
-    elif not is_same:
-        scaled = count
-    t, s = (x.contiguous().view(torch.uint8).view(x.shape[0], -1) for x in (t, s))
-    differs = t != s if is_same else torch.ones_like(s, dtype=torch.bool)
-    if isinstance(served, Fp8Tensor) and served.fmt == E2M1:  # two numbers in a byte
-        differs = differs.unflatten(1, (-1, 2)).any(-1)
-    return Apart(differs.numel(), int(differs.sum()), scaled, count)
-
-
-def are_other(a: Operand, b: Operand) -> bool:
-    """Whether two operands have other numbers or scales."""
-    found = apart(a, b)
-    return found.differ > 0 or found.scales > 0
-
-
-def _scales(x: Fp8Tensor) -> torch.Tensor:
-    return x.scale_over(x.payload.shape).expand(x.payload.shape)
-
-
-def multiply(x: Operand, weight: Operand, bias: torch.Tensor | None, work: torch.dtype) -> Any:
-    """Return x @ weight.T + bias as the linears of a run do; mixed operands as values in FP32."""
-    if isinstance(x, Fp8Tensor) != isinstance(weight, Fp8Tensor):
-        x, weight = values_of(x), values_of(weight)
-    if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
-        x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    return gemm(
-        x, weight, work=work, counter=GemmCounter(), place="output", transpose_b=True, bias=bias
-    ).to(work)
-
-
-def rule_of(linear: Linear) -> Rule | None:
-    """Return how a run's linear computes scales of amaxes; None if it has none in E4M3."""
-    if linear.quantizer is None:
-        return None
-    tensor, recipe = linear.quantizer.tensors["weight"], linear.quantizer.state.recipe
-    if tensor.fmt is not E4M3:
-        return None
-    traits = find_recipe(recipe.precision_of(linear.name)).traits
-    if traits.packs is not None:
-        return _powers_above
-    is_torchaos = "te" not in traits.backends
-    rule = scales.scale_of_amax_torchao if is_torchaos else scales.scale_of_amax
-    return partial(_by_scale, partial(rule, power_2=tensor.power_2))
-
-
-def _rule_of_form(form: ServingFormat | BlockFormat, *, is_input: bool = False) -> Rule | None:
-    """Return how a form computes scales of amaxes; None if it has none in E4M3."""
-    if isinstance(form, BlockFormat):
-        return _powers_above if form.has_powers else None
-    back = input_scale_of if is_input else scale_of
-    return lambda amax: (back(amax).reciprocal(), back(amax))
-
-
-def _powers_above(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return mxfp8.scales_of(amax, E4M3)
-
-
-def _by_scale(rule: Any, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quant = rule(amax, E4M3)
-    return quant, quant.reciprocal()
-
-
-def rescaled(x_MK: torch.Tensor, served: Operand, rule: Rule | None) -> Operand:
-    """Return values in the groups of an operand of E4M3, with scales by another rule, if any."""
-    if rule is None or not isinstance(served, Fp8Tensor) or served.fmt is not E4M3:
-        return served
-    return _rescaled(x_MK, served, rule)
-
-
-def _rescaled(x_MK: torch.Tensor, served: Fp8Tensor, rule: Rule) -> Fp8Tensor:
-    block = served.block
-    quant, back = rule(amax_of(x_MK) if block is None else scales.amax_of_blocks(x_MK, block))
-    payload = quantize_scaled(x_MK.float() * spread(quant, x_MK.shape, block), E4M3)
-    is_exact = block is not None and not bool((back.view(torch.int32) & 0x7FFFFF).any())
-    return replace(served, payload=payload, dequant_scale=back, is_exact_in_bf16=is_exact)
 
 
 # ---- the linears and models of both sides
@@ -483,12 +373,12 @@ class Sides:
             switched.weights["scales"] = rescaled(master_NK, served, rule)
         elif rule is not None and served.fmt is E4M3:
             pairs = zip(masters, parts, strict=True)
-            switched.weights["scales"] = joined([_rescaled(*pair, rule) for pair in pairs])
+            switched.weights["scales"] = joined([rescaled_fp8(*pair, rule) for pair in pairs])
         if isinstance(trained, Fp8Tensor) and trained.block != served.block:
-            switched.weights["groups"] = rescaled(master_NK, trained, _rule_of_form(form))
+            switched.weights["groups"] = rescaled(master_NK, trained, rule_of_form(form))
             own_cast = switched.inputs[TRAINED]
             if scale is None:
-                of_inputs = _rule_of_form(form, is_input=True)
+                of_inputs = rule_of_form(form, is_input=True)
                 switched.inputs["groups"] = lambda x: rescaled(x, own_cast(x), of_inputs)
         rounded = lambda name: self.read(name).to(work).float()  # noqa: E731
         switched.weights["masters"] = joined(encoded(form, linear, rounded))
@@ -558,59 +448,6 @@ class Sides:
             switched.way = way
         out = model.forward_stage(batch.tokens_BS, None, None, **batch.documents)
         return out.flatten(0, 1)
-
-
-def encoded(form: ServingFormat | BlockFormat, linear: LayerLinear, read: Read) -> list[Fp8Tensor]:
-    """Return the parts of a linear's weight in a form, of masters that `read` returns."""
-    shared: Any = form.quantize(linear, read)
-    parts, begin = [], 0
-    for part in linear.parts:
-        rows = slice(begin, begin + part.out_features)
-        parts.append(form.weight_operand(form.encode(shared, rows, read(f"{part.name}.weight"))))
-        begin = rows.stop
-    return parts
-
-
-def joined(parts: Sequence[Fp8Tensor]) -> Fp8Tensor:
-    """Return weights of one format as one: [N, K] of all rows."""
-    first, height = parts[0], 1
-    payload_NK = torch.cat([part.payload for part in parts])
-    if first.block is None:
-        if all(torch.equal(part.dequant_scale, first.dequant_scale) for part in parts):
-            return replace(first, payload=payload_NK)
-        rows = [part.dequant_scale.expand(part.payload.shape[0], 1) for part in parts]
-        return replace(
-            first, payload=payload_NK, dequant_scale=torch.cat(rows), block=(1, payload_NK.shape[1])
-        )
-    if not any(part.payload.shape[0] % first.block[0] for part in parts[:-1]):
-        height, rows = first.block[0], [part.dequant_scale for part in parts]
-    else:  # a block would go over the border of two parts
-        rows = [_scales_of_rows(part) for part in parts]
-    is_exact = all(part.is_exact_in_bf16 for part in parts)
-    return replace(
-        first, payload=payload_NK, dequant_scale=torch.cat(rows),
-        block=(height, first.block[1]), is_exact_in_bf16=is_exact,
-    )  # fmt: skip
-
-
-def _scales_of_rows(part: Fp8Tensor) -> torch.Tensor:
-    assert part.block is not None
-    return part.dequant_scale.repeat_interleave(part.block[0], 0)[: part.payload.shape[0]]
-
-
-def is_turned(served: Operand, master_NN: torch.Tensor) -> bool:
-    """Whether a square weight is nearer to the transposed master than to the master."""
-    values = values_of(served)
-    return bool((values - master_NN.t()).norm() < (values - master_NN).norm())
-
-
-def in_e4m3(core: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Round keys and values to E4M3 without a scale, as a server's cache does; a forward hook."""
-    assert isinstance(core, AttentionCore)
-    qkv, context = arguments if len(arguments) == 2 else (*arguments, AttentionContext())
-    heads = qkv if isinstance(qkv, QKV) else core.split(qkv, context)
-    rounded = (x.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype).to(x.dtype) for x in heads[1:])
-    return QKV(heads.query, *rounded), context
 
 
 # ---- the comparison
