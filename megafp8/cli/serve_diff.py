@@ -180,17 +180,15 @@ class Compared(NamedTuple):
         """Return the rule that explains most, in words."""
         from megafp8.train.serve_diff import RULES
 
-        ranked = self.result.ranked()
         if not self.result.served.kl:
             return "cause: there is no difference to explain"
-        if not ranked or self.result.explained(ranked[0]) <= 0:
+        if (key := self.result.cause()) is None:
             return "cause: no rule by itself makes the difference smaller"
-        return f"cause: {RULES[ranked[0]][1]}"
+        return f"cause: {RULES[key][1]}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison for a JSON file."""
-        result, ranked = self.result, self.result.ranked()
-        explains = bool(result.served.kl) and bool(ranked) and result.explained(ranked[0]) > 0
+        result = self.result
         return {
             "checkpoint": str(self.checkpoint),
             "trained_in": self.trained_in,
@@ -199,7 +197,7 @@ class Compared(NamedTuple):
             "num_tokens": result.trained.tokens,
             "trained_loss": result.trained.loss / result.trained.tokens,
             "served": result.served.as_json(),
-            "cause": ranked[0] if explains else None,
+            "cause": result.cause(),
             "rules": [
                 {
                     "rule": key,
@@ -207,7 +205,7 @@ class Compared(NamedTuple):
                     "weight_bytes_left": result.left[key].differ,
                     **result.rules[key].as_json(),
                 }
-                for key in ranked
+                for key in result.ranked()
             ],
             "more": {name: distance.as_json() for name, distance in result.more.items()},
             "linears": {

@@ -177,6 +177,26 @@ class Result:
         order = list(RULES)
         return sorted(self.rules, key=lambda k: (-round(self.explained(k) / unit), order.index(k)))
 
+    def cause(self) -> str | None:
+        """Return the rule that explains most, or a narrower one that explains half of that.
+
+        None says that no rule by itself makes the difference smaller.
+        """
+        ranked = self.ranked()
+        if not ranked or not self.served.kl or self.explained(ranked[0]) <= 0:
+            return None
+        (weight, input), most = RULES[ranked[0]][0], self.explained(ranked[0])
+        narrower = {
+            key
+            for key in ranked
+            if (RULES[key][0].weight == SERVED) == (weight == SERVED)
+            and (RULES[key][0].input == SERVED) == (input == SERVED)
+            and TRAINED not in RULES[key][0]
+            and self.explained(key) >= most / 2
+        }
+        is_wide = TRAINED in (weight, input)
+        return next((key for key in ranked if key in narrower), ranked[0]) if is_wide else ranked[0]
+
 
 # ---- the linears and models of both sides
 

@@ -184,7 +184,7 @@ def test_no_help_waits_for_torch(name: str) -> None:
     assert "torch" not in imported_by(name, "--help")
 
 
-@pytest.mark.parametrize("name", ["generate", "export", "import", "dryrun"])
+@pytest.mark.parametrize("name", ["generate", "export", "import", "dryrun", "serve-diff"])
 def test_no_check_of_arguments_waits_for_torch(name: str) -> None:
     assert "torch" not in imported_by(name, "--nowhere")
 
