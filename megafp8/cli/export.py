@@ -3,6 +3,7 @@
 megafp8 export RUN DIR [--dtype float32] [--family NAME]
 megafp8 export RUN DIR --dtype fp8 [--fp8-scales channel] [--fp8-inputs dynamic]
 megafp8 export RUN DIR --dtype mxfp8|nvfp4 [--layout modelopt] [--fp8-inputs static]
+megafp8 export RUN DIR --closest-to-training [--dtype fp8]
 """
 
 from __future__ import annotations
