@@ -42,7 +42,8 @@ class ReceivesWhenDue:
     """Let a pipeline stage hold a message only until the pass that needs it is over; a mix-in.
 
     Up to 2.14 torch makes a buffer for each message of a step when the first step begins, and keeps
-    all of them: a rank would hold all microbatches of a step, whatever its schedule.
+    all of them: a rank would hold all microbatches of a step, whatever its schedule. torch 2.14
+    alone gives the ranks for a receipt as an argument.
     """
 
     device: torch.device
@@ -55,9 +56,9 @@ class ReceivesWhenDue:
         with self._on_meta():
             return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[misc]
 
-    def _get_recv_ops(self, recv_infos: Sequence[Any]) -> Any:
+    def _get_recv_ops(self, recv_infos: Sequence[Any], *group: Any) -> Any:
         _move_buffers(recv_infos, self.device)
-        return super()._get_recv_ops(recv_infos)  # type: ignore[misc]
+        return super()._get_recv_ops(recv_infos, *group)  # type: ignore[misc]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)  # type: ignore[misc]
