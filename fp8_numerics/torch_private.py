@@ -1,4 +1,4 @@
-"""Keep the private names of torch that FP8 products use; tried with torch 2.11, 2.13, 2.15."""
+"""Keep the private names of torch that FP8 products use; tried with torch 2.11, 2.13 to 2.15."""
 
 from __future__ import annotations
 

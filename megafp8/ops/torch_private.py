@@ -2,8 +2,8 @@
 
 A private name may change with any version of torch, so this is the first file to read when a new
 version breaks something; `OWN_FILES` of `tests/test_torch_private.py` lists the others. Unless its
-docstring says otherwise, each was tried with torch 2.11, 2.13 and 2.15 on CPUs. The functions for
-CUDA have never run. That test runs each one here, and finds private names that other files use.
+docstring says otherwise, each was tried with torch 2.11 and 2.13 to 2.15 on CPUs. The functions
+for CUDA have never run. That test runs each one here, and finds private names that others use.
 """
 
 from __future__ import annotations
