@@ -288,6 +288,7 @@ static void cast_line(const struct blocks *b, size_t row, size_t left, size_t n,
 }
 
 static void cast_blocks(const struct blocks *b, int threads) {
+    if (!b->rows || !b->cols) return; /* a block may have no elements then */
     const int is_line = b->rule == CURRENT && b->down == 1;
     const size_t step = is_line ? b->right : STRIP, per = (b->cols + step - 1) / step;
     const size_t tiles = (b->rows + b->down - 1) / b->down * per;
@@ -422,6 +423,7 @@ INLINE void value_strip(const uint8_t *payload, size_t top, size_t bottom, size_
 /* The values of numbers in E4M3 [rows, cols], with a scale for each `down` x `right` of them. */
 void megafp8_block_values(const uint8_t *payload, size_t rows, size_t cols, const float *scale,
                           size_t down, size_t right, void *out, int out_kind, int threads) {
+    if (!rows || !cols) return;
     const size_t of_row = (cols + right - 1) / right, per = (cols + STRIP - 1) / STRIP;
     const size_t tiles = (rows + down - 1) / down * per;
     if (rows * cols < SERIAL_BELOW) threads = 1;

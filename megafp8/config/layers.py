@@ -8,6 +8,7 @@ with Hydra 1.3.2 to 1.3.8.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from omegaconf import OmegaConf
 from megafp8.config.errors import COMMAND_LINE, DEFAULT, PRESET, Origin, SettingError
 from megafp8.config.hydra_section import HYDRA, choices
 from megafp8.config.overrides import PRESET_GROUPS, ParsedOverride, hydras_parser
+from megafp8.config.schema import copied
 from megafp8.config.settings import Setting, as_text, flatten, is_text
 from megafp8.files import paths_reported
 from megafp8.foreign import ForeignFileError, parse_yaml, read_yaml_text
@@ -208,6 +210,15 @@ _FIXED: dict[object, ConfigResult | None] = {}
 """What the files of Hydra's and our own packages have, by source and path: they are read once."""
 
 
+def _copied(read: ConfigResult | None) -> ConfigResult | None:
+    """Return a copy of what a file has, since Hydra changes it where it composes."""
+    if read is None:
+        return None
+    return replace(
+        read, config=copied(read.config), defaults_list=copy.deepcopy(read.defaults_list)
+    )
+
+
 class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
     """Read each file once, after a check of its place, name, size, depth and aliases."""
 
@@ -222,12 +233,12 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
         if config_path not in self._read:
             source = self._checked(config_path)
             place = source and (source.scheme(), source.path, config_path)
-            if place not in _FIXED:
+            if place in _FIXED:
+                self._read[config_path] = _copied(_FIXED[place])
+            else:
                 self._read[config_path] = super().load_config(config_path)
                 if source and (source.scheme() == "pkg" or Path(source.path) == conf_dir()):
-                    _FIXED[place] = self._read[config_path]
-            else:
-                self._read[config_path] = _FIXED[place]
+                    _FIXED[place] = _copied(self._read[config_path])
         return self._read[config_path]
 
     def _checked(self, config_path: str) -> ConfigSource | None:

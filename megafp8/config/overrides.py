@@ -6,6 +6,7 @@ add a misspelt key that is given with `+` or `++`.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -144,7 +145,9 @@ def hydras_parser() -> OverridesParser:
 
 def _read(text: str) -> Override:
     """Return an override as Hydra reads it; jobs of a sweep or a comparison share most of them."""
-    return _read_once(text) if len(text) <= _LONGEST_KEPT else hydras_parser().parse_override(text)
+    if len(text) > _LONGEST_KEPT:
+        return hydras_parser().parse_override(text)
+    return copy.deepcopy(_read_once(text))  # a caller may change its lists
 
 
 @lru_cache(maxsize=512)

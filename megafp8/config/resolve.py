@@ -56,6 +56,7 @@ from megafp8.specs import (
 from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import AutoBackend
 from megafp8.specs.recipes import find_recipe
+from megafp8.specs.traits import Traits
 
 VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
 
@@ -336,3 +337,13 @@ def _health_mode(values: Values) -> HealthMode:
         return "off"
     on_cpu = values["trainer.accelerator"] == "cpu" and backend != "te"
     return "auto" if on_cpu else "scales"
+
+
+def has_our_casts(backend: str) -> bool:
+    """Whether the layers of a run with this `model.fp8_backend` cast by our own code on a CPU."""
+    return backend in ("auto", "native")
+
+
+def is_torchaos_alone(traits: Traits) -> bool:
+    """Whether torchao alone has a recipe, which then computes scales by torchao's rule."""
+    return "torchao" in traits.backends and "te" not in traits.backends

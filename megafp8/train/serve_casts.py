@@ -21,6 +21,7 @@ from fp8_numerics.formats import E2M1, E4M3
 from fp8_numerics.gemm import GemmCounter, Operand, gemm
 from megafp8.checkpoint.serving import Read, ServingFormat, input_scale_of, scale_of
 from megafp8.checkpoint.serving_blocks import BlockFormat
+from megafp8.config.resolve import is_torchaos_alone
 from megafp8.fp8.linear import Linear
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
 from megafp8.specs.layer import LayerLinear
@@ -106,7 +107,7 @@ def rule_of(linear: Linear) -> Rule | None:
     traits = find_recipe(recipe.precision_of(linear.name)).traits
     if traits.packs is not None:
         return _powers_above
-    is_torchaos = "te" not in traits.backends
+    is_torchaos = is_torchaos_alone(traits)
     rule = scales.scale_of_amax_torchao if is_torchaos else scales.scale_of_amax
     return partial(_by_scale, partial(rule, power_2=tensor.power_2))
 

@@ -28,7 +28,7 @@ from megafp8.checkpoint.huggingface import ConversionError, mapping, to_theirs
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import Read, ServingFormat, ServingWeights, scale_of, single_linears
 from megafp8.checkpoint.serving_blocks import BlockFormat
-from megafp8.config.resolve import resolve
+from megafp8.config.resolve import has_our_casts, resolve
 from megafp8.data.loader import Microbatch
 from megafp8.errors import UserError
 from megafp8.fp8.linear import Linear
@@ -257,7 +257,7 @@ def trained_state(reader: Reader, notify: Callable[[str], None]) -> TrainState:
             reader, "has experts: servers multiply the output of their second linear by the "
             "router's weight, and a run its input, so that their casts are others in any form",
         )  # fmt: skip
-    if (backend := values["model.fp8_backend"]) not in ("auto", "native"):
+    if not has_our_casts(backend := values["model.fp8_backend"]):
         raise _refusal(
             reader, f"has layers of model.fp8_backend={backend}, whose casts are not seen from here"
         )

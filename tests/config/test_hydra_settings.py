@@ -279,6 +279,7 @@ def test_a_sweeper_of_a_file_passes_texts_on_as_they_are(
         assert run_app([*command, "model.seed=1"], task) == code
     assert seen == ["3.10", "3.1", "12e5", "3.10"]
     assert "gives model.data.data_prefix a number, or True" in capsys.readouterr().err
+    assert load()["model.data.data_prefix"] == "builtin"  # Hydra has changed no file of ours
 
 
 @pytest.mark.parametrize("word", ["+hydra.job.env_set.X=1", "hydra/job_logging=default"])
