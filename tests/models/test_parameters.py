@@ -240,7 +240,7 @@ PLANTED: dict[str, tuple[str, Callable[[ParameterSpec], ParameterSpec | None], s
 @pytest.fixture(autouse=True)
 def no_list_is_kept() -> Iterator[None]:
     lists: tuple[Any, ...] = (parameters_module.parameters_of, parameters_module.logical_shapes)
-    caches = (*lists, shapes._layer_shapes, shapes._kinds)
+    caches = (*lists, shapes._layer_shapes, shapes._rank_shape, shapes._kinds)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -373,7 +373,7 @@ def test_a_token_that_uses_two_of_eight_weights(monkeypatch: pytest.MonkeyPatch)
     seconds = _linear_time(dense.mlp.rows[0], tokens, 1.0, 2.0, 0.0)
     copies = dense.mlp.rows[0].weight_copies(dense.mlp.rows[0].fp8_products)
     planted_mlp(monkeypatch, of_eight)
-    for cache in (shapes._layer_shapes, shapes._kinds, parameters_of):
+    for cache in (shapes._layer_shapes, shapes._rank_shape, shapes._kinds, parameters_of):
         cache.cache_clear()
     assert gemm_flops_per_token(spec.model).linear - flops.linear == layers * 6 * weights
     # a second row of each token: FC1's and FC2's inputs in FP8, and FC1's output in BF16
