@@ -157,7 +157,8 @@ def bad_modules(page: str, text: str) -> Iterator[str]:
             if name not in NOT_OURS and not FILE.fullmatch(name) and _source_of(name) is None:
                 yield f"module {name}"
         command = re.match(
-            r"(?:\$ )?(?:\.venv/bin/)?(?:python (?:-m ([\w.]+)|(\S+\.py))|megafp8 ([a-z][a-z-]*))(.*)",
+            r"(?:\$ )?(?:\.venv/bin/)?"
+            r"(?:python (?:-m ([\w.]+)|(\S+\.py))|megafp8 ([a-z][a-z-]*))(.*)",
             code,
         )
         if command is None:
