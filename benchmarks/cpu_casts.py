@@ -1,10 +1,10 @@
-"""Measure the CPU time of the FP8 casts in C on one thread, compared with plain copies.
+"""Measure the CPU time of the casts in C on one thread, beside plain copies and an earlier tree.
 
-The casts are also compared with the same source compiled with `-ftrapping-math`, a flag that was
-used earlier: gcc then vectorizes no comparison of floats without AVX-512. `--march` compiles both
-for an older CPU. The benchmark writes a result file.
+`--against` names a tree of an earlier commit, such as a git worktree, whose kernels do the same in
+processes that alternate with this tree's. `--march` compiles both for an older CPU. The benchmark
+writes a result file.
 
-    python benchmarks/cpu_casts.py --march x86-64-v3
+    python benchmarks/cpu_casts.py --against ../earlier
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from fp8_numerics import block_casts
 from fp8_numerics.cast import decode, quantize
 from fp8_numerics.formats import E4M3
 from fp8_numerics.kernels.compile import library
+
+TURNS = 3  # processes of each tree; a figure is the least of their medians
 
 
 def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
@@ -49,6 +53,31 @@ def operations(rows: int, cols: int) -> dict[str, Callable[[], object]]:
                     quantize, source, scale, E4M3, amax=amax, grid_dtype=grid, column_sum=sums
                 )
         made[f"decode to {name}"] = lambda dtype=dtype: decode(payload, E4M3, dtype)
+        made |= {f"{what} {name}": run for what, run in by_blocks(source).items()}
+    return made
+
+
+def by_blocks(x: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Return the casts with a scale for each block, and their values in the dtype of `x`."""
+    amax, made = x.abs().amax().float(), dict[str, Callable[[], object]]()
+    byte = torch.randint(256, x.shape, dtype=torch.uint8, generator=torch.Generator())
+    casts: dict[str, tuple[tuple[int, int], Callable[[], Any]]] = {
+        "mxfp8 rows": ((1, 32), partial(block_casts.mxfp8, x, along_columns=False)),
+        "mxfp8 columns": ((32, 1), partial(block_casts.mxfp8, x, along_columns=True)),
+    }
+    for block in ((1, 16), (16, 1), (16, 16)):
+        for how, bytes_ in (("", None), (" random", byte)):
+            cast = partial(block_casts.nvfp4, x, block, amax, bytes_)
+            casts[f"nvfp4 {block[0]}x{block[1]}{how}"] = block, cast
+    for block in ((1, 128), (128, 1), (128, 128), (1, x.shape[1]), (x.shape[0], 1)):
+        cast = partial(block_casts.current, x, block, E4M3, power_2=True)
+        casts[f"current {block[0]}x{block[1]}"] = block, cast
+    for name, (block, cast) in casts.items():
+        payload, scale, *_ = cast()
+        made[name] = cast
+        made[f"values of {name}"] = partial(
+            block_casts.block_values, payload, scale, block, x.dtype
+        )
     return made
 
 
@@ -65,26 +94,29 @@ def measured(rows: int, cols: int, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values[2:]) for name, values in seconds.items()}
 
 
-def compiled_with(flags: str, arguments: list[str]) -> dict[str, float]:
-    """Return `measured` of a process whose kernels are compiled with additional `flags`."""
+def medians_of(tree: Path, march: str, arguments: list[str]) -> dict[str, float]:
+    """Return `measured` of a process with the kernels of a tree, compiled for a CPU."""
     with tempfile.TemporaryDirectory() as folder:
         compiler = Path(folder, "compiler")
-        compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" {flags}\n')
+        compiler.write_text(f'#!/bin/sh\nexec {shutil.which("cc")} "$@" -march={march}\n')
         compiler.chmod(0o755)
-        environment = os.environ | {"CC": str(compiler), "XDG_CACHE_HOME": folder}
+        own = {"CC": str(compiler), "XDG_CACHE_HOME": folder, "PYTHONPATH": str(tree.resolve())}
         command = [sys.executable, __file__, "--only-measure", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=os.environ | own, capture_output=True, text=True, check=True
+        )
     medians: dict[str, float] = json.loads(done.stdout)
     return medians
 
 
 def main() -> None:
-    """Measure the casts with and without trapping math, and write the result."""
+    """Measure the casts, those of an earlier tree too if one is named, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--cols", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--cols", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=101)
     parser.add_argument("--march", default="native", help="the compiler's -march")
+    parser.add_argument("--against", type=Path, metavar="TREE", help="an earlier commit's tree")
     parser.add_argument(
         "--only-measure", action="store_true", help="print the medians as JSON and write no result"
     )
@@ -95,15 +127,24 @@ def main() -> None:
         print(json.dumps(measured(args.rows, args.cols, args.rounds)))
         return
     sizes = [f"--{name}={getattr(args, name)}" for name in ("rows", "cols", "rounds")]
-    medians = compiled_with(f"-march={args.march}", sizes)
-    slow = compiled_with(f"-march={args.march} -ftrapping-math", sizes)
-    ratios = {}
-    for name, median in medians.items():
-        ratios[name] = slow[name] / median
-        print(f"{name:>32}  {1e3 * median:6.2f} ms, {ratios[name]:5.2f} times the speed")
+    trees = {"this": Path(__file__).parents[1]}
+    if args.against is not None:
+        trees["earlier"] = args.against
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    for _ in range(TURNS):
+        for name, tree in trees.items():
+            turns[name].append(medians_of(tree, args.march, sizes))
+    count = args.rows * args.cols
+    nanoseconds = {
+        tree: {name: min(1e9 * each[name] / count for each in made) for name in made[0]}
+        for tree, made in turns.items()
+    }
+    for name in nanoseconds["this"]:
+        cells = "  ".join(f"{each[name]:6.3f}" for each in nanoseconds.values())
+        print(f"{name:>32}  {cells} ns an element")
     today = datetime.date.today().isoformat()
     result = {
-        "what": "FP8 casts to E4M3 on one thread, medians of CPU time; ratios are of speeds",
+        "what": "casts on one thread, CPU time; the least median of some processes",
         "date": today,
         "cpu": runpy.run_path(str(Path(__file__).with_name("cpu_step.py")))["cpu_name"](),
         "shape": {"rows": args.rows, "cols": args.cols},
@@ -111,9 +152,7 @@ def main() -> None:
         "rounds": args.rounds,
         "command": " ".join(["python", "benchmarks/cpu_casts.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "median_cpu_seconds": medians,
-        "median_cpu_seconds_trapping_math": slow,
-        "ratios_over_trapping_math": ratios,
+        "nanoseconds_an_element": nanoseconds,
     }
     args.results.mkdir(parents=True, exist_ok=True)
     path = args.results / f"{today}_cpu-casts_{args.march}_{args.rows}x{args.cols}.json"

@@ -88,8 +88,8 @@ INLINE float fp4_step(float magnitude) {
     return as_float((uint32_t)(e - (1 << 23)));
 }
 
-/* The code in E4M3 of the number of E2M1 for x * factor: to nearest, or up with the chance byte /
- * 256. */
+/* The code in E4M3 of the number of E2M1 for x * factor: to nearest, or up by the chance
+ * byte / 256. */
 INLINE uint8_t fp4_code(float x, float factor, int is_random, uint8_t byte) {
     const int32_t zero = 120 << 3;
     float a = as_float(as_bits(x) & 0x7fffffffu) * factor;
@@ -134,9 +134,9 @@ MAGNITUDES(magnitudes_32, int32_t, 0x7fffffff)
 MAGNITUDES(magnitudes_16, int16_t, 0x7fff)
 #undef MAGNITUDES
 
-/* The same as bits of FP32; NaN counts as 0 if it is ignored. Returns whether all are finite. What
- * depends on the kind, on the block and on the rule are functions of their own, which are compiled
- * once. */
+/* The same as bits of FP32; NaN counts as 0 if it is ignored. Returns whether all are finite.
+ * The functions that depend on the kind, on the block and on the rule are not inlined, so that each
+ * is compiled once and not for every combination. */
 static __attribute__((noinline)) int find_amax(const struct blocks *b, size_t at, size_t rows,
                                                size_t n, int ignores_nan, int32_t *restrict amax) {
     const size_t right = b->right, cols = b->cols;
@@ -226,8 +226,8 @@ INLINE void encode_row(struct blocks b, size_t at, size_t n, const float *restri
     }
 }
 
-/* The same of rows from `top` to `bottom`. With NaN or infinity, which is rare, all cases are one
- * loop. */
+/* The same of rows from `top` to `bottom`. With NaN or infinity, which is rare, one slow loop serves
+ * all kinds and rules. */
 static __attribute__((noinline)) void encode_strip(const struct blocks *from, size_t top,
                                                    size_t bottom, size_t left, size_t n,
                                                    const float *factor, int is_known) {
@@ -288,7 +288,7 @@ static void cast_line(const struct blocks *b, size_t row, size_t left, size_t n,
 }
 
 static void cast_blocks(const struct blocks *b, int threads) {
-    if (!b->rows || !b->cols) return; /* a block may have no elements then */
+    if (!b->rows || !b->cols) return; /* a row's block has no elements then, to divide by */
     const int is_line = b->rule == CURRENT && b->down == 1;
     const size_t step = is_line ? b->right : STRIP, per = (b->cols + step - 1) / step;
     const size_t tiles = (b->rows + b->down - 1) / b->down * per;
@@ -307,8 +307,9 @@ static void cast_blocks(const struct blocks *b, int threads) {
 void megafp8_mxfp8(const void *x, size_t rows, size_t cols, int kind, int along_columns,
                    uint8_t *payload, float *scale, int threads) {
     const size_t down = along_columns ? 32 : 1, right = along_columns ? 1 : 32;
-    const struct blocks b = {x,    rows,    cols,  down, right, kind, MX,
-                             E4M3, payload, scale, 0,    0,     0.0f, NULL};
+    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
+                             .kind = kind, .rule = MX, .format = E4M3,
+                             .payload = payload, .scale = scale};
     cast_blocks(&b, threads);
 }
 
@@ -316,8 +317,10 @@ void megafp8_mxfp8(const void *x, size_t rows, size_t cols, int kind, int along_
 void megafp8_current(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
                      int format, int power_2, int torchao, uint8_t *payload, float *scale,
                      int threads) {
-    const struct blocks b = {x,      rows,    cols,  down,    right,   kind, CURRENT,
-                             format, payload, scale, power_2, torchao, 0.0f, NULL};
+    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
+                             .kind = kind, .rule = CURRENT, .format = format,
+                             .payload = payload, .scale = scale,
+                             .power_2 = power_2, .torchao = torchao};
     cast_blocks(&b, threads);
 }
 
@@ -329,8 +332,10 @@ void megafp8_nvfp4(const void *x, size_t rows, size_t cols, int kind, size_t dow
     /* The factor brings the amax to the largest number times the largest scale. */
     const float factor = at_most_largest(2688.0f / *amax);
     const float encoding = *amax == 0.0f || factor == 0.0f ? 1.0f : factor;
-    const struct blocks b = {x,    rows,    cols,  down, right, kind,     FP4,
-                             E4M3, payload, scale, 0,    0,     encoding, bytes};
+    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
+                             .kind = kind, .rule = FP4, .format = E4M3,
+                             .payload = payload, .scale = scale,
+                             .encoding = encoding, .bytes = bytes};
     *outer = *amax / 2688.0f;
     cast_blocks(&b, threads);
 }

@@ -1,8 +1,8 @@
 /* Elements of vectors with AVX-512: the bits of elements_cpu.h and blocks_cpu.h, 16 or 32 at a
  * time.
  *
- * gcc makes three times as many instructions of the loops over single elements. `some` has a bit
- * for each element that there is.
+ * gcc vectorizes the loops over single elements, with more instructions. `some` has a bit for each
+ * element that there is.
  */
 #ifndef MEGAFP8_ELEMENTS_AVX512_H
 #define MEGAFP8_ELEMENTS_AVX512_H

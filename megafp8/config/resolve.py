@@ -56,7 +56,6 @@ from megafp8.specs import (
 from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import AutoBackend
 from megafp8.specs.recipes import find_recipe
-from megafp8.specs.traits import Traits
 
 VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
 
@@ -342,8 +341,3 @@ def _health_mode(values: Values) -> HealthMode:
 def has_our_casts(backend: str) -> bool:
     """Whether the layers of a run with this `model.fp8_backend` cast by our own code on a CPU."""
     return backend in ("auto", "native")
-
-
-def is_torchaos_alone(traits: Traits) -> bool:
-    """Whether torchao alone has a recipe, which then computes scales by torchao's rule."""
-    return "torchao" in traits.backends and "te" not in traits.backends

@@ -224,6 +224,16 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__} has no single scale for a tensor")
 
+    def scale_for(self, tensor: Any, amax: Tensor) -> Tensor:
+        """Return what values of these amaxes are multiplied by before the cast (both FP32).
+
+        A recipe without this method has Transformer Engine's rule.
+        """
+        from fp8_numerics import scales
+
+        scale: Tensor = scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2)
+        return scale
+
     def can_fuse(self, tensor: Any) -> bool:
         """Whether a kernel that computes the tensor may cast it too, by `produce`."""
         return False

@@ -21,7 +21,6 @@ from fp8_numerics.formats import E2M1, E4M3
 from fp8_numerics.gemm import GemmCounter, Operand, gemm
 from megafp8.checkpoint.serving import Read, ServingFormat, input_scale_of, scale_of
 from megafp8.checkpoint.serving_blocks import BlockFormat
-from megafp8.config.resolve import is_torchaos_alone
 from megafp8.fp8.linear import Linear
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
 from megafp8.specs.layer import LayerLinear
@@ -104,12 +103,10 @@ def rule_of(linear: Linear) -> Rule | None:
     tensor, recipe = linear.quantizer.tensors["weight"], linear.quantizer.state.recipe
     if tensor.fmt is not E4M3:
         return None
-    traits = find_recipe(recipe.precision_of(linear.name)).traits
-    if traits.packs is not None:
+    own = find_recipe(recipe.precision_of(linear.name))
+    if own.traits.packs is not None:
         return _powers_above
-    is_torchaos = is_torchaos_alone(traits)
-    rule = scales.scale_of_amax_torchao if is_torchaos else scales.scale_of_amax
-    return partial(_by_scale, partial(rule, power_2=tensor.power_2))
+    return partial(_by_scale, partial(own.scale_for, tensor))
 
 
 def rule_of_form(form: ServingFormat | BlockFormat, *, is_input: bool = False) -> Rule | None:
@@ -125,7 +122,7 @@ def _powers_above(amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_scale(rule: Any, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quant = rule(amax, E4M3)
+    quant = rule(amax)
     return quant, quant.reciprocal()
 
 

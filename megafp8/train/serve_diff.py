@@ -122,10 +122,10 @@ class Distance:
         ):
             log_t, log_s = (x.double().log_softmax(-1) for x in (t_CV, s_CV))
             at = own[:, None]
-            apart = (log_t.gather(1, at) - log_s.gather(1, at)).abs()
+            gap = (log_t.gather(1, at) - log_s.gather(1, at)).abs()
             self.kl += float((log_t.exp() * (log_t - log_s)).sum())
-            self.absolute += float(apart.sum())
-            self.largest = max(self.largest, float(apart.max()))
+            self.absolute += float(gap.sum())
+            self.largest = max(self.largest, float(gap.max()))
             self.agree += int((t_CV.argmax(-1) == s_CV.argmax(-1)).sum())
             self.loss -= float(log_s.gather(1, at).sum())
             self.tokens += len(own)
@@ -380,11 +380,21 @@ class Sides:
                 switched.inputs["form"] = lambda x: form.input_operand(x.float(), None)
             return
         tensors_of = [tensors[f"{part.name}.weight"] for part in linear.parts]
+        scale = None if form.input_name is None else tensors_of[0][form.input_name]
         parts = [form.weight_operand(each) for each in tensors_of]
+        self._set_weights(linear, switched, form, parts)
+        self._set_inputs(linear, switched, form, scale)
+
+    def _set_weights(
+        self,
+        linear: LayerLinear,
+        switched: Switched,
+        form: ServingFormat | BlockFormat,
+        parts: Sequence[Fp8Tensor],
+    ) -> None:
+        """Give a linear the weight of its exported parts, and those of each rule by itself."""
         served = switched.weights[SERVED] = joined(parts)
-        scale = tensors_of[0][form.input_name] if form.input_name is not None else None
-        cast = switched.inputs[SERVED] = lambda x: form.input_operand(x.float(), scale)
-        rule = rule_of(own)
+        trained, rule = switched.weights[TRAINED], rule_of(switched.own)
         # A block format casts weights of the run's own dtype already, if it was trained in it.
         source = form.source if isinstance(form, BlockFormat) else torch.float32
         masters = [self.read(f"{part.name}.weight").to(source).float() for part in linear.parts]
@@ -396,21 +406,33 @@ class Sides:
             switched.weights["scales"] = joined([rescaled_fp8(*pair, rule) for pair in pairs])
         if isinstance(trained, Fp8Tensor) and trained.block != served.block:
             switched.weights["groups"] = rescaled(master_NK, trained, rule_of_form(form))
-            own_cast = switched.inputs[TRAINED]
-            if scale is None:
-                of_inputs = rule_of_form(form, is_input=True)
-                switched.inputs["groups"] = lambda x: rescaled(x, own_cast(x), of_inputs)
-        rounded = lambda name: self.read(name).to(work).float()  # noqa: E731
-        switched.weights["masters"] = joined(encoded(form, linear, rounded))
+        work = self.trained.parts.dtype
+        of_dtype = encoded(form, linear, lambda name: self.read(name).to(work).float())
+        switched.weights["masters"] = joined(of_dtype)
         one = replace(linear, parts=(SubLinear(linear.name, linear.out_features),))
         if len(linear.parts) > 1 and (isinstance(form, ServingFormat) or form.tp == 1):
             switched.weights["joined"] = joined(encoded(form, one, lambda _: master_NK))
         if linear.in_features == linear.out_features and is_turned(served, master_NK):
             switched.weights["turned"] = trained
-        static = self._static(linear, own, scale)
-        if static is not None:
+
+    def _set_inputs(
+        self,
+        linear: LayerLinear,
+        switched: Switched,
+        form: ServingFormat | BlockFormat,
+        scale: torch.Tensor | None,
+    ) -> None:
+        """Give a linear the casts of its input: as served with the exported scale, and by rule."""
+        cast = switched.inputs[SERVED] = lambda x: form.input_operand(x.float(), scale)
+        own_cast, rule = switched.inputs[TRAINED], rule_of(switched.own)
+        if (static := self._static(linear, switched.own, scale)) is not None:
             switched.inputs["static"] = static
-        if scale is None and rule is not None:
+        if scale is not None:
+            return
+        if "groups" in switched.weights:
+            of_inputs = rule_of_form(form, is_input=True)
+            switched.inputs["groups"] = lambda x: rescaled(x, own_cast(x), of_inputs)
+        if rule is not None:
             switched.inputs["scales"] = lambda x: rescaled(x, cast(x), rule)
 
     def _static(

@@ -12,12 +12,12 @@ from megafp8.specs.traits import TENSOR, Cost, Traits, alike
 if TYPE_CHECKING:
     import torch
 
-    from fp8_numerics import cast, scales
+    from fp8_numerics import cast
     from fp8_numerics.kernels import triton_current
     from megafp8.fp8 import quantizer
     from megafp8.fp8.quantizer import Operands, SavedForm, TensorQuantizer, WantsFp8
 else:  # settings are checked without torch
-    cast, scales = lazy("fp8_numerics.cast"), lazy("fp8_numerics.scales")
+    cast = lazy("fp8_numerics.cast")
     quantizer = lazy("megafp8.fp8.quantizer")
     triton_current = lazy("fp8_numerics.kernels.triton_current")
 
@@ -70,4 +70,4 @@ class Tensorwise(Recipe):
             tensor.reduce_max(amax)
         if tensor.state.engine.uses_triton:
             return triton_current.scales_of(amax, tensor.fmt, power_2=tensor.power_2)
-        return scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2), None
+        return self.scale_for(tensor, amax), None
