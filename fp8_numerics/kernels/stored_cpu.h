@@ -56,7 +56,7 @@ INLINE uint32_t magnitude_code(float y, int mb, int low, int stochastic, uint32_
     e = e > emin ? e : emin;
     uint32_t k;
     if (stochastic) {
-        float steps = y * as_float((uint32_t)((254 + mb) << 23) - (uint32_t)e); /* exact */
+        float steps = y * as_float(((uint32_t)(254 + mb) << 23) - (uint32_t)e); /* exact */
         int32_t whole = (int32_t)steps;
         float up = (float)(int32_t)(random >> 8) * 0x1p-24f;
         k = (uint32_t)(whole + (up < steps - (float)whole));
@@ -233,8 +233,9 @@ static size_t width(const struct stored *x) {
     return x->kind == S_F32 ? 4 : x->kind == S_BF16 || x->kind == S_F16 ? 2 : 1;
 }
 
-/* The backup holds the parameter's and the moments' bytes from before the step, [n] each: those of
- * FP32 moments are not needed, as what is written in FP32 is the fresh moment itself. */
+/* The backup holds the parameter's and the moments' bytes from before the step, those of each from a
+ * multiple of 16 on, as numbers of two bytes may follow an odd number of bytes. Those of FP32 moments
+ * are not needed, as what is written in FP32 is the fresh moment itself. */
 static int is_backed_up(const struct adam *a, const struct stored *x) {
     int has_scales = has_scale(&a->param) || has_scale(&a->exp_avg) || has_scale(&a->exp_avg_sq);
     return has_scales && (x == &a->param || x->kind != S_F32);
@@ -249,7 +250,7 @@ static struct backup backup_of(const struct adam *a, const struct stored *const 
         kept.of[k] = *all[k];
         if (!is_backed_up(a, all[k])) continue;
         kept.of[k].data = at;
-        at += a->n * width(all[k]);
+        at += (a->n * width(all[k]) + 15) / 16 * 16;
     }
     return kept;
 }

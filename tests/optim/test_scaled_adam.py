@@ -172,6 +172,18 @@ def test_c_has_torchs_bits_at_every_size(size: int, dithers: Dithers) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 
 
+def test_c_keeps_old_numbers_of_two_bytes_at_even_addresses() -> None:
+    """Also behind an odd number of bytes: 10 and 5 of them begin at 0 and 16."""
+    need_kernels()
+    names: tuple[StorageName, ...] = ("fp16", "fp8", "fp16", "fp8")
+    start = torch.linspace(0, 1, 5)
+    tensors = Tensors(*(ScaledTensor.of(start, STORAGE_FORMATS[name]) for name in names))
+    backup = torch.zeros(scaled_adam.backup_bytes(tensors), dtype=torch.uint8)
+    old = tensors.written[2].payload.clone()
+    scaled_adam.update_c(tensors, Constants(0.01, (0.9, 0.98), 1e-8, 0.1, False, 1), backup=backup)
+    assert torch.equal(backup[32:42].view(torch.float16), old)
+
+
 def test_c_has_torchs_bits_where_its_fastest_loop_does_not_apply() -> None:
     """O2 with codes of NaN, factors that are no powers of two or extreme, and infinite gradients.
 
