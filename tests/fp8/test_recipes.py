@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fp8_numerics import block_casts, cpu
-from fp8_numerics.cast import Fp8Tensor, quantize_scaled, spread, times_scale
+from fp8_numerics import block_casts, cpu, nvfp4
+from fp8_numerics.cast import Fp8Tensor, spread, times_scale
 from fp8_numerics.formats import ALL_FORMATS, FORMATS, FormatName
 from fp8_numerics.gemm import GemmCounter
+from fp8_numerics.kernels.compile import library
 from fp8_numerics.scales import amax_of_blocks, scale_of_amax, scale_of_amax_torchao
 from megafp8.errors import UserError
 from megafp8.fp8.build import linear_quantizer
@@ -121,7 +122,9 @@ def test_casts_are_the_specification(
     torch.testing.assert_close(total, x.float().sum(0), equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("block", [(1, 128), (128, 1), (128, 128), (1, 600), (300, 1), (7, 64)])
+@pytest.mark.parametrize(
+    "block", [(1, 128), (128, 1), (128, 128), (1, 600), (300, 1), (7, 64), (1, 100), (100, 16)]
+)
 @pytest.mark.parametrize("format_name", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("power_2", [True, False])
 @dtypes
@@ -137,10 +140,67 @@ def test_kernels_and_torch_operations_cast_blocks_alike(
         scale = (scale_of_amax_torchao if torchao else scale_of_amax)(
             amax_of_blocks(x, block), fmt, power_2=power_2
         )
-        expected = quantize_scaled(times_scale(x.float(), scale, block), fmt)
+        scaled = times_scale(x.float(), scale, block)
+        expected = scaled.clamp(-fmt.max, fmt.max).to(fmt.dtype)
         assert torch.equal(made[1], scale.reciprocal())
         codes = (each.view(torch.uint8).numpy() for each in (made[0], expected))
         assert spec_formats.same_codes(*codes, spec_formats.FORMATS[format_name])
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
+@pytest.mark.parametrize("is_random", [True, False])
+@dtypes
+def test_kernels_and_torch_operations_cast_to_nvfp4_alike(
+    block: tuple[int, int], is_random: bool, dtype: torch.dtype
+) -> None:
+    """Of numbers of all bits, which two threads share, with any amax of the tensor."""
+    need_kernels()
+    generator = torch.Generator().manual_seed(4)
+    bits = torch.randint(-(1 << 31), 1 << 31, (256, 272), generator=generator).to(torch.int32)
+    x = bits.view(dtype)
+    byte = torch.randint(0, 256, x.shape, generator=generator).byte() if is_random else None
+    x[:16, :48], x[16] = 0, math.nan
+    x_MK, of_x = (x.t(), byte if byte is None else byte.t()) if block == (16, 1) else (x, byte)
+    for amax in torch.tensor([0.0, 2.0**-149, 3.0, 1e30, math.inf]):
+        numbers, scale = nvfp4.quantize_blocks(x_MK, min(block), amax, of_x)
+        numbers, scale = (numbers.t(), scale.t()) if block == (16, 1) else (numbers, scale)
+        payload, found, outer = block_casts.nvfp4(x, block, amax, byte)
+        assert torch.equal(found, scale) and torch.equal(outer, nvfp4.outer_of(amax))
+        expected = numbers.contiguous().to(payload.dtype).view(torch.uint8)
+        assert torch.equal(payload.view(torch.uint8), expected)
+
+
+@dtypes
+def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype) -> None:
+    """Columns that two threads share, with sums of zeros, whose sign is plus."""
+    need_kernels()
+    x = awkward(272, 272, dtype).nan_to_num(0, 0)
+    x[:16] = -0.0
+    found = block_casts.rotate_columns(x, nvfp4.signs())
+    expected = nvfp4.rotated(x.t()).t().contiguous()
+    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
+def test_kernels_take_empty_matrices(shape: tuple[int, int]) -> None:
+    """A block of a whole row or column has then no elements."""
+    need_kernels()
+    lib, x, (rows, cols) = library().lib, torch.empty(shape), shape
+    assert lib is not None
+    for along_columns, shape_of_scales in (
+        (False, (rows, -(-cols // 32))),
+        (True, (-(-rows // 32), cols)),
+    ):
+        payload, scale = block_casts.mxfp8(x, along_columns=along_columns)
+        assert payload.shape == shape and scale.shape == shape_of_scales
+    payload, scale, outer = block_casts.nvfp4(x, (1, 16), torch.tensor(6.0), None)
+    assert payload.shape == shape and outer == nvfp4.outer_of(torch.tensor(6.0))
+    assert block_casts.rotate_columns(x, nvfp4.signs()).shape == shape
+    for block in ((1, cols), (rows, 1), (128, 128)):
+        assert block_casts.current(x, block, FORMATS["e4m3"], power_2=True) is None
+        lib.megafp8_current(None, *shape, 0, *block, 0, 1, 0, None, None, 1)
+        values = block_casts.block_values(payload, scale, block, torch.bfloat16)
+        assert values is not None and values.shape == shape
 
 
 def test_kernels_leave_other_blocks_formats_and_dtypes_to_torch_operations() -> None:
