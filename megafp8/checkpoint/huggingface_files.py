@@ -193,6 +193,20 @@ def _write_weights(
     return [*files, folder / INDEX]
 
 
+def weight_bytes(folder: Path) -> tuple[int, int]:
+    """Return the bytes of the tensors in a folder's files of weights, and those of their headers.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    total = headers = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:  # a header follows its size
+            headers += 8 + int.from_bytes(file.read(8), "little")
+        total += path.stat().st_size
+    return total - headers, headers
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of `config.json` in a model's folder.
 

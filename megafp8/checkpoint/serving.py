@@ -24,16 +24,20 @@ from torch.nn import functional as F
 
 from fp8_numerics import formats
 from fp8_numerics.cast import Fp8Tensor
+from fp8_numerics.scales import scale_of_amax
 from megafp8.checkpoint.huggingface import ConversionError, Mapped, architecture, mapping
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear, layer_spec, model_linears
+from megafp8.specs.parameters import logical_shapes
 
 Read = Callable[[str], torch.Tensor]
 """Returns one of our tensors by its logical name."""
 Scales = Literal["tensor", "channel", "block"]
 SCALES: tuple[Scales, ...] = get_args(Scales)
+ScaleFmt = Literal["float", "ue8m0"]
 BLOCK = 128
 ROUTER = ".router.weight"
+FP32 = 4  # bytes of a scale
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = torch.finfo(E4M3).max
 LLAMA_SHAPE = (
@@ -78,6 +82,9 @@ class Format(Protocol):
     def encode(self, shared: Any, rows: slice, part_NK: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors of a part of a linear, whose `rows` they are, by `tensor_names`."""
 
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of the tensors of a part of a linear, by the sizes of its weight."""
+
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight [N, K] in FP32 that the tensors of one stand for."""
 
@@ -89,9 +96,6 @@ class Format(Protocol):
     ) -> torch.Tensor | Fp8Tensor:
         """Return an input [T, K] as a server casts it, or itself where it does not."""
 
-    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers in FP32 that a server computes with for an input [T, K]."""
-
 
 @dataclass(frozen=True)
 class ServingFormat:
@@ -102,11 +106,15 @@ class ServingFormat:
         input_scales: The scale of each linear's input, by the linear's name; None if a server
             computes it for each token (with `block`: for each 128 features of a token).
         kept: The linears that stay in BF16, by name, as the run computed them in high precision.
+        scale_fmt: Whether scales are any numbers or, as in DeepSeek-V3.1, powers of two in FP32.
+        source: With blocks, the dtype that weights are rounded to first, as the run did.
     """
 
     scales: Scales
     input_scales: Mapping[str, float] | None = None
     kept: frozenset[str] = frozenset()
+    scale_fmt: ScaleFmt = "float"
+    source: torch.dtype = torch.float32
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -122,6 +130,11 @@ class ServingFormat:
         """Return the static scale of the input of a linear of this name, [1]."""
         assert self.input_scales is not None
         return torch.tensor([self.input_scales[linear]])
+
+    @property
+    def has_powers(self) -> bool:
+        """Whether scales are powers of two."""
+        return self.scale_fmt == "ue8m0"
 
     @property
     def scale_name(self) -> str:
@@ -143,8 +156,23 @@ class ServingFormat:
         self, shared: torch.Tensor | None, rows: slice, part_NK: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """Return the E4M3 weight and the scales of a part of a linear."""
-        scale = scale_of(amax_by(part_NK, self.scales) if shared is None else shared)
+        part_NK = part_NK.to(self.source).float()
+        scale = self.scale_of(amax_by(part_NK, self.scales) if shared is None else shared)
         return {"weight": encode(part_NK, scale, self.scales), self.scale_name: scale}
+
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of the tensors of a part of a linear, by the sizes of its weight."""
+        blocks = math.ceil(rows / BLOCK) * math.ceil(columns / BLOCK)
+        scales = {"tensor": 1, "channel": rows, "block": blocks}[self.scales]
+        return rows * columns + FP32 * (scales + (self.input_scales is not None))
+
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scales of weights by their largest magnitudes, of any shape."""
+        return power_above(amax) if self.has_powers else scale_of(amax)
+
+    def input_scale_of(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scales that a server computes of an input's largest magnitudes."""
+        return power_above(amax) if self.has_powers else input_scale_of(amax)
 
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight [N, K] in FP32 that the tensors of one stand for."""
@@ -169,13 +197,9 @@ class ServingFormat:
         padded = F.pad(x_TK, (0, -num_features % width))
         groups = padded.view(-1, width)
         amax = groups.abs().amax(1, keepdim=True).float()
-        scale = input_scale_of(amax)
+        scale = self.input_scale_of(amax)
         payload_TK = encode(groups.float(), scale, "channel").view(padded.shape)[:, :num_features]
         return in_blocks(payload_TK.contiguous(), scale.view(num_tokens, -1), (1, width))
-
-    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers in FP32 that the input has in E4M3 times its scales: [T, K]."""
-        return self.input_operand(x_TK, scale).dequantize(torch.float32)
 
     def quantization_config(self, spec: GPTSpec) -> dict[str, Any]:
         """Return the `quantization_config` of a model's `config.json`."""
@@ -187,6 +211,7 @@ class ServingFormat:
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
                 "weight_block_size": [BLOCK, BLOCK],
+                **({"scale_fmt": self.scale_fmt} if self.has_powers else {}),
                 "modules_to_not_convert": ignored,
                 "ignored_layers": ignored,
             }
@@ -237,6 +262,30 @@ def ignored_modules(spec: GPTSpec, kept: frozenset[str]) -> list[str]:
     return ["lm_head", *out]
 
 
+def planned_bytes(spec: GPTSpec, fmt: Format | None, itemsize: int = 2) -> int:
+    """Return the bytes of the tensors of an export, by the sizes of the model alone.
+
+    Args:
+        spec: The model.
+        fmt: The format of the linears; None for an export that is not quantized.
+        itemsize: The bytes of a number of all other tensors.
+
+    Raises:
+        ConversionError: No family of transformers can express the model.
+    """
+    shapes, kept = logical_shapes(spec), frozenset[str]() if fmt is None else fmt.kept
+    linears = (linear for linear in single_linears(spec) if linear.name not in kept)
+    quantized = {f"{part.name}.weight" for linear in linears for part in linear.parts}
+    total = 0
+    for entry in mapping(spec):
+        shape = entry.shape(shapes[entry.ours[0]])
+        if fmt is not None and entry.ours[0] in quantized:
+            total += fmt.num_bytes(*shape)
+        else:
+            total += itemsize * math.prod(shape)
+    return total
+
+
 def check_can_be_fp8(
     spec: GPTSpec, kept: frozenset[str], family: str | None = None, dtype: str = "fp8"
 ) -> None:
@@ -285,6 +334,14 @@ def scale_of(amax: torch.Tensor) -> torch.Tensor:
 def input_scale_of(amax: torch.Tensor) -> torch.Tensor:
     """Return the scales that a server computes of an input's largest magnitudes, of any shape."""
     return torch.where(amax > 0, amax / E4M3_MAX, 1.0)
+
+
+def power_above(amax: torch.Tensor) -> torch.Tensor:
+    """Return the least powers of two, in FP32, times which 448 is no less than a magnitude.
+
+    They are those of the recipe `blockwise`, and what `scale_fmt` `ue8m0` names in DeepSeek-V3.1.
+    """
+    return scale_of_amax(amax.float(), formats.E4M3, power_2=True).reciprocal()
 
 
 def amax_by(weight_NK: torch.Tensor, scales: Scales) -> torch.Tensor:

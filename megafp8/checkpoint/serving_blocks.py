@@ -25,7 +25,7 @@ from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.formats import E2M1, E4M3
 from megafp8 import __version__
 from megafp8.checkpoint.huggingface import ConversionError
-from megafp8.checkpoint.serving import Read, ignored_modules, single_linears
+from megafp8.checkpoint.serving import FP32, Read, ignored_modules, single_linears
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear
 
@@ -234,6 +234,13 @@ class BlockFormat:
             tensors = [packed, scales.to(torch.float8_e4m3fn), self._of_whole(shared.amax)]
         return dict(zip(self.tensor_names, tensors, strict=True))
 
+    def num_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes of the tensors of a part of a linear, by the sizes of its weight."""
+        scales = rows * columns // self.block  # of a byte each
+        if self.kind == "mxfp8":
+            return rows * columns + scales
+        return rows * columns // 2 + scales + FP32 * (1 + (self.input_amaxes is not None))
+
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight [N, K] in FP32 that the tensors of one stand for."""
         payload, scale, *of_whole = (tensors[name] for name in self.tensor_names)
@@ -280,14 +287,6 @@ class BlockFormat:
         tiles = numbers_MK.unflatten(1, (-1, self.block))
         values_MK: torch.Tensor = (tiles * scales[..., None]).flatten(1)
         return values_MK
-
-    def rounded_input(self, x_TK: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-        """Return the numbers in FP32 that a server computes with for an input [T, K]."""
-        made = self.input_operand(x_TK, scale)
-        if not isinstance(made, Fp8Tensor):
-            return made
-        scales = made.dequant_scale if made.outer is None else made.dequant_scale * made.outer
-        return self._values(made.payload.float(), scales)
 
 
 def _numbers(packed: torch.Tensor) -> torch.Tensor:

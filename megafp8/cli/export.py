@@ -2,6 +2,7 @@
 
 megafp8 export RUN DIR [--dtype float32] [--family NAME]
 megafp8 export RUN DIR --dtype fp8 [--fp8-scales channel] [--fp8-inputs dynamic]
+megafp8 export RUN DIR --dtype fp8 --fp8-scales block [--scale-fmt ue8m0]
 megafp8 export RUN DIR --dtype mxfp8|nvfp4 [--layout modelopt] [--fp8-inputs static]
 megafp8 export RUN DIR --closest-to-training [--dtype fp8]
 """
@@ -89,7 +90,7 @@ def _closest(options: argparse.Namespace) -> QuantizedOptions | None:
         raise RunError(f"{flag}: no server's form is {options.dtype}. {hint}")
     if options.validation_samples == 0:
         raise RunError(f"{flag}: compares over --validation-samples. Give some")
-    names = ("dtype", "layout", "fp8_scales", "fp8_inputs", "validation_samples")
+    names = ("dtype", "layout", "fp8_scales", "scale_fmt", "fp8_inputs", "validation_samples")
     given = {name: getattr(options, name) for name in names}
     ranked = by_kl(options.run, given, options.family)
     say(f"closest to training: {ranked[0].words}; KL (trained || served) of each form:")
@@ -118,8 +119,9 @@ def export(
             model, or a tokenizer's file holds a secret.
     """
     from megafp8.checkpoint.huggingface import architecture
-    from megafp8.checkpoint.huggingface_files import CONFIG, write_folder
+    from megafp8.checkpoint.huggingface_files import CONFIG, weight_bytes, write_folder
     from megafp8.checkpoint.reader import Reader
+    from megafp8.checkpoint.serving import planned_bytes
     from megafp8.train.load import find_checkpoint
     from megafp8.train.load_model import read_tensor, shape_of
 
@@ -160,6 +162,12 @@ def export(
     say(f"{checkpoint} as {architecture(spec, family)}, {written}:")
     for name in names:
         say(f"  {folder / name}")
+    tensors, headers = weight_bytes(folder)
+    expected = planned_bytes(spec, None if planned is None else planned.fmt, dtype.itemsize)
+    say(
+        f"  weights: {tensors} bytes on disk, {expected} by the sizes of the model and its scales; "
+        f"headers of the files: {headers} bytes"
+    )
     if planned is not None:
         say(*planned.lines(), *planned.notes())
         if planned.num_samples:

@@ -30,7 +30,7 @@ LAYOUTS = ("compressed-tensors", "modelopt")
 REPORT = "fp8_export.json"
 SAMPLES = 64
 OPTIONS = {
-    "fp8_scales": (FP8,), "fp8_inputs": (FP8, "nvfp4"), "layout": BLOCK_KINDS,
+    "fp8_scales": (FP8,), "scale_fmt": (FP8,), "fp8_inputs": (FP8, "nvfp4"), "layout": BLOCK_KINDS,
     "validation_samples": QUANTIZED,
 }  # fmt: skip
 """The options of quantized weights, each with the dtypes that have it."""
@@ -48,6 +48,7 @@ _OF_EXPERTS = (
 )
 Inputs = tuple[Mapping[str, Any], str]
 """What becomes of the linears' inputs, for the report and in words."""
+_POWERS = ", as powers of two where its kernels heed scale_fmt"
 _DYNAMIC: Inputs = {"scales": "dynamic"}, "scales are dynamic, which the server computes"
 _IN_BF16: Inputs = {"format": "bf16"}, "in BF16"
 
@@ -57,6 +58,7 @@ class QuantizedOptions(NamedTuple):
 
     dtype: Literal["fp8", "mxfp8", "nvfp4"] = "fp8"
     fp8_scales: Literal["tensor", "channel", "block"] = "channel"
+    scale_fmt: Literal["float", "ue8m0"] = "float"
     fp8_inputs: Literal["static", "dynamic"] | None = None
     layout: Literal["compressed-tensors", "modelopt"] = "compressed-tensors"
     validation_samples: int = SAMPLES
@@ -74,6 +76,12 @@ def add_quantized_options(parser: argparse.ArgumentParser) -> None:
         choices=list(SCALES),
         help="what has a scale of its own: each tensor or channel (compressed-tensors), or each "
         "block of 128 x 128 as DeepSeek's (channel)",
+    )
+    parser.add_argument(
+        "--scale-fmt",
+        choices=("float", "ue8m0"),
+        help="with --fp8-scales block: any scales, or powers of two as DeepSeek-V3.1's, which are "
+        "those of the recipe blockwise (float)",
     )
     parser.add_argument(
         "--fp8-inputs",
@@ -124,6 +132,11 @@ def quantized_options(
             "--validation-samples 0: the inputs of --fp8-inputs static are measured over these "
             "samples. Give some, or leave --fp8-inputs out: inputs are in BF16 then"
         )
+    if asked.fp8_scales != "block" and asked.scale_fmt != "float":
+        raise RunError(
+            f"--scale-fmt {asked.scale_fmt}: is a format of scales of blocks, as DeepSeek-V3.1 has "
+            "them. Add --fp8-scales block, or leave it out"
+        )
     if asked.fp8_scales == "block" and asked.fp8_inputs == "static":
         raise RunError(
             "--fp8-inputs static: weights in blocks have inputs whose scales the server computes. "
@@ -163,11 +176,16 @@ class QuantizedExport:
             "weights": {
                 "format": "e2m1" if self.dtype == "nvfp4" else "e4m3",
                 "scales": self.fmt.scales,
+                "has_powers_of_two": self.fmt.has_powers,
             },
             "inputs": self.inputs[0],
             "linears_in_bf16": sorted(self.fmt.kept),
             "errors": [error._asdict() for error in self.weights.errors],
         }
+
+    def _words(self) -> str:
+        words = _NAMES[self.fmt.scales]
+        return words.replace("one scale", "one power of two") if self.fmt.has_powers else words
 
     def lines(self) -> Iterator[str]:
         """Yield what was written, and the errors of each layer."""
@@ -177,7 +195,7 @@ class QuantizedExport:
         if any(".experts." in name for name in self.fmt.kept):
             more += " or that are experts of one layer with such"
         yield (
-            f"  weights of {len(self.weights.errors)} linears in {_NAMES[self.fmt.scales]}; in "
+            f"  weights of {len(self.weights.errors)} linears in {self._words()}; in "
             f"BF16: embedding, head, norms, biases{more}"
         )
         yield f"  inputs: {self.inputs[1]}"
@@ -197,7 +215,7 @@ class QuantizedExport:
         if self.trained_in:
             yield (
                 f"note: the run trained in {' and '.join(self.trained_in)}, and these weights are "
-                f"{_NAMES[self.fmt.scales].replace(',', ' with', 1)}, cast from the FP32 masters. "
+                f"{self._words().replace(',', ' with', 1)}, cast from the FP32 masters. "
                 "They have other rounding errors than the run had"
             )
         odd = partial_blocks(self.spec, self.fmt.kept) if self.fmt.scales == "block" else []
@@ -252,12 +270,15 @@ def plan_quantized(
     """
     from functools import partial
 
+    import torch
+
     from megafp8.checkpoint.serving import ServingFormat, ServingWeights, check_can_be_fp8
     from megafp8.train.load_model import read_tensor
     from megafp8.train.recorded import (
         has_histories,
         linears_in_bf16,
         other_formats,
+        own_casts,
         recorded_inputs,
         recorded_values,
     )
@@ -290,7 +311,10 @@ def plan_quantized(
                 f"over {recorded.num_updates} microbatches, with margin {recorded.margin}"
             ),
         )
-    fmt = ServingFormat(asked.fp8_scales, scales, kept)
+    source = torch.float32
+    if asked.scale_fmt == "ue8m0":
+        source, inputs = own_casts(values, "blockwise").source, (inputs[0], inputs[1] + _POWERS)
+    fmt = ServingFormat(asked.fp8_scales, scales, kept, asked.scale_fmt, source)
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
     num_samples, trained = asked.validation_samples, other_formats(values)
     return QuantizedExport(reader, spec, fmt, weights, inputs, num_samples, FP8, trained)

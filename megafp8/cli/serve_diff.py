@@ -12,6 +12,7 @@ in training by itself, and what becomes of the KL says which rule the difference
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -48,6 +49,7 @@ if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds
 
 BF16 = "bfloat16"
 SAMPLES_FLAG = "--validation-samples"
+_EXPERT = re.compile(r"experts\.\d+")
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """A title, the names of columns, and rows; the first column is text."""
 
@@ -139,7 +141,7 @@ class Compared(NamedTuple):
         both = ("weights", result.weights), ("inputs", result.inputs)
         shares = (f"{_share(sum(of.values(), start=_nothing()))} of {name}" for name, of in both)
         yield f"bytes that differ: {', '.join(shares)}"
-        yield f"tensors of the export: {format_bytes(result.num_bytes)}"
+        yield f"tensors of the export: {format_bytes(result.num_bytes)} ({result.num_bytes} bytes)"
 
     def tables(self) -> Iterator[Table]:
         """Yield the rules, what else a server may do, and the linears."""
@@ -168,23 +170,28 @@ class Compared(NamedTuple):
             yield "where the difference comes from:", heads, rules
         more = [(name, f"{of.kl / of.tokens:.3g}") for name, of in result.more.items()]
         yield "if the server also did more:", ("what", "KL then"), more
-        linears = [
-            (name, _share(weight), _scales(weight), _share(of_input), _scales(of_input))
-            for name, weight in result.weights.items()
-            for of_input in [result.inputs[name]]
-        ]
+        of_linears: dict[str, tuple[Any, Any]] = {}
+        for name, weight in result.weights.items():  # the experts of a layer are one row
+            both, row = (weight, result.inputs[name]), _EXPERT.sub("experts.*", name)
+            before = of_linears.get(row, (_nothing(), _nothing()))
+            of_linears[row] = before[0] + both[0], before[1] + both[1]
+        linears = [(row, *(f(x) for x in both for f in (_share, _scales)))
+                   for row, both in of_linears.items()]  # fmt: skip
         heads = ("bytes that differ", "weight", "its scales", "input", "its scales")
         yield "by linear (both casts read the trained input):", heads, linears
 
     def cause(self) -> str:
-        """Return the rule that explains most, in words."""
+        """Return the rule that explains most, in words, and where it is not in all linears."""
         from megafp8.train.serve_diff import RULES
 
         if not self.result.served.kl:
             return "cause: there is no difference to explain"
         if (key := self.result.cause()) is None:
             return "cause: no rule by itself makes the difference smaller"
-        return f"cause: {RULES[key][1]}"
+        where, total = self.result.places[key], len(self.result.weights)
+        place = f" in {where[0]}" if where else ""
+        place += f" and {len(where) - 1} more of {total} linears" if len(where) > 1 else ""
+        return f"cause: {RULES[key][1]}{place if len(where) < total else ''}"
 
     def as_json(self) -> dict[str, Any]:
         """Return the comparison for a JSON file."""
@@ -203,6 +210,7 @@ class Compared(NamedTuple):
                     "rule": key,
                     "explained_kl": result.explained(key),
                     "weight_bytes_left": result.left[key].differ,
+                    "linears": result.places[key],
                     **result.rules[key].as_json(),
                 }
                 for key in result.ranked()
@@ -279,7 +287,8 @@ def _form(
     if asked is None:
         return None, BF16, []
     planned = plan_quantized(reader, sides.spec, asked, family)
-    about = f"{asked.dtype} ({asked.fp8_scales})" if asked.dtype == FP8 else asked.dtype
+    scales = asked.fp8_scales if asked.scale_fmt == "float" else f"block, {asked.scale_fmt}"
+    about = f"{asked.dtype} ({scales})" if asked.dtype == FP8 else asked.dtype
     return planned.fmt, f"{about}, inputs: {planned.inputs[1]}", list(planned.notes())
 
 
@@ -296,9 +305,10 @@ def forms_of(given: Mapping[str, Any]) -> Iterator[QuantizedOptions | None]:
         yield None
     layout = chosen.get("layout", LAYOUTS[0])
     every = [
-        *({"fp8_scales": scales, "fp8_inputs": inputs}
+        *({"fp8_scales": scales, "fp8_inputs": inputs, "scale_fmt": "float"}
           for scales in SCALES for inputs in ("static", "dynamic")
           if (scales, inputs) != ("block", "static")),
+        {"fp8_scales": "block", "fp8_inputs": "dynamic", "scale_fmt": "ue8m0"},
         *({"dtype": kind, "layout": layout} for kind in BLOCK_KINDS),
         *({"dtype": kind, "layout": layout, "fp8_inputs": "static"}
           for kind in BLOCK_KINDS if kind in OPTIONS["fp8_inputs"]),

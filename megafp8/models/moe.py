@@ -25,7 +25,10 @@ class MoE(nn.Module):
     """Compute the sum of a token's experts, each times the router's weight, and of a shared MLP.
 
     As in Megatron-core the weight multiplies what the second linear reads, before its cast to FP8.
+    With `weighs_output` it multiplies what this linear returns, as in servers of models.
     """
+
+    weighs_output = False
 
     def __init__(self, parts: Parts, name: str, experts: Mlp, shared: nn.Module | None) -> None:
         super().__init__()
@@ -63,8 +66,12 @@ class MoE(nn.Module):
         del rows_RD  # as large as what other ranks have sent
         fc1, fc2 = ([each[index] for index in self.own] for each in (self.fc1, self.fc2))
         inner_NF = self.activation(self.of_experts(fc1, rows_ND, route.sizes, places))
-        weighted_NF = (inner_NF * weights_N1).to(self.dtype)
-        out_RD = route.to_tokens(self.of_experts(fc2, weighted_NF, route.sizes, places))
+        if not self.weighs_output:
+            inner_NF = (inner_NF * weights_N1).to(self.dtype)
+        out_ND = self.of_experts(fc2, inner_NF, route.sizes, places)
+        if self.weighs_output:
+            out_ND = (out_ND * weights_N1).to(self.dtype)
+        out_RD = route.to_tokens(out_ND)
         out_TD = _ToTokens.apply(out_RD, token_R, place_TK)  # type: ignore[no-untyped-call]
         out_BSD: torch.Tensor = out_TD.view_as(x_BSD)
         if self.shared is not None:

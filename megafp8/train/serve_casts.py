@@ -7,7 +7,7 @@ Operands are those of the products of `fp8_numerics`, so that equal casts multip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,13 +18,14 @@ from torch import nn
 from fp8_numerics import mxfp8, scales
 from fp8_numerics.cast import Fp8Tensor, amax_of, quantize_scaled, spread
 from fp8_numerics.formats import E2M1, E4M3
-from fp8_numerics.gemm import GemmCounter, Operand, gemm
-from megafp8.checkpoint.serving import Read, ServingFormat, input_scale_of, scale_of
+from fp8_numerics.gemm import Operand
+from megafp8.checkpoint.serving import Read, ServingFormat
 from megafp8.checkpoint.serving_blocks import BlockFormat
 from megafp8.fp8.linear import Linear
 from megafp8.models.attention import QKV, AttentionContext, AttentionCore
 from megafp8.specs.layer import LayerLinear
 from megafp8.specs.recipes import find_recipe
+from megafp8.train.served import values_of
 
 Form = ServingFormat | BlockFormat | None
 """How linears are served; None is BF16."""
@@ -46,14 +47,6 @@ class Apart(NamedTuple):
 
 
 NOTHING = Apart(0, 0, 0, 0)
-
-
-def values_of(operand: Operand) -> torch.Tensor:
-    """Return the values in FP32 of an operand."""
-    if not isinstance(operand, Fp8Tensor):
-        return operand.float()
-    values = operand.dequantize(torch.float32)
-    return values if operand.outer is None else values * operand.outer
 
 
 def apart(trained: Operand, served: Operand) -> Apart:
@@ -85,17 +78,6 @@ def _scales(x: Fp8Tensor) -> torch.Tensor:
     return x.scale_over(x.payload.shape).expand(x.payload.shape)
 
 
-def multiply(x: Operand, weight: Operand, bias: torch.Tensor | None, work: torch.dtype) -> Any:
-    """Return x @ weight.T + bias as the linears of a run do; mixed operands as values in FP32."""
-    if isinstance(x, Fp8Tensor) != isinstance(weight, Fp8Tensor):
-        x, weight = values_of(x), values_of(weight)
-    if isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor):
-        x, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
-    return gemm(
-        x, weight, work=work, counter=GemmCounter(), place="output", transpose_b=True, bias=bias
-    ).to(work)
-
-
 def rule_of(linear: Linear) -> Rule | None:
     """Return how a run's linear computes scales of amaxes; None if it has none in E4M3."""
     if linear.quantizer is None:
@@ -113,7 +95,7 @@ def rule_of_form(form: ServingFormat | BlockFormat, *, is_input: bool = False) -
     """Return how a form computes scales of amaxes; None if it has none in E4M3."""
     if isinstance(form, BlockFormat):
         return _powers_above if form.has_powers else None
-    back = input_scale_of if is_input else scale_of
+    back = form.input_scale_of if is_input else form.scale_of
     return lambda amax: (back(amax).reciprocal(), back(amax))
 
 
@@ -150,33 +132,6 @@ def encoded(form: ServingFormat | BlockFormat, linear: LayerLinear, read: Read) 
         parts.append(form.weight_operand(form.encode(shared, rows, read(f"{part.name}.weight"))))
         begin = rows.stop
     return parts
-
-
-def joined(parts: Sequence[Fp8Tensor]) -> Fp8Tensor:
-    """Return weights of one format as one: [N, K] of all rows."""
-    first, height = parts[0], 1
-    payload_NK = torch.cat([part.payload for part in parts])
-    if first.block is None:
-        if all(torch.equal(part.dequant_scale, first.dequant_scale) for part in parts):
-            return replace(first, payload=payload_NK)
-        rows = [part.dequant_scale.expand(part.payload.shape[0], 1) for part in parts]
-        return replace(
-            first, payload=payload_NK, dequant_scale=torch.cat(rows), block=(1, payload_NK.shape[1])
-        )
-    if not any(part.payload.shape[0] % first.block[0] for part in parts[:-1]):
-        height, rows = first.block[0], [part.dequant_scale for part in parts]
-    else:  # a block would go over the border of two parts
-        rows = [_scales_of_rows(part) for part in parts]
-    is_exact = all(part.is_exact_in_bf16 for part in parts)
-    return replace(
-        first, payload=payload_NK, dequant_scale=torch.cat(rows),
-        block=(height, first.block[1]), is_exact_in_bf16=is_exact,
-    )  # fmt: skip
-
-
-def _scales_of_rows(part: Fp8Tensor) -> torch.Tensor:
-    assert part.block is not None
-    return part.dequant_scale.repeat_interleave(part.block[0], 0)[: part.payload.shape[0]]
 
 
 def is_turned(served: Operand, master_NN: torch.Tensor) -> bool:

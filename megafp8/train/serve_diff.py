@@ -2,7 +2,8 @@
 
 Both sides multiply as the project's emulated products do, on a CPU: equal operands give equal bits.
 The trained side is the run's own model in an evaluation. The served one has the bytes that an
-export writes, inputs cast by the export's format, and all else in BF16.
+export writes, inputs cast by the export's format, and all else in BF16; the router's factors
+multiply what an expert returns, and not what its second linear reads, as in training.
 
 A rule is what the two differ in. What it explains is how much smaller the KL is when this rule
 alone is set as in training, and all others stay as served.
@@ -26,7 +27,14 @@ from fp8_numerics.formats import E4M3
 from fp8_numerics.gemm import Operand
 from megafp8.checkpoint.huggingface import ConversionError, mapping, to_theirs
 from megafp8.checkpoint.reader import Reader
-from megafp8.checkpoint.serving import Read, ServingFormat, ServingWeights, scale_of, single_linears
+from megafp8.checkpoint.serving import (
+    Read,
+    ServingFormat,
+    ServingWeights,
+    planned_bytes,
+    scale_of,
+    single_linears,
+)
 from megafp8.checkpoint.serving_blocks import BlockFormat
 from megafp8.config.resolve import has_our_casts, resolve
 from megafp8.data.loader import Microbatch
@@ -35,6 +43,9 @@ from megafp8.fp8.linear import Linear
 from megafp8.models.attention import AttentionCore
 from megafp8.models.gpt import GPT
 from megafp8.models.loss import plain_matmul
+from megafp8.models.moe import MoE
+from megafp8.models.parts import Parts
+from megafp8.models.router import Router
 from megafp8.parallel.mesh import single_rank
 from megafp8.specs import GPTSpec, ParallelSpec
 from megafp8.specs.layer import LayerLinear, SubLinear
@@ -52,30 +63,35 @@ from megafp8.train.serve_casts import (
     encoded,
     in_e4m3,
     is_turned,
-    joined,
-    multiply,
     rescaled,
     rescaled_fp8,
     rule_of,
     rule_of_form,
 )
+from megafp8.train.served import cast_and_multiply, joined, layers_of_experts, multiply
 from megafp8.train.state import TrainState
 from megafp8.train.state_dict import load_checkpoint
 from megafp8.train.step import local_batch
 
 TRAINED, SERVED = "trained", "served"
 KV = "keys and values in E4M3"
+ROUTER = "the router's logits in BF16"
 KEPT = "head and linears in BF16 in the form too"
 _CHUNK = 256  # tokens whose probabilities are in FP64 at a time
 
 
 class Way(NamedTuple):
-    """Name how a linear's weight and input are cast: `TRAINED`, `SERVED`, or a key of a rule."""
+    """Name how a linear's weight and input are cast: `TRAINED`, `SERVED`, or a key of a rule.
+
+    So is named what becomes of a router's weights, too.
+    """
 
     weight: str = SERVED
     input: str = SERVED
+    routing: str = SERVED
 
 
+AS_TRAINED = Way(TRAINED, TRAINED, TRAINED)
 RULES: dict[str, tuple[Way, str]] = {
     "turned": (Way("turned"), "weights that lie transposed"),
     "joined": (Way("joined"), "scales of joined weights (QKV, gate and up)"),
@@ -86,8 +102,14 @@ RULES: dict[str, tuple[Way, str]] = {
     "weight groups": (Way("groups"), "which numbers of a weight share a scale"),
     "input groups": (Way(SERVED, "groups"), "which numbers of an input share a scale"),
     "kept": (Way("kept", "kept"), "linears in high precision on one side alone"),
+    "router": (Way(routing="router"), "the router's parameters: FP32 or BF16"),
+    "place": (
+        Way(routing="place"),
+        "the router's factors: before or after an expert's second linear",
+    ),
     "weights": (Way(TRAINED), "weights, all rules"),
     "inputs": (Way(SERVED, TRAINED), "inputs, all rules"),
+    "routing": (Way(routing=TRAINED), "router, all rules"),
     "rest": (Way(), "dtype of embedding, norms, attention and head"),
 }
 """The rules by key, the narrow ones first: what is set as in training, and the rule in words."""
@@ -153,6 +175,7 @@ class Result:
         weights: The bytes of each linear's weight that differ.
         left: By rule, those of all weights that still differ.
         inputs: The bytes of each linear's inputs that differ; both casts read the trained input.
+        places: By rule, the linears in which it has another cast.
         num_bytes: The bytes of the export's tensors.
         num_samples: The samples of validation data.
     """
@@ -164,6 +187,7 @@ class Result:
     weights: dict[str, Apart]
     left: dict[str, Apart]
     inputs: dict[str, Apart]
+    places: dict[str, list[str]] = field(default_factory=dict)
     num_bytes: int = 0
     num_samples: int = 0
 
@@ -185,17 +209,17 @@ class Result:
         ranked = self.ranked()
         if not ranked or not self.served.kl or self.explained(ranked[0]) <= 0:
             return None
-        (weight, input), most = RULES[ranked[0]][0], self.explained(ranked[0])
-        narrower = {
+        first, most = RULES[ranked[0]][0], self.explained(ranked[0])
+        if TRAINED not in first:
+            return ranked[0]
+        narrower = (
             key
             for key in ranked
-            if (RULES[key][0].weight == SERVED) == (weight == SERVED)
-            and (RULES[key][0].input == SERVED) == (input == SERVED)
+            if [part == SERVED for part in RULES[key][0]] == [part == SERVED for part in first]
             and TRAINED not in RULES[key][0]
             and self.explained(key) >= most / 2
-        }
-        is_wide = TRAINED in (weight, input)
-        return next((key for key in ranked if key in narrower), ranked[0]) if is_wide else ranked[0]
+        )
+        return next(narrower, ranked[0])
 
 
 # ---- the linears and models of both sides
@@ -227,15 +251,14 @@ class Switched(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the linear's output by the present way: [..., K] -> [..., N]."""
-        x_TK = x.flatten(0, -2)
-        if self.way == (TRAINED, TRAINED):
-            self._look(x_TK)
+        if self.way == AS_TRAINED:
+            if x.numel():
+                self._look(x.flatten(0, -2))
             out: torch.Tensor = self.own(x)
             return out
         weight = self.weights.get(self.way.weight, self.weights[SERVED])
         cast = self.inputs.get(self.way.input, self.inputs[SERVED])
-        out = multiply(cast(x_TK), weight, self.bias, x.dtype)
-        return out.view(*x.shape[:-1], -1)
+        return cast_and_multiply(x, cast, weight, self.bias)
 
     def _look(self, x_TK: torch.Tensor) -> None:
         """Compare the casts of an input of the trained model."""
@@ -249,14 +272,9 @@ def trained_state(reader: Reader, notify: Callable[[str], None]) -> TrainState:
     """Return the state of a checkpoint's run on this CPU, as one rank that evaluates in FP8.
 
     Raises:
-        UserError: Its layers are others' or have experts, or a recipe is code.
+        UserError: Its layers are others', or a recipe is code.
     """
     values, spec = recorded_values(reader), shape_of(reader)
-    if spec.moe is not None:
-        raise _refusal(
-            reader, "has experts: servers multiply the output of their second linear by the "
-            "router's weight, and a run its input, so that their casts are others in any form",
-        )  # fmt: skip
     if not has_our_casts(backend := values["model.fp8_backend"]):
         raise _refusal(
             reader, f"has layers of model.fp8_backend={backend}, whose casts are not seen from here"
@@ -288,8 +306,8 @@ class Sides:
     trained: GPT
     served: GPT
     linears: dict[str, Switched] = field(default_factory=dict)
+    routed: list[tuple[MoE, torch.Tensor]] = field(default_factory=list)
     form: Form = None
-    num_bytes: int = 0
     head: Operand | None = None  # in the form, in a pass that has it so
 
     @classmethod
@@ -300,16 +318,19 @@ class Sides:
         plain = load_model(reader, torch.bfloat16, torch.device("cpu"))
         sides = cls(state, shape_of(reader), partial(read_tensor, reader), state.model, plain)
         sides.trained.eval()
-        for linear in single_linears(sides.spec):
-            own = sides.trained.get_submodule(linear.name)
-            bf16: Any = plain.get_submodule(linear.name)
-            assert isinstance(own, Linear)
-            switched = Switched(own, bf16.bias)
+        for path, own in [*sides.trained.named_modules()]:
+            if not isinstance(own, Linear):
+                continue
+            bf16: Any = plain.get_submodule(path)
+            switched = sides.linears[own.name] = Switched(own, bf16.bias)
             switched.weights["bf16"] = bf16.weight.detach()
-            sides.linears[linear.name] = switched
             for model in (sides.trained, plain):
-                parent, _, last = linear.name.rpartition(".")
+                parent, _, last = path.rpartition(".")
                 setattr(model.get_submodule(parent), last, switched)
+        for model in (sides.trained, plain):
+            for experts in layers_of_experts(model):  # their linears run one by one
+                experts.of_experts = partial(Parts.of_experts, model.parts)
+                sides.routed.append((experts, experts.router.weight.detach().clone()))
         plain.head_loss.matmul = sides._head_product
         return sides
 
@@ -342,16 +363,12 @@ class Sides:
             self.head = None
 
     def _exported(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the tensors of an export by our names of the weights, and count all bytes."""
-        weights = None if self.form is None else ServingWeights(self.spec, self.read, self.form)
-        found, self.num_bytes = {}, 0
+        """Return the tensors of an export by our names of the weights."""
+        if self.form is None:
+            return {}
+        weights, found = ServingWeights(self.spec, self.read, self.form), {}
         for entry in mapping(self.spec):
-            tensor = to_theirs(entry, self.read)
-            if weights is None:
-                self.num_bytes += 2 * tensor.numel()
-                continue
-            made = weights.encode(entry, tensor)
-            self.num_bytes += sum(t.numel() * t.element_size() for t in made.values())
+            made = weights.encode(entry, to_theirs(entry, self.read))
             module = entry.theirs.removesuffix("weight")
             found[entry.ours[0]] = {name.removeprefix(module): t for name, t in made.items()}
         return found
@@ -395,9 +412,8 @@ class Sides:
         """Give a linear the weight of its exported parts, and those of each rule by itself."""
         served = switched.weights[SERVED] = joined(parts)
         trained, rule = switched.weights[TRAINED], rule_of(switched.own)
-        # A block format casts weights of the run's own dtype already, if it was trained in it.
-        source = form.source if isinstance(form, BlockFormat) else torch.float32
-        masters = [self.read(f"{part.name}.weight").to(source).float() for part in linear.parts]
+        # A form that a run was trained in casts weights of the run's own dtype already.
+        masters = [self.read(f"{p.name}.weight").to(form.source).float() for p in linear.parts]
         master_NK = torch.cat(masters)
         if served.block is None:
             switched.weights["scales"] = rescaled(master_NK, served, rule)
@@ -461,13 +477,17 @@ class Sides:
         """Return the keys of the rules in which something differs."""
         parts, found = self.trained.parts, []
         for key, (way, _) in RULES.items():
-            has = any(self._has(switched, way) for switched in self.linears.values())
+            has = bool(self.places(key)) or (way.routing != SERVED and bool(self.routed))
             if key == "rest":
                 dtypes = {parts.dtype, parts.whole_dtype, parts.residual_dtype}
                 has = dtypes != {torch.bfloat16}
             if has:
                 found.append(key)
         return found
+
+    def places(self, key: str) -> list[str]:
+        """Return the linears in which a rule has another cast than the served one."""
+        return [name for name, each in self.linears.items() if self._has(each, RULES[key][0])]
 
     def _has(self, switched: Switched, way: Way) -> bool:
         """Whether a linear has another cast by a way than the served one."""
@@ -488,6 +508,10 @@ class Sides:
         """Return the logits [T, V] in FP32 of a model whose linears take a way."""
         for switched in self.linears.values():
             switched.way = way
+        for experts, weight_ED in self.routed:
+            experts.weighs_output = way.routing in (SERVED, "router")
+            in_bf16 = way.routing in (SERVED, "place")
+            experts.router.weight.copy_(weight_ED.bfloat16() if in_bf16 else weight_ED)
         out = model.forward_stage(batch.tokens_BS, None, None, **batch.documents)
         return out.flatten(0, 1)
 
@@ -507,15 +531,15 @@ def compare(
     sides.state.scaling.begin_microbatch(0)
     with sides.state.scaling.evaluation():
         sides.serve(form)
-        result = Result(Distance(), Distance(), {}, {}, {}, {}, {}, sides.num_bytes)
+        result = Result(Distance(), Distance(), {}, {}, {}, {}, {})
+        result.num_bytes = planned_bytes(sides.spec, form)
         locals_ = [local_batch(batch, sides.state.mesh) for batch in batches]
         for batch in locals_:
             is_counted = batch.targets_BS.flatten() >= 0
             targets_T = batch.targets_BS.flatten()[is_counted]
             if not len(targets_T):
                 continue
-            way = Way(TRAINED, TRAINED)
-            trained_TV = sides.logits(sides.trained, way, batch)[is_counted]
+            trained_TV = sides.logits(sides.trained, AS_TRAINED, batch)[is_counted]
             result.trained.add(trained_TV, trained_TV, targets_T)
             for distance, other, model, context in _others(sides, result, only):
                 with context:
@@ -528,6 +552,7 @@ def compare(
             result.weights[name] = apart(weight[TRAINED], weight[SERVED])
             result.inputs[name] = switched.seen
         result.left = {key: sides.left(key) for key in result.rules}
+        result.places = {key: sides.places(key) for key in result.rules}
     return result
 
 
@@ -546,9 +571,24 @@ def _others(
     if sides.form is not None and sides.form.input_name is None:
         way = Way("form", "form")
         yield result.more.setdefault(KEPT, Distance()), way, sides.served, sides.head_in_form()
-    hooks = ExitStack()
-    for module in sides.served.modules():
-        if isinstance(module, AttentionCore):
-            hook = module.register_forward_pre_hook(in_e4m3)
-            hooks.callback(hook.remove)
-    yield result.more.setdefault(KV, Distance()), Way(), sides.served, hooks
+    hooks: dict[str, tuple[type[nn.Module], str, Callable[..., Any]]] = {}
+    hooks[KV] = AttentionCore, "register_forward_pre_hook", in_e4m3
+    if sides.routed:
+        hooks[ROUTER] = Router, "register_forward_hook", lambda *made: made[-1].bfloat16().float()
+    for name, hook in hooks.items():
+        context = _hooked(sides.served, *hook)
+        yield result.more.setdefault(name, Distance()), Way(), sides.served, context
+
+
+@contextmanager
+def _hooked(
+    model: GPT, kind: type[nn.Module], register: str, hook: Callable[..., Any]
+) -> Iterator[None]:
+    """Let the modules of one kind have a hook, inside the context."""
+    found = (module for module in model.modules() if isinstance(module, kind))
+    handles = [getattr(module, register)(hook) for module in found]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megafp8.checkpoint.serving import (
     ServingWeights,
     single_linears,
 )
+from megafp8.checkpoint.serving_blocks import LAYOUTS, BlockFormat
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
 from megafp8.specs.parameters import logical_shapes
@@ -137,7 +139,7 @@ def masters_of(spec: GPTSpec) -> Names:
 
 
 def write(
-    folder: Path, spec: GPTSpec, own: Names, fmt: ServingFormat, **more: Any
+    folder: Path, spec: GPTSpec, own: Names, fmt: ServingFormat | BlockFormat, **more: Any
 ) -> tuple[Names, ServingWeights]:
     weights = ServingWeights(spec, own.__getitem__, fmt)
     huggingface_files.write_folder(
@@ -150,7 +152,9 @@ def write(
 
 def formats(spec: GPTSpec) -> dict[str, ServingFormat]:
     static = {linear.name: INPUT_SCALE for linear in single_linears(spec)}
-    return {**{s: ServingFormat(s) for s in SCALES}, "static": ServingFormat("channel", static)}
+    made = {s: ServingFormat(s) for s in SCALES}
+    powers = ServingFormat("block", scale_fmt="ue8m0", source=torch.bfloat16)
+    return {**made, "static": ServingFormat("channel", static), "ue8m0": powers}
 
 
 def modules_of(spec: GPTSpec) -> dict[str, str]:
@@ -193,6 +197,49 @@ def test_bytes_times_scales_are_the_masters(
         if theirs.removesuffix(".weight") not in modules:
             assert torch.equal(stored[theirs], own[name].bfloat16())
     assert ("lm_head.weight" in stored) == (not spec.share_embeddings_and_output_weights)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_powers_of_two_are_the_least_that_hold_a_block(family: str, tmp_path: Path) -> None:
+    """They are FP32 numbers of the weights in BF16, and the configuration names them."""
+    spec = spec_of(family, **ODD)
+    own = masters_of(spec)
+    stored, _ = write(tmp_path, spec, own, formats(spec)["ue8m0"])
+    for module, name in modules_of(spec).items():
+        master, scale = own[name].bfloat16(), stored[f"{module}.weight_scale_inv"]
+        mantissa, _ = scale.frexp()
+        assert scale.dtype == torch.float32 and bool((mantissa == 0.5).all())
+        needed = serving.amax_by(master.double(), "block") / 448
+        assert bool(((needed <= scale) & (scale < 2 * needed)).all())
+        grown = master.double().numpy() / serving.spread(scale, master.shape, "block").numpy()
+        assert (numbers(stored[f"{module}.weight"]) == nearest(grown)).all()
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["scale_fmt"] == "ue8m0" and config["weight_block_size"] == [128, 128]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_bytes_on_disk_are_those_that_the_sizes_give(family: str, tmp_path: Path) -> None:
+    """Of each form, headers apart; a linear in BF16, biases and sides of no whole block count."""
+    spec = spec_of(family, intermediate_size=208, vocab_size=95)
+    own = masters_of(spec)
+    kept = frozenset(linear.name for linear in single_linears(spec) if ".1.mlp." in linear.name)
+    amaxes = {linear.name: 1.0 for linear in single_linears(spec)}
+    forms = [replace(form, kept=kept) for form in formats(spec).values()]
+    forms += [BlockFormat("nvfp4", layout, kept, input_amaxes=inputs)
+              for layout in LAYOUTS for inputs in (None, amaxes)]  # fmt: skip
+    forms += [BlockFormat("mxfp8", layout, kept) for layout in LAYOUTS if family != "qwen2"]
+    for number, fmt in enumerate(forms):
+        stored, _ = write(folder := tmp_path / str(number), spec, own, fmt, max_file_bytes=99_000)
+        tensors, headers = huggingface_files.weight_bytes(folder)
+        assert tensors == serving.planned_bytes(spec, fmt)
+        assert tensors == sum(t.numel() * t.element_size() for t in stored.values())
+        files = list(folder.glob("*.safetensors"))
+        assert len(files) > 1 and sum(f.stat().st_size for f in files) == tensors + headers
+    for dtype in (torch.bfloat16, torch.float32):
+        folder = tmp_path / str(dtype)
+        huggingface_files.write_folder(folder, spec, own.__getitem__, dtype=dtype, eod_id=3)
+        tensors, _ = huggingface_files.weight_bytes(folder)
+        assert tensors == serving.planned_bytes(spec, None, dtype.itemsize)
 
 
 def damage_scale(stored: Names, module: str) -> None:
@@ -400,8 +447,9 @@ READ: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(
     ("family", "more", "form"),
-    [(family, more, form) for family, more in READ for form in (*SCALES, "static")
-     if form != "static" or family not in EXPERTS],
+    [(family, more, form) for family, more in READ for form in (*SCALES, "static", "ue8m0")
+     if form in SCALES or family in {"static": {*dict(READ)} - {*EXPERTS},
+                                     "ue8m0": ("qwen3", "mixtral")}[form]],
 )  # fmt: skip
 def test_transformers_reads_the_same_weights(
     form: str, family: str, more: dict[str, Any], tmp_path: Path
@@ -460,7 +508,7 @@ def test_a_served_linear_is_the_product_of_the_definition(
     fmt = formats(spec)[form]
     stored, _ = write(tmp_path, spec, own, fmt)
     qkv = next(single_linears(spec))
-    linear = ServedLinear(qkv, fmt, Exported(tmp_path, spec))
+    linear = ServedLinear(qkv, fmt, Exported(tmp_path, spec), torch.device("cpu"))
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, qkv.in_features, generator=drawn).bfloat16()
     x[0, 1] = 0
@@ -508,7 +556,7 @@ def test_a_served_model_is_made_of_the_exported_tensors(
     A scale that is wrong by a factor of two shows. All experts are chosen: BF16 may choose others.
     """
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr(ServedLinear, "rounded_input", lambda self, x: x)
+    monkeypatch.setattr(ServingFormat, "input_operand", lambda self, x, scale: x)
     spec = spec_of(family, tie_word_embeddings=True, **more)
     own = masters_of(spec)
     fmt = formats(spec)[form]

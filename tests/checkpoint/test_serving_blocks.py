@@ -25,7 +25,7 @@ from megafp8.checkpoint.serving_blocks import KINDS, LAYOUTS, BlockFormat, Kind,
 from megafp8.errors import UserError
 from megafp8.specs import GPTSpec
 from megafp8.specs.layer import LayerLinear
-from megafp8.train.served import Exported, ServedLinear, served_model
+from megafp8.train.served import Exported, ServedLinear, served_model, values_of
 from tests.checkpoint.test_serving import (
     BY_BYTE,
     Names,
@@ -294,10 +294,11 @@ def test_inputs_in_nvfp4_have_one_number_for_a_linear(layout: Layout, tmp_path: 
 
         (scheme,) = QuantizationConfig.model_validate(config).config_groups.values()
         assert scheme.input_activations.dynamic == "local"
-    linear = ServedLinear(next(single_linears(spec)), fmt, Exported(tmp_path, spec))
+    exported, cpu = Exported(tmp_path, spec), torch.device("cpu")
+    linear = ServedLinear(next(single_linears(spec)), fmt, exported, cpu)
     x = torch.randn(6, 128, generator=torch.Generator().manual_seed(2))
     x[3] *= 100  # beyond the largest magnitude, which saturates
-    rounded = linear.rounded_input(x).double().numpy()
+    rounded = values_of(linear.cast(x)).double().numpy()
     expected = nvfp4.quantize_blocks(x.numpy(), 1, np.float32(3.5)).values
     assert (np.abs(rounded - expected) <= 2.0**-22 * np.abs(expected)).all()
     assert np.abs(rounded[3]).max() == pytest.approx(3.5, rel=1e-6)

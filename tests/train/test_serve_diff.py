@@ -18,26 +18,31 @@ import pytest
 import torch
 
 from fp8_numerics.formats import E4M3
-from fp8_numerics.scales import scale_of_amax
+from megafp8.checkpoint import serving
 from megafp8.checkpoint.huggingface import ConversionError
+from megafp8.checkpoint.huggingface_files import weight_bytes
 from megafp8.checkpoint.reader import Reader
 from megafp8.checkpoint.serving import ServingFormat
 from megafp8.checkpoint.serving_blocks import BlockFormat, Blocks
 from megafp8.cli import export, serve_diff
-from megafp8.cli.export_quantized import QuantizedOptions
-from megafp8.cli.serve_diff import forms_of
+from megafp8.cli.export_quantized import QuantizedOptions, plan_quantized
+from megafp8.cli.serve_diff import Compared, forms_of
 from megafp8.train.recorded import validation_data
 from megafp8.train.serve_diff import (
     KEPT,
     KV,
     NOTHING,
+    ROUTER,
     Distance,
     Form,
     Result,
     Sides,
+    Way,
     compare,
     trained_state,
 )
+from megafp8.train.served import served_model
+from megafp8.train.step import local_batch
 from megafp8.train.validate import evaluate
 from tests.checkpoint.test_serving import spec_of
 from tests.kit.faults import Fault, planted
@@ -52,9 +57,17 @@ MORE = {
     "nvfp4": [NO_HISTORY],
     "bf16": ["model.fp8=False", NO_HISTORY],
     "delayed": ["model.fp8_params=True"],
+    "experts": [
+        "model.fp8_recipe=mxfp8",
+        "model.num_moe_experts=4",
+        NO_HISTORY,
+        "model.moe_ffn_hidden_size=128",
+        "model.qk_layernorm=True",
+        "model.ffn_dropout=0",
+    ],
     "mixed": ["model.fp8=False", "model.megatron_amp_O2=False", NO_HISTORY],
 }
-"""The settings of the runs by their names, which are recipes; one trains on two ranks."""
+"""The settings of the runs by their names, most of them recipes; one trains on two ranks."""
 Runs = Callable[[str], Path]
 
 
@@ -64,8 +77,9 @@ def runs(driver: Driver, dataset: Path, tmp_path_factory: pytest.TempPathFactory
 
     def run(name: str) -> Path:
         if name not in known:
-            recipe = [] if "model.fp8=False" in MORE[name] else [f"model.fp8_recipe={name}"]
-            words = [*SHORT, *recipe, *MORE[name], f"exp_manager.name={name}"]
+            words = [*SHORT, f"model.fp8_recipe={name}", *MORE[name], f"exp_manager.name={name}"]
+            if "model.fp8=False" in words:
+                words.remove(f"model.fp8_recipe={name}")
             done = place.run(*words)
             assert done.code == 0, done.output
             known[name] = place.checkpoint(4, name)
@@ -196,36 +210,125 @@ def test_a_planted_fault_is_named(wrong: Any, cause: str, runs: Runs) -> None:
     assert not any(apart.differ for apart in found.inputs.values())
 
 
-def power_of_two(amax: torch.Tensor) -> torch.Tensor:
-    return scale_of_amax(amax.float(), E4M3, power_2=True).reciprocal()
-
-
 def test_fp32_scales_for_powers_of_two_are_named(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An export by the run's own rule, of its own weights, is the same; then its scales are FP32.
-
-    The export's own scales are FP32, for a recipe whose scales are powers of two.
-    """
-    from megafp8.checkpoint import serving
-    from megafp8.train import load_model, serve_diff
-
-    def rounded(reader: Reader, name: str) -> torch.Tensor:
-        return load_model.read_tensor(reader, name).bfloat16().float()
-
-    checkpoint, names = runs("blockwise"), ("scale_of", "input_scale_of")
-    own = {name: getattr(serving, name) for name in names}
-    monkeypatch.setattr(serve_diff, "read_tensor", rounded)
-    for name in names:
-        monkeypatch.setattr(serving, name, lambda amax: power_of_two(amax))
-    found = compared(checkpoint, ServingFormat("block"))
-    assert found.served.kl == 0.0 and not found.rules
-    for name, cause in zip(names, ("weight scales", "input scales"), strict=True):
+    """The powers of two of `scale_fmt` ue8m0 are those of the recipe; then one rule is not."""
+    form = ServingFormat("block", scale_fmt="ue8m0", source=torch.bfloat16)
+    found = compared(runs("blockwise"), form)
+    assert found.served.kl == 0.0 == found.served.largest and not found.rules
+    for apart in (*found.weights.values(), *found.inputs.values()):
+        assert apart.bytes > 0 and (apart.differ, apart.scales) == (0, 0)
+    for name, cause in (("scale_of", "weight scales"), ("input_scale_of", "input scales")):
         with monkeypatch.context() as patch:
-            patch.setattr(serving, name, own[name])
-            found = compared(checkpoint, ServingFormat("block"))
+            wrong = getattr(serving, name)
+            patch.setattr(ServingFormat, name, lambda form, amax, wrong=wrong: wrong(amax))
+            found = compared(runs("blockwise"), form)
         assert found.ranked()[0] == cause
         assert found.served.kl > 0 == found.rules[cause].kl
+
+
+# ---- experts
+
+
+def sides_of(checkpoint: Path) -> Sides:
+    """The sides of a run with experts whose routers never choose expert 3."""
+    sides = Sides.of(Reader(checkpoint), quiet)
+    for experts, _ in sides.routed:
+        experts.router.bias = torch.tensor([0.0, 0, 0, -1e9])
+    assert len(sides.routed) == 4, "of two layers, on both sides"
+    return sides
+
+
+def test_experts_of_one_recipe_differ_by_what_becomes_of_the_router(runs: Runs) -> None:
+    """Servers hold it in BF16, and its weights multiply what an expert returns."""
+    batches = validation_data(Reader(runs("experts")), 6, quiet).batches
+    sides = sides_of(runs("experts"))
+    found = compare(sides, BlockFormat("mxfp8", source=torch.bfloat16), batches)
+    assert set(found.rules) == {"router", "place", "routing"}
+    assert found.served.kl > 0 == found.rules["routing"].kl == found.rules["routing"].largest
+    assert found.cause() in ("router", "place") and ROUTER in found.more
+    assert all(0 < found.rules[key].kl != found.served.kl for key in ("router", "place"))
+    for name, apart in found.weights.items():
+        assert apart.bytes > 0 and (apart.differ, apart.scales) == (0, 0)
+        of_inputs = found.inputs[name]
+        assert (of_inputs.bytes == 0) == (".experts.3." in name), "no token has visited it"
+        assert (of_inputs.differ, of_inputs.scales) == (0, 0)
+
+
+def floored_in_one(right: Any, form: Any, linear: Any, read: Any) -> Blocks:
+    planted_in = "layers.1.mlp.experts.2.fc1"
+    return (
+        floored(right, form, linear, read)
+        if linear.name == planted_in
+        else right(form, linear, read)
+    )
+
+
+def test_a_fault_in_one_expert_is_named_with_its_linear(runs: Runs) -> None:
+    sides = sides_of(runs("experts"))
+    batches = validation_data(Reader(runs("experts")), 6, quiet).batches
+    with planted(Fault("megafp8.checkpoint.serving_blocks.BlockFormat.quantize", floored_in_one)):
+        found = compare(sides, BlockFormat("mxfp8", source=torch.bfloat16), batches)
+    named = ["layers.1.mlp.experts.2.fc1"]
+    assert [name for name, apart in found.weights.items() if apart.differ] == named
+    assert found.places["weight scales"] == found.places["weights"] == named
+    assert found.left["weight scales"].differ == 0
+    for key in found.rules.keys() - {"weight scales"}:
+        found.rules[key] = replace(found.served)
+    assert words_of(found).cause() == f"cause: rule of the weights' scales in {named[0]}"
+    rows = {row[0]: row[1:] for row in list(words_of(found).tables())[-1][2]}
+    assert len(rows) == 2 * 4, "all experts of a layer are one row"
+    apart = found.weights[named[0]]
+    assert rows["layers.1.mlp.experts.*.fc1"][0] == f"{apart.differ / apart.bytes / 4:.2%}"
+
+
+def words_of(found: Result) -> Compared:
+    return Compared(Path("run"), "mxfp8", "mxfp8", found, [])
+
+
+@pytest.mark.parametrize(
+    ("run", "asked"),
+    [
+        ("delayed", QuantizedOptions(fp8_scales="tensor")),
+        ("experts", QuantizedOptions(fp8_scales="channel")),
+        ("blockwise", QuantizedOptions(fp8_scales="block", scale_fmt="ue8m0")),
+        ("experts", QuantizedOptions("mxfp8")),
+        ("nvfp4", QuantizedOptions("nvfp4", layout="modelopt")),
+        ("nvfp4", QuantizedOptions("nvfp4", fp8_inputs="static")),
+    ],
+)
+def test_the_loss_of_an_export_is_that_of_the_comparison(
+    run: str, asked: QuantizedOptions, runs: Runs, tmp_path: Path
+) -> None:
+    """The model that is made of the files and the served side have the same logits, bit for bit.
+
+    An export sums losses in FP32, with the unit u of 2**-24: of a token, V exponentials and their
+    logarithm are wrong by (V + R + 2) u, where R is the range of logits, and a sum of T losses by
+    T u of it. The comparison sums in FP64.
+    """
+    checkpoint, asked = runs(run), asked._replace(validation_samples=6)
+    export.export(checkpoint, tmp_path / "out", torch.bfloat16, quantized=asked)
+    reported = report_in(tmp_path / "out")["loss"][asked.dtype]
+    reader, cpu = Reader(checkpoint), torch.device("cpu")
+    sides = Sides.of(reader, quiet)
+    planned = plan_quantized(reader, sides.spec, asked, None)
+    batches = validation_data(reader, 6, quiet).batches
+    found = compare(sides, planned.fmt, batches, only=True)
+    of_files = served_model(tmp_path / "out", sides.spec, planned.fmt, cpu)
+    largest = tokens = 0.0
+    with torch.no_grad():
+        for batch in (local_batch(each, sides.state.mesh) for each in batches):
+            logits = of_files.forward_stage(batch.tokens_BS, None, None, **batch.documents)
+            assert torch.equal(logits.flatten(0, 1), sides.logits(sides.served, Way(), batch))
+            largest, tokens = (
+                max(largest, float(logits.abs().max())),
+                max(tokens, batch.tokens_BS.numel()),
+            )
+    loss = found.served.loss / found.served.tokens
+    bound = 2.0**-24 * (sides.spec.vocab_size + 2 * largest + 2 + tokens * loss)
+    assert abs(reported - loss) <= bound < 1e-3 and found.served.kl > 0 or run == "blockwise"
+    assert found.num_bytes == weight_bytes(tmp_path / "out")[0]
 
 
 def test_rules_of_a_delayed_run_and_of_linears_in_high_precision(runs: Runs) -> None:
@@ -320,7 +423,6 @@ def test_what_cannot_be_compared_is_refused_by_name(
         assert said in capsys.readouterr().err
     module = "megafp8.train.serve_diff.shape_of"
     for settings, model, said in (
-        ({}, "qwen3_moe", "has experts"),
         ({"model.fp8_backend": "te"}, "llama", "has layers of model.fp8_backend=te"),
         ({"model.fp8_recipe": "lab.py:Mine"}, "llama", "was trained in lab.py:Mine, which is code"),
     ):
@@ -348,11 +450,13 @@ def test_an_export_takes_the_form_that_is_closest_to_training(
         assert export.main([run, str(tmp_path / "no"), "--closest-to-training", *more]) == 2
         assert said in capsys.readouterr().err
     every = list(forms_of({}))
-    assert len(every) == len(set(every)) == 9 and None in every
+    assert len(every) == len(set(every)) == 10 and None in every
     assert list(forms_of({"dtype": "nvfp4", "layout": "modelopt", "fp8_inputs": "static"})) == [
         QuantizedOptions("nvfp4", fp8_inputs="static", layout="modelopt")
     ]
-    assert len(list(forms_of({"dtype": "fp8", "fp8_inputs": "dynamic"}))) == 3
+    assert len(list(forms_of({"dtype": "fp8", "fp8_inputs": "dynamic"}))) == 4
+    (powers,) = forms_of({"scale_fmt": "ue8m0"})
+    assert powers == QuantizedOptions(fp8_scales="block", scale_fmt="ue8m0", fp8_inputs="dynamic")
     assert all(
         form is not None and form.dtype != "fp8" for form in forms_of({"layout": "modelopt"})
     )
