@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds
 
 BF16 = "bfloat16"
 SAMPLES_FLAG = "--validation-samples"
+_INPUTS = ", inputs: "
 _EXPERT = re.compile(r"experts\.\d+")
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """A title, the names of columns, and rows; the first column is text."""
@@ -120,11 +121,14 @@ class Compared(NamedTuple):
     @property
     def title(self) -> str:
         """Return what is compared."""
-        return f"{self.checkpoint}: trained in {self.trained_in}, served as {self.served_as}"
+        form = self.served_as.partition(_INPUTS)[0]
+        return f"{self.checkpoint}: trained in {self.trained_in}, served as {form}"
 
     def summary(self) -> Iterator[str]:
         """Yield the distances of the two."""
         of, result = self.result.served.as_json(), self.result
+        if inputs := self.served_as.partition(_INPUTS)[2]:
+            yield f"inputs as served: {inputs}"
         loss = result.trained.loss / result.trained.tokens
         yield (
             f"{result.num_samples} samples of the run's validation data, {result.trained.tokens} "
@@ -233,7 +237,7 @@ class Compared(NamedTuple):
             cells = (
                 [tables.label(row[0]), *(tables.cell(t, "number") for t in row[1:])] for row in rows
             )
-            body.append(f"<h2>{escape(title)}</h2>{tables.table(heads, cells)}")
+            body.append(f"<h2>{escape(title.rstrip(':'))}</h2>{tables.table(heads, cells)}")
         body.append(f"<footer>Written by megafp8 {__version__}.</footer></body></html>\n")
         style = f"<title>Trained and served</title><style>{stylesheet()}</style></head><body>"
         return "".join((PAGE_START, style, *body))
@@ -289,7 +293,7 @@ def _form(
     planned = plan_quantized(reader, sides.spec, asked, family)
     scales = asked.fp8_scales if asked.scale_fmt == "float" else f"block, {asked.scale_fmt}"
     about = f"{asked.dtype} ({scales})" if asked.dtype == FP8 else asked.dtype
-    return planned.fmt, f"{about}, inputs: {planned.inputs[1]}", list(planned.notes())
+    return planned.fmt, f"{about}{_INPUTS}{planned.inputs[1]}", list(planned.notes())
 
 
 # ---- the form that is closest to training

@@ -391,7 +391,7 @@ def test_the_command_writes_text_json_and_a_page(
     asked = [f"{run}@4", "--as", "fp8", "--fp8-scales", "tensor", "--validation-samples", "3"]
     assert serve_diff.main([*asked, "--page", str(page)]) == 0
     shown = capsys.readouterr().out
-    assert "trained in delayed and bf16, served as fp8 (tensor), inputs: static" in shown
+    assert "trained in delayed and bf16, served as fp8 (tensor)\n  inputs as served: stat" in shown
     assert "KL (trained || served): " in shown and "\ncause: " in shown
     text = page.read_text()
     assert (
