@@ -176,10 +176,12 @@ def shares_of_te(
     cases: dict[str, RunSpec],
     planted: Mapping[str, Any] | None = None,
     version: str = DEFAULT_VERSION,
+    every: Mapping[str, int] | None = None,
 ) -> dict[str, list[RankShare]]:
-    """Return the dry run's shares of all ranks, for the layers of a version of Transformer Engine.
+    """Return the dry run's shares of ranks, for the layers of a version of Transformer Engine.
 
-    A test may have `planted` wrong values: what names of modules stand for meanwhile.
+    A test may have `planted` wrong values: what names of modules stand for meanwhile. All ranks
+    have a share, or each n-th one of a case that is in `every`.
     """
     import te_cpu
 
@@ -188,7 +190,10 @@ def shares_of_te(
         for place, wrong in (planted or {}).items():
             patch.setattr(place, wrong)
         return {
-            name: [rank_share(spec, index) for index in range(spec.parallel.world_size)]
+            name: [
+                rank_share(spec, index)
+                for index in range(0, spec.parallel.world_size, (every or {}).get(name, 1))
+            ]
             for name, spec in cases.items()
         }
 
