@@ -119,7 +119,15 @@ def secret_values() -> dict[str, str]:
     Short values are left out, and so are paths of files that exist: such a variable says where a
     secret is, and its value occurs in ordinary messages.
     """
-    return {name: text for name, text in os.environ.items() if _is_secret(name, text)}
+    names = [name for name in os.environ if _may_be_named(name)]
+    values = ((name, os.environ.get(name, "")) for name in names)
+    return {name: text for name, text in values if _is_secret(name, text)}
+
+
+@lru_cache(maxsize=1024)
+def _may_be_named(name: str) -> bool:
+    """Whether a value of this name may be a secret by its name: what decides next is the value."""
+    return name.lower().endswith("key") or is_secret_name(name)
 
 
 def _is_secret(name: str, text: str) -> bool:

@@ -228,6 +228,13 @@ class Files(ConfigRepository):  # type: ignore[misc,unused-ignore]
         self._read: dict[str, ConfigResult | None] = {}
         self.texts: dict[str, str] = {}  # of the files that were read from the disk
 
+    def __deepcopy__(self, memo: object) -> Files:
+        """Return what Hydra composes with, and changes; it has read the same files."""
+        made = copy.copy(self)
+        made._read = {path: _copied(read) for path, read in self._read.items()}
+        made.texts = dict(self.texts)
+        return made
+
     def load_config(self, config_path: str) -> ConfigResult | None:
         """Return a file's content and its list of defaults; None if it does not exist."""
         if config_path not in self._read:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.config_store import ConfigStore
+from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
@@ -36,6 +37,7 @@ from megafp8.config.layers import (
 )
 from megafp8.config.merged import merge
 from megafp8.config.overrides import ParsedOverride, hydras_parser, texts_quoted
+from megafp8.config.schema import copied
 from megafp8.errors import UserError
 from megafp8.secrets import hide_values, redacted
 
@@ -122,6 +124,23 @@ def checked_loader(source: ComposedFile) -> CheckedLoader:
     """Return Hydra's loader of a tree without types, since `load` checks the values of each job."""
     setup_globals()
     Plugins.instance()  # finds the sweepers and launchers, of which a sweep chooses
+    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
+    try:
+        defaults = ["_self_", *root_defaults(source), *quiet]
+    except Exception as error:  # Hydra raises any kind of error at a file that is no YAML
+        raise hydra_problem(source, error) from error
+    root = copied(_root_without_defaults())
+    root.defaults = defaults
+    name = f"{_SWEEP_ROOT}.yaml"
+    ConfigStore.instance().repo[name] = ConfigNode(name, root, None, None, None)
+    loader = CheckedLoader(search_path(source))
+    loader.repository = Files(source)  # it checks a file before Hydra parses it
+    return loader
+
+
+@cache
+def _root_without_defaults() -> Any:
+    """Return what `ConfigStore` makes of the settings that each sweep begins with."""
     tree: Any = OmegaConf.to_container(merge([]).tree, resolve=False)
     settings = {
         "run": {"dir": "."},
@@ -129,16 +148,7 @@ def checked_loader(source: ComposedFile) -> CheckedLoader:
         "job": {"name": "megafp8", "chdir": False},
         "sweep": {"dir": "multirun/${now:%Y-%m-%d_%H-%M-%S}", "subdir": "${hydra.job.num}"},
     }
-    quiet = [{"override hydra/job_logging": "none"}, {"override hydra/hydra_logging": "none"}]
-    try:
-        defaults = ["_self_", *root_defaults(source), *quiet]
-    except Exception as error:  # Hydra raises any kind of error at a file that is no YAML
-        raise hydra_problem(source, error) from error
-    root = {"defaults": defaults, "hydra": settings, **tree}
-    ConfigStore.instance().store(_SWEEP_ROOT, root)
-    loader = CheckedLoader(search_path(source))
-    loader.repository = Files(source)  # it checks a file before Hydra parses it
-    return loader
+    return OmegaConf.structured({"defaults": [], "hydra": settings, **tree})
 
 
 def composed(source: ComposedFile, loader: CheckedLoader, overrides: list[str]) -> Any:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -264,13 +265,17 @@ def test_a_python_without_the_packages_says_which_to_use(command: list[str]) -> 
 # ---- completion
 
 
+@cache
+def bash_script() -> str:
+    return run("completion", "bash").stdout
+
+
 def completed(words: list[str]) -> list[str]:
     """Return what bash offers for the last of the words, which follow `megafp8`."""
-    script = run("completion", "bash").stdout
     quoted = " ".join(f"'{word}'" for word in ["megafp8", *words])
     probe = f"COMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _megafp8 2>/dev/null\n"
     done = subprocess.run(
-        ["bash", "-c", script + probe + 'printf "%s\\n" "${COMPREPLY[@]}"'],
+        ["bash", "-c", bash_script() + probe + 'printf "%s\\n" "${COMPREPLY[@]}"'],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout.split()

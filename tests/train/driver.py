@@ -28,8 +28,11 @@ SAMPLE_TOKENS = 26  # after a prompt of 8 more than 32, the positions of most jo
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+import rich.console  # noqa: E402, F401
 import torch._dynamo  # noqa: E402
 
+import megafp8.backends.native  # noqa: E402, F401  # which each job imports, as rich
+import megafp8.optim.adamw  # noqa: E402, F401
 import megafp8.parallel.pipeline_runner  # noqa: E402, F401  # which imports FSDP too
 import megafp8.train.pretrain  # noqa: E402, F401
 from megafp8.cli import pretrain  # noqa: E402
