@@ -44,6 +44,16 @@ settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_collection() -> None:
+    """Look for no garbage while tests are collected: nearly all that is made stays."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Let Python look for garbage again."""
+    gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` without a CUDA device, and fail if they are asked for."""
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
