@@ -109,12 +109,12 @@ def nodes(tree: ast.Module) -> Iterator[tuple[Documented, bool]]:
     yield from inside(tree, True)
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
+def texts(source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each comment and of each string, docstrings included."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, node.value
 
@@ -128,12 +128,13 @@ def listed_phrases(text: str) -> Iterator[str]:
 
 def complaints(path: str, source: str) -> Iterator[str]:
     """Yield what is wrong with the English of a file, but for docstrings that are missing."""
-    for line, text in texts(source):
+    tree = ast.parse(source)
+    for line, text in texts(source, tree):
         for phrase in listed_phrases(text):
             yield f"{path}:{line}: {phrase}"
         if re.match(r"#\s*else\b", text):
             yield f"{path}:{line}: '{text}': a comment is a sentence too"
-    for node, _ in nodes(ast.parse(source)):
+    for node, _ in nodes(tree):
         docstring = ast.get_docstring(node)
         if docstring is not None and (reason := why_no_sentence(docstring)) is not None:
             line = 1 if isinstance(node, ast.Module) else node.lineno

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -81,25 +81,28 @@ OF_TE_ITSELF = (  # may import Transformer Engine
 )
 
 
-def imported_names(source: str, module: tuple[str, ...], is_package: bool) -> Iterator[str]:
-    """Yield every dotted name that `source` imports; relative names are made absolute.
+@cache  # two tests ask about the same files
+def imported_names(source: str, module: tuple[str, ...], is_package: bool) -> list[str]:
+    """Return every dotted name that `source` imports; relative names are made absolute.
 
     `from a import b` gives `a.b`: b may be a module. `module` is the file's own dotted name.
     """
+    found: list[str] = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                yield from (alias.name for alias in names)
+                found += [alias.name for alias in names]
             case ast.ImportFrom(module=target, names=names, level=level):
                 base = list(module if is_package else module[:-1])
                 prefix = base[: len(base) - level + 1] if level else []
                 stem = [*prefix, *(target.split(".") if target else [])]
-                yield from (".".join([*stem, alias.name]) for alias in names)
+                found += [".".join([*stem, alias.name]) for alias in names]
             case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
                 called = function.attr if isinstance(function, ast.Attribute) else ""
                 called = function.id if isinstance(function, ast.Name) else called
                 if called in ("import_module", "__import__", "importorskip"):
-                    yield name
+                    found.append(name)
+    return found
 
 
 def violations(path: str, source: str) -> list[str]:

@@ -266,6 +266,9 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+_REPLACED = frozenset([F.scaled_dot_product_attention, F.dropout, torch.rms_norm])
+
+
 class MetaKernels(TorchFunctionMode):
     """Run attention and dropout on the meta device as the kernels of the real device would.
 
@@ -279,7 +282,9 @@ class MetaKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+        # Asking a tensor for its device is a call of this kind too: most calls need not ask.
+        is_replaced = func in _REPLACED and args and isinstance(args[0], torch.Tensor)
+        if is_replaced and args[0].is_meta:
             if func is F.scaled_dot_product_attention:
                 return self._attend(*args, **kwargs)
             if func is F.dropout and self.on_gpu:
