@@ -13,7 +13,7 @@ from typing import Any
 
 from megafp8.errors import RunError
 
-FOLDERS = ("fp8_numerics", "te_cpu", ".", "megafp8_migrate")
+FOLDERS = ("fp8_numerics", "te_cpu", "fp8_coverage", ".", "megafp8_migrate")
 """The packages of this repository, each after those that it needs."""
 
 

@@ -271,7 +271,7 @@ def _skipped(
             raise Fp8Error(
                 f"skip={pattern!r}",
                 "matches no linear and no other weight",
-                f"Did you mean {close[0]!r}?" if close else f"The first is named {min(linears)!r}",
+                f"Did you mean {close[0]!r}?" if close else f"The last is named {[*linears][-1]!r}",
             )
         chosen |= matched
     return chosen

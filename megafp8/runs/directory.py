@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from megafp8.checkpoint.step_directories import steps
 from megafp8.checkpoint.verify import check_structure
 from megafp8.config.resume import (
     LAST_IN_EFFECT,
@@ -163,6 +164,8 @@ def _continue_unnamed(
         lock.release()
         return None
     reason = f"continues run {path.name}: the newest unfinished run with the same settings"
+    if not steps(path / CHECKPOINTS_DIR):
+        reason += ", which had saved no checkpoint: it begins again"
     return RunChoice(path, True, reason, lock)
 
 

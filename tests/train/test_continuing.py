@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -338,10 +339,10 @@ def test_a_living_run_is_not_joined(place: Place) -> None:
         assert "Traceback" not in done.output
     finally:
         end(alive)
-    done = stopped_at(
-        place, 2, f"exp_manager.name={one}"
-    )  # processes that have ended hold no locks
+    shutil.rmtree(place.cwd / "runs" / two)
+    done = stopped_at(place, 2, UNNAMED)  # processes that have ended hold no locks
     assert f"continues run {one}" in done.first_line
+    assert done.first_line.endswith("which had saved no checkpoint: it begins again")
 
 
 def test_a_sweeps_jobs_are_never_joined(place: Place) -> None:
