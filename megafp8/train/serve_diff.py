@@ -334,12 +334,12 @@ class Sides:
         plain.head_loss.matmul = sides._head_product
         return sides
 
-    def serve(self, form: Form) -> None:
-        """Take a form, whose weights are the bytes that an export writes."""
+    def serve(self, form: Form, *, only: bool = False) -> None:
+        """Take a form, whose weights are the bytes that an export writes; with `only` no rules."""
         self.form = form
         tensors = self._exported()
         for linear in single_linears(self.spec):
-            self._set(linear, self.linears[linear.name], tensors)
+            self._set(linear, self.linears[linear.name], tensors, only)
 
     def _head_product(self, a: torch.Tensor, b: torch.Tensor, **how: Any) -> torch.Tensor:
         if self.head is None or self.form is None:
@@ -378,6 +378,7 @@ class Sides:
         linear: LayerLinear,
         switched: Switched,
         tensors: Mapping[str, Mapping[str, torch.Tensor]],
+        only: bool,
     ) -> None:
         """Give a linear its weights and casts by each way."""
         own, form, bf16 = switched.own, self.form, switched.weights["bf16"]
@@ -399,8 +400,11 @@ class Sides:
         tensors_of = [tensors[f"{part.name}.weight"] for part in linear.parts]
         scale = None if form.input_name is None else tensors_of[0][form.input_name]
         parts = [form.weight_operand(each) for each in tensors_of]
-        self._set_weights(linear, switched, form, parts)
-        self._set_inputs(linear, switched, form, scale)
+        switched.weights[SERVED] = joined(parts)
+        switched.inputs[SERVED] = lambda x: form.input_operand(x.float(), scale)
+        if not only:
+            self._set_weights(linear, switched, form, parts)
+            self._set_inputs(linear, switched, form, scale)
 
     def _set_weights(
         self,
@@ -409,9 +413,9 @@ class Sides:
         form: ServingFormat | BlockFormat,
         parts: Sequence[Fp8Tensor],
     ) -> None:
-        """Give a linear the weight of its exported parts, and those of each rule by itself."""
-        served = switched.weights[SERVED] = joined(parts)
-        trained, rule = switched.weights[TRAINED], rule_of(switched.own)
+        """Give a linear the weights of each rule by itself."""
+        served, trained = joined(parts), switched.weights[TRAINED]
+        rule = rule_of(switched.own)
         # A form that a run was trained in casts weights of the run's own dtype already.
         masters = [self.read(f"{p.name}.weight").to(form.source).float() for p in linear.parts]
         master_NK = torch.cat(masters)
@@ -438,9 +442,9 @@ class Sides:
         form: ServingFormat | BlockFormat,
         scale: torch.Tensor | None,
     ) -> None:
-        """Give a linear the casts of its input: as served with the exported scale, and by rule."""
-        cast = switched.inputs[SERVED] = lambda x: form.input_operand(x.float(), scale)
-        own_cast, rule = switched.inputs[TRAINED], rule_of(switched.own)
+        """Give a linear the casts of its input by each rule."""
+        cast, own_cast = switched.inputs[SERVED], switched.inputs[TRAINED]
+        rule = rule_of(switched.own)
         if (static := self._static(linear, switched.own, scale)) is not None:
             switched.inputs["static"] = static
         if scale is not None:
@@ -530,7 +534,7 @@ def compare(
     """
     sides.state.scaling.begin_microbatch(0)
     with sides.state.scaling.evaluation():
-        sides.serve(form)
+        sides.serve(form, only=only)
         result = Result(Distance(), Distance(), {}, {}, {}, {}, {})
         result.num_bytes = planned_bytes(sides.spec, form)
         locals_ = [local_batch(batch, sides.state.mesh) for batch in batches]
