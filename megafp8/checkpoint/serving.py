@@ -341,7 +341,8 @@ def power_above(amax: torch.Tensor) -> torch.Tensor:
 
     They are those of the recipe `blockwise`, and what `scale_fmt` `ue8m0` names in DeepSeek-V3.1.
     """
-    return scale_of_amax(amax.float(), formats.E4M3, power_2=True).reciprocal()
+    scale = scale_of_amax(amax.float(), formats.E4M3, power_2=True).reciprocal()
+    return scale.clamp_(min=_SMALLEST)
 
 
 def amax_by(weight_NK: torch.Tensor, scales: Scales) -> torch.Tensor:

@@ -299,7 +299,11 @@ def words_of(found: Result) -> Compared:
     ],
 )
 def test_the_loss_of_an_export_is_that_of_the_comparison(
-    run: str, asked: QuantizedOptions, runs: Runs, tmp_path: Path
+    run: str,
+    asked: QuantizedOptions,
+    runs: Runs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The model that is made of the files and the served side have the same logits, bit for bit.
 
@@ -328,7 +332,9 @@ def test_the_loss_of_an_export_is_that_of_the_comparison(
     loss = found.served.loss / found.served.tokens
     bound = 2.0**-24 * (sides.spec.vocab_size + 2 * largest + 2 + tokens * loss)
     assert abs(reported - loss) <= bound < 1e-3 and found.served.kl > 0 or run == "blockwise"
-    assert found.num_bytes == weight_bytes(tmp_path / "out")[0]
+    size, _ = weight_bytes(tmp_path / "out")
+    assert found.num_bytes == size
+    assert f"{size} bytes on disk, {size} by the sizes" in capsys.readouterr().out
 
 
 def test_rules_of_a_delayed_run_and_of_linears_in_high_precision(runs: Runs) -> None:
@@ -418,6 +424,8 @@ def test_what_cannot_be_compared_is_refused_by_name(
         ([f"{run}@3", "--as", "fp8"], "has no checkpoint of step 3"),
         ([run, "--as", "fp8", "--fp8-inputs", "static"], "keeps no histories"),
         ([run, "--as", "int8"], "invalid choice"),
+        ([run, "--as", "fp8", "--scale-fmt", "ue8m0"], "is a format of scales of blocks"),
+        ([run, "--as", "mxfp8", "--scale-fmt", "ue8m0"], "no effect with --as mxfp8"),
     ):
         assert serve_diff.main(words) == 2
         assert said in capsys.readouterr().err
