@@ -14,7 +14,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 CUDA_TORCH=${TORCH_PIN:+torch==$TORCH_PIN}
-CUDA_TORCH=${CUDA_TORCH:-'torch>=2.11,<2.14'} # the newest is the last that was tried whole
+CUDA_TORCH=${CUDA_TORCH:-'torch>=2.11,<2.16'} # the newest is the last that was tried whole
 TORCH_PIN=${TORCH_PIN:-2.13.0}
 TORCH_BUILD=${TORCH_BUILD:-auto}
 CPU_INDEX=https://download.pytorch.org/whl/cpu

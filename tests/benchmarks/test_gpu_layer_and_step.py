@@ -132,7 +132,7 @@ def test_what_fits_no_memory_or_is_emulated_is_a_row(
     cpu = torch.device("cpu")
     assert benchmark.why_emulated("bf16", cpu) is None
     assert "emulated here" in benchmark.why_emulated("fp8 mxfp8", cpu)
-    found = types.SimpleNamespace(total_memory=memory)
+    found = types.SimpleNamespace(total_memory=memory, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     monkeypatch.setattr(benchmark, "run", None)

@@ -133,7 +133,12 @@ def test_tensorboard_curves_continue_without_overlap(tmp_path: Path) -> None:
     assert scalars(tmp_path, "lr") == [(10, 0.5), (20, 0.5)]
 
 
-def test_tensorboard_goes_back_with_training(tmp_path: Path) -> None:
+def test_tensorboard_goes_back_with_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Files of one second are read in the order of their names, which end with a process's count.
+    event_file_writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     tracker = open_trackers(observe_spec(tensorboard=True), tmp_path)
     for attempt in (1.0, 2.0):
         for step in (2, 4, 5, 6):

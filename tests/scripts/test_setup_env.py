@@ -39,7 +39,7 @@ case "$1 $2" in
 *) exec "$REAL" "$@" ;;
 esac
 """
-RANGE = "install torch>=2.11,<2.14"
+RANGE = "install torch>=2.11,<2.16"
 CPU = "install torch==2.13.0+cpu"
 
 
