@@ -177,6 +177,7 @@ def test_the_log_says_why_a_job_is_not_requeued(tmp_path: Path) -> None:
     done = run_script(tmp_path, ENDS["saved, srun"], requeue=0)
     assert done.returncode == 75 and not (tmp_path / "requeued").exists()
     assert "not requeued, since this job was submitted with --no-requeue" in done.stdout
+    assert "requeues none: the same sbatch command continues the run" in done.stdout
 
 
 def test_a_job_that_is_killed_again_at_once_is_not_requeued_for_ever(tmp_path: Path) -> None:
