@@ -63,7 +63,7 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Hold the numbers of one step that is shown; they are of this step alone."""
+    """Hold the numbers of a step that is shown; times and speeds are of all since the last one."""
 
     step: int  # optimizer steps done, this one included
     loss: float  # nats per token

@@ -24,6 +24,7 @@ from megafp8.specs import RunSpec
 from megafp8.train import state_dict
 from megafp8.train.load import newest_after_cleanup
 from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.pace import Span
 from megafp8.train.phases import begin_phase, phase_of
 from megafp8.train.process import Garbage
 from megafp8.train.report.fp8 import share_of
@@ -154,11 +155,12 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
         waited: Seconds that the step waited for data.
     """
     spec, step = run.spec, run.state.step
-    run.pace.after_step(seconds)
+    this = Span(1, samples, seconds, waited)
+    run.pace.after_step(this)
     run.curve.add(result.loss)
     is_logged = spec.train.logs_at(step) or not result.is_finite
     if is_logged or run.pace.num_steps == 1:
-        report = report_of(run, result, samples, seconds, waited)
+        report = report_of(run, result, run.pace.since_line())
         if is_logged:
             log_step(run, result, samples, report)
             report = dataclasses.replace(report, health=run.health.word())
@@ -167,7 +169,7 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
         run.console.step(report)
         run.last_report = report
     elif run.console.wants_progress:
-        run.console.progress(report_of(run, result, samples, seconds, waited))
+        run.console.progress(report_of(run, result, this))
     slow = run.pace.slow(spec, step, run.state.mesh.device) if run.state.mesh.is_main else None
     late = None if run.waiting is None else run.waiting.after_step(step, seconds)
     for warning in (slow, late):
@@ -224,12 +226,10 @@ def flags_of(run: Run) -> tuple[bool, ...]:
     )
 
 
-def report_of(
-    run: Run, result: StepResult, samples: int, seconds: float, waited: float
-) -> StepReport:
-    """Return the numbers of one step for the console; the arguments are those of `after_step`."""
+def report_of(run: Run, result: StepResult, span: Span) -> StepReport:
+    """Return the numbers of a step for the console; times and speeds are those of `span`."""
     state, spec = run.state, run.spec
-    tokens = samples * spec.data.seq_length
+    tokens, seconds = span.samples * spec.data.seq_length, span.seconds
     flops = {
         kind: tokens * flops_per_token(spec.model, kind, seq_length=spec.data.seq_length) / seconds
         for kind in ("causal", "full")
@@ -240,7 +240,7 @@ def report_of(
         loss=result.loss,
         grad_norm=result.grad_norm,
         lr=result.lr,
-        step_seconds=seconds,
+        step_seconds=seconds / span.steps,
         tokens_per_second=tokens / seconds,
         tflops_causal=flops["causal"] / 1e12,
         tflops_full=flops["full"] / 1e12,
@@ -249,7 +249,7 @@ def report_of(
         hfu_causal=used.hfu_causal,
         hfu_full=used.hfu_full,
         memory_bytes=run.memory.bytes(),
-        data_wait_fraction=waited / seconds,
+        data_wait_fraction=span.waited / seconds,
         shows_utilization=state.mesh.device.type != "cpu",
         health=run.health.word(),
         curve=run.curve.points,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,15 @@ SLOWER_BY = 1.5  # least time ratio, products in the run's dtype over FP32, to s
 LARGEST_SIDE = 512  # of the matrices that are multiplied as a test: at most 0.27 GFLOP
 
 
+class Span(NamedTuple):
+    """Hold what some steps together took: samples, seconds, and of these the wait for data."""
+
+    steps: int
+    samples: int
+    seconds: float
+    waited: float
+
+
 class Pace:
     """Time the steps of one process. The first one has costs that the others do not have."""
 
@@ -23,13 +33,27 @@ class Pace:
         self.num_steps = 0
         self._seconds = float("inf")
         self.total_seconds = 0.0  # of all steps of this process
+        self._since_line = Span(0, 0, 0.0, 0.0)
 
-    def after_step(self, seconds: float) -> None:
-        """Take note that a step took `seconds`, including the time that it waited for data."""
-        self.total_seconds += seconds
+    def after_step(self, step: Span) -> None:
+        """Take note of one step; its seconds include the time that it waited for data."""
+        self.total_seconds += step.seconds
         self.num_steps += 1
+        since = self._since_line
+        self._since_line = Span(
+            since.steps + step.steps, since.samples + step.samples,
+            since.seconds + step.seconds, since.waited + step.waited,
+        )  # fmt: skip
         if self.num_steps <= 2:
-            self._seconds = min(self._seconds, seconds)
+            self._seconds = min(self._seconds, step.seconds)
+
+    def since_line(self) -> Span:
+        """Return the steps since the last call: a line speaks of all of them.
+
+        The step of a line alone would be a wrong measure: it is the one that measures FP8 health.
+        """
+        span, self._since_line = self._since_line, Span(0, 0, 0.0, 0.0)
+        return span
 
     def slow(self, spec: RunSpec, step: int, device: torch.device) -> str | None:
         """Return, after the second step, a warning if the run will take long on a CPU, else None.

@@ -9,7 +9,7 @@ import torch
 
 from megafp8.specs import RunSpec
 from megafp8.train import pace
-from megafp8.train.pace import Pace
+from megafp8.train.pace import Pace, Span
 from tests.tiny import run_spec
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ def warnings_of(spec: RunSpec, *seconds: float, step: int | None = None) -> list
     """Return the warnings after each step of a process."""
     it, said = Pace(), []
     for number, took in enumerate(seconds, 1):
-        it.after_step(took)
+        it.after_step(Span(1, 8, took, 0.0))
         said.append(it.slow(spec, number if step is None else step, CPU))
     return said
 
@@ -57,8 +57,8 @@ def test_nothing_is_named_that_is_not_there() -> None:
 
 def test_a_gpu_gets_no_warning() -> None:
     it = Pace()
-    it.after_step(60.0)
-    it.after_step(60.0)
+    it.after_step(Span(1, 8, 60.0, 0.0))
+    it.after_step(Span(1, 8, 60.0, 0.0))
     assert it.slow(run_spec(), 2, torch.device("cuda")) is None
 
 
@@ -77,3 +77,13 @@ def test_fp32_is_named_where_its_products_are_faster(
 def test_products_are_really_timed() -> None:
     assert pace._seconds_of(8, 16, 8, torch.bfloat16, CPU) > 0
     assert pace._slowdown_against_fp32(run_spec(compute="fp32"), CPU) == 1.0
+
+
+def test_a_line_speaks_of_all_steps_since_the_one_before() -> None:
+    it = Pace()
+    it.after_step(Span(1, 8, 5.0, 0.5))  # the first, which has a line of its own
+    assert it.since_line() == Span(1, 8, 5.0, 0.5)
+    for samples, seconds in ((8, 1.0), (16, 1.5), (16, 3.5)):  # the last measures FP8 health
+        it.after_step(Span(1, samples, seconds, 0.25))
+    assert it.since_line() == Span(3, 40, 6.0, 0.75)
+    assert it.since_line().steps == 0 and it.total_seconds == 11.0
