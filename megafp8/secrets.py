@@ -101,8 +101,16 @@ def _are_secret(words: list[str]) -> bool:
     return last in _LAST and before not in _ORDINARY and bool(before or last not in _WITH_ANOTHER)
 
 
+@lru_cache(maxsize=1024)
+def _may_be_named(name: str) -> bool:
+    """Whether a value of this name may be a secret by its name: what decides next is the value."""
+    return name.lower().endswith("key") or is_secret_name(name)
+
+
 def _is_named(name: str, value: object) -> bool:
     """Whether a value is a secret by its name; a number of `tokens` counts those of a text."""
+    if not _may_be_named(name):
+        return False
     end, text = name.lower()[-6:], str(value)
     if end.endswith("key") and _OPAQUE.search(text):
         return True
@@ -122,12 +130,6 @@ def secret_values() -> dict[str, str]:
     names = [name for name in os.environ if _may_be_named(name)]
     values = ((name, os.environ.get(name, "")) for name in names)
     return {name: text for name, text in values if _is_secret(name, text)}
-
-
-@lru_cache(maxsize=1024)
-def _may_be_named(name: str) -> bool:
-    """Whether a value of this name may be a secret by its name: what decides next is the value."""
-    return name.lower().endswith("key") or is_secret_name(name)
 
 
 def _is_secret(name: str, text: str) -> bool:

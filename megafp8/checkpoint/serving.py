@@ -339,7 +339,8 @@ def input_scale_of(amax: torch.Tensor) -> torch.Tensor:
 def power_above(amax: torch.Tensor) -> torch.Tensor:
     """Return the least powers of two, in FP32, times which 448 is no less than a magnitude.
 
-    They are those of the recipe `blockwise`, and what `scale_fmt` `ue8m0` names in DeepSeek-V3.1.
+    None is below FP32's smallest normal number. They are those of the recipe `blockwise`, and what
+    `scale_fmt` `ue8m0` names in DeepSeek-V3.1.
     """
     scale = scale_of_amax(amax.float(), formats.E4M3, power_2=True).reciprocal()
     return scale.clamp_(min=_SMALLEST)

@@ -272,7 +272,9 @@ def plan_quantized(
 
     import torch
 
-    from megafp8.checkpoint.serving import ServingFormat, ServingWeights, check_can_be_fp8
+    from megafp8.checkpoint.serving import BLOCK, ServingFormat, ServingWeights, check_can_be_fp8
+    from megafp8.specs.recipes import RECIPES, find_recipe
+    from megafp8.specs.traits import Scales
     from megafp8.train.load_model import read_tensor
     from megafp8.train.recorded import (
         has_histories,
@@ -313,7 +315,9 @@ def plan_quantized(
         )
     source = torch.float32
     if asked.scale_fmt == "ue8m0":
-        source, inputs = own_casts(values, "blockwise").source, (inputs[0], inputs[1] + _POWERS)
+        squares = Scales(BLOCK, BLOCK)  # a run in such a recipe rounded its masters before the cast
+        recipe = next(r for r in RECIPES if find_recipe(r).traits.casts["weight"].last == squares)
+        source, inputs = own_casts(values, recipe).source, (inputs[0], inputs[1] + _POWERS)
     fmt = ServingFormat(asked.fp8_scales, scales, kept, asked.scale_fmt, source)
     weights = ServingWeights(spec, partial(read_tensor, reader), fmt)
     num_samples, trained = asked.validation_samples, other_formats(values)

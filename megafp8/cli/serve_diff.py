@@ -45,11 +45,11 @@ from megafp8.secrets import say, shown
 if TYPE_CHECKING:  # the arguments are checked before torch, which takes seconds, is imported
     from megafp8.checkpoint.reader import Reader
     from megafp8.train.serve_casts import Form
-    from megafp8.train.serve_diff import Result, Sides
+    from megafp8.train.serve_diff import Result
+    from megafp8.train.serve_sides import Sides
 
 BF16 = "bfloat16"
 SAMPLES_FLAG = "--validation-samples"
-_INPUTS = ", inputs: "
 _EXPERT = re.compile(r"experts\.\d+")
 Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 """A title, the names of columns, and rows; the first column is text."""
@@ -95,6 +95,7 @@ class Compared(NamedTuple):
         checkpoint: The checkpoint.
         trained_in: The recipes and the dtype of training, in words.
         served_as: The form, in words.
+        inputs: How its inputs are cast, in words; "" in BF16.
         result: What was found.
         notes: What the user should know of programs that load such an export.
     """
@@ -102,6 +103,7 @@ class Compared(NamedTuple):
     checkpoint: Path
     trained_in: str
     served_as: str
+    inputs: str
     result: Result
     notes: list[str]
 
@@ -121,14 +123,13 @@ class Compared(NamedTuple):
     @property
     def title(self) -> str:
         """Return what is compared."""
-        form = self.served_as.partition(_INPUTS)[0]
-        return f"{self.checkpoint}: trained in {self.trained_in}, served as {form}"
+        return f"{self.checkpoint}: trained in {self.trained_in}, served as {self.served_as}"
 
     def summary(self) -> Iterator[str]:
         """Yield the distances of the two."""
         of, result = self.result.served.as_json(), self.result
-        if inputs := self.served_as.partition(_INPUTS)[2]:
-            yield f"inputs as served: {inputs}"
+        if self.inputs:
+            yield f"inputs as served: {self.inputs}"
         loss = result.trained.loss / result.trained.tokens
         yield (
             f"{result.num_samples} samples of the run's validation data, {result.trained.tokens} "
@@ -149,7 +150,7 @@ class Compared(NamedTuple):
 
     def tables(self) -> Iterator[Table]:
         """Yield the rules, what else a server may do, and the linears."""
-        from megafp8.train.serve_diff import RULES
+        from megafp8.train.serve_sides import RULES
 
         result = self.result
         kl = result.served.kl / result.served.tokens
@@ -186,7 +187,7 @@ class Compared(NamedTuple):
 
     def cause(self) -> str:
         """Return the rule that explains most, in words, and where it is not in all linears."""
-        from megafp8.train.serve_diff import RULES
+        from megafp8.train.serve_sides import RULES
 
         if not self.result.served.kl:
             return "cause: there is no difference to explain"
@@ -203,7 +204,7 @@ class Compared(NamedTuple):
         return {
             "checkpoint": str(self.checkpoint),
             "trained_in": self.trained_in,
-            "served_as": self.served_as,
+            "served_as": _with_inputs(self.served_as, self.inputs),
             "num_samples": result.num_samples,
             "num_tokens": result.trained.tokens,
             "trained_loss": result.trained.loss / result.trained.tokens,
@@ -270,30 +271,35 @@ def serve_diff(
     from megafp8.jobs.starts import named_checkpoint
     from megafp8.train.load import find_checkpoint
     from megafp8.train.recorded import recorded_recipes, recorded_values, validation_data
-    from megafp8.train.serve_diff import Sides, compare
+    from megafp8.train.serve_diff import compare
+    from megafp8.train.serve_sides import Sides
 
     notify = (lambda line: None) if quiet else say
     reader = Reader(find_checkpoint(named_checkpoint(run), notify))
     sides = Sides.of(reader, notify)
-    form, words, notes = _form(reader, sides, asked)
+    form, words, inputs, notes = _form(reader, sides, asked)
     data = validation_data(reader, samples, notify)
     result = compare(sides, form, data.batches)
     result.num_samples = data.num_samples
     values = recorded_values(reader)
     trained_in = [*recorded_recipes(values), str(values["trainer.precision"])]
-    return Compared(reader.path, " and ".join(trained_in), words, result, notes)
+    return Compared(reader.path, " and ".join(trained_in), words, inputs, result, notes)
+
+
+def _with_inputs(form: str, inputs: str) -> str:
+    return f"{form}, inputs: {inputs}" if inputs else form
 
 
 def _form(
     reader: Reader, sides: Sides, asked: QuantizedOptions | None, family: str | None = None
-) -> tuple[Form, str, list[str]]:
-    """Return what an export writes, in words too, and the notes to it."""
+) -> tuple[Form, str, str, list[str]]:
+    """Return what an export writes, that and its inputs in words, and the notes to it."""
     if asked is None:
-        return None, BF16, []
+        return None, BF16, "", []
     planned = plan_quantized(reader, sides.spec, asked, family)
     scales = asked.fp8_scales if asked.scale_fmt == "float" else f"block, {asked.scale_fmt}"
     about = f"{asked.dtype} ({scales})" if asked.dtype == FP8 else asked.dtype
-    return planned.fmt, f"{about}{_INPUTS}{planned.inputs[1]}", list(planned.notes())
+    return planned.fmt, about, planned.inputs[1], list(planned.notes())
 
 
 # ---- the form that is closest to training
@@ -341,7 +347,8 @@ def by_kl(run: Path, given: Mapping[str, Any], family: str | None = None) -> lis
     from megafp8.checkpoint.reader import Reader
     from megafp8.train.load import find_checkpoint
     from megafp8.train.recorded import validation_data
-    from megafp8.train.serve_diff import Sides, compare
+    from megafp8.train.serve_diff import compare
+    from megafp8.train.serve_sides import Sides
 
     reader = Reader(find_checkpoint(run, say))
     sides, refused = Sides.of(reader, say), list[str]()
@@ -350,12 +357,13 @@ def by_kl(run: Path, given: Mapping[str, Any], family: str | None = None) -> lis
     found = []
     for asked in forms_of(given):
         try:
-            form, words, _ = _form(reader, sides, asked, family)
+            form, words, inputs, _ = _form(reader, sides, asked, family)
         except UserError as error:
             refused.append(str(error))
             continue
         served = compare(sides, form, data.batches, only=True).served
-        found.append(Ranked(served.kl / served.tokens, asked, words))
+        of_form = _with_inputs(words, inputs)
+        found.append(Ranked(served.kl / served.tokens, asked, of_form))
     if not found:
         raise RunError(
             refused[0] if refused else "--closest-to-training: no form has these options"

@@ -269,8 +269,7 @@ def _build_into(
     """Build the dataset in `folder`, which appears when it is complete."""
     try:
         with built_beside(folder) as build:
-            what = f"training the tokenizer and tokenizing the {corpus.name} corpus"
-            notify(f"data: {what} (once, about a minute)")
+            notify(f"data: training the tokenizer and tokenizing the {corpus.name} corpus (once)")
             started = time.monotonic()
             sidecar = build_dataset(corpus, vocab_size, build)
     except OSError as error:

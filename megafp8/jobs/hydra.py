@@ -131,7 +131,7 @@ def checked_loader(source: ComposedFile) -> CheckedLoader:
         raise hydra_problem(source, error) from error
     root = copied(_root_without_defaults())
     root.defaults = defaults
-    name = f"{_SWEEP_ROOT}.yaml"
+    name = f"{_SWEEP_ROOT}.yaml"  # `store` would make and copy the whole tree again
     ConfigStore.instance().repo[name] = ConfigNode(name, root, None, None, None)
     loader = CheckedLoader(search_path(source))
     loader.repository = Files(source)  # it checks a file before Hydra parses it

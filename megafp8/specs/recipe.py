@@ -224,15 +224,15 @@ class Recipe:
         """
         raise NotImplementedError(f"{type(self).__name__} has no single scale for a tensor")
 
-    def scale_for(self, tensor: Any, amax: Tensor) -> Tensor:
-        """Return what values of these amaxes are multiplied by before the cast (both FP32).
+    def scale_rule(self) -> Callable[..., Tensor]:
+        """Return what computes, of amaxes and a format, the factors before a cast (all FP32).
 
-        A recipe without this method has Transformer Engine's rule.
+        It has the arguments of `fp8_numerics.scales.scale_of_amax`, Transformer Engine's rule,
+        which is that of a recipe without this method.
         """
         from fp8_numerics import scales
 
-        scale: Tensor = scales.scale_of_amax(amax, tensor.fmt, power_2=tensor.power_2)
-        return scale
+        return scales.scale_of_amax
 
     def can_fuse(self, tensor: Any) -> bool:
         """Whether a kernel that computes the tensor may cast it too, by `produce`."""

@@ -101,7 +101,8 @@ def _train(run: Run, garbage: Garbage, watchdog: Watchdog) -> bool:
             samples = run.spec.train.batch_size_at(run.state.consumed_samples)
             run.state.consumed_samples += samples
             garbage.after_step(run.state.step)
-            if after_step(run, result, samples, time.perf_counter() - began, waited):
+            span = Span(1, samples, time.perf_counter() - began, waited)
+            if after_step(run, result, span):
                 return False
         return True
     finally:
@@ -142,7 +143,7 @@ def open_loader(run: Run) -> Loader:
     )
 
 
-def after_step(run: Run, result: StepResult, samples: int, seconds: float, waited: float) -> bool:
+def after_step(run: Run, result: StepResult, span: Span) -> bool:
     """Log, validate and save if that is due; return whether training must end before its last step.
 
     It must if a signal or the time limit asks for it; the state is then saved.
@@ -150,28 +151,25 @@ def after_step(run: Run, result: StepResult, samples: int, seconds: float, waite
     Args:
         run: The run after the step, whose number is `run.state.step`.
         result: What the step returned.
-        samples: The number of samples in the step's global batch.
-        seconds: The time that the step took, with the time `waited` for data.
-        waited: Seconds that the step waited for data.
+        span: The samples of the step's global batch, and the time that it took.
     """
     spec, step = run.spec, run.state.step
-    this = Span(1, samples, seconds, waited)
-    run.pace.after_step(this)
+    run.pace.after_step(span)
     run.curve.add(result.loss)
     is_logged = spec.train.logs_at(step) or not result.is_finite
     if is_logged or run.pace.num_steps == 1:
         report = report_of(run, result, run.pace.since_line())
         if is_logged:
-            log_step(run, result, samples, report)
+            log_step(run, result, span.samples, report)
             report = dataclasses.replace(report, health=run.health.word())
         # A process that continues a run shows its first step but does not log it, so that the files
         # are the same as those of a run that was never interrupted.
         run.console.step(report)
         run.last_report = report
     elif run.console.wants_progress:
-        run.console.progress(report_of(run, result, this))
+        run.console.progress(report_of(run, result, span))
     slow = run.pace.slow(spec, step, run.state.mesh.device) if run.state.mesh.is_main else None
-    late = None if run.waiting is None else run.waiting.after_step(step, seconds)
+    late = None if run.waiting is None else run.waiting.after_step(step, span.seconds)
     for warning in (slow, late):
         if warning is not None:
             run.console.warn(warning)

@@ -88,7 +88,7 @@ def rule_of(linear: Linear) -> Rule | None:
     own = find_recipe(recipe.precision_of(linear.name))
     if own.traits.packs is not None:
         return _powers_above
-    return partial(_by_scale, partial(own.scale_for, tensor))
+    return partial(_by_scale, partial(own.scale_rule(), fmt=E4M3, power_2=tensor.power_2))
 
 
 def rule_of_form(form: ServingFormat | BlockFormat, *, is_input: bool = False) -> Rule | None:

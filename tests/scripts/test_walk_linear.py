@@ -18,7 +18,7 @@ def test_a_linear_stays_short(recipe: str) -> None:
     found = walk(recipe)
     most = 1.05 * MEASURED[recipe]  # so that a tenth more is too many
     assert found.per_linear <= most, found.calls.most_common(20)
-    assert found.deepest <= 9  # the last is the rule of scales, which `serve-diff` also asks
+    assert found.deepest <= 8
     if recipe == "delayed":
         assert len(found.files) <= 9, found.files
 

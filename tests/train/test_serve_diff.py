@@ -28,19 +28,9 @@ from megafp8.cli import export, serve_diff
 from megafp8.cli.export_quantized import QuantizedOptions, plan_quantized
 from megafp8.cli.serve_diff import Compared, forms_of
 from megafp8.train.recorded import validation_data
-from megafp8.train.serve_diff import (
-    KEPT,
-    KV,
-    NOTHING,
-    ROUTER,
-    Distance,
-    Form,
-    Result,
-    Sides,
-    Way,
-    compare,
-    trained_state,
-)
+from megafp8.train.serve_casts import NOTHING, Form
+from megafp8.train.serve_diff import KEPT, KV, ROUTER, Distance, Result, compare
+from megafp8.train.serve_sides import Sides, Way, trained_state
 from megafp8.train.served import served_model
 from megafp8.train.step import local_batch
 from megafp8.train.validate import evaluate
@@ -284,7 +274,7 @@ def test_a_fault_in_one_expert_is_named_with_its_linear(runs: Runs) -> None:
 
 
 def words_of(found: Result) -> Compared:
-    return Compared(Path("run"), "mxfp8", "mxfp8", found, [])
+    return Compared(Path("run"), "mxfp8", "mxfp8", "", found, [])
 
 
 @pytest.mark.parametrize(
@@ -429,7 +419,7 @@ def test_what_cannot_be_compared_is_refused_by_name(
     ):
         assert serve_diff.main(words) == 2
         assert said in capsys.readouterr().err
-    module = "megafp8.train.serve_diff.shape_of"
+    module = "megafp8.train.serve_sides.shape_of"
     for settings, model, said in (
         ({"model.fp8_backend": "te"}, "llama", "has layers of model.fp8_backend=te"),
         ({"model.fp8_recipe": "lab.py:Mine"}, "llama", "was trained in lab.py:Mine, which is code"),

@@ -74,7 +74,7 @@ class Blockwise(Recipe):
         if made is not None:  # by a kernel in C, with the same bits
             return self._scaled(tensor, *made, block)
         amax = scales.amax_of_blocks(x_MN, block)
-        quant_scale = self.scale_for(tensor, amax)
+        quant_scale = self.scale_rule()(amax, tensor.fmt, power_2=tensor.power_2)
         # Scaled in FP32, so that nothing is rounded to the dtype of the tensor before FP8.
         scaled = cast.times_scale(x_MN.float(), quant_scale, block)
         payload = cast.quantize_scaled(scaled, tensor.fmt)

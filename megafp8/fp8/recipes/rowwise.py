@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,8 @@ class Rowwise(Recipe):
         is_transposed = tensor.state.engine.uses_triton
         return quantizer.SavedForm(ROW, tensor.fmt.dtype, is_transposed=is_transposed)
 
-    def scale_for(self, tensor: TensorQuantizer, amax: torch.Tensor) -> torch.Tensor:
-        return scales.scale_of_amax_torchao(amax, tensor.fmt, power_2=tensor.power_2)
+    def scale_rule(self) -> Callable[..., torch.Tensor]:
+        return scales.scale_of_amax_torchao
 
     def _is_whole(self, tensor: TensorQuantizer, dim: int) -> bool:
         """Whether a sum along `dim` needs one scale for the whole tensor (`RowwiseWithGwHp`)."""
@@ -76,7 +77,7 @@ class Rowwise(Recipe):
         amax = cast.amax_of(x_MN).view(1, 1) if is_whole else cast.amax_along(x_MN, dim)
         if dim == 0 and tensor.reduce_columns is not None:  # in place
             tensor.reduce_columns(amax)
-        quant_scale = self.scale_for(tensor, amax)
+        quant_scale = self.scale_rule()(amax, tensor.fmt, power_2=tensor.power_2)
         # The product is in FP32, so that nothing is rounded to the dtype of the tensor before FP8.
         payload = cast.quantize_scaled(x_MN.float() * quant_scale, tensor.fmt)
         return self._scaled(tensor, payload, quant_scale.reciprocal(), dim)

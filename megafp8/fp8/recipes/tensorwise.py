@@ -70,4 +70,4 @@ class Tensorwise(Recipe):
             tensor.reduce_max(amax)
         if tensor.state.engine.uses_triton:
             return triton_current.scales_of(amax, tensor.fmt, power_2=tensor.power_2)
-        return self.scale_for(tensor, amax), None
+        return self.scale_rule()(amax, tensor.fmt, power_2=tensor.power_2), None
