@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = "tests/fp8/kernels/test_ahead_of_time.py"
-TRITONS = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1"}
+TRITONS = {"2.11": "3.6.0", "2.12": "3.7.0", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 """The version that PyTorch's wheel for CUDA requires, by the version of PyTorch."""
 
 

@@ -138,6 +138,9 @@ def emit_tile(
     here = rows[:, None].to(tl.int64) * num_cols + cols[None, :]
     if WITH_ROWS or WITH_COLUMNS:
         codes = fp8_codes(value * tl.load(quant_scale), IS_E4M3, HARDWARE)
+    if WITH_SUMS:
+        at = tl.program_id(0).to(tl.int64) * num_cols + cols
+        tl.store(partial_sums + at, tl.sum(value, axis=0), mask=summed)
     if WITH_ROWS:
         tl.store(payload + here, codes, mask=inside)
     if WITH_COLUMNS:
@@ -145,6 +148,3 @@ def emit_tile(
         tl.store(payload_t + there, tl.trans(codes), mask=tl.trans(inside))
     if WITH_PLAIN:
         tl.store(plain + here, narrowed(value, DTYPE, HARDWARE), mask=inside)
-    if WITH_SUMS:
-        at = tl.program_id(0).to(tl.int64) * num_cols + cols
-        tl.store(partial_sums + at, tl.sum(value, axis=0), mask=summed)
