@@ -66,9 +66,11 @@ def last_full(records: Sequence[HealthRecord]) -> HealthRecord | None:
 
 
 def state_of(record: HealthRecord) -> str:
-    """Return in a few words how many tensors are beyond a limit."""
+    """Return in a few words how many tensors are beyond a limit, and if only amaxes were looked at."""
     bad = len(record.beyond)
-    return f"{bad} of {len(record.tensors)} tensors bad" if bad else "ok"
+    if bad:
+        return f"{bad} of {len(record.tensors)} tensors bad"
+    return "ok" if record.is_full else "amaxes ok"
 
 
 def worst_of(record: HealthRecord) -> str:

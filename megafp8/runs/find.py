@@ -41,14 +41,16 @@ def find_run(named: Path, *, with_checkpoint: bool = False) -> Path:
 
     With `with_checkpoint`, it is the newest one that has a checkpoint.
 
-    `latest` alone is the newest run in `runs`, and `DIR/latest` the newest one in DIR. A file or a
-    directory of that name is taken as it is.
+    `latest` alone is the newest run in `runs`, and `DIR/latest` the newest one in DIR. `NAME` alone
+    is the run of that name in `runs`. A file or a directory of either name is taken as it is.
 
     Raises:
         RunError: There is no run of which one could be the latest.
     """
-    if named.name != LATEST or named.exists():
+    if named.exists():
         return named
+    if named.name != LATEST:
+        return USUAL_FOLDER / named if is_run(USUAL_FOLDER / named) else named
     folder = USUAL_FOLDER if named == Path(LATEST) else named.parent
     runs = runs_below(folder)
     if with_checkpoint:

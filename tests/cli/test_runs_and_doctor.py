@@ -70,13 +70,16 @@ def test_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = make_run(Path("runs/old"))
     new = make_run(Path("runs/new"), steps=110)
     assert find_run(Path("latest")) == new == find_run(Path("runs/latest"))
-    assert find_run(old) == old and find_run(Path("nowhere")) == Path("nowhere")
+    assert find_run(old) == old == find_run(Path("old"))
+    assert find_run(Path("nowhere")) == Path("nowhere")
     with pytest.raises(RunError, match="no run with a checkpoint"):
         find_run(Path("latest"), with_checkpoint=True)
     (old / "checkpoints" / "step_00000001").mkdir(parents=True)
     assert find_run(Path("latest"), with_checkpoint=True) == old
     Path("latest").mkdir()  # what is really there is taken as it is
     assert find_run(Path("latest")) == Path("latest")
+    Path("old").mkdir()
+    assert find_run(Path("old")) == Path("old")
 
 
 @pytest.mark.parametrize("is_nvidias", [False, True])
