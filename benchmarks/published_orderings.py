@@ -2,7 +2,8 @@
 
 A claim is one `megafp8 compare` at each width, with five paired seeds. The command trains the next
 claim that has no result yet, or the one that `--claim` names, and writes its result file; the same
-command continues what was interrupted. `--table` prints the table of all results that there are.
+command continues what was interrupted. Runs that another claim has trained with the same settings
+are taken from it. `--table` prints the table of all results that there are.
 Results of one table are from one machine.
 
     python benchmarks/published_orderings.py                      # the next claim, an hour
@@ -19,6 +20,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +30,12 @@ import torch
 import yaml
 from gpu_common import git_commit
 from recipe_gaps import ROOT, compare, write
+
+from megafp8.cli.compare import INPUT_FILE
+from megafp8.config.load import Source
+from megafp8.files import write_json_atomically
+from megafp8.jobs.configurations import Comparison, comparison
+from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED, RECORD_NAME
 
 RESULTS = ROOT / "benchmarks" / "results"
 CLAIMS = ROOT / "benchmarks" / "claims.yaml"
@@ -112,12 +120,68 @@ def overall(words: Sequence[str]) -> str:
     return words[0] if len(set(words)) == 1 else UNDECIDED
 
 
+def folder_of(shared: dict[str, Any], claim: dict[str, Any], width: int, runs: Path) -> Path:
+    """Return the folder of a claim's runs at a width."""
+    name = f"width-{width}_{shared['steps']}-steps_{len(shared['seeds'])}-seeds"
+    return runs / claim["id"] / name
+
+
+def compared(shared: dict[str, Any], claim: dict[str, Any], width: int) -> Comparison:
+    """Return the two configurations of a claim at a width."""
+    return comparison([*settings_of(claim), *job_of(shared, width)], claim["base"], Source())
+
+
+def has_finished(run: Path) -> bool:
+    """Whether a folder has a run that reached its last step."""
+    file = run / RECORD_NAME
+    return file.is_file() and json.loads(file.read_text())["status"] in ENDED
+
+
+def take_equal_runs(
+    shared: dict[str, Any],
+    claims: dict[str, dict[str, Any]],
+    claim: dict[str, Any],
+    width: int,
+    runs: Path,
+) -> None:
+    """Copy the finished runs of other claims that have the same settings, without checkpoints.
+
+    A run states its own folder; where anything else differed, `compare` would refuse the copy.
+    """
+    own, folder = compared(shared, claim, width), folder_of(shared, claim, width, runs)
+    for other in claims.values():
+        place = folder_of(shared, other, width, runs)
+        if place == folder or not place.is_dir():
+            continue
+        pairs = [
+            (theirs.label, ours.label)
+            for theirs in compared(shared, other, width).configurations
+            for ours in own.configurations
+            if dict(theirs.values) == dict(ours.values)
+        ]
+        for theirs, ours in pairs:
+            for seed in shared["seeds"]:
+                source, target = place / f"{theirs}-{seed}", folder / f"{ours}-{seed}"
+                if target.exists() or not has_finished(source):
+                    continue
+                if not (folder / INPUT_FILE).exists():
+                    folder.mkdir(parents=True, exist_ok=True)
+                    labels = [each.label for each in own.configurations]
+                    write_json_atomically(
+                        folder / INPUT_FILE, {"configurations": own.identity, "labels": labels}
+                    )
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns(CHECKPOINTS_DIR))
+                config = target / CONFIG_NAME
+                config.write_text(config.read_text().replace(str(source), str(target)))
+                print(f"{target}: the runs of {other['id']}", flush=True)
+
+
 def train(
     shared: dict[str, Any], claim: dict[str, Any], width: int, runs: Path, jobs: int
 ) -> dict[str, Any]:
     """Train all runs of a claim at a width that are missing, and return what came out."""
     seeds = shared["seeds"]
-    folder = runs / claim["id"] / f"width-{width}_{shared['steps']}-steps_{len(seeds)}-seeds"
+    folder = folder_of(shared, claim, width, runs)
     options = ("--jobs", str(jobs), "--tolerance", str(claim["size"]))
     figures = compare(
         folder, settings_of(claim), claim["base"], job_of(shared, width), seeds, options
@@ -244,7 +308,10 @@ def main() -> None:
         return
     claim, runs = claims[name], args.runs.resolve()
     print(f"{name}: {claim['says']}", flush=True)
-    widths = {str(w): train(shared, claim, w, runs, args.jobs) for w in shared["widths"]}
+    widths = {}
+    for width in shared["widths"]:
+        take_equal_runs(shared, claims, claim, width, runs)
+        widths[str(width)] = train(shared, claim, width, runs, args.jobs)
     result = {
         "command": f"python benchmarks/published_orderings.py --claim {name}",
         "is_trial": is_trial,

@@ -186,6 +186,30 @@ def test_a_shorter_job_is_no_evidence(
     assert "give --results FOLDER too" in capsys.readouterr().err
 
 
+@orderings
+def test_finished_runs_with_the_same_settings_are_taken_from_another_claim(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(BENCHMARKS.parent)
+    shared, claims = benchmark.read_claims()
+    one, other = claims["mxfp8-beside-bf16"], claims["mxfp8-e5m2-gradients"]
+    place = benchmark.folder_of(shared, one, 128, tmp_path)
+    for label in ("baseline", "given"):
+        for seed, status in ((11, "finished"), (12, "running")):
+            run = place / f"{label}-{seed}"
+            (run / "checkpoints/step_00000500").mkdir(parents=True)
+            (run / "run.json").write_text(json.dumps({"status": status}))
+            (run / "config.yaml").write_text(f"explicit_log_dir: {run}\n")
+    benchmark.take_equal_runs(shared, claims, other, 128, tmp_path)
+    folder = benchmark.folder_of(shared, other, 128, tmp_path)
+    assert {path.name for path in folder.iterdir()} == {"baseline-11", "compare-input.json"}
+    copied = folder / "baseline-11"
+    assert {path.name for path in copied.iterdir()} == {"run.json", "config.yaml"}
+    assert (copied / "config.yaml").read_text() == f"explicit_log_dir: {copied}\n"
+    benchmark.take_equal_runs(shared, claims, other, 256, tmp_path)
+    assert not benchmark.folder_of(shared, other, 256, tmp_path).exists()
+
+
 def draw(shape: tuple[int, ...]) -> torch.Tensor:
     raise AssertionError("weights and inputs are not rounded at random")
 
