@@ -200,7 +200,8 @@ class Fp8Tensor:
     of `block` elements of the payload; blocks at the end may be cut off. `is_exact_in_bf16` says
     that number * scale is a BF16 number everywhere: scales are powers of two, or so short (E4M3,
     for numbers of E2M1). `grid`, where kept, is the payload in the dtype of the GEMMs that FP8
-    hardware does not do; it is dropped before the tensor is saved for backward.
+    hardware does not do, and with scales of blocks it is the values; it is dropped before the
+    tensor is saved for backward.
 
     Shapes are the tensor's own, [M, N]; where tensor cores will sum along M, the payload lies in
     memory as [N, M]. `layout` names the scales as `scaled_mm` does, since shapes alone cannot
@@ -253,7 +254,7 @@ class Fp8Tensor:
         """Return the tensor with other scales; they are as `scale_matrix` returns them."""
         if self.is_packed:
             scale = swizzled(scale if self._sums_last else scale.t())
-        return replace(self, dequant_scale=scale)
+        return replace(self, dequant_scale=scale, grid=None)
 
     def plain(self) -> Fp8Tensor:
         """Return the tensor with a byte a number and a matrix of scales in FP32."""
@@ -308,7 +309,7 @@ class Fp8Tensor:
         """Return the payload's numbers in BF16 or FP32, not yet multiplied by `dequant_scale`."""
         if self.fmt is SIMULATED:
             return self.payload.to(dtype)
-        if self.grid is None:
+        if self.grid is None or self.block is not None:
             return decode(self.payload, self.fmt, dtype)
         # `to` costs a microsecond also where it has nothing to do, three times a product.
         return self.grid if self.grid.dtype == dtype else self.grid.to(dtype)
@@ -323,6 +324,8 @@ class Fp8Tensor:
         if self.is_packed:
             return self.plain().dequantize(dtype)
         scale = self.dequant_scale
+        if self.block is not None and self.grid is not None and self.grid.dtype == dtype:
+            return self.grid
         if self.block is not None and self.fmt in (E4M3, E2M1):
             values = block_values(self.payload, scale, self.block, dtype)
             if values is not None:

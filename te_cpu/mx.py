@@ -94,7 +94,7 @@ def quantize_blocks(
     From 2.13 on the rule is that of `fp8_numerics/mxfp8.py`.
     """
     if fmt is E4M3 and block_casts.runs_in_c(x_MK):
-        payload, scale = block_casts.mxfp8(x_MK, along_columns=block == COLUMN)
+        payload, scale, *_ = block_casts.mxfp8(x_MK, along_columns=block == COLUMN)
     elif block == ROW:
         payload, scale = quantize_rows(x_MK, fmt)
     else:

@@ -195,7 +195,7 @@ def _matrix(quantizer: Any, x_MK: torch.Tensor, *, turned: bool) -> torch.Tensor
     assert mask in (0, SIGN_BITS), f"signs of the rotation that are not known: {mask:#x}"
     signs = SIGNS if mask else (1,) * BLOCK
     if block_casts.runs_in_c(x_MK):
-        turned_MK = block_casts.rotate_columns(x_MK, torch.tensor(signs, dtype=torch.float32))
+        turned_MK, _ = block_casts.rotate_columns(x_MK, torch.tensor(signs, dtype=torch.float32))
         return turned_MK.t().contiguous()
     return rotated(x_MK.t().contiguous(), signs)
 

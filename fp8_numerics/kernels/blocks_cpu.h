@@ -15,13 +15,16 @@ enum { MX, CURRENT, FP4 }; /* the rules */
 
 /* A cast of x [rows, cols] with a scale for each `down` x `right` elements, the last of which may
  * be fewer. `power_2` and `torchao` choose current scaling's rule; `encoding` is the factor of
- * NVFP4's amax, and `bytes` are random, one for each element, or NULL. */
+ * NVFP4's amax, and `bytes` are random, one for each element, or NULL. `values` are what the codes,
+ * in E4M3, and the scales stand for, in `value_kind`, or NULL. */
 struct blocks {
     const void *x;
     size_t rows, cols, down, right;
     int kind, rule, format;
     uint8_t *payload;
     float *scale;
+    void *values;
+    int value_kind;
     int power_2, torchao;
     float encoding;
     const uint8_t *bytes;
@@ -134,6 +137,36 @@ MAGNITUDES(magnitudes_32, int32_t, 0x7fffffff)
 MAGNITUDES(magnitudes_16, int16_t, 0x7fff)
 #undef MAGNITUDES
 
+#if HAS_AVX512
+/* The same of one row and of blocks of 16 or 32, each reduced by itself; nothing is left out. */
+INLINE void magnitudes_of_row(const void *x, size_t at, size_t n, size_t right, int kind,
+                              int32_t *restrict amax, int16_t *restrict narrow) {
+    memset(amax, 0, STRIP / right * sizeof *amax);
+    memset(narrow, 0, STRIP / right * sizeof *narrow);
+    for (size_t j = 0, block = 0; j < n; j += right, block++) {
+        const size_t here = n - j < right ? n - j : right;
+        const __mmask32 some = (__mmask32)(((uint64_t)1 << here) - 1);
+        if (kind == F32) {
+            const int32_t *from = (const int32_t *)x + at + j;
+            const __m512i low = _mm512_maskz_loadu_epi32((__mmask16)some, from);
+            const __m512i high = _mm512_maskz_loadu_epi32((__mmask16)(some >> 16), from + 16);
+            const __m512i all = ALL_OF(0x7fffffff);
+            amax[block] = _mm512_reduce_max_epi32(
+                _mm512_max_epi32(_mm512_and_si512(low, all), _mm512_and_si512(high, all)));
+            continue;
+        }
+        const __m512i row =
+            _mm512_andnot_si512(_mm512_maskz_loadu_epi16(some, (const int16_t *)x + at + j),
+                                WORDS(0x7fff)); /* the least of these is the largest magnitude */
+        const __m256i half =
+            _mm256_min_epu16(_mm512_castsi512_si256(row), _mm512_extracti64x4_epi64(row, 1));
+        const __m128i quarter =
+            _mm_min_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+        narrow[block] = (int16_t)(0x7fff - _mm_extract_epi16(_mm_minpos_epu16(quarter), 0));
+    }
+}
+#endif
+
 /* The same as bits of FP32; NaN counts as 0 if it is ignored. Returns whether all are finite.
  * The functions that depend on the kind, on the block and on the rule are not inlined, so that each
  * is compiled once and not for every combination. */
@@ -143,12 +176,22 @@ static __attribute__((noinline)) int find_amax(const struct blocks *b, size_t at
     const int kind = b->kind;
     const int32_t last = !ignores_nan ? 0x7fffffff : kind == F16 ? 0x7c007fff : 0x7f800000;
     int16_t narrow[STRIP];
-    int32_t most = 0;
+    int32_t wide[STRIP], most = 0;
 #define OF(RIGHT)                                                                                  \
-    if (kind == F32) magnitudes_32((const int32_t *)b->x + at, rows, cols, n, RIGHT, last, amax);  \
+    if (kind == F32) magnitudes_32((const int32_t *)b->x + at, rows, cols, n, RIGHT, last, wide);  \
     else                                                                                           \
         magnitudes_16((const int16_t *)b->x + at, rows, cols, n, RIGHT, (int16_t)(last >> 16),     \
                       narrow)
+#if HAS_AVX512
+#define IN_ROW(RIGHT, K) magnitudes_of_row(b->x, at, n, RIGHT, K, wide, narrow)
+    if (rows == 1 && !ignores_nan && (right == 16 || right == 32)) {
+        if (right == 16 && kind == F32) IN_ROW(16, F32);
+        else if (right == 16) IN_ROW(16, BF16);
+        else if (kind == F32) IN_ROW(32, F32);
+        else IN_ROW(32, BF16);
+    } else
+#undef IN_ROW
+#endif
     if (right == 1) {
         OF(1);
     } else if (right == 16) {
@@ -164,186 +207,53 @@ static __attribute__((noinline)) int find_amax(const struct blocks *b, size_t at
             amax[j] = (int32_t)as_bits(load(narrow, j, BF16));
     else if (kind == F16)
         for (size_t j = 0; j < STRIP / right; j++) amax[j] = (int32_t)as_bits(load(narrow, j, F16));
+    else memcpy(amax, wide, STRIP / right * sizeof *amax);
     for (size_t j = 0; j < STRIP / right; j++) most = amax[j] > most ? amax[j] : most;
     return most < 0x7f800000;
 }
 
-/* Scales of the blocks of a strip, and for each column what it is multiplied by. */
-static __attribute__((noinline)) void find_factors(const struct blocks *from,
+/* Scales of some blocks, and what their numbers are multiplied by. */
+static __attribute__((noinline)) void find_factors(const struct blocks *from, size_t num,
                                                    const int32_t *restrict amax,
                                                    float *restrict scales, float *restrict factor) {
     const struct blocks b = *from; /* a copy, which no store to floats can change */
-    const size_t right = b.right;
-    float of_block[STRIP];
 #define OF(RULE, FORMAT)                                                                           \
-    for (size_t j = 0; j < STRIP / right; j++)                                                     \
-    of_block[j] = factor_of(amax[j], b, RULE, FORMAT, scales + j)
+    for (size_t j = 0; j < num; j++) factor[j] = factor_of(amax[j], b, RULE, FORMAT, scales + j)
     if (b.rule == MX) OF(MX, E4M3);
     else if (b.rule == FP4) OF(FP4, E4M3);
     else if (b.format == E4M3) OF(CURRENT, E4M3);
     else OF(CURRENT, E5M2);
 #undef OF
+}
+
+/* For each column of a strip what its block has. */
+INLINE void widen(const float *restrict of_block, size_t right, float *restrict out) {
 #define OF(RIGHT)                                                                                  \
     for (size_t j = 0; j < STRIP / RIGHT; j++)                                                     \
-        for (size_t k = 0; k < RIGHT; k++) factor[j * RIGHT + k] = of_block[j]
-    if (right == 1) memcpy(factor, of_block, sizeof of_block);
+        for (size_t k = 0; k < RIGHT; k++) out[j * RIGHT + k] = of_block[j]
+    if (right == 1) memcpy(out, of_block, STRIP * sizeof *out);
     else if (right == 16) OF(16);
     else if (right == 32) OF(32);
     else OF(right);
 #undef OF
 }
 
-/* Codes of n elements from `at` on, each with its factor. */
-INLINE void encode_row(struct blocks b, size_t at, size_t n, const float *restrict factor, int kind,
-                       int rule, int format, int is_known, int is_random) {
-    const void *restrict x = b.x;
-    const uint8_t *restrict bytes = b.bytes;
-    uint8_t *restrict payload = b.payload;
-    size_t j = 0;
-#if HAS_AVX512
-#define ENCODE(SOME)                                                                               \
-    do {                                                                                           \
-        const __m512 v = load_512(x, at + j, kind, SOME),                                          \
-                     f = _mm512_maskz_loadu_ps(SOME, factor + j);                                  \
-        const __m128i drawn =                                                                      \
-            is_random ? _mm_maskz_loadu_epi8(SOME, bytes + at + j) : _mm_setzero_si128();          \
-        const __m128i code =                                                                       \
-            rule == FP4 ? fp4_512(v, f, is_random, drawn) : encode_512(v, f, format);              \
-        _mm_mask_storeu_epi8(payload + at + j, SOME, code);                                        \
-    } while (0)
-    if (is_known) {
-        for (; j + 16 <= n; j += 16) ENCODE(0xffff);
-        if (j < n) ENCODE((__mmask16)((1u << (n - j)) - 1));
-        return;
-    }
-#undef ENCODE
-#endif
-#pragma GCC ivdep
-    for (; j < n; j++) {
-        const uint8_t byte = is_random ? bytes[at + j] : 0;
-        payload[at + j] =
-            block_code(load(x, at + j, kind), factor[j], rule, format, is_known, is_random, byte);
-    }
-}
-
-/* The same of rows from `top` to `bottom`. With NaN or infinity, which is rare, one slow loop serves
- * all kinds and rules. */
-static __attribute__((noinline)) void encode_strip(const struct blocks *from, size_t top,
-                                                   size_t bottom, size_t left, size_t n,
-                                                   const float *factor, int is_known) {
-    const struct blocks b = *from;
-#define ROWS(K, RULE, FORMAT, KNOWN, RANDOM)                                                       \
-    for (size_t row = top; row < bottom; row++)                                                    \
-    encode_row(b, row * b.cols + left, n, factor, K, RULE, FORMAT, KNOWN, RANDOM)
-#define OF(K)                                                                                      \
-    do {                                                                                           \
-        if (b.rule == FP4 && b.bytes) ROWS(K, FP4, E4M3, 1, 1);                                    \
-        else if (b.rule == FP4) ROWS(K, FP4, E4M3, 1, 0);                                          \
-        else if (b.format == E4M3) ROWS(K, MX, E4M3, 1, 0);                                        \
-        else ROWS(K, MX, E5M2, 1, 0);                                                              \
-    } while (0)
-    if (!is_known) ROWS(b.kind, b.rule, b.format, 0, b.bytes != NULL);
-    else if (b.kind == F32) OF(F32);
-    else if (b.kind == BF16) OF(BF16);
-    else OF(F16);
-#undef OF
-#undef ROWS
-}
-
-/* `right` is a power of two. */
-static void cast_strip(const struct blocks *b, size_t top, size_t bottom, size_t left, size_t n) {
-    const size_t right = b->right, of_row = (b->cols + right - 1) / right,
-                 at = top * b->cols + left;
-    int32_t amax[STRIP];
-    float scales[STRIP], factor[STRIP];
-    const int is_known = find_amax(b, at, bottom - top, n, 0, amax);
-    if (b->rule != CURRENT && !is_known) find_amax(b, at, bottom - top, n, 1, amax);
-    find_factors(b, amax, scales, factor);
-    memcpy(b->scale + top / b->down * of_row + left / right, scales,
-           (n + right - 1) / right * sizeof *scales);
-    encode_strip(b, top, bottom, left, n, factor, is_known);
-}
-
-/* A row's block of any length, of current scaling. */
-static void cast_line(const struct blocks *b, size_t row, size_t left, size_t n, float *scale) {
-    const void *restrict x = b->x;
-    const size_t at = row * b->cols + left, filled = n < STRIP ? n : STRIP;
-    float factor[STRIP];
-    int32_t amax = 0;
-#define LOOK(K)                                                                                    \
-    for (size_t i = at; i < at + n; i++) {                                                         \
-        int32_t seen = (int32_t)(as_bits(load(x, i, K)) & 0x7fffffffu);                            \
-        amax = seen > amax ? seen : amax;                                                          \
-    }
-    if (b->kind == F32) LOOK(F32)
-    else if (b->kind == BF16) LOOK(BF16)
-    else LOOK(F16)
-#undef LOOK
-    const float one = factor_of(amax, *b, CURRENT, b->format, scale);
-    for (size_t j = 0; j < filled; j++) factor[j] = one;
-    for (size_t done = 0; done < n; done += STRIP) {
-        const size_t here = n - done < STRIP ? n - done : STRIP;
-        encode_strip(b, row, row + 1, left + done, here, factor, amax < 0x7f800000);
-    }
-}
-
-static void cast_blocks(const struct blocks *b, int threads) {
-    if (!b->rows || !b->cols) return; /* a row's block has no elements then, to divide by */
-    const int is_line = b->rule == CURRENT && b->down == 1;
-    const size_t step = is_line ? b->right : STRIP, per = (b->cols + step - 1) / step;
-    const size_t tiles = (b->rows + b->down - 1) / b->down * per;
-    if (b->rows * b->cols < SERIAL_BELOW) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (size_t tile = 0; tile < tiles; tile++) {
-        const size_t top = tile / per * b->down, left = tile % per * step;
-        const size_t bottom = top + b->down < b->rows ? top + b->down : b->rows;
-        const size_t n = b->cols - left < step ? b->cols - left : step;
-        if (is_line) cast_line(b, top, left, n, b->scale + tile);
-        else cast_strip(b, top, bottom, left, n);
-    }
-}
-
-/* MXFP8 of x [rows, cols]: blocks of 32 along rows, or along columns. */
-void megafp8_mxfp8(const void *x, size_t rows, size_t cols, int kind, int along_columns,
-                   uint8_t *payload, float *scale, int threads) {
-    const size_t down = along_columns ? 32 : 1, right = along_columns ? 1 : 32;
-    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
-                             .kind = kind, .rule = MX, .format = E4M3,
-                             .payload = payload, .scale = scale};
-    cast_blocks(&b, threads);
-}
-
-/* FP8 by blocks of `down` x `right`, of which one is 1, or `right` divides STRIP. */
-void megafp8_current(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
-                     int format, int power_2, int torchao, uint8_t *payload, float *scale,
-                     int threads) {
-    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
-                             .kind = kind, .rule = CURRENT, .format = format,
-                             .payload = payload, .scale = scale,
-                             .power_2 = power_2, .torchao = torchao};
-    cast_blocks(&b, threads);
-}
-
-/* NVFP4 of a tensor with this amax, by blocks of 1 x 16, 16 x 1 or 16 x 16, which divide the sizes;
- * `outer` is the factor from number times scale to value. */
-void megafp8_nvfp4(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
-                   const float *amax, const uint8_t *bytes, uint8_t *payload, float *scale,
-                   float *outer, int threads) {
-    /* The factor brings the amax to the largest number times the largest scale. */
-    const float factor = at_most_largest(2688.0f / *amax);
-    const float encoding = *amax == 0.0f || factor == 0.0f ? 1.0f : factor;
-    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
-                             .kind = kind, .rule = FP4, .format = E4M3,
-                             .payload = payload, .scale = scale,
-                             .encoding = encoding, .bytes = bytes};
-    *outer = *amax / 2688.0f;
-    cast_blocks(&b, threads);
-}
-
 INLINE uint16_t to_bf16(float x) {
     uint32_t bits = as_bits(x), magnitude = bits & 0x7fffffffu;
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
     return (uint16_t)((int32_t)magnitude > 0x7f800000 ? 0x7fc0u : rounded);
+}
+
+/* Whether the product of any number of E4M3 and any of these scales is a BF16 number: a scale is 0 or
+ * has at most four significant bits, as the numbers have, and no product leaves the normal range. */
+INLINE int are_short(const float *restrict scale, size_t num) {
+    int32_t is_other = 0;
+    for (size_t j = 0; j < num; j++) {
+        const int32_t bits = (int32_t)as_bits(scale[j]);
+        is_other |= (bits & (int32_t)0x800fffff) | ((bits < 10 << 23) & (bits != 0)) |
+                    (bits >= 246 << 23);
+    }
+    return !is_other;
 }
 
 /* A strip's factors, one for each column, from the scales of blocks of `right`. In BF16 a power of
@@ -414,8 +324,8 @@ INLINE void value_row(const uint8_t *restrict payload, size_t at, size_t n,
     }
 }
 
-INLINE void value_strip(const uint8_t *payload, size_t top, size_t bottom, size_t left, size_t n,
-                        size_t cols, const float *scale, size_t right, void *out, int out_kind) {
+INLINE void value_rows(const uint8_t *payload, size_t top, size_t bottom, size_t left, size_t n,
+                       size_t cols, const float *scale, size_t right, void *out, int out_kind) {
     float factor[STRIP];
     uint16_t added[STRIP];
     const int adds = spread(scale, left, n, right, factor, added) && out_kind == BF16;
@@ -423,6 +333,217 @@ INLINE void value_strip(const uint8_t *payload, size_t top, size_t bottom, size_
         if (adds) value_row(payload, row * cols + left, n, factor, added, 1, out, BF16);
         else value_row(payload, row * cols + left, n, factor, added, 0, out, out_kind);
     }
+}
+
+/* Codes of n elements from `at` on, each with its factor. With `back`, their scales, the values are
+ * written too: in FP32, or in BF16 by leaving out bits, all of which are 0. */
+INLINE void encode_row(struct blocks b, size_t at, size_t n, const float *restrict factor,
+                       const float *restrict back, int kind, int rule, int format, int is_known,
+                       int is_random, int value_kind) {
+    const void *restrict x = b.x;
+    const uint8_t *restrict bytes = b.bytes;
+    uint8_t *restrict payload = b.payload;
+    size_t j = 0;
+#if HAS_AVX512
+#define ENCODE(SOME)                                                                               \
+    do {                                                                                           \
+        const __m512 v = load_512(x, at + j, kind, SOME),                                          \
+                     f = _mm512_maskz_loadu_ps(SOME, factor + j);                                  \
+        const __m128i drawn =                                                                      \
+            is_random ? _mm_maskz_loadu_epi8(SOME, bytes + at + j) : _mm_setzero_si128();          \
+        __m512 number;                                                                             \
+        const __m128i code = rule == FP4 ? fp4_512(v, f, is_random, drawn, &number)                \
+                                         : encode_512(v, f, format, &number);                      \
+        _mm_mask_storeu_epi8(payload + at + j, SOME, code);                                        \
+        if (value_kind == NONE) break;                                                             \
+        number = _mm512_mul_ps(number, _mm512_maskz_loadu_ps(SOME, back + j));                     \
+        const __m512i bits = _mm512_ternarylogic_epi32(INTEGERS(number), INTEGERS(v),              \
+                                                       ALL_OF((int32_t)0x80000000u), 0xd8);        \
+        if (value_kind == F32)                                                                     \
+            _mm512_mask_storeu_epi32((int32_t *)b.values + at + j, SOME, bits);                    \
+        else                                                                                       \
+            _mm256_mask_storeu_epi16((uint16_t *)b.values + at + j, SOME,                          \
+                                     _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));          \
+    } while (0)
+    if (is_known) {
+        for (; j + 16 <= n; j += 16) ENCODE(0xffff);
+        if (j < n) ENCODE((__mmask16)((1u << (n - j)) - 1));
+        return;
+    }
+#undef ENCODE
+#endif
+#pragma GCC ivdep
+    for (; j < n; j++) {
+        const uint8_t byte = is_random ? bytes[at + j] : 0;
+        payload[at + j] =
+            block_code(load(x, at + j, kind), factor[j], rule, format, is_known, is_random, byte);
+    }
+}
+
+/* The same of rows from `top` to `bottom`. With NaN or infinity, which is rare, one slow loop serves
+ * all kinds and rules. */
+static __attribute__((noinline)) void encode_strip(const struct blocks *from, size_t top,
+                                                   size_t bottom, size_t left, size_t n,
+                                                   const float *factor, const float *back,
+                                                   int is_known) {
+    const struct blocks b = *from;
+#define ROWS(K, RULE, FORMAT, KNOWN, RANDOM, V)                                                    \
+    for (size_t row = top; row < bottom; row++)                                                    \
+    encode_row(b, row * b.cols + left, n, factor, back, K, RULE, FORMAT, KNOWN, RANDOM, V)
+#define OF(K, V)                                                                                   \
+    do {                                                                                           \
+        if (b.rule == FP4 && b.bytes) ROWS(K, FP4, E4M3, 1, 1, V);                                 \
+        else if (b.rule == FP4) ROWS(K, FP4, E4M3, 1, 0, V);                                       \
+        else if (b.format == E4M3) ROWS(K, MX, E4M3, 1, 0, V);                                     \
+        else ROWS(K, MX, E5M2, 1, 0, NONE);                                                        \
+    } while (0)
+    if (!is_known) ROWS(b.kind, b.rule, b.format, 0, b.bytes != NULL, NONE);
+    else if (b.kind == F32 && back) OF(F32, F32);
+    else if (b.kind == F32) OF(F32, NONE);
+    else if (b.kind == BF16 && back && b.value_kind == F32) OF(BF16, F32);
+    else if (b.kind == BF16 && back) OF(BF16, BF16);
+    else if (b.kind == BF16) OF(BF16, NONE);
+    else if (back) OF(F16, F32);
+    else OF(F16, NONE);
+#undef OF
+#undef ROWS
+}
+
+/* Values of a strip's codes, by the scales of its blocks, the first of them `scale`. */
+static __attribute__((noinline)) void value_strip(const uint8_t *payload, size_t top, size_t bottom,
+                                                  size_t left, size_t n, size_t cols,
+                                                  const float *scale, size_t right, void *out,
+                                                  int out_kind) {
+#define OF(RIGHT, K) value_rows(payload, top, bottom, left, n, cols, scale, RIGHT, out, K)
+    if (right == 1 && out_kind == F32) OF(1, F32);
+    else if (right == 1) OF(1, BF16);
+    else if (right == 16 && out_kind == F32) OF(16, F32);
+    else if (right == 16) OF(16, BF16);
+    else if (right == 32 && out_kind == F32) OF(32, F32);
+    else if (right == 32) OF(32, BF16);
+    else if (out_kind == F32) OF(right, F32);
+    else OF(right, BF16);
+#undef OF
+}
+
+/* Whether the cast of a strip with these scales can write the values too. */
+INLINE int writes_values(const struct blocks *b, const float *restrict scales, size_t num,
+                         int is_known) {
+    if (!HAS_AVX512 || !b->values || !is_known) return 0;
+    return b->value_kind == F32 || (b->kind == BF16 && are_short(scales, num));
+}
+
+/* Cast `n` columns of a row of blocks, or with blocks of one row those of several rows, `right` at
+ * most. `right` is a power of two. */
+static void cast_strip(const struct blocks *b, size_t top, size_t bottom, size_t left, size_t n) {
+    const size_t right = b->right, of_row = (b->cols + right - 1) / right, each = STRIP / right;
+    const size_t lines = b->down == 1 ? bottom - top : 1, high = (bottom - top) / lines;
+    int32_t amax[STRIP];
+    float scales[STRIP], of_block[STRIP], factor[STRIP], back[STRIP];
+    int is_known = 1;
+    for (size_t line = 0; line < lines; line++)
+        is_known &= find_amax(b, (top + line) * b->cols + left, high, n, 0, amax + line * each);
+    if (b->rule != CURRENT && !is_known)
+        for (size_t line = 0; line < lines; line++)
+            find_amax(b, (top + line) * b->cols + left, high, n, 1, amax + line * each);
+    find_factors(b, lines * each, amax, scales, of_block);
+    const int writes = writes_values(b, scales, lines * each, is_known);
+    for (size_t line = 0; line < lines; line++) {
+        const float *own = scales + line * each;
+        const size_t first = top + line;
+        memcpy(b->scale + first / b->down * of_row + left / right, own,
+               (n + right - 1) / right * sizeof *own);
+        widen(of_block + line * each, right, factor);
+        if (writes) widen(own, right, back);
+        encode_strip(b, first, first + high, left, n, factor, writes ? back : NULL, is_known);
+        if (b->values && !writes)
+            value_strip(b->payload, first, first + high, left, n, b->cols, own, right, b->values,
+                        b->value_kind);
+    }
+}
+
+/* A row's block of any length, of current scaling. */
+static void cast_line(const struct blocks *b, size_t row, size_t left, size_t n, float *scale) {
+    const void *restrict x = b->x;
+    const size_t at = row * b->cols + left, filled = n < STRIP ? n : STRIP;
+    float factor[STRIP], back[STRIP];
+    int32_t amax = 0;
+#define LOOK(K)                                                                                    \
+    for (size_t i = at; i < at + n; i++) {                                                         \
+        int32_t seen = (int32_t)(as_bits(load(x, i, K)) & 0x7fffffffu);                            \
+        amax = seen > amax ? seen : amax;                                                          \
+    }
+    if (b->kind == F32) LOOK(F32)
+    else if (b->kind == BF16) LOOK(BF16)
+    else LOOK(F16)
+#undef LOOK
+    const float one = factor_of(amax, *b, CURRENT, b->format, scale), number = *scale;
+    const int is_known = amax < 0x7f800000, writes = writes_values(b, scale, 1, is_known);
+    for (size_t j = 0; j < filled; j++) factor[j] = one, back[j] = number;
+    for (size_t done = 0; done < n; done += STRIP) {
+        const size_t here = n - done < STRIP ? n - done : STRIP;
+        encode_strip(b, row, row + 1, left + done, here, factor, writes ? back : NULL, is_known);
+        if (b->values && !writes)
+            value_strip(b->payload, row, row + 1, left + done, here, b->cols, scale, b->right,
+                        b->values, b->value_kind);
+    }
+}
+
+static void cast_blocks(const struct blocks *b, int threads) {
+    if (!b->rows || !b->cols) return; /* a row's block has no elements then, to divide by */
+    const int is_line = b->rule == CURRENT && b->down == 1;
+    const size_t step = is_line ? b->right : STRIP, per = (b->cols + step - 1) / step;
+    const size_t high = is_line ? 1 : b->down == 1 ? b->right : b->down;
+    const size_t tiles = (b->rows + high - 1) / high * per;
+    if (b->rows * b->cols < SERIAL_BELOW) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (size_t tile = 0; tile < tiles; tile++) {
+        const size_t top = tile / per * high, left = tile % per * step;
+        const size_t bottom = top + high < b->rows ? top + high : b->rows;
+        const size_t n = b->cols - left < step ? b->cols - left : step;
+        if (is_line) cast_line(b, top, left, n, b->scale + tile);
+        else cast_strip(b, top, bottom, left, n);
+    }
+}
+
+/* MXFP8 of x [rows, cols]: blocks of 32 along rows, or along columns. */
+void megafp8_mxfp8(const void *x, size_t rows, size_t cols, int kind, int along_columns,
+                   uint8_t *payload, float *scale, void *values, int value_kind, int threads) {
+    const size_t down = along_columns ? 32 : 1, right = along_columns ? 1 : 32;
+    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
+                             .kind = kind, .rule = MX, .format = E4M3,
+                             .payload = payload, .scale = scale,
+                             .values = values, .value_kind = value_kind};
+    cast_blocks(&b, threads);
+}
+
+/* FP8 by blocks of `down` x `right`, of which one is 1, or `right` divides STRIP. */
+void megafp8_current(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
+                     int format, int power_2, int torchao, uint8_t *payload, float *scale,
+                     void *values, int value_kind, int threads) {
+    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
+                             .kind = kind, .rule = CURRENT, .format = format,
+                             .payload = payload, .scale = scale,
+                             .values = values, .value_kind = value_kind,
+                             .power_2 = power_2, .torchao = torchao};
+    cast_blocks(&b, threads);
+}
+
+/* NVFP4 of a tensor with this amax, by blocks of 1 x 16, 16 x 1 or 16 x 16, which divide the sizes;
+ * `outer` is the factor from number times scale to value. */
+void megafp8_nvfp4(const void *x, size_t rows, size_t cols, int kind, size_t down, size_t right,
+                   const float *amax, const uint8_t *bytes, uint8_t *payload, float *scale,
+                   void *values, int value_kind, float *outer, int threads) {
+    /* The factor brings the amax to the largest number times the largest scale. */
+    const float factor = at_most_largest(2688.0f / *amax);
+    const float encoding = *amax == 0.0f || factor == 0.0f ? 1.0f : factor;
+    const struct blocks b = {.x = x, .rows = rows, .cols = cols, .down = down, .right = right,
+                             .kind = kind, .rule = FP4, .format = E4M3,
+                             .payload = payload, .scale = scale,
+                             .values = values, .value_kind = value_kind,
+                             .encoding = encoding, .bytes = bytes};
+    *outer = *amax / 2688.0f;
+    cast_blocks(&b, threads);
 }
 
 /* The values of numbers in E4M3 [rows, cols], with a scale for each `down` x `right` of them. */
@@ -438,26 +559,21 @@ void megafp8_block_values(const uint8_t *payload, size_t rows, size_t cols, cons
         const size_t bottom = top + down < rows ? top + down : rows;
         const size_t n = cols - left < STRIP ? cols - left : STRIP;
         const float *from = scale + top / down * of_row + left / right;
-#define OF(RIGHT, K) value_strip(payload, top, bottom, left, n, cols, from, RIGHT, out, K)
-        if (right == 1 && out_kind == F32) OF(1, F32);
-        else if (right == 1) OF(1, BF16);
-        else if (right == 16 && out_kind == F32) OF(16, F32);
-        else if (right == 16) OF(16, BF16);
-        else if (right == 32 && out_kind == F32) OF(32, F32);
-        else if (right == 32) OF(32, BF16);
-        else if (out_kind == F32) OF(right, F32);
-        else OF(right, BF16);
-#undef OF
+        value_strip(payload, top, bottom, left, n, cols, from, right, out, out_kind);
     }
 }
 
+#define TURNED 32 /* columns that are rotated together */
+
 /* Each 16 elements of a column of x [rows, cols] times diag(signs) H / 4, in BF16. The sums are in
- * FP64, so that their order changes nothing; a sum of zeros is +0. */
+ * FP64, so that their order changes nothing; a sum of zeros is +0. `amax` is raised by
+ * the magnitudes of the result, as bits of BF16. */
 INLINE void rotate_strip(const void *restrict x, size_t top, size_t cols, int kind,
-                         const float *restrict signs, uint16_t *restrict out) {
-    double v[FP4_BLOCK][32];
-    for (size_t left = 0; left < cols; left += 32) {
-        const size_t n = cols - left < 32 ? cols - left : 32;
+                         const float *restrict signs, uint16_t *restrict out,
+                         int16_t *restrict amax) {
+    double v[FP4_BLOCK][TURNED];
+    for (size_t left = 0; left < cols; left += TURNED) {
+        const size_t n = cols - left < TURNED ? cols - left : TURNED;
         for (size_t i = 0; i < FP4_BLOCK; i++)
             for (size_t j = 0; j < n; j++)
                 v[i][j] = (double)(load(x, (top + i) * cols + left + j, kind) * signs[i]);
@@ -471,22 +587,32 @@ INLINE void rotate_strip(const void *restrict x, size_t top, size_t cols, int ki
                 }
             }
         for (size_t i = 0; i < FP4_BLOCK; i++)
-            for (size_t j = 0; j < n; j++)
-                out[(top + i) * cols + left + j] = to_bf16((float)(v[i][j] * 0.25 + 0.0));
+            for (size_t j = 0; j < n; j++) {
+                const uint16_t code = to_bf16((float)(v[i][j] * 0.25 + 0.0));
+                const int16_t seen = code & 0x7fff;
+                out[(top + i) * cols + left + j] = code;
+                amax[j] = seen > amax[j] ? seen : amax[j];
+            }
     }
 }
 
+/* `amax` becomes the largest magnitude of the result, or infinity if it has a NaN. */
 void megafp8_rotate(const void *x, size_t rows, size_t cols, int kind, const float *signs,
-                    uint16_t *out, int threads) {
+                    uint16_t *out, float *amax, int threads) {
+    int32_t all = 0;
     if (rows * cols < SERIAL_BELOW) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
+#pragma omp parallel for num_threads(threads) reduction(max : all) schedule(static, 1)
     for (int t = 0; t < threads; t++) {
+        int16_t seen[TURNED] = {0};
         size_t begin, end;
         share(rows, threads, t, &begin, &end);
         for (; begin < end; begin += FP4_BLOCK) {
-            if (kind == F32) rotate_strip(x, begin, cols, F32, signs, out);
-            else if (kind == BF16) rotate_strip(x, begin, cols, BF16, signs, out);
-            else rotate_strip(x, begin, cols, F16, signs, out);
+            if (kind == F32) rotate_strip(x, begin, cols, F32, signs, out, seen);
+            else if (kind == BF16) rotate_strip(x, begin, cols, BF16, signs, out, seen);
+            else rotate_strip(x, begin, cols, F16, signs, out, seen);
         }
+        for (size_t j = 0; j < TURNED; j++) all = seen[j] > all ? seen[j] : all;
     }
+    *amax = 0.0f;
+    store_amax(amax, all << 16);
 }

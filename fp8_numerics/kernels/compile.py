@@ -127,11 +127,12 @@ def _declare(lib: ctypes.CDLL) -> None:
     lib.megafp8_quantize.argtypes = (pointer, size, *results, number)
     lib.megafp8_quantize_and_sum.argtypes = (pointer, size, size, *results, pointer, number)
     lib.megafp8_decode.argtypes = (pointer, size, number, pointer, number, number)
-    matrix, block, cast = (pointer, size, size, number), (size, size), (pointer, pointer)
+    matrix, block = (pointer, size, size, number), (size, size)
+    cast = (pointer, pointer, pointer, number)  # payload, scales, values and their kind
     lib.megafp8_mxfp8.argtypes = (*matrix, number, *cast, number)
     lib.megafp8_current.argtypes = (*matrix, *block, number, number, number, *cast, number)
     lib.megafp8_nvfp4.argtypes = (*matrix, *block, pointer, pointer, *cast, pointer, number)
-    lib.megafp8_rotate.argtypes = (*matrix, pointer, pointer, number)
+    lib.megafp8_rotate.argtypes = (*matrix, pointer, pointer, pointer, number)
     lib.megafp8_block_values.argtypes = (
         *(pointer, size, size, pointer, *block, pointer, number, number),
     )

@@ -39,20 +39,22 @@ INLINE __m512i exponent_512(__m512 x, int least) {
     return _mm512_max_epi32(e, ALL_OF(least << 23));
 }
 
-/* FP8 codes of x * factor, which has no NaN and rounds to none above the format's largest number.
+/* FP8 codes of x * factor, which has no NaN and rounds to none above the format's largest number,
+ * and the magnitudes of the numbers that they stand for.
  * The sum's last byte is k of elements_cpu.h less that of emin, which is even and so changes no
  * tie; the bits of the exponent are added to it. */
-INLINE __m128i encode_512(__m512 x, __m512 factor, int format) {
+INLINE __m128i encode_512(__m512 x, __m512 factor, int format, __m512 *number) {
     const int mb = format == E4M3 ? 3 : 2, least = format == E4M3 ? 127 - 6 : 127 - 14;
     const int magic = ((23 - mb) << 23 | 0x400000) - (least << mb);
     __m512 y = _mm512_mul_ps(magnitude_512(x), factor);
     __m512i e = exponent_512(y, least);
-    __m512 sum = _mm512_add_ps(y, FLOATS(_mm512_add_epi32(e, ALL_OF(magic))));
+    __m512 large = FLOATS(_mm512_add_epi32(e, ALL_OF(magic))), sum = _mm512_add_ps(y, large);
+    *number = _mm512_sub_ps(sum, large);
     return with_sign(_mm512_add_epi32(INTEGERS(sum), _mm512_srli_epi32(e, 23 - mb)), x);
 }
 
-/* `fp4_code` of 16 elements without NaN, with their random bytes or none. */
-INLINE __m128i fp4_512(__m512 x, __m512 factor, int is_random, __m128i bytes) {
+/* `fp4_code` of 16 elements without NaN, with their random bytes or none, and their magnitudes. */
+INLINE __m128i fp4_512(__m512 x, __m512 factor, int is_random, __m128i bytes, __m512 *number) {
     __m512 a = _mm512_mul_ps(magnitude_512(x), factor);
     if (is_random) {
         __m512 step = FLOATS(_mm512_sub_epi32(exponent_512(a, 127), ALL_OF(9 << 23)));
@@ -67,6 +69,7 @@ INLINE __m128i fp4_512(__m512 x, __m512 factor, int is_random, __m128i bytes) {
         __mmask16 is_above = _mm512_cmp_ps_mask(near, a, _CMP_GT_OQ);
         near = _mm512_mask_sub_ps(near, is_above, near, FLOATS(step));
     }
+    *number = near;
     __m512i code = _mm512_max_epi32(_mm512_srli_epi32(INTEGERS(near), 20), ALL_OF(120 << 3));
     return with_sign(_mm512_sub_epi32(code, ALL_OF(120 << 3)), x);
 }

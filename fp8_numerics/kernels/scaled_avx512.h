@@ -201,7 +201,8 @@ static size_t adam_in_half(const struct adam *a, const struct backup *kept, size
                 __m512 divisor = _mm512_mul_ps(_mm512_sqrt_ps(v), root);
                 divisor = _mm512_add_ps(divisor, eps);
                 p = _mm512_sub_ps(p, _mm512_mul_ps(_mm512_div_ps(m, divisor), size));
-                _mm_storeu_si128((__m128i *)(first + at), encode_512(m, qm, E4M3));
+                __m512 number;
+                _mm_storeu_si128((__m128i *)(first + at), encode_512(m, qm, E4M3, &number));
                 mm = larger_16(mm, m);
                 mp = larger_16(mp, p);
                 mv = larger_16(mv, v);

@@ -266,6 +266,19 @@ def operands_of(x_MN: torch.Tensor, last: Fp8Tensor | None, first: Fp8Tensor | N
     return Operands(x_MN if last is None else last, x_MN if first is None else first)
 
 
+def values_dtype(
+    tensor: TensorQuantizer, x_MN: torch.Tensor, *, along_first: bool, is_exact: bool = True
+) -> torch.dtype | None:
+    """Return the dtype of the values by blocks that a cast on a CPU may write too.
+
+    None: they are not read soon. An input is kept for the backward pass without its values, which
+    need more memory. `is_exact` as in `Fp8Tensor.is_exact_in_bf16`.
+    """
+    if along_first and tensor.role == "input":
+        return None
+    return wide_dtype(x_MN.device, x_MN.dtype) if is_exact else torch.float32
+
+
 def cast_whole(
     tensor: TensorQuantizer,
     x_MN: torch.Tensor,

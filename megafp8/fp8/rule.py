@@ -26,6 +26,7 @@ from megafp8.fp8.quantizer import (
     WantsFp8,
     column_sum,
     operands_of,
+    values_dtype,
 )
 from megafp8.specs.recipe import Cast, Recipe, Scaled, Seen
 from megafp8.specs.recipes import is_interrupt, raised
@@ -128,6 +129,7 @@ class CastRule(Recipe):
             made.payload,
             made.dequant_scale,
             self.given.fmt,
+            made.values,
             block=block if is_last else block[::-1],
             is_exact_in_bf16=True,
             layout=(traits.packs if packed else scales.layout) or "other",
@@ -208,7 +210,9 @@ class CastRule(Recipe):
         shape = _turned(x_MN, is_last)
         block = _block(scales, *shape)
         block = block if is_last else block[::-1]
-        result = self.recipe.in_c(x_MN, block, self._asked(scales, along, sizes, shape))
+        values = values_dtype(self.given, x_MN, along_first=not is_last)
+        asked = self._asked(scales, along, sizes, shape)._replace(values=values)
+        result = self.recipe.in_c(x_MN, block, asked)
         missing = [_missing(size, step) for size, step in zip(x_MN.shape, block, strict=True)]
         if result is None and any(missing):
             whole_MN = F.pad(x_MN, (0, missing[1], 0, missing[0]))
@@ -216,7 +220,7 @@ class CastRule(Recipe):
             result = self.recipe.in_c(whole_MN, block, asked)
             if result is not None:  # the blocks are those of the tensor; its numbers end inside
                 payload = result.payload[: x_MN.shape[0], : x_MN.shape[1]].contiguous()
-                result = result._replace(payload=payload)
+                result = result._replace(payload=payload, values=None)
         return None if result is None else self._of_kernel(result, along, x_MN.shape)
 
     def _result(
@@ -258,7 +262,7 @@ class CastRule(Recipe):
 
     def _check(self, result: Scaled, x_MK: torch.Tensor, scales: Scales) -> None:
         """Raise `RuleError` unless a cast has the shapes, dtypes and scales that the traits say."""
-        payload, dequant_scale, outer = result
+        payload, dequant_scale, outer, _ = result
         fmt, shape = self.given.fmt, scales.shape(*x_MK.shape)
         gave = f"its cast of {list(x_MK.shape)} gave"
         if payload.shape != x_MK.shape or payload.dtype != fmt.dtype:

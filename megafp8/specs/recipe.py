@@ -35,6 +35,8 @@ class Cast(NamedTuple):
             rule is given belong to its elements: every layout of ranks and a resumed run draw the
             same (`fp8.draws`). Those of another shape depend on the layout. Another step gets
             other bytes.
+        values: The dtype (of torch) of the values that a product on a CPU will read, which `in_c`
+            may make in the same pass. None: nobody reads them soon.
     """
 
     role: Role
@@ -44,6 +46,7 @@ class Cast(NamedTuple):
     along: Literal["last", "first"]
     reduce_max: Callable[[Tensor], object] | None
     draw: Callable[[tuple[int, ...]], Tensor]
+    values: Any = None
 
 
 class Scaled(NamedTuple):
@@ -51,12 +54,14 @@ class Scaled(NamedTuple):
 
     `payload` has the format's dtype. `dequant_scale` is FP32: [ceil(M / across), ceil(K / along)],
     or 0-d for one scale. `outer` (0-d FP32) is the factor of the whole operand, for scales of two
-    levels.
+    levels. `values` are payload * dequant_scale in the dtype that was asked for, if `in_c` has made
+    them.
     """
 
     payload: Tensor
     dequant_scale: Tensor
     outer: Tensor | None = None
+    values: Tensor | None = None
 
 
 class Made(NamedTuple):

@@ -120,7 +120,9 @@ def rescaled_fp8(x_MK: torch.Tensor, served: Fp8Tensor, rule: Rule) -> Fp8Tensor
     quant, back = rule(amax_of(x_MK) if block is None else scales.amax_of_blocks(x_MK, block))
     payload = quantize_scaled(x_MK.float() * spread(quant, x_MK.shape, block), E4M3)
     is_exact = block is not None and not bool((back.view(torch.int32) & 0x7FFFFF).any())
-    return replace(served, payload=payload, dequant_scale=back, is_exact_in_bf16=is_exact)
+    return replace(
+        served, payload=payload, dequant_scale=back, is_exact_in_bf16=is_exact, grid=None
+    )
 
 
 def encoded(form: ServingFormat | BlockFormat, linear: LayerLinear, read: Read) -> list[Fp8Tensor]:

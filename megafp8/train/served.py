@@ -39,7 +39,7 @@ from megafp8.train.step import local_batch
 
 def joined(parts: Sequence[Fp8Tensor]) -> Fp8Tensor:
     """Return weights of one format as one: [N, K] of all rows."""
-    first, height = parts[0], 1
+    first, height = parts[0].without_grid(), 1
     payload_NK = torch.cat([part.payload for part in parts])
     if first.block is None:
         if all(torch.equal(part.dequant_scale, first.dequant_scale) for part in parts):

@@ -290,7 +290,8 @@ def test_a_rotated_nan_is_a_nan(bits: int) -> None:
     """Whatever its bits: those of the second would be carried into the sign by rounding to BF16."""
     x = torch.ones(16, 32)
     x[3, 5] = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    found = block_casts.rotate_columns(x, torch.ones(16))
+    found, amax = block_casts.rotate_columns(x, torch.ones(16))
+    assert amax.isinf()
     assert torch.equal(found.isnan(), (torch.arange(32) == 5).expand(16, 32))
 
 
@@ -332,7 +333,7 @@ def test_small_matrices_start_no_threads(rows: int) -> None:
     x, scale, byte = torch.ones(rows, 16), torch.ones(rows, 16), torch.zeros(rows, 16).byte()
     payload, wide, one = torch.zeros(rows, 16).byte(), torch.zeros(rows, 16), torch.ones(16)
     size = [ctypes.c_size_t(n) for n in (rows, 16, 1, 16)]
-    written = [address(payload), address(scale)]
+    written = [address(payload), address(scale), None, 0]
     calls = [
         lambda: lib.megafp8_mxfp8(address(x), *size[:2], 0, 0, *written, 2),
         lambda: lib.megafp8_nvfp4(
@@ -349,7 +350,9 @@ def test_small_matrices_start_no_threads(rows: int) -> None:
         lambda: lib.megafp8_block_values(
             address(payload), *size[:2], address(scale), *size[2:], address(wide), 0, 2
         ),
-        lambda: lib.megafp8_rotate(address(x), *size[:2], 0, address(one), address(wide), 2),
+        lambda: lib.megafp8_rotate(
+            address(x), *size[:2], 0, address(one), address(wide), address(scale), 2
+        ),
     ]
     more = lib.megafp8_has_threads() if rows == 4096 else 0
     assert [threads_started(call) for call in calls] == [more] * 4
@@ -376,11 +379,11 @@ def test_a_cast_to_nvfp4_in_c_leaves_torch_to_make_its_results(
         block = (1, 16) if along == "last" else (16, 1)
         asked = Cast("input", scales, None, False, along, None, lambda shape: torch.empty(shape))
         made_in_c = Nvfp4().in_c(x, block, asked)
-    amax = {"aminmax", "neg", "maximum", "_to_copy", "nan_to_num_"}
+    amax = {"aminmax", "neg", "maximum", "_to_copy", "nan_to_num_", "_local_scalar_dense"}
     assert made_in_c is not None and seen - amax == {"new_empty", "empty_like"}
 
 
-@pytest.mark.parametrize("kernel", ["rotation", "values", "rows", "columns", "blocks"])
+@pytest.mark.parametrize("kernel", ["rotation", "values", "rows", "columns", "blocks", "written"])
 def test_kernels_write_no_byte_behind_their_matrix(kernel: str) -> None:
     need_kernels()
     lib, address = library().lib, block_casts._at
@@ -388,18 +391,22 @@ def test_kernels_write_no_byte_behind_their_matrix(kernel: str) -> None:
     x, scale, codes = torch.ones(48, 33), torch.ones(48, 33), torch.zeros(48, 33).byte()
     out = torch.full((48, 33, 4), 7, dtype=torch.uint8)
     size = [ctypes.c_size_t(n) for n in (32, 33, 1, 33)]  # the kernel is told of the first 32 rows
-    given, written = (address(x), *size[:2], 0), (address(out), address(scale), 1)
+    given, written = (address(x), *size[:2], 0), (address(out), address(scale), None, 0, 1)
+    values = address(codes), address(scale), address(out), 0, 1
     calls = {
-        "rotation": lambda: lib.megafp8_rotate(*given, address(scale), address(out), 1),
+        "rotation": lambda: lib.megafp8_rotate(
+            *given, address(scale), address(out), address(codes), 1
+        ),
         "values": lambda: lib.megafp8_block_values(
             address(codes), *size[:2], address(scale), *size[2:], address(out), 0, 1
         ),
         "rows": lambda: lib.megafp8_mxfp8(*given, 0, *written),
         "columns": lambda: lib.megafp8_mxfp8(*given, 1, *written),
         "blocks": lambda: lib.megafp8_current(*given, *size[2:], 0, 1, 0, *written),
+        "written": lambda: lib.megafp8_mxfp8(*given, 0, *values),
     }
     calls[kernel]()
-    end = 32 * 33 * {"rotation": 2, "values": 4}.get(kernel, 1)
+    end = 32 * 33 * {"rotation": 2, "values": 4, "written": 4}.get(kernel, 1)
     assert not (out.flatten()[:end] == 7).any() and (out.flatten()[end:] == 7).all()
 
 

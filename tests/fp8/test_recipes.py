@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fp8_numerics import block_casts, cpu, nvfp4
-from fp8_numerics.cast import Fp8Tensor, spread, times_scale
-from fp8_numerics.formats import ALL_FORMATS, FORMATS, FormatName
+from fp8_numerics.cast import Fp8Tensor, amax_of, spread, times_scale
+from fp8_numerics.formats import ALL_FORMATS, E4M3, FORMATS, FormatName
 from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.compile import library
 from fp8_numerics.scales import amax_of_blocks, scale_of_amax, scale_of_amax_torchao
@@ -147,6 +147,40 @@ def test_kernels_and_torch_operations_cast_blocks_alike(
         assert spec_formats.same_codes(*codes, spec_formats.FORMATS[format_name])
 
 
+@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("power", [0, -118, 118])
+@dtypes
+def test_values_that_a_cast_writes_are_its_numbers_times_its_scales(
+    values: torch.dtype, power: int, dtype: torch.dtype
+) -> None:
+    """Of matrices that end inside of blocks and tiles, with or without NaN and infinity.
+
+    With the power of two in every second row, values leave the normal numbers of BF16.
+    """
+    need_kernels()
+    x = torch.randn(80, 560, generator=torch.Generator().manual_seed(5))
+    x[1::2] *= 2.0 ** (power if dtype != torch.float16 else power // 10)
+    x[:, 64:100], x[:, 5], byte = 0.0, -0.0, (x * 999).byte()
+    for x[40, 333] in torch.tensor([1.0, math.nan, -math.inf]):
+        wide, amax = x.to(dtype), torch.tensor(6.0)
+        for block in ((1, 16), (16, 1), (16, 16), (1, 32), (32, 1), (1, 128), (80, 1), (64, 64)):
+            made = [
+                block_casts.current(wide, block, E4M3, power_2=power_2, values=values)
+                for power_2 in (True, False)
+            ]
+            if 16 in block:
+                made += [block_casts.nvfp4(wide, block, amax, b, values) for b in (None, byte)]
+            if 32 in block:
+                made.append(block_casts.mxfp8(wide, along_columns=block[1] == 1, values=values))
+            for each in made:
+                assert each is not None and each.values is not None
+                numbers = each.payload.float() * spread(each.scale, x.shape, block)
+                expected = numbers.to(values)
+                assert torch.equal(each.values.isnan(), expected.isnan())
+                found, real = (v.nan_to_num().view(torch.uint8) for v in (each.values, expected))
+                assert torch.equal(found, real), (block, each.values[found != real])
+
+
 @pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
 @pytest.mark.parametrize("is_random", [True, False])
 @dtypes
@@ -164,8 +198,9 @@ def test_kernels_and_torch_operations_cast_to_nvfp4_alike(
     for amax in torch.tensor([0.0, 2.0**-149, 3.0, 1e30, math.inf]):
         numbers, scale = nvfp4.quantize_blocks(x_MK, min(block), amax, of_x)
         numbers, scale = (numbers.t(), scale.t()) if block == (16, 1) else (numbers, scale)
-        payload, found, outer = block_casts.nvfp4(x, block, amax, byte)
-        assert torch.equal(found, scale) and torch.equal(outer, nvfp4.outer_of(amax))
+        payload, found, _, outer = block_casts.nvfp4(x, block, amax, byte)
+        assert outer is not None and torch.equal(outer, nvfp4.outer_of(amax))
+        assert torch.equal(found, scale)
         expected = numbers.contiguous().to(payload.dtype).view(torch.uint8)
         assert torch.equal(payload.view(torch.uint8), expected)
 
@@ -176,9 +211,13 @@ def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype) -> None:
     need_kernels()
     x = awkward(272, 272, dtype).nan_to_num(0, 0)
     x[:16] = -0.0
-    found = block_casts.rotate_columns(x, nvfp4.signs())
-    expected = nvfp4.rotated(x.t()).t().contiguous()
-    assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+    for x[0, 271] in torch.tensor([0.0, 2.0**14, math.inf, math.nan], dtype=dtype):
+        found, amax = block_casts.rotate_columns(x, nvfp4.signs())
+        expected = nvfp4.rotated(x.t()).t().contiguous()
+        assert torch.equal(amax, amax_of(expected))
+        assert torch.equal(found.isnan(), expected.isnan())
+        found, expected = (each.nan_to_num().view(torch.int16) for each in (found, expected))
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
@@ -191,14 +230,18 @@ def test_kernels_take_empty_matrices(shape: tuple[int, int]) -> None:
         (False, (rows, -(-cols // 32))),
         (True, (-(-rows // 32), cols)),
     ):
-        payload, scale = block_casts.mxfp8(x, along_columns=along_columns)
+        payload, scale, *_ = block_casts.mxfp8(x, along_columns=along_columns)
         assert payload.shape == shape and scale.shape == shape_of_scales
-    payload, scale, outer = block_casts.nvfp4(x, (1, 16), torch.tensor(6.0), None)
+    payload, scale, made, outer = block_casts.nvfp4(
+        x, (1, 16), torch.tensor(6.0), None, torch.float32
+    )
     assert payload.shape == shape and outer == nvfp4.outer_of(torch.tensor(6.0))
-    assert block_casts.rotate_columns(x, nvfp4.signs()).shape == shape
+    assert made is not None and made.shape == shape
+    turned, amax = block_casts.rotate_columns(x, nvfp4.signs())
+    assert turned.shape == shape and amax == 0
     for block in ((1, cols), (rows, 1), (128, 128)):
         assert block_casts.current(x, block, FORMATS["e4m3"], power_2=True) is None
-        lib.megafp8_current(None, *shape, 0, *block, 0, 1, 0, None, None, 1)
+        lib.megafp8_current(None, *shape, 0, *block, 0, 1, 0, None, None, None, 0, 1)
         values = block_casts.block_values(payload, scale, block, torch.bfloat16)
         assert values is not None and values.shape == shape
 

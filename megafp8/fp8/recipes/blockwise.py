@@ -70,9 +70,11 @@ class Blockwise(Recipe):
         self, tensor: TensorQuantizer, x_MN: torch.Tensor, block: tuple[int, int]
     ) -> Fp8Tensor:
         """Return the tensor in FP8 with one scale for each block of `block` rows and columns."""
-        made = block_casts.current(x_MN, block, tensor.fmt, power_2=tensor.power_2)
+        exact = tensor.power_2
+        values = quantizer.values_dtype(tensor, x_MN, along_first=block[1] == 1, is_exact=exact)
+        made = block_casts.current(x_MN, block, tensor.fmt, power_2=exact, values=values)
         if made is not None:  # by a kernel in C, with the same bits
-            return self._scaled(tensor, *made, block)
+            return self._scaled(tensor, made.payload, made.scale, block, made.values)
         amax = scales.amax_of_blocks(x_MN, block)
         quant_scale = self.scale_rule()(amax, tensor.fmt, power_2=tensor.power_2)
         # Scaled in FP32, so that nothing is rounded to the dtype of the tensor before FP8.
@@ -86,12 +88,14 @@ class Blockwise(Recipe):
         payload: torch.Tensor,
         dequant_scale: torch.Tensor,
         block: tuple[int, int],
+        values: torch.Tensor | None = None,
     ) -> Fp8Tensor:
         """Return a payload [M, N] with the scales of its blocks."""
         return cast.Fp8Tensor(
             payload,
             dequant_scale,
             tensor.fmt,
+            values,
             block=block,
             is_exact_in_bf16=tensor.power_2,
             layout="square" if self._is_square(tensor) else "block",

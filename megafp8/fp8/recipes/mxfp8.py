@@ -46,7 +46,8 @@ class Mxfp8(Recipe):
     def in_c(self, x_MN: torch.Tensor, block: tuple[int, int], cast: Cast) -> Scaled:
         from fp8_numerics.block_casts import mxfp8
 
-        return Scaled(*mxfp8(x_MN, along_columns=block[0] > 1))
+        made = mxfp8(x_MN, along_columns=block[0] > 1, values=cast.values)
+        return Scaled(made.payload, made.scale, values=made.values)
 
     def in_triton(
         self,

@@ -72,9 +72,11 @@ class Nvfp4(Recipe):
         casts, (m, n) = self.traits.casts[cast.role], x_MN.shape
         if m % block[0] or n % block[1]:
             return None
+        amax = None
         if cast.along == "first" and casts.rotation is not None:
-            x_MN = rotate_columns(x_MN, arithmetic.signs())
-        amax = amax_of(x_MN)
+            x_MN, amax = rotate_columns(x_MN, arithmetic.signs())
+        if amax is None or (amax.is_cpu and not amax):  # a zero has the sign that torch gives it
+            amax = amax_of(x_MN)
         if cast.reduce_max is not None:
             cast.reduce_max(amax)
         byte = None
@@ -82,7 +84,8 @@ class Nvfp4(Recipe):
             is_turned = cast.along == "first"
             byte = cast.draw((n, m) if is_turned else (m, n))
             byte = byte.t().contiguous() if is_turned else byte
-        return Scaled(*nvfp4(x_MN, block, amax, byte))
+        made = nvfp4(x_MN, block, amax, byte, cast.values)
+        return Scaled(made.payload, made.scale, made.outer, made.values)
 
     def in_triton(
         self,

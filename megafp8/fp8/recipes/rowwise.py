@@ -69,11 +69,14 @@ class Rowwise(Recipe):
         is_whole = self._is_whole(tensor, dim)
         if not is_whole and (dim == 1 or tensor.reduce_columns is None):
             block = (1, x_MN.shape[1]) if dim == 1 else (x_MN.shape[0], 1)
+            values = quantizer.values_dtype(
+                tensor, x_MN, along_first=dim == 0, is_exact=tensor.power_2
+            )
             made = block_casts.current(
-                x_MN, block, tensor.fmt, power_2=tensor.power_2, torchao=True
+                x_MN, block, tensor.fmt, power_2=tensor.power_2, torchao=True, values=values
             )
             if made is not None:
-                return self._scaled(tensor, *made, dim)
+                return self._scaled(tensor, made.payload, made.scale, dim, made.values)
         amax = cast.amax_of(x_MN).view(1, 1) if is_whole else cast.amax_along(x_MN, dim)
         if dim == 0 and tensor.reduce_columns is not None:  # in place
             tensor.reduce_columns(amax)
@@ -88,6 +91,7 @@ class Rowwise(Recipe):
         payload: torch.Tensor,
         dequant_scale: torch.Tensor,
         dim: int,
+        values: torch.Tensor | None = None,
     ) -> Fp8Tensor:
         """Return a payload [M, N] with a scale for each row (`dim` 1) or for each column (0)."""
         rows, cols = payload.shape
@@ -98,6 +102,7 @@ class Rowwise(Recipe):
             payload,
             dequant_scale,
             tensor.fmt,
+            values,
             block=block,
             is_exact_in_bf16=tensor.power_2,
             layout="tensor" if is_whole else "row",
