@@ -220,6 +220,28 @@ def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype) -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "blockwise", "rowwise"])
+@roles
+@dtypes
+def test_operands_have_the_values_that_are_read_soon(
+    name: RecipeName, role: Role, dtype: torch.dtype
+) -> None:
+    """All but the input that is kept for the backward pass; with other scales they are dropped."""
+    need_kernels()
+    quantizer = linear_quantizer(ScalingState(Fp8Recipe(name=name)), "linear")
+    assert quantizer is not None
+    operands, _ = quantized(quantizer, role, awkward(48, 96, dtype))
+    for along, x in zip(("last", "first"), operands, strict=True):
+        assert x is not None and (x.grid is None) == (role == "input" and along == "first")
+        plain = x.without_grid()
+        for wide in (torch.bfloat16, torch.float32):
+            found, expected = x.dequantize(wide), plain.dequantize(wide)
+            assert torch.equal(found.isnan(), expected.isnan())
+            assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+            assert torch.equal(x.numbers(wide).nan_to_num(), plain.numbers(wide).nan_to_num())
+        assert x.with_scale_matrix(x.scale_matrix() * 2).grid is None
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
 def test_kernels_take_empty_matrices(shape: tuple[int, int]) -> None:
     """A block of a whole row or column has then no elements."""
