@@ -162,32 +162,41 @@ def test_the_line_that_installs_names_folders_and_no_package_of_an_index(
         assert Path(words[-1]) == clone / folder and all(Path(p).is_dir() for p in words[1::2])
 
 
-def imported_by(*argv: str) -> set[str]:
-    """Return which of torch, hydra and omegaconf a command imports before it ends."""
+NEEDLESS = {"--help": [[], *([name] for name in COMMANDS)]}
+NEEDLESS["--nowhere"] = [[name] for name in ("generate", "export", "import", "dryrun", "serve-diff")]
+
+
+@cache
+def imported() -> dict[tuple[str, ...], set[str]]:
+    """Return which of torch, hydra and omegaconf each command imports, one after the other."""
+    lines = [[*words, option] for option, all_words in NEEDLESS.items() for words in all_words]
     program = (
-        "import sys\nfrom megafp8.cli.commands import main\n"
-        f"try: main({list(argv)!r})\nexcept SystemExit: pass\n"
-        "print('\\n', *({'torch', 'hydra', 'omegaconf'} & sys.modules.keys()))"
+        "import sys\nfrom megafp8.cli.commands import main\nseen = set()\n"
+        f"for argv in {lines!r}:\n"
+        "    try: main(argv)\n    except SystemExit: pass\n"
+        "    new = {'torch', 'hydra', 'omegaconf'} & sys.modules.keys() - seen\n"
+        "    seen |= new\n    print('\\nimported:', *new)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True,
         cwd=ROOT,
     )  # fmt: skip
-    return set(done.stdout.splitlines()[-1].split())
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("imported:")]
+    return {tuple(line): set(new) for line, new in zip(lines, found, strict=True)}
 
 
 def test_the_list_of_commands_imports_no_library() -> None:
-    assert imported_by("--help") == set()
+    assert imported()["--help",] == set()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_help_waits_for_torch(name: str) -> None:
-    assert "torch" not in imported_by(name, "--help")
+    assert "torch" not in imported()[name, "--help"]
 
 
-@pytest.mark.parametrize("name", ["generate", "export", "import", "dryrun", "serve-diff"])
+@pytest.mark.parametrize("name", [name for (name,) in NEEDLESS["--nowhere"]])
 def test_no_check_of_arguments_waits_for_torch(name: str) -> None:
-    assert "torch" not in imported_by(name, "--nowhere")
+    assert "torch" not in imported()[name, "--nowhere"]
 
 
 def test_an_old_name_runs_the_command_and_names_the_new_one(tmp_path: Path) -> None:
