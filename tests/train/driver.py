@@ -51,6 +51,8 @@ def start(request: dict) -> int:
         return child
     code = 1
     try:
+        if "stdin" in request:
+            os.setsid()  # before a terminal is opened, which is this session's then
         os.dup2(os.open(request.get("stdin", os.devnull), os.O_RDONLY), 0)
         for target, name in ((1, "stdout"), (2, "stderr")):
             path = request.get("log") or request[name]
@@ -58,7 +60,6 @@ def start(request: dict) -> int:
         os.chdir(request["cwd"])
         if "python" in request:
             if "stdin" in request:
-                os.setsid()
                 os.environ.clear()
                 sys.stdin = open(0, closefd=False)  # noqa: SIM115  # requests may be in the other
             os.environ.update(request["env"])

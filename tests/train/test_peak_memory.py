@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ENVIRONMENT, ROOT, Place
+from tests.train.runs import ROOT, Place
 
 EARLIER = 1 << 30  # bytes: more than the tiny job uses, so that an earlier run's peak is higher
 PROGRAM = f"""
@@ -28,12 +28,10 @@ sys.exit(pretrain_gpt.main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets the peak begin again")
 @pytest.mark.parametrize("reset", ["allowed", "forbidden"])
-def test_a_run_shows_its_own_peak_or_none(place: Place, reset: str) -> None:
+def test_a_run_shows_its_own_peak_or_none(place: Place, reset: str, tmp_path: Path) -> None:
     argv = place.argv("trainer.max_steps=2", "trainer.limit_val_batches=0")
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, reset, *argv], cwd=place.cwd, env=ENVIRONMENT,
-        capture_output=True, text=True,
-    )  # fmt: skip
+    words = ("-c", PROGRAM, reset, *argv)
+    done = place.driver.run_python(*words, cwd=place.cwd, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads((place.dir() / "summary.json").read_text())
     shown = [summary["peak_memory_bytes"]] + [

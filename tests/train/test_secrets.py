@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megafp8.cli import export, import_hf
-from tests.train.runs import ENVIRONMENT, ROOT, Place
+from tests.train.runs import ROOT, Place
 
 PLANTED = "hf_pLaNtEd0123456789"
 SECRETS = {name: PLANTED for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY")}
@@ -31,13 +29,11 @@ def test_a_run_leaves_no_secret(place: Place, wandb: bool) -> None:
         "model.optim.sched.warmup_steps=1",
         "model.cpu_offloading=False",
     )
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *argv],
-        cwd=place.cwd,
-        env=ENVIRONMENT | SECRETS | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        capture_output=True,
-    )
-    output = done.stdout + done.stderr
+    script, folder = str(ROOT / "pretrain_gpt.py"), place.cwd.with_name(f"{place.cwd.name}-output")
+    folder.mkdir()
+    env = SECRETS | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    done = place.driver.run_python(script, *argv, cwd=place.cwd, folder=folder, env=env)
+    output = (done.stdout + done.stderr).encode()
     assert done.returncode == 0, output.decode()
     assert PLANTED.encode() not in output
     files = [path for path in place.cwd.rglob("*") if path.is_file()]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pty
 import signal
-import subprocess
-import sys
-import termios
 
 import pytest
 
-from tests.train.runs import ENVIRONMENT, ROOT, STEPS, Done, Place, assert_same, wait_until
+from tests.train.runs import ENVIRONMENT, ROOT, STEPS, Child, Done, Place, assert_same, wait_until
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
@@ -83,33 +79,25 @@ def test_a_run_whose_terminal_is_closed_saves(place: Place, ranks: int) -> None:
     main, terminal = pty.openpty()
     words = place.argv("trainer.max_steps=100000", f"trainer.devices={ranks}")
     words += ["model.tensor_model_parallel_size=2"] * (ranks == 2)
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
-        cwd=place.cwd,
-        env={**ENVIRONMENT, "TERM": "xterm"},
-        stdin=terminal,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # its terminal, as a shell's
-    )
-    os.close(terminal)
+    request = dict.fromkeys(("stdin", "stdout", "stderr"), os.ttyname(terminal))
+    request |= {"cwd": str(place.cwd), "env": {**ENVIRONMENT, "TERM": "xterm"}}
+    pid = place.driver.ask({"python": [str(ROOT / "pretrain_gpt.py"), *words], **request})
+    process, ended = Child(place.driver, pid, place.cwd / "log.txt", 0), []
+
+    def trains() -> bool:
+        try:
+            os.read(main, 1 << 16)  # otherwise the terminal is full
+        except OSError:  # nothing is there, or the run has closed it
+            pass
+        ended.append(process.wait(0))
+        return ended[-1] is not None or place.last_step() >= 2
+
     os.set_blocking(main, False)
-    try:
-
-        def trains() -> bool:
-            try:
-                os.read(main, 1 << 16)  # otherwise the terminal is full
-            except BlockingIOError:
-                pass
-            return process.poll() is not None or place.last_step() >= 2
-
-        wait_until(trains, "two steps")
-        os.close(main)
-        assert process.wait() == 75
-    finally:
-        process.kill()
-        process.wait()
+    wait_until(trains, "two steps")
+    os.close(terminal)
+    os.close(main)
+    done = ended[-1] or process.wait()
+    assert done is not None and done.code == 75
     last = place.steps()[-1]
     assert place.summary()["status"] == "saved on SIGHUP" and place.summary()["step"] == last
     assert "SIGHUP: saving after this step" not in (place.dir() / "console.log").read_text()
