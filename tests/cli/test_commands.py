@@ -31,6 +31,7 @@ from megafp8.neighbours import FOLDERS, how_to_install
 from megafp8.parallel.launch import LAUNCHER
 from scripts.packages import projects
 from tests.test_layers import ROOT
+from tests.train.runs import Driver
 
 
 def run(*argv: str, module: str = "megafp8", **environment: str) -> subprocess.CompletedProcess:
@@ -163,7 +164,9 @@ def test_the_line_that_installs_names_folders_and_no_package_of_an_index(
 
 
 NEEDLESS = {"--help": [[], *([name] for name in COMMANDS)]}
-NEEDLESS["--nowhere"] = [[name] for name in ("generate", "export", "import", "dryrun", "serve-diff")]
+NEEDLESS["--nowhere"] = [
+    [name] for name in ("generate", "export", "import", "dryrun", "serve-diff")
+]
 
 
 @cache
@@ -206,12 +209,17 @@ def test_an_old_name_runs_the_command_and_names_the_new_one(tmp_path: Path) -> N
     assert "error: " in done.stderr
 
 
-def test_pretrain_checks_settings_and_finetune_has_its_own_job() -> None:
-    done = run("pretrain", "model.fp9=True")
+def test_pretrain_checks_settings_and_finetune_has_its_own_job(
+    driver: Driver, tmp_path: Path
+) -> None:
+    def forked(*words: str) -> subprocess.CompletedProcess:
+        return driver.run_python("-m", "megafp8", *words, cwd=ROOT, folder=tmp_path)
+
+    done = forked("pretrain", "model.fp9=True")
     assert done.returncode == 2 and "Did you mean model.fp8" in done.stderr
-    done = run("finetune", "--cfg", "job")
+    done = forked("finetune", "--cfg", "job")
     assert done.returncode == 2 and "Give model.data.train_ds.file_names=FILE.jsonl" in done.stderr
-    done = run("pretrain", "--help")
+    done = forked("pretrain", "--help")
     assert "megafp8 pretrain" in done.stdout
 
 

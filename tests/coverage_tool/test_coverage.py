@@ -26,6 +26,7 @@ from te_cpu.versions import DEFAULT_VERSION
 from tests.coverage_tool import models
 from tests.te_sources import need_sources
 from tests.test_layers import ROOT
+from tests.train.runs import Driver
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -413,7 +414,7 @@ def test_an_operation_of_another_library_on_fp8_is_not_known() -> None:
     assert c.flops() == 0
 
 
-def test_transformer_engine_on_a_cpu_announces_its_products() -> None:
+def test_transformer_engine_on_a_cpu_announces_its_products(driver: Driver, tmp_path: Path) -> None:
     need_sources(DEFAULT_VERSION)
     program = """
 import torch, te_cpu
@@ -430,7 +431,7 @@ for enabled, share in ((True, 1.0), (False, 0.0)):
     assert (c.share, c.flops(), c.not_known) == (share, flops, []), str(c)
     assert {p.module for p in c.products} == {"0", "1"} and c.asked <= {"0", "1"}
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = driver.run_python("-c", program, cwd=ROOT, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -512,7 +513,7 @@ def test_the_announcement_is_off_where_nothing_records() -> None:
     assert products_of_ours.LISTENER is None and GemmCounter().flops == {}
 
 
-def test_the_command_says_what_a_script_ran(tmp_path: Path) -> None:
+def test_the_command_says_what_a_script_ran(driver: Driver, tmp_path: Path) -> None:
     script, found = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(
         "import sys, torch\n"
@@ -522,8 +523,7 @@ def test_the_command_says_what_a_script_ran(tmp_path: Path) -> None:
     )
 
     def command(*words: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "fp8_coverage", *words]
-        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+        return driver.run_python("-m", "fp8_coverage", *words, cwd=ROOT, folder=tmp_path)
 
     done = command("--at-least", "85%", "--json", str(found), str(script), "--at-least", "x")
     assert done.returncode == 3 and done.stdout == "['--at-least', 'x']\n"

@@ -26,6 +26,7 @@ from megafp8.data.prepare import PreparedData, excerpt, prepare
 from megafp8.errors import DataError
 from megafp8.specs import TokenizerSpec
 from tests.data.helpers import data_spec, tiny_corpus, tiny_documents, write_dataset
+from tests.train.runs import ROOT, Driver
 
 
 class Notices:
@@ -133,23 +134,18 @@ print(data.fingerprint, data.train[123].sum(), len(data.validation_text()))
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_several_processes_at_once(tmp_path: Path, damaged: bool) -> None:
+def test_several_processes_at_once(
+    driver: Driver, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, damaged: bool
+) -> None:
     if damaged:
         _prepare(tmp_path)
         (folder,) = tmp_path.iterdir()
         _flip(folder / "dataset.bin")
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    outputs = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0] * 4, outputs
-    assert len({out for out, _ in outputs}) == 1
+    words, folder = ("-c", PROGRAM, str(tmp_path)), tmp_path_factory.mktemp("output")
+    running = [driver.start_python(*words, cwd=ROOT, folder=folder) for _ in range(4)]
+    outputs = [process.wait() for process in running]
+    assert [done.returncode for done in outputs] == [0] * 4, outputs
+    assert len({done.stdout for done in outputs}) == 1
     assert len(list(tmp_path.iterdir())) == 1, "losers throw their own away"
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch.distributed as dist
 
 from megafp8.errors import ExitCode
 from megafp8.parallel.ends import end_line, lost_connection
+from tests.train.runs import Driver
 
 ROOT = Path(__file__).parents[2]
 GLOO = "[/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3821"
@@ -73,17 +71,12 @@ RANK = """if True:
     ],
 )
 def test_torchrun_ends_with_the_code_of_its_ranks(
-    first: str, code: int, says: str, tmp_path: Path
+    driver: Driver, first: str, code: int, says: str, tmp_path: Path
 ) -> None:
     program = tmp_path / "rank.py"
     program.write_text(RANK.format(first=first))
-    done = subprocess.run(
-        [sys.executable, "-m", "megafp8.parallel.torchrun", "--standalone", "--nproc-per-node=2"]
-        + [str(program)],
-        cwd=ROOT,
-        env=os.environ | {"MEGAFP8_REQUEUES": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    words = ["-m", "megafp8.parallel.torchrun", "--standalone", "--nproc-per-node=2", str(program)]
+    env = {"MEGAFP8_REQUEUES": "1", "PYTHONPATH": str(ROOT)}
+    done = driver.run_python(*words, cwd=ROOT, folder=tmp_path, env=env)
     assert done.returncode == code, done.stderr
     assert says in done.stderr and len(done.stderr.splitlines()) < 6, done.stderr

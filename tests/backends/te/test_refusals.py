@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megafp8.specs.recipes import HIGH_PRECISION
 from te_cpu.errors import MissingKernelError, SizeError, VersionError
 from te_cpu.missing import missing
 from tests.tiny import gpt_spec, run_spec
+from tests.train.runs import Driver
 
 ROOT = Path(__file__).parents[3]
 MODEL = gpt_spec(activation="gelu-tanh")
@@ -67,7 +67,9 @@ importlib.metadata.version = lambda name: "1.0"
     ],
     ids=["not installed", "files are gone", "a module is gone", "of another version"],
 )
-def test_a_cpu_needs_te_cpu_and_a_gpu_does_not(before: str, why: str, tmp_path: Path) -> None:
+def test_a_cpu_needs_te_cpu_and_a_gpu_does_not(
+    driver: Driver, before: str, why: str, tmp_path: Path
+) -> None:
     """Where the package is missing, all files of the backend but `on_cpu` can be imported. One that
     is there and cannot be imported is not called missing."""
     if before.startswith("from"):
@@ -83,7 +85,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = driver.run_python("-c", code, cwd=ROOT, folder=tmp_path)
     start = "model.fp8_backend=te: needs the package te-on-cpu where there is no GPU, and "
     assert done.stdout.startswith(start + why), done.stdout + done.stderr
     assert "pip install -e ./te_cpu" in done.stdout
