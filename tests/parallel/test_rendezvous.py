@@ -252,6 +252,7 @@ def test_the_launchers_store_is_on_the_loopback_address(
     assert (tmp_path / "found").read_text() == "0100007F"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 def test_tensors_that_ranks_return_are_those_that_they_had() -> None:
     """Bits, dtypes, strides and kinds; one that is returned twice is one tensor."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
