@@ -66,7 +66,7 @@ def last_full(records: Sequence[HealthRecord]) -> HealthRecord | None:
 
 
 def state_of(record: HealthRecord) -> str:
-    """Return in a few words how many tensors are beyond a limit, and if only amaxes were looked at."""
+    """Return in a few words how many tensors are beyond a limit, and whether of amaxes alone."""
     bad = len(record.beyond)
     if bad:
         return f"{bad} of {len(record.tensors)} tensors bad"
