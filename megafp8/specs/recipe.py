@@ -36,7 +36,7 @@ class Cast(NamedTuple):
             same (`fp8.draws`). Those of another shape depend on the layout. Another step gets
             other bytes.
         values: The dtype (of torch) of the values that a product on a CPU will read, which `in_c`
-            may make in the same pass. None: no product reads them soon.
+            may make in the same pass. None: they are not read soon.
     """
 
     role: Role
