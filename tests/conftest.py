@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.asked import asked_for
 from tests.disks import forget_fsync
+from tests.triton_interpreter import prepare_once
 
 if TYPE_CHECKING:
     from tests.train.runs import Driver
@@ -86,6 +87,12 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         frozen_modules = len(sys.modules)
+
+
+def pytest_runtest_call() -> None:
+    """Let Triton's interpreter prepare its language once a launch, where it has been imported."""
+    if "triton.runtime.interpreter" in sys.modules:
+        prepare_once()
 
 
 def pytest_unconfigure() -> None:

@@ -4,15 +4,9 @@ tests/conftest.py)."""
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
-
-from tests.triton_interpreter import prepare_once
-
-if importlib.util.find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
-    prepare_once()
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_triton_*.py"]
 
