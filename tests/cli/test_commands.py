@@ -169,10 +169,8 @@ NEEDLESS["--nowhere"] = [
 ]
 
 
-@cache
-def imported() -> dict[tuple[str, ...], set[str]]:
+def all_imported_by(lines: list[list[str]]) -> list[set[str]]:
     """Return which of torch, hydra and omegaconf each command imports, one after the other."""
-    lines = [[*words, option] for option, all_words in NEEDLESS.items() for words in all_words]
     program = (
         "import sys\nfrom megafp8.cli.commands import main\nseen = set()\n"
         f"for argv in {lines!r}:\n"
@@ -184,8 +182,21 @@ def imported() -> dict[tuple[str, ...], set[str]]:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True,
         cwd=ROOT,
     )  # fmt: skip
-    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("imported:")]
-    return {tuple(line): set(new) for line, new in zip(lines, found, strict=True)}
+    return [
+        set(line.split()[1:]) for line in done.stdout.splitlines() if line.startswith("imported:")
+    ]
+
+
+def imported_by(*argv: str) -> set[str]:
+    """Return which of torch, hydra and omegaconf a command imports before it ends."""
+    return all_imported_by([[*argv]])[0]
+
+
+@cache
+def imported() -> dict[tuple[str, ...], set[str]]:
+    """Return what each command's help and check of arguments import first, in one process."""
+    lines = [[*words, option] for option, all_words in NEEDLESS.items() for words in all_words]
+    return dict(zip(map(tuple, lines), all_imported_by(lines), strict=True))
 
 
 def test_the_list_of_commands_imports_no_library() -> None:
