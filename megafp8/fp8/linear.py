@@ -26,7 +26,7 @@ from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import EMULATED, GemmCounter, gemm
 from fp8_numerics.philox import Rows
 from megafp8.fp8.draws import TokenOrder
-from megafp8.fp8.grad_sink import GradSink, GradSum
+from megafp8.fp8.grad_sink import DeferringSink, GradSink, GradSum
 from megafp8.fp8.quantizer import LinearQuantizer, Operand, Operands, Role, column_sum
 from megafp8.fp8.scaling import Pending, ReduceMax
 from megafp8.fp8.weights import WeightForm, weight_form
@@ -326,6 +326,9 @@ def linear_backward(
         tokens = comm.gather_input(input)
         return product(layer, "grad_weight", along_first, tokens, work, transpose_a=True, into=into)
 
+    del grad_last, along_last  # its values by blocks are not needed beside those of the other cast
+    if isinstance(sink, DeferringSink) and isinstance(along_first, Fp8Tensor) and along_first.block:
+        along_first = along_first.without_grid()  # the product may come much later
     # While ranks sum `grad_input`, this rank computes the product for `grad_weight`.
     grad_weight_OI = sink.add(weight_OI, compute_grad_weight)
     grad_bias = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import math
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock
@@ -22,10 +23,12 @@ from torch import nn
 
 from fp8_numerics import cpu
 from fp8_numerics.cast import Fp8Tensor
-from fp8_numerics.gemm import GemmCounter
+from fp8_numerics.gemm import GemmCounter, gemm
+from fp8_numerics.kernels.compile import library
+from megafp8.fp8 import linear as linear_module
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Tokens
-from megafp8.fp8.grad_sink import AutogradSink, MainGradSink
+from megafp8.fp8.grad_sink import AutogradSink, DeferringSink, MainGradSink
 from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.probe import values
 from megafp8.fp8.quantizer import SavedForm
@@ -34,6 +37,7 @@ from megafp8.fp8.scaling import ScalingState
 from megafp8.fp8.stored_formats import STORAGE_FORMATS
 from megafp8.fp8.weights import StoredFp8
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES
 from megafp8.specs.traits import ROW
 from tests.fp8.test_own_recipes import own, settings_of
@@ -374,6 +378,34 @@ def test_backward_keeps_the_input_in_fp8_only(work: torch.dtype) -> None:
     held = [v for v in vars(node).values() if isinstance(v, torch.Tensor | Fp8Tensor)]
     assert [type(v) for v in held] == [Fp8Tensor], "nothing but the step's FP8 weight"
     assert held[0] is layer.linear.weight_form.operands(layer.linear.weight, work, 0).along_first
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "blockwise", "rowwise"])
+def test_values_of_gradients_are_kept_for_one_product_only(
+    name: RecipeName, is_deferred: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the first cast are gone at the second product, and none wait for a later one."""
+    if library().lib is None:
+        pytest.skip("no C compiler")
+    deferring = DeferringSink(Mock(add=lambda weight, compute: compute(None).detach_().grad))
+    sink = deferring if is_deferred else AutogradSink()
+    weight, read = noise(32, 32, seed=1, dtype=torch.bfloat16), list[Any]()
+    layer = make(weight, None, Fp8Recipe(name=name), sink)
+
+    def product(a: Fp8Tensor, b: Fp8Tensor, **options: Any) -> torch.Tensor:
+        if options["place"] == "grad_weight":
+            assert read[-1]() is None, "the operand of the other product is still there"
+        assert (a.grid is None) == (is_deferred and options["place"] == "grad_weight")
+        read.append(weakref.ref(a))
+        return gemm(a, b, **options)
+
+    monkeypatch.setattr(linear_module, "gemm", product)
+    x = noise(32, 32, seed=2, dtype=torch.bfloat16).requires_grad_()
+    layer.linear(x).sum().backward()
+    if is_deferred:
+        deferring.take()()
+    assert len(read) == 3
 
 
 def test_dequant_scale_is_the_tensors_own() -> None:
