@@ -161,8 +161,11 @@ def test_values_that_a_cast_writes_are_its_numbers_times_its_scales(
     x = torch.randn(80, 560, generator=torch.Generator().manual_seed(5))
     x[1::2] *= 2.0 ** (power if dtype != torch.float16 else power // 10)
     x[:, 64:100], x[:, 5], byte = 0.0, -0.0, (x * 999).byte()
+    x[:, 110:130] *= 2.0**-14  # numbers of few bits, which a value below the normal ones rounds
     for x[40, 333] in torch.tensor([1.0, math.nan, -math.inf]):
         wide, amax = x.to(dtype), torch.tensor(6.0)
+        other = block_casts.current(wide, (1, 16), FORMATS["e5m2"], power_2=True, values=values)
+        assert other is not None and other.values is None, "values are those of E4M3"
         for block in ((1, 16), (16, 1), (16, 16), (1, 32), (32, 1), (1, 128), (80, 1), (64, 64)):
             made = [
                 block_casts.current(wide, block, E4M3, power_2=power_2, values=values)
@@ -172,9 +175,11 @@ def test_values_that_a_cast_writes_are_its_numbers_times_its_scales(
                 made += [block_casts.nvfp4(wide, block, amax, b, values) for b in (None, byte)]
             if 32 in block:
                 made.append(block_casts.mxfp8(wide, along_columns=block[1] == 1, values=values))
+            cut = wide[:, :-3]  # ends inside of a vector
+            made.append(block_casts.current(cut, block, E4M3, power_2=True, values=values))
             for each in made:
                 assert each is not None and each.values is not None
-                numbers = each.payload.float() * spread(each.scale, x.shape, block)
+                numbers = each.payload.float() * spread(each.scale, each.payload.shape, block)
                 expected = numbers.to(values)
                 assert torch.equal(each.values.isnan(), expected.isnan())
                 found, real = (v.nan_to_num().view(torch.uint8) for v in (each.values, expected))
