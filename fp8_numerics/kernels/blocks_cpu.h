@@ -426,11 +426,16 @@ static __attribute__((noinline)) void value_strip(const uint8_t *payload, size_t
 #undef OF
 }
 
-/* Whether the cast of a strip with these scales can write the values too. */
-INLINE int writes_values(const struct blocks *b, const float *restrict scales, size_t num,
-                         int is_known) {
+/* Whether the cast of a strip can write the values too. Each of its lines has `num` scales, and the
+ * next line has its own after `each`: those between are of no block. */
+INLINE int writes_values(const struct blocks *b, const float *restrict scales, size_t lines,
+                         size_t each, size_t num, int is_known) {
     if (!HAS_AVX512 || !b->values || !is_known) return 0;
-    return b->value_kind == F32 || (b->kind == BF16 && are_short(scales, num));
+    if (b->value_kind == F32 || b->kind != BF16) return b->value_kind == F32;
+    if (num == each) return are_short(scales, lines * each);
+    int all = 1;
+    for (size_t line = 0; line < lines; line++) all &= are_short(scales + line * each, num);
+    return all;
 }
 
 /* Cast `n` columns of a row of blocks, or with blocks of one row those of several rows, `right` at
@@ -447,12 +452,12 @@ static void cast_strip(const struct blocks *b, size_t top, size_t bottom, size_t
         for (size_t line = 0; line < lines; line++)
             find_amax(b, (top + line) * b->cols + left, high, n, 1, amax + line * each);
     find_factors(b, lines * each, amax, scales, of_block);
-    const int writes = writes_values(b, scales, lines * each, is_known);
+    const size_t num = (n + right - 1) / right;
+    const int writes = writes_values(b, scales, lines, each, num, is_known);
     for (size_t line = 0; line < lines; line++) {
         const float *own = scales + line * each;
         const size_t first = top + line;
-        memcpy(b->scale + first / b->down * of_row + left / right, own,
-               (n + right - 1) / right * sizeof *own);
+        memcpy(b->scale + first / b->down * of_row + left / right, own, num * sizeof *own);
         widen(of_block + line * each, right, factor);
         if (writes) widen(own, right, back);
         encode_strip(b, first, first + high, left, n, factor, writes ? back : NULL, is_known);
@@ -478,7 +483,7 @@ static void cast_line(const struct blocks *b, size_t row, size_t left, size_t n,
     else LOOK(F16)
 #undef LOOK
     const float one = factor_of(amax, *b, CURRENT, b->format, scale), number = *scale;
-    const int is_known = amax < 0x7f800000, writes = writes_values(b, scale, 1, is_known);
+    const int is_known = amax < 0x7f800000, writes = writes_values(b, scale, 1, 1, 1, is_known);
     for (size_t j = 0; j < filled; j++) factor[j] = one, back[j] = number;
     for (size_t done = 0; done < n; done += STRIP) {
         const size_t here = n - done < STRIP ? n - done : STRIP;
