@@ -327,9 +327,10 @@ def linear_backward(
         return product(layer, "grad_weight", along_first, tokens, work, transpose_a=True, into=into)
 
     # Its values by blocks have been read, and those of the other cast are as large.
-    grad_last = along_last = _without_values(along_last)
-    if isinstance(sink, DeferringSink):  # the product may come much later
-        along_first = _without_values(along_first)
+    if isinstance(along_last, Fp8Tensor) and along_last.block is not None:
+        grad_last = along_last = along_last.without_grid()
+    if isinstance(sink, DeferringSink) and isinstance(along_first, Fp8Tensor) and along_first.block:
+        along_first = along_first.without_grid()  # the product may come much later
     # While ranks sum `grad_input`, this rank computes the product for `grad_weight`.
     grad_weight_OI = sink.add(weight_OI, compute_grad_weight)
     grad_bias = None
@@ -337,11 +338,6 @@ def linear_backward(
         assert sums_PO is not None, "the bias needs them"
         grad_bias = sink.add(bias_O, partial(sum_rows, sums_PO))
     return None if pending is None else pending.wait(), grad_weight_OI, grad_bias
-
-
-def _without_values(x: Operand) -> Operand:
-    """Return an operand without the values that its cast by blocks may have written on a CPU."""
-    return x.without_grid() if isinstance(x, Fp8Tensor) and x.block is not None else x
 
 
 def product(
