@@ -22,7 +22,8 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ import yaml
 from gpu_common import git_commit
 from recipe_gaps import ROOT, compare, write
 
-from megafp8.cli.compare import INPUT_FILE
+from megafp8.cli.compare import claim_folder
 from megafp8.config.load import Source
-from megafp8.files import write_json_atomically
 from megafp8.jobs.configurations import Comparison, comparison
-from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED, RECORD_NAME
+from megafp8.report.record import read_run
+from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED
 
 RESULTS = ROOT / "benchmarks" / "results"
 CLAIMS = ROOT / "benchmarks" / "claims.yaml"
@@ -131,10 +132,37 @@ def compared(shared: dict[str, Any], claim: dict[str, Any], width: int) -> Compa
     return comparison([*settings_of(claim), *job_of(shared, width)], claim["base"], Source())
 
 
-def has_finished(run: Path) -> bool:
-    """Whether a folder has a run that reached its last step."""
-    file = run / RECORD_NAME
-    return file.is_file() and json.loads(file.read_text())["status"] in ENDED
+def equal_runs(
+    shared: dict[str, Any],
+    claims: dict[str, dict[str, Any]],
+    claim: dict[str, Any],
+    width: int,
+    runs: Path,
+) -> Iterator[tuple[Path, Path]]:
+    """Yield the runs of other claims that have the settings of one of this claim's, and its place.
+
+    Both have the same seed. A claim that has no folder yet has no runs.
+    """
+    own, folder = compared(shared, claim, width), folder_of(shared, claim, width, runs)
+    for other in claims.values():
+        place = folder_of(shared, other, width, runs)
+        if other == claim or not place.is_dir():
+            continue
+        both = product(compared(shared, other, width).configurations, own.configurations)
+        equal = [(a.label, b.label) for a, b in both if dict(a.values) == dict(b.values)]
+        for (theirs, ours), seed in product(equal, shared["seeds"]):
+            yield place / f"{theirs}-{seed}", folder / f"{ours}-{seed}"
+
+
+def take(run: Path, target: Path) -> None:
+    """Copy a run without its checkpoints.
+
+    Its settings state its own folder; if any other differed, `compare` would refuse the copy.
+    """
+    shutil.copytree(run, target, ignore=shutil.ignore_patterns(CHECKPOINTS_DIR))
+    config = target / CONFIG_NAME
+    config.write_text(config.read_text().replace(str(run), str(target)))
+    print(f"{target}: taken from {run}", flush=True)
 
 
 def take_equal_runs(
@@ -144,36 +172,13 @@ def take_equal_runs(
     width: int,
     runs: Path,
 ) -> None:
-    """Copy the finished runs of other claims that have the same settings, without checkpoints.
-
-    A run states its own folder; where anything else differed, `compare` would refuse the copy.
-    """
-    own, folder = compared(shared, claim, width), folder_of(shared, claim, width, runs)
-    for other in claims.values():
-        place = folder_of(shared, other, width, runs)
-        if place == folder or not place.is_dir():
+    """Copy the finished runs of other claims that this one needs and has not got."""
+    for run, target in equal_runs(shared, claims, claim, width, runs):
+        if target.exists() or not run.exists() or read_run(run).status not in ENDED:
             continue
-        pairs = [
-            (theirs.label, ours.label)
-            for theirs in compared(shared, other, width).configurations
-            for ours in own.configurations
-            if dict(theirs.values) == dict(ours.values)
-        ]
-        for theirs, ours in pairs:
-            for seed in shared["seeds"]:
-                source, target = place / f"{theirs}-{seed}", folder / f"{ours}-{seed}"
-                if target.exists() or not has_finished(source):
-                    continue
-                if not (folder / INPUT_FILE).exists():
-                    folder.mkdir(parents=True, exist_ok=True)
-                    labels = [each.label for each in own.configurations]
-                    write_json_atomically(
-                        folder / INPUT_FILE, {"configurations": own.identity, "labels": labels}
-                    )
-                shutil.copytree(source, target, ignore=shutil.ignore_patterns(CHECKPOINTS_DIR))
-                config = target / CONFIG_NAME
-                config.write_text(config.read_text().replace(str(source), str(target)))
-                print(f"{target}: the runs of {other['id']}", flush=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        claim_folder(target.parent, compared(shared, claim, width))
+        take(run, target)
 
 
 def train(

@@ -119,7 +119,7 @@ def _new(
 def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 16 elements of a column at a time times signs (FP32 [16]) and H / 4, in BF16.
 
-    The second result is its amax, as `cast.amax_of` returns it.
+    The second result is its amax, as of `cast.amax_of`, whose zero may be -0: this one's is +0.
     """
     x_MN, lib = x_MN.contiguous(), library_for(x_MN)
     assert lib is not None

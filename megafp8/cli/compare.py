@@ -275,7 +275,7 @@ def _train_and_report(
     times: Mapping[str, str],
 ) -> int:
     compared = pairs[0][1]
-    _claim(out, compared)
+    claim_folder(out, compared)
     jobs = _jobs(pairs, out)
     for _, of_start, _ in pairs:
         if (start := of_start.start) is not None:
@@ -331,7 +331,7 @@ def _refuse_foreign(out: Path) -> None:
     require_page(out / REPORT_FILE, _ANOTHER)
 
 
-def _claim(out: Path, compared: Comparison) -> None:
+def claim_folder(out: Path, compared: Comparison) -> None:
     """Take a directory for the runs of a comparison.
 
     It is free as long as no run has begun there, as after a command with a wrong data_prefix.

@@ -19,6 +19,7 @@ from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.jobs.configurations import comparison
 from megafp8.specs.recipes import load_recipe
 from tests.benchmarks.conftest import BENCHMARKS
+from tests.report.made import make_run
 
 CLAIMS = yaml.safe_load((BENCHMARKS / "claims.yaml").read_text())["claims"]
 RECIPES = "benchmarks/claim_recipes.py"
@@ -196,15 +197,15 @@ def test_finished_runs_with_the_same_settings_are_taken_from_another_claim(
     place = benchmark.folder_of(shared, one, 128, tmp_path)
     for label in ("baseline", "given"):
         for seed, status in ((11, "finished"), (12, "running")):
-            run = place / f"{label}-{seed}"
+            run = make_run(place / f"{label}-{seed}")
             (run / "checkpoints/step_00000500").mkdir(parents=True)
             (run / "run.json").write_text(json.dumps({"status": status}))
             (run / "config.yaml").write_text(f"explicit_log_dir: {run}\n")
     benchmark.take_equal_runs(shared, claims, other, 128, tmp_path)
     folder = benchmark.folder_of(shared, other, 128, tmp_path)
     assert {path.name for path in folder.iterdir()} == {"baseline-11", "compare-input.json"}
-    copied = folder / "baseline-11"
-    assert {path.name for path in copied.iterdir()} == {"run.json", "config.yaml"}
+    copied, of_run = folder / "baseline-11", {path.name for path in (place / "given-11").iterdir()}
+    assert {path.name for path in copied.iterdir()} == of_run - {"checkpoints"}
     assert (copied / "config.yaml").read_text() == f"explicit_log_dir: {copied}\n"
     benchmark.take_equal_runs(shared, claims, other, 256, tmp_path)
     assert not benchmark.folder_of(shared, other, 256, tmp_path).exists()

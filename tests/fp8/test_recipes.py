@@ -19,11 +19,13 @@ from fp8_numerics.gemm import GemmCounter
 from fp8_numerics.kernels.compile import library
 from fp8_numerics.scales import amax_of_blocks, scale_of_amax, scale_of_amax_torchao
 from megafp8.errors import UserError
+from megafp8.fp8 import Cast
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.grad_sink import AutogradSink
 from megafp8.fp8.linear import Linear, LinearComm
 from megafp8.fp8.quantizer import Role, SavedForm
 from megafp8.fp8.recipes.delayed import Delayed
+from megafp8.fp8.recipes.nvfp4 import Nvfp4
 from megafp8.fp8.scaling import ScalingState
 from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import GEMMS, ModuleRule, RecipeName
@@ -223,6 +225,17 @@ def test_kernels_and_torch_operations_rotate_alike(dtype: torch.dtype) -> None:
         assert torch.equal(found.isnan(), expected.isnan())
         found, expected = (each.nan_to_num().view(torch.int16) for each in (found, expected))
         assert torch.equal(found, expected)
+
+
+def test_the_factor_of_a_rotated_zero_has_the_sign_of_torchs_amax() -> None:
+    """The sign of a value that is 0 follows from it."""
+    need_kernels()
+    scales = Scales(1, 16, has_outer=True)
+    cast = Cast("input", scales, E4M3, False, "first", None, lambda _: pytest.fail("not random"))
+    made = Nvfp4().in_c(torch.zeros(32, 16), (16, 1), cast)
+    expected = nvfp4.outer_of(amax_of(torch.zeros(32, 16, dtype=torch.bfloat16)))
+    assert made is not None
+    assert torch.equal(made.outer.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "blockwise", "rowwise"])

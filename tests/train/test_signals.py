@@ -93,9 +93,11 @@ def test_a_run_whose_terminal_is_closed_saves(place: Place, ranks: int) -> None:
         return ended[-1] is not None or place.last_step() >= 2
 
     os.set_blocking(main, False)
-    wait_until(trains, "two steps")
-    os.close(terminal)
-    os.close(main)
+    try:
+        wait_until(trains, "two steps")
+    finally:  # which ends the run, also where it was not seen to train
+        os.close(terminal)
+        os.close(main)
     done = ended[-1] or process.wait()
     assert done is not None and done.code == 75
     last = place.steps()[-1]

@@ -262,7 +262,7 @@ class Precision:
     fp8_params: bool = fp8_key(
         False,
         "Keep the weights of linears in FP8 only, with FP32 master weights in the optimizer: with "
-        "`delayed`, `tensorwise` and `blockwise`.",
+        f"{_quoted(lambda traits: traits.keeps_weight)}.",
         spec="precision.fp8.params_in_fp8",
     )
     fp8_wgrad: bool = fp8_key(True, "Compute weight gradients with FP8 products.")
