@@ -24,7 +24,6 @@ from torch import nn
 from fp8_numerics import cpu
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import GemmCounter, gemm
-from fp8_numerics.kernels.compile import library
 from megafp8.fp8 import linear as linear_module
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Tokens
@@ -40,6 +39,7 @@ from megafp8.specs import Fp8Recipe
 from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import RECIPES
 from megafp8.specs.traits import ROW
+from tests.c_kernels import need_kernels
 from tests.fp8.test_own_recipes import own, settings_of
 from tests.spec import linear as spec
 from tests.spec.delayed import DelayedScalingModel, Quantized, Recipe
@@ -386,8 +386,7 @@ def test_values_of_gradients_are_kept_for_one_product_only(
     name: RecipeName, is_deferred: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the first cast are gone at the second product, and none wait for a later one."""
-    if library().lib is None:
-        pytest.skip("no C compiler")
+    need_kernels()
     deferring = DeferringSink(Mock(add=lambda weight, compute: compute(None).detach_().grad))
     sink = deferring if is_deferred else AutogradSink()
     weight, read = noise(32, 32, seed=1, dtype=torch.bfloat16), list[Any]()
