@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import runpy
 import shlex
 import statistics
@@ -332,7 +333,7 @@ def write(args: argparse.Namespace, found: dict[str, Any], name: str) -> None:
         "tokens_of_a_microbatch": SEQUENCES * LENGTH,
         "microbatches": MICROBATCHES,
         "width": WIDTH,
-        "beside_other_work": True,
+        "load": os.getloadavg()[0],  # of the last minute, with this run
     }
     path = args.results / f"{datetime.date.today()}_{name}_{SEQUENCES * LENGTH}x{WIDTH}.json"
     args.results.mkdir(exist_ok=True)
