@@ -3,11 +3,13 @@
 A claim is one `megafp8 compare` at each width, with five paired seeds. The command trains the next
 claim that has no result yet, or the one that `--claim` names, and writes its result file; the same
 command continues what was interrupted. Runs that another claim has trained with the same settings
-are taken from it. `--table` prints the table of all results that there are.
+are taken from it. `--again` trains the first seed's runs of a claim at the first width once more
+and compares the tensors they leave. `--table` prints the table of all results that there are.
 Results of one table are from one machine.
 
     python benchmarks/published_orderings.py                      # the next claim, an hour
     python benchmarks/published_orderings.py --claim four-over-six
+    python benchmarks/published_orderings.py --claim four-over-six --again
     python benchmarks/published_orderings.py --table
 
 With `--steps` or `--num-seeds` it only tries the command: such a result is not evidence, and
@@ -34,7 +36,7 @@ from recipe_gaps import ROOT, compare, write
 
 from megafp8.cli.compare import claim_folder
 from megafp8.config.load import Source
-from megafp8.jobs.configurations import Comparison, comparison
+from megafp8.jobs.configurations import BASELINE, GIVEN, Comparison, comparison
 from megafp8.report.record import read_run
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED
 
@@ -207,6 +209,32 @@ def train(
     return {"word": word, **ends, **found}
 
 
+def digest_of(run: Path) -> str:
+    """Return the SHA-256 of the tensors that a run has saved last."""
+    files = sorted((run / CHECKPOINTS_DIR).glob("step_*/*.safetensors"))
+    if not files:
+        sys.exit(f"{run} has no checkpoint: it was taken from another claim, or is not finished")
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def repeat(
+    shared: dict[str, Any], claim: dict[str, Any], width: int, runs: Path, jobs: int
+) -> dict[str, list[str]]:
+    """Train the first seed's two runs again; return the digests of both times by run."""
+    seed = shared["seeds"][0]
+    names = [f"{configuration}-{seed}" for configuration in (BASELINE, GIVEN)]
+    once = {**shared, "seeds": [seed]}
+    folders = (
+        folder_of(shared, claim, width, runs),
+        folder_of(once, claim, width, runs / "again"),
+    )
+    digests = {name: [digest_of(folders[0] / name)] for name in names}
+    train(once, claim, width, runs / "again", jobs)
+    for name, found in digests.items():
+        found.append(digest_of(folders[1] / name))
+    return digests
+
+
 def nats(of_width: dict[str, Any]) -> float:
     """Return the mean gap of the losses themselves; NaN where a run has none."""
     losses = of_width["val_loss"]
@@ -287,6 +315,7 @@ def main() -> None:
     shared, claims = read_claims()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--claim", choices=claims, help="which one (the next without a result)")
+    parser.add_argument("--again", action="store_true", help="train two runs of --claim once more")
     parser.add_argument("--table", action="store_true", help="print the table, and train nothing")
     parser.add_argument("--steps", type=int, help="only try the command, with so many steps")
     parser.add_argument("--num-seeds", type=int, help="only try the command, with so many seeds")
@@ -299,6 +328,8 @@ def main() -> None:
         shared["steps"] = args.steps or shared["steps"]
         shared["seeds"] = shared["seeds"][: args.num_seeds]
         shared["job"] = [*shared["job"], "trainer.limit_val_batches=2"]
+    if args.again and args.claim is None:
+        parser.error("--again needs the claim, by --claim")
     if is_trial and args.results == RESULTS:
         parser.error("--steps and --num-seeds only try the command: give --results FOLDER too")
     args.results.mkdir(parents=True, exist_ok=True)
@@ -313,17 +344,29 @@ def main() -> None:
         return
     claim, runs = claims[name], args.runs.resolve()
     print(f"{name}: {claim['says']}", flush=True)
-    widths = {}
-    for width in shared["widths"]:
-        take_equal_runs(shared, claims, claim, width, runs)
-        widths[str(width)] = train(shared, claim, width, runs, args.jobs)
-    result = {
-        "command": f"python benchmarks/published_orderings.py --claim {name}",
+    about = {
         "is_trial": is_trial,
         "commit": git_commit(),
         "threads": shared["threads"],
         "runs_at_a_time": args.jobs,
         "torch_cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+    command = f"python benchmarks/published_orderings.py --claim {name}"
+    if args.again:
+        width = shared["widths"][0]
+        digests = repeat(shared, claim, width, runs, args.jobs)
+        found = {"command": f"{command} --again", **about, "job": job_of(shared, width)}
+        write(f"repeated-{name}", "SHA-256 of tensors", args.results, {**found, "runs": digests})
+        for run, both in digests.items():
+            print(f"{run}: {'the same' if len(set(both)) == 1 else 'other'} bytes")
+        return
+    widths = {}
+    for width in shared["widths"]:
+        take_equal_runs(shared, claims, claim, width, runs)
+        widths[str(width)] = train(shared, claim, width, runs, args.jobs)
+    result = {
+        "command": command,
+        **about,
         "frozen": frozen(shared, claim),
         "claim": claim,
         "job": {width: job_of(shared, int(width)) for width in widths},

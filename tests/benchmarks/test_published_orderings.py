@@ -211,6 +211,36 @@ def test_finished_runs_with_the_same_settings_are_taken_from_another_claim(
     assert not benchmark.folder_of(shared, other, 256, tmp_path).exists()
 
 
+@orderings
+@pytest.mark.parametrize("again", [b"tensors", b"others"])
+def test_a_repeated_run_is_compared_by_the_tensors_that_it_leaves(
+    benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bytes
+) -> None:
+    shared, claims = benchmark.read_claims()
+    claim = claims["four-over-six"]
+    place = benchmark.folder_of(shared, claim, 128, tmp_path)
+
+    def save(folder: Path, tensors: bytes) -> None:
+        for name in ("baseline-11", "given-11"):
+            checkpoint = folder / name / "checkpoints/step_00000500"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "rank0.safetensors").write_bytes(tensors)
+            (checkpoint / "manifest.json").write_text(f"saved in {folder}")
+
+    def train(once: dict[str, Any], claim: dict[str, Any], width: int, runs: Path, _: int) -> None:
+        assert once["seeds"] == [11]
+        save(benchmark.folder_of(once, claim, width, runs), again)
+
+    monkeypatch.setattr(benchmark, "train", train)
+    with pytest.raises(SystemExit, match="baseline-11 has no checkpoint"):
+        benchmark.repeat(shared, claim, 128, tmp_path, 2)
+    save(place, b"tensors")
+    digests = benchmark.repeat(shared, claim, 128, tmp_path, 2)
+    assert set(digests) == {"baseline-11", "given-11"}
+    for first, second in digests.values():
+        assert (first == second) is (again == b"tensors")
+
+
 def draw(shape: tuple[int, ...]) -> torch.Tensor:
     raise AssertionError("weights and inputs are not rounded at random")
 
