@@ -38,6 +38,7 @@ from megafp8.cli.compare import claim_folder
 from megafp8.config.load import Source
 from megafp8.jobs.configurations import BASELINE, GIVEN, Comparison, comparison
 from megafp8.report.record import read_run
+from megafp8.report.verdict import how_many
 from megafp8.runs.find import CHECKPOINTS_DIR, CONFIG_NAME, ENDED
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -245,14 +246,21 @@ def nats(of_width: dict[str, Any]) -> float:
     return sum(gaps) / len(gaps) if gaps else math.nan
 
 
-def gap_cell(of_width: dict[str, Any], interval: tuple[float, float]) -> str:
-    """Return the gap of a width with its interval and its word, as a cell of the table."""
-    low, high = interval
+def gap_cell(of_width: dict[str, Any], interval: tuple[float, float], size: float) -> str:
+    """Return the gap of a width with its interval and its word, as a cell of the table.
+
+    An undecided one has the number of seeds whose interval would be as wide as `size`, in %.
+    """
+    (low, high), word = interval, of_width["word"]
     if not math.isfinite(high - low):
-        return f"no number, **{of_width['word']}**"
+        return f"no number, **{word}**"
+    seeds = ""
+    if word == UNDECIDED and (high - low) / 2 > size:
+        gaps = {int(seed): gap for seed, gap in of_width["figures"]["gaps"].items()}
+        seeds = f" ({how_many(gaps, size / 100)} would decide)"
     return (
         f"{(low + high) / 2:+.2f} % ({low:+.2f} to {high:+.2f}), {nats(of_width):+.4f} nats, "
-        f"**{of_width['word']}**"
+        f"**{word}**{seeds}"
     )
 
 
@@ -280,7 +288,9 @@ def table(results: Sequence[dict[str, Any]], claims: dict[str, dict[str, Any]]) 
         intervals = [interval_of(each, len(result["seeds"])) for each in found]
         outcomes.append(overall([each["word"] for each in found]))
         cells = [claim["says"], claim["published"], f"{claim['expected']}, {claim['size']} %"]
-        cells += [*map(gap_cell, found, intervals), trend(intervals[0], intervals[-1])]
+        pairs = zip(found, intervals, strict=True)
+        cells += [gap_cell(each, interval, claim["size"]) for each, interval in pairs]
+        cells.append(trend(intervals[0], intervals[-1]))
         cells.append(f"**{outcomes[-1]}**")
         rows.append(f"| {' | '.join(cells)} |")
     counts = ", ".join(f"{outcomes.count(word)} {word}" for word in (HIT, MISS, UNDECIDED))

@@ -153,15 +153,18 @@ def test_the_table_has_gaps_trends_outcomes_and_counts(
     plant(benchmark, tmp_path, "four-over-six", (-0.2, 0.1), (0.3, 0.1))
     plant(benchmark, tmp_path, "nvfp4-all-layers", (1.0, 0.1), (math.nan, math.nan))
     plant(benchmark, tmp_path, "mxfp8-beside-bf16", (0.4, 0.1), (0.45, 0.1))
+    plant(benchmark, tmp_path, "mxfp8-e5m2-gradients", (0.05, 0.2), (0.01, 0.09))
     found = benchmark.read_results(tmp_path, shared, claims)
     rows = benchmark.table(found, claims)
-    equal, all_layers, better_scale = rows[2:5]
+    equal, gradients, all_layers, better_scale = rows[2:6]
     gaps = "+0.40 % (+0.30 to +0.50), +0.0160 nats, **miss** | +0.45 % (+0.35 to +0.55), "
     assert gaps in equal
     assert equal.endswith("| none seen (+0.05 ± 0.14) | **miss** |")
     assert all_layers.endswith("no number, **hit** | – | **hit** |")
     assert better_scale.endswith("rises (+0.50 ± 0.14) | **undecided** |")
-    assert f"3 of {len(claims)} claims were tried: 1 hit, 1 miss, 1 undecided." in rows
+    assert "(-0.15 to +0.25), +0.0020 nats, **undecided** (about 6 seeds would decide)" in gradients
+    assert "(-0.08 to +0.10), +0.0004 nats, **undecided** |" in gradients  # as narrow as asked for
+    assert f"4 of {len(claims)} claims were tried: 1 hit, 1 miss, 2 undecided." in rows
     assert any("arXiv 2512.02010v3" in row for row in rows)
     assert rows[-1] == "Made on: a CPU, torch 2.13.0."
 
