@@ -390,7 +390,8 @@ def _unfit(
     unfit = [n for n in linears if any(size == 0 or size % multiples[n] for size in sizes[n])]
     more = f"; the sizes of {len(unfit) - 1} more do not fit" if len(unfit) > 1 else ""
     pads = all(find_recipe(precisions[n]).traits.pads for n in unfit)
-    remedy = f"Use {'Fp8Recipe(pad_inner_dim=True)' if pads else 'another recipe'}, or other sizes"
+    padded = f"dataclasses.replace(fp8.recipe_named({recipe.name!r}), pad_inner_dim=True)"
+    remedy = f"Use {padded if pads else 'another recipe'}, or other sizes"
     return {
         name: (
             f"its weight is {' x '.join(map(str, sizes[name]))}, and {precisions[name]} takes "

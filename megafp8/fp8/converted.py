@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ from megafp8.ops import torch_private
 
 _LOGGER = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRACED = ("FakeTensor", "FunctionalTensor", "Proxy")
+"""Classes of a weight while torch.export or torch.fx follows the model."""
 Stamp = list[tuple[int, int | None, torch.dtype]]  # address, number of writes, dtype
 Phase = Literal["outside", "microbatch", "evaluation"]
 
@@ -65,9 +67,9 @@ class Shared:
     has_scales: bool = False  # a microbatch has ended, or scales were loaded
     scales_are_fresh: bool = False  # they were loaded, and no pass has run since
     knows_callback: bool = False  # a Trainer without our callback was shown it
-    is_multiplying: bool = False  # a linear casts and multiplies just now
     of_heads: Counter[str] = field(default_factory=Counter)  # the FLOPs of output layers
     is_copy: bool = False  # copied or pickled with its model, while the state stayed behind
+    num_multiplying: ClassVar[int] = 0  # linears, of any model, that cast and multiply just now
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         """Take over what copy or pickle kept; a copy made of the state as well adopts it."""
@@ -139,11 +141,11 @@ class Shared:
     def multiplying(self, bound: Bound) -> Iterator[None]:
         """Enclose what a linear casts and multiplies; count apart what an output layer does."""
         before = self.counter.by_precision() if bound.is_head else {}
-        self.is_multiplying = True
+        Shared.num_multiplying += 1
         try:
             yield
         finally:
-            self.is_multiplying = False
+            Shared.num_multiplying -= 1
             if bound.is_head:
                 self.of_heads.update(self.counter.by_precision())
                 self.of_heads.subtract(before)
@@ -179,10 +181,15 @@ class Shared:
         is_delayed = any(linear.fp8.is_delayed for linear in self.linears.values())
         if is_delayed and not self.has_scales and self.scaling.recipe.fp8_in_evaluation:
             self.has_scales = True
+            remedy = "load scales, train first, or evaluate with recipe='tensorwise'"
+            if self.is_copy:
+                remedy = (
+                    "a copy keeps them: copy the model before fp8.convert, and convert the copy"
+                )
             _LOGGER.warning(
                 "fp8.convert: this evaluation comes before the first microbatch, so the scales of "
-                "delayed scaling are still 1, by which small numbers underflow; load scales, train "
-                "first, or evaluate with recipe='tensorwise'"
+                "delayed scaling are still 1, by which small numbers underflow; %s",
+                remedy,
             )
 
     @torch.no_grad()
@@ -269,6 +276,13 @@ class Bound:
                 self.name,
                 "its weight is a DTensor in the forward pass, and FP8 products take whole weights",
                 "Leave it out of the tensor-parallel plan, or skip it; FSDP2 gathers weights first",
+            )
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if is_traced or type(weight).__name__ in TRACED:
+            raise Fp8Error(
+                self.name,
+                "torch.export, torch.fx and torch.jit, and so ONNX, cannot trace FP8 products",
+                "Export a model that was not converted, and let it load this one's state_dict",
             )
         if is_foreign_tensor(weight):
             raise Fp8Error(

@@ -337,7 +337,7 @@ class Fp8State:
         modules = dict(self._model.named_modules())
         heads = [getattr(modules.get(n), "weight", None) for n in self._census.output_layers]
         weights_of_heads = [w for w in heads if type(w) is nn.Parameter]
-        return Reads(plain, weights, weights_of_heads, lambda: self._shared.is_multiplying)
+        return Reads(plain, weights, weights_of_heads, lambda: Shared.num_multiplying > 0)
 
     def _ran(self) -> dict[str, int]:
         """Return the FLOPs that converted linears ran but output layers, by precision."""

@@ -168,6 +168,11 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "recipe": (mlp, {"recipe": "delayd"}, "recipe='delayd': .*Did you mean 'delayed'"),
     "no recipe": (mlp, {"recipe": 8}, "recipe=8: is neither a name nor an Fp8Recipe"),
     "size": (lambda: nn.Linear(24, 16), {}, "linear: its weight is 16 x 24, .* multiples of 16"),
+    "padding": (
+        lambda: nn.Linear(24, 16),
+        {"recipe": "rowwise"},
+        r"Use dataclasses.replace\(fp8.recipe_named\('rowwise'\), pad_inner_dim=True\), or",
+    ),
     "block": (mlp, {"recipe": "blockwise"}, "0: its weight is 64 x 32, .* multiples of 128"),
     "converted": (converted, {}, "2: is converted to FP8 already"),
     "shared": (Shared, {}, "a: its weight is shared, as a.weight, b.weight"),
@@ -480,6 +485,30 @@ def test_a_converted_output_layer_is_left_out_of_the_share() -> None:
             model(noise(16, 32, seed=0).requires_grad_()).sum().backward()
     assert state.share == counted.share == 0.25
     assert state.counter.share("fp8") == 1 and "lm_head" in repr(state)
+
+
+def test_linears_of_another_state_do_not_lower_the_share() -> None:
+    """As of a generator and a discriminator, of which each has a state."""
+    both = [nn.Linear(32, 64), nn.Linear(64, 32)]
+    first, second = (fp8.convert(each, "tensorwise") for each in both)
+    with first.microbatch(), second.microbatch():
+        both[1](both[0](noise(16, 32, seed=0))).sum().backward()
+    assert first.share == second.share == 1
+
+
+TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
+    "torch.jit": torch.jit.trace,
+    "torch.fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "torch.export": lambda model, x: torch.export.export(model, (x,)),
+}
+
+
+@pytest.mark.parametrize("name", TRACERS)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_what_traces_a_model_is_told_to_take_one_that_was_not_converted(name: str) -> None:
+    fp8.convert(model := mlp(), "tensorwise")
+    with pytest.raises(fp8.Fp8Error, match=r"0: torch.export.* Export a model that was not conv"):
+        TRACERS[name](model, noise(16, 32, seed=0))
 
 
 def test_a_share_with_a_product_that_cannot_be_counted_is_none(
@@ -1004,6 +1033,13 @@ def test_a_copy_of_a_converted_model_says_that_it_is_one(monkeypatch: pytest.Mon
     step(model, state, seed=2)
     own, theirs = state.state_dict(), both_state.state_dict()
     assert all(torch.equal(own[key], theirs[key]) for key in own)
+
+
+def test_a_copy_without_scales_is_said_to_keep_them(caplog: pytest.LogCaptureFixture) -> None:
+    fp8.convert(model := mlp())
+    with torch.no_grad():
+        copy.deepcopy(model)(noise(8, 32, seed=1))
+    assert "copy the model before fp8.convert, and convert the copy" in caplog.text
 
 
 def test_the_hint_for_attention_of_torch_covers_all_layers() -> None:
