@@ -13,6 +13,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as _OfAttention
 from torch.nn.parameter import is_lazy
 
 from megafp8.fp8.build import linear_quantizer
@@ -345,10 +346,12 @@ def _fault_of(module: nn.Module) -> Fault | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, nn.Parameter):
         reason = f"its weight is no parameter but a {type(weight).__name__}"
-        if not any(name.startswith("weight_") for name, _ in module.named_parameters()):
+        computed = ("weight_", "parametrizations.weight.")
+        if not any(name.startswith(computed) for name, _ in module.named_parameters()):
             return reason, "Make it an nn.Parameter"
         reason += " that is computed from others (by pruning, weight_norm or spectral_norm)"
-        return reason, "Undo that before (prune.remove, remove_weight_norm …) and redo it after"
+        undo = "prune.remove, remove_weight_norm, remove_parametrizations …"
+        return reason, f"Undo that before ({undo}) and redo it after"
     return _fault_of_weight(weight)
 
 
@@ -364,8 +367,12 @@ def _fault_of_weight(weight: torch.Tensor) -> Fault | None:
 
 def _is_foreign(module: nn.Module) -> bool:
     """Return whether the module is of a subclass of nn.Linear that may compute otherwise."""
-    is_known = type(module) is nn.Linear or isinstance(module, Converted)
-    return not is_known and not _is_conv1d(module)
+    if isinstance(module, Converted) or _is_conv1d(module):
+        return False
+    kind = type(module)
+    is_called_as_linear = (kind.forward, kind.__call__) == (nn.Linear.forward, nn.Linear.__call__)
+    # nn.MultiheadAttention multiplies by the weight of the second and never calls it.
+    return not is_called_as_linear or isinstance(module, nn.LazyLinear | _OfAttention)
 
 
 def _unfit(

@@ -155,6 +155,11 @@ def converted() -> nn.Module:
     return model
 
 
+class Doubled(nn.Linear):
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x_TI)
+
+
 IDLE: dict[str, Any] = {
     "margin": 2, "interval": 3, "amax_history_len": 4, "amax_compute_algo": "most_recent",
     "reduce_amax": False,
@@ -184,6 +189,8 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "subclass": (
         lambda: nn.MultiheadAttention(16, 2), {}, "out_proj: is a NonDynamicallyQuantizableLinear"
     ),
+    "own forward": (lambda: Doubled(16, 16), {}, "linear: is a Doubled, a subclass of nn.Linear"),
+    "lazy": (lambda: nn.LazyLinear(16), {}, "linear: is a LazyLinear, a subclass of nn.Linear"),
     "fast path": (
         lambda: nn.TransformerEncoderLayer(16, 2, 16), {"skip": "self_attn"},
         "model: evaluation of an nn.TransformerEncoderLayer bypasses",
@@ -203,7 +210,7 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     ),
     "parametrized": (
         lambda: pruned(torch.nn.utils.parametrizations.weight_norm), {},
-        "2: is a ParametrizedLinear, .* skip='2'",
+        "2: its weight is no param.* remove_parametrizations .*, or use skip='2'",
     ),
     "buffer": (
         lambda: pruned(as_buffer), {}, "2: its weight is no parameter but a Tensor. Make it an nn"
@@ -485,6 +492,25 @@ def test_a_converted_output_layer_is_left_out_of_the_share() -> None:
             model(noise(16, 32, seed=0).requires_grad_()).sum().backward()
     assert state.share == counted.share == 0.25
     assert state.counter.share("fp8") == 1 and "lm_head" in repr(state)
+
+
+class Named(nn.Linear):
+    """A subclass as of a framework that gives its linears something of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+        self.place = "encoder"
+
+
+def test_a_subclass_that_computes_as_nn_linear_is_converted() -> None:
+    layer = Named(32)
+    plain = nn.Linear(32, 32)
+    plain.load_state_dict(layer.state_dict())
+    for each in (layer, plain):
+        step(each, fp8.convert(each, "tensorwise"))
+    assert isinstance(layer, Named) and layer.place == "encoder"
+    assert layer.weight.grad is not None and plain.weight.grad is not None
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
 
 
 def test_linears_of_another_state_do_not_lower_the_share() -> None:
