@@ -215,6 +215,10 @@ def _refuse_idle(options: argparse.Namespace, hardware: Sequence[str]) -> None:
     idle: list[SettingError] = []
     if options.alone and options.each is None:
         idle.append(_refusal("--alone", None, "has no effect without --each", "Give --each-layer"))
+    seeds = options.seeds or []
+    if len(set(seeds)) < len(seeds):
+        text = " ".join(map(str, seeds))
+        idle.append(_refusal("--seeds", text, "has a seed twice", "Give each seed once"))
     if options.starts is None:
         if options.steps is not None:
             reason, hint = f"has no effect without {FROM}", "Give trainer.max_steps=N"

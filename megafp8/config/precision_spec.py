@@ -13,6 +13,7 @@ from megafp8.config.values import (
     layers_in_bf16,
     named_linears,
     parse_modules,
+    recipes_in,
     split_accumulator,
 )
 from megafp8.specs import Fp8Recipe, LossScaleSpec, PrecisionSpec
@@ -24,7 +25,7 @@ from megafp8.specs.precision import (
     PrecisionChange,
     PrecisionPhase,
 )
-from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, switched_off
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, recipes_where, switched_off
 from megafp8.specs.traits import GemmName
 
 _PARTS = {
@@ -99,6 +100,8 @@ def settings_recipe(values: Values) -> Fp8Recipe:
     traits = find_recipe(name).traits
     power_2 = values["model.fp8_power_2_scale"]
     precise = dict(zip(GEMMS, split_accumulator(values), strict=True))
+    has_choice = recipes_where(recipes_in(values), lambda other: not other.is_e4m3)
+    asks_of_others = values["model.fp8_e4m3"] and traits.is_e4m3 and has_choice
     return Fp8Recipe(
         **spec_fields("precision.fp8", values),
         name=name,
@@ -108,6 +111,7 @@ def settings_recipe(values: Values) -> Fp8Recipe:
         high_precision_gemms=_high_precision_gemms(values),
         fast_accumulation=frozenset(gemm for gemm in GEMMS if not precise[gemm]),
         modules=module_rules(values, off),
+        modules_backward_format="e4m3" if asks_of_others else None,
     )
 
 

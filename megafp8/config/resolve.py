@@ -23,6 +23,7 @@ from megafp8.config.values import (
     parse_layout,
     parse_splits,
     plain,
+    recipes_in,
     schedule_of,
     schedule_steps,
     shortest_number,
@@ -55,7 +56,7 @@ from megafp8.specs import (
 )
 from megafp8.specs.parallel import MIB
 from megafp8.specs.precision import AutoBackend
-from megafp8.specs.recipes import find_recipe
+from megafp8.specs.recipes import find_recipe, recipes_where
 
 VALIDATION_BATCHES = 8  # global batches of a validation during training, if none are given
 
@@ -118,8 +119,9 @@ def canonical(settings: Values, accelerator_available: Callable[[], bool]) -> di
     if values["model.fp8"]:  # null is what the recipe does
         traits = find_recipe(values["model.fp8_recipe"]).traits
         is_e4m3 = bool(values["model.fp8_e4m3"]) or traits.is_e4m3
-        # A schedule may have a recipe with two formats after one with E4M3 alone.
-        if bool(values["model.fp8_e4m3"]) == is_e4m3 or not values[SCHEDULE]:
+        # A schedule or single linears may have a recipe with two formats beside one with E4M3.
+        has_choice = recipes_where(recipes_in(values), lambda traits: not traits.is_e4m3)
+        if bool(values["model.fp8_e4m3"]) == is_e4m3 or not (values[SCHEDULE] or has_choice):
             values |= {"model.fp8_e4m3": is_e4m3, "model.fp8_hybrid": not is_e4m3}
     on_cpu = values["trainer.accelerator"] == "cpu"
     if not on_cpu and values["model.te_version"] is not None:

@@ -30,7 +30,7 @@ from megafp8.config.values import (
     named_linears,
     parse_modules,
     split_accumulator,
-    without_match,
+    without_effect,
 )
 from megafp8.specs.optim import OPTIMIZERS
 from megafp8.specs.recipes import HIGH_PRECISION, problem
@@ -258,10 +258,10 @@ def _word(value: Any) -> str:
 
 
 def _rules_with_match(rules: Any, values: Values) -> Any:
-    """Return the rules of `fp8_modules` without those whose pattern matches no linear."""
+    """Return the rules of `fp8_modules` without those that decide about no linear."""
     if not isinstance(rules, (list, tuple)):
         return rules
-    idle = without_match(rules, named_linears(values))
+    idle = without_effect(rules, named_linears(values))
     return [rule for rule in rules if rule not in idle]
 
 

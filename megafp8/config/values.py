@@ -324,20 +324,21 @@ def named_linears(values: Mapping[str, Any]) -> list[str]:
     return linear_names(range(layers), moe)
 
 
-def without_match(value: object, names: Sequence[str]) -> list[str]:
-    """Return the entries of `fp8_modules` whose pattern matches none of a model's linears.
+def without_effect(value: object, names: Sequence[str]) -> dict[str, str | None]:
+    """Return the entries of `fp8_modules` that decide about none of a model's linears.
 
-    None are returned where no names are known.
+    Each has the earlier pattern that decides about one which its own matches, or None where its
+    own matches no linear. None are returned where no names are known.
     """
     rules = parse_modules(value) or ()
-    if not names:
-        return []
-    entries = value if isinstance(value, (list, tuple)) else ()
-    return [
-        str(entry)
-        for entry, rule in zip(entries, rules, strict=False)
-        if not any(rule.matches(name) for name in names)
-    ]
+    entries = value if isinstance(value, (list, tuple)) and names else ()
+    found: dict[str, str | None] = {}
+    for index, (entry, rule) in enumerate(zip(entries, rules, strict=False)):
+        matched = [name for name in names if rule.matches(name)]
+        earlier = [next((r for r in rules[:index] if r.matches(n)), None) for n in matched]
+        if None not in earlier:
+            found[str(entry)] = earlier[0].pattern if earlier and earlier[0] else None
+    return found
 
 
 def parse_layout(value: object) -> tuple[int, ...] | None:

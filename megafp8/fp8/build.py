@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fp8_numerics.formats import E2M1, E4M3, FORMATS, SIMULATED, Fp8Format
+from fp8_numerics.formats import E2M1, FORMATS, SIMULATED, Fp8Format
 from megafp8.errors import UserError
 from megafp8.fp8.draws import WHOLE, Part
 from megafp8.fp8.quantizer import LinearQuantizer, Role, TensorQuantizer
@@ -13,8 +13,9 @@ from megafp8.fp8.recipes.delayed import Delayed
 from megafp8.fp8.rule import CastRule, RuleUpdate
 from megafp8.fp8.scaling import ReduceMax, ScalingState, Slot
 from megafp8.specs import Fp8Recipe
+from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipe import Recipe
-from megafp8.specs.recipes import HIGH_PRECISION, find_recipe
+from megafp8.specs.recipes import HIGH_PRECISION, find_recipe, label_of
 from megafp8.specs.traits import ROLES, Traits
 
 
@@ -51,7 +52,11 @@ def linear_quantizer(
     if precision == state.recipe.name:
         _check_format(state.recipe, chosen.traits)
     reductions = reduce_max, reduce_columns
-    by_role = {role: _tensor_quantizer(state, chosen, name, role, *reductions) for role in ROLES}
+    formats = {role: _format(state.recipe, precision, role) for role in ROLES}
+    by_role = {
+        role: _tensor_quantizer(state, chosen, name, role, formats[role], *reductions)
+        for role in ROLES
+    }
     tensors = {role: _with_part(tensor, part(role)) for role, tensor in by_role.items()}
     return LinearQuantizer(name, state, tensors, state.recipe.kept_high(precision, name))
 
@@ -78,20 +83,26 @@ def _tensor_quantizer(
     chosen: Recipe,
     name: str,
     role: Role,
+    fmt: Fp8Format,
     reduce_max: Callable[[Role], ReduceMax | None],
     reduce_columns: Callable[[Role], ReduceMax | None],
 ) -> TensorQuantizer:
-    """Return what quantizes the tensor `role` of a linear by the recipe `chosen`."""
+    """Return what quantizes the tensor `role` of a linear to `fmt` by the recipe `chosen`."""
     settings, traits = state.recipe, chosen.traits
     power_2 = settings.power_2_scale if traits.power_2_is_choice else traits.power_2_default
     over_ranks = reduce_max(role) if traits.agrees else None
     over_tokens = reduce_columns(role) if traits.agrees_on_columns else None
-    fmt = _format(settings, traits, role)
     tensor = TensorQuantizer(chosen, state, name, role, fmt, power_2, over_ranks, over_tokens)
     if traits.has_history:  # casts are those of `delayed`; `update` may be the recipe's own
         slot = _row_of(state, chosen, name, role)
+        if slot.table.fmt is not fmt:
+            raise UserError(
+                f"{name}: {label_of(settings.precision_of(name))} has gradients in {fmt.name}, and "
+                f"another recipe with a history has them in {slot.table.fmt.name}, while all "
+                "histories are of one format. Use one of the two recipes"
+            )
         rule = chosen if isinstance(chosen, Delayed) else Delayed()
-        return replace(tensor, rule=rule, fmt=slot.table.fmt, slot=slot)
+        return replace(tensor, rule=rule, slot=slot)
     if chosen.has_operands():
         return tensor
     return replace(tensor, rule=CastRule(chosen, tensor))
@@ -114,12 +125,13 @@ def _check_format(settings: Fp8Recipe, traits: Traits) -> None:
         )
 
 
-def _format(settings: Fp8Recipe, traits: Traits, role: Role) -> Fp8Format:
-    """Return the format in which a recipe quantizes the tensor `role`."""
+def _format(settings: Fp8Recipe, name: RecipeName, role: Role) -> Fp8Format:
+    """Return the format in which the recipe of a name quantizes the tensor `role`."""
+    traits = find_recipe(name).traits
     if traits.is_simulated:
         return SIMULATED
     if traits.numbers == "e2m1":
         return E2M1
     if role != "grad_output":
         return FORMATS[settings.forward_format]
-    return E4M3 if traits.is_e4m3 else FORMATS[settings.backward_format]
+    return FORMATS[settings.gradients_in(name)]

@@ -135,6 +135,9 @@ CHECKS: dict[str, Check] = {
     "backward_format": _names(get_args(FormatName))._replace(
         accepts=lambda value: value is None or _is_one_of(get_args(FormatName))(value)
     ),
+    "modules_backward_format": _names(get_args(FormatName))._replace(
+        accepts=lambda value: value is None or _is_one_of(get_args(FormatName))(value)
+    ),
     "margin": Check(
         _is_whole(*MARGINS), f"a whole number from {MARGINS[0]} to {MARGINS[1]}", "Use 0 or 1"
     ),

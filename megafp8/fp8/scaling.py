@@ -383,7 +383,8 @@ class ScalingState:
     def _begin(self, recipe: Fp8Recipe) -> None:
         """Begin with empty tables of a recipe."""
         self.recipe = recipe
-        self.forward, self.backward = (ScaleTable(recipe, fmt) for fmt in formats_of(recipe))
+        self.forward = ScaleTable(recipe, FORMATS[recipe.forward_format])
+        self.backward = ScaleTable(recipe, FORMATS[recipe.gradients_with_history])
 
     @property
     def keeps_addresses(self) -> bool:

@@ -25,6 +25,7 @@ from megafp8.errors import RunError, UserError
 from megafp8.files import to_json
 from megafp8.jobs.job import directory_problems
 from megafp8.jobs.starts import FROM, Start
+from megafp8.observe.units import plural
 from megafp8.secrets import say
 from megafp8.specs.recipes import (
     HIGH_PRECISION,
@@ -311,6 +312,14 @@ def _name(values: Mapping[str, object], otherwise: str) -> str:
     return PRECISIONS.get(str(values["trainer.precision"]), otherwise)
 
 
+def _with_rules(values: Mapping[str, object]) -> str:
+    """Return what a precision is called after its own name: the linears with another one."""
+    rules = (parse_modules(values[MODULES]) or ()) if values["model.fp8"] else ()
+    others = [f"{rule.pattern} in {label_of(rule.precision)}" for rule in rules]
+    others[2:] = [f"{plural(len(others) - 2, 'rule')} more"] if len(others) > 2 else []
+    return f" with {', '.join(others)}" if others else ""
+
+
 def _names(
     base: Mapping[str, object],
     others: Sequence[Mapping[str, object]],
@@ -319,7 +328,8 @@ def _names(
     """Return different names of the baseline and of the others: of precisions if these differ."""
     names = [_name(base, BASELINE), *(_name(other, GIVEN) for other in others)]
     if len(set(names)) == len(names):
-        return names
+        each = zip(names, (base, *others), strict=True)
+        return [name + _with_rules(values) for name, values in each]
     if len(others) == 1:
         return [BASELINE, GIVEN]
     names = [

@@ -21,7 +21,7 @@ from megafp8.config.overrides import quoted
 from megafp8.config.own_recipes import MODULES
 from megafp8.config.precision_changes import SCHEDULE
 from megafp8.config.precision_spec import settings_recipe
-from megafp8.config.values import named_linears
+from megafp8.config.values import named_linears, without_effect
 from megafp8.jobs.comparison import pairs_of
 from megafp8.jobs.configurations import Comparison, Configuration
 from megafp8.jobs.job import Job
@@ -121,7 +121,13 @@ def setting_of(parts: Sequence[str], values: Mapping[str, Any], start: Start | N
         high = zip(GEMMS, values[PRODUCTS], strict=True)
         return f"{PRODUCTS}=[{','.join(str(name in parts or is_high) for name, is_high in high)}]"
     rules = [*(f"{part}:{HIGH_PRECISION}" for part in parts), *values[MODULES]]
-    return f"{MODULES}=[{','.join(map(quoted, rules))}]"
+    return _modules(rules, values)
+
+
+def _modules(rules: Sequence[str], values: Mapping[str, Any]) -> str:
+    """Return the setting of rules, without those that earlier ones leave no linear."""
+    idle = without_effect(rules, named_linears(values))
+    return f"{MODULES}=[{','.join(quoted(rule) for rule in rules if rule not in idle)}]"
 
 
 def _setting_of_one(part: str, values: Mapping[str, Any], start: Start | None) -> str:
@@ -134,8 +140,7 @@ def _setting_of_one(part: str, values: Mapping[str, Any], start: Start | None) -
     if start is not None:
         back = [{"modules": [name], "recipe": own} for name, own in kept]
         return start.schedule(values[SCHEDULE], [{"recipe": HIGH_PRECISION}, *back])
-    rules = [f"{name}:{own}" for name, own in kept]
-    return f"{MODULES}=[{','.join(map(quoted, [*rules, f'*:{HIGH_PRECISION}']))}]"
+    return _modules([*(f"{name}:{own}" for name, own in kept), f"*:{HIGH_PRECISION}"], values)
 
 
 # ---- what the loss gains

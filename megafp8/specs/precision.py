@@ -82,6 +82,9 @@ class Fp8Recipe:
     modules: tuple[
         ModuleRule, ...
     ] = ()  # the first rule that matches decides; otherwise `name` does
+    # of linears whose rule names another recipe, where that one has the format; None stands for
+    # `backward_format` if `name` has a choice of formats, and else for the recipe's own first
+    modules_backward_format: FormatName | None = None
 
     def __post_init__(self) -> None:
         """Choose the format of gradients, unless the recipe is code that is not imported yet."""
@@ -109,6 +112,22 @@ class Fp8Recipe:
         """Return the recipe under which the linear of this name runs."""
         rule = self.rule_of(linear)
         return self.name if rule is None else rule.precision
+
+    def gradients_in(self, name: RecipeName) -> FormatName:
+        """Return the format of the output gradients of linears under a recipe of this name."""
+        if name == self.name:
+            return self.backward_format
+        formats = find_recipe(name).traits.backward_formats
+        has_choice = len(find_recipe(self.name).traits.backward_formats) > 1
+        wanted = self.modules_backward_format or (self.backward_format if has_choice else None)
+        return wanted if wanted in formats else formats[0]
+
+    @property
+    def gradients_with_history(self) -> FormatName:
+        """Return the format of the output gradients whose scales follow from histories."""
+        known = (name for name in self.names if problem(name) is None)
+        found = sorted(name for name in known if find_recipe(name).traits.has_history)
+        return self.gradients_in(self.name if self.name in found or not found else found[0])
 
     def draws_in(self, linears: Iterable[str]) -> bool:
         """Whether casts of one of the linears of these names draw random numbers."""

@@ -8,6 +8,7 @@ called where a user has named them; `find_recipe` never does.
 
 from __future__ import annotations
 
+import difflib
 import dis
 import hashlib
 import importlib
@@ -184,7 +185,10 @@ def switched_off(name: str, options: Iterable[str]) -> str:
 def _installed(name: str) -> Recipe:
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in points:
-        raise RecipeError(f"{name}: there is no such recipe; there are {', '.join(RECIPES)}")
+        close = difflib.get_close_matches(name, (*RECIPES, HIGH_PRECISION), n=1)
+        meant = f". Did you mean {close[0]}?" if close else ""
+        known = f"there are {', '.join(RECIPES)}, and code such as FILE.py:CLASS"
+        raise RecipeError(f"{name}: there is no such recipe{meant or ';'} {known}")
     value = points[name].value
     target, _, wanted = value.partition(":")
     return _made(name, _class_in(name, _imported(name, target), wanted))

@@ -21,9 +21,10 @@ from megafp8.parallel.agreement import agree, raise_on_all
 from megafp8.parallel.watchdog import Limit, Watchdog
 from megafp8.runs.lost import log_sizes, note_save
 from megafp8.specs import RunSpec
+from megafp8.specs.recipes import names_code
 from megafp8.train import state_dict
 from megafp8.train.load import newest_after_cleanup
-from megafp8.train.nonfinite import first_nonfinite
+from megafp8.train.nonfinite import WEIGHT, first_nonfinite
 from megafp8.train.pace import Span
 from megafp8.train.phases import begin_phase, phase_of
 from megafp8.train.process import Garbage
@@ -383,6 +384,20 @@ def how_to_continue(run: Run) -> str:
     return f". This run has no name; continue it with exp_manager.name={name}"
 
 
+def _remedy(state: TrainState, first_bad: str) -> str:
+    """Return what to do about a step whose first tensor that is not finite has this name."""
+    if first_bad.startswith(WEIGHT):
+        return "Continue from an earlier checkpoint, or begin with other weights"
+    recipe = state.backend.spec.precision.fp8
+    rules = [name for name in sorted(recipe.names if recipe else ()) if names_code(name)]
+    test = f"Test your recipe (megafp8 recipe check {rules[0]}), lower" if rules else "Lower"
+    return (
+        f"{test} model.optim.lr in a new run, or set trainer.nonfinite_policy=skip (skip such "
+        "batches) or rollback (go back to the last checkpoint); both end the run after "
+        f"{MAX_NONFINITE_IN_A_ROW} in a row"
+    )
+
+
 def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResult) -> bool:
     """Follow `nonfinite_policy` after a step with a loss or gradient norm that is not finite.
 
@@ -399,9 +414,7 @@ def handle_nonfinite(run: Run, microbatches: list[Microbatch], result: StepResul
     if policy == "stop" or in_a_row >= MAX_NONFINITE_IN_A_ROW:
         raise_on_all(
             NonFiniteError(
-                f"{finding}. Nothing of this step was saved. Lower model.optim.lr in a new run, "
-                "or set trainer.nonfinite_policy=skip (skip such batches) or rollback (go back to "
-                f"the last checkpoint); both end the run after {MAX_NONFINITE_IN_A_ROW} in a row"
+                f"{finding}. Nothing of this step was saved. {_remedy(run.state, name)}"
                 f"{how_to_continue(run)}"
             )
         )

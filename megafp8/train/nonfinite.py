@@ -14,6 +14,8 @@ from megafp8.parallel.agreement import first_known
 from megafp8.train.state import TrainState
 from megafp8.train.step import local_batch
 
+WEIGHT = "weight "  # begins the name of a weight that is not finite itself
+
 
 def first_nonfinite(state: TrainState, microbatches: Sequence[Microbatch]) -> str:
     """Return the name of the first tensor that is not finite, in the order of computation.
@@ -40,7 +42,7 @@ def _first_parameter(state: TrainState, params: Sequence[nn.Parameter]) -> str |
         if values.itemsize == 1:  # a weight kept in FP8, whose dtypes torch cannot test
             values = values.float()
         if not torch.isfinite(values).all():
-            return f"weight {_name(param)}"
+            return f"{WEIGHT}{_name(param)}"
     return None
 
 

@@ -598,6 +598,12 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
         ["model.fp8_recipe=a/lab.py:One,b/lab.py:One,b/lab.py:Two"],
         [f"model.fp8_recipe={name}" for name in ("a/lab.py:One", "b/lab.py:One", "b/lab.py:Two")],
     ),
+    "rules beside another recipe": (
+        ["model.fp8_modules=['*.fc2:high_precision','*.fc1:mxfp8','*.qkv:mxfp8']",
+         "model.fp8_recipe=mxfp8,blockwise", "--base", "model.fp8=False"],
+        [f"FP8 {name} with *.fc2 in high_precision, *.fc1 in mxfp8, 1 rule more"
+         for name in ("mxfp8", "blockwise")],
+    ),
     "quoted": (
         ["exp_manager.wandb_logger_kwargs.group=3.10,'3.1'",
          "exp_manager.create_wandb_logger=True", "exp_manager.wandb_logger_kwargs.project=p",
@@ -678,6 +684,14 @@ def test_presets_of_ones_own_stand_for_settings_that_exclude_each_other(
 # ---- one part at a time in high precision
 
 TWO_LAYERS = [FP8, "model.num_layers=2"]
+
+
+def test_a_seed_that_is_given_twice_is_refused(
+    made: list[Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare.main(["model.fp8=True", "--seeds", "1", "2", "1", "--out", "out"]) == 2
+    assert not made and "--seeds=1 2 1" in (said := capsys.readouterr().err)
+    assert "has a seed twice" in said
 
 
 def test_each_layer_stays_in_high_precision_once(made: list[Job]) -> None:

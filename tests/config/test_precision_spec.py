@@ -240,6 +240,35 @@ def test_a_pattern_that_matches_nothing_is_refused_with_close_names(
     assert said in str(error.value)
 
 
+def test_a_rule_that_comes_too_late_is_refused() -> None:
+    rules = '["*.mlp.*:tensorwise","*.fc1:rowwise","*:blockwise"]'
+    with pytest.raises(ConfigError) as error:
+        recipe(f"model.fp8_modules={rules}")
+    assert "*.fc1:rowwise decides about no linear" in str(error.value)
+    assert "Write it before *.mlp.*, or leave it out" in str(error.value)
+    assert "*:blockwise decides" not in str(error.value)  # the linears of attention
+
+
+@pytest.mark.parametrize(
+    ("settings", "formats"),
+    [
+        (["model.fp8_recipe=mxfp8"], {"mxfp8": "e4m3", "delayed": "e5m2"}),
+        (["model.fp8_recipe=mxfp8", "model.fp8_e4m3=True"], {"mxfp8": "e4m3", "delayed": "e4m3"}),
+        (["model.fp8_recipe=tensorwise"], {"tensorwise": "e5m2", "delayed": "e5m2"}),
+        (
+            ["model.fp8_recipe=tensorwise", "model.fp8_e4m3=True"],
+            {"tensorwise": "e4m3", "delayed": "e4m3"},
+        ),
+        (["model.fp8_recipe=mxfp8", "model.fp8_e4m3=False"], {"delayed": "e5m2"}),
+    ],
+)
+def test_linears_under_another_recipe_have_its_format_of_gradients(
+    settings: list[str], formats: dict[str, str]
+) -> None:
+    found = recipe(*settings, 'model.fp8_modules=["*.fc2:delayed"]')
+    assert {name: found.gradients_in(name) for name in formats} == formats
+
+
 def test_a_pattern_of_another_pipeline_stage_is_fine() -> None:
     stages = ["model.num_layers=2", "trainer.devices=2", "model.pipeline_model_parallel_size=2"]
     for layer in (0, 1):

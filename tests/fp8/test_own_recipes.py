@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ from fp8_numerics import block_casts
 from fp8_numerics.cast import Fp8Tensor
 from fp8_numerics.gemm import GemmCounter, gemm
 from megafp8 import fp8
+from megafp8.errors import UserError
 from megafp8.fp8.build import linear_quantizer
 from megafp8.fp8.draws import Tokens
 from megafp8.fp8.probe import values
@@ -135,6 +137,53 @@ def test_a_rotated_tensor_is_filled_with_zeros_to_whole_blocks(role: Role) -> No
     (last, first), (of_filled, whole) = (operands(own("four_bits"), role, t) for t in (x, filled))
     assert torch.equal(values(last), values(of_filled)[:24])
     assert torch.equal(values(first), values(whole)) and values(first)[24:].any()
+
+
+class E5Alone(Recipe):
+    traits = Traits(
+        input=alike(ROW), weight=alike(ROW), grad_output=alike(ROW), backward_formats=("e5m2",)
+    )
+
+    def cast(self, x_MK: torch.Tensor, cast: Cast) -> Scaled:
+        raise AssertionError("only the format is asked for")
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_rule", "fmt"),
+    [
+        ({"name": "mxfp8"}, "delayed", "e5m2"),
+        ({"name": "mxfp8"}, "tensorwise", "e5m2"),
+        ({"name": "mxfp8", "modules_backward_format": "e4m3"}, "delayed", "e4m3"),
+        ({"name": "mxfp8", "modules_backward_format": "e5m2"}, "blockwise", "e4m3"),
+        ({"name": "delayed"}, "mxfp8", "e4m3"),
+        ({"name": "delayed", "backward_format": "e4m3"}, "tensorwise", "e4m3"),
+        ({"name": "mxfp8"}, "E5Alone", "e5m2"),
+        ({"name": "delayed", "backward_format": "e4m3"}, "E5Alone", "e5m2"),
+    ],
+)
+def test_a_rule_of_linears_has_gradients_in_its_recipes_own_format(
+    settings: dict[str, Any], of_rule: str, fmt: str
+) -> None:
+    """Not in that of a main recipe which has no choice; tables of histories have it too."""
+    chosen = register_recipe(E5Alone) if of_rule == "E5Alone" else of_rule
+    state = ScalingState(Fp8Recipe(**settings, modules=(ModuleRule("*.fc2", chosen),)))
+    quantizer = linear_quantizer(state, "layers.0.mlp.fc2")
+    assert quantizer is not None
+    formats = {role: tensor.fmt.name for role, tensor in quantizer.tensors.items()}
+    assert formats == {"input": "e4m3", "weight": "e4m3", "grad_output": fmt}
+    if (slot := quantizer.tensors["grad_output"].slot) is not None:
+        assert slot.table.fmt.name == fmt
+
+
+def test_histories_of_two_formats_are_refused() -> None:
+    class OfE5(Recipe):
+        traits = replace(load_recipe(own("smoothed")).traits, backward_formats=("e5m2",))
+
+    rules = (ModuleRule("*.fc2", register_recipe(OfE5)),)
+    state = ScalingState(Fp8Recipe(backward_format="e4m3", modules=rules))
+    assert linear_quantizer(state, "layers.0.mlp.fc1") is not None
+    with pytest.raises(UserError, match=r"fc2: OfE5 .* in e5m2, and another .* e4m3, while all"):
+        linear_quantizer(state, "layers.0.mlp.fc2")
 
 
 class Drawing(Recipe):

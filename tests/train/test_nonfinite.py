@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,6 +61,14 @@ def test_a_run_without_a_name_continues_by_the_name_that_the_error_gives(place: 
     done = place.run(f"exp_manager.name={name}", policy("skip"))
     assert done.code == 0, done.output
     assert [path.name for path in place.dir().parent.iterdir() if path.is_dir()] == [name]
+
+
+def test_a_recipe_of_ones_own_is_to_be_tested(place: Place) -> None:
+    recipe = str(Path(__file__).parents[1] / "own_recipes/blocks_of_32.py:BlocksOf32")
+    settings = (f"model.fp8_recipe={recipe}", "model.fp8_amax_history_len=1024")
+    done = place.run(*settings, fault=["nan_gradient", "final_norm.weight", [1]])
+    assert done.code == 3, done.output
+    assert f"Test your recipe (megafp8 recipe check {recipe}), lower model.optim" in done.output
 
 
 def test_the_first_bad_tensor_is_found_among_weights_in_fp8(place: Place) -> None:
@@ -262,6 +271,8 @@ def test_a_weight_that_became_infinite_is_never_saved(
     done = place.run(fault=["infinite_weight", name, 5])
     assert done.code == 3
     assert f"error: step 6: loss nan, grad norm nan; first bad: weight {name}." in done.output
+    assert "was saved. Continue from an earlier checkpoint" in done.output
+    assert "model.optim.lr" not in done.output.splitlines()[-1]  # does not mend a weight
     assert place.steps() == [2, 4]
     assert "Traceback" not in done.output
     assert place.run().code == 0

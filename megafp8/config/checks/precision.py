@@ -17,9 +17,14 @@ from megafp8.config.keys import Values
 from megafp8.config.precision_changes import SCHEDULE, parse_schedule
 from megafp8.config.rows import NATIVE
 from megafp8.config.rules import Finding, Origins, Rules, nearest_multiples
-from megafp8.config.values import named_linears, recipes_in, size_multiple, without_match
+from megafp8.config.values import (
+    named_linears,
+    recipes_in,
+    size_multiple,
+    without_effect,
+)
 from megafp8.specs.precision import GEMMS
-from megafp8.specs.recipes import RECIPES, find_recipe, names_where, recipes_where
+from megafp8.specs.recipes import RECIPES, find_recipe, label_of, names_where, recipes_where
 from megafp8.specs.traits import TENSOR_CORE_MULTIPLE
 
 rule = Rules()
@@ -239,8 +244,15 @@ def _patterns_match(v: Values) -> Iterator[Finding]:
     if not v["model.fp8"] or not v["model.fp8_modules"]:
         return
     names = named_linears(v)
-    for entry in without_match(v["model.fp8_modules"], names):
-        yield no_match("model.fp8_modules", entry.partition(":")[0], names)
+    for entry, earlier in without_effect(v["model.fp8_modules"], names).items():
+        if earlier is None:
+            yield no_match("model.fp8_modules", entry.partition(":")[0], names)
+            continue
+        yield Finding(
+            "model.fp8_modules",
+            f"{entry} decides about no linear, since the first pattern that matches one decides",
+            f"Write it before {earlier}, or leave it out",
+        )
 
 
 def no_match(key: str, pattern: str, names: Sequence[str]) -> Finding:
@@ -299,9 +311,16 @@ def format_notes(v: Values, origins: Origins) -> Iterator[str]:
 
 def two_formats(v: Values, origins: Origins) -> Iterator[Finding]:
     """Yield `fp8_hybrid` if the recipe rules it out, or a key beside it on the command line."""
+    name = v.get("model.fp8_recipe")
+    if v.get("model.fp8") and v.get("model.fp8_e4m3"):
+        for other in recipes_where(recipes_in(v), lambda t: "e4m3" not in t.backward_formats):
+            yield Finding(
+                "model.fp8_e4m3",
+                f"{label_of(other)} has output gradients in E5M2 alone",
+                "Leave it out (null), or give the recipe both in its backward_formats",
+            )
     if not v.get("model.fp8") or not v.get("model.fp8_hybrid"):
         return
-    name = v.get("model.fp8_recipe")
     if name is not None and recipes_where((name,), lambda traits: traits.is_e4m3):
         others = " or ".join(names_where(lambda traits: not traits.is_e4m3))
         yield Finding(

@@ -299,8 +299,10 @@ class Precision:
         [],
         "Rules `PATTERN:CHOICE` that give linears, by name, another recipe or `high_precision`; "
         "the first matching rule applies. Linears are named `layers.N.attention.qkv`, "
-        "`.attention.projection`, `.mlp.fc1` and `.mlp.fc2`; a pattern that matches none is "
-        "refused. Example: `*.mlp.fc2:high_precision`.",
+        "`.attention.projection`, `.mlp.fc1` and `.mlp.fc2`, and with experts `.mlp.experts.E.fc1` "
+        "and `.mlp.shared.fc1`; a rule that decides about none is refused. Output gradients have "
+        "the format of `fp8_e4m3` and `fp8_hybrid` if the recipe has it, and otherwise the "
+        "recipe's own. Example: `*.mlp.fc2:high_precision`.",
         valid=Valid(
             "a list of PATTERN:CHOICE", lambda v: modules_problem(v) is None, why=modules_problem
         ),

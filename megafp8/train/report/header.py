@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from megafp8.runs.run_data import RunData, epochs_of
 from megafp8.specs import Fp8Recipe, GPTSpec, RunSpec, TrainSpec
 from megafp8.specs.geometry import EXPERTS
 from megafp8.specs.parameters import num_active_parameters, num_parameters
+from megafp8.specs.precision import RecipeName
 from megafp8.specs.recipes import find_recipe, label_of
 from megafp8.train.graphs import WARMUP_STEPS
 from megafp8.train.live_bytes import MemoryOf
@@ -363,17 +364,26 @@ def _formats_of(spec: RunSpec) -> str:
     recipe = spec.precision.fp8
     if recipe is None or recipe.is_unused:
         return compute
-    return f"{recipe_and_numbers(recipe)}, in QKV, projection, FC1, FC2; the rest {compute}"
+    where = "".join([", in QKV, projection, FC1, FC2", *_others_of(recipe)])
+    return f"{recipe_and_numbers(recipe, recipe.name)}{where}; the rest {compute}"
 
 
-def recipe_and_numbers(recipe: Fp8Recipe) -> str:
-    """Return the recipe of a run and its numbers: `FP8 delayed, hybrid E4M3/E5M2`."""
-    name, traits = label_of(recipe.name), find_recipe(recipe.name).traits
+def _others_of(recipe: Fp8Recipe) -> Iterator[str]:
+    """Yield which linears have other recipes: `, but *.experts.* in FP8 mxfp8, E4M3`."""
+    for name in sorted(recipe.names - {recipe.name}):
+        patterns = [rule.pattern for rule in recipe.modules if rule.precision == name]
+        more = f" and {len(patterns) - 2} more" if len(patterns) > 2 else ""
+        yield f", but {', '.join(patterns[:2])}{more} in {recipe_and_numbers(recipe, name)}"
+
+
+def recipe_and_numbers(recipe: Fp8Recipe, chosen: RecipeName) -> str:
+    """Return one of a run's recipes and its numbers: `FP8 delayed, hybrid E4M3/E5M2`."""
+    name, traits = label_of(chosen), find_recipe(chosen).traits
     if traits.is_simulated:
         return f"simulated {name}, values of its rule"
     if traits.numbers == "e2m1":
         return f"{traits.kind} {name}, E2M1"
-    formats = "E4M3" if recipe.backward_format == "e4m3" else "hybrid E4M3/E5M2"
+    formats = "E4M3" if recipe.gradients_in(chosen) == "e4m3" else "hybrid E4M3/E5M2"
     return f"{traits.kind} {name}, {formats}"
 
 
