@@ -8,17 +8,21 @@ transposes it. The bits are those of `mxfp8.py`, `nvfp4.py` and `scales.py`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import torch
 
+from fp8_numerics.dtypes import described
 from fp8_numerics.formats import E4M3, Fp8Format
 from fp8_numerics.kernels.compile import IN_C, KINDS, library_for
 
 Block = tuple[int, int]
+Matrix = tuple[int, int, int, int]  # address, rows, columns, kind
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 OUT_KINDS = (torch.float32, torch.bfloat16)
 _STRIP = 256  # columns that the kernels do together
+_FP4_BLOCKS = ((1, 16), (16, 1), (16, 16))
 
 
 def runs_in_c(x: torch.Tensor) -> bool:
@@ -43,11 +47,14 @@ class BlockCast(NamedTuple):
 def mxfp8(
     x_MN: torch.Tensor, *, along_columns: bool, values: torch.dtype | None = None
 ) -> BlockCast:
-    """Cast to E4M3 with a scale for each 32 elements of rows or columns."""
-    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
-    assert lib is not None
-    made, results = _new(x_MN, (32, 1) if along_columns else (1, 32), E4M3, values)
-    lib.megafp8_mxfp8(*_matrix(x_MN), int(along_columns), *results, torch.get_num_threads())
+    """Cast to E4M3 with a scale for each 32 elements of rows or columns; the last may be fewer.
+
+    Raises:
+        TypeError: `x_MN` is no matrix in FP32, BF16 or FP16, or `values` is not FP32 or BF16.
+    """
+    lib, x_MN, matrix = _read(x_MN)
+    made, results = _new(x_MN, matrix, (32, 1) if along_columns else (1, 32), E4M3, values)
+    lib.megafp8_mxfp8(*matrix, int(along_columns), *results, torch.get_num_threads())
     return made
 
 
@@ -63,15 +70,17 @@ def current(
     """Cast to FP8 with a scale for each block by its own amax; None where no kernel does it.
 
     The rules are those of `scales.scale_of_amax`, and with `torchao` of `scale_of_amax_torchao`.
+
+    Raises:
+        TypeError: `x_MN` is no matrix, or `values` is not FP32 or BF16.
     """
     down, right = block
     if not (x_MN.numel() and fmt in IN_C and runs_in_c(x_MN)) or (down > 1 and _STRIP % right):
         return None
-    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
-    assert lib is not None
-    made, results = _new(x_MN, block, fmt, values)
+    lib, x_MN, matrix = _read(x_MN)
+    made, results = _new(x_MN, matrix, block, fmt, values)
     choices = (int(choice) for choice in (not fmt.is_e4m3, power_2, torchao))
-    lib.megafp8_current(*_matrix(x_MN), *block, *choices, *results, torch.get_num_threads())
+    lib.megafp8_current(*matrix, *block, *choices, *results, torch.get_num_threads())
     return made
 
 
@@ -84,82 +93,134 @@ def nvfp4(
 ) -> BlockCast:
     """Cast to E2M1 by blocks of 1 x 16, 16 x 1 or 16 x 16, which divide the sizes.
 
-    `amax` (0-d FP32) is the tensor's, and `byte` [M, N] asks for random rounding.
+    `amax` (0-d FP32) is the tensor's, and `byte` (uint8 [M, N]) asks for random rounding.
+
+    Raises:
+        TypeError: `x_MN` is no matrix in FP32, BF16 or FP16, or `amax`, `byte` or `values` has
+            another dtype than these.
+        ValueError: Another block, one that does not divide a size, more amaxes than one, or `byte`
+            has another shape or is not contiguous.
     """
-    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
-    assert lib is not None and (byte is None or byte.is_contiguous())
-    made, results = _new(x_MN, block, E4M3, values)
+    lib, x_MN, matrix = _read(x_MN)
+    (_, rows, cols, _), (down, right) = matrix, block
+    if block not in _FP4_BLOCKS or rows % down or cols % right:
+        raise ValueError(
+            f"x is {described(x_MN)} in blocks of {block}: NVFP4 has {_FP4_BLOCKS}, which divide "
+            "the sizes. Fill rows or columns up with zeros"
+        )
+    if getattr(amax, "dtype", None) != torch.float32 or amax.numel() != 1 or not amax.is_cpu:
+        _check_read(x_MN, "amax", amax, torch.float32, ())
+    if byte is not None:
+        is_known = getattr(byte, "dtype", None) == torch.uint8 and byte.is_contiguous()
+        if not is_known or byte.shape != (rows, cols) or not byte.is_cpu:
+            _check_read(x_MN, "byte", byte, torch.uint8, (rows, cols))
+    made, results = _new(x_MN, matrix, block, E4M3, values)
     outer = torch.empty_like(amax)
-    lib.megafp8_nvfp4(
-        *_matrix(x_MN),
-        *block,
-        *(_at(t) for t in (amax, byte)),
-        *results,
-        _at(outer),
-        torch.get_num_threads(),
-    )
+    byte_at = None if byte is None else byte.data_ptr()
+    read = *matrix, down, right, amax.data_ptr(), byte_at
+    lib.megafp8_nvfp4(*read, *results, outer.data_ptr(), torch.get_num_threads())
     return made._replace(outer=outer)
 
 
 def _new(
-    x_MN: torch.Tensor, block: Block, fmt: Fp8Format, values: torch.dtype | None
+    x_MN: torch.Tensor, matrix: Matrix, block: Block, fmt: Fp8Format, values: torch.dtype | None
 ) -> tuple[BlockCast, tuple[object, ...]]:
     """Return memory for a cast, and its addresses as the kernels take them."""
-    (rows, cols), (down, right) = x_MN.shape, block
+    (_, rows, cols, _), (down, right) = matrix, block
+    if values is not None and values not in OUT_KINDS:
+        raise TypeError(f"values is {values}, and values are written in {_names(OUT_KINDS)} alone")
     values = values if fmt == E4M3 else None
-    made = BlockCast(
-        torch.empty_like(x_MN, dtype=fmt.dtype),
-        x_MN.new_empty(-(-rows // down), -(-cols // right), dtype=torch.float32),
-        None if values is None else torch.empty_like(x_MN, dtype=values),
-    )
-    kind = 0 if values is None else _KINDS[values]
-    return made, (*(_at(t) for t in made[:3]), kind)
+    payload = torch.empty_like(x_MN, dtype=fmt.dtype)
+    scale = x_MN.new_empty(-(-rows // down), -(-cols // right), dtype=torch.float32)
+    written = payload.data_ptr(), scale.data_ptr()
+    if values is None:
+        return BlockCast(payload, scale), (*written, None, 0)
+    wide = torch.empty_like(x_MN, dtype=values)
+    return BlockCast(payload, scale, wide), (*written, wide.data_ptr(), _KINDS[values])
 
 
 def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return 16 elements of a column at a time times signs (FP32 [16]) and H / 4, in BF16.
 
     The second result is its amax, as of `cast.amax_of`, whose zero may be -0: this one's is +0.
+
+    Raises:
+        TypeError: `x_MN` is no matrix in FP32, BF16 or FP16, or `signs` is not in FP32.
+        ValueError: The rows are not whole 16s, or `signs` is not contiguous [16].
     """
-    x_MN, lib = x_MN.contiguous(), library_for(x_MN)
-    assert lib is not None
-    out, amax = (
-        torch.empty_like(x_MN, dtype=torch.bfloat16),
-        x_MN.new_empty((), dtype=torch.float32),
-    )
-    lib.megafp8_rotate(
-        *_matrix(x_MN), *(_at(t) for t in (signs, out, amax)), torch.get_num_threads()
-    )
+    lib, x_MN, matrix = _read(x_MN)
+    if matrix[1] % 16:
+        raise ValueError(
+            f"x is {described(x_MN)}, and 16 rows are rotated together: fill them up with zeros"
+        )
+    is_known = getattr(signs, "dtype", None) == torch.float32 and signs.is_contiguous()
+    if not is_known or signs.shape != (16,) or not signs.is_cpu:
+        _check_read(x_MN, "signs (nvfp4.signs())", signs, torch.float32, (16,))
+    out = torch.empty_like(x_MN, dtype=torch.bfloat16)
+    amax = x_MN.new_empty((), dtype=torch.float32)
+    at = signs.data_ptr(), out.data_ptr(), amax.data_ptr()
+    lib.megafp8_rotate(*matrix, *at, torch.get_num_threads())
     return out, amax
 
 
 def block_values(
     payload_MN: torch.Tensor, scale: torch.Tensor, block: Block, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """Return number * scale, rounded once to FP32 or BF16; None where no kernel does it."""
+    """Return number * scale, rounded once to FP32 or BF16; None where no kernel does it.
+
+    Raises:
+        TypeError: `scale` is not in FP32.
+        ValueError: `scale` has not one number for each block.
+    """
     lib = library_for(payload_MN)
     if lib is None or dtype not in OUT_KINDS or payload_MN.dtype != torch.float8_e4m3fn:
         return None
-    if not payload_MN.is_contiguous() and payload_MN.t().is_contiguous():
+    is_contiguous = payload_MN.is_contiguous()
+    if not is_contiguous and payload_MN.t().is_contiguous():
         turned = block_values(payload_MN.t(), scale.t(), block[::-1], dtype)
         return None if turned is None else turned.t()
-    payload_MN, scale = payload_MN.contiguous(), scale.contiguous()
+    payload_MN = payload_MN if is_contiguous else payload_MN.contiguous()
+    (rows, cols), (down, right), scale = payload_MN.shape, block, scale.contiguous()
+    if rows and cols:
+        shape = -(-rows // down), -(-cols // right)
+        if scale.dtype != torch.float32 or scale.shape != shape or not scale.is_cpu:
+            _check_read(payload_MN, "scale", scale, torch.float32, shape)
     out = torch.empty_like(payload_MN, dtype=dtype)
-    lib.megafp8_block_values(
-        _at(payload_MN),
-        *payload_MN.shape,
-        _at(scale),
-        *block,
-        _at(out),
-        _KINDS[dtype],
-        torch.get_num_threads(),
-    )
+    read = payload_MN.data_ptr(), rows, cols, scale.data_ptr(), down, right
+    lib.megafp8_block_values(*read, out.data_ptr(), _KINDS[dtype], torch.get_num_threads())
     return out
 
 
-def _matrix(x_MN: torch.Tensor) -> tuple[object, ...]:
-    """Return a contiguous matrix as the kernels take it: address, rows, columns, kind."""
-    return x_MN.data_ptr(), *x_MN.shape, _KINDS[x_MN.dtype]
+def _read(x_MN: torch.Tensor) -> tuple[Any, torch.Tensor, Matrix]:
+    """Return the kernels, a matrix that is contiguous, and what they take it as."""
+    kind = _KINDS.get(getattr(x_MN, "dtype", None))
+    shape = () if kind is None else x_MN.shape
+    if kind is None or len(shape) != 2:
+        raise TypeError(f"x is {described(x_MN)}, and not a matrix of {_names(KINDS)}")
+    lib, x_MN = library_for(x_MN), x_MN.contiguous()
+    assert lib is not None
+    return lib, x_MN, (x_MN.data_ptr(), *shape, kind)
+
+
+def _check_read(
+    x: torch.Tensor, name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    """Raise an error unless kernels can read a tensor beside `x`, which may stand for one on a CPU.
+
+    Callers ask the same before, inline: an attribute of a tensor costs a percent of a small cast.
+    """
+    needed = f"kernels read {dtype} {list(shape)} on {x.device}"
+    is_known = isinstance(tensor, torch.Tensor) and tensor.dtype == dtype
+    if not is_known or (x.is_cpu and not tensor.is_cpu):
+        raise TypeError(f"{name} is {described(tensor)}, and {needed}")
+    if tensor.numel() != math.prod(shape) or (shape and tensor.shape != shape):
+        raise ValueError(f"{name} is {described(tensor)}, and {needed}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has the strides {tensor.stride()}: give {name}.contiguous()")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(map(str, dtypes))
 
 
 def _at(tensor: torch.Tensor | None) -> int | None:
