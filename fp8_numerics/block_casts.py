@@ -1,7 +1,9 @@
 """Cast with a scale for each block in C on CPUs, along rows or along columns, and come back.
 
 A cast along columns reads the tensor as it lies in memory, where a rule in torch operations
-transposes it. The bits are those of `mxfp8.py`, `nvfp4.py` and `scales.py`.
+transposes it. The bits are those of `mxfp8.py`, `nvfp4.py` and `scales.py`, which run on other
+devices and without a compiler (`runs_in_c`); `mxfp8`, `nvfp4` and `rotate_columns` name them there
+in a RuntimeError.
 """
 
 # M, N the tensor's own dims
@@ -15,7 +17,7 @@ import torch
 
 from fp8_numerics.dtypes import described
 from fp8_numerics.formats import E4M3, Fp8Format
-from fp8_numerics.kernels.compile import IN_C, KINDS, library_for
+from fp8_numerics.kernels.compile import IN_C, KINDS, library, library_for
 
 Block = tuple[int, int]
 Matrix = tuple[int, int, int, int]  # address, rows, columns, kind
@@ -51,8 +53,9 @@ def mxfp8(
 
     Raises:
         TypeError: `x_MN` is no matrix in FP32, BF16 or FP16, or `values` is not FP32 or BF16.
+        RuntimeError: There are no kernels for `x_MN`.
     """
-    lib, x_MN, matrix = _read(x_MN)
+    lib, x_MN, matrix = _read(x_MN, "mxfp8.quantize_rows")
     made, results = _new(x_MN, matrix, (32, 1) if along_columns else (1, 32), E4M3, values)
     lib.megafp8_mxfp8(*matrix, int(along_columns), *results, torch.get_num_threads())
     return made
@@ -77,7 +80,7 @@ def current(
     down, right = block
     if not (x_MN.numel() and fmt in IN_C and runs_in_c(x_MN)) or (down > 1 and _STRIP % right):
         return None
-    lib, x_MN, matrix = _read(x_MN)
+    lib, x_MN, matrix = _read(x_MN, "scales.scale_of_amax")
     made, results = _new(x_MN, matrix, block, fmt, values)
     choices = (int(choice) for choice in (not fmt.is_e4m3, power_2, torchao))
     lib.megafp8_current(*matrix, *block, *choices, *results, torch.get_num_threads())
@@ -100,8 +103,9 @@ def nvfp4(
             another dtype than these.
         ValueError: Another block, one that does not divide a size, more amaxes than one, or `byte`
             has another shape or is not contiguous.
+        RuntimeError: There are no kernels for `x_MN`.
     """
-    lib, x_MN, matrix = _read(x_MN)
+    lib, x_MN, matrix = _read(x_MN, "nvfp4.quantize_blocks")
     (_, rows, cols, _), (down, right) = matrix, block
     if block not in _FP4_BLOCKS or rows % down or cols % right:
         raise ValueError(
@@ -147,8 +151,9 @@ def rotate_columns(x_MN: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tenso
     Raises:
         TypeError: `x_MN` is no matrix in FP32, BF16 or FP16, or `signs` is not in FP32.
         ValueError: The rows are not whole 16s, or `signs` is not contiguous [16].
+        RuntimeError: There are no kernels for `x_MN`.
     """
-    lib, x_MN, matrix = _read(x_MN)
+    lib, x_MN, matrix = _read(x_MN, "nvfp4.rotated")
     if matrix[1] % 16:
         raise ValueError(
             f"x is {described(x_MN)}, and 16 rows are rotated together: fill them up with zeros"
@@ -191,14 +196,22 @@ def block_values(
     return out
 
 
-def _read(x_MN: torch.Tensor) -> tuple[Any, torch.Tensor, Matrix]:
-    """Return the kernels, a matrix that is contiguous, and what they take it as."""
+def _read(x_MN: torch.Tensor, rule: str) -> tuple[Any, torch.Tensor, Matrix]:
+    """Return the kernels, a matrix that is contiguous, and what they take it as.
+
+    Without kernels the error names a `rule` in torch operations.
+    """
     kind = _KINDS.get(getattr(x_MN, "dtype", None))
     shape = () if kind is None else x_MN.shape
     if kind is None or len(shape) != 2:
         raise TypeError(f"x is {described(x_MN)}, and not a matrix of {_names(KINDS)}")
     lib, x_MN = library_for(x_MN), x_MN.contiguous()
-    assert lib is not None
+    if lib is None:
+        why = library().note if library().lib is None else f"x is on {x_MN.device}"
+        raise RuntimeError(
+            f"no kernels for x: {why}. Use fp8_numerics.{rule}, which has the same bits for rows, "
+            "and those of columns for the rows of x.t()"
+        )
     return lib, x_MN, (x_MN.data_ptr(), *shape, kind)
 
 

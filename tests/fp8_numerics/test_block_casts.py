@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from fp8_numerics import block_casts, nvfp4
+from fp8_numerics import block_casts, mxfp8, nvfp4
 from fp8_numerics.formats import E4M3
+from fp8_numerics.kernels.compile import Library
 from tests.c_kernels import need_kernels
 
 X, ONE, SIGNS = torch.ones(32, 64), torch.ones(()), nvfp4.signs()
 BYTE, CODES = torch.zeros(32, 64, dtype=torch.uint8), torch.zeros(32, 64).to(E4M3.dtype)
-
-
-@pytest.fixture(autouse=True)
-def _kernels() -> None:
-    need_kernels()
 
 
 def rotate(x: Any = X, signs: Any = SIGNS) -> object:
@@ -76,5 +72,20 @@ def values(scale: Any, block: tuple[int, int] = (1, 16)) -> object:
     ],
 )  # fmt: skip
 def test_what_kernels_would_misread_is_refused(call: Callable[[], object], said: str) -> None:
+    need_kernels()
     with pytest.raises((TypeError, ValueError), match=said):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "rule"),
+    [(mx, mxfp8.quantize_rows), (fp4, nvfp4.quantize_blocks), (rotate, nvfp4.rotated)],
+)
+def test_without_kernels_the_function_of_torch_operations_is_named(
+    call: Callable[[], object], rule: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_casts, "library", lambda: Library(None, "no C compiler found"))
+    monkeypatch.setattr(block_casts, "library_for", lambda x: None)
+    name = f"{rule.__module__}.{rule.__name__}"
+    with pytest.raises(RuntimeError, match=rf"no C compiler found. Use {name}, which has the same"):
         call()
