@@ -77,5 +77,10 @@ ALL_FORMATS: dict[str, Fp8Format] = {
 }
 
 
+def not_a_format(given: object) -> TypeError:
+    """Return the error of what stands where a format is needed, and is none."""
+    return TypeError(f"fmt is {given!r}, and not a format as fp8_numerics.formats.E4M3 is one")
+
+
 def _format_named(name: NumbersName) -> Fp8Format:
     return ALL_FORMATS[name]

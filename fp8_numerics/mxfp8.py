@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from fp8_numerics.formats import E4M3, Fp8Format
+from fp8_numerics.dtypes import described
+from fp8_numerics.formats import E4M3, Fp8Format, not_a_format
+from fp8_numerics.scales import widened
 
 BLOCK = 32
 LARGEST_CODE = 254
@@ -22,7 +24,16 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tens
     """Return numbers [M, K], and the scale of each 32 elements of a row, FP32 [M, K / 32].
 
     The values are the numbers times the scales.
+
+    Raises:
+        TypeError: `fmt` is no format.
+        ValueError: `x_MK` is no matrix, or 32 does not divide K.
     """
+    if not isinstance(x_MK, torch.Tensor) or x_MK.dim() != 2 or x_MK.shape[1] % BLOCK:
+        raise ValueError(
+            f"x is {described(x_MK)}, and not a matrix whose rows are whole blocks of {BLOCK}: "
+            "fill them up with zeros"
+        )
     tiles = x_MK.float().unflatten(1, (-1, BLOCK))
     amax = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(-1)
     inverse, scale = scales_of(amax, fmt)
@@ -31,7 +42,14 @@ def quantize_rows(x_MK: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tens
 
 
 def scales_of(amax: torch.Tensor, fmt: Fp8Format = E4M3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the powers of two from values to numbers, and back, for amaxes in FP32."""
+    """Return the powers of two from values to numbers, and back, for amaxes in FP32.
+
+    Those in BF16 or FP16 are widened, and other dtypes refused (TypeError).
+    """
+    if getattr(amax, "dtype", None) != torch.float32:
+        amax = widened(amax)
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
     code = _code(amax * (1.0 / fmt.max))
     return power_of(LARGEST_CODE - code), power_of(code)
 
@@ -46,4 +64,6 @@ def _code(v: torch.Tensor) -> torch.Tensor:
 
 def power_of(code: torch.Tensor) -> torch.Tensor:
     """Return 2^(code - 127) in FP32, for codes in int32; that of 0 is subnormal."""
+    if code.dtype != torch.int32:  # a byte would be shifted out
+        raise TypeError(f"code is {described(code)}, and is read in torch.int32: code.int()")
     return torch.where(code == 0, 0x400000, code << 23).to(torch.int32).view(torch.float32)

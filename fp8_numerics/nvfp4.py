@@ -14,6 +14,9 @@ from functools import cache
 
 import torch
 
+from fp8_numerics.dtypes import described
+from fp8_numerics.scales import widened
+
 BLOCK = 16
 LARGEST_E2M1, LARGEST_E4M3 = 6.0, 448.0
 LARGEST = LARGEST_E2M1 * LARGEST_E4M3
@@ -38,12 +41,29 @@ def quantize_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return numbers of E2M1 in FP32 [M, K], and the scales of blocks of `rows` x 16, in FP32.
 
-    `amax` is that of the whole tensor (0-d FP32), or of each row [M, 1] where `rows` is 1. `byte`
-    [M, K] asks for random rounding.
+    `amax` is that of the whole tensor (0-d FP32), or of each row [M, 1] where `rows` is 1; in BF16
+    or FP16 it is widened, which is exact. `byte` (uint8 [M, K]) asks for random rounding.
     `scale_of` returns the scales before they are rounded, of the amaxes of blocks and the factor of
     the tensor's amax; without it the rule is the one above.
+
+    Raises:
+        TypeError: `amax` or `byte` has another dtype.
+        ValueError: `x_MK` is no matrix of whole blocks, or `amax` or `byte` has another shape.
     """
-    m, k = x_MK.shape
+    is_matrix = isinstance(x_MK, torch.Tensor) and x_MK.dim() == 2
+    if not is_matrix or x_MK.shape[0] % rows or x_MK.shape[1] % BLOCK:
+        raise ValueError(
+            f"x is {described(x_MK)}, and not a matrix of whole blocks of {rows} x {BLOCK}: fill "
+            "rows and columns up with zeros"
+        )
+    (m, k), amax = x_MK.shape, widened(amax)
+    if amax.numel() != 1 and (rows != 1 or amax.shape != (m, 1)):
+        hint = f", or with one for each row, [{m}, 1]" if rows == 1 else ""
+        raise ValueError(f"amax is {described(amax)}, and is one number of the tensor{hint}")
+    if byte is not None and byte.dtype != torch.uint8:
+        raise TypeError(f"byte is {described(byte)}, and random bytes are torch.uint8")
+    if byte is not None and byte.shape != x_MK.shape:
+        raise ValueError(f"byte is {described(byte)}, and each element of {[m, k]} has one")
     tiles = x_MK.float().reshape(m // rows, rows, k // BLOCK, BLOCK)
     factor = encoding(amax)
     of_block = tiles.abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax((1, 3))
@@ -65,6 +85,7 @@ def _largest(like: torch.Tensor) -> float:
 
 def encoding(amax: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
     """Return the factor that brings an amax (FP32) to the largest element times scale."""
+    amax = widened(amax)
     scale = amax.new_full((), largest).div(amax)  # a number by a tensor would be rounded twice
     scale = scale.clamp_(max=_largest(amax))
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
@@ -72,6 +93,7 @@ def encoding(amax: torch.Tensor, largest: float = LARGEST) -> torch.Tensor:
 
 def outer_of(amax: torch.Tensor) -> torch.Tensor:
     """Return the factor of the whole tensor from number times scale to value (0-d FP32)."""
+    amax = widened(amax)
     return amax.div(amax.new_full((), LARGEST))
 
 
@@ -101,7 +123,16 @@ def _step(magnitude: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(x_MK: torch.Tensor, signs: Sequence[int] = SIGNS) -> torch.Tensor:
-    """Return x with each 16 elements of a row times Hadamard's matrix with signs, in BF16."""
+    """Return x with each 16 elements of a row times Hadamard's matrix with signs, in BF16.
+
+    Raises:
+        ValueError: `x_MK` is no matrix, 16 does not divide K, or there are not 16 signs.
+    """
+    if x_MK.dim() != 2 or x_MK.shape[1] % BLOCK or len(signs) != BLOCK:
+        raise ValueError(
+            f"x is {described(x_MK)} and signs has {len(signs)}: {BLOCK} elements of a row of a "
+            f"matrix are rotated by {BLOCK} signs"
+        )
     matrix = torch.ones(1, 1, dtype=torch.float64)
     while len(matrix) < BLOCK:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

@@ -19,14 +19,25 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fp8_numerics.formats import Fp8Format
+from fp8_numerics.dtypes import DTYPE_NAMES, described
+from fp8_numerics.formats import Fp8Format, not_a_format
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 TORCHAO_SMALLEST_AMAX = 1e-12
 
 
 def scale_of_amax(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) -> torch.Tensor:
-    """Return scales by Transformer Engine's rule, elementwise over FP32 amaxes of any shape."""
+    """Return scales by Transformer Engine's rule, elementwise over FP32 amaxes of any shape.
+
+    Amaxes in BF16 or FP16 are widened, which is exact.
+
+    Raises:
+        TypeError: `amax` has another dtype, or `fmt` is no format.
+    """
+    if getattr(amax, "dtype", None) != torch.float32:
+        amax = widened(amax)
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
     target = torch.full_like(amax, fmt.max)
     scale = torch.div(target, amax).clamp_(max=FLOAT32_MAX)
     if power_2:
@@ -36,7 +47,11 @@ def scale_of_amax(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) -> torch
 
 
 def scale_of_amax_torchao(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) -> torch.Tensor:
-    """Return scales by torchao's rule, elementwise over FP32 amaxes of any shape."""
+    """Return scales by torchao's rule, elementwise over amaxes as `scale_of_amax` takes them."""
+    if getattr(amax, "dtype", None) != torch.float32:
+        amax = widened(amax)
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
     clamped = amax.double().clamp(min=TORCHAO_SMALLEST_AMAX)
     scale = (fmt.max / clamped).float()
     if power_2:
@@ -44,8 +59,24 @@ def scale_of_amax_torchao(amax: torch.Tensor, fmt: Fp8Format, *, power_2: bool) 
     return torch.where(amax.isfinite(), scale, torch.ones_like(scale))
 
 
+def widened(amax: torch.Tensor) -> torch.Tensor:
+    """Return amaxes in FP32; those in BF16 and FP16 stay the same numbers.
+
+    Raises:
+        TypeError: They have another dtype, whose numbers FP32 may not hold.
+    """
+    dtype = getattr(amax, "dtype", None)
+    if dtype not in DTYPE_NAMES:
+        raise TypeError(f"amax is {described(amax)}, and rules read torch.float32: amax.float()")
+    return amax if dtype == torch.float32 else amax.float()
+
+
 def power_2_below(scale: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two that is not above each scale; subnormals become 0."""
+    """Return the largest power of two that is not above each FP32 scale; subnormals become 0."""
+    if scale.dtype != torch.float32:
+        raise TypeError(
+            f"scale is {described(scale)}, and its bits are read in FP32: scale.float()"
+        )
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_numerics import cast, formats
+from fp8_numerics import cast, formats, mxfp8, nvfp4
 from fp8_numerics.cast import (
     Fp8Tensor,
     Quantized,
@@ -29,7 +29,12 @@ from fp8_numerics.formats import Fp8Format
 from fp8_numerics.gemm import GemmCounter, gemm
 from fp8_numerics.kernels.compile import Library, library
 from fp8_numerics.scaled_mm import scaled_mm
-from fp8_numerics.scales import amax_of_blocks, scale_of_amax, scale_of_amax_torchao
+from fp8_numerics.scales import (
+    amax_of_blocks,
+    power_2_below,
+    scale_of_amax,
+    scale_of_amax_torchao,
+)
 from tests.c_kernels import need_kernels, threads_started
 from tests.spec import delayed
 from tests.spec import formats as spec
@@ -510,6 +515,64 @@ def test_a_scale_of_torchao_is_divided_in_float64() -> None:
         assert np.array_equal(ours.numpy(), scale)
         below = scale_of_amax_torchao(amax, fmt, power_2=True).numpy()
         assert np.array_equal(below, np.exp2(np.floor(np.log2(scale))))
+
+
+@pytest.mark.parametrize("rule", [scale_of_amax, scale_of_amax_torchao])
+@pytest.mark.parametrize("power_2", [True, False])
+@halves
+def test_amaxes_in_halves_are_widened_and_others_refused(
+    rule: Callable[..., torch.Tensor], power_2: bool, dtype: torch.dtype
+) -> None:
+    amax = torch.tensor([0.0, 3.0, 1.0 / 3, math.inf]).to(dtype)
+    found, expected = (rule(each, formats.E4M3, power_2=power_2) for each in (amax, amax.float()))
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+    for other, said in ((amax.double(), r"torch.float64 \[4\]"), (3.0, "of type float")):
+        with pytest.raises(TypeError, match=rf"amax is {said}, .*amax.float\(\)"):
+            rule(other, formats.E4M3, power_2=power_2)
+
+
+@halves
+def test_the_rules_of_blocks_widen_amaxes(dtype: torch.dtype) -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    half, one = x.abs().amax(), x.abs().amax().float()
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda amax: nvfp4.quantize_blocks(x, 1, amax, None),
+        lambda amax: (nvfp4.encoding(amax), nvfp4.outer_of(amax)),
+        mxfp8.scales_of,
+    ]
+    for call in calls:
+        for found, expected in zip(call(half), call(one), strict=True):
+            assert found.dtype == torch.float32 and torch.equal(found, expected)
+        with pytest.raises(TypeError, match=r"amax is torch.float64 \[\]"):
+            call(one.double())
+
+
+ONE, fp4, mx = torch.ones(()), nvfp4.quantize_blocks, mxfp8.quantize_rows
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: power_2_below(x.double()), r"scale is torch.float64 .*scale.float\(\)"),
+        (lambda x: mxfp8.power_of(x.byte()), r"code is torch.uint8 .*code.int\(\)"),
+        (lambda x: mx(x[:, :48]), r"x is torch.float32 \[4, 48\], .* of 32: fill"),
+        (lambda x: mx(x[0]), r"x is torch.float32 \[64\]"),
+        (lambda x: mx(x.numpy()), "x is of type numpy.ndarray"),
+        (lambda x: fp4(x[:, :40], 1, ONE, None), r"\[4, 40\], .*of 1 x 16: fill"),
+        (lambda x: fp4(x, 16, ONE, None), r"\[4, 64\], .*of 16 x 16: fill"),
+        (lambda x: fp4(x, 1, x[:, 0], None), r"amax .*\[4\].* row, \[4, 1\]$"),
+        (lambda x: fp4(x, 4, x[:, :1], None), r"\[4, 1\].*one number of the tensor$"),
+        (lambda x: fp4(x, 1, ONE, x.long()), r"byte is torch.int64 \[4, 64\]"),
+        (lambda x: fp4(x, 1, ONE, x.byte()[:1]), r"byte is torch.uint8 \[1, 64\]"),
+        (lambda x: nvfp4.rotated(x[:, :40]), r"x is torch.float32 \[4, 40\] and signs has 16:"),
+        (lambda x: nvfp4.rotated(x, (1,)), r"and signs has 1: 16 elements"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_rules_of_blocks_are_named(
+    call: Callable[[torch.Tensor], object], said: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
+        call(torch.ones(4, 64))
 
 
 def test_a_nan_makes_the_amax_of_its_block_infinite() -> None:
