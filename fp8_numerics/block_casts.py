@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8_numerics.dtypes import described
-from fp8_numerics.formats import E4M3, Fp8Format
+from fp8_numerics.formats import E4M3, Fp8Format, not_a_format
 from fp8_numerics.kernels.compile import IN_C, KINDS, library, library_for
 
 Block = tuple[int, int]
@@ -75,8 +75,10 @@ def current(
     The rules are those of `scales.scale_of_amax`, and with `torchao` of `scale_of_amax_torchao`.
 
     Raises:
-        TypeError: `x_MN` is no matrix, or `values` is not FP32 or BF16.
+        TypeError: `x_MN` is no matrix, `fmt` no format, or `values` is not FP32 or BF16.
     """
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
     down, right = block
     if not (x_MN.numel() and fmt in IN_C and runs_in_c(x_MN)) or (down > 1 and _STRIP % right):
         return None

@@ -18,14 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8_numerics.block_casts import block_values
-from fp8_numerics.formats import E2M1, E4M3, SIMULATED, Fp8Format
-from fp8_numerics.kernels.compile import KINDS, library, library_for
+from fp8_numerics.dtypes import described
+from fp8_numerics.formats import E2M1, E4M3, SIMULATED, Fp8Format, not_a_format
+from fp8_numerics.kernels.compile import IN_C, KINDS, library, library_for
 from fp8_numerics.kernels.triton_launch import runs_triton
 from fp8_numerics.scaled_mm import PACKED, Layout
 from fp8_numerics.swizzle import fp4_numbers, swizzled, unswizzled
 
 _KINDS = {dtype: number for number, dtype in enumerate(KINDS)}
 _NO_GRID = len(KINDS)
+_CODES = {fmt.dtype: number for number, fmt in enumerate(IN_C)}
 
 
 class Quantized(NamedTuple):
@@ -57,16 +59,24 @@ def quantize(
 
     Raises:
         TypeError: A tensor has another dtype than FP32, BF16 or FP16 (`x`) or FP32 (all others), or
-            `quant_scale` or `amax` has not one number.
+            `quant_scale` or `amax` has not one number, or `fmt` is no format.
         ValueError: The format is FP4, which has a scale for each block, or `column_sum` has another
-            shape.
+            shape or is not contiguous.
     """
-    if x.dtype not in _KINDS:
-        raise TypeError(f"x is {x.dtype}, and casts read {', '.join(map(str, KINDS))}")
+    kind = _KINDS.get(getattr(x, "dtype", None))
+    if kind is None:
+        raise TypeError(f"x is {described(x)}, and casts read {', '.join(map(str, KINDS))}")
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
     for tensor in (quant_scale, amax):
-        if tensor is not None and (tensor.dtype != torch.float32 or tensor.numel() != 1):
+        if tensor is not None and (
+            getattr(tensor, "dtype", None) != torch.float32
+            or tensor.numel() != 1
+            or (not tensor.is_cpu and x.is_cpu)
+        ):
             raise TypeError(
-                f"a scale or amax is {tensor.dtype} {list(tensor.shape)}, and not one torch.float32"
+                f"a scale or amax is {described(tensor)}, and not one torch.float32 in a tensor on "
+                f"{x.device}"
             )
     if column_sum is not None and (
         column_sum.dtype != torch.float32
@@ -74,7 +84,8 @@ def quantize(
         or not column_sum.is_contiguous()
     ):
         raise ValueError(
-            f"column_sum is {column_sum.dtype} {list(column_sum.shape)} for x {list(x.shape)}"
+            f"column_sum is {described(column_sum)} with strides {column_sum.stride()} for x "
+            f"{list(x.shape)}, and sums are written to contiguous torch.float32 {list(x.shape[1:])}"
         )
     lib = library().lib if x.is_cpu else library_for(x)  # one call less where casts are many
     if lib is None or not fmt.has_kernels:
@@ -88,7 +99,7 @@ def quantize(
         is_bf16 = grid_dtype == x.dtype == torch.bfloat16
         grid = torch.empty_like(x, dtype=torch.bfloat16 if is_bf16 else torch.float32)
     scale_and_results = (
-        _KINDS[x.dtype],
+        kind,
         0 if fmt.is_e4m3 else 1,
         quant_scale.data_ptr(),
         payload.data_ptr(),
@@ -108,16 +119,26 @@ def quantize(
 
 
 def decode(payload: torch.Tensor, fmt: Fp8Format, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of an FP8 payload in FP32 or BF16; both hold every FP8 number exactly."""
-    assert dtype in (torch.float32, torch.bfloat16), dtype
+    """Return the numbers of an FP8 payload in FP32 or BF16; both hold every FP8 number exactly.
+
+    Raises:
+        TypeError: `payload` has not the dtype of `fmt`, `dtype` is another, or `fmt` is no format.
+    """
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
+    if getattr(payload, "dtype", None) != fmt.dtype:
+        raise TypeError(f"payload is {described(payload)}, and that of {fmt.name} is {fmt.dtype}")
+    if dtype is not torch.float32 and dtype is not torch.bfloat16:
+        raise TypeError(f"dtype is {dtype}: numbers are read in torch.float32 or torch.bfloat16")
     lib = library().lib if payload.is_cpu else library_for(payload)
-    if lib is not None and fmt.has_kernels:
+    number = _CODES.get(fmt.dtype)
+    if lib is not None and number is not None:
         payload = payload.contiguous()
         grid = torch.empty_like(payload, dtype=dtype)
         lib.megafp8_decode(
             payload.data_ptr(),
             payload.numel(),
-            0 if fmt.dtype == E4M3.dtype else 1,
+            number,
             grid.data_ptr(),
             _KINDS[dtype],
             torch.get_num_threads(),
@@ -135,6 +156,10 @@ def quantize_torch(
     grid_dtype: torch.dtype | None,
 ) -> Quantized:
     """Run `quantize` with torch operations: the same bits, on GPUs and without a compiler."""
+    if not isinstance(fmt, Fp8Format):
+        raise not_a_format(fmt)
+    if fmt is E2M1 or fmt is SIMULATED:
+        raise ValueError(f"{fmt.name}: casts with one scale are to FP8 alone")
     if amax is not None:
         amax.copy_(torch.maximum(amax, amax_of(x)))
     scaled = (x.float() * quant_scale).clamp_(-fmt.max, fmt.max)

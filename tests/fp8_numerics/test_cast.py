@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8_numerics import cast, formats, mxfp8, nvfp4
+from fp8_numerics import block_casts, cast, formats, mxfp8, nvfp4
 from fp8_numerics.cast import (
     Fp8Tensor,
     Quantized,
@@ -266,19 +266,37 @@ def test_columns_are_added_up_also_without_a_grid(fmt: Fp8Format, dtype: torch.d
 @pytest.mark.parametrize(
     ("x", "words", "said"),
     [
-        (torch.ones(2, 3).double(), {}, r"x is torch.float64, and casts read torch.float32, "),
+        (torch.ones(2, 3).double(), {}, r"x is torch.float64 \[2, 3\], and casts read torch.flo"),
         (torch.ones(2, 3).int(), {}, r"x is torch.int32"),
         (torch.ones(2, 3), {"quant_scale": torch.ones(2, 1)}, r"torch.float32 \[2, 1\], and not"),
         (torch.ones(2, 3), {"quant_scale": torch.ones(()).double()}, r"torch.float64 \[\], and"),
         (torch.ones(2, 3), {"amax": torch.zeros(()).half()}, r"torch.float16 \[\], and not one"),
-        (torch.ones(2, 3), {"column_sum": torch.zeros(2)}, r"torch.float32 \[2\] for x \[2, 3\]"),
-        (torch.ones(2, 3), {"column_sum": torch.zeros(6)[::2]}, "for x"),
+        (
+            torch.ones(2, 3),
+            {"column_sum": torch.zeros(2)},
+            r"torch.float32 \[2\] with strides \(1,\) for x \[2, 3\]",
+        ),
+        (
+            torch.ones(2, 3),
+            {"column_sum": torch.zeros(6)[::2]},
+            r"\[3\] with strides \(2,\) .*contiguous",
+        ),
+        (
+            torch.ones(2, 3).numpy(),
+            {},
+            "x is of type numpy.ndarray, and casts read torch.float32, ",
+        ),
+        (torch.ones(2, 3), {"quant_scale": 2.0}, "a scale or amax is of type float, and not one"),
+        (torch.ones(2, 3), {"quant_scale": torch.ones((), device="meta")}, r"on meta, .* on cpu$"),
+        (torch.ones(2, 3), {"amax": 0.0}, "a scale or amax is of type float, and not one"),
+        (torch.ones(2, 3), {"fmt": "e4m3"}, "fmt is 'e4m3', and not a format as fp8_numerics.form"),
+        (torch.ones(2, 3), {"fmt": torch.float8_e4m3fn}, "fmt is torch.float8_e4m3fn, and not a f"),
         (torch.ones(3), {"column_sum": torch.zeros(3)}, "for x"),
     ],
 )
 def test_what_kernels_would_misread_is_refused(
     x: torch.Tensor,
-    words: dict[str, torch.Tensor],
+    words: dict[str, Any],
     said: str,
     has_compiler: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -288,13 +306,41 @@ def test_what_kernels_would_misread_is_refused(
         monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
     given: dict[str, Any] = {"quant_scale": torch.ones(()), "amax": None, "grid_dtype": None}
     with pytest.raises((TypeError, ValueError), match=said):
-        quantize(x, fmt=formats.E4M3, **(given | words))
+        quantize(x, **({"fmt": formats.E4M3} | given | words))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda fp8: decode(fp8, formats.E5M2, torch.float32), "that of e5m2 is torch.float8_e5m2"),
+        (lambda fp8: decode(fp8.view(torch.uint8), formats.E4M3, torch.float32), "is torch.uint8"),
+        (lambda fp8: decode(fp8.float().numpy(), formats.E4M3, torch.float32), "numpy.ndarray"),
+        (lambda fp8: decode(fp8, formats.E4M3, torch.float16), "dtype is torch.float16: numbers"),
+        (lambda fp8: decode(fp8, "e4m3", torch.float32), "fmt is 'e4m3', and not a format"),
+        (lambda fp8: scale_of_amax(torch.ones(()), "e4m3", power_2=True), "fmt is 'e4m3'"),
+        (lambda fp8: scale_of_amax_torchao(torch.ones(()), "e4m3", power_2=True), "fmt is 'e4m3'"),
+        (lambda fp8: mxfp8.scales_of(torch.ones(()), "e4m3"), "fmt is 'e4m3'"),
+        (lambda fp8: block_casts.current(fp8, (1, 2), "e4m3", power_2=True), "fmt is 'e4m3'"),
+    ],
+)
+@pytest.mark.parametrize("has_compiler", [True, False])
+def test_a_payload_of_another_format_and_no_format_are_refused(
+    call: Callable[[torch.Tensor], object],
+    said: str,
+    has_compiler: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not has_compiler:
+        monkeypatch.setattr(cast, "library", lambda: Library(None, "no compiler"))
+    with pytest.raises(TypeError, match=said):
+        call(torch.ones(2, 4).to(formats.E4M3.dtype))
 
 
 def test_a_cast_to_fp4_needs_scales_of_blocks() -> None:
-    """Kernels would write E5M2; the rules of FP4 are in nvfp4.py."""
-    with pytest.raises(ValueError, match="e2m1: kernels cast to e4m3 and e5m2 alone$"):
-        quantize(torch.ones(4), torch.ones(()), formats.E2M1, amax=None, grid_dtype=None)
+    """Kernels would write E5M2, and torch operations E4M3; the rules of FP4 are in nvfp4.py."""
+    for path, said in ((quantize, "e2m1: "), (quantize_torch, "e2m1: casts with one scale are to")):
+        with pytest.raises(ValueError, match=said):
+            path(torch.ones(4), torch.ones(()), formats.E2M1, amax=None, grid_dtype=None)
 
 
 def test_staged_amax_is_a_running_maximum(quantize_path: Quantize) -> None:
