@@ -253,6 +253,8 @@ def install(undo: ExitStack) -> None:
     # Torch's tracer must find torch's functions: a graph would break at those it does not know.
     torch_private.load_dynamo()
     torch.compiler.assume_constant_result(_asked_by_transformer_engine)
+    for function in (_is_cuda, _type):
+        torch_private.compile_within_callers_alone(function)
     undo.callback(torch_private.wrap_traced_is_cuda(_is_told))
     undo.callback(_places.clear)
     _places.append(lambda device, asking: to_cpu(device))
@@ -407,7 +409,7 @@ def _to_transformer_engine(answer: Callable[..., Any], real: Callable[..., Any])
         function = answer if _asked_by_transformer_engine() else real
         return function(*args, **kwargs)
 
-    return asked
+    return torch_private.compile_within_callers_alone(asked)
 
 
 def _patch_cuda_version(undo: ExitStack) -> None:

@@ -35,6 +35,18 @@ def frame_of_caller(above: int) -> Any:
     return traced
 
 
+def compile_within_callers_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `torch.compile` trace a function where it traces the caller; elsewhere it runs as it is.
+
+    What is compiled alone, below a caller that is not, knows no caller and is used for all of them.
+    """
+    frames: Any = importlib.import_module("torch._dynamo.eval_frame")
+    skip = frames.FrameAction.SKIP
+    strategy = frames.FrameExecStrategy(skip, skip)  # for the function, and for what it calls
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 def wrap_traced_is_cuda(is_told: Callable[[str], bool]) -> Callable[[], None]:
     """Let `Tensor.is_cuda` be true where code is traced of a module for which `is_told` says so.
 
